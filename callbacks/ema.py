@@ -1,0 +1,67 @@
+"""Exponential moving average of the trained adapter, the weights that evaluation and export use.
+
+DiffusionNFT's published code: after optimiser step t = 0, 1, ... the average moves with decay min((1 + t) / (10 + t),
+0.9). The average is float32 whatever the adapter's dtype, and lies in the callback's state, not in the module's.
+"""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from solrl_lightning.callbacks.surface import module_of
+from solrl_lightning.schedules import ema_decay
+
+
+@torch.no_grad()
+def update_average(average: dict[str, Tensor], current: dict[str, Tensor], decay: float) -> None:
+    """average <- decay * average + (1 - decay) * current, in place; ``average`` is float32."""
+    for name, value in current.items():
+        average[name].lerp_(value.detach().to(average[name]), 1.0 - decay)
+
+
+class WeightEMA(Callback):
+    """Averages adapter "default" after every optimiser step and shows the average as ``module.ema_state``."""
+
+    def __init__(self) -> None:
+        self.updates = 0  # optimiser steps that the average has seen
+        self._average: dict[str, Tensor] = {}
+
+    def state(self) -> dict[str, Tensor]:
+        """The average, name -> float32 tensor; it goes on changing with training."""
+        return self._average
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        module = module_of(pl_module)
+        current = module.adapter_state("default")
+        if self._average:
+            self._average = {name: value.to(current[name].device) for name, value in self._average.items()}
+            # A checkpoint taken between the optimiser step and on_train_batch_end lacks this one update; its weights
+            # are those right after the step, so the update can still be made exactly.
+            self._catch_up(trainer, pl_module)
+        else:
+            self._average = {name: value.detach().float().clone() for name, value in current.items()}
+            self.updates = trainer.global_step
+        module.ema_state = self._average
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._catch_up(trainer, pl_module)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._average:  # restored for an evaluation without training
+            module_of(pl_module).ema_state = self._average
+
+    def _catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.updates < trainer.global_step:
+            current = module_of(pl_module).adapter_state("default")
+            update_average(self._average, current, ema_decay(self.updates))
+            self.updates = trainer.global_step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates, "average": self._average}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.updates, self._average = state_dict["updates"], dict(state_dict["average"])

@@ -1,0 +1,184 @@
+"""A progress bar over iterations: the stage and how far it is, the mean reward, the rank correlation, and a true ETA.
+
+Lightning's own bar counts micro-batches, of which the first arrives after minutes of exploration, so its rate and its
+ETA mislead. Here the time left is (iterations left) x (median seconds of an iteration + mean seconds that evaluation,
+probes and grids add to one), less what has passed of the current one. Where the output is no terminal there are plain
+lines instead, at most about ``max_lines`` of them.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from statistics import fmean, median
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from tqdm import tqdm
+
+from solrl_lightning.callbacks.rank_correlation import RankCorrelation
+from solrl_lightning.callbacks.rollout_stats import RolloutStats
+from solrl_lightning.callbacks.surface import EXTRA_STAGES, find, loop_of
+from solrl_lightning.stopwatch import Stopwatch
+
+_REDRAW_SECONDS = 0.1
+_FORMAT = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
+
+
+def seconds_left(iterations: int, own: Sequence[float], extra: Sequence[float], elapsed: float = 0.0) -> float | None:
+    """Seconds until ``iterations`` more are done, of which the first has been running for ``elapsed`` seconds.
+
+    own, extra: seconds of each finished iteration, and what evaluation, probes and grids added to it. The median keeps
+    a first iteration that compiled out of it; the mean spreads what happens only every few iterations. None before the
+    first iteration is done.
+    """
+    if not own:
+        return None
+    return max(iterations * (median(own) + fmean(extra)) - elapsed, 0.0)
+
+
+class StageProgressBar(ProgressBar):
+    """Shows on rank 0, in a terminal, one bar for the run; elsewhere a line every few iterations.
+
+    max_lines: about how many lines a run prints where the output is no terminal.
+    """
+
+    def __init__(self, max_lines: int = 50) -> None:
+        super().__init__()
+        self.max_lines = max_lines
+        self._enabled = True
+        self._bar: Any = None  # tqdm, in a terminal
+        self._own: list[float] = []
+        self._extra: list[float] = []
+        self._mark = 0.0  # when the last iteration ended
+        self._stage, self._stage_began, self._observing = "", 0.0, 0.0
+        self._drawn = 0.0
+        self._stopwatch = Stopwatch()
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        if self._bar is None:
+            print(*args, **kwargs)
+        else:
+            self._bar.write(kwargs.get("sep", " ").join(str(arg) for arg in args))
+
+    # The run.
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stopwatch = loop_of(trainer).stopwatch
+        self._mark = self._stage_began = time.perf_counter()
+        if not self._enabled:
+            return
+        self._stopwatch.on_change.append(self._stage_changed)
+        if sys.stdout.isatty():
+            self._open(trainer.max_epochs, trainer.current_epoch, "iterations")
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._own:
+            self._mark = time.perf_counter()  # what came before the first iteration is not part of it
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        now = time.perf_counter()
+        self._charge(now)
+        self._own.append(now - self._mark - self._observing)
+        self._extra.append(self._observing)
+        self._mark, self._observing = now, 0.0
+        if not self._enabled:
+            return
+        if self._bar is not None:
+            self._bar.update(1)
+            self._draw()
+        elif self._line_due(trainer):
+            done, seconds = trainer.current_epoch + 1, self._own[-1] + self._extra[-1]
+            facts = [f"iteration {done}/{trainer.max_epochs}", *self._results(), f"{seconds:.1f} s", self._eta()]
+            print(" | ".join(facts), flush=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
+
+    # Evaluation alone; inside a run it is a stage like the others.
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._enabled and trainer.state.fn == "validate" and sys.stdout.isatty():
+            self._open(_num_batches(trainer), 0, "evaluation")
+
+    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
+        if trainer.state.fn == "validate" and self._bar is not None:
+            self._bar.update(1)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.state.fn != "validate" or not self._enabled:
+            return
+        if self._bar is None:
+            print(f"evaluation: {_num_batches(trainer)} batches done", flush=True)
+        self._close()
+
+    # Drawing.
+
+    def _open(self, total: int | None, initial: int, name: str) -> None:
+        self._bar = tqdm(
+            total=total, initial=initial, desc=name, file=sys.stdout, bar_format=_FORMAT, dynamic_ncols=True
+        )
+
+    def _close(self) -> None:
+        if self._stage_changed in self._stopwatch.on_change:
+            self._stopwatch.on_change.remove(self._stage_changed)
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _stage_changed(self) -> None:
+        now = time.perf_counter()
+        self._charge(now)
+        if self._bar is not None and now - self._drawn >= _REDRAW_SECONDS:
+            self._draw()
+
+    def _charge(self, now: float) -> None:
+        """Add up the seconds spent in stages that only observe; the stopwatch's own sums are reset by others."""
+        if self._stage in EXTRA_STAGES:
+            self._observing += now - self._stage_began
+        self._stage, self._stage_began = self._stopwatch.current, now
+
+    def _draw(self) -> None:
+        self._drawn = time.perf_counter()
+        stage = self._stopwatch.current
+        if stage and self._stopwatch.total:
+            stage += f" {100 * self._stopwatch.done // self._stopwatch.total}%"
+        facts = [stage] if stage else []
+        self._bar.set_postfix_str(", ".join([*facts, *self._results(), self._eta()]), refresh=True)
+
+    def _results(self) -> list[str]:
+        """Of the iteration that ended last."""
+        stats, ranks = find(self.trainer, RolloutStats), find(self.trainer, RankCorrelation)
+        facts = []
+        if stats is not None and stats.last:
+            facts.append(f"reward {stats.last['reward/mean']:.4f}")
+        if ranks is not None and ranks.last:
+            facts.append(f"spearman {ranks.last['spearman']:.3f}")
+        return facts
+
+    def _eta(self) -> str:
+        max_epochs = self.trainer.max_epochs or 0
+        running = self._bar.n if self._bar is not None else self.trainer.current_epoch + 1
+        elapsed = time.perf_counter() - self._mark
+        left = seconds_left(max_epochs - running, self._own, self._extra, elapsed)
+        return "ETA ?" if left is None else f"ETA {timedelta(seconds=round(left))}"
+
+    def _line_due(self, trainer: Trainer) -> bool:
+        done, total = trainer.current_epoch + 1, trainer.max_epochs or 0
+        every = max(-(-total // self.max_lines), 1)
+        return done % every == 0 or done == total
+
+
+def _num_batches(trainer: Trainer) -> int:
+    batches = trainer.num_val_batches
+    return int(sum(batches) if isinstance(batches, list) else batches)

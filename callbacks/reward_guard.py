@@ -1,0 +1,80 @@
+"""Notice rewards that cannot teach anything, and say what probably went wrong.
+
+Two faults are told apart, over all kept samples of all ranks. *Near-constant*: the standard deviation is below 1e-4 of
+the rewards' root mean square, a measure that does not depend on the reward's scale. *Saturated*: at least 95 % of the
+samples sit exactly on the highest or the lowest reward of the iteration. Neither stops the run, and the guard waits for
+several such iterations in a row: a hard prompt can be all zeros for once.
+"""
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from solrl_lightning.callbacks.surface import Moments, log_values, loop_of, moments, reduced
+from solrl_lightning.errors import UserError
+
+_NEAR_CONSTANT = 1e-4  # std / root mean square; real rewards have 1e-2 and more, float32 noise of equal images 1e-7
+_SATURATED = 0.95  # share of samples on one extreme value
+
+
+def find_fault(kept: Moments, lowest: float, highest: float, at_lowest: float, at_highest: float) -> str | None:
+    """What is wrong with an iteration's rewards and the likely cause, or None.
+
+    lowest, highest: extreme rewards; at_lowest, at_highest: share of the samples that are exactly there.
+    """
+    if kept.samples < 2:
+        return None
+    root_mean_square = (kept.mean**2 + kept.std**2) ** 0.5
+    if kept.std <= _NEAR_CONSTANT * root_mean_square:
+        return (
+            f"all {kept.samples} rewards are nearly equal (mean {kept.mean:.6g}, std {kept.std:.2g}). Likely causes: "
+            "the reward model did not load (random weights; check reward.pretrained), or all images are black or alike "
+            "(look into samples/)"
+        )
+    if at_highest >= _SATURATED:
+        return (
+            f"{at_highest:.0%} of {kept.samples} rewards are exactly the highest value, {highest:.6g}. Likely cause: "
+            "the prompts are too easy for this reward; use harder prompts or another reward"
+        )
+    if at_lowest >= _SATURATED:
+        return (
+            f"{at_lowest:.0%} of {kept.samples} rewards are exactly the lowest value, {lowest:.6g}. Likely causes: "
+            "the images are black or broken (look into samples/), or the reward model did not load"
+        )
+    return None
+
+
+def zero_spread(rewards: Tensor) -> Tensor:
+    """[P, K] rewards -> [P] bool: prompts whose kept rewards are all equal, so that none of their samples counts."""
+    return (rewards == rewards[:, :1]).all(dim=1)
+
+
+class RewardGuard(Callback):
+    """Warns once when rewards are near-constant or saturated in ``patience`` iterations running.
+
+    Logs ``reward/zero_std_fraction``: the share of prompts whose kept rewards are all equal.
+    """
+
+    def __init__(self, patience: int = 3) -> None:
+        if patience < 1:
+            raise UserError(f"patience has to be at least 1 iteration, got {patience}.")
+        self.patience = patience
+        self._faulty = 0  # iterations running
+        self._warned = False
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        rewards = loop_of(trainer).rollouts.rewards.detach()
+        log_values(pl_module, {"reward/zero_std_fraction": moments(trainer, zero_spread(rewards)).mean})
+
+        flat = rewards.flatten()
+        infinity = flat.new_full((1,), float("inf"))  # keeps ranks without prompts out of min and max
+        lowest = reduced(trainer, torch.cat([flat, infinity]).min(), "min")
+        highest = reduced(trainer, torch.cat([flat, -infinity]).max(), "max")
+        at_lowest, at_highest = (moments(trainer, flat == extreme.to(flat)).mean for extreme in (lowest, highest))
+        fault = find_fault(moments(trainer, flat), float(lowest), float(highest), at_lowest, at_highest)
+
+        self._faulty = self._faulty + 1 if fault else 0
+        if fault and self._faulty >= self.patience and not self._warned:
+            self._warned = True
+            rank_zero_warn(f"For {self._faulty} iterations running, up to {trainer.current_epoch}: {fault}.")

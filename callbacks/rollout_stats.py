@@ -1,0 +1,30 @@
+"""Log what the rewards of an iteration look like, over the samples of all ranks.
+
+Ranks may hold different numbers of prompts, or none: sums and counts are reduced, not means.
+"""
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from solrl_lightning.callbacks.surface import log_values, loop_of, moments
+
+
+class RolloutStats(Callback):
+    """Logs ``reward/mean`` and ``reward/std`` of the kept samples and ``explore/proxy_reward``, the mean of the pool.
+
+    ``reward/std`` is the population standard deviation over all kept samples, the number that scales the advantages.
+    Families of one stage explore nothing and log no ``explore/proxy_reward``.
+    """
+
+    def __init__(self) -> None:
+        self.last: dict[str, float] = {}
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loop = loop_of(trainer)
+        kept = moments(trainer, loop.rollouts.rewards)
+        self.last = {"reward/mean": kept.mean, "reward/std": kept.std}
+        if loop.explored is not None:
+            pool = loop.explored.rewards
+            finite = pool[torch.isfinite(pool)]  # a candidate whose proxy is not finite was not chosen either
+            self.last["explore/proxy_reward"] = moments(trainer, finite).mean
+        log_values(pl_module, self.last)

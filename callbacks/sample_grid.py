@@ -1,0 +1,190 @@
+"""Pictures for people: base against current model, and the best against the worst of a pool.
+
+Both are PNG files under the run folder's ``samples/`` and, with a TensorBoard logger, images in TensorBoard. Only rank
+0 samples and draws; nothing in here is collective. File names come from the iteration alone: prompts can be any text.
+"""
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from solrl_lightning.callbacks.surface import loop_of, module_of, write_atomically
+from solrl_lightning.errors import UserError
+from solrl_lightning.rollout.seeds import evaluation_seeds
+
+_MIN_CELL, _MAX_CELL = 128, 512  # pixels; smaller images are enlarged by an integer factor, larger ones shrunk
+_GAP = 4  # between images
+_WIDE_GAP = 20  # between groups of columns
+_MARGIN = 10
+_MIN_WIDTH = 420  # room for the title
+_INK, _PAPER, _FAINT = (20, 20, 20), (255, 255, 255), (90, 90, 90)
+
+
+class Row(NamedTuple):
+    """One row of a grid: a caption above it, groups of images [n, 3, H, W] in [0, 1], a label under each image."""
+
+    caption: str
+    groups: Sequence[Tensor]
+    labels: Sequence[str] = ()
+
+
+def to_cell(image: Tensor) -> Image.Image:
+    """[3, H, W] in [0, 1] -> a picture whose sides are at least 128 (nearest, whole factor) and at most 512 pixels."""
+    pixels = (image.detach().float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
+    picture = Image.fromarray(pixels)
+    shorter, longer = min(picture.size), max(picture.size)
+    if shorter < _MIN_CELL:
+        factor = -(-_MIN_CELL // shorter)
+        return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+    if longer > _MAX_CELL:
+        size = (picture.width * _MAX_CELL // longer, picture.height * _MAX_CELL // longer)
+        return picture.resize(size, Image.Resampling.LANCZOS)
+    return picture
+
+
+def wrap(text: str, font: Any, width: int, lines: int = 2) -> list[str]:
+    """At most ``lines`` lines of whole words that fit ``width`` pixels; what does not fit ends in an ellipsis."""
+    wrapped = [""]
+    for word in text.split():
+        longer = f"{wrapped[-1]} {word}".strip()
+        if font.getlength(longer) <= width or not wrapped[-1]:
+            wrapped[-1] = longer
+        else:
+            wrapped.append(word)
+    cut = len(wrapped) > lines
+    wrapped = wrapped[:lines]
+    last = wrapped[-1] + ("…" if cut else "")
+    while (length := font.getlength(last)) > width and len(last) > 2:
+        kept = min(int(len(last) * width / length), len(last) - 1)
+        last = last[: kept - 1] + "…"
+    return [*wrapped[:-1], last]
+
+
+def draw_grid(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Image.Image:
+    """A captioned grid; ``headings`` stand above the groups of columns, one for each group of the rows."""
+    title_font, font = ImageFont.load_default(size=18), ImageFont.load_default(size=14)
+    cells = [[[to_cell(image) for image in group] for group in row.groups] for row in rows]
+    cell_width, cell_height = cells[0][0][0].size
+    starts, x = [], _MARGIN
+    for group in cells[0]:
+        starts.append(x)
+        x += len(group) * (cell_width + _GAP) - _GAP + _WIDE_GAP
+    width = max(x - _WIDE_GAP + _MARGIN, _MIN_WIDTH)
+    captions = [wrap(row.caption, font, width - 2 * _MARGIN) for row in rows]
+    line = 18
+    heights = [
+        len(caption) * line + 4 + cell_height + (line if row.labels else 0) + 12
+        for caption, row in zip(captions, rows, strict=True)
+    ]
+    canvas = Image.new("RGB", (width, _MARGIN + 26 + line + 8 + sum(heights)), _PAPER)
+    draw = ImageDraw.Draw(canvas)
+    draw.text((_MARGIN, _MARGIN), wrap(title, title_font, width - 2 * _MARGIN, lines=1)[0], _INK, font=title_font)
+    y = _MARGIN + 26
+    for start, heading, group in zip(starts, headings, cells[0], strict=True):
+        room = max(len(group) * (cell_width + _GAP), width - start - _MARGIN if len(starts) == 1 else 0)
+        draw.text((start, y), wrap(heading, font, room, lines=1)[0], _FAINT, font=font)
+    y += line + 8
+    for row, caption, groups, height in zip(rows, captions, cells, heights, strict=True):
+        top = y
+        for text in caption:
+            draw.text((_MARGIN, top), text, _INK, font=font)
+            top += line
+        top += 4
+        labels = iter(row.labels)
+        for start, group in zip(starts, groups, strict=True):
+            for index, cell in enumerate(group):
+                left = start + index * (cell_width + _GAP)
+                canvas.paste(cell, (left, top))
+                draw.text((left, top + cell_height + 2), next(labels, ""), _INK, font=font)
+        y += height
+    return canvas
+
+
+class SampleGrid(Callback):
+    """Writes ``samples/grid_<iterations>.png`` and ``pool_<iterations>.png`` every few iterations and at the end.
+
+    every: iterations from one picture to the next; 0 writes none.
+    prompts: number of held-out prompts (``module.eval_prompts``) in the first grid.
+    seeds_per_prompt: images per prompt and model in the first grid; best and worst samples shown in the second.
+    steps: solver steps of the first grid's images.
+    seed: names the noise; the same in every picture of a run.
+    """
+
+    def __init__(self, every: int, prompts: int, seeds_per_prompt: int, steps: int, seed: int) -> None:
+        if every < 0 or prompts < 1 or seeds_per_prompt < 1 or steps < 1:
+            raise UserError(
+                "sample grids need every >= 0 and prompts, seeds_per_prompt and steps >= 1, got "
+                f"every={every}, prompts={prompts}, seeds_per_prompt={seeds_per_prompt}, steps={steps}."
+            )
+        self.every, self.prompts, self.seeds_per_prompt = every, prompts, seeds_per_prompt
+        self.steps, self.seed = steps, seed
+        self._base = torch.empty(0)  # [P, n, 3, H, W]
+        self._pool: Image.Image | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.every > 0 and trainer.is_global_zero:
+            with loop_of(trainer).stopwatch.stage("grid"):
+                self._base = self._sample(pl_module, "base")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Draw the pool while its latents are fresh: the loop may drop them once they are trained on."""
+        rollouts = loop_of(trainer).rollouts
+        if batch_idx != 0 or not self._due(trainer) or not rollouts.prompts:
+            return
+        with loop_of(trainer).stopwatch.stage("grid"), torch.no_grad():
+            rewards = rollouts.rewards[0]
+            shown = min(self.seeds_per_prompt, len(rewards))
+            order = rewards.argsort(descending=True, stable=True)
+            rows = []
+            for name, chosen in (("best", order[:shown]), ("worst", order[-shown:])):
+                latents = rollouts.latents[0][chosen.to(rollouts.latents.device)].to(pl_module.device)
+                images = torch.cat([module_of(pl_module).policy.decode(x[None]) for x in latents])
+                rows.append(Row(name, [images], [f"{value:.3f}" for value in rewards[chosen].tolist()]))
+            title = f"Best and worst of the samples trained on, iteration {trainer.current_epoch}"
+            self._pool = draw_grid(title, [rollouts.prompts[0]], rows)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not self._due(trainer):
+            return
+        done = trainer.current_epoch + 1
+        with loop_of(trainer).stopwatch.stage("grid"):
+            current = self._sample(pl_module, "ema")
+            rows = [
+                Row(prompt, [base, now])
+                for prompt, base, now in zip(self._prompts(pl_module), self._base, current, strict=True)
+            ]
+            headings = ["base", f"after {done} iterations"]
+            self._publish(trainer, "grid", draw_grid("Same held-out prompts, same noise", headings, rows))
+            if self._pool is not None:
+                self._publish(trainer, "pool", self._pool)
+                self._pool = None
+
+    def _due(self, trainer: Trainer) -> bool:
+        done = trainer.current_epoch + 1
+        return self.every > 0 and trainer.is_global_zero and (done % self.every == 0 or done == trainer.max_epochs)
+
+    def _prompts(self, pl_module: LightningModule) -> list[str]:
+        return module_of(pl_module).eval_prompts[: self.prompts]
+
+    def _sample(self, pl_module: LightningModule, weights: str) -> Tensor:
+        prompts = self._prompts(pl_module)
+        seeds = evaluation_seeds(self.seed, prompts, self.seeds_per_prompt)
+        return module_of(pl_module).sample(prompts, seeds, weights=weights, steps=self.steps)
+
+    def _publish(self, trainer: Trainer, name: str, picture: Image.Image) -> None:
+        buffer = io.BytesIO()
+        picture.save(buffer, format="PNG")
+        done = trainer.current_epoch + 1
+        write_atomically(Path(trainer.default_root_dir) / "samples" / f"{name}_{done:06d}.png", buffer.getvalue())
+        for logger in trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                pixels = np.asarray(picture)
+                logger.experiment.add_image(f"samples/{name}", pixels, trainer.current_epoch, dataformats="HWC")

@@ -1,0 +1,200 @@
+"""The end of a run: ``summary.json``, TensorBoard's HParams, and a short table on the terminal.
+
+Written when the run completes, when it is interrupted (Ctrl-C, SIGTERM) and when it fails, from the moment training
+has started; a run that cannot start leaves an earlier summary as it was. Everything is rank 0's own view: after an
+exception no other rank can be asked.
+"""
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers import TensorBoardLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from solrl_lightning.callbacks.rank_correlation import RankCorrelation
+from solrl_lightning.callbacks.surface import find, module_of, write_atomically
+from solrl_lightning.callbacks.timings import StageTimings
+
+_PATHS = {
+    "last_checkpoint": "checkpoints/last.ckpt",
+    "lora": "lora",
+    "tensorboard": "tensorboard",
+    "samples": "samples",
+    "config": ".hydra",
+}
+_STATE = "run_summary"  # key in the checkpoint
+
+
+class RunSummary(Callback):
+    """Writes ``summary.json`` into ``trainer.default_root_dir`` and prints what came of the run.
+
+    hparams: the essentials of the configuration, flat; the columns of TensorBoard's HParams table.
+    Keep it last among the callbacks, so that what the others write is already there.
+    """
+
+    def __init__(self, hparams: Mapping[str, Any]) -> None:
+        self.hparams = dict(hparams)
+        self._started: float | None = None
+        self._open = False  # training has started and its summary is not written yet
+        self._seconds_before = 0.0  # of the runs that this one resumes
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._started is None:  # also by an evaluation ahead of the training
+            self._started = time.perf_counter()
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open = True
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish(trainer, pl_module, "completed", None)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
+            self._finish(trainer, pl_module, "interrupted", None)
+        else:
+            self._finish(trainer, pl_module, "failed", f"{type(exception).__name__}: {exception}")
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        history = module_of(pl_module).eval_history
+        checkpoint[_STATE] = {"seconds": self._seconds(), "eval_history": list(history)}
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint.get(_STATE, {"seconds": 0.0, "eval_history": []})  # a checkpoint made without this callback
+        self._seconds_before = state["seconds"]
+        module_of(pl_module).eval_history[:0] = state["eval_history"]
+
+    def _seconds(self) -> float:
+        return self._seconds_before + (time.perf_counter() - self._started if self._started is not None else 0.0)
+
+    def _finish(self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None) -> None:
+        if not self._open or not trainer.is_global_zero:
+            return
+        facts = self.collect(trainer, pl_module, status, error)
+        path = Path(trainer.default_root_dir) / "summary.json"
+        write_atomically(path, (json.dumps(finite_only(facts), indent=2, default=str) + "\n").encode())
+        log_hyperparameters(trainer, self.hparams, facts)
+        print(format_summary(facts), flush=True)
+        self._open = False  # an exception after the end does not overwrite the summary of the run
+
+    def collect(self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None) -> dict[str, Any]:
+        """Everything that summary.json holds."""
+        module = module_of(pl_module)
+        # An iteration that was cut short is redone after a resume, with its evaluation: the later one stands.
+        latest = {row["iteration"]: row for row in module.eval_history}
+        evaluations = [latest[iteration] for iteration in sorted(latest)]
+        base, final = base_and_final(evaluations, module.reward.name)
+        run = Path(trainer.default_root_dir).resolve()
+        paths = {name: str(run / relative) for name, relative in _PATHS.items() if (run / relative).exists()}
+        return {
+            "status": status,
+            "error": error,
+            "reward": module.reward.name,
+            "base_reward": base,
+            "final_reward": final,
+            "improvement": final - base if base is not None and final is not None else None,
+            "iterations": trainer.current_epoch,
+            "seconds_total": self._seconds(),
+            "seconds_per_stage": stage_seconds(find(trainer, StageTimings)),
+            "rank_fidelity": rank_fidelity(find(trainer, RankCorrelation)),
+            "precision_backend": str(module.precision_backend),
+            "peak_memory_bytes": peak_memory(trainer.strategy.root_device),
+            "evaluations": evaluations,
+            "config": self.hparams,
+            "paths": {"run": str(run), **paths},
+        }
+
+
+def base_and_final(evaluations: Sequence[Mapping[str, Any]], reward: str) -> tuple[float | None, float | None]:
+    """Held-out reward before training (the evaluation of iteration 0) and the latest; None where there is none."""
+    scored = [row for row in evaluations if reward in row]
+    base = next((float(row[reward]) for row in scored if row["iteration"] == 0), None)
+    return base, float(scored[-1][reward]) if scored else None
+
+
+def stage_seconds(timings: StageTimings | None) -> dict[str, dict[str, float | None]]:
+    """stage -> total seconds of the run, and the median of an iteration for the stages of every iteration."""
+    if timings is None:
+        return {}
+    totals, medians = timings.totals(), timings.medians()
+    names = list(dict.fromkeys([*totals, *medians]))
+    return {name: {"total": totals.get(name), "median": medians.get(name)} for name in names}
+
+
+def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
+    """First, last and mean of the probes, and the latest correlation on the kept set; None if there was no proxy."""
+    if ranks is None or not (ranks.history or ranks.last_kept):
+        return None
+    fidelity: dict[str, Any] = {"probes": len(ranks.history), **ranks.last_kept}
+    if ranks.history:
+        names = [name for name in ranks.history[0] if name != "iteration"]
+        columns = {name: [row[name] for row in ranks.history if math.isfinite(row[name])] for name in names}
+        mean = {name: fmean(values) if values else None for name, values in columns.items()}
+        fidelity |= {"first": ranks.history[0], "last": ranks.history[-1], "mean": mean}
+    return fidelity
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the allocator's peak on a GPU, the process's resident peak on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def finite_only(value: Any) -> Any:
+    """NaN and infinities become null: JSON has no word for them."""
+    if isinstance(value, Mapping):
+        return {str(key): finite_only(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_only(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def log_hyperparameters(trainer: Trainer, hparams: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    """Give every logger the configuration; TensorBoard's HParams table also gets the results, as its metric columns."""
+    results = {name: facts[name] for name in ("base_reward", "final_reward", "improvement", "seconds_total")}
+    results["rank_spearman"] = ((facts["rank_fidelity"] or {}).get("last") or {}).get("spearman")
+    known = {name: value for name, value in results.items() if value is not None and math.isfinite(value)}
+    metrics = {f"summary/{name}": value for name, value in known.items()}
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.log_hyperparams(dict(hparams), metrics, step=trainer.current_epoch)
+        else:
+            logger.log_hyperparams(dict(hparams))
+
+
+def format_summary(facts: Mapping[str, Any]) -> str:
+    """The table that ends a run."""
+    done = f"{facts['status']} after {facts['iterations']} iterations in {facts['seconds_total']:.0f} s"
+    rows = [("status", done if facts["error"] is None else f"{done}: {facts['error']}")]
+    change = "" if facts["improvement"] is None else f" ({facts['improvement']:+.4f})"
+    rewards = f"{number(facts['base_reward'])} -> {number(facts['final_reward'])}{change}"
+    rows.append((f"{facts['reward']} reward", rewards))
+    for stage, seconds in facts["seconds_per_stage"].items():
+        parts = [f"{seconds['total']:.1f} s in all"] if seconds["total"] is not None else []
+        parts += [f"{seconds['median']:.2f} s an iteration"] if seconds["median"] is not None else []
+        rows.append((f"time {stage}", ", ".join(parts)))
+    fidelity = facts["rank_fidelity"] or {}
+    if "last" in fidelity:
+        first, last = fidelity["first"], fidelity["last"]
+        rows.append(("proxy spearman", f"{number(first['spearman'])} at first, {number(last['spearman'])} at last"))
+        rows.append(("proxy kendall", f"{number(first['kendall'])} at first, {number(last['kendall'])} at last"))
+    rows.append(("precision", facts["precision_backend"]))
+    rows.append(("peak memory", f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB"))
+    rows += [(name.replace("_", " "), path) for name, path in facts["paths"].items()]
+    rows.append(("summary", str(Path(facts["paths"]["run"]) / "summary.json")))
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
+
+
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"

@@ -1,0 +1,1 @@
+"""The configuration tree, which is also the manual; installed as ``solrl_lightning.conf``."""

@@ -1,0 +1,131 @@
+"""The command line: check it as a whole, then let Hydra run one verb of ``solrl_lightning.tasks`` per job.
+
+Everything a user can get wrong on the command line is found here, before a model library is imported and before
+anything is written, and is said in one message without a traceback.
+"""
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra._internal.utils import get_args_parser
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from hydra.utils import get_method
+from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf.errors import OmegaConfBaseException
+
+from solrl_lightning.config import (
+    CONFIG_MODULE,
+    ConfigTree,
+    application_config,
+    check_prompts,
+    check_values,
+    first_lines,
+)
+from solrl_lightning.errors import UserError
+from solrl_lightning.run_folder import check_new, check_writable, resume
+
+_USER_ERROR = 2  # as argparse
+_INTERRUPTED = 130  # as shells report Ctrl-C
+_PATH_KEYS = ("ckpt", "data.train", "data.eval", "model.pretrained", "reward.pretrained")  # no names for folders
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a command line and returns its exit status."""
+    try:
+        sys.argv[1:] = prepare(sys.argv[1:] if arguments is None else arguments)
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us instead of being printed by Hydra
+        hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")(run)()
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return _INTERRUPTED
+    except Exception as error:
+        message = next((str(e) for e in _causes(error) if isinstance(e, UserError)), None)
+        if message is None:
+            raise
+        print(f"error: {message}", file=sys.stderr)
+        return _USER_ERROR
+    return 0
+
+
+def run(cfg: DictConfig) -> None:
+    """One job: calls the chosen task with the resolved configuration."""
+    _describe_job_to_lightning()
+    OmegaConf.resolve(cfg)
+    get_method(cfg.task._target_)(cfg)
+
+
+def prepare(arguments: list[str]) -> list[str]:
+    """Checks a command line and returns it with its checkpoint resolved.
+
+    Raises:
+        UserError: a run that it asks for cannot be.
+    """
+    flags = get_args_parser().parse_args(arguments)
+    if flags.hydra_help or flags.shell_completion or flags.experimental_rerun:
+        return arguments
+    try:
+        with ConfigTree(flags.config_name, flags.config_dir) as tree:
+            return _checked(tree, arguments, flags)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(first_lines(error)) from error
+
+
+def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[str]:
+    resumed = resume(tree, flags.overrides, flags.multirun)
+    checked = []
+    for job in tree.jobs(resumed.arguments, flags.multirun):
+        cfg = tree.compose(job)
+        folder = Path(cfg.hydra.sweep.dir if tree.sweeps else cfg.hydra.run.dir)
+        checked.append(application_config(cfg, folder))
+        check_values(checked[-1])
+    other = [argument for argument in arguments if argument not in flags.overrides]
+    if flags.help or flags.cfg or flags.info:
+        return [*other, *resumed.arguments]
+    if _first_process():
+        for folder in {Path(cfg.run_dir) for cfg in checked}:
+            if folder.resolve() != resumed.folder:
+                check_new(folder)
+            check_writable(folder)
+    for cfg in checked:
+        check_prompts(cfg)
+    if resumed.message and _first_process():
+        print(resumed.message, flush=True)
+    return [*other, *resumed.arguments, *([_folder_names(tree, resumed.arguments)] if tree.sweeps else [])]
+
+
+def _folder_names(tree: ConfigTree, arguments: list[str]) -> str:
+    """Runs of a sweep are named by what is swept, and by nothing else."""
+    fixed = [o.key_or_group for o in tree.parse(arguments) if not o.is_sweep_override()]
+    unnamed = ",".join(f"'{key}'" for key in dict.fromkeys([*fixed, *_PATH_KEYS]))
+    return f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]"
+
+
+def _first_process() -> bool:
+    """Whether this process starts the run; the other ranks find its folder in use, and rightly so."""
+    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
+
+
+def _describe_job_to_lightning() -> None:
+    """Lightning starts more ranks with this command line in the run's folder; of a sweep, both must be the job's."""
+    settings: Any = HydraConfig.get()
+    if settings.mode == RunMode.MULTIRUN:
+        sys.argv[1:] = list(settings.overrides.task)
+        with read_write(settings), open_dict(settings):
+            settings.run.dir = settings.runtime.output_dir
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__
+
+
+if __name__ == "__main__":
+    sys.exit(main())

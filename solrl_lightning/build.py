@@ -1,0 +1,93 @@
+"""From a composed configuration to objects. Only this file and the tasks read ``cfg``; everything else takes arguments."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch import Trainer
+from omegaconf import DictConfig, OmegaConf
+from peft import LoraConfig
+
+from solrl_lightning.data.prompts import PromptSchedule, read_prompts
+from solrl_lightning.loop import ExploreTrainLoop
+from solrl_lightning.module import Sampling, SolRLModule, Stage
+from solrl_lightning.policies.compilation import should_compile
+from solrl_lightning.quantization import QuantizationRule, resolve
+
+log = logging.getLogger(__name__)
+
+
+def device_of(cfg: DictConfig) -> torch.device:
+    """Where a task without training runs: the first device that the trainer would use."""
+    trainer: Trainer = instantiate(cfg.trainer, logger=False, devices=1, strategy="auto", enable_checkpointing=False)
+    return trainer.strategy.root_device
+
+
+def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
+    """The adapters and their evaluation average, from a checkpoint of a training run."""
+    checkpoint: dict[str, Any] = torch.load(ckpt, map_location=module.device, weights_only=True)
+    module.on_load_checkpoint(checkpoint)
+    module.load_state_dict(checkpoint["state_dict"], strict=False)
+    module.ema_state = checkpoint["callbacks"]["WeightEMA"]["average"]
+
+
+def build_trainer(cfg: DictConfig) -> Trainer:
+    callbacks = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
+    return instantiate(cfg.trainer, logger=instantiate(cfg.logger) if cfg.logger else False, callbacks=callbacks)
+
+
+def stages_of(cfg: DictConfig) -> list[Stage]:
+    """The family's passes over the pool: explore, where it has one, and regenerate."""
+    named = (("explore", cfg.family.explore), ("regenerate", cfg.family.regenerate))
+    return [Stage(name, stage.sampler, stage.steps) for name, stage in named if stage is not None]
+
+
+def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> SolRLModule:
+    policy = instantiate(cfg.model.policy, device=str(device))
+    compile_it, why = should_compile(cfg.family.compile, device)
+    log.info("%s", why)
+    if cfg.family.warning:
+        log.warning("%s", cfg.family.warning)
+    sampling = Sampling(
+        solver=cfg.model.solver,
+        batch=cfg.model.rollout_batch,
+        compile=compile_it,
+        eval_steps=cfg.model.eval_steps,
+        eval_images=cfg.data.eval_images,
+    )
+    lora = LoraConfig(
+        r=cfg.model.lora.rank,
+        lora_alpha=cfg.model.lora.alpha,
+        target_modules=list(cfg.model.lora.target_modules),
+        init_lora_weights="gaussian",
+    )
+    return SolRLModule(
+        policy=policy,
+        reward=instantiate(cfg.reward, device=str(device)),
+        objective=instantiate(cfg.objective),
+        optimizer=instantiate(cfg.optimizer),
+        old_decay=instantiate(cfg.old_policy),
+        stages=stages,
+        sampling=sampling,
+        lora=lora,
+        backend=resolve(cfg.precision.name, cfg.precision.backend, device),
+        rule=QuantizationRule(**OmegaConf.to_container(cfg.model.quantization)),
+        kl_needs_reference=cfg.objective.kl_weight != 0,
+        eval_prompts=read_prompts(cfg.data.eval)[: cfg.data.eval_prompts],
+        seed=cfg.seed,
+    )
+
+
+def build_loop(cfg: DictConfig, trainer: Trainer) -> ExploreTrainLoop:
+    return ExploreTrainLoop(
+        trainer,
+        schedule=PromptSchedule(read_prompts(cfg.data.train), cfg.prompts_per_iteration, cfg.seed),
+        stages=stages_of(cfg),
+        pool=cfg.family.pool,
+        keep=cfg.family.keep,
+        timestep_fraction=cfg.model.train_timestep_fraction,
+        micro_batch=cfg.model.micro_batch,
+        seed=cfg.seed,
+    )

@@ -1,0 +1,318 @@
+"""Checks of a command line, before anything heavy is imported and before anything is written.
+
+Hydra composes; this file says what is wrong with the result, and in which words. It knows names (groups, options, keys)
+and values (counts, fractions, choices); folders and checkpoints are in ``run_folder``.
+"""
+
+import difflib
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_module
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import OverrideParseException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from solrl_lightning.errors import UserError
+
+CONFIG_MODULE = "solrl_lightning.conf"
+
+SAMPLERS = ("shadow", "merged", "policy")
+SOLVERS = ("euler", "dpm2")
+
+# Whole numbers of at least 1.
+_COUNTS = (
+    "iterations",
+    "prompts_per_iteration",
+    "family.pool",
+    "family.explore.steps",
+    "family.regenerate.steps",
+    "model.resolution",
+    "model.max_sequence_length",
+    "model.full_steps",
+    "model.preview_steps",
+    "model.eval_steps",
+    "model.micro_batch",
+    "model.rollout_batch",
+    "model.lora.rank",
+    "data.eval_images",
+    "evaluation.every",
+    "task.prompts",
+    "task.pool",
+    "task.keep",
+    "task.repeats",
+)
+# Numbers above 0.
+_POSITIVE = ("model.max_grad_norm", "model.lora.alpha", "objective.beta", "objective.advantage_clip", "optimizer.lr")
+# Numbers of at least 0.
+_NON_NEGATIVE = ("model.guidance", "objective.kl_weight", "optimizer.weight_decay")
+# Shares, in (0, 1].
+_FRACTIONS = ("model.train_timestep_fraction",)
+_KEEP_RULE = "a whole number of at least 2: advantages compare the kept samples of a prompt with each other"
+_ABSENT = object()  # a key that the chosen options do not have: nothing to check
+
+
+class ConfigTree:
+    """The configuration tree of the package, and of the folders on ``--config-dir``, opened for composing and looking.
+
+    A context manager: Hydra's state is global, and is as it was on leaving.
+    """
+
+    def __init__(self, config_name: str | None = None, config_dir: str | None = None) -> None:
+        self.config_name = config_name or "config"
+        self.sweeps = False
+        self._search_path = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
+        self._context = initialize_config_module(CONFIG_MODULE, version_base="1.3")
+
+    def __enter__(self) -> "ConfigTree":
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+    @property
+    def loader(self) -> ConfigLoader:
+        return GlobalHydra.instance().config_loader()
+
+    def groups(self) -> list[str]:
+        return [g for g in self.loader.get_group_options("", ObjectType.GROUP) if g != "hydra"]
+
+    def options(self, group: str) -> list[str]:
+        return self.loader.get_group_options(group, ObjectType.CONFIG)
+
+    def parse(self, arguments: Iterable[str]) -> list[Override]:
+        """The overrides of a command line. UserError for what is none."""
+        parser = OverridesParser.create(config_loader=self.loader)
+        overrides = []
+        for argument in arguments:
+            try:
+                overrides += parser.parse_overrides([argument])
+            except OverrideParseException as error:
+                raise UserError(self._unreadable(argument)) from error
+        return overrides
+
+    def _unreadable(self, argument: str) -> str:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            homes = [f"{group}={argument}" for group in self.groups() if argument in self.options(group)]
+            return f"Cannot read {argument!r}: an option is written key=value.{_did_you_mean(homes)}"
+        quoted = value.strip("'\"")
+        return (
+            f"Cannot read {argument!r}. Values with spaces, commas, brackets or = need quotes that survive the shell: "
+            f"""'{key}="{quoted}"'."""
+        )
+
+    def compose(self, arguments: Iterable[str]) -> DictConfig:
+        """Everything, Hydra's own part included. Raises what Hydra raises."""
+        return compose(self.config_name, [*self._search_path, *arguments], return_hydra_config=True)
+
+    def jobs(self, arguments: Sequence[str], multirun: bool) -> list[list[str]]:
+        """The command line of every run that a command line asks for; of a sweep, every combination.
+
+        Raises:
+            UserError: for an option or a key that does not exist, in any of them.
+        """
+        overrides = self.parse(arguments)
+        swept = [override for override in overrides if override.is_sweep_override()]
+        fixed = [str(override.input_line) for override in overrides if not override.is_sweep_override()]
+        check_names(self, fixed)
+        cfg = self.compose(fixed)
+        self.sweeps = multirun or cfg.hydra.mode == RunMode.MULTIRUN
+        if not self.sweeps:
+            if swept:
+                raise UserError(f"{swept[0].input_line} gives several values: add -m for a run of each.")
+            return [list(arguments)]
+        params = self.parse(f"{key}={value}" for key, value in (cfg.hydra.sweeper.params or {}).items())
+        batches = BasicSweeper.split_arguments(params + overrides, max_batch_size=None)
+        jobs = list(itertools.chain.from_iterable(batches))
+        for job in jobs:
+            check_names(self, job)
+        return jobs
+
+
+def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
+    """What a task gets of ``ConfigTree.compose``: without Hydra's own part, every value resolved for ``run_dir``."""
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(cfg)
+    try:
+        cfg = cfg.copy()
+        with open_dict(cfg):
+            cfg.run_dir = str(run_dir)
+            del cfg["hydra"]
+        OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        OmegaConf.resolve(cfg)
+    finally:
+        HydraConfig.instance().cfg = before
+    return cfg
+
+
+# Names
+
+
+def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
+    """UserError for an option that its group does not have, or a key that the chosen options do not have."""
+    overrides = tree.parse(arguments)
+    choices, values = [], []
+    for override in overrides:
+        if tree.options(override.key_or_group) and not isinstance(override.value(), dict):
+            _check_option(tree, override)
+            choices.append(str(override.input_line))
+        else:
+            values.append(override)
+    if not values:
+        return
+    known = OmegaConf.to_container(tree.compose(choices), resolve=False)
+    assert isinstance(known, dict)
+    for override in values:
+        plain = not (override.is_add() or override.is_force_add() or override.is_delete())
+        if plain and not _has(known, override.key_or_group.split(".")):
+            raise UserError(_unknown_key(override.key_or_group, known, tree.groups()))
+        if override.key_or_group == "run_dir":
+            raise UserError("run_dir follows from the folder of the run; set that with hydra.run.dir=<folder>.")
+
+
+def _check_option(tree: ConfigTree, override: Override) -> None:
+    group, value = override.key_or_group, override.value()
+    for option in value if isinstance(value, list) else [value]:
+        options = tree.options(group)
+        if option is None or str(option) in ("null", *options):
+            continue
+        raise UserError(
+            f"There is no {group} named {option!r}.{_did_you_mean(_nearest(str(option), options), prefix=f'{group}=')}"
+            f" The options are {', '.join(options)}."
+        )
+
+
+def _has(tree: Any, keys: Sequence[str]) -> bool:
+    for key in keys:
+        if isinstance(tree, dict) and key in tree:
+            tree = tree[key]
+        elif isinstance(tree, list) and key.isdigit() and int(key) < len(tree):
+            tree = tree[int(key)]
+        else:
+            return False
+    return True
+
+
+def _paths(tree: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            if not str(key).startswith("_"):
+                yield f"{prefix}{key}"
+                yield from _paths(value, f"{prefix}{key}.")
+
+
+def _unknown_key(key: str, known: dict[Any, Any], groups: list[str]) -> str:
+    parts = key.split(".")
+    for parent in itertools.accumulate(parts[:-1], lambda left, right: f"{left}.{right}"):
+        if _has(known, parent.split(".")) and OmegaConf.select(OmegaConf.create(known), parent) is None:
+            return f"There is no key {key} here: {parent} is null in the chosen {parts[0]}, so nothing lies below it."
+    application = {name: value for name, value in known.items() if name != "hydra"}
+    names = _paths(known["hydra"], "hydra.") if parts[0] == "hydra" else itertools.chain(_paths(application), groups)
+    suggestion = _did_you_mean(_nearest(key, list(names)))
+    return f"There is no key {key}.{suggestion} --help lists the common ones, --cfg job shows all."
+
+
+def _nearest(word: str, known: Sequence[str]) -> list[str]:
+    """Up to three of ``known``, nearest first; of a dotted key, the whole or the last part alone may be near."""
+
+    def likeness(candidate: str) -> float:
+        whole = difflib.SequenceMatcher(None, word, candidate).ratio()
+        last = difflib.SequenceMatcher(None, word.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
+        return max(whole, 0.9 * last) + 0.1 * whole - 0.04 * candidate.count(".")
+
+    scored = sorted(((likeness(candidate), candidate) for candidate in dict.fromkeys(known)), reverse=True)
+    return [candidate for score, candidate in scored[:3] if score > max(0.65, scored[0][0] - 0.1)]
+
+
+def _did_you_mean(names: Sequence[str], prefix: str = "") -> str:
+    return f" Did you mean {' or '.join(prefix + name for name in names)}?" if names else ""
+
+
+def first_lines(error: Exception) -> str:
+    """Hydra's and OmegaConf's messages without their notes on object types."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return "\n".join(line for line in lines if line and not line.startswith("object_type="))
+
+
+# Values
+
+
+def check_values(cfg: DictConfig) -> None:
+    """UserError for the first value of a resolved application config that cannot be."""
+    for group in ("task", "model", "data", "reward", "family", "objective", "precision", "trainer"):
+        if cfg.get(group) is None:
+            raise UserError(f"A run needs a {group}; choose one with {group}=<option>.")
+    for key in _COUNTS:
+        _check(cfg, key, lambda value: _is_whole(value) and value >= 1, "a whole number of at least 1")
+    _check(cfg, "seed", lambda value: _is_whole(value) and value >= 0, "a whole number of at least 0")
+    _check(cfg, "family.keep", lambda value: _is_whole(value) and value >= 2, _KEEP_RULE)
+    for key in _POSITIVE:
+        _check(cfg, key, lambda value: _is_number(value) and value > 0, "a number above 0")
+    for key in _NON_NEGATIVE:
+        _check(cfg, key, lambda value: _is_number(value) and value >= 0, "a number of at least 0")
+    for key in _FRACTIONS:
+        _check(cfg, key, lambda value: _is_number(value) and 0 < value <= 1, "a fraction above 0 and at most 1")
+    _check(cfg, "model.solver", lambda value: value in SOLVERS, f"one of {', '.join(SOLVERS)}")
+    _check(cfg, "family.compile", lambda value: value in (True, False, "auto"), "true, false or auto")
+    _check_stages(cfg.family)
+    _check_kept(cfg.family, "family")
+    if "pool" in cfg.task and "keep" in cfg.task:
+        _check_kept(cfg.task, "task")
+
+
+def _check_stages(family: DictConfig) -> None:
+    for name in ("explore", "regenerate"):
+        stage = family.get(name)
+        if stage is None and name == "explore":
+            continue
+        if stage is None or stage.get("sampler") is None or stage.get("steps") is None:
+            raise UserError(f"family.{name} must have a sampler and steps; got {stage}. Choose a family that has them.")
+        if stage.sampler not in SAMPLERS:
+            raise UserError(f"family.{name}.sampler must be one of {', '.join(SAMPLERS)}; got {stage.sampler!r}.")
+
+
+def _check_kept(settings: DictConfig, where: str) -> None:
+    if settings.keep > settings.pool:
+        raise UserError(
+            f"{where}.keep must be at most {where}.pool, of which it is a part; got keep={settings.keep} of "
+            f"pool={settings.pool}. Raise {where}.pool or lower {where}.keep."
+        )
+
+
+def _check(cfg: DictConfig, key: str, holds: Callable[[Any], bool], rule: str) -> None:
+    value = OmegaConf.select(cfg, key, default=_ABSENT)
+    if value is not _ABSENT and not holds(value):
+        raise UserError(f"{key} must be {rule}; got {'null' if value is None else repr(value)}.")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_prompts(cfg: DictConfig) -> None:
+    """UserError for a prompt source that cannot be read, or that has fewer prompts than an iteration takes."""
+    from solrl_lightning.data.prompts import read_prompts  # here: it imports torch, and other mistakes are told sooner
+
+    available = len(read_prompts(cfg.data.train))
+    if cfg.prompts_per_iteration > available:
+        raise UserError(
+            f"prompts_per_iteration must be at most the number of different prompts in data.train; got "
+            f"{cfg.prompts_per_iteration} with {available} in {cfg.data.train}."
+        )
+    read_prompts(cfg.data.eval)

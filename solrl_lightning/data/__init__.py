@@ -1,0 +1,1 @@
+"""Where prompts come from, and which of them an iteration gets."""

@@ -1,0 +1,9 @@
+"""The two errors that a user of the application meets."""
+
+
+class UserError(ValueError):
+    """A mistake in what the user asked for; the message states the rule, the value found and the way out."""
+
+
+class NonFiniteError(RuntimeError):
+    """A reward or a loss is not finite; the message names the prompt and the seed."""

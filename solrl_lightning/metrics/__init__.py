@@ -1,0 +1,1 @@
+"""Measures of how faithfully the proxy ranks a pool, as torchmetrics."""

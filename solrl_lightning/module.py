@@ -1,0 +1,255 @@
+"""The LightningModule: the BF16 policy, its shadow, and the update.
+
+Who owns what: ``transformer`` (a registered submodule) is the BF16 policy with its LoRA adapters "default" and "old";
+``merged`` and ``shadow`` are replicas that share its frozen weights (see ``policies.replica``) and stand outside the module
+registry, as do the encoders, the autoencoder and the reward. So a checkpoint holds the two adapters and nothing else.
+
+The old policy moves inside ``optimizer_step``, so that no checkpoint can fall between the two.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.objectives.nft import NFTLoss
+from solrl_lightning.policies import adapters, replica
+from solrl_lightning.policies.adapters import OLD, TRAINED, State
+from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table
+from solrl_lightning.quantization import plan as plan_quantization
+from solrl_lightning.rollout.records import Candidates
+from solrl_lightning.rollout.seeds import evaluation_seeds
+from solrl_lightning.rollout.stage import Progress, Prompts, Reward, Sampler, check_finite, run_stage, sample_latents
+from solrl_lightning.rollout.training_rows import TrainingBatch
+
+log = logging.getLogger(__name__)
+
+
+class Stage(NamedTuple):
+    """One pass over a pool: which transformer samples it and in how many solver steps."""
+
+    name: str  # explore or regenerate: its stopwatch stage
+    sampler: str  # policy (BF16, LoRA branches, eager), merged (BF16) or shadow (quantised)
+    steps: int
+
+
+class Sampling(NamedTuple):
+    """How images are sampled, in rollouts and in evaluations."""
+
+    solver: str
+    batch: int
+    compile: bool
+    eval_steps: int
+    eval_images: int
+
+
+def _silent(done: int, total: int) -> None:
+    pass
+
+
+class SolRLModule(LightningModule):
+    """Sol-RL on one policy.
+
+    Args:
+        policy: the architecture with its loaded weights.
+        reward: scores images; ``reward.name`` names its curve.
+        objective: the loss as a function of velocities, x0, x_t, sigma and advantage.
+        optimizer: called with the trained parameters.
+        old_decay: decay of the old policy after optimiser step 1, 2, ...
+        stages: the family's passes over the pool.
+        sampling: solver, batch size, compilation, and the evaluation's size.
+        lora: rank, alpha and target modules of the adapters.
+        backend, rule: arithmetic of the shadow and which layers it covers; used when a stage samples from the shadow.
+        kl_needs_reference: whether the objective reads the base model's velocity (its KL weight is not 0).
+        eval_prompts: held-out prompts.
+        seed: of adapters and evaluation noise.
+    """
+
+    def __init__(
+        self,
+        policy: Any,
+        reward: Reward,
+        objective: Callable[..., NFTLoss],
+        optimizer: Callable[..., torch.optim.Optimizer],
+        old_decay: Callable[[int], float],
+        stages: list[Stage],
+        sampling: Sampling,
+        lora: LoraConfig,
+        backend: Backend,
+        rule: QuantizationRule,
+        kl_needs_reference: bool,
+        eval_prompts: list[str],
+        seed: int,
+    ) -> None:
+        super().__init__()
+        self.strict_loading = False  # a checkpoint holds the adapters only; on_load_checkpoint checks that it holds all
+        self.stages, self.sampling, self.objective, self.seed = stages, sampling, objective, seed
+        self.optimizer_factory, self.old_decay, self.lora = optimizer, old_decay, lora
+        self.kl_needs_reference = kl_needs_reference
+        self.eval_prompts = eval_prompts
+        self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
+        self.ema_state: State | None = None  # set by the EMA callback
+        self.transformer = policy.transformer
+        merged = replica.share(self.transformer)
+        shadow = replica.share(self.transformer) if any(stage.sampler == "shadow" for stage in stages) else None
+        self.precision_backend = backend.name if shadow is not None else "none"
+        if shadow is not None:
+            plans = plan_quantization(shadow, rule, backend)
+            log.info("%s\n%s", backend.line, format_table(plans))
+            convert(shadow, plans, backend)
+        layers = adapters.add_adapters(self.transformer, lora, seed)
+        replicas = {name: module for name, module in (("merged", merged), ("shadow", shadow)) if module is not None}
+        for module in replicas.values():
+            replica.own_weights(module, layers)
+            if sampling.compile:
+                module.compile_repeated_blocks(fullgraph=True, dynamic=False)
+        # Plain attributes, set past nn.Module's registry on purpose: see the module docstring.
+        for name, value in (("policy", policy), ("reward", reward), ("replicas", replicas), ("lora_layers", layers)):
+            object.__setattr__(self, name, value)
+        self.samplers: dict[str, Callable[[], AbstractContextManager[nn.Module]]] = {
+            "policy": partial(adapters.using, self.transformer, layers, OLD),
+            **{name: partial(nullcontext, module) for name, module in replicas.items()},
+        }
+
+    # Rollouts
+
+    def refresh_shadow(self) -> None:
+        """Writes the old policy into the replicas: merged in float32, then rounded or re-quantised in place."""
+        self._refresh(adapters.adapter_state(self.lora_layers, OLD), self.replicas.values())
+
+    def encode(self, texts: list[str]) -> Prompts:
+        return Prompts(texts, self.policy.encode(texts))
+
+    def run_stage(self, stage: Stage, prompts: Prompts, seeds: Tensor, progress: Progress = _silent) -> Candidates:
+        """Samples and scores seeds [P, n] with the stage's transformer; see ``rollout.stage``."""
+        sampler = self._sampler(compiled=stage.sampler != "policy")
+        sigmas = self.policy.sigmas(stage.steps)
+        with self.samplers[stage.sampler]() as transformer:
+            return run_stage(self.policy, transformer, sampler, self.reward, prompts, seeds, sigmas, progress)
+
+    @torch.no_grad()
+    def sample(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int) -> Tensor:
+        """[P, n, 3, H, W] images in [0, 1] on the CPU, of weights "base", "old", "default" or "ema"."""
+        encoded, sampler, images = self.encode(prompts), self._sampler(compiled=True), []
+        with self.merged_with(self.adapter_state(weights)) as transformer:
+            chunks = sample_latents(self.policy, transformer, sampler, encoded, seeds, self.policy.sigmas(steps))
+            for _, latents in chunks:
+                images.append(self.policy.decode(latents).cpu())
+        return torch.cat(images).unflatten(0, tuple(seeds.shape))
+
+    @torch.no_grad()
+    def score(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int, progress: Progress) -> Candidates:
+        """As ``sample``, but scored by the reward."""
+        sampler, sigmas = self._sampler(compiled=True), self.policy.sigmas(steps)
+        with self.merged_with(self.adapter_state(weights)) as transformer:
+            encoded = self.encode(prompts)
+            return run_stage(self.policy, transformer, sampler, self.reward, encoded, seeds, sigmas, progress)
+
+    def adapter_state(self, name: str) -> State:
+        """Adapter "default" or "old", their average "ema", or "base": no adapter at all."""
+        if name == "base":
+            return {key: torch.zeros_like(value) for key, value in self.adapter_state(TRAINED).items()}
+        if name == "ema":
+            return self.adapter_state(TRAINED) if self.ema_state is None else self.ema_state
+        return adapters.adapter_state(self.lora_layers, name)
+
+    @contextmanager
+    def merged_with(self, state: State) -> Iterator[nn.Module]:
+        """The merged replica with other weights; those of the old policy are back afterwards."""
+        merged = self.replicas["merged"]
+        self._refresh(state, [merged])
+        try:
+            yield merged
+        finally:
+            self._refresh(adapters.adapter_state(self.lora_layers, OLD), [merged])
+
+    @torch.no_grad()
+    def _refresh(self, state: State, modules: Any) -> None:
+        for name, weight in adapters.merged_weights(self.lora_layers, state):
+            for module in modules:
+                replica.refresh(module, [(name, weight)])
+
+    def _sampler(self, compiled: bool) -> Sampler:
+        return Sampler(self.sampling.solver, self.sampling.batch, compiled and self.sampling.compile)
+
+    # Training
+
+    def training_step(self, batch: TrainingBatch, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            old = self._velocity(batch, OLD)
+            reference = self._velocity(batch, None) if self.kl_needs_reference else None
+        velocity = self.policy.velocity(self.transformer, batch.x_t, batch.sigma, batch.conditioning)
+        terms = self.objective(velocity, old, reference, batch.x0, batch.x_t, batch.sigma, batch.advantage)
+        check_finite(terms.rows.detach(), "loss", batch.prompts, batch.seeds)
+        loss = (terms.rows * batch.weight).mean()
+        values = {"train/loss": loss.detach(), "train/kl": terms.kl}
+        self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+        return loss
+
+    def _velocity(self, batch: TrainingBatch, adapter: str | None) -> Tensor:
+        with adapters.using(self.transformer, self.lora_layers, adapter) as transformer:
+            return self.policy.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained_parameters() if p.grad is not None])
+        self.log("train/grad_norm", norm, on_step=False, on_epoch=True, batch_size=1)  # equal on all ranks by now
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        adapters.move_old(self.lora_layers, self.old_decay(self.trainer.global_step))
+
+    def trained_parameters(self) -> list[nn.Parameter]:
+        return [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.optimizer_factory(self.trained_parameters())
+
+    # Evaluation
+
+    def validation_step(self, prompts: list[str], batch_idx: int) -> None:
+        """Scores the evaluation average on this rank's held-out prompts, with the same noise every time."""
+        stopwatch = self.trainer.fit_loop.stopwatch
+        with stopwatch.stage("evaluate"):
+            total = torch.zeros(2, dtype=torch.float64, device=self.device)
+            if prompts:
+                seeds = evaluation_seeds(self.seed, prompts, self.sampling.eval_images)
+                steps = self.sampling.eval_steps
+                scored = self.score(prompts, seeds, weights="ema", steps=steps, progress=stopwatch.progress)
+                rewards = scored.rewards.to(self.device, torch.float64)
+                total = torch.stack([rewards.sum(), torch.full_like(rewards.sum(), rewards.numel())])
+            total = self.trainer.strategy.reduce(total, reduce_op="sum")
+        mean = (total[0] / total[1]).item()
+        name = getattr(self.reward, "name", "reward")
+        self.log(f"eval/{name}", mean, batch_size=1)
+        if not self.trainer.sanity_checking:
+            self.eval_history.append({"iteration": self.trainer.global_step, name: mean})
+
+    # Checkpoints
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["state_dict"] = self._adapter_tensors(checkpoint["state_dict"])
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        own, found = self._adapter_tensors(self.state_dict()), checkpoint["state_dict"]
+        if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in found.items()}:
+            raise UserError(
+                "the checkpoint's adapters do not fit this model: a run resumes with the same model and LoRA (rank, target "
+                f"modules); the model has {len(own)} adapter tensors, the checkpoint {len(found)}. Use the options of the "
+                "run that wrote it."
+            )
+
+    def _adapter_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value for name, value in state.items() if ".lora_" in name}
+
+    def save_lora(self, folder: Path, weights: str) -> None:
+        """Writes "ema" or "default" so that plain diffusers loads it with ``pipe.load_lora_weights(folder)``."""
+        state = {name: value.detach().cpu().contiguous() for name, value in self.adapter_state(weights).items()}
+        self.policy.save_lora(folder, state, self.lora)

@@ -1,0 +1,111 @@
+"""The Advantage Weighted Matching loss (arXiv 2509.25050): a clipped policy gradient on the flow-matching error.
+
+The log-likelihood of a sample at (sigma, eps) is minus its (reweighted) velocity-matching error; ratio, advantage and
+clip are those of PPO, one ratio per noise level.
+
+1. The ratio is taken against `old_velocity`, the policy that sampled. The published code takes it against the current
+   weights, which is the same while rollouts are by those weights; pass None for that.
+2. `old_weight` is the published pull to a slowly moving copy of the policy (its weight 1); here that copy is the old
+   policy.
+3. Left out: the ratio of summed errors over all noise levels ("sum first"), and the Huber weighting without sigma.
+4. The target eps - x0 is recovered as (x_t - x0) / sigma, so sigma = 0 is not a training level.
+
+Shapes: B batch.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_HUBER_POWER = 0.25
+_HUBER_OFFSET = 1e-10  # keeps the power's slope finite at zero error
+
+Weighting = Callable[[Tensor, Tensor], Tensor]
+
+
+class AWMLoss(NamedTuple):
+    """`loss` and `rows` carry gradients; the other terms are detached means over the batch, for logging."""
+
+    loss: Tensor  # scalar, rows.mean()
+    rows: Tensor  # [B], policy + kl_weight * kl + old_weight * drift of each sample
+    policy: Tensor  # scalar
+    kl: Tensor  # scalar, mean (v - v_ref)^2 before its weight; 0 without a reference
+    drift: Tensor  # scalar, mean (v - v_old)^2 before its weight; 0 without an old policy
+    ratio: Tensor  # scalar, mean likelihood ratio before the clip
+    clipped: Tensor  # scalar, share of samples whose ratio lies outside 1 +- ratio_clip
+
+
+def uniform(error: Tensor, sigma: Tensor) -> Tensor:
+    """[B]: every noise level counts the same."""
+    return error
+
+
+def by_sigma(error: Tensor, sigma: Tensor) -> Tensor:
+    """[B]: the error of a noise level counts by sigma."""
+    return sigma * error
+
+
+def by_sigma_squared(error: Tensor, sigma: Tensor) -> Tensor:
+    """[B]: the error of a noise level counts by sigma^2, which makes it an x0 error."""
+    return sigma.square() * error
+
+
+def ghuber(error: Tensor, sigma: Tensor) -> Tensor:
+    """[B]: generalised Huber, ((m + c)^p - c^p) sigma / p with p = 1/4; the published default."""
+    power: Tensor = (error + _HUBER_OFFSET) ** _HUBER_POWER - _HUBER_OFFSET**_HUBER_POWER
+    return power * sigma / _HUBER_POWER
+
+
+def awm_loss(
+    velocity: Tensor,
+    old_velocity: Tensor | None,
+    reference_velocity: Tensor | None,
+    x0: Tensor,
+    x_t: Tensor,
+    sigma: Tensor,
+    advantage: Tensor,
+    *,
+    kl_weight: float,
+    old_weight: float,
+    advantage_clip: float,
+    ratio_clip: float,
+    weighting: Weighting = ghuber,
+) -> AWMLoss:
+    """Velocities, x0 and x_t [B, ...]; sigma [B] or scalar, positive; advantage [B].
+
+    Only `velocity` receives gradients. A velocity whose weight is 0 may be None, which spares a forward.
+    """
+    if reference_velocity is None and kl_weight != 0:
+        raise ValueError(f"kl_weight={kl_weight} needs the reference velocity; pass it or set kl_weight=0")
+    if old_velocity is None and old_weight != 0:
+        raise ValueError(f"old_weight={old_weight} needs the old policy's velocity; pass it or set old_weight=0")
+    v = velocity.float()
+    level = sigma.double().expand(v.shape[0])
+    target = (x_t.double() - x0.double()) / level.view(-1, *[1] * (v.ndim - 1))
+
+    log_likelihood = -weighting(_mean_square(v - target), level)
+    sampled = v.detach() if old_velocity is None else old_velocity.detach().float()
+    old_log_likelihood = -weighting(_mean_square(sampled - target), level)
+    ratio = (log_likelihood - old_log_likelihood).exp()
+    a = advantage.to(v.device, torch.float64).clamp(-advantage_clip, advantage_clip) / advantage_clip
+    policy = torch.maximum(-a * ratio, -a * ratio.clamp(1 - ratio_clip, 1 + ratio_clip))
+
+    kl = torch.zeros_like(policy) if reference_velocity is None else _mean_square(v - reference_velocity.detach())
+    drift = torch.zeros_like(policy) if old_velocity is None else _mean_square(v - sampled)
+    rows = (policy + kl_weight * kl + old_weight * drift).float()
+    return AWMLoss(
+        loss=rows.mean(),
+        rows=rows,
+        policy=policy.detach().mean().float(),
+        kl=kl.detach().mean().float(),
+        drift=drift.detach().mean().float(),
+        ratio=ratio.detach().mean().float(),
+        clipped=((ratio.detach() - 1).abs() > ratio_clip).float().mean(),
+    )
+
+
+def _mean_square(difference: Tensor) -> Tensor:
+    """float64 [B]."""
+    return difference.square().mean(dim=tuple(range(1, difference.ndim)), dtype=torch.float64)

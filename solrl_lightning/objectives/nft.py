@@ -1,0 +1,87 @@
+"""The DiffusionNFT loss (Zheng et al. 2025, arXiv 2509.16117), as Sol-RL trains with it.
+
+The policy's step away from the old policy is mirrored: samples of positive advantage pull the velocity to its own side,
+samples of negative advantage push it to the mirrored side. No likelihoods, any ODE solver.
+
+1. Sign convention: v = eps - x0, x_t = (1 - sigma) x0 + sigma eps, so x_t - sigma v predicts x0.
+2. Left out: the code's other advantage modes (positive or negative only, one only, binary); no preset uses them.
+3. The factor `advantage_clip` multiplies the policy term, as published. The KL weight is therefore effectively
+   kl_weight / advantage_clip, and the factor acts as a learning rate under clipping by gradient norm.
+
+Shapes: B batch.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_MIN_ERROR = 1e-5  # floor of the adaptive weight: an exact x0 prediction must not divide by zero
+
+
+class NFTLoss(NamedTuple):
+    """`loss` and `rows` carry gradients; the other terms are detached means over the batch, for logging."""
+
+    loss: Tensor  # scalar, rows.mean()
+    rows: Tensor  # [B], policy + kl_weight * kl of each sample
+    policy: Tensor  # scalar, with its factor advantage_clip
+    kl: Tensor  # scalar, mean (v - v_ref)^2 before its weight; 0 without a reference
+    positive: Tensor  # scalar, L+
+    negative: Tensor  # scalar, L-
+    drift: Tensor  # scalar, mean (v - v_old)^2: how far the policy is from the one that sampled
+
+
+def nft_loss(
+    velocity: Tensor,
+    old_velocity: Tensor,
+    reference_velocity: Tensor | None,
+    x0: Tensor,
+    x_t: Tensor,
+    sigma: Tensor,
+    advantage: Tensor,
+    *,
+    beta: float,
+    kl_weight: float,
+    advantage_clip: float,
+) -> NFTLoss:
+    """Velocities, x0 and x_t [B, ...]; sigma [B] or scalar; advantage [B].
+
+    Only `velocity` receives gradients. `reference_velocity` may be None where kl_weight is 0, which spares a forward.
+    """
+    if reference_velocity is None and kl_weight != 0:
+        raise ValueError(f"kl_weight={kl_weight} needs the reference velocity; pass it or set kl_weight=0")
+    v, v_old = velocity.float(), old_velocity.detach().float()
+    level = sigma.float().expand(v.shape[0]).view(-1, *[1] * (v.ndim - 1))
+
+    # The implicit policies: v+ = (1 - beta) v_old + beta v, v- = (1 + beta) v_old - beta v.
+    positive = _normalised_error(x_t.float() - level * ((1 - beta) * v_old + beta * v), x0.float())
+    negative = _normalised_error(x_t.float() - level * ((1 + beta) * v_old - beta * v), x0.float())
+
+    # The optimality probability r in [0, 1]; 1/2 is an average sample.
+    r = advantage.to(v.device, torch.float64).clamp(-advantage_clip, advantage_clip) / advantage_clip / 2 + 0.5
+    policy = advantage_clip * (r * positive + (1 - r) * negative) / beta
+
+    kl = torch.zeros_like(policy) if reference_velocity is None else _mean_square(v - reference_velocity.detach())
+    rows = (policy + kl_weight * kl).float()
+    return NFTLoss(
+        loss=rows.mean(),
+        rows=rows,
+        policy=policy.detach().mean().float(),
+        kl=kl.detach().mean().float(),
+        positive=positive.detach().mean().float(),
+        negative=negative.detach().mean().float(),
+        drift=_mean_square(v.detach() - v_old).mean().float(),
+    )
+
+
+def _normalised_error(prediction: Tensor, x0: Tensor) -> Tensor:
+    """float64 [B]: mean squared error over a constant, the sample's mean absolute error."""
+    error = prediction - x0
+    dims = tuple(range(1, error.ndim))
+    weight = error.detach().abs().mean(dim=dims, dtype=torch.float64).clamp(min=_MIN_ERROR)
+    return error.square().mean(dim=dims, dtype=torch.float64) / weight
+
+
+def _mean_square(difference: Tensor) -> Tensor:
+    """float64 [B]."""
+    return difference.square().mean(dim=tuple(range(1, difference.ndim)), dtype=torch.float64)

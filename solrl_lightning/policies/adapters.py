@@ -1,0 +1,82 @@
+"""The policy's LoRA adapters: "default" is trained, "old" samples.
+
+Adapter weights are float32 beside the bfloat16 base: a step of 3e-4 would vanish in bfloat16. A *state* is a dict of
+``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``, the names under which diffusers saves a LoRA.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+TRAINED, OLD = "default", "old"
+State = dict[str, Tensor]
+
+
+def add_adapters(transformer: nn.Module, config: LoraConfig, seed: int) -> dict[str, LoraLayer]:
+    """Adds both adapters, equal and without effect (B = 0), and returns the adapted layers by name."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are what we want
+        torch.manual_seed(seed)
+        for name in (OLD, TRAINED):
+            transformer.add_adapter(config, adapter_name=name)
+    layers = {name: module for name, module in transformer.named_modules() if isinstance(module, LoraLayer)}
+    for layer in layers.values():
+        for weights in (layer.lora_A, layer.lora_B):
+            weights.float()
+    load_state(layers, OLD, adapter_state(layers, TRAINED))
+    _activate(layers, TRAINED)
+    return layers
+
+
+def adapter_state(layers: dict[str, LoraLayer], adapter: str) -> State:
+    """The adapter's weights; the tensors themselves, not copies."""
+    state = {}
+    for name, layer in layers.items():
+        state[f"{name}.lora_A.weight"] = layer.lora_A[adapter].weight.detach()
+        state[f"{name}.lora_B.weight"] = layer.lora_B[adapter].weight.detach()
+    return state
+
+
+def load_state(layers: dict[str, LoraLayer], adapter: str, state: State) -> None:
+    for name, weight in adapter_state(layers, adapter).items():
+        weight.copy_(state[name])
+
+
+def move_old(layers: dict[str, LoraLayer], decay: float) -> None:
+    """old <- decay * old + (1 - decay) * default, in place."""
+    old, trained = adapter_state(layers, OLD), adapter_state(layers, TRAINED)
+    torch._foreach_lerp_(list(old.values()), list(trained.values()), 1.0 - decay)
+
+
+def merged_weights(layers: dict[str, LoraLayer], state: State) -> Iterator[tuple[str, Tensor]]:
+    """Yields each adapted layer's name and float32 weight W + (alpha / r) B A."""
+    for name, layer in layers.items():
+        down, up = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
+        base = layer.get_base_layer().weight
+        yield name, torch.addmm(base.float(), up.float(), down.float(), alpha=layer.scaling[TRAINED])
+
+
+@contextmanager
+def using(transformer: nn.Module, layers: dict[str, LoraLayer], adapter: str | None) -> Iterator[nn.Module]:
+    """The transformer under another adapter, or under none for the base model; "default" is active again afterwards."""
+    if adapter is None:
+        for layer in layers.values():
+            layer.enable_adapters(False)
+    else:
+        _activate(layers, adapter)
+    try:
+        yield transformer
+    finally:
+        for layer in layers.values():
+            layer.enable_adapters(True)
+        _activate(layers, TRAINED)
+
+
+def _activate(layers: dict[str, LoraLayer], adapter: str) -> None:
+    for layer in layers.values():
+        layer.set_adapter(adapter, inference_mode=adapter != TRAINED)  # only "default" ever requires gradients

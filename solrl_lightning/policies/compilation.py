@@ -1,0 +1,25 @@
+"""Whether rollouts can be compiled here."""
+
+import shutil
+
+import torch
+
+from solrl_lightning.errors import UserError
+
+
+def should_compile(wanted: bool | str, device: torch.device) -> tuple[bool, str]:
+    """(decision, the line to print). ``auto`` compiles on a GPU; on a CPU it asks for nothing and runs eagerly.
+
+    Raises:
+        UserError: compilation is asked for and there is no C++ compiler for it.
+    """
+    if wanted == "auto":
+        if device.type == "cuda":
+            return True, "family.compile=auto: rollouts are compiled on this GPU"
+        return False, "family.compile=auto: rollouts run eagerly on the CPU (family.compile=true compiles them)"
+    if wanted and device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        raise UserError(
+            "family.compile=true needs a C++ compiler on the CPU (g++ or clang++); none was found. Install one, or set "
+            "family.compile=false."
+        )
+    return bool(wanted), f"family.compile={str(wanted).lower()}"

@@ -1,0 +1,39 @@
+"""Loading a diffusers pipeline folder or hub id, with errors that say what to do."""
+
+from pathlib import Path
+
+import torch
+from diffusers import DiffusionPipeline
+
+from solrl_lightning.errors import UserError
+
+
+def load_pipeline(pipeline_class: type[DiffusionPipeline], pretrained: str) -> DiffusionPipeline:
+    """The pipeline with its transformer in bfloat16 and all other components in float32.
+
+    Raises:
+        UserError: there is no such folder or hub id, or it holds another kind of pipeline.
+    """
+    local = Path(pretrained)
+    if local.is_absolute() or pretrained.startswith("."):
+        if not (local / "model_index.json").is_file():
+            raise UserError(
+                f"model.pretrained must be a diffusers pipeline folder or a hub id; {pretrained} holds no "
+                "model_index.json. Give the folder that save_pretrained wrote."
+            )
+    try:
+        config = pipeline_class.load_config(pretrained)
+        if config["_class_name"] != pipeline_class.__name__:
+            raise UserError(
+                f"this model needs a {pipeline_class.__name__}; {pretrained} is a {config['_class_name']}. "
+                "Choose the model= that fits the folder."
+            )
+        dtypes = {"transformer": torch.bfloat16, "default": torch.float32}
+        pipeline = pipeline_class.from_pretrained(pretrained, dtype=dtypes)
+    except OSError as error:
+        raise UserError(
+            f"model.pretrained={pretrained} could not be loaded: {error}. Check the name and the network, log in with "
+            "`hf auth login` if the model is gated, or give a local pipeline folder."
+        ) from error
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline

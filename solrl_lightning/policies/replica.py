@@ -1,0 +1,38 @@
+"""Copies of the transformer that share the policy's frozen weights.
+
+Rollouts run on plain transformers without LoRA branches: the *merged* replica in BF16, the *shadow* quantised. A replica
+owns only what differs from the policy, namely the layers that LoRA adapts and those that are quantised; every other
+parameter is the policy's own tensor. Replicas stand outside the module registry: not in checkpoints, optimisers or DDP.
+"""
+
+import copy
+from collections.abc import Iterable
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+
+def share(transformer: nn.Module) -> nn.Module:
+    """A copy of the module tree whose parameters and buffers are the original's tensors."""
+    tensors = chain(transformer.parameters(), transformer.buffers())
+    return copy.deepcopy(transformer, {id(tensor): tensor for tensor in tensors})
+
+
+def own_weights(replica: nn.Module, names: Iterable[str]) -> None:
+    """Gives the named linear layers weights of their own, which ``refresh`` may overwrite."""
+    for name in names:
+        layer = replica.get_submodule(name)
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+
+
+@torch.no_grad()
+def refresh(replica: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Writes float32 ``weights`` into the replica's own layers, in place, so that compiled code stays valid."""
+    for name, weight in weights:
+        layer = replica.get_submodule(name)
+        if isinstance(layer, nn.Linear):
+            layer.weight.copy_(weight)  # rounds to the layer's dtype
+        else:
+            layer.refresh(weight)

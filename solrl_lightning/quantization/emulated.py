@@ -1,0 +1,107 @@
+"""NVFP4 linear layers on hardware without FP4 units: the numerics of the format, not its speed or its memory.
+
+What Blackwell does is done with ordinary units: weight and activation are quantised to NVFP4 (the activation at every call, with one
+global scale for the whole tensor), the exact products e2m1 * block_scale are accumulated in FP32, both global scales and the bias are
+applied to the FP32 sum, and that is rounded to the dtype of the input.
+
+The layer stores its weight as *dequantised* e2m1 * block_scale values (exact in FP32 and BF16), not packed: 2 or 4 bytes a weight
+instead of 4.5 bits. Only the order in which the FP32 sums are accumulated is left to the library and differs from the hardware's.
+
+`operand_dtype` is the rule for the matrix product. On CUDA operands are BF16 with an FP32 result. A CPU with BF16 units multiplies BF16
+operands too, but its result comes back rounded to BF16 once before the scales are applied (2^-9 relative, where NVFP4 itself rounds
+operands by up to 2^-2); any other CPU multiplies in FP32, several times faster there than BF16 without units.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from solrl_lightning.quantization.nvfp4 import BLOCK, fake_quantize
+
+
+def operand_dtype(device: torch.device) -> torch.dtype:
+    """The dtype in which the exact operands of the emulated product are stored and multiplied on `device`."""
+    if device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()):
+        return torch.bfloat16
+    return torch.float32
+
+
+class _LastInput:
+    """Quantises an input once when several layers get one and the same tensor in turn, as to_q, to_k and to_v do.
+
+    Compiled code shares that work by itself.
+    """
+
+    def __init__(self) -> None:
+        self.x: Tensor | None = None
+        self.version = 0
+        self.dtype = torch.float32
+        self.result: tuple[Tensor, Tensor] | None = None
+
+    def quantized(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        # A tensor of inference mode does not count its changes, so nothing is remembered of it.
+        if torch.compiler.is_compiling() or x.is_inference():
+            return fake_quantize(x, dtype)
+        if self.result is None or self.x is not x or self.version != x._version or self.dtype != dtype:
+            self.result = None  # free the old one first
+            self.x, self.version, self.dtype = x, x._version, dtype
+            self.result = fake_quantize(x, dtype)
+        return self.result
+
+
+_last_input = _LastInput()
+
+
+class NVFP4Linear(nn.Module):
+    """y = x W^T + b with W and x in NVFP4. Build it with `from_linear`; it has buffers only, nothing to train."""
+
+    weight_values: Tensor  # [out, in] e2m1 * block_scale
+    weight_scale: Tensor  # float32 [], the weight's global scale
+    bias: Tensor | None  # float32 [out]
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.register_buffer("weight_values", torch.zeros(out_features, in_features, dtype=operand_dtype(device), device=device))
+        self.register_buffer("weight_scale", torch.zeros((), device=device))
+        self.register_buffer("bias", torch.zeros(out_features, device=device) if bias else None)
+
+    @staticmethod
+    def obstacle(linear: nn.Linear) -> str:
+        """Why this layer cannot be quantised, or an empty string."""
+        if linear.in_features % BLOCK:
+            return f"in_features {linear.in_features} is not a multiple of {BLOCK}"
+        return ""
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> NVFP4Linear:
+        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.device)
+        layer.refresh(linear.weight, linear.bias)
+        return layer
+
+    @torch.no_grad()
+    def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Quantise another weight [out, in] (and bias [out], else the old one stays) into the same buffers: a compiled graph stays valid."""
+        values, scale = fake_quantize(weight, self.weight_values.dtype)
+        self.weight_values.copy_(values)
+        self.weight_scale.copy_(scale)
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        values, scale = _last_input.quantized(x, self.weight_values.dtype)
+        y = _product(values, self.weight_values).mul_(scale * self.weight_scale)
+        return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    """[..., in] x [out, in] -> FP32 [..., out]; only CUDA's BF16 product can return its FP32 sums."""
+    if x.device.type == "cuda":
+        return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32).unflatten(0, x.shape[:-1])
+    return F.linear(x, weight).float()

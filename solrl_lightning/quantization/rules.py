@@ -1,0 +1,107 @@
+"""Which linear layers of a transformer are quantised: a rule of name patterns, the plan it gives, and the table that is logged."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.quantization.backends import Backend
+
+
+@dataclass(frozen=True)
+class QuantizationRule:
+    """Shell patterns over full module names; `*` also crosses dots. An excluded name wins over an included one."""
+
+    include: Sequence[str]
+    """Linear layers to quantise, e.g. `transformer_blocks.*`."""
+    exclude: Mapping[str, str] = field(default_factory=dict)
+    """Linear layers to keep in BF16 although included: pattern -> the reason, which the table shows."""
+
+
+class LayerPlan(NamedTuple):
+    """What happens to one linear layer."""
+
+    name: str
+    in_features: int
+    out_features: int
+    quantized: bool
+    reason: str  # why it is skipped; empty when it is quantised
+
+
+def plan(transformer: nn.Module, rule: QuantizationRule, backend: Backend) -> list[LayerPlan]:
+    """One entry for each linear layer, in module order. A rule that quantises nothing, or a pattern that fits nothing, is an error."""
+    linears = {name: module for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
+    unused = [p for p in (*rule.include, *rule.exclude) if not any(fnmatchcase(name, p) for name in linears)]
+    if unused:
+        raise UserError(
+            f"Every pattern of a quantisation rule must fit a linear layer; {', '.join(map(repr, unused))} fits none. "
+            f"Correct or remove it. {_known_names(linears)}"
+        )
+    plans = []
+    for name, linear in linears.items():
+        reason = _reason_to_skip(name, linear, rule, backend)
+        plans.append(LayerPlan(name, linear.in_features, linear.out_features, not reason, reason))
+    if backend.linear_cls is not None and not any(p.quantized for p in plans):
+        reasons = sorted({p.reason for p in plans})
+        raise UserError(
+            f"precision={backend.precision} must quantise at least one linear layer; the rule quantises none of {len(plans)} "
+            f"({'; '.join(reasons)}). Widen the rule's include patterns, or use precision=bf16. {_known_names(linears)}"
+        )
+    return plans
+
+
+def format_table(plans: Sequence[LayerPlan]) -> str:
+    """The plan as text: layers that differ only in the numbers of their names share a line; shares are of all linear weights."""
+    groups: dict[tuple, list[LayerPlan]] = {}
+    for p in plans:
+        groups.setdefault((_pattern(p.name), *p[1:]), []).append(p)
+    total = sum(p.in_features * p.out_features for p in plans)
+
+    def share(members: Sequence[LayerPlan]) -> str:
+        return f"{100 * sum(p.in_features * p.out_features for p in members) / max(total, 1):.1f} %"
+
+    rows = [("linear layers", "count", "in -> out", "share", "quantised")]
+    for (name, *_), members in sorted(groups.items(), key=lambda item: not item[1][0].quantized):
+        first = members[0]
+        label = first.name if len(members) == 1 else name
+        verdict = "yes" if first.quantized else f"no: {first.reason}"
+        rows.append((label, str(len(members)), f"{first.in_features} -> {first.out_features}", share(members), verdict))
+    widths = [max(len(row[i]) for row in rows) for i in range(4)]
+    lines = [
+        f"  {name:<{widths[0]}}  {count:>{widths[1]}}  {shape:>{widths[2]}}  {part:>{widths[3]}}  {verdict}"
+        for name, count, shape, part, verdict in rows
+    ]
+    quantized = [p for p in plans if p.quantized]
+    skipped = [p for p in plans if not p.quantized]
+    lines.append(
+        f"  {len(quantized)} of {len(plans)} linear layers quantised ({share(quantized)} of their weights), "
+        f"{len(skipped)} kept ({share(skipped)})"
+    )
+    return "\n".join(lines)
+
+
+def _reason_to_skip(name: str, linear: nn.Linear, rule: QuantizationRule, backend: Backend) -> str:
+    if backend.linear_cls is None:
+        return f"precision={backend.precision}"
+    for pattern, reason in rule.exclude.items():
+        if fnmatchcase(name, pattern):
+            return reason
+    if not any(fnmatchcase(name, pattern) for pattern in rule.include):
+        return "not included by the rule"
+    return backend.linear_cls.obstacle(linear)
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\b\d+\b", "*", name)
+
+
+def _known_names(linears: Mapping[str, nn.Linear]) -> str:
+    if not linears:
+        return "The transformer has no linear layer."
+    return f"Its linear layers are: {', '.join(sorted({_pattern(name) for name in linears}))}."

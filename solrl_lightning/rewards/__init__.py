@@ -1,0 +1,1 @@
+"""Rewards: images and prompts in, one float32 score per image out."""

@@ -1,0 +1,79 @@
+"""The programmatic reward of the embedded world: does the picture show what its caption says?
+
+    reward = purity * (0.6 * (object_1 + object_2) / 2 + 0.4 * relation)        in [0, 1]
+
+1. Every pixel is softly assigned to the background or to one of the six colours, by its squared distance in RGB.
+2. object_i: the mask of the caption's i-th colour against the named shape of the same centroid and area, by soft
+   intersection over union, times the softmax of that overlap among the three shapes (a perfect square scores low as a
+   circle), times a smooth window on the area (nothing there, or far too large: 0).
+3. relation: a sigmoid of how far the first centroid lies from the second in the named direction, times both windows.
+4. purity: decays with the area of colours that the caption does not name.
+
+Each step is smooth in the pixels, so better pictures score higher even when both are imperfect.
+"""
+
+import torch
+from torch import Tensor
+
+from solrl_lightning.shapes.world import BACKGROUND, COLOURS, MAX_RADIUS, MIN_RADIUS, RELATIONS, SHAPES
+from solrl_lightning.shapes.world import coverage, parse_caption
+
+_COLOUR_VARIANCE = 0.02  # squared RGB distance at which a colour's share falls to 1/e
+_OVERLAP_TEMPERATURE = 0.04  # circle and square of one area overlap by 0.83, so the right one wins by e^4
+_RELATION_MARGIN, _RELATION_WIDTH = 4.0, 1.5  # pixels; rendered objects are at least 14 apart
+_STRAY_FREE, _STRAY_SCALE = 12.0, 60.0  # pixels of other colours: antialiased edges stay below the first
+
+
+class ShapesReward:
+    """Scores [B, 3, 32, 32] images in [0, 1] against shapes captions; see the module docstring for the formula."""
+
+    name = "shapes"
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self.device = torch.device(device)
+        self._palette = torch.tensor([*COLOURS.values(), BACKGROUND], device=self.device)  # [7, 3]
+
+    def to(self, device: str | torch.device) -> "ShapesReward":
+        return ShapesReward(device)
+
+    def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """float32 [B]. Raises ``UserError`` for a prompt that is no shapes caption."""
+        images = images.to(self.device, torch.float32)
+        scenes = [parse_caption(prompt) for prompt in prompts]
+        names = list(COLOURS)
+        colour = torch.tensor([[names.index(s.first[0]), names.index(s.second[0])] for s in scenes], device=self.device)
+        shape = torch.tensor(
+            [[SHAPES.index(s.first[1]), SHAPES.index(s.second[1])] for s in scenes], device=self.device
+        )
+        direction = torch.tensor([RELATIONS[s.relation] for s in scenes], dtype=torch.float32, device=self.device)
+
+        distance = (images[:, None] - self._palette[:, :, None, None]).square().sum(2)  # [B, 7, H, W]
+        masks = torch.softmax(-distance / _COLOUR_VARIANCE, dim=1)[:, :-1]  # [B, 6, H, W] without the background
+        size = images.shape[-1]
+        own = masks.gather(1, colour[..., None, None].expand(-1, -1, size, size)).flatten(0, 1)  # [2B, H, W]
+        area = own.sum((1, 2))
+        axis = torch.arange(size, device=self.device) + 0.5
+        centre = torch.stack([own.sum(1) @ axis, own.sum(2) @ axis], dim=1) / (area[:, None] + 1e-6)  # [2B, (x, y)]
+        radius = (area / torch.pi).sqrt().clamp(0.5 * MIN_RADIUS, 1.5 * MAX_RADIUS)
+        window = _rise(radius, 0.5 * MIN_RADIUS, MIN_RADIUS) * _rise(-radius, -1.5 * MAX_RADIUS, -1.1 * MAX_RADIUS)
+
+        overlaps = []
+        for index in range(len(SHAPES)):
+            template = coverage(torch.full_like(area, index, dtype=torch.int64), centre, radius, size)
+            overlaps.append(torch.minimum(own, template).sum((1, 2)) / torch.maximum(own, template).sum((1, 2)))
+        overlap = torch.stack(overlaps, dim=1)  # [2B, 3]
+        likelihood = torch.softmax(overlap / _OVERLAP_TEMPERATURE, dim=1)
+        objects = window * (overlap * likelihood).gather(1, shape.flatten()[:, None])[:, 0]
+
+        pairs = centre.unflatten(0, (-1, 2))
+        along = ((pairs[:, 0] - pairs[:, 1]) * direction).sum(1)
+        relation = torch.sigmoid((along - _RELATION_MARGIN) / _RELATION_WIDTH) * window.unflatten(0, (-1, 2)).prod(1)
+        stray = masks.sum((1, 2, 3)) - area.unflatten(0, (-1, 2)).sum(1)
+        purity = torch.exp(-(stray - _STRAY_FREE).clamp(min=0) / _STRAY_SCALE)
+        return purity * (0.6 * objects.unflatten(0, (-1, 2)).mean(1) + 0.4 * relation)
+
+
+def _rise(x: Tensor, low: float, high: float) -> Tensor:
+    """A smooth step (3 u^2 - 2 u^3) from 0 at ``low`` to 1 at ``high``."""
+    u = ((x - low) / (high - low)).clamp(0, 1)
+    return u * u * (3 - 2 * u)

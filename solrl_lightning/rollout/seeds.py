@@ -1,0 +1,97 @@
+"""Randomness as a function of identity: which candidate, for which prompt, in which iteration. Never of history.
+
+The same candidate gets the same noise in any precision, batch, chunk, rank, process or resumed run.
+
+1. A seed is a hash of (run seed, iteration, prompt text, candidate number). It is a 32-bit number, because PyTorch's
+   CPU generator uses only the low 32 bits of its seed: this way two seeds are equal exactly when their noises are.
+2. Noise is drawn on the CPU whatever the device, one generator state per candidate.
+3. The published code draws seeds from the global generator of each rank instead, so its noise depends on the number of
+   ranks and repeats after a resume.
+
+Shapes: P prompts, N pool, B batch, T solver steps.
+"""
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_WORD = np.dtype("<u4")
+
+
+def pool_seeds(seed: int, iteration: int, prompts: Sequence[str], n: int) -> Tensor:
+    """int64 [P, n] in [0, 2^32): the candidates of each prompt, distinct within a prompt.
+
+    Candidate i does not depend on n, nor on the other prompts and their order.
+    """
+    return _seed_rows([f"pool/{seed}/{iteration}/{prompt}" for prompt in prompts], n)
+
+
+def evaluation_seeds(seed: int, prompts: Sequence[str], n: int) -> Tensor:
+    """int64 [P, n]: as `pool_seeds`, the same at every iteration and unrelated to any pool."""
+    return _seed_rows([f"evaluation/{seed}/{prompt}" for prompt in prompts], n)
+
+
+def noise(seeds: Tensor, shape: Sequence[int]) -> Tensor:
+    """float32 [*seeds.shape, *shape] on the CPU: standard normal numbers, each seed's own."""
+    rows = torch.empty(seeds.numel(), *shape, dtype=torch.float32)
+    generator = torch.Generator()
+    for row, seed in zip(rows, seeds.flatten().tolist(), strict=True):
+        row.normal_(generator=generator.manual_seed(seed))
+    return rows.view(*seeds.shape, *shape)
+
+
+def training_noise(seeds: Tensor, timesteps: Tensor, shape: Sequence[int]) -> Tensor:
+    """float32 [B, *shape]: the noise that takes candidate seeds[b] to the noise level of timesteps[b].
+
+    Independent of the candidate's sampling noise and of its other timesteps.
+    """
+    pairs = zip(seeds.tolist(), timesteps.tolist(), strict=True)
+    return noise(torch.tensor([_training_seed(seed, timestep) for seed, timestep in pairs], dtype=torch.int64), shape)
+
+
+def train_timesteps(seeds: Tensor, num_steps: int, fraction: float) -> Tensor:
+    """int64 [B, max(1, int(T * fraction))]: the solver steps that each candidate trains on, in its own random order.
+
+    A permutation of range(T) per candidate, cut to its head.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"the fraction of timesteps must lie in (0, 1]; got {fraction}")
+    count = max(1, int(num_steps * fraction))
+    orders = [permutation(f"timesteps/{seed}", num_steps)[:count] for seed in seeds.tolist()]
+    return torch.tensor(np.array(orders, dtype=np.int64).reshape(len(orders), count))
+
+
+def permutation(identity: str, n: int) -> np.ndarray:
+    """int64 [n]: a permutation of range(n) as a function of `identity` alone, whatever the version of any library."""
+    return np.argsort(_words(identity, n), kind="stable")
+
+
+def _seed_rows(identities: Sequence[str], n: int) -> Tensor:
+    """int64 [P, n]: a row of distinct words per identity."""
+    rows = np.array([_distinct_words(identity, n) for identity in identities], dtype=np.int64)
+    return torch.from_numpy(rows.reshape(len(identities), n))
+
+
+def _distinct_words(identity: str, n: int) -> np.ndarray:
+    """The first n different words of the identity's stream; repeats are skipped."""
+    length = n
+    while True:
+        words = _words(identity, length)
+        _, first_seen = np.unique(words, return_index=True)
+        if len(first_seen) >= n:
+            return words[np.sort(first_seen)[:n]]
+        length *= 2
+
+
+def _words(identity: str, n: int) -> np.ndarray:
+    """uint32 [n]: the head of an endless stream of words that belongs to `identity`."""
+    return np.frombuffer(hashlib.shake_128(identity.encode()).digest(n * _WORD.itemsize), dtype=_WORD)
+
+
+def _training_seed(seed: int, timestep: int) -> int:
+    digest = hashlib.blake2b(struct.pack("<qq", seed, timestep), digest_size=_WORD.itemsize, person=b"training-noise")
+    return int.from_bytes(digest.digest(), "little")

@@ -1,0 +1,39 @@
+"""Best/worst selection: the seeds of a pool that carry the strongest contrast.
+
+Differs from the published code: the two halves never share a candidate (there, 96 equal scores select the same 12
+twice), and a score that is not finite is never chosen (there, NaN counts as the best). Its other modes (random,
+mean deviation, random extremes) are left out: no result of the paper uses them.
+
+Shapes: P prompts, N pool, K kept.
+"""
+
+import torch
+from torch import Tensor
+
+
+def select_contrastive(scores: Tensor, keep: int) -> Tensor:
+    """int64 [P, keep] candidates of scores [P, N]: keep//2 best, best first, then keep - keep//2 worst, worst first.
+
+    All distinct. Equal scores are taken in the order of their index, in both parts; the worst are taken from what the
+    best left over, so keep = N is a permutation of the pool.
+    """
+    if scores.ndim != 2 or not 1 <= keep <= scores.shape[1]:
+        raise ValueError(f"scores must be [P, N] with 1 <= keep <= N; got {list(scores.shape)} and keep={keep}")
+    finite = scores.isfinite()
+    short = (finite.sum(dim=1) < keep).nonzero().flatten().tolist()
+    if short:
+        row = short[0]
+        raise ValueError(
+            f"each row needs at least keep={keep} finite scores; row {row} has {int(finite[row].sum())} of "
+            f"{scores.shape[1]}" + (f" (so have {len(short) - 1} more rows)" if len(short) > 1 else "")
+        )
+    descending = torch.where(finite, scores, -torch.inf).argsort(dim=1, descending=True, stable=True)
+    best = descending[:, : keep // 2]
+    left = finite.scatter(1, best, False)
+    ascending = torch.where(left, scores, torch.inf).argsort(dim=1, stable=True)
+    return torch.cat([best, ascending[:, : keep - keep // 2]], dim=1)
+
+
+def take(values: Tensor, chosen: Tensor) -> Tensor:
+    """[P, K, ...]: the chosen [P, K] candidates of values [P, N, ...]."""
+    return values[torch.arange(values.shape[0], device=values.device)[:, None], chosen.to(values.device)]

@@ -1,0 +1,181 @@
+"""Builds and trains the embedded model: a ``FluxPipeline`` of the real classes, small enough for two CPU cores.
+
+1. The autoencoder learns to reconstruct renderings (L1 plus a little KL). It turns an 8 x 8 pixel patch into one token of
+   32 numbers: narrower than the transformer's 128, without which the transformer cannot predict full-rank noise.
+2. The transformer and both text encoders learn flow matching together: x_t = (1 - sigma) x0 + sigma eps, target eps - x0,
+   sigma from a logit-normal distribution (Esser et al. 2024, arXiv 2403.03206, eq. 19).
+
+Only training captions are rendered. Everything follows from the seed; renderings come from a CPU generator, so a GPU
+run sees the same scenes.
+"""
+
+import copy
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from tokenizers.trainers import BpeTrainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+from tqdm.auto import tqdm
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
+
+from solrl_lightning.shapes.captions import train_captions
+from solrl_lightning.shapes.world import COLOURS, IMAGE_SIZE, RELATIONS, SHAPES, parse_caption, render
+
+MAX_WORDS = 10  # "a red circle left of a blue square" and the end token take nine
+WIDTH = 128
+_TEXT_WIDTH = 64
+
+
+class Recipe(NamedTuple):
+    """How long and how fast the two parts are trained."""
+
+    seed: int = 0
+    vae_steps: int = 2500
+    vae_batch: int = 32
+    vae_lr: float = 2e-3
+    flow_steps: int = 5000
+    flow_batch: int = 64
+    flow_lr: float = 1e-3
+
+
+def build_pipeline(seed: int) -> FluxPipeline:
+    """The untrained pipeline."""
+    torch.manual_seed(seed)
+    words = sorted({"a", "an", *COLOURS, *SHAPES, *" ".join(RELATIONS).split()})
+    t5_vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((f"▁{word}", -1.0) for word in words)]
+    t5_tokenizer = T5TokenizerFast(vocab=t5_vocabulary, extra_ids=0, model_max_length=MAX_WORDS)
+    clip_tokenizer = _clip_tokenizer(words)
+    t5 = T5EncoderModel(
+        T5Config(
+            vocab_size=len(t5_tokenizer), d_model=_TEXT_WIDTH, d_kv=16, d_ff=128, num_layers=2, num_heads=4,
+            dropout_rate=0.0, feed_forward_proj="gated-gelu", relative_attention_num_buckets=16,
+            relative_attention_max_distance=32, use_cache=False,
+        )
+    )  # fmt: skip
+    clip = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(clip_tokenizer), hidden_size=_TEXT_WIDTH, intermediate_size=128, projection_dim=_TEXT_WIDTH,
+            num_hidden_layers=2, num_attention_heads=4, max_position_embeddings=MAX_WORDS + 1,
+            bos_token_id=clip_tokenizer.bos_token_id, eos_token_id=clip_tokenizer.eos_token_id,
+            pad_token_id=clip_tokenizer.pad_token_id,
+        )
+    )  # fmt: skip
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(16, 32, 64), layers_per_block=1, latent_channels=8, norm_num_groups=8,
+        sample_size=IMAGE_SIZE, use_quant_conv=False, use_post_quant_conv=False, mid_block_add_attention=False,
+        shift_factor=0.0, scaling_factor=1.0,
+    )  # fmt: skip
+    transformer = FluxTransformer2DModel(
+        patch_size=1, in_channels=32, num_layers=1, num_single_layers=3, num_attention_heads=4,
+        attention_head_dim=WIDTH // 4, joint_attention_dim=_TEXT_WIDTH, pooled_projection_dim=_TEXT_WIDTH,
+        guidance_embeds=False, axes_dims_rope=(8, 12, 12),
+    )  # fmt: skip
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0, use_dynamic_shifting=False)
+    return FluxPipeline(scheduler, vae, clip, clip_tokenizer, t5, t5_tokenizer, transformer)
+
+
+def _clip_tokenizer(words: list[str]) -> CLIPTokenizer:
+    """A byte-pair tokenizer in which every word of the grammar is one token and any other text falls into letters."""
+    special = ["<|startoftext|>", "<|endoftext|>"]
+    letters = [chr(c) for c in range(ord("!"), ord("~") + 1)]
+    tokenizer = Tokenizer(BPE(end_of_word_suffix="</w>"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    trainer = BpeTrainer(special_tokens=special, initial_alphabet=letters, end_of_word_suffix="</w>", show_progress=False)
+    tokenizer.train_from_iterator([*words, *letters], trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    merges = [tuple(merge) for merge in model["merges"]]
+    return CLIPTokenizer(vocab=model["vocab"], merges=merges, model_max_length=MAX_WORDS + 1)
+
+
+def train_autoencoder(vae: AutoencoderKL, recipe: Recipe, device: torch.device) -> None:
+    """Trains ``vae`` in place and writes the latents' mean and 1/std into its shift and scaling factors."""
+    vae.to(device).train()
+    generator = torch.Generator().manual_seed(recipe.seed + 1)
+    optimizer = torch.optim.AdamW(vae.parameters(), lr=recipe.vae_lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.vae_lr, recipe.vae_steps, pct_start=0.1)
+    progress = tqdm(range(recipe.vae_steps), desc="autoencoder", mininterval=2)
+    for _ in progress:
+        images, _captions = _batch(recipe.vae_batch, generator, device)
+        posterior = vae.encode(images).latent_dist
+        noise = torch.randn(posterior.mean.shape, generator=generator).to(device)
+        reconstruction = vae.decode(posterior.mean + posterior.std * noise).sample
+        loss = F.l1_loss(reconstruction, images) + 1e-4 * posterior.kl().mean() / posterior.mean[0].numel()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+    vae.eval().requires_grad_(False)
+    with torch.no_grad():
+        latents = vae.encode(_batch(512, generator, device)[0]).latent_dist.mode()
+    vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
+
+
+def train_flow(pipeline: FluxPipeline, recipe: Recipe, device: torch.device) -> None:
+    """Trains the transformer and the text encoders of ``pipeline`` in place; leaves the average of the last weights."""
+    trained = nn.ModuleList([pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2]).to(device).train()
+    averaged = copy.deepcopy(trained)
+    generator = torch.Generator().manual_seed(recipe.seed + 2)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=recipe.flow_lr, weight_decay=0.01, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.flow_lr, recipe.flow_steps, pct_start=0.05)
+    progress = tqdm(range(recipe.flow_steps), desc="flow matching", mininterval=2)
+    for _ in progress:
+        images, captions = _batch(recipe.flow_batch, generator, device)
+        with torch.no_grad():
+            x0 = pipeline.vae.encode(images).latent_dist.mode()
+            x0 = (x0 - pipeline.vae.config.shift_factor) * pipeline.vae.config.scaling_factor
+        eps = torch.randn(x0.shape, generator=generator).to(device)
+        sigma = torch.sigmoid(torch.randn(len(captions), generator=generator)).to(device)
+        x_t = torch.lerp(x0, eps, sigma[:, None, None, None])
+        prompt_embeds, pooled, text_ids = pipeline.encode_prompt(captions, device=device, max_sequence_length=MAX_WORDS)
+        velocity = pipeline.transformer(
+            hidden_states=_pack(x_t), timestep=sigma, encoder_hidden_states=prompt_embeds, pooled_projections=pooled,
+            txt_ids=text_ids, img_ids=_image_ids(x_t, device), return_dict=False,
+        )[0]  # fmt: skip
+        loss = F.mse_loss(velocity, _pack(eps - x0))
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(list(averaged.parameters()), list(trained.parameters()), 0.005)
+        progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+    trained.load_state_dict(averaged.state_dict())
+    trained.eval().requires_grad_(False)
+
+
+def pretrain_pipeline(folder: Path, recipe: Recipe, device: torch.device) -> FluxPipeline:
+    """Runs the whole recipe and saves the pipeline: transformer in bfloat16, everything else in float32."""
+    pipeline = build_pipeline(recipe.seed)
+    pipeline.set_progress_bar_config(disable=True)
+    train_autoencoder(pipeline.vae, recipe, device)
+    train_flow(pipeline, recipe, device)
+    pipeline.transformer.to(torch.bfloat16)
+    pipeline.save_pretrained(folder, safe_serialization=True)
+    return pipeline
+
+
+def _batch(size: int, generator: torch.Generator, device: torch.device) -> tuple[Tensor, list[str]]:
+    """[B, 3, 32, 32] renderings in [-1, 1] of random training captions."""
+    pool = train_captions()
+    captions = [pool[i] for i in torch.randint(len(pool), (size,), generator=generator).tolist()]
+    images = render([parse_caption(caption) for caption in captions], generator)
+    return images.to(device) * 2 - 1, captions
+
+
+def _pack(latents: Tensor) -> Tensor:
+    return FluxPipeline._pack_latents(latents, *latents.shape)
+
+
+def _image_ids(latents: Tensor, device: torch.device) -> Tensor:
+    height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
+    return FluxPipeline._prepare_latent_image_ids(1, height, width, device, torch.float32)

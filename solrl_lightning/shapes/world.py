@@ -1,0 +1,108 @@
+"""Scenes of two coloured shapes: the caption grammar and the renderer.
+
+A caption reads ``a <colour> <shape> <relation> a <colour> <shape>``, for example "a red circle above a blue square".
+The two colours differ, so that a pixel's colour says which object it belongs to. Lengths are in pixels of a 32 x 32
+image, the origin is the upper left corner, and y grows downwards.
+"""
+
+import re
+from itertools import permutations, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from solrl_lightning.errors import UserError
+
+IMAGE_SIZE = 32
+BACKGROUND = (0.95, 0.95, 0.93)
+COLOURS = {
+    "red": (0.90, 0.15, 0.15),
+    "green": (0.15, 0.65, 0.20),
+    "blue": (0.15, 0.25, 0.90),
+    "yellow": (0.95, 0.80, 0.10),
+    "purple": (0.60, 0.15, 0.75),
+    "cyan": (0.10, 0.80, 0.85),
+}
+SHAPES = ("circle", "square", "triangle")
+RELATIONS = {  # the direction from the second object to the first, as (x, y)
+    "above": (0, -1),
+    "below": (0, 1),
+    "left of": (-1, 0),
+    "right of": (1, 0),
+}
+MIN_RADIUS, MAX_RADIUS = 3.8, 5.6  # of the disc of equal area: all three shapes of one radius cover the same area
+_CAPTION = re.compile(
+    r"an? (?P<c1>{c}) (?P<s1>{s}) (?P<rel>{r}) an? (?P<c2>{c}) (?P<s2>{s})".format(
+        c="|".join(COLOURS), s="|".join(SHAPES), r="|".join(RELATIONS)
+    )
+)
+
+
+class Scene(NamedTuple):
+    """What a caption says: two (colour, shape) objects and where the first lies as seen from the second."""
+
+    first: tuple[str, str]
+    relation: str
+    second: tuple[str, str]
+
+    def caption(self) -> str:
+        return f"a {' '.join(self.first)} {self.relation} a {' '.join(self.second)}"
+
+
+def parse_caption(caption: str) -> Scene:
+    """The scene of a caption. Raises ``UserError`` for text outside the grammar."""
+    match = _CAPTION.fullmatch(" ".join(caption.lower().split()).rstrip("."))
+    if match is None or match["c1"] == match["c2"]:
+        raise UserError(
+            f"a shapes caption reads 'a <colour> <shape> <relation> a <colour> <shape>' with two different colours out "
+            f"of {', '.join(COLOURS)}; shapes {', '.join(SHAPES)}; relations {', '.join(RELATIONS)}; got {caption!r}. "
+            "Use such captions, or another reward for free text."
+        )
+    return Scene((match["c1"], match["s1"]), match["rel"], (match["c2"], match["s2"]))
+
+
+def all_scenes() -> list[Scene]:
+    """Every scene of the grammar, 30 ordered colour pairs x 9 shape pairs x 4 relations = 1080, in a fixed order."""
+    return [
+        Scene((c1, s1), relation, (c2, s2))
+        for (c1, c2), s1, s2, relation in product(permutations(COLOURS, 2), SHAPES, SHAPES, RELATIONS)
+    ]
+
+
+def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size: int = IMAGE_SIZE) -> Tensor:
+    """[B, size, size] share of each pixel that lies inside a shape, from its signed distance (antialiased).
+
+    ``shape`` [B] indexes ``SHAPES``, ``centre`` [B, 2] is the centroid as (x, y), ``radius`` [B] that of the disc of
+    equal area.
+    """
+    axis = torch.arange(size, device=centre.device, dtype=centre.dtype) + 0.5
+    dx = axis[None, None, :] - centre[:, 0, None, None]
+    dy = axis[None, :, None] - centre[:, 1, None, None]
+    r = radius[:, None, None]
+    disc = r - torch.sqrt(dx * dx + dy * dy + 1e-12)
+    square = r * (torch.pi**0.5 / 2) - torch.maximum(dx.abs(), dy.abs())
+    inradius = r * (torch.pi / 3**1.5) ** 0.5  # upright and equilateral: area = 3 sqrt(3) inradius^2
+    triangle = torch.minimum(inradius - dy, inradius + dy / 2 - dx.abs() * (3**0.5 / 2))
+    distances = torch.stack([disc, square, triangle], dim=1)  # [B, 3, size, size]
+    chosen = distances.gather(1, shape[:, None, None, None].expand(-1, 1, size, size))[:, 0]
+    return (chosen + 0.5).clamp(0, 1)
+
+
+def render(scenes: list[Scene], generator: torch.Generator) -> Tensor:
+    """[B, 3, 32, 32] images in [0, 1] of the scenes, with sizes and positions drawn from ``generator``."""
+    batch = len(scenes)
+    radius = MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * torch.rand(batch, 2, generator=generator)
+    apart = torch.rand(batch, 2, generator=generator) * 2.5 + 7.0  # distance of each object from the middle
+    aside = (torch.rand(batch, 2, generator=generator) - 0.5) * 12.0  # across the relation's axis
+    direction = torch.tensor([RELATIONS[scene.relation] for scene in scenes], dtype=torch.float32)
+    across = direction.flip(1).abs()
+    signs = torch.tensor([1.0, -1.0])[:, None]  # the second object lies opposite
+    centre = IMAGE_SIZE / 2 + signs * apart[..., None] * direction[:, None] + aside[..., None] * across[:, None]
+    shapes = torch.tensor([[SHAPES.index(scene.first[1]), SHAPES.index(scene.second[1])] for scene in scenes])
+    colours = torch.tensor([[COLOURS[scene.first[0]], COLOURS[scene.second[0]]] for scene in scenes])
+    image = torch.tensor(BACKGROUND)[None, :, None, None].expand(batch, 3, IMAGE_SIZE, IMAGE_SIZE)
+    for i in range(2):
+        mask = coverage(shapes[:, i], centre[:, i], radius[:, i])[:, None]
+        image = image * (1 - mask) + colours[:, i, :, None, None] * mask
+    return image

@@ -1,0 +1,18 @@
+"""task=pretrain: rebuild the embedded model."""
+
+from pathlib import Path
+
+from lightning.pytorch import seed_everything
+from omegaconf import DictConfig
+
+from solrl_lightning.build import device_of
+from solrl_lightning.shapes.pretrain import Recipe, pretrain_pipeline
+
+
+def pretrain(cfg: DictConfig) -> None:
+    """Runs the recipe of ``solrl_lightning.shapes.pretrain`` and writes the pipeline folder."""
+    seed_everything(cfg.seed, verbose=False)
+    options = {name: cfg.task[name] for name in Recipe._fields if name != "seed"}
+    folder = Path(cfg.task.folder)
+    pretrain_pipeline(folder, Recipe(seed=cfg.seed, **options), device_of(cfg))
+    print(f"The pipeline is in {folder}: train it with model.pretrained={folder}")

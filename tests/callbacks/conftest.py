@@ -1,0 +1,160 @@
+"""A stand-in for the module and the loop with the surface that callbacks use: one weight, rewards known in closed form.
+
+The roll-out is done by a callback, so that Lightning's stock loop drives everything else: the hooks, their order, the
+loggers and the checkpoints are the real ones, as are the stopwatch and the rank fidelity.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+
+from solrl_lightning.rollout.records import Candidates, Rollouts
+from solrl_lightning.rollout.seeds import pool_seeds
+from solrl_lightning.rollout.select import select_contrastive
+from solrl_lightning.stopwatch import Stopwatch
+
+POOL, KEEP, SIDE, MICRO_BATCHES = 8, 4, 16, 2
+
+
+def rewards_of(seeds: Tensor) -> Tensor:
+    """BF16 rewards in [0, 1), a function of the seed alone."""
+    return (seeds % 997).float() / 997
+
+
+def proxies_of(seeds: Tensor) -> Tensor:
+    """Proxy rewards: the same order as the rewards, on another scale."""
+    return rewards_of(seeds) * 0.5 - 1
+
+
+class StandIn(LightningModule):
+    """Trains ``weight`` towards 1 with plain SGD: after n iterations it is 1 - 0.8^n."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1))
+        self.reward = SimpleNamespace(name="shapes")
+        self.precision_backend = "nvfp4 (emulated)"
+        self.eval_history: list[dict[str, Any]] = []
+        self.eval_prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
+        self.ema_state: dict[str, Tensor] | None = None
+        self.events: list[str] = []
+        self.sampled: list[str] = []
+
+    def refresh_shadow(self) -> None:
+        self.events.append("requantize")
+
+    def adapter_state(self, name: str) -> dict[str, Tensor]:
+        assert name == "default"
+        return {"lora": self.weight}
+
+    def sample(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int) -> Tensor:
+        self.sampled.append(weights)
+        brightness = {"base": 0.2, "old": 0.5, "ema": 0.8}[weights]
+        return torch.full((*seeds.shape, 3, SIDE, SIDE), brightness)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 0:
+            self.events.append("train")
+        return (self.weight - batch).square().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Evaluated(StandIn):
+    """With an evaluation: the reward is 0.5 + 0.1 weight; iteration 0 is the base."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+    def on_validation_epoch_end(self) -> None:
+        iteration = self.trainer.current_epoch + 1 if self.trainer.state.fn == "fit" else 0
+        self.eval_history.append({"iteration": iteration, "shapes": 0.5 + 0.1 * float(self.weight[0])})
+
+
+class RollOut(Callback):
+    """Explores, selects and regenerates at the start of an iteration. Stands after the callbacks under test."""
+
+    def __init__(self, prompts: Sequence[str] = ("a", "b"), two_stages: bool = True) -> None:
+        self.prompts, self.two_stages = list(prompts), two_stages
+        self.rewards_of = rewards_of
+        self.regenerated: list[tuple[list[str], float]] = []
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        def regenerate(prompts: list[str], seeds: Tensor) -> Candidates:
+            self.regenerated.append((prompts, float(pl_module.weight[0])))
+            return Candidates(seeds, self.latents(seeds), self.rewards_of(seeds))
+
+        trainer.fit_loop.regenerate = regenerate
+
+    def latents(self, seeds: Tensor) -> Tensor:
+        return rewards_of(seeds)[..., None, None, None].expand(*seeds.shape, 3, SIDE, SIDE)
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.events.append("explore")
+        loop, prompts = trainer.fit_loop, self.prompts_of(trainer)
+        seeds = pool_seeds(0, trainer.current_epoch, prompts, POOL)
+        with loop.stopwatch.stage("explore"):
+            proxies = proxies_of(seeds)
+            chosen = select_contrastive(proxies, KEEP)
+        kept = seeds.gather(1, chosen)
+        rewards = self.rewards_of(kept)
+        advantages = torch.zeros_like(rewards)
+        loop.explored = Candidates(seeds, self.latents(seeds), proxies) if self.two_stages else None
+        loop.rollouts = Rollouts(prompts, kept, self.latents(kept), proxies.gather(1, chosen), rewards, advantages)
+
+    def prompts_of(self, trainer: Trainer) -> list[str]:
+        return self.prompts
+
+
+def make_trainer(
+    folder: Path, callbacks: Sequence[Callback], roll_out: Callback | None = None, **options: Any
+) -> Trainer:
+    defaults: dict[str, Any] = dict(
+        accelerator="cpu",
+        devices=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+        accumulate_grad_batches=MICRO_BATCHES,
+        log_every_n_steps=1,
+        default_root_dir=folder,
+    )
+    trainer = Trainer(**(defaults | options), callbacks=[*callbacks, roll_out or RollOut()])
+    trainer.fit_loop.stopwatch = Stopwatch()
+    return trainer
+
+
+class MicroBatches:
+    """A loader without workers; Lightning would take a plain list for several loaders."""
+
+    def __len__(self) -> int:
+        return MICRO_BATCHES
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from [torch.ones(2)] * MICRO_BATCHES
+
+
+@pytest.fixture
+def stand_in() -> SimpleNamespace:
+    """The names of this file, for tests of any import mode."""
+    return SimpleNamespace(
+        Module=StandIn,
+        Evaluated=Evaluated,
+        RollOut=RollOut,
+        trainer=make_trainer,
+        micro_batches=MicroBatches,
+        rewards_of=rewards_of,
+        POOL=POOL,
+        KEEP=KEEP,
+        SIDE=SIDE,
+    )

@@ -1,0 +1,88 @@
+import io
+import re
+import sys
+
+import pytest
+from lightning.pytorch import Callback
+
+from solrl_lightning.callbacks.progress import StageProgressBar, seconds_left
+from solrl_lightning.callbacks.rank_correlation import RankCorrelation
+from solrl_lightning.callbacks.rollout_stats import RolloutStats
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class HalfExplored(Callback):
+    """Reports progress in the middle of an exploration."""
+
+    def on_train_epoch_start(self, trainer, module):
+        with trainer.fit_loop.stopwatch.stage("explore"):
+            trainer.fit_loop.stopwatch.progress(1, 4)
+
+
+def test_seconds_left_are_whole_iterations_with_evaluation_spread_over_them():
+    # A first iteration of 60 s that compiled; then 10 s each; an evaluation of 8 s every other iteration.
+    own, extra = [60.0, 10.0, 10.0, 10.0], [0.0, 8.0, 0.0, 8.0]
+    assert seconds_left(5, own, extra) == 5 * (10 + 4)
+    assert seconds_left(5, own, extra, elapsed=6.0) == 5 * (10 + 4) - 6
+    assert seconds_left(1, own, extra, elapsed=100.0) == 0.0
+    assert seconds_left(5, [], []) is None
+
+
+def lines(capsys) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("iteration ")]
+
+
+def test_without_a_terminal_there_is_a_line_per_iteration_with_its_results(tmp_path, stand_in, capsys):
+    callbacks = [RolloutStats(), RankCorrelation(probe_every=1), StageProgressBar()]
+    trainer = stand_in.trainer(tmp_path, callbacks, max_epochs=3, enable_progress_bar=True)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    printed = lines(capsys)
+    assert len(printed) == 3
+    pattern = r"iteration \d/3 \| reward 0\.\d{4} \| spearman 1\.000 \| \d+\.\d s \| ETA \d:\d\d:\d\d"
+    assert all(re.fullmatch(pattern, line) for line in printed)
+    assert printed[-1].endswith("ETA 0:00:00")
+
+
+def test_a_long_run_prints_about_fifty_lines_and_always_the_last(tmp_path, stand_in, capsys):
+    trainer = stand_in.trainer(tmp_path, [StageProgressBar()], max_epochs=120, enable_progress_bar=True)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    printed = lines(capsys)
+    assert len(printed) == 40
+    assert printed[0].startswith("iteration 3/120")
+    assert printed[-1].startswith("iteration 120/120")
+
+
+def test_a_terminal_gets_one_bar_over_iterations_that_names_the_stage(tmp_path, stand_in, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setattr("solrl_lightning.callbacks.progress._REDRAW_SECONDS", 0.0)
+    callbacks = [RolloutStats(), StageProgressBar(), HalfExplored()]
+    trainer = stand_in.trainer(tmp_path, callbacks, max_epochs=3, enable_progress_bar=True)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    drawn = terminal.getvalue()
+    assert "explore 25%, ETA ?" in drawn
+    assert re.search(r"1/3 \[.*explore 25%, reward 0\.\d{4}, ETA 0:00:0", drawn)
+    assert "3/3" in drawn.splitlines()[-1]
+    assert trainer.fit_loop.stopwatch.on_change == []
+
+
+def test_a_resumed_bar_starts_at_the_iteration_of_the_checkpoint(tmp_path, stand_in, monkeypatch):
+    trainer = stand_in.trainer(tmp_path, [], max_epochs=2)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    trainer = stand_in.trainer(tmp_path, [StageProgressBar()], max_epochs=4, enable_progress_bar=True)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches(), ckpt_path=tmp_path / "x.ckpt")
+    counts = re.findall(r"(\d)/4 \[", terminal.getvalue())
+    assert (counts[0], counts[-1]) == ("2", "4")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_an_evaluation_alone_shows_its_batches(tmp_path, stand_in, monkeypatch, terminal):
+    monkeypatch.setattr(sys, "stdout", output := Terminal() if terminal else io.StringIO())
+    trainer = stand_in.trainer(tmp_path, [StageProgressBar()], enable_progress_bar=True)
+    trainer.validate(stand_in.Evaluated(), stand_in.micro_batches(), verbose=False)
+    assert ("2/2" if terminal else "evaluation: 2 batches done") in output.getvalue()

@@ -1,0 +1,12 @@
+from solrl_lightning.callbacks.requantize import Requantize
+
+
+def test_the_shadow_is_refreshed_before_every_exploration_and_first_after_a_resume(tmp_path, stand_in):
+    module, trainer = stand_in.Module(), stand_in.trainer(tmp_path, [Requantize()], max_epochs=2)
+    trainer.fit(module, stand_in.micro_batches())
+    assert module.events == ["requantize", "explore", "train"] * 2
+
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    resumed, trainer = stand_in.Module(), stand_in.trainer(tmp_path, [Requantize()], max_epochs=3)
+    trainer.fit(resumed, stand_in.micro_batches(), ckpt_path=tmp_path / "x.ckpt")
+    assert resumed.events == ["requantize", "explore", "train"]

@@ -1,0 +1,34 @@
+import pytest
+import torch
+
+from solrl_lightning.callbacks.rollout_stats import RolloutStats
+
+
+def test_mean_and_std_are_those_of_all_kept_samples(tmp_path, stand_in):
+    trainer = stand_in.trainer(tmp_path, [RolloutStats()], max_epochs=1)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    kept, pool = trainer.fit_loop.rollouts.rewards, trainer.fit_loop.explored.rewards
+    assert float(trainer.callback_metrics["reward/mean"]) == pytest.approx(float(kept.mean()))
+    assert float(trainer.callback_metrics["reward/std"]) == pytest.approx(float(kept.std(correction=0)))
+    assert float(trainer.callback_metrics["explore/proxy_reward"]) == pytest.approx(float(pool.mean()))
+
+
+def test_a_proxy_reward_that_is_not_finite_is_left_out_of_the_mean(tmp_path, stand_in):
+    stats = RolloutStats()
+    trainer = stand_in.trainer(tmp_path, [stats], max_epochs=1)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    explored = trainer.fit_loop.explored
+    rest = explored.rewards[:, 1:]
+    explored.rewards[:, 0] = torch.nan
+    trainer.fit_loop.explored = explored
+    from_hook = {}
+    module = stand_in.Module()
+    module.log = lambda name, value, **options: from_hook.update({name: value})
+    stats.on_train_epoch_end(trainer, module)
+    assert from_hook["explore/proxy_reward"] == pytest.approx(float(rest.mean()))
+
+
+def test_a_family_of_one_stage_logs_no_proxy_reward(tmp_path, stand_in):
+    trainer = stand_in.trainer(tmp_path, [RolloutStats()], stand_in.RollOut(two_stages=False), max_epochs=1)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    assert set(trainer.callback_metrics) == {"reward/mean", "reward/std"}

@@ -1,0 +1,98 @@
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from solrl_lightning.callbacks.sample_grid import Row, SampleGrid, draw_grid, to_cell
+from solrl_lightning.errors import UserError
+
+
+def grid(every=2):
+    return SampleGrid(every=every, prompts=2, seeds_per_prompt=2, steps=4, seed=0)
+
+
+def files(tmp_path):
+    return sorted(path.name for path in (tmp_path / "samples").iterdir())
+
+
+def test_pictures_are_written_every_few_iterations_and_at_the_end(tmp_path, stand_in):
+    trainer = stand_in.trainer(tmp_path, [grid()], max_epochs=3)
+    module = stand_in.Module()
+    trainer.fit(module, stand_in.micro_batches())
+    assert files(tmp_path) == ["grid_000002.png", "grid_000003.png", "pool_000002.png", "pool_000003.png"]
+    assert module.sampled == ["base", "ema", "ema"]
+    assert trainer.fit_loop.stopwatch.seconds["grid"] > 0
+
+
+def test_the_first_grid_shows_base_on_the_left_and_the_averaged_weights_on_the_right(tmp_path, stand_in):
+    trainer = stand_in.trainer(tmp_path, [grid(every=1)], max_epochs=1)
+    module = stand_in.Module()
+    trainer.fit(module, stand_in.micro_batches())
+    assert module.sampled == ["base", "ema"]
+    with Image.open(tmp_path / "samples" / "grid_000001.png") as picture:
+        colours = dict((colour, count) for count, colour in picture.getcolors(1 << 16))
+        # 2 prompts x 2 seeds, 16 pixels enlarged 8 times; brightness 0.2 and 0.8.
+        assert min(colours[(51, 51, 51)], colours[(204, 204, 204)]) >= 4 * 128 * 128
+        assert picture.size[0] == 10 + 128 + 4 + 128 + 20 + 128 + 4 + 128 + 10
+        middle = picture.size[0] // 2
+        assert picture.crop((0, 0, middle, picture.size[1])).getpixel((20, 150)) == (51, 51, 51)
+
+
+def test_the_second_grid_shows_the_images_that_were_scored(tmp_path, stand_in):
+    trainer = stand_in.trainer(tmp_path, [grid(every=1)], max_epochs=1)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    rewards = trainer.fit_loop.rollouts.rewards[0].sort(descending=True).values
+    with Image.open(tmp_path / "samples" / "pool_000001.png") as picture:
+        colours = {colour for count, colour in picture.getcolors(1 << 16) if count >= 128 * 128}
+    greys = {round(float(reward) * 255) for reward in rewards}
+    assert {(grey, grey, grey) for grey in greys} <= colours
+
+
+def test_a_rank_without_prompts_draws_no_pool(tmp_path, stand_in):
+    trainer = stand_in.trainer(tmp_path, [grid(every=1)], stand_in.RollOut(prompts=()), max_epochs=1)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    assert files(tmp_path) == ["grid_000001.png"]
+
+
+def test_base_images_are_made_again_after_a_resume(tmp_path, stand_in):
+    trainer = stand_in.trainer(tmp_path, [grid()], max_epochs=2)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    module, trainer = stand_in.Module(), stand_in.trainer(tmp_path, [grid()], max_epochs=4)
+    trainer.fit(module, stand_in.micro_batches(), ckpt_path=tmp_path / "x.ckpt")
+    assert module.sampled == ["base", "ema"]
+    assert "grid_000004.png" in files(tmp_path)
+
+
+def test_every_zero_draws_nothing(tmp_path, stand_in):
+    module = stand_in.Module()
+    stand_in.trainer(tmp_path, [grid(every=0)], max_epochs=2).fit(module, stand_in.micro_batches())
+    assert module.sampled == []
+    assert not (tmp_path / "samples").exists()
+    with pytest.raises(UserError, match="prompts=0"):
+        SampleGrid(every=1, prompts=0, seeds_per_prompt=1, steps=1, seed=0)
+
+
+def test_tensorboard_shows_the_pictures(tmp_path, stand_in):
+    logger = TensorBoardLogger(tmp_path, name="", version="tensorboard")
+    trainer = stand_in.trainer(tmp_path, [grid(every=1)], max_epochs=2, logger=logger)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [event.step for event in events.Images("samples/grid")] == [0, 1]
+    assert [event.step for event in events.Images("samples/pool")] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [((16, 16), (128, 128)), ((48, 48), (144, 144)), ((256, 256), (256, 256)), ((1024, 512), (256, 512))],
+)
+def test_small_images_are_enlarged_by_a_whole_factor_and_large_ones_shrunk(size, expected):
+    assert to_cell(torch.rand(3, *size)).size == expected
+
+
+def test_captions_of_any_length_and_script_fit():
+    captions = ["word " * 200, "x" * 900, "é 赤い円 🟥", ""]
+    rows = [Row(caption, [torch.rand(1, 3, 16, 16)], ["0.500"]) for caption in captions]
+    picture = draw_grid("t" * 500, ["h" * 500], rows)
+    assert picture.width == 420

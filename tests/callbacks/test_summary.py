@@ -1,0 +1,119 @@
+import json
+
+import pytest
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from solrl_lightning.callbacks.rank_correlation import RankCorrelation
+from solrl_lightning.callbacks.summary import RunSummary, base_and_final, finite_only
+from solrl_lightning.callbacks.timings import StageTimings
+
+HPARAMS = {"family": "sol_rl", "seed": 1, "learning_rate": 3e-4}
+
+
+class RaiseIn(Callback):
+    def __init__(self, iteration: int, exception: BaseException) -> None:
+        self.iteration, self.exception = iteration, exception
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == (self.iteration, 1):
+            raise self.exception
+
+
+def fit(tmp_path, stand_in, iterations, *extra, ckpt_path=None, **options):
+    """A run whose base is evaluated first, as the train task does."""
+    callbacks = [StageTimings(), RankCorrelation(probe_every=1), *extra, RunSummary(HPARAMS)]
+    module, trainer = stand_in.Evaluated(), stand_in.trainer(tmp_path, callbacks, max_epochs=iterations, **options)
+    if ckpt_path is None:
+        trainer.validate(module, stand_in.micro_batches(), verbose=False)
+    trainer.fit(module, stand_in.micro_batches(), stand_in.micro_batches(), ckpt_path=ckpt_path)
+    return trainer
+
+
+def read(tmp_path):
+    return json.loads((tmp_path / "summary.json").read_text())
+
+
+def test_a_completed_run_leaves_its_summary_and_prints_it(tmp_path, stand_in, capsys):
+    (tmp_path / "lora").mkdir()
+    fit(tmp_path, stand_in, 3)
+    summary = read(tmp_path)
+    assert (summary["status"], summary["error"], summary["iterations"]) == ("completed", None, 3)
+    assert summary["base_reward"] == 0.5
+    assert summary["final_reward"] == pytest.approx(0.5 + 0.1 * (1 - 0.8**3))
+    assert summary["improvement"] == pytest.approx(0.1 * (1 - 0.8**3))
+    assert [row["iteration"] for row in summary["evaluations"]] == [0, 1, 2, 3]
+    assert summary["precision_backend"] == "nvfp4 (emulated)"
+    assert summary["rank_fidelity"]["probes"] == 3
+    assert summary["rank_fidelity"]["mean"]["spearman"] == pytest.approx(1.0)
+    assert summary["rank_fidelity"]["last"]["iteration"] == 2
+    assert summary["seconds_per_stage"]["explore"]["median"] <= summary["seconds_per_stage"]["explore"]["total"]
+    assert summary["seconds_per_stage"]["iteration"]["median"] <= summary["seconds_total"]
+    assert summary["peak_memory_bytes"] > 50 * 2**20
+    assert summary["config"] == HPARAMS
+    assert summary["paths"] == {"run": str(tmp_path), "lora": str(tmp_path / "lora")}
+
+    printed = capsys.readouterr().out
+    assert "completed after 3 iterations" in printed
+    assert "shapes reward" in printed and "0.5000 -> 0.5488 (+0.0488)" in printed
+    assert "proxy spearman" in printed and "1.0000 at first, 1.0000 at last" in printed
+    assert str(tmp_path / "lora") in printed
+
+
+def test_ctrl_c_leaves_a_summary_of_what_was_done(tmp_path, stand_in):
+    with pytest.raises(SystemExit):
+        fit(tmp_path, stand_in, 5, RaiseIn(2, KeyboardInterrupt()))
+    summary = read(tmp_path)
+    assert (summary["status"], summary["error"], summary["iterations"]) == ("interrupted", None, 2)
+    assert summary["final_reward"] == pytest.approx(0.5 + 0.1 * (1 - 0.8**2))
+
+
+def test_a_failed_run_leaves_its_error(tmp_path, stand_in):
+    with pytest.raises(RuntimeError, match="loss is not finite"):
+        fit(tmp_path, stand_in, 5, RaiseIn(1, RuntimeError("loss is not finite")))
+    summary = read(tmp_path)
+    assert (summary["status"], summary["error"]) == ("failed", "RuntimeError: loss is not finite")
+
+
+def test_a_run_that_cannot_start_leaves_the_summary_of_the_one_before(tmp_path, stand_in):
+    fit(tmp_path, stand_in, 1)
+    before = (tmp_path / "summary.json").read_bytes()
+    with pytest.raises(FileNotFoundError):
+        fit(tmp_path, stand_in, 2, ckpt_path=tmp_path / "missing.ckpt")
+    assert (tmp_path / "summary.json").read_bytes() == before
+
+
+def test_base_reward_and_times_survive_a_resume(tmp_path, stand_in):
+    def checkpoints():
+        return ModelCheckpoint(tmp_path / "checkpoints", save_last=True, save_top_k=0, save_on_train_epoch_end=True)
+
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    fit(tmp_path, stand_in, 2, checkpoints(), enable_checkpointing=True)
+    first = read(tmp_path)
+    fit(tmp_path, stand_in, 4, checkpoints(), enable_checkpointing=True, ckpt_path=last)
+    summary = read(tmp_path)
+    assert (summary["base_reward"], summary["iterations"]) == (0.5, 4)
+    assert [row["iteration"] for row in summary["evaluations"]] == [0, 1, 2, 3, 4]
+    assert summary["rank_fidelity"]["probes"] == 4
+    assert summary["seconds_total"] > first["seconds_per_stage"]["explore"]["total"]
+    assert summary["paths"]["last_checkpoint"] == str(last)
+
+
+def test_hyperparameters_and_results_reach_tensorboards_table(tmp_path, stand_in):
+    logger = TensorBoardLogger(tmp_path, name="", version="tensorboard", default_hp_metric=False)
+    fit(tmp_path, stand_in, 2, logger=logger)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert events.Scalars("summary/final_reward")[-1].value == pytest.approx(read(tmp_path)["final_reward"])
+    assert events.Scalars("summary/rank_spearman")[-1].value == pytest.approx(1.0)
+    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= set(events.PluginTagToContent("hparams"))
+
+
+def test_without_an_evaluation_there_is_no_reward_to_report():
+    assert base_and_final([], "shapes") == (None, None)
+    assert base_and_final([{"iteration": 4, "shapes": 0.7}], "shapes") == (None, 0.7)
+
+
+def test_json_has_no_nan():
+    assert finite_only({"a": [float("nan"), 1.0], "b": {"c": float("inf")}}) == {"a": [None, 1.0], "b": {"c": None}}

@@ -1,0 +1,35 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from solrl_lightning.rollout.seeds import pool_seeds
+
+
+def test_two_ranks_with_uneven_prompts_log_what_one_rank_with_all_prompts_would(tmp_path, stand_in):
+    script = Path(__file__).with_name("two_ranks.py")
+    run = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    rows = json.loads((tmp_path / "metrics.json").read_text())
+
+    for iteration, prompts in enumerate(["ab", "cde"]):
+        pool = stand_in.rewards_of(pool_seeds(0, iteration, list(prompts), stand_in.POOL)).sort(dim=1).values
+        half = stand_in.KEEP // 2
+        kept = torch.cat([pool[:, :half], pool[:, -half:]], dim=1)
+        row = rows[iteration]
+        assert row["reward/mean"] == pytest.approx(float(kept.mean()), abs=1e-6)
+        assert row["reward/std"] == pytest.approx(float(kept.std(correction=0)), abs=1e-6)
+        assert row["explore/proxy_reward"] == pytest.approx(float(pool.mean()) * 0.5 - 1, abs=1e-6)
+        assert row["rank/spearman"] == pytest.approx(1.0, abs=1e-5)
+        assert row["rank/kept_kendall"] == pytest.approx(1.0, abs=1e-5)
+        assert row["reward/zero_std_fraction"] == 0.0
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
+        "grid_000001.png",
+        "grid_000002.png",
+        "pool_000002.png",  # in iteration 0 rank 0 has no pool to draw
+    ]
+    assert run.stdout.count("completed after 2 iterations") == 1

@@ -1,0 +1,68 @@
+"""Two processes on gloo with uneven prompts: ``python two_ranks.py FOLDER`` writes what was logged to metrics.json there.
+
+Iteration 0: rank 0 has no prompt and rank 1 two. Iteration 1: one and two. Every callback of the package takes part.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from conftest import MicroBatches, RollOut, StandIn, make_trainer
+from lightning.pytorch import Callback
+
+from solrl_lightning.callbacks.ema import WeightEMA
+from solrl_lightning.callbacks.progress import StageProgressBar
+from solrl_lightning.callbacks.rank_correlation import RankCorrelation
+from solrl_lightning.callbacks.requantize import Requantize
+from solrl_lightning.callbacks.reward_guard import RewardGuard
+from solrl_lightning.callbacks.rollout_stats import RolloutStats
+from solrl_lightning.callbacks.sample_grid import SampleGrid
+from solrl_lightning.callbacks.summary import RunSummary
+from solrl_lightning.callbacks.timings import StageTimings
+
+PROMPTS = {0: ([], ["a", "b"]), 1: (["c"], ["d", "e"])}  # iteration -> prompts of each rank
+
+
+class UnevenRollOut(RollOut):
+    def prompts_of(self, trainer):
+        return PROMPTS[trainer.current_epoch][trainer.global_rank]
+
+
+class Metrics(Callback):
+    """Writes what rank 0 logged, a row per iteration."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[dict[str, float]] = []
+
+    def on_train_epoch_end(self, trainer, module):
+        self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+    def on_fit_end(self, trainer, module):
+        if trainer.is_global_zero:
+            self.path.write_text(json.dumps(self.rows))
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    callbacks = [
+        StageTimings(),
+        Requantize(),
+        WeightEMA(),
+        RolloutStats(),
+        RankCorrelation(probe_every=1),
+        RewardGuard(patience=1),
+        SampleGrid(every=1, prompts=1, seeds_per_prompt=1, steps=1, seed=0),
+        StageProgressBar(),
+        RunSummary({"seed": 0}),
+        Metrics(folder / "metrics.json"),
+    ]
+    # Forked: the second process needs no second import of everything.
+    options = dict(devices=2, strategy="ddp_fork", max_epochs=2, enable_progress_bar=True)
+    trainer = make_trainer(folder, callbacks, UnevenRollOut(), **options)
+    trainer.fit(StandIn(), MicroBatches())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

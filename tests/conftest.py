@@ -1,0 +1,66 @@
+"""Fixtures for the whole suite: configurations composed as a run would get them, and the command line in this process."""
+
+import logging
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+
+from solrl_lightning.__main__ import main
+from solrl_lightning.config import ConfigTree, application_config
+
+
+class Finished(NamedTuple):
+    """How a command ended."""
+
+    status: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def compose(tmp_path: Path) -> Callable[..., DictConfig]:
+    """compose("family=compile", "seed=1") is the configuration of such a run in ``tmp_path``, resolved."""
+
+    def composed(*arguments: str) -> DictConfig:
+        with ConfigTree() as tree:
+            return application_config(tree.compose(arguments), tmp_path)
+
+    return composed
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Iterator[Callable[..., Finished]]:
+    """command("iterations=2") is `python -m solrl_lightning iterations=2` in the folder ``tmp_path``."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["solrl_lightning"])
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
+
+    def finished(*arguments: str) -> Finished:
+        capfd.readouterr()
+        try:
+            status = main(list(arguments))
+        except SystemExit as exit:
+            status = exit.code if isinstance(exit.code, int) else 1
+        return Finished(status, *capfd.readouterr())
+
+    yield finished
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    HydraConfig.instance().cfg = None
+
+
+@pytest.fixture
+def files() -> Callable[[Path], Sequence[Path]]:
+    """files(folder) are all files and folders below it."""
+    return lambda folder: sorted(folder.rglob("*"))

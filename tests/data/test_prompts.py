@@ -1,0 +1,131 @@
+import logging
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from solrl_lightning.data.prompts import SOURCES, PromptSchedule, read_prompts
+from solrl_lightning.errors import UserError
+
+
+def write(folder: Path, data: bytes) -> Path:
+    path = folder / "prompts.txt"
+    path.write_bytes(data)
+    return path
+
+
+def test_a_file_gives_one_prompt_a_line_without_blank_lines(tmp_path: Path) -> None:
+    path = write(tmp_path, "a red circle\n\n  ein grüner Stern \t\n   \nlast".encode())
+    assert read_prompts(path) == ["a red circle", "ein grüner Stern", "last"]
+    assert read_prompts(str(path)) == read_prompts(path)
+
+
+@pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
+def test_line_ends_of_any_system_and_a_byte_order_mark_are_no_part_of_a_prompt(tmp_path: Path, newline: str) -> None:
+    path = write(tmp_path, b"\xef\xbb\xbf" + newline.join(["one", "two\u2028still two", ""]).encode())
+    assert read_prompts(path) == ["one", "two\u2028still two"]
+
+
+def test_repetitions_but_for_case_and_spacing_are_dropped_and_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write(tmp_path, b"A  red circle\nblue\na red CIRCLE \nblue\nA red circle.\n")
+    with caplog.at_level(logging.INFO):
+        assert read_prompts(path) == ["A  red circle", "blue", "A red circle."]
+    assert caplog.messages == [f"{path}: dropped 2 repeated prompts of 5"]
+
+
+def test_a_file_without_repetitions_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        read_prompts(write(tmp_path, b"one\ntwo\n"))
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("data", [b"", b"\n \n\t\n", b"\xef\xbb\xbf"])
+def test_an_empty_file_is_refused(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(UserError, match="at least one line with text; .*prompts.txt has none"):
+        read_prompts(write(tmp_path, data))
+
+
+def test_a_file_that_is_not_utf8_is_refused_with_the_place(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"must be UTF-8; .*prompts.txt has the byte 0xfc at offset 10 \(line 2\)"):
+        read_prompts(write(tmp_path, "ok\r\nein grüner\n".encode("latin-1")))
+    with pytest.raises(UserError, match=r"byte 0xff at offset 3 \(line 1\)"):
+        read_prompts(write(tmp_path, b"\xef\xbb\xbf\xff"))
+    with pytest.raises(UserError, match=r"byte 0xff at offset 0 \(line 1\)"):
+        read_prompts(write(tmp_path, "a circle".encode("utf-16")))
+
+
+def test_a_missing_file_names_the_folder_and_the_nearest_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        read_prompts("shapes_trian")
+    message = str(caught.value)
+    assert "shapes_trian does not exist" in message and str(tmp_path) in message
+    assert "shapes-train, shapes-eval (did you mean shapes-train?)" in message
+    with pytest.raises(UserError, match=r"named sources: shapes-train, shapes-eval$"):
+        read_prompts("pickapic.txt")
+
+
+def test_a_folder_is_not_a_prompt_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is not a file"):
+        read_prompts(tmp_path)
+
+
+def test_a_named_source_is_called_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SOURCES, "colours", lambda: ["red", "Red", "blue"])
+    assert read_prompts("colours") == ["red", "blue"]
+
+
+@pytest.mark.parametrize("name", ["shapes-train", "shapes-eval"])
+def test_the_embedded_captions_are_named_sources(name: str) -> None:
+    prompts = read_prompts(name)
+    assert len(prompts) > 0 and all(isinstance(prompt, str) for prompt in prompts)
+
+
+def test_the_embedded_evaluation_captions_are_held_out() -> None:
+    assert not set(read_prompts("shapes-train")) & set(read_prompts("shapes-eval"))
+
+
+PROMPTS = [f"prompt {i}" for i in range(23)]
+
+
+def test_an_iteration_has_different_prompts_that_depend_on_seed_and_iteration_alone() -> None:
+    schedule = PromptSchedule(PROMPTS, 5, seed=1)
+    backwards = [schedule.at(i) for i in reversed(range(20))][::-1]
+    assert [PromptSchedule(PROMPTS, 5, seed=1).at(i) for i in range(20)] == backwards
+    assert all(len(set(prompts)) == 5 for prompts in backwards)
+    assert PromptSchedule(PROMPTS, 5, seed=2).at(0) != schedule.at(0)
+
+
+def test_a_pass_uses_no_prompt_twice_and_the_next_pass_has_another_order() -> None:
+    schedule = PromptSchedule(PROMPTS, 5, seed=1)
+    passes = [[prompt for i in range(4) for prompt in schedule.at(4 * n + i)] for n in range(3)]
+    assert all(len(set(prompts)) == 20 for prompts in passes)
+    assert passes[0] != passes[1] != passes[2]
+
+
+def test_over_many_passes_every_prompt_comes_equally_often() -> None:
+    schedule = PromptSchedule(PROMPTS, 5, seed=1)
+    counts = Counter(prompt for i in range(4 * 400) for prompt in schedule.at(i))
+    assert set(counts) == set(PROMPTS)
+    assert all(count / 400 == pytest.approx(20 / 23, abs=0.08) for count in counts.values())
+
+
+def test_an_iteration_may_use_the_whole_set() -> None:
+    schedule = PromptSchedule(PROMPTS, 23, seed=0)
+    assert sorted(schedule.at(0)) == sorted(schedule.at(1)) == sorted(PROMPTS)
+    assert schedule.at(0) != schedule.at(1)
+
+
+@pytest.mark.parametrize("per_iteration", [0, -1, 24])
+def test_more_prompts_an_iteration_than_there_are_is_refused(per_iteration: int) -> None:
+    with pytest.raises(UserError, match=f"between 1 and .* 23; got {per_iteration}"):
+        PromptSchedule(PROMPTS, per_iteration, seed=0)
+
+
+def test_iterations_before_the_first_are_refused() -> None:
+    with pytest.raises(ValueError, match="counted from 0; got -1"):
+        PromptSchedule(PROMPTS, 5, seed=0).at(-1)

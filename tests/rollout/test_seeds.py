@@ -1,0 +1,152 @@
+"""Seeds and noise depend on who a candidate is and on nothing else. Golden values catch a change of the hash."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from solrl_lightning.rollout.seeds import (
+    evaluation_seeds,
+    noise,
+    permutation,
+    pool_seeds,
+    train_timesteps,
+    training_noise,
+)
+
+PROMPTS = ["a red circle above a blue square", "ein grüner Stern", "a red circle"]
+
+
+def test_seeds_are_what_they_were_when_this_test_was_written() -> None:
+    assert pool_seeds(42, 3, ["a red circle"], 4).tolist() == [[859294094, 3651782488, 1836105458, 793777742]]
+    assert evaluation_seeds(42, ["a red circle"], 4).tolist() == [[3279856673, 1745755888, 3525988746, 635168288]]
+    assert train_timesteps(torch.tensor([1, 2]), 10, 0.6).tolist() == [[0, 7, 9, 2, 6, 8], [9, 4, 8, 2, 5, 6]]
+    assert permutation("x", 8).tolist() == [2, 4, 6, 3, 7, 0, 1, 5]
+
+
+def test_noise_is_what_it_was_when_this_test_was_written() -> None:
+    # PyTorch's vectorised normal differs in the last bit between kinds of CPU.
+    assert noise(torch.tensor([5, 2**32 - 1]), (2,)).flatten().tolist() == pytest.approx(
+        [-0.48678076, -0.60382158, 1.21976304, -0.39297947], rel=1e-5
+    )
+    eps = training_noise(torch.tensor([5]), torch.tensor([7]), (3,)).flatten().tolist()
+    assert eps == pytest.approx([-0.61125171, -0.92288518, 1.23701894], rel=1e-5)
+
+
+def test_a_candidate_is_the_same_in_a_larger_pool_and_beside_other_prompts() -> None:
+    pool = pool_seeds(1, 2, PROMPTS, 96)
+    assert pool.shape == (3, 96) and pool.dtype == torch.int64
+    assert torch.equal(pool_seeds(1, 2, PROMPTS, 24), pool[:, :24])
+    assert torch.equal(pool_seeds(1, 2, PROMPTS[::-1], 96), pool.flip(0))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_together_make_the_pool_of_one_rank(world: int) -> None:
+    whole = pool_seeds(1, 2, PROMPTS, 8)
+    for rank in range(world):
+        assert torch.equal(pool_seeds(1, 2, PROMPTS[rank::world], 8), whole[rank::world])
+
+
+def test_every_part_of_the_identity_changes_the_seeds() -> None:
+    variants = [
+        pool_seeds(1, 2, ["a"], 8),
+        pool_seeds(2, 1, ["a"], 8),
+        pool_seeds(1, 3, ["a"], 8),
+        pool_seeds(12, 2, ["a"], 8),
+        pool_seeds(1, 2, ["A"], 8),
+        pool_seeds(1, 2, ["2/a"], 8),
+        evaluation_seeds(1, ["a"], 8),
+        evaluation_seeds(1, ["2/a"], 8),
+    ]
+    assert torch.cat(variants).unique().numel() == 8 * len(variants)
+
+
+def test_seeds_of_a_prompt_are_distinct_where_the_raw_stream_repeats_itself() -> None:
+    n = 200_000  # a stream of that many 32-bit words repeats about five
+    seeds = pool_seeds(0, 0, ["a"], n)
+    assert seeds.unique().numel() == n
+    assert 0 <= int(seeds.min()) and int(seeds.max()) < 2**32
+    assert torch.equal(pool_seeds(0, 0, ["a"], 1000), seeds[:, :1000])
+
+
+def test_no_prompts_give_no_seeds() -> None:
+    assert pool_seeds(0, 0, [], 4).shape == (0, 4)
+    assert noise(pool_seeds(0, 0, [], 4), (2, 3)).shape == (0, 4, 2, 3)
+    assert train_timesteps(torch.empty(0, dtype=torch.int64), 10, 0.6).shape == (0, 6)
+
+
+@pytest.mark.parametrize("shape", [(1,), (5,), (16,), (17,), (3, 5, 7), (16, 32)])
+def test_noise_of_a_seed_is_the_same_bits_in_any_batch(shape: tuple[int, ...]) -> None:
+    seeds = pool_seeds(0, 0, ["a", "b"], 7)
+    whole = noise(seeds, shape)
+    assert whole.shape == (2, 7, *shape)
+    for prompt in range(2):
+        for candidate in range(7):
+            alone = noise(seeds[prompt, candidate : candidate + 1], shape)
+            assert torch.equal(alone[0], whole[prompt, candidate])
+    chunks = [noise(chunk, shape) for chunk in seeds.flatten().split(3)]
+    assert torch.equal(torch.cat(chunks), whole.flatten(0, 1))
+
+
+def test_noise_is_that_of_a_plain_generator_with_this_seed() -> None:
+    seed = int(pool_seeds(3, 1, ["a"], 1))
+    plain = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+    assert torch.equal(noise(torch.tensor([seed]), (4, 8))[0], plain)
+
+
+def test_noise_leaves_the_global_generator_alone() -> None:
+    before = torch.get_rng_state()
+    noise(torch.tensor([1, 2]), (32,))
+    training_noise(torch.tensor([1, 2]), torch.tensor([0, 1]), (32,))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_noise_is_standard_normal_and_uncorrelated_between_candidates() -> None:
+    x = noise(pool_seeds(0, 0, ["a"], 400)[0], (400,))
+    assert abs(float(x.mean())) < 5 / 400
+    assert float(x.std()) == pytest.approx(1, abs=5 / 400 / math.sqrt(2))
+    correlation = torch.corrcoef(x) - torch.eye(400)
+    assert float(correlation.abs().max()) < 6 / math.sqrt(400)
+
+
+def test_training_noise_is_one_draw_per_candidate_and_timestep() -> None:
+    seeds = torch.tensor([4, 4, 9, 9])
+    timesteps = torch.tensor([0, 1, 0, 1])
+    eps = training_noise(seeds, timesteps, (64,))
+    assert torch.equal(training_noise(seeds[2:], timesteps[2:], (64,)), eps[2:])
+    rows = torch.cat([eps, noise(torch.tensor([4, 9]), (64,))])
+    correlation = torch.corrcoef(rows) - torch.eye(6)
+    assert float(correlation.abs().max()) < 0.5
+
+
+@pytest.mark.parametrize(("num_steps", "fraction", "count"), [(10, 0.6, 6), (10, 0.4, 4), (10, 0.99, 9), (10, 1, 10)])
+def test_trained_timesteps_are_the_published_share_without_repeats(num_steps: int, fraction: float, count: int) -> None:
+    steps = train_timesteps(torch.arange(50), num_steps, fraction)
+    assert steps.shape == (50, count) and steps.dtype == torch.int64
+    assert all(len(set(row)) == count and 0 <= min(row) and max(row) < num_steps for row in steps.tolist())
+
+
+def test_a_tiny_share_still_trains_one_timestep() -> None:
+    assert train_timesteps(torch.arange(3), 4, 0.1).shape == (3, 1)
+    assert train_timesteps(torch.arange(3), 1, 0.5).tolist() == [[0], [0], [0]]
+
+
+def test_trained_timesteps_belong_to_the_candidate_and_cover_all_steps_evenly() -> None:
+    steps = train_timesteps(torch.arange(3000), 10, 0.6)
+    assert torch.equal(train_timesteps(torch.tensor([17, 5]), 10, 0.6), steps[[17, 5]])
+    share = np.bincount(steps.flatten().numpy(), minlength=10) / steps.numel()
+    assert share == pytest.approx(np.full(10, 0.1), abs=0.01)
+    first = np.bincount(steps[:, 0].numpy(), minlength=10) / 3000
+    assert first == pytest.approx(np.full(10, 0.1), abs=0.03)
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, float("nan")])
+def test_a_share_outside_zero_to_one_is_refused(fraction: float) -> None:
+    with pytest.raises(ValueError, match="fraction of timesteps"):
+        train_timesteps(torch.arange(3), 10, fraction)
+
+
+def test_permutations_are_permutations() -> None:
+    assert sorted(permutation("y", 1000).tolist()) == list(range(1000))
+    assert permutation("y", 0).tolist() == []

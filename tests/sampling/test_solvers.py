@@ -1,0 +1,180 @@
+"""The solvers against the exact solution of a Gaussian flow, against diffusers' schedulers, and stopped and resumed."""
+
+import math
+
+import pytest
+import torch
+from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from torch import Tensor
+
+from solrl_lightning.sampling import SOLVERS, advance, integrate, shifted_sigmas, start, uniform_sigmas
+
+MEAN, STD = 2.0, 0.5
+
+
+def gaussian_velocity(x: Tensor, sigma: Tensor) -> Tensor:
+    """E[eps - x0 | x_t = x] for data N(MEAN, STD^2), by linear regression of eps and x0 on x_t."""
+    alpha = 1 - sigma
+    offset = (x - alpha * MEAN) / (alpha**2 * STD**2 + sigma**2)
+    return sigma * offset - (MEAN + alpha * STD**2 * offset)
+
+
+def curved_velocity(x: Tensor, sigma: Tensor) -> Tensor:
+    """A velocity without symmetry in x or sigma."""
+    return torch.sin(2 * x + 3 * sigma) + 0.5 * x * sigma
+
+
+def noise(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(7))
+
+
+def gaussian_path(z: Tensor, sigma: Tensor) -> Tensor:
+    """The flow keeps every sample at its quantile z of N((1 - sigma) MEAN, (1 - sigma)^2 STD^2 + sigma^2)."""
+    return (1 - sigma) * MEAN + z * ((1 - sigma) ** 2 * STD**2 + sigma**2).sqrt()
+
+
+def slopes(errors: list[float]) -> list[float]:
+    """Orders of convergence between numbers of steps that double."""
+    return [math.log2(coarse / fine) for coarse, fine in zip(errors, errors[1:], strict=False)]
+
+
+@pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("dpm2", 2)])
+def test_error_on_a_gaussian_flow_falls_with_the_order_of_the_solver(solver: str, order: int) -> None:
+    """Between two noise levels inside (0, 1), where log-SNR is finite, with steps equal in log-SNR."""
+    z = noise(256)
+    errors = []
+    for steps in (32, 64, 128):
+        sigmas = torch.cat([torch.sigmoid(torch.linspace(2.5, -2.5, steps + 1)), torch.zeros(1)])
+        inside = advance(gaussian_velocity, start(gaussian_path(z, sigmas[0])), sigmas, solver, until=steps)
+        errors.append(float((inside.x - gaussian_path(z, sigmas[steps])).square().mean().sqrt()))
+    assert slopes(errors) == pytest.approx([order] * 2, abs=0.15), errors
+
+
+@pytest.mark.parametrize(("solver", "order"), [("euler", 1.0), ("dpm2", 1.8)])
+def test_whole_trajectories_converge_to_the_exact_image_of_their_noise(solver: str, order: float) -> None:
+    """From sigma = 1 to 0 log-SNR is infinite at both ends, which costs dpm2 a logarithm of its second order."""
+    z = noise(256)
+    exact = gaussian_path(z, torch.zeros(()))
+    errors = [
+        float((integrate(gaussian_velocity, z, uniform_sigmas(steps), solver) - exact).square().mean().sqrt())
+        for steps in (64, 128, 256)
+    ]
+    assert slopes(errors) == pytest.approx([order] * 2, abs=0.15), errors
+
+
+def test_dpm2_is_far_closer_than_euler_with_the_ten_steps_of_a_rollout() -> None:
+    z = noise(256)
+    exact = gaussian_path(z, torch.zeros(()))
+    euler, dpm2 = (
+        float((integrate(gaussian_velocity, z, uniform_sigmas(10), solver) - exact).square().mean().sqrt())
+        for solver in ("euler", "dpm2")
+    )
+    assert dpm2 < euler / 4
+
+
+def integrate_with(scheduler: DPMSolverMultistepScheduler | FlowMatchEulerDiscreteScheduler, x: Tensor) -> Tensor:
+    for i, timestep in enumerate(scheduler.timesteps):
+        x = scheduler.step(curved_velocity(x, scheduler.sigmas[i]), timestep, x).prev_sample
+    return x
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' use of NumPy 2
+@pytest.mark.parametrize("steps", [1, 2, 3, 10, 14, 15, 20])
+@pytest.mark.parametrize("from_pure_noise", [False, True])
+def test_dpm2_agrees_with_the_multistep_scheduler_of_diffusers(steps: int, from_pure_noise: bool) -> None:
+    theirs = DPMSolverMultistepScheduler(
+        algorithm_type="dpmsolver++",
+        solver_order=2,
+        solver_type="midpoint",
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=3.0,
+    )
+    theirs.set_timesteps(steps)
+    if from_pure_noise:  # its own schedule starts at 0.999
+        theirs.sigmas = shifted_sigmas(steps, 3.0)
+    x = noise(4, 3, 8, 8)
+    ours = integrate(curved_velocity, x, theirs.sigmas, "dpm2")
+    torch.testing.assert_close(ours, integrate_with(theirs, x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10])
+def test_euler_agrees_with_the_flow_match_scheduler_of_diffusers(steps: int) -> None:
+    theirs = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    theirs.set_timesteps(sigmas=uniform_sigmas(steps)[:-1].tolist())
+    x = noise(4, 3, 8, 8)
+    ours = integrate(curved_velocity, x, theirs.sigmas, "euler")
+    torch.testing.assert_close(ours, integrate_with(theirs, x), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_one_step_lands_on_the_predicted_image(solver: str) -> None:
+    x = noise(5, 3)
+    assert torch.equal(integrate(curved_velocity, x, uniform_sigmas(1), solver), x - curved_velocity(x, torch.ones(())))
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_a_straight_flow_is_solved_exactly_from_pure_noise_to_the_image(solver: str) -> None:
+    eps, x0 = noise(6), torch.arange(6.0)
+    image = integrate(lambda x, sigma: eps - x0, eps, uniform_sigmas(7), solver)
+    torch.testing.assert_close(image, x0, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+@pytest.mark.parametrize("stop", range(11))
+def test_stopping_and_resuming_changes_no_bit(solver: str, stop: int) -> None:
+    sigmas, x = shifted_sigmas(10, 3.0), noise(8, 5)
+    stopped = advance(curved_velocity, start(x), sigmas, solver, until=stop)
+    assert stopped.step == stop
+    resumed = advance(curved_velocity, stopped, sigmas, solver)
+    assert torch.equal(resumed.x, integrate(curved_velocity, x, sigmas, solver))
+
+
+@pytest.mark.parametrize("solver", list(SOLVERS))
+def test_kept_candidates_go_on_as_if_they_had_been_alone(solver: str) -> None:
+    sigmas, x, kept = shifted_sigmas(10, 3.0), noise(8, 5), torch.tensor([6, 1, 3])
+    prefix = advance(curved_velocity, start(x), sigmas, solver, until=4)
+    images = advance(curved_velocity, prefix.take(kept), sigmas, solver).x
+    assert torch.equal(images, integrate(curved_velocity, x[kept], sigmas, solver))
+    by_mask = prefix.take(torch.tensor([True] + [False] * 7))
+    assert torch.equal(by_mask.x, prefix.x[:1])
+    assert by_mask.x0 is not None and prefix.x0 is not None and torch.equal(by_mask.x0, prefix.x0[:1])
+
+
+def test_a_prefix_predicts_its_image_from_its_latest_velocity() -> None:
+    sigmas, x = uniform_sigmas(10), noise(8)
+    before = advance(gaussian_velocity, start(x), sigmas, "dpm2", until=3)
+    after = advance(gaussian_velocity, before, sigmas, "dpm2", until=4)
+    assert start(x).x0 is None
+    assert after.x0 is not None
+    torch.testing.assert_close(after.x0, before.x - sigmas[3] * gaussian_velocity(before.x, sigmas[3]))
+
+
+def test_the_velocity_sees_float32_latents_and_a_scalar_level_and_its_dtype_does_not_spread() -> None:
+    seen: list[float] = []
+
+    def velocity(x: Tensor, sigma: Tensor) -> Tensor:
+        assert x.dtype == torch.float32 and sigma.dtype == torch.float32 and sigma.shape == ()
+        seen.append(float(sigma))
+        return x.bfloat16()
+
+    image = integrate(velocity, noise(3).bfloat16(), uniform_sigmas(4), "dpm2")
+    assert seen == [1.0, 0.75, 0.5, 0.25]
+    assert image.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "sigmas", [[1.0, 0.5], [0.5, 0.5, 0.0], [0.2, 0.6, 0.0], [1.5, 0.5, 0.0], [0.0], [1.0, float("nan"), 0.0]]
+)
+def test_a_schedule_that_does_not_descend_to_zero_is_refused(sigmas: list[float]) -> None:
+    with pytest.raises(ValueError, match="sigmas must descend"):
+        integrate(curved_velocity, noise(2), torch.tensor(sigmas))
+
+
+def test_an_unknown_solver_and_an_impossible_stop_are_refused() -> None:
+    with pytest.raises(ValueError, match="solver must be one of euler, dpm2; got 'heun'"):
+        integrate(curved_velocity, noise(2), uniform_sigmas(2), "heun")
+    state = advance(curved_velocity, start(noise(2)), uniform_sigmas(4), until=2)
+    for until in (1, 5):
+        with pytest.raises(ValueError, match=f"2 to 4; got {until}"):
+            advance(curved_velocity, state, uniform_sigmas(4), until=until)

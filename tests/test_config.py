@@ -1,0 +1,246 @@
+"""The configuration tree: every shipped file composes, names existing code, and is documented; checks of values."""
+
+import inspect
+import itertools
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf
+
+import solrl_lightning.conf
+from solrl_lightning.config import ConfigTree, check_names, check_values
+from solrl_lightning.errors import UserError
+
+CONF = Path(str(solrl_lightning.conf.__file__)).parent
+REPOSITORY = Path(__file__).parents[1]
+GROUPS = ("task", "model", "reward", "family", "objective", "precision", "data", "trainer", "logger", "callbacks")
+OPTIONS = sorted(
+    (file.parent.name, file.stem) for file in CONF.glob("*/*.yaml") if file.parent.name in (*GROUPS, "experiment")
+)
+
+
+def options(group: str) -> list[str]:
+    return [option for own, option in OPTIONS if own == group]
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_shipped_option_composes_to_valid_values(compose: Any, group: str, option: str) -> None:
+    check_values(compose(f"{group}={option}"))
+
+
+@pytest.mark.parametrize(
+    ("family", "objective", "precision"),
+    list(itertools.product(options("family"), options("objective"), options("precision"))),
+)
+def test_every_family_goes_with_every_objective_and_precision(
+    compose: Any, family: str, objective: str, precision: str
+) -> None:
+    cfg = compose(f"family={family}", f"objective={objective}", f"precision={precision}")
+    check_values(cfg)
+    assert cfg.callbacks.summary.hparams.family == family
+    assert cfg.precision.name == precision
+
+
+def test_the_groups_and_names_of_the_contract_exist() -> None:
+    with ConfigTree() as tree:
+        assert set(tree.groups()) == {*GROUPS, "experiment"}
+    assert set(options("family")) == {"diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl"}
+
+
+@pytest.mark.parametrize(
+    "knob",
+    [
+        "seed=7",
+        "iterations=3",
+        "prompts_per_iteration=5",
+        "family.pool=48",
+        "family.keep=12",
+        "family.explore.steps=4",
+        "family.regenerate.steps=8",
+        "model.pretrained=some/folder",
+        "data.train=shapes-eval",
+        "data.eval=shapes-train",
+    ],
+)
+def test_a_common_knob_is_settable_by_its_name(compose: Any, knob: str) -> None:
+    key, value = knob.split("=")
+    assert str(OmegaConf.select(compose(knob), key)) == value
+
+
+def test_the_published_hyperparameters_are_the_defaults(compose: Any) -> None:
+    cfg = compose()
+    assert (cfg.model.lora.rank, cfg.model.lora.alpha) == (32, 64)
+    assert (cfg.optimizer.lr, cfg.optimizer.weight_decay, cfg.optimizer.eps) == (3e-4, 1e-4, 1e-8)
+    assert (cfg.objective.beta, cfg.objective.kl_weight, cfg.objective.advantage_clip) == (1.0, 1e-4, 5.0)
+    assert (cfg.family.explore.steps, cfg.family.regenerate.steps, cfg.model.train_timestep_fraction) == (6, 10, 0.6)
+    assert cfg.old_policy.decay_type == 1
+    assert cfg.seed == 42
+
+
+@pytest.mark.parametrize(
+    ("family", "pool", "explores", "samplers"),
+    [
+        ("diffusionnft", 24, False, {"policy"}),
+        ("naive_scaling", 96, False, {"policy"}),
+        ("compile", 96, False, {"merged"}),
+        ("naive_quant", 96, False, {"shadow"}),
+        ("sol_rl", 96, True, {"shadow", "merged"}),
+    ],
+)
+def test_a_family_is_the_row_of_the_table(
+    compose: Any, family: str, pool: int, explores: bool, samplers: set[str]
+) -> None:
+    settings = compose(f"family={family}").family
+    stages = [stage for stage in (settings.explore, settings.regenerate) if stage is not None]
+    assert (settings.pool, settings.keep, settings.explore is not None) == (pool, 24, explores)
+    assert {stage.sampler for stage in stages} == samplers
+    assert (settings.warning is not None) == (family == "naive_quant")
+
+
+def targets(node: Any) -> Iterator[dict[str, Any]]:
+    if isinstance(node, dict):
+        if "_target_" in node:
+            yield node
+        for value in node.values():
+            yield from targets(value)
+
+
+@pytest.mark.parametrize(("group", "option"), OPTIONS)
+def test_every_target_exists_and_takes_the_keys_beside_it(compose: Any, group: str, option: str) -> None:
+    cfg = OmegaConf.to_container(compose(f"{group}={option}"))
+    assert isinstance(cfg, dict)
+    if group == "task":
+        inspect.signature(get_object(cfg["task"]["_target_"])).bind(cfg)
+    if group in cfg and group != "task":
+        for node in targets(cfg[group]):
+            keys = {key: value for key, value in node.items() if not (key.startswith("_") and key.endswith("_"))}
+            inspect.signature(get_object(node["_target_"])).bind_partial(**keys)
+
+
+@pytest.mark.parametrize("file", sorted(CONF.rglob("*.yaml")), ids=lambda file: str(file.relative_to(CONF)))
+def test_every_configuration_file_opens_with_what_it_is(file: Path) -> None:
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line != "# @package _global_"]
+    assert lines[0].startswith("# ")
+
+
+@pytest.mark.parametrize("option", options("experiment"))
+def test_an_experiment_names_the_command_that_runs_it(option: str) -> None:
+    text = (CONF / "experiment" / f"{option}.yaml").read_text(encoding="utf-8")
+    assert re.search(rf"^#   python -m solrl_lightning .*experiment={option}$", text, re.MULTILINE)
+
+
+def test_every_package_of_the_repository_is_installed() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    folders = {file.parent.relative_to(REPOSITORY) for file in REPOSITORY.glob("solrl_lightning/**/__init__.py")}
+    packages = {".".join(folder.parts) for folder in folders} | {"solrl_lightning.callbacks", "solrl_lightning.conf"}
+    assert set(project["tool"]["setuptools"]["packages"]) == packages
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("argument", "suggestion"),
+    [
+        ("famly=sol_rl", "family"),
+        ("family=solrl", "family=sol_rl"),
+        ("family=sol-rl", "family=sol_rl"),
+        ("objective=ntf", "objective=nft"),
+        ("family.explor.steps=4", "family.explore.steps"),
+        ("explore.steps=4", "family.explore.steps"),
+        ("lr=1e-3", "optimizer.lr"),
+        ("iteration=4", "iterations"),
+        ("experimnt=smoke", "experiment"),
+        ("hydra.run.dirr=x", "hydra.run.dir"),
+    ],
+)
+def test_an_unknown_name_is_answered_with_the_nearest(argument: str, suggestion: str) -> None:
+    with ConfigTree() as tree, pytest.raises(UserError, match=rf"Did you mean {re.escape(suggestion)}\b"):
+        check_names(tree, [argument])
+
+
+def test_an_unknown_name_like_nothing_else_is_refused_without_a_guess() -> None:
+    with ConfigTree() as tree, pytest.raises(UserError, match="There is no key xyzzy. --help"):
+        check_names(tree, ["xyzzy=1"])
+
+
+def test_an_option_that_does_not_exist_is_answered_with_all_that_do() -> None:
+    with ConfigTree() as tree, pytest.raises(UserError, match="compile, diffusionnft, naive_quant, naive_scaling, sol"):
+        check_names(tree, ["family=zzz"])
+
+
+def test_a_stage_that_the_family_lacks_is_said_to_be_missing() -> None:
+    with ConfigTree() as tree, pytest.raises(UserError, match="family.explore is null in the chosen family"):
+        check_names(tree, ["family=diffusionnft", "family.explore.steps=4"])
+
+
+def test_known_names_pass() -> None:
+    with ConfigTree() as tree:
+        check_names(tree, ["family=compile", "family.pool=48", "+trainer.fast_dev_run=true", "~callbacks.progress"])
+
+
+def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to() -> None:
+    with ConfigTree() as tree, pytest.raises(UserError, match="Did you mean task=audit?"):
+        tree.parse(["audit"])
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("iterations=0", "iterations must be a whole number of at least 1; got 0"),
+        ("iterations=-3", "iterations must be a whole number of at least 1; got -3"),
+        ("iterations=2.5", "iterations must be a whole number of at least 1; got 2.5"),
+        ("iterations=null", "iterations must be a whole number of at least 1; got null"),
+        ("iterations=true", "iterations must be a whole number of at least 1; got True"),
+        ("iterations=many", "iterations must be a whole number of at least 1; got 'many'"),
+        ("prompts_per_iteration=0", "prompts_per_iteration must be a whole number"),
+        ("family.pool=0", "family.pool must be a whole number"),
+        ("family.keep=0", "family.keep must be a whole number of at least 2"),
+        ("family.keep=97", "family.keep must be at most family.pool"),
+        ("family.pool=10", "got keep=24 of pool=10"),
+        ("family.explore.steps=0", "family.explore.steps must be"),
+        ("family.regenerate.steps=-1", "family.regenerate.steps must be"),
+        ("family.explore.sampler=bf16", "family.explore.sampler must be one of shadow, merged, policy; got 'bf16'"),
+        ("family.regenerate=null", "family.regenerate must have a sampler and steps"),
+        ("family.compile=perhaps", "family.compile must be true, false or auto"),
+        ("model.solver=heun", "model.solver must be one of euler, dpm2; got 'heun'"),
+        ("model.train_timestep_fraction=0", "model.train_timestep_fraction must be a fraction above 0"),
+        ("model.train_timestep_fraction=1.5", "model.train_timestep_fraction must be a fraction above 0"),
+        ("model.micro_batch=0", "model.micro_batch must be"),
+        ("model.max_grad_norm=0", "model.max_grad_norm must be a number above 0"),
+        ("data.eval_images=0", "data.eval_images must be"),
+        ("evaluation.every=0", "evaluation.every must be"),
+        ("optimizer.lr=-1", "optimizer.lr must be a number above 0"),
+        ("optimizer.lr=.nan", "optimizer.lr must be a number above 0"),
+        ("objective.kl_weight=-0.1", "objective.kl_weight must be a number of at least 0"),
+        ("seed=-1", "seed must be a whole number of at least 0"),
+        ("~family", "A run needs a family"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_its_rule(argument: str, message: str) -> None:
+    with ConfigTree() as tree, pytest.raises(UserError, match=re.escape(message)):
+        check_values(without_hydra(tree, argument))
+
+
+def without_hydra(tree: ConfigTree, argument: str) -> DictConfig:
+    cfg = tree.compose([argument])
+    del cfg["hydra"]
+    return cfg
+
+
+@pytest.mark.parametrize("arguments", [("family.pool=7", "family.keep=7"), ("family.pool=13", "family.keep=5")])
+def test_odd_counts_and_whole_pools_are_fine(compose: Any, arguments: tuple[str, ...]) -> None:
+    check_values(compose(*arguments))
+
+
+def test_an_audit_keeps_no_more_than_its_pool(compose: Any) -> None:
+    with pytest.raises(UserError, match="task.keep must be at most task.pool"):
+        check_values(compose("task=audit", "task.pool=12"))

@@ -1,0 +1,104 @@
+import pytest
+
+from solrl_lightning.stopwatch import Stopwatch
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_time_goes_to_the_innermost_stage_only(clock: Clock) -> None:
+    stopwatch = Stopwatch(clock)
+    clock.now += 50  # before any stage
+    with stopwatch.stage("explore"):
+        clock.now += 1
+        with stopwatch.stage("requantize"):
+            clock.now += 10
+        clock.now += 2
+    clock.now += 50  # between stages
+    with stopwatch.stage("train"):
+        clock.now += 4
+    assert stopwatch.seconds == {"explore": 3, "requantize": 10, "train": 4}
+    assert list(stopwatch.seconds) == ["explore", "requantize", "train"]
+
+
+def test_a_stage_that_comes_again_adds_up_also_inside_itself(clock: Clock) -> None:
+    stopwatch = Stopwatch(clock)
+    for _ in range(3):
+        with stopwatch.stage("train"):
+            clock.now += 1
+            with stopwatch.stage("train"):
+                clock.now += 1
+    assert stopwatch.seconds == {"train": 6}
+
+
+def test_seconds_are_up_to_date_while_a_stage_runs(clock: Clock) -> None:
+    stopwatch = Stopwatch(clock)
+    with stopwatch.stage("explore"):
+        clock.now += 1
+        assert stopwatch.seconds == {"explore": 1}
+        clock.now += 2
+        assert stopwatch.seconds == {"explore": 3}
+
+
+def test_reset_forgets_and_a_running_stage_starts_from_zero(clock: Clock) -> None:
+    stopwatch = Stopwatch(clock)
+    with stopwatch.stage("explore"):
+        clock.now += 1
+    stopwatch.reset()
+    assert stopwatch.seconds == {}
+    with stopwatch.stage("train"):
+        clock.now += 5
+        stopwatch.reset()
+        clock.now += 2
+    assert stopwatch.seconds == {"train": 2}
+
+
+def test_a_stage_that_fails_is_charged_and_left(clock: Clock) -> None:
+    stopwatch = Stopwatch(clock)
+    with pytest.raises(KeyboardInterrupt), stopwatch.stage("explore"), stopwatch.stage("decode"):
+        clock.now += 3
+        raise KeyboardInterrupt
+    assert stopwatch.seconds == {"explore": 0, "decode": 3}
+    assert stopwatch.current == ""
+
+
+def test_listeners_see_every_change_of_stage_and_progress(clock: Clock) -> None:
+    stopwatch = Stopwatch(clock)
+    seen: list[tuple[str, int, int]] = []
+    stopwatch.on_change.append(lambda: seen.append((stopwatch.current, stopwatch.done, stopwatch.total)))
+    with stopwatch.stage("explore"):
+        stopwatch.progress(1, 4)
+        with stopwatch.stage("requantize"):
+            stopwatch.progress(2, 3)
+        stopwatch.progress(4, 4)
+    assert seen == [
+        ("explore", 0, 0),
+        ("explore", 1, 4),
+        ("requantize", 0, 0),
+        ("requantize", 2, 3),
+        ("explore", 1, 4),
+        ("explore", 4, 4),
+        ("", 0, 0),
+    ]
+
+
+def test_progress_outside_a_stage_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="progress belongs to a stage"):
+        Stopwatch().progress(1, 2)
+
+
+def test_the_default_clock_runs_forward() -> None:
+    stopwatch = Stopwatch()
+    with stopwatch.stage("train"):
+        sum(range(1000))
+    assert stopwatch.seconds["train"] > 0
