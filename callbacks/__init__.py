@@ -1,1 +1,1 @@
-"""Lightning callbacks: what watches, records and refreshes around the loop; installed as ``solrl_lightning.callbacks``."""
+"""Lightning callbacks that watch, record and refresh around the loop; installed as ``solrl_lightning.callbacks``."""

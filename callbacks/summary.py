@@ -91,13 +91,14 @@ class RunSummary(Callback):
         # An iteration that was cut short is redone after a resume, with its evaluation: the later one stands.
         latest = {row["iteration"]: row for row in module.eval_history}
         evaluations = [latest[iteration] for iteration in sorted(latest)]
-        base, final = base_and_final(evaluations, module.reward.name)
+        reward = getattr(module.reward, "name", "reward")  # a reward is any callable
+        base, final = base_and_final(evaluations, reward)
         run = Path(trainer.default_root_dir).resolve()
         paths = {name: str(run / relative) for name, relative in _PATHS.items() if (run / relative).exists()}
         return {
             "status": status,
             "error": error,
-            "reward": module.reward.name,
+            "reward": reward,
             "base_reward": base,
             "final_reward": final,
             "improvement": final - base if base is not None and final is not None else None,

@@ -6,8 +6,10 @@ anything is written, and is said in one message without a traceback.
 
 import os
 import sys
+import warnings
 from argparse import Namespace
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from solrl_lightning.run_folder import check_new, check_writable, resume
 
 _USER_ERROR = 2  # as argparse
 _INTERRUPTED = 130  # as shells report Ctrl-C
+_RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _PATH_KEYS = ("ckpt", "data.train", "data.eval", "model.pretrained", "reward.pretrained")  # no names for folders
 
 
@@ -41,8 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         sys.argv[1:] = prepare(sys.argv[1:] if arguments is None else arguments)
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us instead of being printed by Hydra
+        # Lightning 2.6 asks torch for a class that newer ones deprecate; nothing for users of ours.
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
         hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")(run)()
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as stop:
+        # Lightning ends a run that Ctrl-C stopped with exit(1)
+        if not isinstance(stop, KeyboardInterrupt) and not isinstance(stop.__context__, KeyboardInterrupt):
+            raise
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except Exception as error:
@@ -56,9 +64,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(cfg: DictConfig) -> None:
     """One job: calls the chosen task with the resolved configuration."""
-    _describe_job_to_lightning()
     OmegaConf.resolve(cfg)
-    get_method(cfg.task._target_)(cfg)
+    task = get_method(cfg.task._target_)
+    if HydraConfig.get().mode == RunMode.MULTIRUN:
+        with _alone():
+            task(cfg)
+    else:
+        task(cfg)
 
 
 def prepare(arguments: list[str]) -> list[str]:
@@ -67,7 +79,7 @@ def prepare(arguments: list[str]) -> list[str]:
     Raises:
         UserError: a run that it asks for cannot be.
     """
-    flags = get_args_parser().parse_args(arguments)
+    flags = get_args_parser().parse_intermixed_args(arguments)  # -m may stand anywhere
     if flags.hydra_help or flags.shell_completion or flags.experimental_rerun:
         return arguments
     try:
@@ -80,8 +92,7 @@ def prepare(arguments: list[str]) -> list[str]:
 def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[str]:
     resumed = resume(tree, flags.overrides, flags.multirun)
     checked = []
-    for job in tree.jobs(resumed.arguments, flags.multirun):
-        cfg = tree.compose(job)
+    for cfg in tree.jobs(resumed.arguments, flags.multirun):
         folder = Path(cfg.hydra.sweep.dir if tree.sweeps else cfg.hydra.run.dir)
         checked.append(application_config(cfg, folder))
         check_values(checked[-1])
@@ -112,13 +123,28 @@ def _first_process() -> bool:
     return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
 
 
-def _describe_job_to_lightning() -> None:
-    """Lightning starts more ranks with this command line in the run's folder; of a sweep, both must be the job's."""
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Shows a job of a sweep to Lightning as a run of its own.
+
+    Lightning starts further ranks with this process's command line, in the folder that Hydra would have given a single
+    run, and leaves its ranks in the environment, where the next job would take them for its own.
+    """
+    from torch import distributed  # here: --help and mistakes do without
+
     settings: Any = HydraConfig.get()
-    if settings.mode == RunMode.MULTIRUN:
-        sys.argv[1:] = list(settings.overrides.task)
-        with read_write(settings), open_dict(settings):
-            settings.run.dir = settings.runtime.output_dir
+    with read_write(settings), open_dict(settings):
+        settings.run.dir = settings.runtime.output_dir
+    arguments, environment = sys.argv[1:], dict(os.environ)
+    sys.argv[1:] = list(settings.overrides.task)
+    try:
+        yield
+    finally:
+        sys.argv[1:] = arguments
+        for name in _RANK_VARIABLES - environment.keys():
+            os.environ.pop(name, None)
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

@@ -1,16 +1,18 @@
-"""From a composed configuration to objects. Only this file and the tasks read ``cfg``; everything else takes arguments."""
+"""From a composed configuration to objects. Only this file and the tasks read ``cfg``; all else takes arguments."""
 
 import logging
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import Trainer
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from peft import LoraConfig
 
 from solrl_lightning.data.prompts import PromptSchedule, read_prompts
+from solrl_lightning.errors import UserError
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import Sampling, SolRLModule, Stage
 from solrl_lightning.policies.compilation import should_compile
@@ -25,9 +27,26 @@ def device_of(cfg: DictConfig) -> torch.device:
     return trainer.strategy.root_device
 
 
+def with_option(cfg: DictConfig, group: str, option: str) -> DictConfig:
+    """A copy of a resolved configuration with another option of a group, as ``conf/<group>/<option>.yaml`` has it.
+
+    Raises:
+        UserError: the package has no such file.
+    """
+    folder = files("solrl_lightning.conf") / group
+    options = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
+    if option not in options:
+        raise UserError(f"there is no {group} named {option!r} in the package; it has {', '.join(options)}")
+    changed = cfg.copy()
+    with open_dict(changed):
+        changed[group] = OmegaConf.create((folder / f"{option}.yaml").read_text())
+    OmegaConf.resolve(changed)
+    return changed
+
+
 def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
     """The adapters and their evaluation average, from a checkpoint of a training run."""
-    checkpoint: dict[str, Any] = torch.load(ckpt, map_location=module.device, weights_only=True)
+    checkpoint: dict[str, Any] = torch.load(ckpt, map_location=module.policy.device, weights_only=True)
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
     module.ema_state = checkpoint["callbacks"]["WeightEMA"]["average"]
@@ -73,7 +92,7 @@ def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> 
         sampling=sampling,
         lora=lora,
         backend=resolve(cfg.precision.name, cfg.precision.backend, device),
-        rule=QuantizationRule(**OmegaConf.to_container(cfg.model.quantization)),
+        rule=QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude)),
         kl_needs_reference=cfg.objective.kl_weight != 0,
         eval_prompts=read_prompts(cfg.data.eval)[: cfg.data.eval_prompts],
         seed=cfg.seed,

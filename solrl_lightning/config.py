@@ -19,7 +19,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import OverrideParseException
+from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
@@ -51,6 +51,8 @@ _COUNTS = (
     "task.pool",
     "task.keep",
     "task.repeats",
+    "task.grid_prompts",
+    "task.grid_images",
 )
 # Numbers above 0.
 _POSITIVE = ("model.max_grad_norm", "model.lora.alpha", "objective.beta", "objective.advantage_clip", "optimizer.lr")
@@ -113,32 +115,33 @@ class ConfigTree:
             f"""'{key}="{quoted}"'."""
         )
 
-    def compose(self, arguments: Iterable[str]) -> DictConfig:
-        """Everything, Hydra's own part included. Raises what Hydra raises."""
-        return compose(self.config_name, [*self._search_path, *arguments], return_hydra_config=True)
-
-    def jobs(self, arguments: Sequence[str], multirun: bool) -> list[list[str]]:
-        """The command line of every run that a command line asks for; of a sweep, every combination.
+    def compose(self, arguments: Sequence[str]) -> DictConfig:
+        """Everything, Hydra's own part included.
 
         Raises:
-            UserError: for an option or a key that does not exist, in any of them.
+            UserError: for an option or a key that does not exist. Other faults are left to Hydra's own errors.
         """
+        try:
+            return compose(self.config_name, [*self._search_path, *arguments], return_hydra_config=True)
+        except (HydraException, ValueError):
+            check_names(self, arguments)
+            raise
+
+    def jobs(self, arguments: Sequence[str], multirun: bool) -> list[DictConfig]:
+        """What `compose` gives for every run that a command line asks for; of a sweep, for every combination."""
         overrides = self.parse(arguments)
+        if any(override.key_or_group == "run_dir" for override in overrides):
+            raise UserError("run_dir follows from the folder of the run; set that with hydra.run.dir=<folder>.")
         swept = [override for override in overrides if override.is_sweep_override()]
-        fixed = [str(override.input_line) for override in overrides if not override.is_sweep_override()]
-        check_names(self, fixed)
-        cfg = self.compose(fixed)
+        cfg = self.compose([str(override.input_line) for override in overrides if not override.is_sweep_override()])
         self.sweeps = multirun or cfg.hydra.mode == RunMode.MULTIRUN
         if not self.sweeps:
             if swept:
                 raise UserError(f"{swept[0].input_line} gives several values: add -m for a run of each.")
-            return [list(arguments)]
+            return [cfg]
         params = self.parse(f"{key}={value}" for key, value in (cfg.hydra.sweeper.params or {}).items())
         batches = BasicSweeper.split_arguments(params + overrides, max_batch_size=None)
-        jobs = list(itertools.chain.from_iterable(batches))
-        for job in jobs:
-            check_names(self, job)
-        return jobs
+        return [self.compose(job) for job in itertools.chain.from_iterable(batches)]
 
 
 def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
@@ -178,15 +181,15 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
         plain = not (override.is_add() or override.is_force_add() or override.is_delete())
         if plain and not _has(known, override.key_or_group.split(".")):
             raise UserError(_unknown_key(override.key_or_group, known, tree.groups()))
-        if override.key_or_group == "run_dir":
-            raise UserError("run_dir follows from the folder of the run; set that with hydra.run.dir=<folder>.")
 
 
 def _check_option(tree: ConfigTree, override: Override) -> None:
     group, value = override.key_or_group, override.value()
     for option in value if isinstance(value, list) else [value]:
         options = tree.options(group)
-        if option is None or str(option) in ("null", *options):
+        if option is None and not override.is_delete():
+            raise UserError(f"null is no {group}: leave the group out with ~{group}, or take {' or '.join(options)}.")
+        if option is None or str(option) in options:
             continue
         raise UserError(
             f"There is no {group} named {option!r}.{_did_you_mean(_nearest(str(option), options), prefix=f'{group}=')}"

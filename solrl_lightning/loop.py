@@ -9,7 +9,7 @@ Lightning's private names are used in this file only; ``tests/test_loop.py`` is 
 """
 
 import time
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
@@ -19,13 +19,14 @@ from torch import Tensor
 from solrl_lightning.data.loaders import RefilledLoader
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
-from solrl_lightning.module import Stage
+from solrl_lightning.module import SolRLModule, Stage
 from solrl_lightning.rollout.advantages import group_advantages
 from solrl_lightning.rollout.records import Candidates, Rollouts
 from solrl_lightning.rollout.seeds import pool_seeds
 from solrl_lightning.rollout.select import select_contrastive, take
 from solrl_lightning.rollout.training_rows import TrainingBatch, TrainingRows, plan
 from solrl_lightning.stopwatch import Stopwatch
+
 
 class ExploreTrainLoop(_FitLoop):
     """Runs the family's stages over the pool, then trains on what was kept.
@@ -54,8 +55,9 @@ class ExploreTrainLoop(_FitLoop):
         self.epoch_loop = trainer.fit_loop.epoch_loop  # it holds the Trainer's max_steps
         if schedule.per_iteration < trainer.world_size:
             raise UserError(
-                f"every device needs at least one prompt an iteration; prompts_per_iteration={schedule.per_iteration} on "
-                f"{trainer.world_size} devices. Raise it, or lower trainer.devices."
+                "every device needs at least one prompt an iteration; "
+                f"prompts_per_iteration={schedule.per_iteration} on {trainer.world_size} devices. Raise it, or lower "
+                "trainer.devices."
             )
         self.schedule, self.stages, self.seed = schedule, stages, seed
         self.pool, self.keep, self.timestep_fraction = pool, keep, timestep_fraction
@@ -66,17 +68,24 @@ class ExploreTrainLoop(_FitLoop):
         self.stopwatch = Stopwatch(self._clock)
         self.explored: Candidates | None = None
         self.rollouts: Rollouts
+        self._evaluate_every = trainer.check_val_every_n_epoch
         trainer.accumulate_grad_batches = self.plan.micro_batches  # one optimiser step per iteration
         trainer.fit_loop = self
 
+    @property
+    def _module(self) -> SolRLModule:
+        return cast(SolRLModule, self.trainer.lightning_module)
+
     def advance(self) -> None:
+        last = self.trainer.current_epoch + 1 == self.max_epochs
+        self.trainer.check_val_every_n_epoch = 1 if last else self._evaluate_every  # a run ends with an evaluation
         self.loader.fill(self.roll_out())
         with self.stopwatch.stage("train"):
             super().advance()
 
     def roll_out(self) -> TrainingRows:
         """Explores and regenerates this rank's prompts, and lays out the training rows."""
-        module, trainer = self.trainer.lightning_module, self.trainer
+        module, trainer = self._module, self.trainer
         texts = self.schedule.at(trainer.current_epoch)[trainer.global_rank :: trainer.world_size]
         seeds = pool_seeds(self.seed, trainer.current_epoch, texts, self.pool)
         with self.stopwatch.stage(self.stages[0].name):
@@ -95,14 +104,15 @@ class ExploreTrainLoop(_FitLoop):
 
     def regenerate(self, prompts: list[str], seeds: Tensor) -> Candidates:
         """Samples and scores seeds [P, n] as the last stage does: BF16, full steps."""
-        return self._run(self.stages[-1], self.trainer.lightning_module.encode(prompts), seeds)
+        return self._run(self.stages[-1], self._module.encode(prompts), seeds)
 
     def _run(self, stage: Stage, prompts: Any, seeds: Tensor) -> Candidates:
-        with self.trainer.profiler.profile(stage.name):
-            return self.trainer.lightning_module.run_stage(stage, prompts, seeds, self.stopwatch.progress)
+        with self.trainer.profiler.profile(stage.name):  # type: ignore[attr-defined]
+            return self._module.run_stage(stage, prompts, seeds, self.stopwatch.progress)
 
     def _sum(self, value: Tensor) -> Tensor:
-        return self.trainer.strategy.reduce(value.to(self.trainer.strategy.root_device), reduce_op="sum").to(value.device)
+        total = self.trainer.strategy.reduce(value.to(self.trainer.strategy.root_device), reduce_op="sum")
+        return total.to(value.device)
 
     def _clock(self) -> float:
         if self.trainer.strategy.root_device.type == "cuda":
@@ -114,9 +124,11 @@ class ExploreTrainLoop(_FitLoop):
         super().load_state_dict(state_dict, prefix)
         done = self.trainer.global_step
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
-            progress.ready = progress.started = progress.processed = progress.completed = done
+            for counter in ("ready", "started", "processed", "completed"):
+                setattr(progress, counter, done)
         self.epoch_loop._batches_that_stepped = done  # the loggers' step axis
-        _Loop.restarting.fset(self, False)  # _FitLoop's own setter insists on True whenever max_steps is set
+        # _FitLoop's own setter insists on True whenever max_steps is set
+        _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
 
 
 def _select(pool: Candidates, keep: int) -> Candidates:

@@ -1,8 +1,8 @@
 """The LightningModule: the BF16 policy, its shadow, and the update.
 
 Who owns what: ``transformer`` (a registered submodule) is the BF16 policy with its LoRA adapters "default" and "old";
-``merged`` and ``shadow`` are replicas that share its frozen weights (see ``policies.replica``) and stand outside the module
-registry, as do the encoders, the autoencoder and the reward. So a checkpoint holds the two adapters and nothing else.
+``merged`` and ``shadow`` are replicas that share its frozen weights (see ``policies.replica``) and stand outside the
+module registry, as do the encoders, the autoencoder and the reward. So a checkpoint holds the two adapters only.
 
 The old policy moves inside ``optimizer_step``, so that no checkpoint can fall between the two.
 """
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import LightningModule
 from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
@@ -27,8 +28,18 @@ from solrl_lightning.quantization import Backend, QuantizationRule, convert, for
 from solrl_lightning.quantization import plan as plan_quantization
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.seeds import evaluation_seeds
-from solrl_lightning.rollout.stage import Progress, Prompts, Reward, Sampler, check_finite, run_stage, sample_latents
+from solrl_lightning.rollout.stage import (
+    Policy,
+    Progress,
+    Prompts,
+    Reward,
+    Sampler,
+    check_finite,
+    run_stage,
+    sample_latents,
+)
 from solrl_lightning.rollout.training_rows import TrainingBatch
+from solrl_lightning.stopwatch import Stopwatch
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +60,10 @@ class Sampling(NamedTuple):
     compile: bool
     eval_steps: int
     eval_images: int
+
+
+def _as_it_is(module: nn.Module) -> Callable[[], AbstractContextManager[nn.Module]]:
+    return lambda: nullcontext(module)
 
 
 def _silent(done: int, total: int) -> None:
@@ -73,9 +88,15 @@ class SolRLModule(LightningModule):
         seed: of adapters and evaluation noise.
     """
 
+    # Set past nn.Module's registry: see the module docstring.
+    policy: Policy
+    reward: Reward
+    replicas: dict[str, nn.Module]
+    lora_layers: dict[str, LoraLayer]
+
     def __init__(
         self,
-        policy: Any,
+        policy: Policy,
         reward: Reward,
         objective: Callable[..., NFTLoss],
         optimizer: Callable[..., torch.optim.Optimizer],
@@ -97,26 +118,25 @@ class SolRLModule(LightningModule):
         self.eval_prompts = eval_prompts
         self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
         self.ema_state: State | None = None  # set by the EMA callback
-        self.transformer = policy.transformer
-        merged = replica.share(self.transformer)
-        shadow = replica.share(self.transformer) if any(stage.sampler == "shadow" for stage in stages) else None
-        self.precision_backend = backend.name if shadow is not None else "none"
+        self.transformer = policy.transformer.train()  # none of these models has dropout
+        merged = replica.share(self.transformer).eval()
+        shadow = replica.share(self.transformer).eval() if any(stage.sampler == "shadow" for stage in stages) else None
+        self.precision_backend = f"{backend.precision} ({backend.name})" if shadow is not None else "no shadow"
         if shadow is not None:
             plans = plan_quantization(shadow, rule, backend)
             log.info("%s\n%s", backend.line, format_table(plans))
             convert(shadow, plans, backend)
         layers = adapters.add_adapters(self.transformer, lora, seed)
-        replicas = {name: module for name, module in (("merged", merged), ("shadow", shadow)) if module is not None}
+        replicas: dict[str, Any] = {"merged": merged} | ({"shadow": shadow} if shadow is not None else {})
         for module in replicas.values():
             replica.own_weights(module, layers)
             if sampling.compile:
                 module.compile_repeated_blocks(fullgraph=True, dynamic=False)
-        # Plain attributes, set past nn.Module's registry on purpose: see the module docstring.
         for name, value in (("policy", policy), ("reward", reward), ("replicas", replicas), ("lora_layers", layers)):
             object.__setattr__(self, name, value)
         self.samplers: dict[str, Callable[[], AbstractContextManager[nn.Module]]] = {
             "policy": partial(adapters.using, self.transformer, layers, OLD),
-            **{name: partial(nullcontext, module) for name, module in replicas.items()},
+            **{name: _as_it_is(module) for name, module in replicas.items()},
         }
 
     # Rollouts
@@ -216,7 +236,7 @@ class SolRLModule(LightningModule):
 
     def validation_step(self, prompts: list[str], batch_idx: int) -> None:
         """Scores the evaluation average on this rank's held-out prompts, with the same noise every time."""
-        stopwatch = self.trainer.fit_loop.stopwatch
+        stopwatch: Stopwatch = self.trainer.fit_loop.stopwatch  # type: ignore[attr-defined]
         with stopwatch.stage("evaluate"):
             total = torch.zeros(2, dtype=torch.float64, device=self.device)
             if prompts:
@@ -227,7 +247,7 @@ class SolRLModule(LightningModule):
                 total = torch.stack([rewards.sum(), torch.full_like(rewards.sum(), rewards.numel())])
             total = self.trainer.strategy.reduce(total, reduce_op="sum")
         mean = (total[0] / total[1]).item()
-        name = getattr(self.reward, "name", "reward")
+        name = self.reward.name
         self.log(f"eval/{name}", mean, batch_size=1)
         if not self.trainer.sanity_checking:
             self.eval_history.append({"iteration": self.trainer.global_step, name: mean})
@@ -241,9 +261,9 @@ class SolRLModule(LightningModule):
         own, found = self._adapter_tensors(self.state_dict()), checkpoint["state_dict"]
         if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in found.items()}:
             raise UserError(
-                "the checkpoint's adapters do not fit this model: a run resumes with the same model and LoRA (rank, target "
-                f"modules); the model has {len(own)} adapter tensors, the checkpoint {len(found)}. Use the options of the "
-                "run that wrote it."
+                "the checkpoint's adapters do not fit this model: a run resumes with the same model and LoRA (rank, "
+                f"target modules); the model has {len(own)} adapter tensors, the checkpoint {len(found)}. Use the "
+                "options of the run that wrote it."
             )
 
     def _adapter_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -1,8 +1,8 @@
-"""Fixtures for the whole suite: configurations composed as a run would get them, and the command line in this process."""
+"""Fixtures for the whole suite: configurations composed as a run gets them, and the command line in this process."""
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,9 +58,3 @@ def command(
     root.handlers[:] = handlers
     root.setLevel(level)
     HydraConfig.instance().cfg = None
-
-
-@pytest.fixture
-def files() -> Callable[[Path], Sequence[Path]]:
-    """files(folder) are all files and folders below it."""
-    return lambda folder: sorted(folder.rglob("*"))

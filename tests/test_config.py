@@ -1,19 +1,19 @@
 """The configuration tree: every shipped file composes, names existing code, and is documented; checks of values."""
 
+import functools
 import inspect
 import itertools
 import re
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 import solrl_lightning.conf
-from solrl_lightning.config import ConfigTree, check_names, check_values
+from solrl_lightning.config import ConfigTree, application_config, check_names, check_values
 from solrl_lightning.errors import UserError
 
 CONF = Path(str(solrl_lightning.conf.__file__)).parent
@@ -24,12 +24,22 @@ OPTIONS = sorted(
 )
 
 
+@functools.cache
+def _composed(*arguments: str) -> DictConfig:
+    with ConfigTree() as tree:
+        return application_config(tree.compose(arguments), "run")
+
+
+def compose(*arguments: str) -> DictConfig:
+    return _composed(*arguments).copy()
+
+
 def options(group: str) -> list[str]:
     return [option for own, option in OPTIONS if own == group]
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_shipped_option_composes_to_valid_values(compose: Any, group: str, option: str) -> None:
+def test_every_shipped_option_composes_to_valid_values(group: str, option: str) -> None:
     check_values(compose(f"{group}={option}"))
 
 
@@ -37,9 +47,7 @@ def test_every_shipped_option_composes_to_valid_values(compose: Any, group: str,
     ("family", "objective", "precision"),
     list(itertools.product(options("family"), options("objective"), options("precision"))),
 )
-def test_every_family_goes_with_every_objective_and_precision(
-    compose: Any, family: str, objective: str, precision: str
-) -> None:
+def test_every_family_goes_with_every_objective_and_precision(family: str, objective: str, precision: str) -> None:
     cfg = compose(f"family={family}", f"objective={objective}", f"precision={precision}")
     check_values(cfg)
     assert cfg.callbacks.summary.hparams.family == family
@@ -67,12 +75,12 @@ def test_the_groups_and_names_of_the_contract_exist() -> None:
         "data.eval=shapes-train",
     ],
 )
-def test_a_common_knob_is_settable_by_its_name(compose: Any, knob: str) -> None:
+def test_a_common_knob_is_settable_by_its_name(knob: str) -> None:
     key, value = knob.split("=")
     assert str(OmegaConf.select(compose(knob), key)) == value
 
 
-def test_the_published_hyperparameters_are_the_defaults(compose: Any) -> None:
+def test_the_published_hyperparameters_are_the_defaults() -> None:
     cfg = compose()
     assert (cfg.model.lora.rank, cfg.model.lora.alpha) == (32, 64)
     assert (cfg.optimizer.lr, cfg.optimizer.weight_decay, cfg.optimizer.eps) == (3e-4, 1e-4, 1e-8)
@@ -92,9 +100,7 @@ def test_the_published_hyperparameters_are_the_defaults(compose: Any) -> None:
         ("sol_rl", 96, True, {"shadow", "merged"}),
     ],
 )
-def test_a_family_is_the_row_of_the_table(
-    compose: Any, family: str, pool: int, explores: bool, samplers: set[str]
-) -> None:
+def test_a_family_is_the_row_of_the_table(family: str, pool: int, explores: bool, samplers: set[str]) -> None:
     settings = compose(f"family={family}").family
     stages = [stage for stage in (settings.explore, settings.regenerate) if stage is not None]
     assert (settings.pool, settings.keep, settings.explore is not None) == (pool, 24, explores)
@@ -111,7 +117,7 @@ def targets(node: Any) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
-def test_every_target_exists_and_takes_the_keys_beside_it(compose: Any, group: str, option: str) -> None:
+def test_every_target_exists_and_takes_the_keys_beside_it(group: str, option: str) -> None:
     cfg = OmegaConf.to_container(compose(f"{group}={option}"))
     assert isinstance(cfg, dict)
     if group == "task":
@@ -135,10 +141,20 @@ def test_an_experiment_names_the_command_that_runs_it(option: str) -> None:
 
 
 def test_every_package_of_the_repository_is_installed() -> None:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
+    project = (REPOSITORY / "pyproject.toml").read_text(encoding="utf-8")
+    listed = re.search(r"^packages = \[(.*?)^\]", project, re.MULTILINE | re.DOTALL)
+    assert listed is not None
     folders = {file.parent.relative_to(REPOSITORY) for file in REPOSITORY.glob("solrl_lightning/**/__init__.py")}
     packages = {".".join(folder.parts) for folder in folders} | {"solrl_lightning.callbacks", "solrl_lightning.conf"}
-    assert set(project["tool"]["setuptools"]["packages"]) == packages
+    assert set(re.findall(r'"(.+?)"', listed[1])) == packages
+
+
+def test_an_experiment_may_name_the_values_of_a_sweep() -> None:
+    with ConfigTree() as tree:
+        jobs = tree.jobs(["experiment=selection", "iterations=5"], multirun=True)
+    chosen = {(cfg.hydra.runtime.choices.family, cfg.seed) for cfg in jobs}
+    assert chosen == set(itertools.product(("sol_rl", "diffusionnft"), (1, 2, 3)))
+    assert {cfg.iterations for cfg in jobs} == {5}
 
 
 # Names
@@ -193,54 +209,51 @@ def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to()
 
 
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("key", "value", "message"),
     [
-        ("iterations=0", "iterations must be a whole number of at least 1; got 0"),
-        ("iterations=-3", "iterations must be a whole number of at least 1; got -3"),
-        ("iterations=2.5", "iterations must be a whole number of at least 1; got 2.5"),
-        ("iterations=null", "iterations must be a whole number of at least 1; got null"),
-        ("iterations=true", "iterations must be a whole number of at least 1; got True"),
-        ("iterations=many", "iterations must be a whole number of at least 1; got 'many'"),
-        ("prompts_per_iteration=0", "prompts_per_iteration must be a whole number"),
-        ("family.pool=0", "family.pool must be a whole number"),
-        ("family.keep=0", "family.keep must be a whole number of at least 2"),
-        ("family.keep=97", "family.keep must be at most family.pool"),
-        ("family.pool=10", "got keep=24 of pool=10"),
-        ("family.explore.steps=0", "family.explore.steps must be"),
-        ("family.regenerate.steps=-1", "family.regenerate.steps must be"),
-        ("family.explore.sampler=bf16", "family.explore.sampler must be one of shadow, merged, policy; got 'bf16'"),
-        ("family.regenerate=null", "family.regenerate must have a sampler and steps"),
-        ("family.compile=perhaps", "family.compile must be true, false or auto"),
-        ("model.solver=heun", "model.solver must be one of euler, dpm2; got 'heun'"),
-        ("model.train_timestep_fraction=0", "model.train_timestep_fraction must be a fraction above 0"),
-        ("model.train_timestep_fraction=1.5", "model.train_timestep_fraction must be a fraction above 0"),
-        ("model.micro_batch=0", "model.micro_batch must be"),
-        ("model.max_grad_norm=0", "model.max_grad_norm must be a number above 0"),
-        ("data.eval_images=0", "data.eval_images must be"),
-        ("evaluation.every=0", "evaluation.every must be"),
-        ("optimizer.lr=-1", "optimizer.lr must be a number above 0"),
-        ("optimizer.lr=.nan", "optimizer.lr must be a number above 0"),
-        ("objective.kl_weight=-0.1", "objective.kl_weight must be a number of at least 0"),
-        ("seed=-1", "seed must be a whole number of at least 0"),
-        ("~family", "A run needs a family"),
+        ("iterations", "0", "iterations must be a whole number of at least 1; got 0"),
+        ("iterations", "-3", "iterations must be a whole number of at least 1; got -3"),
+        ("iterations", "2.5", "iterations must be a whole number of at least 1; got 2.5"),
+        ("iterations", "null", "iterations must be a whole number of at least 1; got null"),
+        ("iterations", "true", "iterations must be a whole number of at least 1; got True"),
+        ("iterations", "many", "iterations must be a whole number of at least 1; got 'many'"),
+        ("prompts_per_iteration", "0", "prompts_per_iteration must be a whole number"),
+        ("family.pool", "0", "family.pool must be a whole number"),
+        ("family.keep", "0", "family.keep must be a whole number of at least 2"),
+        ("family.keep", "97", "family.keep must be at most family.pool"),
+        ("family.pool", "10", "got keep=24 of pool=10"),
+        ("family.explore.steps", "0", "family.explore.steps must be"),
+        ("family.regenerate.steps", "-1", "family.regenerate.steps must be"),
+        ("family.explore.sampler", "bf16", "family.explore.sampler must be one of shadow, merged, policy; got 'bf16'"),
+        ("family.regenerate", "null", "family.regenerate must have a sampler and steps"),
+        ("family.compile", "perhaps", "family.compile must be true, false or auto"),
+        ("model.solver", "heun", "model.solver must be one of euler, dpm2; got 'heun'"),
+        ("model.train_timestep_fraction", "0", "model.train_timestep_fraction must be a fraction above 0"),
+        ("model.train_timestep_fraction", "1.5", "model.train_timestep_fraction must be a fraction above 0"),
+        ("model.micro_batch", "0", "model.micro_batch must be"),
+        ("model.max_grad_norm", "0", "model.max_grad_norm must be a number above 0"),
+        ("data.eval_images", "0", "data.eval_images must be"),
+        ("evaluation.every", "0", "evaluation.every must be"),
+        ("optimizer.lr", "-1", "optimizer.lr must be a number above 0"),
+        ("optimizer.lr", ".nan", "optimizer.lr must be a number above 0"),
+        ("objective.kl_weight", "-0.1", "objective.kl_weight must be a number of at least 0"),
+        ("seed", "-1", "seed must be a whole number of at least 0"),
+        ("family", "null", "A run needs a family"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_with_its_rule(argument: str, message: str) -> None:
-    with ConfigTree() as tree, pytest.raises(UserError, match=re.escape(message)):
-        check_values(without_hydra(tree, argument))
-
-
-def without_hydra(tree: ConfigTree, argument: str) -> DictConfig:
-    cfg = tree.compose([argument])
-    del cfg["hydra"]
-    return cfg
+def test_a_value_that_cannot_be_is_refused_with_its_rule(key: str, value: str, message: str) -> None:
+    cfg = compose()
+    with open_dict(cfg):
+        OmegaConf.update(cfg, key, OmegaConf.create(f"value: {value}").value, merge=False)
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_values(cfg)
 
 
 @pytest.mark.parametrize("arguments", [("family.pool=7", "family.keep=7"), ("family.pool=13", "family.keep=5")])
-def test_odd_counts_and_whole_pools_are_fine(compose: Any, arguments: tuple[str, ...]) -> None:
+def test_odd_counts_and_whole_pools_are_fine(arguments: tuple[str, ...]) -> None:
     check_values(compose(*arguments))
 
 
-def test_an_audit_keeps_no_more_than_its_pool(compose: Any) -> None:
+def test_an_audit_keeps_no_more_than_its_pool() -> None:
     with pytest.raises(UserError, match="task.keep must be at most task.pool"):
         check_values(compose("task=audit", "task.pool=12"))

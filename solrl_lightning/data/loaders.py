@@ -7,7 +7,7 @@ T = TypeVar("T")
 
 
 class RefilledLoader(Generic[T]):
-    """Train batches, a fixed number of them, that the loop refills every iteration: a rank trains on what it rolled out."""
+    """Train batches, a fixed number, that the loop refills every iteration: a rank trains on what it rolled out."""
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -26,7 +26,7 @@ class RefilledLoader(Generic[T]):
 
 
 class RankShare:
-    """Evaluation prompts: one batch that holds this rank's share, so that every prompt is scored once over all ranks."""
+    """Evaluation prompts: one batch with this rank's share, so that every prompt is scored once over all ranks."""
 
     def __init__(self, prompts: Sequence[str], rank: int, ranks: int) -> None:
         self._share = list(prompts[rank::ranks])

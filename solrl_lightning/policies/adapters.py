@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from diffusers import ModelMixin
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ TRAINED, OLD = "default", "old"
 State = dict[str, Tensor]
 
 
-def add_adapters(transformer: nn.Module, config: LoraConfig, seed: int) -> dict[str, LoraLayer]:
+def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict[str, LoraLayer]:
     """Adds both adapters, equal and without effect (B = 0), and returns the adapted layers by name."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are what we want

@@ -12,8 +12,10 @@ from torch.nn import functional as F
 
 
 def has_bf16_units() -> bool:
-    """Whether this CPU's bfloat16 matrix products are at least as fast as its float32 ones."""
-    return torch.backends.cpu.get_cpu_capability().startswith(("AVX512_BF16", "AMX", "SVE"))
+    """Whether this CPU has bfloat16 matrix instructions and PyTorch the library (oneDNN) that uses them."""
+    found = torch.cpu.get_capabilities()
+    units = ("amx_bf16", "avx512_bf16", "bf16")  # the last one on ARM
+    return torch.backends.mkldnn.is_available() and any(found.get(unit, False) for unit in units)
 
 
 class BF16Linear(nn.Linear):

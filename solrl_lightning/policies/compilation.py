@@ -7,6 +7,11 @@ import torch
 from solrl_lightning.errors import UserError
 
 
+def can_compile(device: torch.device) -> bool:
+    """A GPU's compiler comes with PyTorch; the CPU's is the system's C++ compiler."""
+    return device.type != "cpu" or any(map(shutil.which, ("g++", "clang++", "c++")))
+
+
 def should_compile(wanted: bool | str, device: torch.device) -> tuple[bool, str]:
     """(decision, the line to print). ``auto`` compiles on a GPU; on a CPU it asks for nothing and runs eagerly.
 
@@ -17,7 +22,7 @@ def should_compile(wanted: bool | str, device: torch.device) -> tuple[bool, str]
         if device.type == "cuda":
             return True, "family.compile=auto: rollouts are compiled on this GPU"
         return False, "family.compile=auto: rollouts run eagerly on the CPU (family.compile=true compiles them)"
-    if wanted and device.type == "cpu" and not any(map(shutil.which, ("g++", "clang++", "c++"))):
+    if wanted and not can_compile(device):
         raise UserError(
             "family.compile=true needs a C++ compiler on the CPU (g++ or clang++); none was found. Install one, or set "
             "family.compile=false."

@@ -30,6 +30,7 @@ class Flux1:
         resolution: side of the square images in pixels.
         max_sequence_length: tokens of the T5 prompt embedding.
         guidance: the value fed to the guidance embedding of models that have one (FLUX.1-dev).
+        decode_batch: images that the autoencoder decodes at once; its activations outgrow caches and memory first.
         device: where the transformer, the encoders and the autoencoder live.
 
     Raises:
@@ -42,18 +43,21 @@ class Flux1:
         resolution: int,
         max_sequence_length: int,
         guidance: float,
+        decode_batch: int,
         device: str | torch.device = "cpu",
     ) -> None:
         folder = str(files("solrl_lightning") / "assets" / "tiny") if pretrained == "tiny" else pretrained
         self.pipeline = load_pipeline(FluxPipeline, folder)
         self.resolution, self.max_sequence_length, self.guidance = resolution, max_sequence_length, guidance
+        self.decode_batch = decode_batch
         self.device = torch.device(device)
-        self.transformer: nn.Module = self.pipeline.transformer.requires_grad_(False).eval()
+        self.transformer = self.pipeline.transformer.requires_grad_(False).eval()
         if self.device.type == "cpu" and not has_bf16_units():
             use_fp32_products(self.transformer)
         # The encoders and the autoencoder are frozen and run once per prompt or image, in float32 as published.
         for component in (self.pipeline.text_encoder, self.pipeline.text_encoder_2, self.pipeline.vae):
             component.requires_grad_(False).eval().to(self.device)
+        self.pipeline.vae.to(memory_format=torch.channels_last)
         self.transformer.to(self.device)
         side = resolution // (self.pipeline.vae_scale_factor * 2)  # tokens along one side
         channels = self.transformer.config.in_channels
@@ -76,7 +80,7 @@ class Flux1:
         return FluxPipeline._pack_latents(spatial, *spatial.shape).to(self.device)
 
     def sigmas(self, steps: int) -> Tensor:
-        """float32 [T + 1] noise levels from 1 down to 0, by the pipeline's own scheduler (with its resolution shift)."""
+        """float32 [T + 1] noise levels from 1 down to 0, by the pipeline's own scheduler with its resolution shift."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         shift = {
             ours: scheduler.config[theirs]
@@ -92,7 +96,7 @@ class Flux1:
         return scheduler.sigmas.float()
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """float32 [B, S, C] velocity (noise minus image) at latents ``x`` [B, S, C] and noise levels ``sigma`` [B] or []."""
+        """float32 [B, S, C] velocity (noise minus image) at latents ``x`` [B, S, C] and levels ``sigma`` [B] or []."""
         dtype = conditioning["prompt_embeds"].dtype
         guidance = None
         if self.transformer.config.guidance_embeds:
@@ -115,8 +119,9 @@ class Flux1:
         """float32 [B, 3, H, W] images in [0, 1] of latents ``x`` [B, S, C]."""
         vae = self.pipeline.vae
         latents = FluxPipeline._unpack_latents(x, self.resolution, self.resolution, self.pipeline.vae_scale_factor)
-        latents = latents / vae.config.scaling_factor + vae.config.shift_factor
-        return (vae.decode(latents.to(vae.dtype)).sample.float() / 2 + 0.5).clamp(0, 1)
+        latents = (latents / vae.config.scaling_factor + vae.config.shift_factor).to(vae.dtype)
+        images = [vae.decode(part).sample.float() for part in latents.split(self.decode_batch)]
+        return (torch.cat(images) / 2 + 0.5).clamp(0, 1)
 
     def save_lora(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None:
         """Writes a LoRA that plain diffusers loads with ``pipe.load_lora_weights(folder)``."""

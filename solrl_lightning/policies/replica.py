@@ -1,13 +1,15 @@
 """Copies of the transformer that share the policy's frozen weights.
 
-Rollouts run on plain transformers without LoRA branches: the *merged* replica in BF16, the *shadow* quantised. A replica
-owns only what differs from the policy, namely the layers that LoRA adapts and those that are quantised; every other
-parameter is the policy's own tensor. Replicas stand outside the module registry: not in checkpoints, optimisers or DDP.
+Rollouts run on plain transformers without LoRA branches: the *merged* replica in BF16, the *shadow* quantised. A
+replica owns only what differs from the policy, namely the layers that LoRA adapts and those that are quantised; every
+other parameter is the policy's own tensor. Replicas stand outside the module registry: not in checkpoints, optimisers
+or DDP.
 """
 
 import copy
 from collections.abc import Iterable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,7 @@ def own_weights(replica: nn.Module, names: Iterable[str]) -> None:
 def refresh(replica: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Writes float32 ``weights`` into the replica's own layers, in place, so that compiled code stays valid."""
     for name, weight in weights:
-        layer = replica.get_submodule(name)
+        layer: Any = replica.get_submodule(name)
         if isinstance(layer, nn.Linear):
             layer.weight.copy_(weight)  # rounds to the layer's dtype
         else:

@@ -1,4 +1,4 @@
-"""From the user's `precision` and `precision.backend` to the layer class that runs the shadow, or an error before any work is done."""
+"""From the user's `precision` and `precision.backend` to the layer class that runs the shadow, or a clear refusal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Backend(NamedTuple):
 
 
 def resolve(precision: str, backend: str, device: torch.device) -> Backend:
-    """`auto` takes the best backend of this precision on `device` and says so in its line; a named one is taken or refused."""
+    """`auto` takes the best backend on `device` and says so in its line; a named one is taken or refused."""
     if precision not in BACKENDS:
         raise UserError(f"precision must be one of {', '.join(BACKENDS)}; got {precision!r}.")
     if backend not in BACKENDS[precision]:
@@ -34,14 +34,15 @@ def resolve(precision: str, backend: str, device: torch.device) -> Backend:
         return Backend("bf16", bf16.NAME, None, bf16.LINE)
     if backend == "transformer_engine":
         raise UserError(
-            "precision.backend=transformer_engine needs an NVIDIA GPU of compute capability 10.0 or higher, the transformer_engine "
-            "package, and a version of solrl_lightning that drives it, which this one is not yet; "
-            f"found: {_found(device)}. Use precision.backend=emulated (the same numbers, without the speed) or precision=bf16."
+            "precision.backend=transformer_engine needs an NVIDIA GPU of compute capability 10.0 or higher, the "
+            "transformer_engine package, and a version of solrl_lightning that drives it, which this one does not; "
+            f"found: {_found(device)}. Use precision.backend=emulated (the same numbers, without the speed) or "
+            "precision=bf16."
         )
     operands = str(operand_dtype(device)).removeprefix("torch.")
     line = (
-        f"NVFP4 is emulated on {device} ({operands} products of exactly quantised operands): true to the format, but neither faster nor "
-        "smaller than BF16."
+        f"precision.backend={backend}: NVFP4 is emulated on {device} with {operands} products; the numbers are those "
+        "of the format, but it is neither faster nor smaller than BF16"
     )
     return Backend("nvfp4", "emulated", NVFP4Linear, line)
 

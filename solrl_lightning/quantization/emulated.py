@@ -1,15 +1,17 @@
 """NVFP4 linear layers on hardware without FP4 units: the numerics of the format, not its speed or its memory.
 
-What Blackwell does is done with ordinary units: weight and activation are quantised to NVFP4 (the activation at every call, with one
-global scale for the whole tensor), the exact products e2m1 * block_scale are accumulated in FP32, both global scales and the bias are
-applied to the FP32 sum, and that is rounded to the dtype of the input.
+What Blackwell does is done with ordinary units: weight and activation are quantised to NVFP4 (the activation at every
+call, with one global scale for the whole tensor), the exact products e2m1 * block_scale are accumulated in FP32, both
+global scales and the bias are applied to the FP32 sum, and that is rounded to the dtype of the input.
 
-The layer stores its weight as *dequantised* e2m1 * block_scale values (exact in FP32 and BF16), not packed: 2 or 4 bytes a weight
-instead of 4.5 bits. Only the order in which the FP32 sums are accumulated is left to the library and differs from the hardware's.
+The layer stores its weight as *dequantised* e2m1 * block_scale values (exact in FP32 and BF16), not packed: 2 or 4
+bytes a weight instead of 4.5 bits. Only the order of the FP32 sums is left to the library and differs from the
+hardware's.
 
-`operand_dtype` is the rule for the matrix product. On CUDA operands are BF16 with an FP32 result. A CPU with BF16 units multiplies BF16
-operands too, but its result comes back rounded to BF16 once before the scales are applied (2^-9 relative, where NVFP4 itself rounds
-operands by up to 2^-2); any other CPU multiplies in FP32, several times faster there than BF16 without units.
+`operand_dtype` is the rule for the matrix product. On CUDA the operands are BF16 and the result FP32. A CPU with BF16
+units multiplies BF16 operands too, but its result comes back rounded to BF16 once before the scales are applied (2^-9
+relative, where NVFP4 rounds the operands by up to 2^-2). Any other CPU multiplies in FP32, which is several times
+faster there.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from solrl_lightning.policies.bf16 import has_bf16_units
 from solrl_lightning.quantization.nvfp4 import BLOCK, fake_quantize
 
 
 def operand_dtype(device: torch.device) -> torch.dtype:
     """The dtype in which the exact operands of the emulated product are stored and multiplied on `device`."""
-    if device.type == "cuda" or (device.type == "cpu" and torch.cpu._is_avx512_bf16_supported()):
+    if device.type == "cuda" or (device.type == "cpu" and has_bf16_units()):
         return torch.bfloat16
     return torch.float32
 
@@ -31,7 +34,8 @@ def operand_dtype(device: torch.device) -> torch.dtype:
 class _LastInput:
     """Quantises an input once when several layers get one and the same tensor in turn, as to_q, to_k and to_v do.
 
-    Compiled code shares that work by itself.
+    Only in eager mode, where quantisation costs more than the product of a narrow layer; compiled code is a graph of
+    tensors without such a memory, and quantising is cheap there.
     """
 
     def __init__(self) -> None:
@@ -65,7 +69,8 @@ class NVFP4Linear(nn.Module):
         super().__init__()
         self.in_features = in_features
         self.out_features = out_features
-        self.register_buffer("weight_values", torch.zeros(out_features, in_features, dtype=operand_dtype(device), device=device))
+        values = torch.zeros(out_features, in_features, dtype=operand_dtype(device), device=device)
+        self.register_buffer("weight_values", values)
         self.register_buffer("weight_scale", torch.zeros((), device=device))
         self.register_buffer("bias", torch.zeros(out_features, device=device) if bias else None)
 
@@ -84,7 +89,10 @@ class NVFP4Linear(nn.Module):
 
     @torch.no_grad()
     def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Quantise another weight [out, in] (and bias [out], else the old one stays) into the same buffers: a compiled graph stays valid."""
+        """Quantise another weight [out, in] into the same buffers, so that a compiled graph stays valid.
+
+        A bias [out] replaces the old one; without it the old one stays.
+        """
         values, scale = fake_quantize(weight, self.weight_values.dtype)
         self.weight_values.copy_(values)
         self.weight_scale.copy_(scale)

@@ -1,20 +1,22 @@
-"""The NVFP4 format as functions of tensors: quantise, dequantise, and quantise "in place of" a tensor for an emulation.
+"""The NVFP4 format as functions of tensors: quantise, dequantise, and the exact operands of an emulated product.
 
-A value is  e2m1 * block_scale * global_scale:  a 4-bit E2M1 number (0, .5, 1, 1.5, 2, 3, 4, 6 and a sign), one FP8 E4M3 scale for each
-block of 16 along the last dimension, one FP32 scale for the whole tensor. Everything is rounded to nearest, ties to even.
+A value is  e2m1 * block_scale * global_scale:  a 4-bit E2M1 number (0, .5, 1, 1.5, 2, 3, 4, 6 and a sign), one FP8 E4M3
+scale for each block of 16 along the last dimension, one FP32 scale for the whole tensor. Everything is rounded to
+nearest, ties to even.
 
-The order of the FP32 operations is that of Transformer Engine's reference quantiser (1 x 16 blocks, no Hadamard transform, no stochastic
-rounding, no 4over6), so codes and block scales agree bit for bit with it:
+The order of the FP32 operations is that of Transformer Engine's reference quantiser (1 x 16 blocks, no Hadamard
+transform, no stochastic rounding, no 4over6), so codes and block scales agree with it bit for bit:
 
-    encode      = min(2688 / amax, FLT_MAX)                        2688 = 448 * 6, the largest E4M3 times the largest E2M1
-    block_scale = e4m3(min(block_amax * (encode * (1/6)), 448))    E4M3 subnormals are kept, a scale may round to zero
-    code        = e2m1(clamp(x * min(1 / (block_scale * (1 / encode)), FLT_MAX), -6, 6))
+    encode       = min(2688 / amax, FLT_MAX)                  2688 = 448 * 6, the largest E4M3 times the largest E2M1
+    block_scale  = e4m3(min(block_amax * (encode * (1/6)), 448))
+    code         = e2m1(clamp(x * min(1 / (block_scale * (1 / encode)), FLT_MAX), -6, 6))
     global_scale = amax / 2688
 
-An all-zero block or tensor therefore gives zeros without a special case. The sign bit of a code is the sign bit of its x, also for zeros.
+Block scales keep E4M3's subnormals and may round to zero; an all-zero block or tensor gives zeros without a special
+case. The sign bit of a code is the sign bit of its x, also for zeros.
 
-Rounding is done by FP32 additions that are exact apart from the wanted rounding, not by tables or FP8 casts: that is a few vectorised
-instructions in eager mode and under torch.compile alike.
+Rounding is done by FP32 additions that are exact apart from the wanted rounding, not by tables or FP8 casts: a few
+vectorised instructions in eager mode and under torch.compile alike.
 
 Shapes: D last dimension, a multiple of 16.
 """
@@ -63,11 +65,11 @@ def quantize(x: Tensor) -> NVFP4Tensor:
 
 
 def fake_quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[..., D] BF16, FP16 or FP32 -> (e2m1 * block_scale [..., D] in `dtype`, global_scale []), for a matrix product of exact operands.
+    """[..., D] BF16, FP16 or FP32 -> e2m1 * block_scale [..., D] in `dtype`, and global_scale [].
 
-    The product of a 2-bit and a 4-bit significand has at most 6 bits and lies in [2^-10, 2688]: BF16 and FP32 hold it exactly. The
-    hardware, too, multiplies these numbers, accumulates in FP32 and applies the global scales of both operands to the sum.
-    No check of finiteness: one NaN or infinity in x makes every value NaN.
+    The product of a 2-bit and a 4-bit significand has at most 6 bits and lies in [2^-10, 2688]: BF16 and FP32 hold it
+    exactly. The hardware, too, multiplies these numbers, accumulates in FP32 and applies the global scales of both
+    operands to the sum. Finiteness is not checked: one NaN or infinity in x makes every value NaN.
     """
     blocks = _blocks(x)
     scales, encode, global_scale = _scales(blocks)
@@ -78,10 +80,10 @@ def fake_quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def round_e2m1(x: Tensor) -> Tensor:
     """|x| <= 6 in FP32 -> the nearest E2M1 value in FP32 (a zero may lose its sign). Overwrites x.
 
-    A sum is rounded to the spacing of FP32 numbers at the sum. 9 * 2^20 * h moves |x| in [0, 2) to where that spacing is 1/2 (h = 1/2),
-    [2, 4) to where it is 1 (h = 3/2) and [4, 6] to where it is 2 (h = 5/2 or 7/2), just as E2M1 is spaced; a negative x goes to the
-    negative side. Each shift is an even multiple of its spacing, so ties go to even. Bit tricks on the exponent need fewer operations,
-    but torch.compile does not vectorise integer views on the CPU: this is 3 to 4 times faster there.
+    A sum is rounded to the spacing of FP32 numbers at the sum. 9 * 2^20 * h moves |x| in [0, 2) to where that spacing
+    is 1/2 (h = 1/2), [2, 4) to where it is 1 (h = 3/2) and [4, 6] to where it is 2 (h = 5/2 or 7/2), just as E2M1 is
+    spaced; a negative x goes to the negative side. Each shift is an even multiple of its spacing, so ties go to even.
+    Exponent bits would give the spacing in fewer steps, but torch.compile does not vectorise integer views on the CPU.
     """
     h = (0.5 * x).floor_().add_(0.5)
     return x.add_(h, alpha=9 * 2**20).sub_(h, alpha=9 * 2**20)
@@ -90,8 +92,8 @@ def round_e2m1(x: Tensor) -> Tensor:
 def round_e4m3(x: Tensor) -> Tensor:
     """0 <= x <= 448 in FP32 -> the nearest E4M3 value in FP32, subnormals included.
 
-    The power of two in x's exponent bits, but at least that of the smallest normal number 2^-6, gives E4M3's spacing q at x (3 fraction
-    bits); x + 1.5 * 2^23 * q is rounded to a multiple of q, ties to even.
+    The power of two in x's exponent bits, but at least that of the smallest normal number 2^-6, gives E4M3's spacing q
+    at x (3 fraction bits); x + 1.5 * 2^23 * q is rounded to a multiple of q, ties to even.
     """
     power = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     shift = power.clamp_(min=2.0**-6).mul_(1.5 * 2.0**20)
@@ -105,8 +107,8 @@ def _blocks(x: Tensor) -> Tensor:
 def _block_amax(blocks: Tensor) -> Tensor:
     """[..., D/16, 16] -> [..., D/16, 1] in FP32.
 
-    Without their sign bits floats are ordered like the integers of the same bits, NaN last; outside compiled code integers are reduced
-    several times faster on the CPU.
+    Without their sign bits floats are ordered like the integers of the same bits, NaN last; outside compiled code
+    integers are reduced several times faster on the CPU.
     """
     if torch.compiler.is_compiling():
         return blocks.abs().amax(dim=-1, keepdim=True).float()
@@ -135,15 +137,16 @@ def _scaled(blocks: Tensor, factors: Tensor) -> Tensor:
 
 def _check(x: Tensor) -> None:
     if not x.is_floating_point():
-        raise ValueError(f"NVFP4 quantises floating-point tensors; got {x.dtype}. Convert it first, e.g. with x.float().")
-    if x.ndim == 0 or x.shape[-1] % BLOCK or x.numel() == 0:
+        raise ValueError(f"NVFP4 quantises floating-point tensors; got {x.dtype}. Convert it first, e.g. x.float().")
+    if x.ndim == 0 or x.numel() == 0 or x.shape[-1] % BLOCK:
         raise ValueError(
             f"NVFP4 needs a last dimension that is a positive multiple of {BLOCK}; got shape {tuple(x.shape)}. "
             "Pad it with zeros, or leave this tensor unquantised."
         )
     # A branch on data would break a compiled graph; there a NaN or infinity makes every block scale NaN instead.
     if not torch.compiler.is_compiling() and not x.float().isfinite().all():
+        count = int((~x.float().isfinite()).sum())
         raise ValueError(
-            f"NVFP4 has no infinity and no NaN; got a tensor of shape {tuple(x.shape)} with {int((~x.float().isfinite()).sum())} "
-            "non-finite values. Find where they arise, or replace them (torch.nan_to_num) before quantising."
+            f"NVFP4 has no infinity and no NaN; got {count} non-finite values in FP32 in a tensor of shape "
+            f"{tuple(x.shape)}. Find where they arise, or replace them (torch.nan_to_num) before quantising."
         )

@@ -1,4 +1,4 @@
-"""Which linear layers of a transformer are quantised: a rule of name patterns, the plan it gives, and the table that is logged."""
+"""Which linear layers are quantised: a rule of name patterns, the plan it gives, and the table that is logged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ class LayerPlan(NamedTuple):
 
 
 def plan(transformer: nn.Module, rule: QuantizationRule, backend: Backend) -> list[LayerPlan]:
-    """One entry for each linear layer, in module order. A rule that quantises nothing, or a pattern that fits nothing, is an error."""
+    """One entry for each linear layer, in module order.
+
+    A pattern that fits no layer is an error, and so is a rule that quantises nothing.
+    """
     linears = {name: module for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
     unused = [p for p in (*rule.include, *rule.exclude) if not any(fnmatchcase(name, p) for name in linears)]
     if unused:
@@ -50,14 +53,15 @@ def plan(transformer: nn.Module, rule: QuantizationRule, backend: Backend) -> li
     if backend.linear_cls is not None and not any(p.quantized for p in plans):
         reasons = sorted({p.reason for p in plans})
         raise UserError(
-            f"precision={backend.precision} must quantise at least one linear layer; the rule quantises none of {len(plans)} "
-            f"({'; '.join(reasons)}). Widen the rule's include patterns, or use precision=bf16. {_known_names(linears)}"
+            f"precision={backend.precision} must quantise at least one linear layer; the rule quantises none of "
+            f"{len(plans)} ({'; '.join(reasons)}). Widen the rule's include patterns, or use precision=bf16. "
+            f"{_known_names(linears)}"
         )
     return plans
 
 
 def format_table(plans: Sequence[LayerPlan]) -> str:
-    """The plan as text: layers that differ only in the numbers of their names share a line; shares are of all linear weights."""
+    """The plan as text; layers whose names differ in numbers only share a line. Shares are of all linear weights."""
     groups: dict[tuple, list[LayerPlan]] = {}
     for p in plans:
         groups.setdefault((_pattern(p.name), *p[1:]), []).append(p)

@@ -4,8 +4,8 @@
 
 1. Every pixel is softly assigned to the background or to one of the six colours, by its squared distance in RGB.
 2. object_i: the mask of the caption's i-th colour against the named shape of the same centroid and area, by soft
-   intersection over union, times the softmax of that overlap among the three shapes (a perfect square scores low as a
-   circle), times a smooth window on the area (nothing there, or far too large: 0).
+   intersection over union, times 1/3 + 2/3 of the softmax of that overlap among the three shapes (a perfect square is a
+   third of a circle), times a smooth window on the area (nothing there, or far too large: 0).
 3. relation: a sigmoid of how far the first centroid lies from the second in the named direction, times both windows.
 4. purity: decays with the area of colours that the caption does not name.
 
@@ -15,11 +15,20 @@ Each step is smooth in the pixels, so better pictures score higher even when bot
 import torch
 from torch import Tensor
 
-from solrl_lightning.shapes.world import BACKGROUND, COLOURS, MAX_RADIUS, MIN_RADIUS, RELATIONS, SHAPES
-from solrl_lightning.shapes.world import coverage, parse_caption
+from solrl_lightning.shapes.world import (
+    BACKGROUND,
+    COLOURS,
+    MAX_RADIUS,
+    MIN_RADIUS,
+    RELATIONS,
+    SHAPES,
+    coverage,
+    parse_caption,
+)
 
 _COLOUR_VARIANCE = 0.02  # squared RGB distance at which a colour's share falls to 1/e
 _OVERLAP_TEMPERATURE = 0.04  # circle and square of one area overlap by 0.83, so the right one wins by e^4
+_COLOUR_CREDIT = 1 / 3  # what an object of the right colour and the wrong shape is worth
 _RELATION_MARGIN, _RELATION_WIDTH = 4.0, 1.5  # pixels; rendered objects are at least 14 apart
 _STRAY_FREE, _STRAY_SCALE = 12.0, 60.0  # pixels of other colours: antialiased edges stay below the first
 
@@ -63,7 +72,8 @@ class ShapesReward:
             overlaps.append(torch.minimum(own, template).sum((1, 2)) / torch.maximum(own, template).sum((1, 2)))
         overlap = torch.stack(overlaps, dim=1)  # [2B, 3]
         likelihood = torch.softmax(overlap / _OVERLAP_TEMPERATURE, dim=1)
-        objects = window * (overlap * likelihood).gather(1, shape.flatten()[:, None])[:, 0]
+        credit = overlap * (_COLOUR_CREDIT + (1 - _COLOUR_CREDIT) * likelihood)
+        objects = window * credit.gather(1, shape.flatten()[:, None])[:, 0]
 
         pairs = centre.unflatten(0, (-1, 2))
         along = ((pairs[:, 0] - pairs[:, 1]) * direction).sum(1)

@@ -1,15 +1,17 @@
 """One stage of a rollout: seeds in, latents and rewards out. Exploring and regenerating differ only in who samples.
 
-Candidates are flattened over prompts and sampled in chunks, so pools need not divide into anything. Compiled samplers get
-chunks of one fixed size, the last one padded with repetitions, because another size would be another compilation.
+Candidates are flattened over prompts and sampled in chunks, so pools need not divide into anything. Compiled samplers
+get chunks of one fixed size, the last one padded with repetitions, because another size would be another compilation.
 
 Shapes: P prompts, N pool, B chunk, T solver steps.
 """
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
 
 from solrl_lightning.errors import NonFiniteError
@@ -17,7 +19,6 @@ from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.sampling import integrate
 
 Conditioning = dict[str, Tensor]
-Reward = Callable[[Tensor, list[str]], Tensor]
 Progress = Callable[[int, int], None]
 
 
@@ -36,6 +37,16 @@ class Policy(Protocol):
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor: ...
 
     def decode(self, x: Tensor) -> Tensor: ...
+
+    def save_lora(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None: ...
+
+
+class Reward(Protocol):
+    """Scores images [B, 3, H, W] in [0, 1] of prompts: float32 [B]."""
+
+    name: str
+
+    def __call__(self, images: Tensor, prompts: list[str]) -> Tensor: ...
 
 
 class Prompts(NamedTuple):

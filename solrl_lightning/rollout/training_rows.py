@@ -1,7 +1,8 @@
 """The training set of an iteration: every kept sample at its timesteps, cut into equal micro-batches.
 
-Each rank has the same number of micro-batches of the same size, or the gradient all-reduce would deadlock; where rows are
-missing, rows of weight 0 fill up. Weights are such that the step's gradient is the mean over all real rows of all ranks.
+Each rank has the same number of micro-batches of the same size, or the gradient all-reduce would deadlock; where rows
+are missing, rows of weight 0 fill up. Weights are such that the step's gradient is the mean over all real rows of all
+ranks.
 
 Shapes: P prompts of this rank, K kept, B micro-batch.
 """

@@ -1,9 +1,9 @@
 """Builds and trains the embedded model: a ``FluxPipeline`` of the real classes, small enough for two CPU cores.
 
-1. The autoencoder learns to reconstruct renderings (L1 plus a little KL). It turns an 8 x 8 pixel patch into one token of
-   32 numbers: narrower than the transformer's 128, without which the transformer cannot predict full-rank noise.
-2. The transformer and both text encoders learn flow matching together: x_t = (1 - sigma) x0 + sigma eps, target eps - x0,
-   sigma from a logit-normal distribution (Esser et al. 2024, arXiv 2403.03206, eq. 19).
+1. The autoencoder learns to reconstruct renderings (L1 plus a little KL). It turns an 8 x 8 pixel patch into one token
+   of 32 numbers: narrower than the transformer's 128, without which the transformer cannot predict full-rank noise.
+2. The transformer and both text encoders learn flow matching together: x_t = (1 - sigma) x0 + sigma eps, target
+   eps - x0, sigma from a logit-normal distribution (Esser et al. 2024, arXiv 2403.03206, eq. 19).
 
 Only training captions are rendered. Everything follows from the seed; renderings come from a CPU generator, so a GPU
 run sees the same scenes.
@@ -88,7 +88,9 @@ def _clip_tokenizer(words: list[str]) -> CLIPTokenizer:
     letters = [chr(c) for c in range(ord("!"), ord("~") + 1)]
     tokenizer = Tokenizer(BPE(end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    trainer = BpeTrainer(special_tokens=special, initial_alphabet=letters, end_of_word_suffix="</w>", show_progress=False)
+    # All letters are listed beforehand: those that the trainer finds by itself are numbered in the order of a hash map.
+    alphabet = [*special, *letters, *(f"{letter}</w>" for letter in letters)]
+    trainer = BpeTrainer(special_tokens=alphabet, end_of_word_suffix="</w>", show_progress=False)
     tokenizer.train_from_iterator([*words, *letters], trainer)
     model = json.loads(tokenizer.to_str())["model"]
     merges = [tuple(merge) for merge in model["merges"]]

@@ -1,4 +1,4 @@
-"""Two processes on gloo with uneven prompts: ``python two_ranks.py FOLDER`` writes what was logged to metrics.json there.
+"""Two processes on gloo with uneven prompts: ``python two_ranks.py FOLDER`` writes the logged values to metrics.json.
 
 Iteration 0: rank 0 has no prompt and rank 1 two. Iteration 1: one and two. Every callback of the package takes part.
 """

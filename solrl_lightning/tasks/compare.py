@@ -1,0 +1,215 @@
+"""task=compare: one table from finished runs.
+
+Runs are grouped by what differs between their configurations but for the seed. Runs of two groups with one seed share
+prompts, adapters' start and evaluation noise, so their difference is taken seed by seed.
+"""
+
+import glob
+import io
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from matplotlib.figure import Figure
+from omegaconf import DictConfig
+
+from solrl_lightning.callbacks.surface import write_atomically
+from solrl_lightning.errors import UserError
+from solrl_lightning.metrics.confidence import mean_of
+from solrl_lightning.tasks.report import format_table, write_json
+
+_RUN_MARKS = (".hydra", "checkpoints", "summary.json")  # any of these makes a folder a run's
+
+
+class Run(NamedTuple):
+    """A finished run."""
+
+    folder: str
+    summary: dict[str, Any]
+
+    @property
+    def seed(self) -> Any:
+        return self.summary["config"]["seed"]
+
+
+class Group(NamedTuple):
+    """Finished runs that differ in their seed only, one per seed."""
+
+    name: str
+    runs: list[Run]
+
+
+def compare(cfg: DictConfig) -> dict[str, Any]:
+    """The table of the runs that match ``cfg.task.runs``; writes compare.json and the learning curves, compare.png.
+
+    Raises:
+        UserError: no run matches, or none of them is finished.
+    """
+    folders = matching_runs(cfg.task.runs)
+    runs, left_out = read_runs(folders)
+    if not runs:
+        reasons = "; ".join(f"{folder}: {reason}" for folder, reason in left_out.items())
+        raise UserError(f"compare takes finished runs; of {len(folders)} that match {cfg.task.runs} none is: {reasons}")
+    groups, superseded = group_runs(runs)
+    left_out |= superseded
+    result = {
+        "runs": cfg.task.runs,
+        "reward": runs[0].summary["reward"],
+        "groups": [describe(group, groups[0]) for group in groups],
+        "left_out": left_out,
+    }
+    folder = Path(cfg.run_dir)
+    write_json(folder / "compare.json", result)
+    write_atomically(folder / "compare.png", draw_curves(groups, result["reward"]))
+    print(format_comparison(result, folder))
+    return result
+
+
+def matching_runs(pattern: str) -> list[Path]:
+    """The run folders among what a glob matches, numbers in their names in numerical order."""
+    folders = [Path(match) for match in glob.glob(pattern)]
+    runs = [folder for folder in folders if any((folder / mark).exists() for mark in _RUN_MARKS)]
+    if not runs:
+        raise UserError(
+            f"task.runs is a glob of run folders; {pattern} matches {len(folders)} files and folders from {Path.cwd()} "
+            "and none is a run. Give one that does, in quotes: 'task.runs=outputs/multirun/*/*'"
+        )
+    return sorted(runs, key=lambda run: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(run))])
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
+    """The finished runs, and why each of the others is left out."""
+    runs, left_out = [], {}
+    for folder in folders:
+        file = folder / "summary.json"
+        summary = json.loads(file.read_text()) if file.is_file() else {"status": "has no summary.json (yet)"}
+        if summary["status"] != "completed":
+            left_out[str(folder)] = summary["status"]
+        elif summary["final_reward"] is None:
+            left_out[str(folder)] = "never evaluated"
+        else:
+            runs.append(Run(str(folder), summary))
+    return runs, left_out
+
+
+def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
+    """Groups in the order of their first run; and the runs that a later one of their group and seed replaces."""
+    keys = list(dict.fromkeys(key for run in runs for key in run.summary["config"] if key != "seed"))
+    differing = [key for key in keys if len({json.dumps(run.summary["config"].get(key)) for run in runs}) > 1]
+    members: dict[str, dict[Any, Run]] = {}
+    superseded = {}
+    for run in runs:
+        name = " ".join(f"{key}={run.summary['config'].get(key)}" for key in differing) or "all"
+        earlier = members.setdefault(name, {}).get(run.seed)
+        if earlier is not None:
+            superseded[earlier.folder] = f"{run.folder} is a later run of the same configuration and seed"
+        members[name][run.seed] = run
+    return [Group(name, list(by_seed.values())) for name, by_seed in members.items()], superseded
+
+
+def describe(group: Group, reference: Group) -> dict[str, Any]:
+    """Means over the seeds of a group, and its difference to the reference group, seed by seed."""
+    final = {run.seed: run.summary["final_reward"] for run in group.runs}
+    theirs = {run.seed: run.summary["final_reward"] for run in reference.runs}
+    paired = {} if group is reference else {seed: final[seed] - theirs[seed] for seed in final if seed in theirs}
+    return {
+        "group": group.name,
+        "seeds": list(final),
+        "base": _summarised(group, lambda s: s["base_reward"]),
+        "final": _summarised(group, lambda s: s["final_reward"]),
+        "improvement": _summarised(group, lambda s: s["improvement"]),
+        "seconds_per_iteration": _summarised(group, _seconds),
+        "spearman_first": _summarised(group, lambda s: _probe(s, "first")),
+        "spearman_last": _summarised(group, lambda s: _probe(s, "last")),
+        "against": None if group is reference else reference.name,
+        "difference": mean_of(list(paired.values()))._asdict() if paired else None,
+        "difference_per_seed": {str(seed): value for seed, value in paired.items()},
+        "runs": [run.folder for run in group.runs],
+    }
+
+
+def _seconds(summary: Mapping[str, Any]) -> float | None:
+    return summary["seconds_per_stage"].get("iteration", {}).get("median")
+
+
+def _probe(summary: Mapping[str, Any], which: str) -> float | None:
+    return ((summary["rank_fidelity"] or {}).get(which) or {}).get("spearman")
+
+
+def _summarised(group: Group, read: Callable[[Mapping[str, Any]], float | None]) -> dict[str, float | None] | None:
+    """Mean and sample standard deviation of what the runs of a group have of it; None where none has any."""
+    values = [value for run in group.runs if (value := read(run.summary)) is not None]
+    if not values:
+        return None
+    mean = mean_of(values)
+    return {"mean": mean.mean, "std": mean.std}
+
+
+def format_comparison(result: Mapping[str, Any], folder: Path) -> str:
+    columns = ["group", "seeds", "base", "final", "improvement", "s/iteration", "spearman", "final - first group"]
+    rows = []
+    for group in result["groups"]:
+        first, last = group["spearman_first"], group["spearman_last"]
+        rank = f"{first['mean']:.3f} to {last['mean']:.3f}" if first and last else None
+        seconds = group["seconds_per_iteration"]
+        rows.append(
+            [
+                group["group"],
+                len(group["seeds"]),
+                _spread(group["base"]),
+                _spread(group["final"]),
+                _spread(group["improvement"]),
+                f"{seconds['mean']:.2f}" if seconds else None,
+                rank,
+                _paired(group["difference"], len(group["difference_per_seed"])),
+            ]
+        )
+    lines = [f"{result['reward']} reward, mean +- standard deviation over seeds", format_table(columns, rows)]
+    if len(rows) > 1:
+        lines.append(f"  first group: {rows[0][0]}; differences seed by seed, in brackets the 95 % confidence interval")
+    lines += [f"  left out {run}: {reason}" for run, reason in result["left_out"].items()]
+    return "\n".join([*lines, f"  {folder / 'compare.json'}, {folder / 'compare.png'}"])
+
+
+def _spread(values: Mapping[str, float | None] | None) -> str | None:
+    if values is None:
+        return None
+    return f"{values['mean']:.4f}" + (f" +- {values['std']:.4f}" if values["std"] is not None else "")
+
+
+def _paired(difference: Mapping[str, float | None] | None, seeds: int) -> str | None:
+    if difference is None:
+        return None
+    interval = f" [{difference['low']:+.4f}, {difference['high']:+.4f}]" if seeds > 1 else ""
+    return f"{difference['mean']:+.4f}{interval} over {seeds}"
+
+
+def learning_curve(run: Run) -> dict[int, float]:
+    """iteration -> held-out reward."""
+    reward = run.summary["reward"]
+    return {row["iteration"]: row[reward] for row in run.summary["evaluations"] if row.get(reward) is not None}
+
+
+def draw_curves(groups: Sequence[Group], reward: str) -> bytes:
+    """A PNG: thin lines for the seeds of a group, a thick one for their mean where all of them were evaluated."""
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for number, group in enumerate(groups):
+        colour = f"C{number % 10}"
+        curves = [learning_curve(run) for run in group.runs]
+        for curve in curves:
+            axes.plot(list(curve), list(curve.values()), color=colour, linewidth=0.8, alpha=0.5)
+        common = sorted(set(curves[0]).intersection(*curves))
+        mean = [fmean(curve[iteration] for curve in curves) for iteration in common]
+        label = f"{group.name} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
+        axes.plot(common, mean, color=colour, linewidth=2.5, label=label)
+    axes.set_xlabel("iteration")
+    axes.set_ylabel(f"held-out {reward} reward")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()

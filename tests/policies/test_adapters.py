@@ -1,0 +1,220 @@
+"""Two adapters on one transformer: which one acts, which one trains, and what the merged weights are."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from diffusers import FluxPipeline
+from nano import PROMPTS, load_policy, lora_config, random_state
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from solrl_lightning.policies import adapters, replica
+from solrl_lightning.policies.adapters import OLD, TRAINED, State
+from solrl_lightning.policies.flux1 import Flux1
+from solrl_lightning.sampling import integrate
+
+ADAPTED = [
+    "single_transformer_blocks.0.attn.to_k",
+    "single_transformer_blocks.0.attn.to_q",
+    "single_transformer_blocks.0.attn.to_v",
+    "transformer_blocks.0.attn.to_k",
+    "transformer_blocks.0.attn.to_out.0",
+    "transformer_blocks.0.attn.to_q",
+    "transformer_blocks.0.attn.to_v",
+]
+
+
+class Adapted(NamedTuple):
+    policy: Flux1
+    layers: dict[str, LoraLayer]
+    conditioning: dict[str, Tensor]
+    base: Tensor  # velocity before the adapters came
+
+    def velocity(self, transformer: nn.Module | None = None) -> Tensor:
+        return velocity(self.policy, self.conditioning, transformer)
+
+    def load(self, **seeds: int) -> dict[str, State]:
+        """Gives the named adapters random weights and returns copies of them."""
+        states = {}
+        for adapter, seed in seeds.items():
+            states[adapter] = random_state(adapters.adapter_state(self.layers, adapter), seed)
+            adapters.load_state(self.layers, adapter, states[adapter])
+        return states
+
+    def trained(self) -> set[str]:
+        return {name for name, parameter in self.policy.transformer.named_parameters() if parameter.requires_grad}
+
+
+def velocity(policy: Flux1, conditioning: dict[str, Tensor], transformer: nn.Module | None = None) -> Tensor:
+    x = policy.noise(torch.tensor([1, 2, 3]))
+    with torch.no_grad():
+        return policy.velocity(transformer or policy.transformer, x, torch.tensor(0.7), conditioning)
+
+
+@pytest.fixture
+def adapted(nano_folder: str) -> Adapted:
+    policy = load_policy(nano_folder)
+    conditioning = policy.encode(PROMPTS)
+    base = velocity(policy, conditioning)
+    return Adapted(policy, adapters.add_adapters(policy.transformer, lora_config(), seed=5), conditioning, base)
+
+
+def test_the_adapters_start_equal_and_without_effect(adapted: Adapted) -> None:
+    assert sorted(adapted.layers) == ADAPTED
+    old, trained = adapters.adapter_state(adapted.layers, OLD), adapters.adapter_state(adapted.layers, TRAINED)
+    for name, value in trained.items():
+        assert torch.equal(value, old[name]) and value.data_ptr() != old[name].data_ptr()
+        assert ("lora_B" in name) == (not value.any())
+    assert torch.equal(adapted.velocity(), adapted.base)
+    with adapters.using(adapted.policy.transformer, adapted.layers, OLD) as transformer:
+        assert torch.equal(adapted.velocity(transformer), adapted.base)
+
+
+def test_adapters_are_float32_beside_a_bfloat16_base(adapted: Adapted) -> None:
+    for adapter in (OLD, TRAINED):
+        assert {value.dtype for value in adapters.adapter_state(adapted.layers, adapter).values()} == {torch.float32}
+    assert {layer.get_base_layer().weight.dtype for layer in adapted.layers.values()} == {torch.bfloat16}
+    assert adapted.policy.transformer.dtype == torch.bfloat16  # embeddings and latents are cast to it
+
+
+def test_initial_weights_are_a_function_of_the_seed_and_leave_the_global_generator_alone(nano_folder: str) -> None:
+    def first(seed: int) -> Tensor:
+        layers = adapters.add_adapters(load_policy(nano_folder).transformer, lora_config(), seed)
+        return adapters.adapter_state(layers, TRAINED)[f"{ADAPTED[0]}.lora_A.weight"]
+
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    one = first(7)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.manual_seed(2)
+    assert torch.equal(first(7), one) and not torch.equal(first(8), one)
+
+
+def test_only_the_default_adapter_ever_trains(adapted: Adapted) -> None:
+    expected = {f"{name}.lora_{side}.default.weight" for name in ADAPTED for side in "AB"}
+    assert adapted.trained() == expected
+    for adapter in (OLD, None, TRAINED):
+        with adapters.using(adapted.policy.transformer, adapted.layers, adapter):
+            assert adapted.trained() <= expected
+        assert adapted.trained() == expected
+        with pytest.raises(KeyError), adapters.using(adapted.policy.transformer, adapted.layers, adapter):
+            raise KeyError
+        assert adapted.trained() == expected
+
+
+def test_using_an_adapter_lasts_as_long_as_the_block_even_when_it_raises(adapted: Adapted) -> None:
+    adapted.load(default=1, old=2)
+    trained = adapted.velocity()
+    outputs = {}
+    for adapter in (OLD, None):
+        with adapters.using(adapted.policy.transformer, adapted.layers, adapter) as transformer:
+            outputs[adapter] = adapted.velocity(transformer)
+        assert torch.equal(adapted.velocity(), trained)
+        with pytest.raises(KeyError), adapters.using(adapted.policy.transformer, adapted.layers, adapter):
+            raise KeyError
+        assert torch.equal(adapted.velocity(), trained)
+    assert torch.equal(outputs[None], adapted.base)  # no adapter at all is the base model to the bit
+    for one, other in ((trained, outputs[OLD]), (trained, adapted.base), (outputs[OLD], adapted.base)):
+        assert (one - other).abs().max() > 0.01
+
+
+def test_gradients_reach_the_default_adapter_and_nothing_else(adapted: Adapted) -> None:
+    adapted.load(default=1, old=2)
+    x, policy = adapted.policy.noise(torch.tensor([1, 2, 3])), adapted.policy
+    with torch.no_grad(), adapters.using(policy.transformer, adapted.layers, OLD) as transformer:
+        target = policy.velocity(transformer, x, torch.tensor(0.7), adapted.conditioning)
+    output = policy.velocity(policy.transformer, x, torch.tensor(0.7), adapted.conditioning)
+    (output - target).square().mean().backward()
+    for name, parameter in policy.transformer.named_parameters():
+        assert (parameter.grad is not None and bool(parameter.grad.any())) == (".default." in name), name
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.25, 0.9, 1.0])
+def test_the_old_adapter_moves_towards_the_trained_one(adapted: Adapted, decay: float) -> None:
+    states = adapted.load(default=1, old=2)
+    places = {name: value.data_ptr() for name, value in adapters.adapter_state(adapted.layers, OLD).items()}
+    adapters.move_old(adapted.layers, decay)
+    for name, value in adapters.adapter_state(adapted.layers, OLD).items():
+        expected = decay * states[OLD][name].double() + (1 - decay) * states[TRAINED][name].double()
+        torch.testing.assert_close(value.double(), expected, rtol=0, atol=1e-6)
+        assert value.data_ptr() == places[name]
+    for name, value in adapters.adapter_state(adapted.layers, TRAINED).items():
+        assert torch.equal(value, states[TRAINED][name])
+
+
+def test_merged_weights_are_those_that_peft_would_merge(adapted: Adapted) -> None:
+    states = adapted.load(default=1, old=2)
+    for adapter in (OLD, TRAINED):
+        merged = dict(adapters.merged_weights(adapted.layers, states[adapter]))
+        assert sorted(merged) == ADAPTED
+        for name, weight in merged.items():
+            layer = adapted.layers[name]
+            expected = layer.get_base_layer().weight.float() + layer.get_delta_weight(adapter)
+            assert weight.dtype == torch.float32
+            torch.testing.assert_close(weight, expected, rtol=0, atol=1e-6)
+
+
+def test_the_update_is_alpha_over_r_times_b_times_a(adapted: Adapted) -> None:
+    (state,) = adapted.load(default=3).values()
+    name = ADAPTED[0]
+    base = adapted.layers[name].get_base_layer().weight.double()
+    update = (8 / 4) * state[f"{name}.lora_B.weight"].double() @ state[f"{name}.lora_A.weight"].double()
+    merged = dict(adapters.merged_weights(adapted.layers, state))[name]
+    torch.testing.assert_close(merged.double(), base + update, rtol=0, atol=1e-6)
+
+
+def test_a_state_loads_back_under_its_own_names(adapted: Adapted) -> None:
+    (state,) = adapted.load(default=4).values()
+    assert sorted(state) == sorted(f"{name}.lora_{side}.weight" for name in ADAPTED for side in "AB")
+    adapters.load_state(adapted.layers, OLD, adapters.adapter_state(adapted.layers, TRAINED))
+    for name, value in adapters.adapter_state(adapted.layers, OLD).items():
+        assert torch.equal(value, state[name])
+
+
+def test_a_state_lacking_a_layer_is_refused(adapted: Adapted) -> None:
+    (state,) = adapted.load(default=4).values()
+    del state[f"{ADAPTED[0]}.lora_A.weight"]
+    with pytest.raises(KeyError, match=ADAPTED[0]):
+        adapters.load_state(adapted.layers, OLD, state)
+
+
+def test_plain_diffusers_loads_the_saved_lora_and_paints_the_merged_replicas_pictures(
+    nano_folder: str, tmp_path: Path
+) -> None:
+    policy = load_policy(nano_folder)
+    policy.transformer.float()
+    merged = replica.share(policy.transformer)
+    config = lora_config(rank=4, alpha=12)
+    layers = adapters.add_adapters(policy.transformer, config, seed=0)
+    state = random_state(adapters.adapter_state(layers, TRAINED), seed=6)
+    replica.own_weights(merged, layers)
+    replica.refresh(merged, adapters.merged_weights(layers, state))
+    seeds, steps = torch.tensor([1, 2, 3]), 3
+    conditioning = policy.encode(PROMPTS)
+    with torch.no_grad():
+        latents = integrate(
+            lambda x, sigma: policy.velocity(merged, x, sigma, conditioning), policy.noise(seeds), policy.sigmas(steps)
+        )
+    found = policy.decode(latents)
+    policy.save_lora(tmp_path, state, config)
+
+    pipeline = FluxPipeline.from_pretrained(nano_folder, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+
+    def paint() -> Tensor:
+        return pipeline(
+            prompt=PROMPTS,
+            latents=policy.noise(seeds),
+            num_inference_steps=steps,
+            height=32,
+            width=32,
+            max_sequence_length=10,
+            output_type="pt",
+        ).images
+
+    without = paint()
+    pipeline.load_lora_weights(tmp_path)
+    torch.testing.assert_close(found, paint(), rtol=0, atol=1e-4)
+    assert (found - without).abs().max() > 0.05

@@ -1,0 +1,107 @@
+"""Replicas share every tensor that they may share and own the rest."""
+
+import pytest
+import torch
+from nano import PROMPTS, load_policy, lora_config, random_state
+from peft.tuners.lora import LoraLayer
+from torch import nn
+
+from solrl_lightning.policies import adapters, replica
+from solrl_lightning.policies.adapters import OLD, TRAINED
+from solrl_lightning.policies.flux1 import Flux1
+from solrl_lightning.quantization.emulated import NVFP4Linear
+
+QUANTISED = "transformer_blocks.0.attn.to_q"
+
+
+@pytest.fixture
+def policy(nano_folder: str) -> Flux1:
+    return load_policy(nano_folder)
+
+
+@pytest.fixture
+def prepared(policy: Flux1) -> tuple[nn.Module, dict[str, LoraLayer]]:
+    """A merged replica of the policy and the policy's adapted layers."""
+    merged = replica.share(policy.transformer)
+    layers = adapters.add_adapters(policy.transformer, lora_config(), seed=0)
+    replica.own_weights(merged, layers)
+    return merged, layers
+
+
+def places(module: nn.Module) -> dict[str, int]:
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.data_ptr() for name, tensor in tensors}
+
+
+def test_a_replica_shares_all_memory_until_it_owns_weights(policy: Flux1) -> None:
+    copy = replica.share(policy.transformer)
+    assert places(copy) == places(policy.transformer)
+    assert all(one is not other for one, other in zip(copy.modules(), policy.transformer.modules(), strict=True))
+
+
+def test_a_replica_owns_the_adapted_weights_and_nothing_else(
+    policy: Flux1, prepared: tuple[nn.Module, dict[str, LoraLayer]]
+) -> None:
+    merged, layers = prepared
+    shared = set(places(policy.transformer).values())
+    owned = {name for name, place in places(merged).items() if place not in shared}
+    assert owned == {f"{name}.weight" for name in layers}
+    parameters = dict(merged.named_parameters())
+    assert sum(parameters[name].nbytes for name in owned) == 7 * 32 * 32 * 2  # 7 projections of 32 x 32 in bfloat16
+    assert not any(parameter.requires_grad for parameter in parameters.values())
+
+
+def test_a_replica_has_no_adapters(policy: Flux1, prepared: tuple[nn.Module, dict[str, LoraLayer]]) -> None:
+    merged, _ = prepared
+    assert not any(isinstance(module, LoraLayer) for module in merged.modules())
+    assert any(isinstance(module, LoraLayer) for module in policy.transformer.modules())
+
+
+def test_refreshing_writes_rounded_weights_in_place_and_spares_the_policy(
+    policy: Flux1, prepared: tuple[nn.Module, dict[str, LoraLayer]]
+) -> None:
+    merged, layers = prepared
+    before = {name: parameter.clone() for name, parameter in policy.transformer.named_parameters()}
+    positions = places(merged)
+    state = random_state(adapters.adapter_state(layers, OLD), seed=1)
+    replica.refresh(merged, adapters.merged_weights(layers, state))
+    assert places(merged) == positions
+    for name, weight in adapters.merged_weights(layers, state):
+        assert torch.equal(merged.get_submodule(name).weight, weight.to(torch.bfloat16))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in policy.transformer.named_parameters())
+
+
+def test_the_merged_replica_computes_what_the_adapted_policy_computes(policy: Flux1) -> None:
+    policy.transformer.float()
+    merged = replica.share(policy.transformer)
+    layers = adapters.add_adapters(policy.transformer, lora_config(), seed=0)
+    replica.own_weights(merged, layers)
+    state = random_state(adapters.adapter_state(layers, TRAINED), seed=1)
+    adapters.load_state(layers, TRAINED, state)
+    conditioning, x, sigma = policy.encode(PROMPTS), policy.noise(torch.tensor([1, 2, 3])), torch.tensor(0.4)
+    with torch.no_grad():
+        base = policy.velocity(merged, x, sigma, conditioning)
+        replica.refresh(merged, adapters.merged_weights(layers, state))
+        expected = policy.velocity(policy.transformer, x, sigma, conditioning)
+        torch.testing.assert_close(policy.velocity(merged, x, sigma, conditioning), expected, rtol=0, atol=1e-5)
+    assert (base - expected).abs().max() > 0.01
+
+
+def test_a_quantised_layer_keeps_its_buffers_and_is_quantised_from_the_float32_weight(policy: Flux1) -> None:
+    shadow = replica.share(policy.transformer)
+    shadow.set_submodule(QUANTISED, NVFP4Linear.from_linear(shadow.get_submodule(QUANTISED)))
+    layers = adapters.add_adapters(policy.transformer, lora_config(), seed=0)
+    replica.own_weights(shadow, layers)
+    layer = shadow.get_submodule(QUANTISED)
+    assert isinstance(layer, NVFP4Linear) and not list(layer.parameters())  # no weight beside the quantised one
+    positions = places(shadow)
+    base = policy.transformer.get_submodule(QUANTISED).get_base_layer()
+
+    state = random_state(adapters.adapter_state(layers, OLD), seed=1)
+    replica.refresh(shadow, adapters.merged_weights(layers, state))
+    assert places(shadow) == positions
+    expected = nn.Linear(32, 32)
+    expected.weight.data = dict(adapters.merged_weights(layers, state))[QUANTISED]
+    expected.bias.data = base.bias.float()
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(layer(x), NVFP4Linear.from_linear(expected)(x))

@@ -1,0 +1,115 @@
+"""The emulated linear layer: its numbers, its refresh in place, and the backends."""
+
+import pytest
+import torch
+from torch import nn
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.quantization import resolve
+from solrl_lightning.quantization.emulated import NVFP4Linear, operand_dtype
+from solrl_lightning.quantization.nvfp4 import quantize
+
+CPU = torch.device("cpu")
+
+
+def linear(bias: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(128, 48, bias=bias).to(dtype).requires_grad_(False)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_product_is_that_of_the_dequantised_operands(bias: bool) -> None:
+    layer, x = linear(bias), torch.randn(3, 20, 128)
+    y = NVFP4Linear.from_linear(layer)(x)
+    exact = quantize(x).dequantize(torch.float64) @ quantize(layer.weight).dequantize(torch.float64).T
+    if bias:
+        exact += layer.bias.double()
+    # FP32 accumulation of 128 products; a CPU with BF16 units rounds the sum to BF16 in between.
+    error = 2**-20 if operand_dtype(CPU) == torch.float32 else 2**-7
+    assert y.dtype == torch.float32
+    torch.testing.assert_close(y.double(), exact, rtol=error, atol=error)
+
+
+def test_a_bf16_result_is_the_fp32_result_rounded_once() -> None:
+    layer, x = NVFP4Linear.from_linear(linear(dtype=torch.bfloat16)), torch.randn(20, 128).bfloat16()
+    assert layer(x).dtype == torch.bfloat16
+    assert layer(x).equal(layer(x.float()).bfloat16())
+
+
+def test_operands_in_bf16_are_the_same_numbers_as_in_fp32() -> None:
+    layer, x = NVFP4Linear.from_linear(linear()), torch.randn(20, 128)
+    expected = layer(x)
+    layer.weight_values = layer.weight_values.bfloat16()  # as on a GPU; here the product is rounded to BF16 too
+    torch.testing.assert_close(layer(x), expected, rtol=2**-7, atol=2**-7)
+    assert layer.weight_values.float().equal(NVFP4Linear.from_linear(linear()).weight_values.float())
+
+
+def test_an_input_changed_in_place_is_quantised_again() -> None:
+    first, second, x = (
+        NVFP4Linear.from_linear(linear(seed=1)),
+        NVFP4Linear.from_linear(linear(seed=2)),
+        torch.randn(20, 128),
+    )
+    expected = second(3 * x)
+    first(x)
+    x.mul_(3)
+    assert second(x).equal(expected)
+
+
+def test_layers_with_the_same_input_agree_with_layers_that_get_a_copy() -> None:
+    layers = [NVFP4Linear.from_linear(linear(seed=seed)) for seed in range(3)]
+    x = torch.randn(20, 128)
+    for layer in layers:
+        assert layer(x).equal(layer(x.clone()))
+    with torch.inference_mode():
+        assert layers[0](x.clone()).equal(layers[0](x))
+
+
+def test_refresh_keeps_every_buffer_and_the_compiled_code() -> None:
+    layer, x = NVFP4Linear.from_linear(linear()), torch.randn(20, 128)
+    graphs = []
+
+    def count_graphs(graph: torch.fx.GraphModule, example_inputs: list) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(layer, backend=count_graphs, fullgraph=True)
+    addresses = {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
+    buffers = dict(layer.named_buffers())
+    before = compiled(x)
+    other = linear(seed=7)
+    layer.refresh(other.weight, other.bias)
+    after = compiled(x)
+    assert {name: buffer.data_ptr() for name, buffer in layer.named_buffers()} == addresses
+    assert all(buffer is buffers[name] for name, buffer in layer.named_buffers())
+    assert len(graphs) == 1
+    assert after.equal(NVFP4Linear.from_linear(other)(x))
+    assert not after.equal(before)
+
+
+def test_refresh_without_a_bias_keeps_the_bias() -> None:
+    layer = NVFP4Linear.from_linear(linear())
+    layer.refresh(linear(seed=7).weight)
+    assert layer.bias is not None and layer.bias.equal(linear().bias)
+
+
+def test_auto_emulates_and_says_so_in_one_line() -> None:
+    backend = resolve("nvfp4", "auto", CPU)
+    assert (backend.name, backend.linear_cls) == ("emulated", NVFP4Linear)
+    assert "emulated" in backend.line and "neither faster" in backend.line and "\n" not in backend.line
+
+
+def test_bf16_quantises_nothing() -> None:
+    assert resolve("bf16", "auto", CPU).linear_cls is None
+
+
+def test_transformer_engine_is_refused_with_what_was_found_and_what_to_use() -> None:
+    with pytest.raises(UserError, match="10.0 or higher.*found: device cpu, transformer_engine.*backend=emulated"):
+        resolve("nvfp4", "transformer_engine", CPU)
+
+
+def test_unknown_precisions_and_backends_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(UserError, match="one of nvfp4, bf16; got 'fp4'"):
+        resolve("fp4", "auto", CPU)
+    with pytest.raises(UserError, match="one of auto, emulated, transformer_engine; got 'cuda'"):
+        resolve("nvfp4", "cuda", CPU)

@@ -1,0 +1,165 @@
+"""The programmatic reward: high for true pictures, ordered by how wrong a picture is, smooth, honest about NaN."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.rewards.shapes import ShapesReward
+from solrl_lightning.shapes.world import (
+    BACKGROUND,
+    COLOURS,
+    MAX_RADIUS,
+    MIN_RADIUS,
+    RELATIONS,
+    SHAPES,
+    Scene,
+    all_scenes,
+    coverage,
+    render,
+)
+
+REWARD = ShapesReward()
+SCENES = all_scenes()[::4] + all_scenes()[1::4]
+PROMPTS = [scene.caption() for scene in SCENES]
+OPPOSITE = {"above": "below", "below": "above", "left of": "right of", "right of": "left of"}
+
+
+def pictures(scenes: list[Scene], seed: int = 0) -> Tensor:
+    return render(scenes, torch.Generator().manual_seed(seed))
+
+
+def other_shape(shape: str) -> str:
+    return SHAPES[(SHAPES.index(shape) + 1) % 3]
+
+
+TRUE = REWARD(pictures(SCENES), PROMPTS)
+
+
+def test_true_pictures_score_high() -> None:
+    assert TRUE.shape == (len(SCENES),) and TRUE.dtype == torch.float32
+    assert 0.85 < TRUE.mean() < 1.0
+    assert TRUE.min() > 0.6
+
+
+@pytest.mark.parametrize("relation", RELATIONS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_shape_and_relation_is_rewarded_alike(shape: str, relation: str) -> None:
+    scenes = [scene for scene in all_scenes() if scene.relation == relation and scene.first[1] == shape]
+    assert 0.85 < REWARD(pictures(scenes), [scene.caption() for scene in scenes]).mean() < 1.0
+
+
+def test_scores_fall_with_every_mistake() -> None:
+    one_shape = [s._replace(first=(s.first[0], other_shape(s.first[1]))) for s in SCENES]
+    both_shapes = [s._replace(second=(s.second[0], other_shape(s.second[1]))) for s in one_shape]
+    swapped = [s._replace(relation=OPPOSITE[s.relation]) for s in SCENES]
+    all_wrong = [s._replace(relation=OPPOSITE[s.relation]) for s in both_shapes]
+    noise = torch.rand(len(SCENES), 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    scores = [REWARD(pictures(scenes), PROMPTS) for scenes in (one_shape, both_shapes, swapped, all_wrong)]
+    wrong_shape, wrong_shapes, wrong_relation, wrong_everything = scores
+    assert TRUE.mean() - 0.1 > wrong_shape.mean() > wrong_shapes.mean() + 0.1
+    assert wrong_shape.mean() - 0.1 > wrong_relation.mean() > wrong_everything.mean() + 0.2
+    assert wrong_everything.mean() < 0.25 and REWARD(noise, PROMPTS).max() < 0.05
+    for wrong in scores:
+        assert (TRUE > wrong).float().mean() > 0.98  # picture by picture; the smallest objects are hard to tell apart
+
+
+def test_wrong_colours_and_strangers_cost() -> None:
+    named = [scene for scene in SCENES if {scene.first[0], scene.second[0]} == {"red", "blue"}]
+    prompts = [scene.caption() for scene in named]
+    true = REWARD(pictures(named), prompts)
+    recoloured = [scene._replace(first=("green", scene.first[1])) for scene in named]
+    assert REWARD(pictures(recoloured), prompts).max() < 0.4
+    stranger = pictures(named)
+    stranger[:, :, 12:20, 12:20] = torch.tensor([0.95, 0.80, 0.10])[None, :, None, None]  # a yellow square
+    assert bool((REWARD(stranger, prompts) < true - 0.2).all())
+
+
+def test_an_empty_picture_scores_nothing() -> None:
+    empty = torch.tensor(BACKGROUND)[None, :, None, None].expand(len(SCENES), 3, 32, 32)
+    assert REWARD(empty, PROMPTS).max() < 1e-3
+
+
+def test_scores_lie_in_the_unit_interval_for_any_picture() -> None:
+    generator = torch.Generator().manual_seed(1)
+    wild = [
+        torch.zeros(len(SCENES), 3, 32, 32),
+        torch.ones(len(SCENES), 3, 32, 32),
+        torch.rand(len(SCENES), 3, 32, 32, generator=generator),
+        torch.rand(len(SCENES), 3, 1, 1, generator=generator).expand(-1, -1, 32, 32),
+        pictures(SCENES).roll(1, 0),
+        torch.lerp(pictures(SCENES), torch.rand(len(SCENES), 3, 32, 32, generator=generator), 0.5),
+    ]
+    for images in wild:
+        scores = REWARD(images, PROMPTS)
+        assert bool(scores.isfinite().all()) and scores.min() >= 0 and scores.max() <= 1
+
+
+def test_fading_from_noise_to_the_true_picture_raises_the_score_without_jumps() -> None:
+    scenes, prompts = SCENES[::9], PROMPTS[::9]
+    noise = torch.rand(len(scenes), 3, 32, 32, generator=torch.Generator().manual_seed(2))
+    shares = torch.linspace(0, 1, 101)
+    curves = torch.stack([REWARD(torch.lerp(noise, pictures(scenes), float(share)), prompts) for share in shares])
+    assert curves.mean(1).diff().min() > -0.005
+    assert curves.diff(dim=0).abs().max() < 0.25
+
+
+def test_a_small_change_of_a_pixel_changes_the_score_in_proportion() -> None:
+    scenes, prompts = SCENES[::60], PROMPTS[::60]
+    images = 0.9 * pictures(scenes) + 0.05
+    direction = torch.randn(images.shape, generator=torch.Generator().manual_seed(3)).sign()
+    base = REWARD(images, prompts).double()
+    changes = [(REWARD(images + step * direction, prompts).double() - base).abs() for step in (1e-2, 1e-3, 1e-4)]
+    for change, step in zip(changes, (1e-2, 1e-3, 1e-4), strict=True):
+        assert change.max() < 20 * step
+    one = images.clone()
+    one[:, 0, 16, 16] += 1 / 255
+    assert (REWARD(one, prompts).double() - base).abs().max() < 0.005
+
+
+def test_an_object_may_grow_and_shrink_without_jumps_and_counts_within_the_rendered_sizes_only() -> None:
+    radii = torch.linspace(0.0, 10.0, 501)
+    positions = torch.tensor([[8.0, 16.0], [24.0, 16.0]])
+    images = torch.tensor(BACKGROUND)[None, :, None, None].expand(len(radii), 3, 32, 32)
+    for colour, position, radius in (("red", positions[0], radii), ("blue", positions[1], torch.full_like(radii, 4.7))):
+        disc = coverage(torch.zeros(len(radii), dtype=torch.int64), position.expand(len(radii), 2), radius)[:, None]
+        images = images * (1 - disc) + torch.tensor(COLOURS[colour])[None, :, None, None] * disc
+    scores = REWARD(images, ["a red circle left of a blue circle"] * len(radii))
+    assert scores.diff().abs().max() < 0.1
+    rendered = (radii > 1.05 * MIN_RADIUS) & (radii < MAX_RADIUS)
+    assert scores[rendered].min() > 0.75
+    assert scores[radii < 0.4 * MIN_RADIUS].max() < 0.35 and scores[radii > 1.6 * MAX_RADIUS].max() < 0.35
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_broken_pixel_gives_nan_for_its_picture_only(value: float) -> None:
+    images = pictures(SCENES[:4])
+    images[1, 2, 30, 1] = value
+    scores = REWARD(images, PROMPTS[:4])
+    assert scores.isnan().tolist() == [False, True, False, False]
+    assert torch.equal(scores[[0, 2, 3]], REWARD(pictures(SCENES[:4]), PROMPTS[:4])[[0, 2, 3]])
+
+
+def test_a_score_does_not_depend_on_the_batch() -> None:
+    images = pictures(SCENES)
+    for start in (0, 17, 300):
+        some = slice(start, start + 5)
+        torch.testing.assert_close(REWARD(images[some], PROMPTS[some]), TRUE[some], rtol=0, atol=1e-5)
+
+
+def test_reduced_precision_pictures_are_scored_in_float32() -> None:
+    images = pictures(SCENES[:8])
+    scores = REWARD(images.bfloat16(), PROMPTS[:8])
+    assert scores.dtype == torch.float32
+    assert torch.equal(scores, REWARD(images.bfloat16().float(), PROMPTS[:8]))
+
+
+def test_a_prompt_outside_the_grammar_is_refused() -> None:
+    with pytest.raises(UserError, match="a photo of a cat"):
+        REWARD(pictures(SCENES[:2]), [PROMPTS[0], "a photo of a cat"])
+
+
+def test_the_reward_has_a_name_and_moves_to_a_device() -> None:
+    moved = REWARD.to("cpu")
+    assert moved.name == "shapes" and moved.device == torch.device("cpu")
+    assert torch.equal(moved(pictures(SCENES[:3]), PROMPTS[:3]), REWARD(pictures(SCENES[:3]), PROMPTS[:3]))

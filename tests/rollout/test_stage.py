@@ -1,0 +1,185 @@
+"""One stage of a rollout, on the real classes: chunks, padding, who belongs to which prompt, and broken rewards."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from nano import PROMPTS, load_policy, relative_error, save_nano
+from torch import Tensor, nn
+
+from solrl_lightning.errors import NonFiniteError
+from solrl_lightning.policies.flux1 import Flux1
+from solrl_lightning.rollout.records import Candidates
+from solrl_lightning.rollout.seeds import pool_seeds
+from solrl_lightning.rollout.stage import Prompts, Sampler, check_finite, run_stage, sample_latents
+
+SEEDS = pool_seeds(0, 0, PROMPTS, 5)  # 15 candidates of 3 prompts
+TEXTS = [prompt for prompt in PROMPTS for _ in range(5)]
+
+
+class Recorder(Flux1):
+    """Remembers the seeds of every chunk and the number of rows of every forward pass."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seeds: list[list[int]] = []
+        self.rows: list[int] = []
+
+    def noise(self, seeds: Tensor) -> Tensor:
+        self.seeds.append(seeds.tolist())
+        return super().noise(seeds)
+
+    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: dict[str, Tensor]) -> Tensor:
+        assert {len(value) for value in conditioning.values()} == {len(x)}
+        self.rows.append(len(x))
+        return super().velocity(transformer, x, sigma, conditioning)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_nano(tmp_path_factory.mktemp("nano"))
+
+
+@pytest.fixture
+def policy(folder: str) -> Recorder:
+    return load_policy(folder, policy_class=Recorder)
+
+
+def brightness(images: Tensor, prompts: list[str]) -> Tensor:
+    return images.mean((1, 2, 3))
+
+
+def run(
+    policy: Flux1,
+    sampler: Sampler,
+    reward: Callable[[Tensor, list[str]], Tensor] = brightness,
+    seeds: Tensor = SEEDS,
+    texts: list[str] = PROMPTS,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Candidates:
+    prompts = Prompts(texts, policy.encode(texts))
+    return run_stage(policy, policy.transformer, sampler, reward, prompts, seeds, policy.sigmas(2), progress)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4, 15, 96])
+@pytest.mark.parametrize("fixed_batch", [False, True])
+def test_chunks_and_padding_change_nothing(policy: Recorder, batch: int, fixed_batch: bool) -> None:
+    whole = run(policy, Sampler("euler", 15, False))
+    policy.seeds, policy.rows = [], []
+    found = run(policy, Sampler("euler", batch, fixed_batch))
+    assert torch.equal(found.seeds, SEEDS)
+    assert found.latents.shape == (3, 5, 16, 32) and found.latents.dtype == torch.float32
+    assert found.rewards.shape == (3, 5) and found.rewards.dtype == torch.float32
+    assert relative_error(found.latents, whole.latents) < 2**-7
+    torch.testing.assert_close(found.rewards, whole.rewards, rtol=0, atol=2**-8)
+
+    chunks = [SEEDS.flatten().tolist()[first : first + batch] for first in range(0, 15, batch)]
+    assert [seen[: len(chunk)] for seen, chunk in zip(policy.seeds, chunks, strict=True)] == chunks
+    sizes = [batch if fixed_batch else len(chunk) for chunk in chunks]
+    assert [len(seen) for seen in policy.seeds] == sizes
+    assert policy.rows == [size for size in sizes for _ in range(2)]  # two solver steps each
+
+
+def test_every_candidate_is_its_own_prompts_picture_of_its_own_seed(policy: Recorder) -> None:
+    policy.transformer.float()  # so that rounding does not hide a wrong row
+    found = run(policy, Sampler("dpm2", 4, True))
+    for row, prompt in enumerate(PROMPTS):
+        for column in range(5):
+            alone = run(policy, Sampler("dpm2", 1, False), seeds=SEEDS[row, column].view(1, 1), texts=[prompt])
+            torch.testing.assert_close(alone.latents[0, 0], found.latents[row, column], rtol=0, atol=1e-4)
+            torch.testing.assert_close(alone.rewards[0, 0], found.rewards[row, column], rtol=0, atol=1e-4)
+    wrong_prompt = run(policy, Sampler("dpm2", 1, False), seeds=SEEDS[0, 0].view(1, 1), texts=[PROMPTS[1]])
+    assert (wrong_prompt.latents[0, 0] - found.latents[0, 0]).abs().max() > 1e-2
+
+
+def test_the_reward_sees_decoded_pictures_with_their_captions(policy: Recorder) -> None:
+    seen: list[tuple[Tensor, list[str]]] = []
+
+    def reward(images: Tensor, prompts: list[str]) -> Tensor:
+        seen.append((images, prompts))
+        return brightness(images, prompts).double()
+
+    found = run(policy, Sampler("euler", 4, True), reward)
+    assert [len(prompts) for _, prompts in seen] == [4, 4, 4, 3]  # never the padding
+    assert [prompt for _, prompts in seen for prompt in prompts] == TEXTS
+    images = torch.cat([images for images, _ in seen])
+    assert images.shape == (15, 3, 32, 32)
+    torch.testing.assert_close(images, policy.decode(found.latents.flatten(0, 1)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(found.rewards.flatten(), brightness(images, []), rtol=0, atol=1e-6)
+
+
+def test_the_same_candidates_come_out_again_to_the_bit(policy: Recorder) -> None:
+    one, two = (run(policy, Sampler("euler", 4, False)) for _ in range(2))
+    assert torch.equal(one.latents, two.latents) and torch.equal(one.rewards, two.rewards)
+
+
+def test_a_pool_of_other_candidates_does_not_change_the_kept_ones(policy: Recorder) -> None:
+    policy.transformer.float()
+    kept = torch.tensor([[4, 0], [1, 2], [3, 1]])
+    pool = run(policy, Sampler("euler", 4, True))
+    again = run(policy, Sampler("euler", 4, True), seeds=SEEDS.gather(1, kept))
+    expected = torch.stack([pool.latents[row, kept[row]] for row in range(3)])
+    torch.testing.assert_close(again.latents, expected, rtol=0, atol=1e-4)
+
+
+def test_latents_may_enter_a_training_graph_and_carry_no_graph_themselves(policy: Recorder) -> None:
+    policy.transformer.requires_grad_(True)
+    found = run(policy, Sampler("euler", 8, False))
+    assert not found.latents.requires_grad and not found.latents.is_inference()
+    weight = torch.ones((), requires_grad=True)
+    (weight * found.latents).sum().backward()
+    assert weight.grad is not None
+
+
+def test_chunks_are_yielded_one_at_a_time(policy: Recorder) -> None:
+    prompts = Prompts(PROMPTS, policy.encode(PROMPTS))
+    sampler = Sampler("euler", 6, True)
+    chunks = sample_latents(policy, policy.transformer, sampler, prompts, SEEDS, policy.sigmas(1))
+    index, latents = next(chunks)
+    assert index.tolist() == list(range(6)) and len(latents) == 6 and len(policy.seeds) == 1
+    assert torch.is_grad_enabled()  # also between two chunks
+    rest = [(index.tolist(), len(latents)) for index, latents in chunks]
+    assert rest == [(list(range(6, 12)), 6), (list(range(12, 15)), 3)]
+
+
+@pytest.mark.parametrize("fixed_batch", [False, True])
+def test_progress_rises_from_nothing_to_all_candidates(policy: Recorder, fixed_batch: bool) -> None:
+    steps: list[tuple[int, int]] = []
+    run(policy, Sampler("euler", 4, fixed_batch), progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(0, 15), (4, 15), (8, 15), (12, 15), (15, 15)]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("position", [0, 7, 14])
+def test_a_reward_that_is_not_finite_names_its_prompt_and_seed(policy: Recorder, value: float, position: int) -> None:
+    scored = 0
+
+    def reward(images: Tensor, prompts: list[str]) -> Tensor:
+        nonlocal scored
+        scores = torch.zeros(len(images))
+        if scored <= position < scored + len(images):
+            scores[position - scored] = value
+        scored += len(images)
+        return scores
+
+    with pytest.raises(NonFiniteError) as stopped:
+        run(policy, Sampler("euler", 4, True), reward)
+    message = str(stopped.value)
+    assert f"reward is {value}" in message
+    assert repr(TEXTS[position]) in message and f"seed {SEEDS.flatten()[position]};" in message
+    assert "last checkpoint is intact" in message
+
+
+def test_the_first_of_several_broken_values_is_named() -> None:
+    values = torch.tensor([0.0, 1.0, float("nan"), float("inf")])
+    with pytest.raises(NonFiniteError, match="the loss is nan for the prompt 'c' with seed 12;"):
+        check_finite(values, "loss", ["a", "b", "c", "d"], torch.tensor([10, 11, 12, 13]))
+    check_finite(values[:2], "loss", ["a", "b"], torch.tensor([10, 11]))
+
+
+def test_rows_picks_texts_and_embeddings_alike() -> None:
+    conditioning: dict[str, Any] = {"x": torch.arange(6).view(3, 2), "y": torch.arange(3)}
+    texts, rows = Prompts(["a", "b", "c"], conditioning).rows(torch.tensor([2, 0, 2, 1]))
+    assert texts == ["c", "a", "c", "b"]
+    assert rows["x"].tolist() == [[4, 5], [0, 1], [4, 5], [2, 3]] and rows["y"].tolist() == [2, 0, 2, 1]

@@ -1,0 +1,176 @@
+"""Training rows in closed form: which samples, at which noise levels, and with which weights over all ranks."""
+
+from fractions import Fraction
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from solrl_lightning.rollout.records import Rollouts
+from solrl_lightning.rollout.seeds import pool_seeds, train_timesteps, training_noise
+from solrl_lightning.rollout.stage import Prompts
+from solrl_lightning.rollout.training_rows import Plan, TrainingBatch, TrainingRows, plan
+
+KEEP, STEPS, FRACTION, TIMESTEPS, SHAPE = 3, 4, 0.5, 2, (2, 5)
+SIGMAS = torch.tensor([1.0, 0.9, 0.6, 0.2, 0.0])
+
+
+class Rank(NamedTuple):
+    rollouts: Rollouts
+    rows: TrainingRows
+
+
+def ranks(prompts: int, world: int, micro_batch: int) -> list[Rank]:
+    """The ranks of a run as the loop would set them up; latents and advantages are arbitrary but distinct."""
+    the_plan = plan(prompts, KEEP, TIMESTEPS, micro_batch, world)
+    share = world / (prompts * KEEP * TIMESTEPS)
+    texts = [f"prompt {number}" for number in range(prompts)]
+    found = []
+    for rank in range(world):
+        mine = texts[rank::world]
+        seeds = pool_seeds(0, 0, mine, KEEP)
+        latents = torch.randn(len(mine), KEEP, *SHAPE, generator=torch.Generator().manual_seed(rank))
+        rewards = torch.arange(len(mine) * KEEP, dtype=torch.float32).view(len(mine), KEEP) + 100 * rank
+        rollouts = Rollouts(mine, seeds, latents, rewards, rewards, rewards - 50)
+        identity = torch.tensor([float(text.split()[1]) for text in mine])
+        encoded = Prompts(mine, {"identity": identity, "embedding": identity[:, None].expand(-1, 4)})
+        found.append(Rank(rollouts, TrainingRows(rollouts, encoded, SIGMAS, FRACTION, the_plan, share)))
+    return found
+
+
+def real(batch: TrainingBatch) -> Tensor:
+    return batch.weight > 0
+
+
+def value(batch: TrainingBatch) -> Tensor:
+    """[B] some function of a row, as a loss is one."""
+    return batch.x_t.flatten(1).sum(1) * batch.sigma + batch.advantage
+
+
+@pytest.mark.parametrize(
+    "prompts, world, micro_batch, expected",
+    [
+        (4, 1, 96, Plan(1, 24)),
+        (4, 1, 24, Plan(1, 24)),
+        (4, 1, 23, Plan(2, 12)),
+        (4, 1, 7, Plan(4, 6)),
+        (4, 1, 1, Plan(24, 1)),
+        (3, 2, 96, Plan(1, 12)),
+        (3, 2, 5, Plan(3, 4)),
+        (7, 4, 5, Plan(3, 4)),
+    ],
+)
+def test_the_plan_spreads_the_largest_share_evenly(prompts: int, world: int, micro_batch: int, expected: Plan) -> None:
+    found = plan(prompts, KEEP, TIMESTEPS, micro_batch, world)
+    assert found == expected
+    largest_share = -(-prompts // world) * KEEP * TIMESTEPS
+    assert found.rows <= micro_batch
+    assert largest_share <= found.micro_batches * found.rows < largest_share + found.micro_batches
+
+
+@pytest.mark.parametrize("prompts, world, micro_batch", [(2, 1, 96), (2, 1, 5), (3, 2, 5), (7, 3, 4), (4, 4, 6)])
+def test_gradients_averaged_over_micro_batches_and_ranks_are_the_mean_over_real_rows(
+    prompts: int, world: int, micro_batch: int
+) -> None:
+    """Lightning divides each loss by the number of micro-batches, and DDP averages over the ranks."""
+    everyone = ranks(prompts, world, micro_batch)
+    assert len({(len(rank.rows), len(rank.rows[0].seeds)) for rank in everyone}) == 1
+    found = torch.zeros((), dtype=torch.float64)
+    for rank in everyone:
+        for batch in rank.rows:
+            loss = (value(batch).double() * batch.weight.double()).mean()
+            found += loss / len(rank.rows) / world
+
+    rows = []  # from the definition alone
+    for rank in everyone:
+        for p in range(len(rank.rollouts.prompts)):
+            for k in range(KEEP):
+                seed = rank.rollouts.seeds[p, k].view(1)
+                for step in train_timesteps(seed, STEPS, FRACTION)[0]:
+                    sigma, x0 = SIGMAS[step], rank.rollouts.latents[p, k]
+                    x_t = (1 - sigma) * x0 + sigma * training_noise(seed, step.view(1), SHAPE)[0]
+                    rows.append(float(x_t.sum() * sigma + rank.rollouts.advantages[p, k]))
+    assert len(rows) == prompts * KEEP * TIMESTEPS
+    assert float(found) == pytest.approx(sum(rows) / len(rows), rel=1e-5)
+
+
+def test_weights_of_uneven_ranks_in_numbers() -> None:
+    """3 prompts on 2 ranks: 12 and 6 real rows in 3 micro-batches of 4; a row counts 1/18 of the mean."""
+    first, second = ranks(prompts=3, world=2, micro_batch=5)
+    assert [len(rank.rows) for rank in (first, second)] == [3, 3]
+    weight = Fraction(2, 18) * 3 * 4  # ranks / rows, times the means that are taken later
+    expected: tuple[list[list[Fraction | int]], ...] = (
+        [[weight] * 4] * 3,
+        [[weight] * 4, [weight] * 2 + [0] * 2, [0] * 4],
+    )
+    for rank, weights in zip((first, second), expected, strict=True):
+        for batch, row in zip(rank.rows, weights, strict=True):
+            assert batch.weight.tolist() == pytest.approx([float(number) for number in row], rel=1e-6)
+            assert batch.weight.dtype == torch.float32
+
+
+def test_filled_up_rows_are_real_samples_without_weight() -> None:
+    _, second = ranks(prompts=3, world=2, micro_batch=5)
+    for batch in second.rows:
+        assert set(batch.prompts) == {"prompt 1"}
+        assert bool(torch.isfinite(batch.x_t).all()) and set(batch.seeds.tolist()) <= set(
+            second.rollouts.seeds.flatten().tolist()
+        )
+
+
+def test_the_noised_sample_lies_between_the_sample_and_its_training_noise() -> None:
+    (rank,) = ranks(prompts=2, world=1, micro_batch=5)
+    for batch in rank.rows:
+        steps = torch.tensor([SIGMAS.tolist().index(sigma) for sigma in batch.sigma.tolist()])
+        eps = training_noise(batch.seeds, steps, SHAPE)
+        sigma = batch.sigma[:, None, None]
+        torch.testing.assert_close(batch.x_t, (1 - sigma) * batch.x0 + sigma * eps, rtol=0, atol=1e-6)
+        assert {batch.x0.dtype, batch.x_t.dtype, batch.sigma.dtype, batch.advantage.dtype} == {torch.float32}
+
+
+def test_every_sample_is_trained_once_at_each_of_its_distinct_noise_levels() -> None:
+    (rank,) = ranks(prompts=2, world=1, micro_batch=5)
+    levels: dict[int, list[float]] = {}
+    for batch in rank.rows:
+        for seed, sigma, counts in zip(batch.seeds.tolist(), batch.sigma.tolist(), real(batch).tolist(), strict=True):
+            if counts:
+                levels.setdefault(seed, []).append(sigma)
+    assert sorted(levels) == sorted(rank.rollouts.seeds.flatten().tolist())
+    for found in levels.values():
+        assert len(found) == len(set(found)) == TIMESTEPS
+        assert set(found) <= set(SIGMAS[:-1].tolist())  # never at sigma 0, where nothing is left to learn
+
+
+def test_a_row_is_one_sample_in_all_its_parts() -> None:
+    for rank in ranks(prompts=5, world=2, micro_batch=4):
+        by_seed = {
+            int(rank.rollouts.seeds[p, k]): (p, k) for p in range(len(rank.rollouts.prompts)) for k in range(KEEP)
+        }
+        for batch in rank.rows:
+            for row, seed in enumerate(batch.seeds.tolist()):
+                p, k = by_seed[seed]
+                assert torch.equal(batch.x0[row], rank.rollouts.latents[p, k])
+                assert batch.advantage[row] == rank.rollouts.advantages[p, k]
+                assert batch.prompts[row] == rank.rollouts.prompts[p]
+                number = float(batch.prompts[row].split()[1])
+                assert batch.conditioning["identity"][row] == number
+                assert batch.conditioning["embedding"][row].tolist() == [number] * 4
+
+
+def test_the_micro_batch_size_changes_neither_rows_nor_their_order() -> None:
+    def flat(micro_batch: int) -> Tensor:
+        (rank,) = ranks(prompts=2, world=1, micro_batch=micro_batch)
+        return torch.cat([batch.x_t[real(batch)] for batch in rank.rows])
+
+    assert flat(96).shape == (12, *SHAPE)
+    assert torch.equal(flat(96), flat(5)) and torch.equal(flat(96), flat(1))
+
+
+def test_it_is_a_sequence() -> None:
+    (rank,) = ranks(prompts=2, world=1, micro_batch=5)
+    assert len(rank.rows) == len(list(rank.rows)) == 3
+    assert torch.equal(rank.rows[2].x_t, list(rank.rows)[2].x_t)
+    for beyond in (3, -1):
+        with pytest.raises(IndexError):
+            rank.rows[beyond]

@@ -1,0 +1,65 @@
+"""The audit of proxies against BF16 at full steps."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import DictConfig
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.tasks.audit import audit, fidelity
+
+Compose = Callable[..., DictConfig]
+
+SIZES = ("task.prompts=2", "task.pool=8", "task.keep=4", "model.full_steps=2")
+SMALL = ("task=audit", "experiment=smoke", "trainer=cpu", *SIZES)
+PERFECT = {
+    "spearman": pytest.approx(1.0),
+    "kendall": pytest.approx(1.0),
+    "top_overlap": 1,
+    "bottom_overlap": 1,
+    "top_mean_rank": 1.5,
+    "bottom_mean_rank": 7.5,
+}
+
+
+def test_the_truth_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    proxies = "[{sampler:shadow,steps:2},{sampler:merged,steps:2},{sampler:shadow,precision:bf16,steps:2}]"
+    result = audit(compose(*SMALL, f"task.proxies={proxies}"))
+    quantised, itself, unquantised = result["proxies"]
+    assert (result["prompts"], result["pool"], result["truth"]["steps"]) == (2, 8, 2)
+    assert (quantised["precision"], itself["precision"], unquantised["precision"]) == ("nvfp4", "bf16", "bf16")
+    for proxy in (itself, unquantised):
+        assert {name: proxy[name] for name in PERFECT} == PERFECT
+        assert proxy["reward"] == result["truth"]["reward"]
+    assert quantised["reward"] != result["truth"]["reward"]
+    assert quantised["backend"].startswith("nvfp4")
+    assert json.loads((tmp_path / "audit.json").read_text()) == result
+    out = capfd.readouterr().out
+    assert "shadow nvfp4" in out and "shadow bf16" in out
+
+
+def test_a_reversed_proxy_finds_nothing() -> None:
+    truth = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
+    values = fidelity(-truth, truth, keep=4)
+    assert (values["spearman"], values["kendall"]) == pytest.approx((-1, -1))
+    assert (values["top_overlap"], values["top_mean_rank"], values["bottom_mean_rank"]) == (0, 7.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("task.proxies=[]", "task.proxies is empty"),
+        ("task.keep=1", "task.keep .* at least 2; got 1"),
+        ("task.proxies=[{sampler:shadows,steps:2}]", "sampler .shadow, merged, policy"),
+        ("task.proxies=[{sampler:shadow,steps:0}]", "at least 1 step"),
+        ("task.proxies=[{sampler:shadow,steps:2,precision:fp3}]", "no precision named 'fp3' .* bf16, nvfp4"),
+    ],
+)
+def test_mistakes_are_told_before_a_model_is_loaded(compose: Compose, mistake: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        audit(compose(*SMALL, "model.pretrained=/nowhere", mistake))

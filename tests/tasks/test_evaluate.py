@@ -1,0 +1,87 @@
+"""Base against checkpoint: the same prompts, the same noise, errors over prompts."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import DictConfig
+from PIL import Image
+
+from solrl_lightning.build import build_module
+from solrl_lightning.tasks.evaluate import evaluate, over_prompts, win_rate
+from solrl_lightning.tasks.train import train
+
+Compose = Callable[..., DictConfig]
+
+SMALL = ("experiment=smoke", "trainer=cpu", "model.eval_steps=2")
+
+
+def write_checkpoint(cfg: DictConfig, path: Path, strength: float) -> Path:
+    """What a training run would leave if its average were the start plus random B of this strength."""
+    module = build_module(cfg, torch.device("cpu"), [])
+    average = {name: value.clone() for name, value in module.adapter_state("default").items()}
+    generator = torch.Generator().manual_seed(0)
+    for name, value in average.items():
+        if ".lora_B." in name:
+            value.normal_(generator=generator).mul_(strength)
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint | {"callbacks": {"WeightEMA": {"average": average}}}, path)
+    return path
+
+
+def test_an_adapter_that_does_nothing_makes_no_difference(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = write_checkpoint(compose(*SMALL), tmp_path / "start.ckpt", strength=0.0)
+    result = evaluate(compose(*SMALL, "task=evaluate", f"ckpt='{checkpoint}'"))
+    assert result["trained"] == result["base"]
+    assert result["difference"] == {"mean": 0, "std": 0, "standard_error": 0, "low": 0, "high": 0}
+    assert result["win_rate"] == 0.5
+    assert (result["prompts"], result["images_per_prompt"], len(result["per_prompt"])) == (4, 2, 4)
+    assert json.loads((tmp_path / "evaluate.json").read_text()) == result
+    assert "trained" in capfd.readouterr().out
+    with Image.open(tmp_path / "evaluate.png") as picture:
+        pixels = torch.tensor(np.array(picture))
+    # Two columns of 128 pixels and a gap of 4 per model, 20 between the models, the first row below title and caption.
+    left = pixels[84 : 84 + 128, 10 : 10 + 260]
+    right = pixels[84 : 84 + 128, 10 + 260 + 20 : 10 + 2 * 260 + 20]
+    assert left.float().std() > 1
+    assert torch.equal(left, right)
+
+
+def test_it_finds_what_training_found_on_the_same_prompts_and_seeds(compose: Compose, tmp_path: Path) -> None:
+    train(compose(*SMALL, "iterations=1", "optimizer.lr=0.01", "callbacks.sample_grid.every=0"))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    result = evaluate(compose(*SMALL, "task=evaluate", f"ckpt='{tmp_path / 'checkpoints' / 'last.ckpt'}'"))
+    assert result["base"]["mean"] == pytest.approx(summary["base_reward"], rel=1e-6)
+    assert result["trained"]["mean"] == pytest.approx(summary["final_reward"], rel=1e-6)
+    assert result["trained"]["mean"] != result["base"]["mean"]
+    assert result["difference"]["mean"] == pytest.approx(summary["improvement"], rel=1e-5)
+    gains = [row["trained"] - row["base"] for row in result["per_prompt"]]
+    assert result["difference"]["mean"] == pytest.approx(sum(gains) / len(gains), rel=1e-6)
+
+
+def test_without_a_checkpoint_the_base_is_measured_alone(compose: Compose, tmp_path: Path) -> None:
+    result = evaluate(compose(*SMALL, "task=evaluate", "data.eval_prompts=1", "task.grid_images=1"))
+    assert not {"trained", "difference", "win_rate"} & set(result)
+    assert result["base"]["standard_error"] is None  # one prompt
+    assert result["base"]["mean"] == result["per_prompt"][0]["base"]
+    assert (tmp_path / "evaluate.png").is_file()
+
+
+def test_errors_are_over_prompts_not_over_images() -> None:
+    rewards = torch.tensor([[0.0, 0.2], [0.3, 0.5], [0.6, 0.8]], dtype=torch.float64)
+    mean = over_prompts(rewards)  # of 0.1, 0.4 and 0.7
+    assert mean.mean == pytest.approx(0.4)
+    assert mean.standard_error == pytest.approx(0.3 / math.sqrt(3))
+
+
+def test_a_tie_is_half_a_win() -> None:
+    ours, theirs = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.0, 2.0], [4.0, 5.0]])
+    assert win_rate(ours, theirs) == pytest.approx(1.5 / 4)

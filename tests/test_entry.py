@@ -1,0 +1,366 @@
+"""The command line: what a job gets, sweeps, resuming, and what is refused with nothing written."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
+from omegaconf import DictConfig, OmegaConf
+
+from solrl_lightning.errors import UserError
+
+Command = Callable[..., Any]
+
+
+def record(cfg: DictConfig) -> None:
+    """A task that writes what it was given, and the checkpoint that a training run would leave."""
+    folder = Path(cfg.run_dir)
+    facts = {"cfg": OmegaConf.to_container(cfg), "argv": sys.argv[1:], "cwd": os.getcwd()}
+    (folder / "record.json").write_text(json.dumps(facts), encoding="utf-8")
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    torch.save({"pytorch-lightning_version": "2.6", "state_dict": {}}, folder / "checkpoints" / "last.ckpt")
+
+
+def refuse(cfg: DictConfig) -> None:
+    """A task that finds out late that what the user asked for cannot be."""
+    try:
+        raise UserError("late, but clear")
+    except UserError as error:
+        raise RuntimeError("instantiating something") from error
+
+
+def break_down(cfg: DictConfig) -> None:
+    """A task with a bug."""
+    raise ZeroDivisionError("a bug")
+
+
+def stop(cfg: DictConfig) -> None:
+    """A task that Ctrl-C stops."""
+    raise KeyboardInterrupt
+
+
+def stop_in_lightning(cfg: DictConfig) -> None:
+    """The same inside Lightning's trainer, which catches it and exits."""
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[StopAtOnce()]
+    )
+    trainer.fit(BoringModel())
+
+
+class StopAtOnce(Callback):
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def task(function: Callable[[DictConfig], None]) -> str:
+    """The argument that puts ``function`` in the place of the chosen task."""
+    return f"task._target_={__name__}.{function.__name__}"
+
+
+RECORD = task(record)
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "record.json").read_text(encoding="utf-8"))
+
+
+def only(folder: Path, pattern: str) -> Path:
+    (found,) = folder.glob(pattern)
+    return found
+
+
+# A run
+
+
+def test_a_job_gets_the_resolved_configuration_in_a_folder_of_its_own(command: Command, tmp_path: Path) -> None:
+    assert command(RECORD, "family=diffusionnft", "iterations=3").status == 0
+    folder = only(tmp_path, "outputs/train/*_tiny_diffusionnft_shapes")
+    facts = recorded(folder)
+    assert facts["cwd"] == str(tmp_path)
+    assert facts["cfg"]["run_dir"] == str(folder)
+    assert facts["cfg"]["trainer"]["max_epochs"] == 3
+    assert facts["cfg"]["callbacks"]["checkpoint"]["dirpath"] == str(folder / "checkpoints")
+    assert OmegaConf.load(folder / ".hydra" / "overrides.yaml") == [RECORD, "family=diffusionnft", "iterations=3"]
+
+
+def test_two_runs_of_one_second_have_two_folders(command: Command, tmp_path: Path) -> None:
+    assert command(RECORD).status == command(RECORD).status == 0
+    assert len(list(tmp_path.glob("outputs/train/*"))) == 2
+
+
+def test_a_sweep_runs_every_combination_in_its_own_folder(command: Command, tmp_path: Path) -> None:
+    assert command(RECORD, "-m", "family=sol_rl,diffusionnft", "seed=1,2", "iterations=5").status == 0
+    folders = sorted(folder.name for folder in tmp_path.glob("outputs/multirun/*/[0-9]*"))
+    assert folders == [
+        "0_family-sol_rl_seed-1",
+        "1_family-sol_rl_seed-2",
+        "2_family-diffusionnft_seed-1",
+        "3_family-diffusionnft_seed-2",
+    ]
+    facts = recorded(only(tmp_path, "outputs/multirun/*/3_*"))
+    assert (facts["cfg"]["seed"], facts["cfg"]["family"]["pool"], facts["cfg"]["iterations"]) == (2, 24, 5)
+
+
+def test_a_process_started_from_a_sweep_repeats_its_own_job_only(command: Command, tmp_path: Path) -> None:
+    assert command(RECORD, "-m", "seed=1,2").status == 0
+    assert [recorded(folder)["argv"] for folder in sorted(tmp_path.glob("outputs/multirun/*/[0-9]*"))] == [
+        [RECORD, "seed=1"],
+        [RECORD, "seed=2"],
+    ]
+
+
+def test_a_folder_of_own_options_is_found(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "family").mkdir(parents=True)
+    (tmp_path / "mine" / "family" / "small.yaml").write_text(
+        "defaults: [diffusionnft]\npool: 6\nkeep: 6\n", encoding="utf-8"
+    )
+    assert command("--config-dir", "mine", RECORD, "family=small").status == 0
+    assert recorded(only(tmp_path, "outputs/train/*_small_*"))["cfg"]["family"]["pool"] == 6
+
+
+def test_a_mistake_found_late_is_told_without_a_traceback(command: Command) -> None:
+    result = command(task(refuse))
+    assert result.status == 2
+    assert "error: late, but clear" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_bug_keeps_its_traceback(command: Command) -> None:
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        command(task(break_down))
+
+
+@pytest.mark.parametrize("task_function", [stop, stop_in_lightning])
+def test_ctrl_c_ends_with_the_status_that_shells_know(
+    command: Command, task_function: Callable[[DictConfig], None]
+) -> None:
+    interrupts = signal.getsignal(signal.SIGINT)
+    result = command(task(task_function))
+    signal.signal(signal.SIGINT, interrupts)  # Lightning ignores further ones from then on
+    assert result.status == 130
+    assert result.err.endswith("interrupted\n")
+
+
+# What is refused, with nothing written
+
+
+def refused(command: Command, *arguments: str) -> str:
+    """The message; asserts that it is one, without a traceback, and that the working folder is as it was."""
+    before = {file: file.read_bytes() if file.is_file() else None for file in Path.cwd().rglob("*")}
+    result = command(*arguments)
+    after = {file: file.read_bytes() if file.is_file() else None for file in Path.cwd().rglob("*")}
+    assert result.status == 2
+    assert result.err.startswith("error: ")
+    assert "Traceback" not in result.err
+    assert after == before
+    return result.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["famly=sol_rl"], "Did you mean family?"),
+        (["family=solrl"], "Did you mean family=sol_rl?"),
+        (["reward.pretrained=x", "iterations=3"], "There is no key reward.pretrained"),
+        (["family.keep=97"], "keep=97 of pool=96"),
+        (["iterations=0"], "got 0"),
+        (["family.keep=-2"], "got -2"),
+        (["evaluate"], "Did you mean task=evaluate?"),
+        (["iterations=4,5"], "add -m"),
+        (["data.train=a b=c"], "need quotes"),
+        (["-m", "family=sol_rl,solrl"], "Did you mean family=sol_rl?"),
+        (["-m", "family=sol_rl,compile", "family.keep=24,97"], "keep=97 of pool=96"),
+        (["-m", "ckpt=last"], "does not go with -m"),
+        (["-m", "ckpt=a.ckpt,b.ckpt"], "ckpt takes one file"),
+        (["ckpt=nowhere.ckpt"], "there is no file nowhere.ckpt"),
+        (["ckpt=last"], "there is none under"),
+        (["run_dir=elsewhere"], "hydra.run.dir=<folder>"),
+        (["hydra.run.dir=/dev/null/run"], "cannot be written: Not a directory"),
+        (["~family"], "family"),
+        (["family=null"], "family"),
+        (["data.train=nowhere.txt"], "nowhere.txt"),
+        (["data.eval=nowhere.txt"], "nowhere.txt"),
+        (["prompts_per_iteration=1000000"], "at most the number of different prompts in data.train"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_message_and_nothing_written(
+    command: Command, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    assert message in refused(command, *arguments)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n  \n", b"a red circle\nca\xe9"], ids=["empty", "blank", "latin1"])
+def test_a_prompt_file_that_is_empty_or_not_utf8_is_refused(command: Command, tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "prompts.txt").write_bytes(content)
+    assert "prompts.txt" in refused(command, "data.train=prompts.txt")
+
+
+@pytest.mark.parametrize("trace", ["summary.json", "checkpoints", "tensorboard", ".hydra"])
+def test_a_folder_that_holds_a_run_is_refused(command: Command, tmp_path: Path, trace: str) -> None:
+    (tmp_path / "old").mkdir()
+    if "." in trace[1:]:
+        (tmp_path / "old" / trace).write_text("{}", encoding="utf-8")
+    else:
+        (tmp_path / "old" / trace).mkdir()
+    assert f"already holds a run ({trace})" in refused(command, "hydra.run.dir=old")
+
+
+def test_a_folder_that_holds_a_sweep_is_refused(command: Command) -> None:
+    assert command(RECORD, "-m", "seed=1,2", "hydra.sweep.dir=sweep").status == 0
+    assert "already holds a run" in refused(command, RECORD, "-m", "seed=3,4", "hydra.sweep.dir=sweep")
+
+
+def test_an_empty_folder_may_be_given(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    assert command(RECORD, "hydra.run.dir=new").status == 0
+    assert recorded(tmp_path / "new")["cfg"]["run_dir"] == str(tmp_path / "new")
+
+
+def good_checkpoint(file: Path) -> bytes:
+    torch.save({"pytorch-lightning_version": "2.6", "state_dict": {"weight": torch.arange(1000.0)}}, file)
+    return file.read_bytes()
+
+
+def test_a_checkpoint_that_was_cut_short_is_refused(command: Command, tmp_path: Path) -> None:
+    content = good_checkpoint(tmp_path / "a.ckpt")
+    (tmp_path / "a.ckpt").write_bytes(content[: len(content) // 2])
+    assert "damaged or cut short" in refused(command, "ckpt=a.ckpt")
+
+
+def test_a_checkpoint_with_a_flipped_bit_is_refused(command: Command, tmp_path: Path) -> None:
+    content = bytearray(good_checkpoint(tmp_path / "a.ckpt"))
+    content[content.index(torch.arange(1000.0).numpy().tobytes()) + 400] ^= 1
+    (tmp_path / "a.ckpt").write_bytes(content)
+    assert "is damaged at" in refused(command, "ckpt=a.ckpt")
+
+
+def test_a_file_that_is_no_checkpoint_of_a_run_is_refused(command: Command, tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "weights.pt")
+    assert "is no checkpoint of a training run" in refused(command, "ckpt=weights.pt")
+
+
+# Going on
+
+
+@pytest.fixture
+def earlier(command: Command, tmp_path: Path) -> Path:
+    """A run of two iterations with some overrides."""
+    assert command(RECORD, "family=compile", "iterations=2", "seed=5").status == 0
+    return only(tmp_path, "outputs/train/*")
+
+
+def test_the_last_run_goes_on_in_its_folder_with_its_overrides(command: Command, tmp_path: Path, earlier: Path) -> None:
+    result = command(RECORD, "ckpt=last", "iterations=4")
+    assert result.status == 0
+    assert list(tmp_path.glob("outputs/train/*")) == [earlier]
+    cfg = recorded(earlier)["cfg"]
+    assert (cfg["iterations"], cfg["seed"], cfg["family"]["regenerate"]["sampler"]) == (4, 5, "merged")
+    assert cfg["ckpt"] == str(earlier / "checkpoints" / "last.ckpt")
+    assert f"family=compile seed=5; given here: {RECORD} iterations=4" in result.out
+
+
+def test_the_last_run_can_go_on_again(command: Command, tmp_path: Path, earlier: Path) -> None:
+    for iterations in (4, 6):
+        assert command(RECORD, "ckpt=last", f"iterations={iterations}").status == 0
+    cfg = recorded(earlier)["cfg"]
+    assert (cfg["iterations"], cfg["seed"]) == (6, 5)
+    assert list(tmp_path.glob("outputs/train/*")) == [earlier]
+
+
+def test_the_newest_of_several_runs_goes_on(command: Command, tmp_path: Path, earlier: Path) -> None:
+    assert command(RECORD, "-m", "seed=8,9").status == 0
+    newest = only(tmp_path, "outputs/multirun/*/1_seed-9")
+    assert command(RECORD, "ckpt=last", "iterations=7").status == 0
+    assert (recorded(newest)["cfg"]["iterations"], recorded(newest)["cfg"]["seed"]) == (7, 9)
+
+
+def test_a_run_named_by_its_folder_goes_on(command: Command, tmp_path: Path, earlier: Path) -> None:
+    assert command(RECORD, "seed=8").status == 0
+    assert command(RECORD, "ckpt=last", f"hydra.run.dir={earlier.relative_to(tmp_path)}", "iterations=4").status == 0
+    assert (recorded(earlier)["cfg"]["iterations"], recorded(earlier)["cfg"]["seed"]) == (4, 5)
+
+
+def test_a_checkpoint_file_starts_a_new_folder_with_the_overrides_of_its_run(
+    command: Command, tmp_path: Path, earlier: Path
+) -> None:
+    before = (earlier / "record.json").read_bytes()
+    file = earlier.relative_to(tmp_path) / "checkpoints" / "last.ckpt"
+    assert command(RECORD, f"ckpt={file}", "seed=6", "hydra.run.dir=branch").status == 0
+    cfg = recorded(tmp_path / "branch")["cfg"]
+    assert (cfg["iterations"], cfg["seed"], cfg["ckpt"]) == (2, 6, str(tmp_path / file))
+    assert (earlier / "record.json").read_bytes() == before
+
+
+def test_another_task_takes_the_overrides_of_the_run_but_not_its_folder(
+    command: Command, tmp_path: Path, earlier: Path
+) -> None:
+    assert command("task=audit", RECORD, "ckpt=last").status == 0
+    cfg = recorded(only(tmp_path, "outputs/audit/*_tiny_compile_shapes"))["cfg"]
+    assert (cfg["seed"], cfg["task"]["pool"]) == (5, 96)
+    assert cfg["ckpt"] == str(earlier / "checkpoints" / "last.ckpt")
+
+
+def test_a_folder_name_with_every_awkward_character_goes_on(command: Command, tmp_path: Path) -> None:
+    folder = tmp_path / "it's a, (run) = [1]"
+    folder.mkdir()
+    quoted = str(folder).replace("'", "\\'")
+    assert command(RECORD, f"hydra.run.dir='{quoted}'", "seed=3").status == 0
+    assert command(RECORD, f"hydra.run.dir='{quoted}'", "ckpt=last", "iterations=9").status == 0
+    assert (recorded(folder)["cfg"]["iterations"], recorded(folder)["cfg"]["seed"]) == (9, 3)
+
+
+def test_further_ranks_do_not_take_the_run_of_the_first_for_an_old_one(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command(RECORD, "hydra.run.dir=run").status == 0
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert command(RECORD, "hydra.run.dir=run", "hydra.run.dir=run", "hydra.output_subdir=null").status == 0
+
+
+# The program as a user starts it
+
+
+def python_m(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "solrl_lightning", *arguments],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_help_reads_like_a_manual_and_loads_no_library(tmp_path: Path) -> None:
+    result = python_m(tmp_path, "--help")
+    assert result.returncode == 0
+    for part in (
+        "USAGE",
+        "GROUPS",
+        "COMMON KNOBS",
+        "EXAMPLES",
+        "RESULTS",
+        "family: compile, diffusionnft",
+        "ckpt=last",
+    ):
+        assert part in result.stdout
+    assert "???" not in result.stdout and "${" not in result.stdout
+    assert not any(line.endswith((" torch", " diffusers", " lightning")) for line in result.stderr.splitlines())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_is_told_from_any_folder_before_a_library_is_loaded(tmp_path: Path) -> None:
+    result = python_m(tmp_path, "famly=sol_rl")
+    assert result.returncode == 2
+    assert "Did you mean family?" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not any(line.endswith((" torch", " diffusers", " lightning")) for line in result.stderr.splitlines())
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,272 @@
+"""The loop on the embedded model: order of events, exact resumes, failures. The tripwire for a Lightning upgrade."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from omegaconf import DictConfig
+from torch import Tensor
+
+from solrl_lightning.build import build_loop, build_module, stages_of
+from solrl_lightning.callbacks.ema import WeightEMA
+from solrl_lightning.callbacks.requantize import Requantize
+from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.loop import ExploreTrainLoop
+from solrl_lightning.module import SolRLModule
+
+SMALL = [
+    "family.pool=5",
+    "family.keep=3",
+    "family.compile=false",
+    "model.full_steps=3",
+    "model.preview_steps=2",
+    "model.eval_steps=1",
+    "model.micro_batch=4",
+    "prompts_per_iteration=2",
+    "data.eval_prompts=2",
+    "data.eval_images=1",
+]
+MICRO_BATCHES = 2  # 2 prompts x 3 kept x 1 timestep = 6 rows in micro-batches of at most 4
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_module("solrl_lightning.conf", version_base="1.3"):
+        return compose("config", overrides=[*SMALL, *overrides])
+
+
+def make(
+    tmp_path: Path, *overrides: str, callbacks: tuple[Callback, ...] = (), **trainer_args: Any
+) -> tuple[SolRLModule, Trainer, ExploreTrainLoop]:
+    cfg = composed(*overrides)
+    checkpoints = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "gradient_clip_val": 1.0}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    trainer = Trainer(
+        **(defaults | quiet | trainer_args),
+        default_root_dir=tmp_path,
+        enable_checkpointing=checkpoints,
+        callbacks=[Requantize(), WeightEMA(), *callbacks],
+    )
+    module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
+    return module, trainer, build_loop(cfg, trainer)
+
+
+def fit(module: SolRLModule, trainer: Trainer, loop: ExploreTrainLoop, ckpt: Path | None = None) -> None:
+    held_out = RankShare(module.eval_prompts, 0, 1)
+    trainer.fit(module, loop.loader, held_out, ckpt_path=ckpt, weights_only=True)
+
+
+def weights(module: SolRLModule) -> Tensor:
+    """All that a run has learnt: the trained, the old and the averaged adapter."""
+    states = [module.adapter_state(name) for name in ("default", "old", "ema")]
+    return torch.cat([value.flatten() for state in states for value in state.values()])
+
+
+class Recorder(Callback):
+    """Notes the order of events, and which prompts and seeds every iteration explored."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.explored: list[tuple[int, list[str], list[list[int]]]] = []
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        for name in ("refresh_shadow", "run_stage", "training_step"):
+            setattr(pl_module, name, self._noting(trainer, name, getattr(pl_module, name)))
+
+    def _noting(self, trainer: Trainer, name: str, method: Any) -> Any:
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            self.events.append(args[0].name if name == "run_stage" else name)
+            if name == "run_stage" and args[0] == trainer.fit_loop.stages[0]:
+                self.explored.append((trainer.current_epoch, args[1].texts, args[2].tolist()))
+            return method(*args, **kwargs)
+
+        return noting
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self.events.append("step")
+
+
+def test_an_iteration_is_requantise_explore_regenerate_train_and_one_step(tmp_path: Path) -> None:
+    recorder = Recorder()
+    module, trainer, loop = make(tmp_path, callbacks=(recorder,), max_epochs=2)
+    fit(module, trainer, loop)
+    iteration = ["refresh_shadow", "explore", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
+    assert recorder.events == iteration * 2
+    assert trainer.global_step == trainer.current_epoch == 2
+
+
+def test_a_one_stage_family_samples_its_pool_once(tmp_path: Path) -> None:
+    recorder = Recorder()
+    module, trainer, loop = make(tmp_path, "family=naive_scaling", callbacks=(recorder,), max_epochs=1)
+    fit(module, trainer, loop)
+    assert recorder.events == ["refresh_shadow", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
+    assert loop.explored is None
+    assert torch.equal(loop.rollouts.proxy_rewards, loop.rollouts.rewards)
+
+
+def test_regenerated_samples_keep_their_seeds_and_get_new_rewards(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, max_epochs=1)
+    fit(module, trainer, loop)
+    assert loop.explored is not None
+    for seeds, pool in zip(loop.rollouts.seeds.tolist(), loop.explored.seeds.tolist(), strict=True):
+        assert len(set(seeds)) == 3 and set(seeds) <= set(pool)
+    assert not torch.equal(loop.rollouts.proxy_rewards, loop.rollouts.rewards)
+    torch.testing.assert_close(loop.rollouts.advantages.mean(1), torch.zeros(2), atol=1e-5, rtol=0)
+
+
+def test_micro_batches_accumulate_to_the_gradient_of_one_batch(tmp_path: Path) -> None:
+    gradients = []
+    for size in (1, 4, 6):
+        module, trainer, loop = make(tmp_path, f"model.micro_batch={size}", max_epochs=1, gradient_clip_val=None)
+        grabbed = _Gradients()
+        trainer.callbacks.append(grabbed)
+        fit(module, trainer, loop)
+        gradients.append(grabbed.flat)
+    # bf16 activations: the batch size changes the order of sums, which may flip a rounding
+    for other in gradients[1:]:
+        assert torch.linalg.vector_norm(other - gradients[0]) <= 0.02 * torch.linalg.vector_norm(gradients[0])
+
+
+class _Gradients(Callback):
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.flat = torch.cat([parameter.grad.flatten() for parameter in pl_module.trained_parameters()])
+
+
+class CrashAt(Callback):
+    """Saves a checkpoint and dies in the middle of iteration 1: while exploring, or between two micro-batches."""
+
+    def __init__(self, phase: str) -> None:
+        self.phase = phase
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        run_stage = pl_module.run_stage
+
+        def crash_in_explore(*args: Any, **kwargs: Any) -> Any:
+            if self.phase == "explore" and trainer.current_epoch == 1:
+                self.crash(trainer)
+            return run_stage(*args, **kwargs)
+
+        pl_module.run_stage = crash_in_explore
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.phase == "train" and (trainer.current_epoch, batch_idx) == (1, 0):
+            self.crash(trainer)
+
+    def crash(self, trainer: Trainer) -> None:
+        trainer.save_checkpoint(f"{trainer.default_root_dir}/crash.ckpt")
+        raise KeyboardInterrupt
+
+
+def rows(folder: Path, name: str) -> list[str]:
+    """Header and logged rows without the timings."""
+    return (folder / f"{name}/version_0/metrics.csv").read_text().splitlines()
+
+
+SAVES: dict[str, Any] = {
+    "at the end of an iteration": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+    "at the end of an evaluation": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
+    "after the optimiser step": {"every_n_train_steps": 1},
+    "between two micro-batches": "train",
+    "while exploring": "explore",
+}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Recorder, Tensor]:
+    """Three iterations without interruption."""
+    folder = tmp_path_factory.mktemp("straight")
+    recorder = Recorder()
+    logger = CSVLogger(folder, name="straight")
+    module, trainer, loop = make(folder, callbacks=(recorder,), max_epochs=3, logger=logger, log_every_n_steps=1)
+    fit(module, trainer, loop)
+    return folder, recorder, weights(module)
+
+
+@pytest.mark.parametrize("save", SAVES.values(), ids=SAVES.keys())
+def test_resume_is_bit_exact_from_a_checkpoint_taken(
+    save: Any, straight: tuple[Path, Recorder, Tensor], tmp_path: Path
+) -> None:
+    if isinstance(save, str):
+        module, trainer, loop = make(tmp_path, callbacks=(CrashAt(save),), max_epochs=3)
+        with pytest.raises(SystemExit):
+            fit(module, trainer, loop)
+    else:
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **save)
+        module, trainer, loop = make(tmp_path, callbacks=(saver,), max_epochs=1)
+        fit(module, trainer, loop)
+    (checkpoint,) = tmp_path.glob("*.ckpt")
+
+    recorder = Recorder()
+    logger = CSVLogger(tmp_path, name="resumed")
+    module, trainer, loop = make(tmp_path, callbacks=(recorder,), max_epochs=3, logger=logger, log_every_n_steps=1)
+    fit(module, trainer, loop, checkpoint)
+
+    folder, uninterrupted, expected = straight
+    assert recorder.explored == uninterrupted.explored[1:]
+    assert recorder.events[0] == "refresh_shadow"
+    assert trainer.global_step == trainer.current_epoch == 3
+    assert torch.equal(weights(module), expected)
+    header, *logged = rows(folder, "straight")
+    resumed_header, *resumed = rows(tmp_path, "resumed")
+    assert sorted(resumed_header.split(",")) == sorted(header.split(","))
+    assert len(resumed) == len(logged) * 2 // 3
+
+
+def test_a_checkpoint_holds_the_adapters_and_no_other_weights(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, max_epochs=1)
+    fit(module, trainer, loop)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    state = torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"]
+    assert all(".lora_A.default." in k or ".lora_B.default." in k or ".old." in k for k in state)
+    assert sum(value.numel() for value in state.values()) == 2 * sum(p.numel() for p in module.trained_parameters())
+
+
+def test_a_checkpoint_of_another_rank_is_refused(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, max_epochs=1)
+    fit(module, trainer, loop)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    module, trainer, loop = make(tmp_path, "model.lora.rank=16", max_epochs=2)
+    with pytest.raises(UserError, match="adapters do not fit"):
+        fit(module, trainer, loop, tmp_path / "x.ckpt")
+
+
+def test_a_reward_that_is_nan_stops_the_run_and_names_prompt_and_seed(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, max_epochs=1)
+    object.__setattr__(module, "reward", lambda images, prompts: torch.full((len(prompts),), torch.nan))
+    before = weights(module)
+    with pytest.raises(NonFiniteError, match=r"reward is nan for the prompt 'a .*' with seed \d+"):
+        fit(module, trainer, loop)
+    assert torch.equal(weights(module), before)
+
+
+def test_a_loss_that_is_nan_stops_the_run_before_the_optimiser_steps(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, max_epochs=1)
+    module.adapter_state("default")["transformer_blocks.0.attn.to_q.lora_A.weight"].fill_(torch.nan)
+    with pytest.raises(NonFiniteError, match="loss is nan for the prompt"):
+        fit(module, trainer, loop)
+    assert trainer.global_step == 0
+
+
+def test_more_devices_than_prompts_is_refused(tmp_path: Path) -> None:
+    cfg = composed("prompts_per_iteration=1")
+    trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
+    with pytest.raises(UserError, match="every device needs at least one prompt"):
+        build_loop(cfg, trainer)
+
+
+def test_only_the_policy_moves_and_the_old_policy_follows_it(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, "old_policy.decay_type=0", max_epochs=1)
+    frozen = {name: p.detach().clone() for name, p in module.named_parameters() if ".lora_" not in name}
+    fit(module, trainer, loop)
+    for name, parameter in module.named_parameters():
+        if ".lora_" not in name:
+            assert torch.equal(parameter, frozen[name])
+    trained, old = module.adapter_state("default"), module.adapter_state("old")
+    assert all(torch.equal(trained[name], old[name]) for name in trained)
+    assert max(value.abs().max() for name, value in trained.items() if "lora_B" in name) > 0
