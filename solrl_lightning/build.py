@@ -49,7 +49,8 @@ def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
     checkpoint: dict[str, Any] = torch.load(ckpt, map_location=module.policy.device, weights_only=True)
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
-    module.ema_state = checkpoint["callbacks"]["WeightEMA"]["average"]
+    average = checkpoint["callbacks"].get("WeightEMA")  # a run without the callback is evaluated as it stands
+    module.ema_state = average and average["average"]
 
 
 def build_trainer(cfg: DictConfig) -> Trainer:

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from solrl_lightning.__main__ import main
 from solrl_lightning.config import ConfigTree, application_config
+
+torch.set_num_threads(1)  # at these sizes threads wait for each other more than they compute
 
 
 class Finished(NamedTuple):

@@ -32,6 +32,7 @@ RELATIONS = {  # the direction from the second object to the first, as (x, y)
     "right of": (1, 0),
 }
 MIN_RADIUS, MAX_RADIUS = 3.8, 5.6  # of the disc of equal area: all three shapes of one radius cover the same area
+DISTRACTOR_RADIUS = (3.0, 4.0)
 _CAPTION = re.compile(
     r"an? (?P<c1>{c}) (?P<s1>{s}) (?P<rel>{r}) an? (?P<c2>{c}) (?P<s2>{s})".format(
         c="|".join(COLOURS), s="|".join(SHAPES), r="|".join(RELATIONS)
@@ -89,8 +90,12 @@ def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size: int = IMAGE_SI
     return (chosen + 0.5).clamp(0, 1)
 
 
-def render(scenes: list[Scene], generator: torch.Generator) -> Tensor:
-    """[B, 3, 32, 32] images in [0, 1] of the scenes, with sizes and positions drawn from ``generator``."""
+def render(scenes: list[Scene], generator: torch.Generator, distractors: float = 0.0) -> Tensor:
+    """[B, 3, 32, 32] images in [0, 1] of the scenes, with sizes and positions drawn from ``generator``.
+
+    A share ``distractors`` of the pictures carries a third, smaller object that its caption does not mention, as pictures
+    on the web do.
+    """
     batch = len(scenes)
     radius = MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * torch.rand(batch, 2, generator=generator)
     apart = torch.rand(batch, 2, generator=generator) * 2.5 + 7.0  # distance of each object from the middle
@@ -105,4 +110,22 @@ def render(scenes: list[Scene], generator: torch.Generator) -> Tensor:
     for i in range(2):
         mask = coverage(shapes[:, i], centre[:, i], radius[:, i])[:, None]
         image = image * (1 - mask) + colours[:, i, :, None, None] * mask
-    return image
+    return _add_distractors(image, scenes, centre, distractors, generator) if distractors else image
+
+
+def _add_distractors(
+    image: Tensor, scenes: list[Scene], centre: Tensor, share: float, generator: torch.Generator
+) -> Tensor:
+    """Draws the third objects: in a colour that is not in the picture, where there is most room among 8 random places."""
+    batch = len(scenes)
+    places = 4 + (IMAGE_SIZE - 8) * torch.rand(batch, 8, 2, generator=generator)
+    room = torch.cdist(places, centre).amin(2)  # [B, 8]
+    place = places[torch.arange(batch), room.argmax(1)]
+    free = [[rgb for name, rgb in COLOURS.items() if name not in (s.first[0], s.second[0])] for s in scenes]
+    pick = torch.randint(len(COLOURS) - 2, (batch,), generator=generator)
+    colour = torch.tensor(free)[torch.arange(batch), pick]
+    shape = torch.randint(len(SHAPES), (batch,), generator=generator)
+    low, high = DISTRACTOR_RADIUS
+    mask = coverage(shape, place, low + (high - low) * torch.rand(batch, generator=generator))[:, None]
+    mask = mask * (torch.rand(batch, generator=generator) < share)[:, None, None, None]
+    return image * (1 - mask) + colour[:, :, None, None] * mask

@@ -1,0 +1,114 @@
+"""task=train by its command: what a run leaves behind, every family, interruption, and resume after a kill."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+Command = Callable[..., Any]
+
+FAMILIES = ["diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl"]
+TAGS = {
+    *("reward/mean", "reward/std", "explore/proxy_reward", "eval/shapes"),
+    *(f"rank/{name}" for name in ("spearman", "kendall", "top_overlap", "bottom_overlap")),
+    *("rank/top_mean_rank", "rank/bottom_mean_rank"),
+    *(f"time/{stage}" for stage in ("explore", "regenerate", "train", "requantize", "iteration")),
+    *("train/loss", "train/kl", "train/grad_norm"),
+}
+
+
+def test_a_run_leaves_everything_that_the_readme_lists(command: Command, tmp_path: Path) -> None:
+    done = command("experiment=smoke", "hydra.run.dir=run")
+    assert done.status == 0, done.err
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "completed" and summary["iterations"] == 2
+    assert summary["precision_backend"] == "nvfp4 (emulated)"
+    assert 0 < summary["base_reward"] < 1 and 0 < summary["final_reward"] < 1
+    assert {"explore", "regenerate", "train", "requantize"} <= summary["seconds_per_stage"].keys()
+    assert -1 <= summary["rank_fidelity"]["last"]["spearman"] <= 1
+    assert summary["peak_memory_bytes"] > 0
+    assert (run / "checkpoints" / "last.ckpt").is_file()
+    assert (run / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    assert (run / ".hydra" / "overrides.yaml").is_file()
+    assert {path.suffix for path in (run / "samples").iterdir()} == {".png"}
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= TAGS
+    for text in ("NVFP4 is emulated", "linear layers quantised", "shapes reward", "last checkpoint"):
+        assert text in done.out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_trains(command: Command, tmp_path: Path, family: str) -> None:
+    arguments = ["experiment=smoke", f"family={family}", "family.pool=6", "family.keep=3", "family.compile=false"]
+    small = ["model.full_steps=2", "model.preview_steps=1", "iterations=1", "callbacks.sample_grid.every=0"]
+    done = command(*arguments, *small, "hydra.run.dir=run")
+    assert done.status == 0, done.err
+    state = load_file(tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors")
+    assert max(value.abs().max() for name, value in state.items() if "lora_B" in name) > 0
+    assert ("It is a control" in done.out) == (family == "naive_quant")
+
+
+LONG = ["experiment=smoke", "callbacks.sample_grid.every=0", "callbacks.rank_correlation.probe_every=0"]
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "solrl_lightning", *LONG, *arguments, f"hydra.run.dir={folder}"],
+        cwd=folder.parent,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def wait_for(path: Path, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 240
+    while not path.exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_killed_run_resumes_to_bit_equal_weights(tmp_path: Path) -> None:
+    straight = start(tmp_path / "straight", "iterations=4")
+    killed = start(tmp_path / "killed", "iterations=4")
+    wait_for(tmp_path / "killed" / "checkpoints" / "last.ckpt", killed)
+    killed.kill()
+    killed.communicate()
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    resumed = start(tmp_path / "killed", "ckpt=last")
+    for process in (straight, resumed):
+        output, _ = process.communicate(timeout=280)
+        assert process.returncode == 0, output
+    expected, found = (
+        load_file(tmp_path / name / "lora" / "pytorch_lora_weights.safetensors") for name in ("straight", "killed")
+    )
+    assert expected.keys() == found.keys()
+    assert all(value.equal(found[name]) for name, value in expected.items())
+    first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("straight", "killed"))
+    assert first["base_reward"] == second["base_reward"] and first["final_reward"] == second["final_reward"]
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_a_summary(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(run, "iterations=1000")
+    wait_for(run / "checkpoints" / "last.ckpt", process)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "interrupted" and 1 <= summary["iterations"] < 1000
+    assert (run / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    assert "interrupted after" in output and "Traceback" not in output
