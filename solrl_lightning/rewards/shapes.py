@@ -4,8 +4,8 @@
 
 1. Every pixel is softly assigned to the background or to one of the six colours, by its squared distance in RGB.
 2. object_i: the mask of the caption's i-th colour against the named shape of the same centroid and area, by soft
-   intersection over union, times 1/3 + 2/3 of the softmax of that overlap among the three shapes (a perfect square is a
-   third of a circle), times a smooth window on the area (nothing there, or far too large: 0).
+   intersection over union, times (1 + softmax of that overlap among the three shapes) / 2 (a perfect square is worth
+   half as a circle), times a smooth window on the area (nothing there, or far too large: 0).
 3. relation: a sigmoid of how far the first centroid lies from the second in the named direction, times both windows.
 4. purity: decays with the area of colours that the caption does not name.
 
@@ -28,9 +28,9 @@ from solrl_lightning.shapes.world import (
 
 _COLOUR_VARIANCE = 0.02  # squared RGB distance at which a colour's share falls to 1/e
 _OVERLAP_TEMPERATURE = 0.04  # circle and square of one area overlap by 0.83, so the right one wins by e^4
-_COLOUR_CREDIT = 1 / 3  # what an object of the right colour and the wrong shape is worth
+_COLOUR_CREDIT = 0.5  # what an object of the right colour and the wrong shape is worth
 _RELATION_MARGIN, _RELATION_WIDTH = 4.0, 1.5  # pixels; rendered objects are at least 14 apart
-_STRAY_FREE, _STRAY_SCALE = 12.0, 60.0  # pixels of other colours: antialiased edges stay below the first
+_STRAY_FREE, _STRAY_SCALE = 12.0, 80.0  # pixels of other colours: antialiased edges stay below the first
 
 
 class ShapesReward:

@@ -93,7 +93,7 @@ def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size: int = IMAGE_SI
 def render(scenes: list[Scene], generator: torch.Generator, distractors: float = 0.0) -> Tensor:
     """[B, 3, 32, 32] images in [0, 1] of the scenes, with sizes and positions drawn from ``generator``.
 
-    A share ``distractors`` of the pictures carries a third, smaller object that its caption does not mention, as pictures
+    A share ``distractors`` of the pictures has a third, smaller object that its caption does not mention, as pictures
     on the web do.
     """
     batch = len(scenes)
@@ -116,7 +116,7 @@ def render(scenes: list[Scene], generator: torch.Generator, distractors: float =
 def _add_distractors(
     image: Tensor, scenes: list[Scene], centre: Tensor, share: float, generator: torch.Generator
 ) -> Tensor:
-    """Draws the third objects: in a colour that is not in the picture, where there is most room among 8 random places."""
+    """Draws the third objects: in another colour, where there is most room among 8 random places."""
     batch = len(scenes)
     places = 4 + (IMAGE_SIZE - 8) * torch.rand(batch, 8, 2, generator=generator)
     room = torch.cdist(places, centre).amin(2)  # [B, 8]
