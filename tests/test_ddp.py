@@ -11,9 +11,10 @@ from safetensors.torch import load_file
 
 ARGUMENTS = [
     "experiment=smoke",
+    "family=diffusionnft",  # no selection: a rounding that flips a choice would change the samples
+    "iterations=1",
     "prompts_per_iteration=3",  # one rank gets two prompts, the other one
     "data.eval_prompts=3",
-    "evaluation.every=2",
     "trainer.accelerator=cpu",
     # Plain gradient descent: Adam would blow the rounding of near-zero gradients up to full steps.
     "optimizer._target_=torch.optim.SGD",
@@ -44,5 +45,3 @@ def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
     assert torch.linalg.vector_norm(a - b) <= 0.05 * torch.linalg.vector_norm(a)
     assert abs(summary["base_reward"] - summary_of_two["base_reward"]) <= 1e-3
     assert abs(summary["final_reward"] - summary_of_two["final_reward"]) <= 5e-3
-    first = (summary["rank_fidelity"]["first"], summary_of_two["rank_fidelity"]["first"])
-    assert all(abs(row["spearman"]) <= 1 for row in first)

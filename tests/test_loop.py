@@ -188,6 +188,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Recorder, 
     return folder, recorder, weights(module)
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning")
 @pytest.mark.parametrize("save", SAVES.values(), ids=SAVES.keys())
 def test_resume_is_bit_exact_from_a_checkpoint_taken(
     save: Any, straight: tuple[Path, Recorder, Tensor], tmp_path: Path

@@ -70,6 +70,8 @@ def start(folder: Path, *arguments: str) -> subprocess.Popen:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # A test run in the background of a shell script ignores SIGINT, and so would its children.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -82,8 +84,8 @@ def wait_for(path: Path, process: subprocess.Popen) -> None:
 
 
 def test_a_killed_run_resumes_to_bit_equal_weights(tmp_path: Path) -> None:
-    straight = start(tmp_path / "straight", "iterations=4")
-    killed = start(tmp_path / "killed", "iterations=4")
+    straight = start(tmp_path / "straight", "iterations=12")
+    killed = start(tmp_path / "killed", "iterations=12")
     wait_for(tmp_path / "killed" / "checkpoints" / "last.ckpt", killed)
     killed.kill()
     killed.communicate()
@@ -99,6 +101,15 @@ def test_a_killed_run_resumes_to_bit_equal_weights(tmp_path: Path) -> None:
     assert all(value.equal(found[name]) for name, value in expected.items())
     first, second = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("straight", "killed"))
     assert first["base_reward"] == second["base_reward"] and first["final_reward"] == second["final_reward"]
+
+
+def test_a_finished_run_has_nothing_to_resume(command: Command, tmp_path: Path) -> None:
+    arguments = [*LONG, "iterations=1", "data.eval_prompts=1", "hydra.run.dir=run"]
+    assert command(*arguments).status == 0
+    summary = (tmp_path / "run" / "summary.json").read_text()
+    done = command("ckpt=last", "hydra.run.dir=run")
+    assert done.status == 2 and "has done 1 and iterations=1" in done.err
+    assert (tmp_path / "run" / "summary.json").read_text() == summary
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_a_summary(tmp_path: Path) -> None:

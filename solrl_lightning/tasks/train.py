@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import torch
 from lightning.pytorch import seed_everything
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_loop, build_module, build_trainer, stages_of
 from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.errors import UserError
 
 
 def train(cfg: DictConfig) -> dict[str, Any]:
@@ -14,6 +16,8 @@ def train(cfg: DictConfig) -> dict[str, Any]:
 
     Leaves the contents that the README lists in the run folder; an interrupted run leaves them too.
     """
+    if cfg.ckpt is not None:
+        check_iterations_left(cfg.ckpt, cfg.iterations)
     seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
@@ -23,3 +27,13 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         trainer.validate(module, held_out, verbose=False)
     trainer.fit(module, loop.loader, held_out, ckpt_path=cfg.ckpt, weights_only=True)
     return dict(trainer.logged_metrics)
+
+
+def check_iterations_left(ckpt: str, iterations: int) -> None:
+    """Raises ``UserError`` when the checkpoint's run is already as long as it is asked to be."""
+    done = torch.load(ckpt, map_location="cpu", weights_only=True)["global_step"]
+    if done >= iterations:
+        raise UserError(
+            f"a resumed run needs iterations left to do; {ckpt} has done {done} and iterations={iterations}. Go on for "
+            f"longer with iterations={done + 10}, say."
+        )

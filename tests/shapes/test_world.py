@@ -157,3 +157,24 @@ def test_both_objects_leave_their_full_area_on_the_picture() -> None:
             assert 0.98 * MIN_RADIUS < radius < 1.02 * MAX_RADIUS, scene
             ink[row] += share
     assert ink.min() > 2 * math.pi * MIN_RADIUS**2 * 0.97 and ink.max() < 2 * math.pi * MAX_RADIUS**2 * 1.03
+
+
+def test_a_distractor_is_a_third_object_in_a_colour_of_its_own() -> None:
+    scenes = all_scenes()[::9]
+    plain = render(scenes, torch.Generator().manual_seed(1))
+    crowded = render(scenes, torch.Generator().manual_seed(1), distractors=1.0)
+    changed = (plain - crowded).abs().amax(1) > 0.05  # [B, H, W]
+    area = changed.sum((1, 2))
+    assert (area >= 20).all() and (area <= 75).all()  # discs of radius 3 to 4 with their soft edges
+    for scene, picture, where in zip(scenes, crowded, changed, strict=True):
+        core = picture[:, where].T[:, None] - torch.tensor(list(COLOURS.values()))  # [pixels, 6, 3]
+        nearest = core.square().sum(2).argmin(1).mode().values
+        assert list(COLOURS)[int(nearest)] not in (scene.first[0], scene.second[0])
+
+
+def test_distractors_stand_in_the_given_share_of_pictures() -> None:
+    scenes = all_scenes()[::2]
+    plain = render(scenes, torch.Generator().manual_seed(2))
+    some = render(scenes, torch.Generator().manual_seed(2), distractors=0.4)
+    share = ((plain - some).abs().amax((1, 2, 3)) > 0).float().mean()
+    assert abs(share - 0.4) < 0.08  # 540 pictures: four standard errors
