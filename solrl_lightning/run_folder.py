@@ -123,10 +123,10 @@ def check_checkpoint(file: Path) -> None:
             ours = not damaged and any(_LIGHTNING_MARK in archive.read(name) for name in pickles)
     except (zipfile.BadZipFile, EOFError, OSError) as error:
         raise UserError(
-            f"The checkpoint {file} is damaged or cut short ({error}). Take an earlier one from the same folder."
+            f"The checkpoint {file} is damaged or cut short ({error}). Take another checkpoint, or start the run again."
         ) from error
     if damaged:
-        raise UserError(f"The checkpoint {file} is damaged at {damaged}. Take an earlier one from the same folder.")
+        raise UserError(f"The checkpoint {file} is damaged at {damaged}. Take another checkpoint, or start the run again.")
     if not ours:
         raise UserError(f"{file} is no checkpoint of a training run: those are checkpoints/*.ckpt in the run's folder.")
 
