@@ -17,6 +17,7 @@ from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import Sampling, SolRLModule, Stage
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve
+from solrl_lightning.rollout.stage import Reward
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +66,9 @@ def stages_of(cfg: DictConfig) -> list[Stage]:
 
 
 def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> SolRLModule:
+    reward: Reward = instantiate(cfg.reward, device=str(device))
+    eval_prompts = read_prompts(cfg.data.eval)[: cfg.data.eval_prompts]
+    reward.check_prompts([*read_prompts(cfg.data.train), *eval_prompts])  # before the model is loaded
     policy = instantiate(cfg.model.policy, device=str(device))
     compile_it, why = should_compile(cfg.family.compile, device)
     log.info("%s", why)
@@ -85,7 +89,7 @@ def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> 
     )
     return SolRLModule(
         policy=policy,
-        reward=instantiate(cfg.reward, device=str(device)),
+        reward=reward,
         objective=instantiate(cfg.objective),
         optimizer=instantiate(cfg.optimizer),
         old_decay=instantiate(cfg.old_policy),
@@ -95,7 +99,7 @@ def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> 
         backend=resolve(cfg.precision.name, cfg.precision.backend, device),
         rule=QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude)),
         kl_needs_reference=cfg.objective.kl_weight != 0,
-        eval_prompts=read_prompts(cfg.data.eval)[: cfg.data.eval_prompts],
+        eval_prompts=eval_prompts,
         seed=cfg.seed,
     )
 

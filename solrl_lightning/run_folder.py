@@ -126,7 +126,7 @@ def check_checkpoint(file: Path) -> None:
             f"The checkpoint {file} is damaged or cut short ({error}). Take another checkpoint, or start the run again."
         ) from error
     if damaged:
-        raise UserError(f"The checkpoint {file} is damaged at {damaged}. Take another checkpoint, or start the run again.")
+        raise UserError(f"The checkpoint {file} is damaged at {damaged}. Take another one, or start the run again.")
     if not ours:
         raise UserError(f"{file} is no checkpoint of a training run: those are checkpoints/*.ckpt in the run's folder.")
 

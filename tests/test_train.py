@@ -112,6 +112,14 @@ def test_a_finished_run_has_nothing_to_resume(command: Command, tmp_path: Path) 
     assert (tmp_path / "run" / "summary.json").read_text() == summary
 
 
+def test_a_prompt_that_the_reward_cannot_score_is_refused_before_the_model_is_loaded(
+    command: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a red circle above a blue square\na dog on a sofa\n")
+    done = command(*LONG, "data.train=prompts.txt", "prompts_per_iteration=1", "model.pretrained=/nowhere")
+    assert done.status == 2 and "'a dog on a sofa'" in done.err
+
+
 def test_ctrl_c_leaves_a_checkpoint_and_a_summary(tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(run, "iterations=1000")

@@ -45,6 +45,11 @@ class ShapesReward:
     def to(self, device: str | torch.device) -> "ShapesReward":
         return ShapesReward(device)
 
+    def check_prompts(self, prompts: list[str]) -> None:
+        """Raises ``UserError`` for a prompt that is no shapes caption."""
+        for prompt in prompts:
+            parse_caption(prompt)
+
     def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
         """float32 [B]. Raises ``UserError`` for a prompt that is no shapes caption."""
         images = images.to(self.device, torch.float32)

@@ -46,6 +46,8 @@ class Reward(Protocol):
 
     name: str
 
+    def check_prompts(self, prompts: list[str]) -> None: ...  # UserError for one that it cannot score
+
     def __call__(self, images: Tensor, prompts: list[str]) -> Tensor: ...
 
 
