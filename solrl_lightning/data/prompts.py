@@ -1,80 +1,80 @@
-"""Prompts: read from a text file or a named source, and dealt out to iterations.
+"""Prompts: read from their sources, kept apart for training and evaluation, and dealt out to iterations.
 
-A prompt is identified by its text, so every prompt of a set is there once (case and spacing do not tell prompts apart).
+A prompt is identified by its text, so every prompt of a set is there once; case and spacing do not tell prompts apart.
 """
 
-import difflib
 import logging
-import re
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
+from solrl_lightning.data.sources import Record, read_records
 from solrl_lightning.errors import UserError
 from solrl_lightning.rollout.seeds import permutation
 
 logger = logging.getLogger(__name__)
 
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+class PromptSets(NamedTuple):
+    """What is trained on and what is evaluated: no prompt is in both."""
+
+    train: list[str]
+    eval: list[str]
 
 
-def _shapes_train() -> list[str]:
-    from solrl_lightning.shapes.captions import train_captions
+def read_prompts(source: str | Path, column: str = "prompt") -> list[str]:
+    """The different prompts of a source (see ``sources.read_records``), in their order.
 
-    return train_captions()
-
-
-def _shapes_eval() -> list[str]:
-    from solrl_lightning.shapes.captions import eval_captions
-
-    return eval_captions()
-
-
-SOURCES: dict[str, Callable[[], list[str]]] = {"shapes-train": _shapes_train, "shapes-eval": _shapes_eval}
-"""Named sources; a new one is one more entry. Imports stay inside, so that a name costs nothing until it is used."""
-
-
-def read_prompts(path_or_name: str | Path) -> list[str]:
-    """The different prompts of a named source, or of a UTF-8 text file with one prompt a line, in their order.
-
-    Blank lines are dropped, and so are repetitions but for case and spacing, with their number in the log.
+    Blank ones are dropped, and so are repetitions but for case and spacing, with their number in the log.
     """
-    name = str(path_or_name)
-    lines = SOURCES[name]() if name in SOURCES else _read_lines(Path(path_or_name))
-    different: dict[str, str] = {}
-    prompts = [line.strip() for line in lines if line.strip()]
-    for prompt in prompts:
-        different.setdefault(" ".join(prompt.split()).casefold(), prompt)
+    return [record.text for record in _different(source, column)]
+
+
+def read_tags(source: str | Path, column: str = "prompt") -> dict[str, str]:
+    """The kind of every prompt that `read_prompts` gives, as far as the source tells kinds apart."""
+    return {record.text: record.tag for record in _different(source, column) if record.tag is not None}
+
+
+def read_prompt_sets(train: str | Path, held_out: str | Path, column: str = "prompt") -> PromptSets:
+    """Both sets. What is held out for evaluation is taken out of what is trained on, with its number in the log.
+
+    Raises:
+        UserError: a source cannot be read, or nothing is left to train on.
+    """
+    prompts, kept_out = read_prompts(train, column), read_prompts(held_out, column)
+    identities = {_identity(prompt) for prompt in kept_out}
+    left = [prompt for prompt in prompts if _identity(prompt) not in identities]
+    if not left:
+        raise UserError(
+            f"training needs prompts that are not evaluated on; all {len(prompts)} of data.train={train} are in "
+            f"data.eval={held_out} too. Name another source for one of them."
+        )
+    if len(left) < len(prompts):
+        taken = len(prompts) - len(left)
+        logger.info("%s: left out %d of %d prompts that %s evaluates on", train, taken, len(prompts), held_out)
+    return PromptSets(left, kept_out)
+
+
+def _different(source: str | Path, column: str) -> list[Record]:
+    rows = read_records(source, column)
+    # Tables of preferences repeat a prompt many times to the letter; that is cheap to find.
+    times = Counter(row.text for row in rows)
+    tags = {row.text: row.tag for row in reversed(rows)}  # of the first of equal rows
+    different: dict[str, Record] = {}
+    for text in times:
+        if text.strip():
+            different.setdefault(_identity(text), Record(text.strip(), tags[text]))
     if not different:
-        raise UserError(f"a prompt file needs at least one line with text; {name} has none")
-    if len(different) < len(prompts):
-        logger.info("%s: dropped %d repeated prompts of %d", name, len(prompts) - len(different), len(prompts))
+        raise UserError(f"a prompt source needs at least one line with text; {source} has none")
+    total = sum(count for text, count in times.items() if text.strip())
+    if len(different) < total:
+        logger.info("%s: dropped %d repeated prompts of %d", source, total - len(different), total)
     return list(different.values())
 
 
-def _read_lines(path: Path) -> list[str]:
-    if not path.is_file():
-        problem = "is not a file" if path.exists() else "does not exist"
-        near = difflib.get_close_matches(str(path), SOURCES, n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]}?)" if near else ""
-        raise UserError(
-            f"prompts come from a text file or a named source; the path {path} {problem} (looked in {Path.cwd()}) "
-            f"and it is not one of the named sources: {', '.join(SOURCES)}{hint}"
-        )
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UserError(f"the prompt file {path} cannot be read: {error.strerror}") from error
-    text = data.removeprefix(_BYTE_ORDER_MARK)
-    try:
-        # Only line ends end a prompt: str.splitlines would also cut at form feeds and other rare separators.
-        return re.split(r"\r\n|\r|\n", text.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        line = len(re.findall(rb"\r\n|\r|\n", text[: error.start])) + 1
-        offset = error.start + len(data) - len(text)
-        raise UserError(
-            f"a prompt file must be UTF-8; {path} has the byte 0x{data[offset]:02x} at offset {offset} (line {line}), "
-            "which is not: save the file as UTF-8"
-        ) from error
+def _identity(prompt: str) -> str:
+    return " ".join(prompt.split()).casefold()
 
 
 class PromptSchedule:

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from solrl_lightning.data.prompts import SOURCES, PromptSchedule, read_prompts
+from solrl_lightning.data.prompts import PromptSchedule, read_prompt_sets, read_prompts, read_tags
+from solrl_lightning.data.sources import SOURCES, Record
 from solrl_lightning.errors import UserError
 
 
@@ -64,9 +65,9 @@ def test_a_missing_file_names_the_folder_and_the_nearest_source(
         read_prompts("shapes_trian")
     message = str(caught.value)
     assert "shapes_trian does not exist" in message and str(tmp_path) in message
-    assert "shapes-train, shapes-eval (did you mean shapes-train?)" in message
-    with pytest.raises(UserError, match=r"named sources: shapes-train, shapes-eval$"):
-        read_prompts("pickapic.txt")
+    assert "shapes-train, shapes-eval, compositional" in message and "(did you mean shapes-train?)" in message
+    with pytest.raises(UserError, match="pickapic-test$"):
+        read_prompts("prompts.csv")
 
 
 def test_a_folder_is_not_a_prompt_file(tmp_path: Path) -> None:
@@ -75,8 +76,46 @@ def test_a_folder_is_not_a_prompt_file(tmp_path: Path) -> None:
 
 
 def test_a_named_source_is_called_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(SOURCES, "colours", lambda: ["red", "Red", "blue"])
+    monkeypatch.setitem(SOURCES, "colours", lambda: [Record("red"), Record("Red"), Record("blue")])
     assert read_prompts("colours") == ["red", "blue"]
+
+
+def test_tags_belong_to_the_prompts_that_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "tagged.jsonl"
+    path.write_text(
+        '{"prompt": " three owls ", "tag": "counting"}\n{"prompt": "Three  Owls", "tag": "twice"}\n{"prompt": "fog"}\n',
+        encoding="utf-8",
+    )
+    assert read_prompts(path) == ["three owls", "fog"]
+    assert read_tags(path) == {"three owls": "counting"}
+    assert read_tags("shapes-eval") == {}
+
+
+def test_what_is_evaluated_is_never_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train, held_out = tmp_path / "train.txt", tmp_path / "eval.txt"
+    train.write_text("a red circle\na star\nA  STAR\nfog\nrain\n", encoding="utf-8")
+    held_out.write_text("snow\na STAR\n Fog\n", encoding="utf-8")
+    with caplog.at_level(logging.INFO):
+        sets = read_prompt_sets(train, held_out)
+    assert sets.train == ["a red circle", "rain"]
+    assert sets.eval == ["snow", "a STAR", "Fog"]
+    assert caplog.messages == [
+        f"{train}: dropped 1 repeated prompts of 5",
+        f"{train}: left out 2 of 4 prompts that {held_out} evaluates on",
+    ]
+
+
+def test_sets_without_a_common_prompt_stay_whole_and_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        sets = read_prompt_sets("shapes-train", "shapes-eval")
+    assert (len(sets.train), len(sets.eval)) == (1016, 64)
+    assert caplog.messages == []
+
+
+def test_a_run_with_nothing_left_to_train_on_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, b"one\ntwo\n")
+    with pytest.raises(UserError, match="all 2 of data.train=.*prompts.txt are in data.eval=.*prompts.txt too"):
+        read_prompt_sets(path, path)
 
 
 @pytest.mark.parametrize("name", ["shapes-train", "shapes-eval"])

@@ -1,0 +1,156 @@
+"""Every kind of source by the libraries that users have; the hub's data sets lie in local folders here."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from solrl_lightning.data import sources
+from solrl_lightning.data.prompts import read_prompts
+from solrl_lightning.data.sources import PICKAPIC, Record, read_records
+from solrl_lightning.errors import UserError
+
+
+def write_lines(folder: Path, *lines: str) -> Path:
+    path = folder / "prompts.jsonl"
+    path.write_text("\n".join(lines), encoding="utf-8")
+    return path
+
+
+def write_table(path: Path, **columns: list[Any]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pyarrow.table(columns), path)
+    return path
+
+
+# JSON lines
+
+
+def test_json_lines_in_the_layout_of_geneval_are_prompts_with_tags(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path,
+        '{"tag": "counting", "include": [{"class": "owl", "count": 3}], "prompt": "three owls – drei Käuze"}',
+        "",
+        '{"prompt": "fog", "seed": 3}',
+    )
+    assert read_records(path, "prompt") == [Record("three owls – drei Käuze", "counting"), Record("fog")]
+    assert read_records(path, "caption") == read_records(path, "prompt")  # data.column is for tables
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"prompt": "a cat"', r"line 2 is none \(Expecting ',' delimiter at character 19\)"),
+        ("a cat", "line 2 is none"),
+        ('["a cat"]', r'line 2 is \["a cat"\]'),
+        ('{"caption": "a cat", "tag": "x"}', r"line 2 has no such key \(its keys: caption, tag\)"),
+        ('{"prompt": 7}', "line 2 has 7"),
+        ('{"prompt": "a cat", "tag": 7}', '"tag" of a prompt must be a text; .* line 2 has 7'),
+    ],
+)
+def test_a_malformed_json_line_is_refused_with_its_number(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"prompts.jsonl {message}" if message[0] == "l" else message):
+        read_records(write_lines(tmp_path, '{"prompt": "a dog"}', line), "prompt")
+
+
+# Tables
+
+
+def test_a_parquet_file_gives_the_column_and_rows_without_text_are_dropped(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "a.parquet", caption=["a cat", None, "", "a dog", "A cat"], votes=[1, 2, 3, 4, 5])
+    assert read_prompts(path, "caption") == ["a cat", "a dog"]
+
+
+def test_a_column_that_a_table_lacks_is_refused_with_those_it_has(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "a.parquet", caption=["a cat"], votes=[1])
+    with pytest.raises(UserError, match=r"a.parquet has no 'prompt', it has caption, votes\. .*data.column=<name>"):
+        read_prompts(path)
+    with pytest.raises(UserError, match="votes of .*a.parquet holds 1 in row 0"):
+        read_prompts(path, "votes")
+
+
+def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
+    path = write_table(tmp_path / "a.parquet", prompt=["a cat"])
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(UserError, match="a.parquet cannot be read as a parquet file: "):
+        read_prompts(path)
+
+
+# The hub
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder in which `owner/name` is looked for before the hub is asked; there is no network."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    sources._read_hub.cache_clear()
+    yield tmp_path
+    sources._read_hub.cache_clear()
+
+
+def test_a_data_set_of_the_hub_is_read_by_split_and_column(hub: Path) -> None:
+    write_table(hub / "owner/name/data/train-00000-of-00001.parquet", caption=["a cat", None, "a dog"], votes=[1, 2, 3])
+    write_table(hub / "owner/name/data/test-00000-of-00001.parquet", caption=["fog"], votes=[1])
+    assert read_prompts("hf://owner/name/train", "caption") == ["a cat", "a dog"]
+    assert read_prompts("hf://owner/name/test", "caption") == ["fog"]
+    with pytest.raises(UserError, match="hf://owner/name/train has no 'prompt', it has caption, votes"):
+        read_prompts("hf://owner/name/train")
+    with pytest.raises(UserError, match=r"validation could not be read: Unknown split .*'train', 'test'"):
+        read_prompts("hf://owner/name/validation", "caption")
+
+
+def test_a_data_set_of_the_hub_is_loaded_once_by_a_process(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_table(hub / "owner/name/train.parquet", prompt=["a cat"])
+    first = read_prompts("hf://owner/name/train")
+    monkeypatch.delattr(datasets, "load_dataset")
+    assert read_prompts("hf://owner/name/train") == first == ["a cat"]
+
+
+def test_pick_a_pic_keeps_prompts_of_six_words(hub: Path) -> None:
+    captions = ["a cat on a mat", "a cat on a red mat", "a cat on a red mat", None, "fog"]
+    write_table(hub / PICKAPIC / "data/train-00000-of-00001.parquet", caption=captions, ranking_id=[1, 2, 3, 4, 5])
+    write_table(
+        hub / PICKAPIC / "data/test-00000-of-00001.parquet", caption=["six owls in a bare tree"], ranking_id=[1]
+    )
+    assert read_prompts("pickapic-train") == ["a cat on a red mat"]
+    assert read_prompts("pickapic-test") == ["six owls in a bare tree"]
+
+
+def test_without_a_network_the_next_step_is_said(hub: Path) -> None:
+    with pytest.raises(UserError, match=r"hub cannot be reached: .* `hf download --repo-type dataset no/where"):
+        read_prompts("hf://no/where/train")
+
+
+@pytest.mark.parametrize(
+    ("answer", "step"),
+    [
+        ("Dataset 'o/n' doesn't exist on the Hub or cannot be accessed.", "If it is private, log in with"),
+        (
+            "Dataset 'o/n' is a gated dataset on the Hub. You must be authenticated to access it.",
+            "Accept its terms on https://huggingface.co/datasets/o/n, then log in with `hf auth login`",
+        ),
+    ],
+)
+def test_a_missing_or_gated_data_set_says_what_to_do(
+    hub: Path, monkeypatch: pytest.MonkeyPatch, answer: str, step: str
+) -> None:
+    def refused(*args: Any, **kwargs: Any) -> None:
+        raise datasets.exceptions.DatasetNotFoundError(answer)
+
+    monkeypatch.setattr(datasets, "load_dataset", refused)
+    with pytest.raises(UserError) as caught:
+        read_prompts("hf://o/n/train")
+    assert answer in str(caught.value) and step in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["hf://name/train", "hf://owner/name", "hf://owner/name/a/b", "hf://owner//train"])
+def test_a_name_of_the_hub_without_owner_or_split_is_refused(source: str) -> None:
+    with pytest.raises(UserError, match=f"written hf://<owner>/<name>/<split>; got {source}"):
+        read_prompts(source)
