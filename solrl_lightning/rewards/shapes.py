@@ -15,6 +15,7 @@ Each step is smooth in the pixels, so better pictures score higher even when bot
 import torch
 from torch import Tensor
 
+from solrl_lightning.rewards.base import Reward
 from solrl_lightning.shapes.world import (
     BACKGROUND,
     COLOURS,
@@ -33,7 +34,7 @@ _RELATION_MARGIN, _RELATION_WIDTH = 4.0, 1.5  # pixels; rendered objects are at 
 _STRAY_FREE, _STRAY_SCALE = 12.0, 80.0  # pixels of other colours: antialiased edges stay below the first
 
 
-class ShapesReward:
+class ShapesReward(Reward):
     """Scores [B, 3, 32, 32] images in [0, 1] against shapes captions; see the module docstring for the formula."""
 
     name = "shapes"
@@ -42,15 +43,12 @@ class ShapesReward:
         self.device = torch.device(device)
         self._palette = torch.tensor([*COLOURS.values(), BACKGROUND], device=self.device)  # [7, 3]
 
-    def to(self, device: str | torch.device) -> "ShapesReward":
-        return ShapesReward(device)
-
     def check_prompts(self, prompts: list[str]) -> None:
         """Raises ``UserError`` for a prompt that is no shapes caption."""
         for prompt in prompts:
             parse_caption(prompt)
 
-    def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
         """float32 [B]. Raises ``UserError`` for a prompt that is no shapes caption."""
         images = images.to(self.device, torch.float32)
         scenes = [parse_caption(prompt) for prompt in prompts]

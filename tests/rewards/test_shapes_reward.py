@@ -1,4 +1,4 @@
-"""The programmatic reward: high for true pictures, ordered by how wrong a picture is, smooth, honest about NaN."""
+"""The programmatic reward: high for true pictures, ordered by how wrong a picture is, smooth."""
 
 import pytest
 import torch
@@ -131,15 +131,6 @@ def test_an_object_may_grow_and_shrink_without_jumps_and_counts_within_the_rende
     assert scores[radii < 0.4 * MIN_RADIUS].max() < 0.35 and scores[radii > 1.6 * MAX_RADIUS].max() < 0.35
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_broken_pixel_gives_nan_for_its_picture_only(value: float) -> None:
-    images = pictures(SCENES[:4])
-    images[1, 2, 30, 1] = value
-    scores = REWARD(images, PROMPTS[:4])
-    assert scores.isnan().tolist() == [False, True, False, False]
-    assert torch.equal(scores[[0, 2, 3]], REWARD(pictures(SCENES[:4]), PROMPTS[:4])[[0, 2, 3]])
-
-
 def test_a_score_does_not_depend_on_the_batch() -> None:
     images = pictures(SCENES)
     for start in (0, 17, 300):
@@ -157,9 +148,3 @@ def test_reduced_precision_pictures_are_scored_in_float32() -> None:
 def test_a_prompt_outside_the_grammar_is_refused() -> None:
     with pytest.raises(UserError, match="a photo of a cat"):
         REWARD(pictures(SCENES[:2]), [PROMPTS[0], "a photo of a cat"])
-
-
-def test_the_reward_has_a_name_and_moves_to_a_device() -> None:
-    moved = REWARD.to("cpu")
-    assert moved.name == "shapes" and moved.device == torch.device("cpu")
-    assert torch.equal(moved(pictures(SCENES[:3]), PROMPTS[:3]), REWARD(pictures(SCENES[:3]), PROMPTS[:3]))

@@ -1,0 +1,62 @@
+"""HPSv2: how much people would like an image for a prompt, after Wu et al. 2023 (Human Preference Score v2).
+
+    reward = cosine(image, prompt)
+
+A CLIP ViT-H/14 fine-tuned on people's rankings, here in version 2.1. The weights load into open_clip's own model, whose
+686 tensors have the same names and shapes; the published ``hpsv2`` package carries an old copy of open_clip, and its
+wheel lacks the BPE vocabulary. Images are padded to a square, not cropped. What differs: torchvision before 0.17
+resized tensors without antialiasing, here it is always on.
+
+Shapes: B images, U different prompts, D numbers per embedding.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solrl_lightning.rewards.loading import floating_dtype, load_open_clip
+from solrl_lightning.rewards.preprocessing import normalize, pad_to_square
+from solrl_lightning.rewards.towers import TwoTowers
+
+WEIGHTS = "HPS_v2.1_compressed.pt"  # in the hub repository
+
+
+class HPSv2(TwoTowers):
+    """See the module docstring.
+
+    Args:
+        pretrained: hub id of a repository with ``WEIGHTS``, or a .pt file with a state_dict.
+        architecture: open_clip's name of the model that the weights are of.
+        device: where to score.
+        dtype: of weights and activations.
+    """
+
+    name = "hpsv2"
+
+    def __init__(
+        self,
+        pretrained: str,
+        architecture: str = "ViT-H-14",
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = torch.float32,
+    ) -> None:
+        from open_clip import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD, tokenize
+
+        self.device, self.dtype = torch.device(device), floating_dtype(self.name, dtype)
+        model: Any = load_open_clip(self.name, pretrained, WEIGHTS, architecture, self.device)
+        self._mean, self._std = OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
+        size = model.visual.image_size
+        self._side: int = size if isinstance(size, int) else size[0]
+        self._tokenize, self._context = tokenize, model.context_length
+        self.model = model.eval().requires_grad_(False).to(self.device, self.dtype)
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return self.cosine(images, prompts)
+
+    def embed_images(self, images: Tensor) -> Tensor:
+        pixels = normalize(pad_to_square(images, self._side), self._mean, self._std)
+        return self.model.encode_image(pixels.to(self.dtype))
+
+    def embed_texts(self, prompts: list[str]) -> Tensor:
+        return self.model.encode_text(self._tokenize(prompts, self._context).to(self.device))

@@ -1,0 +1,274 @@
+"""ImageReward v1.0 (Xu et al. 2023, arXiv 2304.05977) on current transformers: one image and one joint pass per image.
+
+    reward = (head(joint(text, image)[CLS]) - 0.1672) / 1.0333
+
+A BLIP of transformers' own classes, whose text tower attends to the image, and a head of five linear layers.
+docs/rewards/imagereward.md says why this is not the ``image-reward`` package, and how the two were compared.
+
+What must be as in training: LayerNorm eps 1e-6 in the image tower and the configured one (1e-12) in the text tower,
+exact GELU, text padded to and cut at 35 tokens, [CLS] in front (BLIP's matching head puts [ENC] there, ImageReward does
+not), no activations inside the head.
+
+Shapes: B images, U different prompts, S text tokens, V image tokens.
+"""
+
+import json
+import re
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError
+from torch import Tensor, nn
+from torchvision.transforms.functional import InterpolationMode, center_crop, normalize, resize
+from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.rewards.base import Reward, distinct
+from solrl_lightning.rewards.loading import floating_dtype, refuse_unless_all_fit, sentence
+
+WEIGHTS, TEXT_CONFIG = "ImageReward.pt", "med_config.json"  # in the hub repository
+_RELEASE, _TOKENIZER = "zai-org/ImageReward", "google-bert/bert-base-uncased"
+_SCORE_MEAN, _SCORE_STD = 0.16717362830052426, 1.0333394966054072  # of the head's output, fixed with the release
+_TOKENS = 35  # S
+_ADDED_TOKENS = ["[DEC]", "[ENC]"]  # BLIP's two, behind BERT's vocabulary in this order
+_PIXEL_MEAN, _PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
+_ATTENTION_HEAD = 64  # numbers per attention head of the image tower
+_HEAD_WIDTHS = (1024, 128, 64, 16, 1)
+
+# Each name in ImageReward.pt matches a pattern of one of these tables: what it is called here, or why it is left out.
+_RENAMED = {
+    r"blip\.visual_encoder\.cls_token": r"image_tower.embeddings.class_embedding",
+    r"blip\.visual_encoder\.pos_embed": r"image_tower.embeddings.position_embedding",
+    r"blip\.visual_encoder\.patch_embed\.proj\.(\w+)": r"image_tower.embeddings.patch_embedding.\1",
+    r"blip\.visual_encoder\.blocks\.(\d+)\.norm([12])\.(\w+)": r"image_tower.encoder.layers.\1.layer_norm\2.\3",
+    r"blip\.visual_encoder\.blocks\.(\d+)\.attn\.qkv\.(\w+)": r"image_tower.encoder.layers.\1.self_attn.qkv.\2",
+    r"blip\.visual_encoder\.blocks\.(\d+)\.attn\.proj\.(\w+)": r"image_tower.encoder.layers.\1.self_attn.projection.\2",
+    r"blip\.visual_encoder\.blocks\.(\d+)\.mlp\.(fc[12]\.\w+)": r"image_tower.encoder.layers.\1.mlp.\2",
+    r"blip\.visual_encoder\.norm\.(\w+)": r"image_tower.post_layernorm.\1",
+    r"blip\.text_encoder\.((?:embeddings\.(?!position_ids)|encoder\.layer\.).+)": r"text_tower.\1",
+    r"mlp\.layers\.(\d\.\w+)": r"head.\1",
+}
+_UNUSED = {
+    r"blip\.text_encoder\.embeddings\.position_ids": "the numbers 0, 1, 2, ... which transformers makes itself",
+    r"blip\.(vision|text)_proj\.(weight|bias)": "projections of BLIP's contrastive loss, which the score does not use",
+}
+_TEXT_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "hidden_act",
+    "layer_norm_eps",
+    "pad_token_id",
+)
+
+
+class ImageReward(Reward):
+    """See the module docstring.
+
+    Args:
+        pretrained: hub id, or folder with ``WEIGHTS`` and ``TEXT_CONFIG``.
+        tokenizer: hub id or folder of BERT's uncased tokenizer.
+        device: where to score.
+        dtype: of weights and activations of the two towers; the head stays in float32.
+        batch: images per forward pass.
+
+    Raises:
+        UserError: a file is not there, is damaged, is not ImageReward's, or does not fit the others.
+    """
+
+    name = "imagereward"
+
+    def __init__(
+        self,
+        pretrained: str,
+        tokenizer: str = _TOKENIZER,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = torch.float32,
+        batch: int = 32,
+    ) -> None:
+        self.device, self.dtype, self.batch = torch.device(device), floating_dtype(self.name, dtype), batch
+        text_config = _read_text_config(_fetch("pretrained", pretrained, TEXT_CONFIG))
+        self.tokenizer = load_tokenizer(tokenizer, text_config["vocab_size"])
+        weights = rename(_read_weights(_fetch("pretrained", pretrained, WEIGHTS)), pretrained)
+        model = build(weights, text_config, pretrained).eval().requires_grad_(False)
+        self.image_tower: Any = model["image_tower"].to(self.device, self.dtype)
+        self.text_tower: Any = model["text_tower"].to(self.device, self.dtype)
+        self.head = model["head"].to(self.device)
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        texts, place = distinct(prompts)
+        tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=_TOKENS, return_tensors="pt")
+        rows = images, tokens["input_ids"][place], tokens["attention_mask"][place]
+        batches = zip(*(part.split(self.batch) for part in rows), strict=True)
+        return torch.cat([self._score_batch(*batch) for batch in batches])
+
+    def _score_batch(self, images: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
+        """float32 [B] of images [B, 3, H, W] and the tokens [B, S] of their prompts, mask 0 where padded."""
+        pixels = preprocess(images.to(self.device), self.image_tower.config.image_size)
+        seen = self.image_tower(pixels.to(self.dtype)).last_hidden_state  # [B, V, width of the image tower]
+        joint = self.text_tower(tokens.to(self.device), mask.to(self.device), encoder_hidden_states=seen)
+        raw = self.head(joint.last_hidden_state[:, 0].float())[:, 0]
+        return (raw - _SCORE_MEAN) / _SCORE_STD
+
+
+def preprocess(images: Tensor, size: int) -> Tensor:
+    """float32 [B, 3, size, size] of images in [0, 1]: shortest side to ``size``, its middle, normalised.
+
+    By torchvision's functions, as in the package: they round the middle of an odd rest to even, others round it down.
+    """
+    resized = resize(images.float(), [size], interpolation=InterpolationMode.BICUBIC, antialias=True)
+    return normalize(center_crop(resized, [size]).clamp(0, 1), _PIXEL_MEAN, _PIXEL_STD)
+
+
+def load_tokenizer(tokenizer: str, vocab_size: int) -> BertTokenizer:
+    """BERT's tokenizer and BLIP's two tokens behind it.
+
+    Raises:
+        UserError: it is not there, or of another size than the model's vocabulary.
+    """
+    # Not from_pretrained of a hub id: where it finds no files, transformers 5 makes an empty tokenizer without a word.
+    vocabulary = _fetch("tokenizer", tokenizer, "vocab.txt", "tokenizer.json")
+    try:
+        loaded = BertTokenizer.from_pretrained(vocabulary.parent)
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"the reward imagereward: tokenizer={tokenizer} could not be read: {sentence(error)} Delete {vocabulary} "
+            f"and download {_TOKENIZER} again."
+        ) from error
+    loaded.add_tokens(_ADDED_TOKENS, special_tokens=True)
+    if len(loaded) != vocab_size:
+        raise UserError(
+            f"the reward imagereward: its model has {vocab_size} tokens, but tokenizer={tokenizer} has {len(loaded)}, "
+            f"with {' and '.join(_ADDED_TOKENS)}. Give the tokenizer that it was trained with, {_TOKENIZER} for the "
+            "release."
+        )
+    return loaded
+
+
+def rename(weights: dict[str, Tensor], pretrained: str) -> dict[str, Tensor]:
+    """The weights of ImageReward.pt under the names of ``build``'s modules, without those that no score needs.
+
+    Raises:
+        UserError: a name is in neither of the two tables.
+    """
+    renamed, unknown = {}, []
+    for name, weight in weights.items():
+        ours = [re.sub(pattern, new, name) for pattern, new in _RENAMED.items() if re.fullmatch(pattern, name)]
+        if ours:
+            renamed[ours[0]] = weight
+        elif not any(re.fullmatch(pattern, name) for pattern in _UNUSED):
+            unknown.append(name)
+    refuse_unless_all_fit(ImageReward.name, pretrained, [], unknown)
+    return renamed
+
+
+def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: str) -> nn.ModuleDict:
+    """image_tower, text_tower and head, holding the renamed weights in float32; the image tower's size follows them.
+
+    Raises:
+        UserError: weights are missing, left over, or of other shapes than med_config.json says.
+    """
+    first_layer = "image_tower.encoder.layers.0.mlp.fc1.bias"
+    sizes = "image_tower.embeddings.patch_embedding.weight", "image_tower.embeddings.position_embedding", first_layer
+    refuse_unless_all_fit(ImageReward.name, pretrained, [name for name in sizes if name not in weights], [])
+    patches, positions, hidden = (weights[name].shape for name in sizes)  # [D, 3, patch, patch], [1, V, D], [4 D]
+    width, patch = patches[0], patches[-1]
+    if width % _ATTENTION_HEAD:
+        raise UserError(
+            f"the reward imagereward: the width of the image tower must be a multiple of {_ATTENTION_HEAD}; in "
+            f"{WEIGHTS} of pretrained={pretrained} it is {width}. Give the published weights, {_RELEASE}."
+        )
+    layers = {name.split(".")[3] for name in weights if name.startswith("image_tower.encoder.layers.")}
+    vision = BlipVisionConfig(
+        hidden_size=width,
+        intermediate_size=hidden[0],
+        num_hidden_layers=len(layers),
+        num_attention_heads=width // _ATTENTION_HEAD,
+        image_size=patch * round((positions[1] - 1) ** 0.5),
+        patch_size=patch,
+        layer_norm_eps=1e-6,
+        hidden_act="gelu",
+    )
+    # is_decoder gives the layers attention to the image; text looks both ways unless the call says is_decoder, too.
+    start = text_config["vocab_size"] - len(_ADDED_TOKENS)  # [DEC], unused; the default fits one vocabulary only
+    text = BlipTextConfig(**text_config, bos_token_id=start, encoder_hidden_size=width, is_decoder=True)
+    with torch.device("meta"):  # no memory, no random numbers: all weights come from the file
+        text_tower: Any = BlipTextModel(text, add_pooling_layer=False)
+        image_tower = BlipVisionModel(vision)
+        towers = {"image_tower": image_tower, "text_tower": text_tower, "head": head(text.hidden_size)}
+    model = nn.ModuleDict(towers)
+    own = model.state_dict()
+    refuse_unless_all_fit(ImageReward.name, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys())
+    misfits = [name for name in own if own[name].shape != weights[name].shape]
+    if misfits:
+        name = misfits[0]
+        raise UserError(
+            f"the reward imagereward: {WEIGHTS} and {TEXT_CONFIG} of pretrained={pretrained} do not fit each other: "
+            f"{len(misfits)} tensors have another shape, such as {name} with {list(weights[name].shape)} for "
+            f"{list(own[name].shape)}. Get both from {_RELEASE}."
+        )
+    model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
+    text_tower.embeddings.position_ids = torch.arange(text.max_position_embeddings)[None]  # the one that no file has
+    return model
+
+
+def head(width: int) -> nn.Sequential:
+    """Five linear layers. The dropouts that training had between them keep their places, so the file's names fit."""
+    widths = zip((width, *_HEAD_WIDTHS), _HEAD_WIDTHS, strict=False)
+    first, second, third, fourth, fifth = (nn.Linear(rows, columns) for rows, columns in widths)
+    return nn.Sequential(first, nn.Dropout(0.2), second, nn.Dropout(0.2), third, nn.Dropout(0.1), fourth, fifth)
+
+
+def _fetch(argument: str, name: str, *files: str) -> Path:
+    """The first of ``files`` that a folder has, or the first of a hub id (downloaded once, then in the hub's cache)."""
+    download = f"`hf download {_TOKENIZER if argument == 'tokenizer' else _RELEASE} --local-dir <folder>`"
+    local = Path(name).expanduser()
+    if local.exists() or local.is_absolute() or name.startswith((".", "~")):
+        for file in files:
+            if (local / file).is_file():
+                return local / file
+        raise UserError(
+            f"the reward imagereward: {argument}={name} must be a hub id or a folder; it holds no {' or '.join(files)}."
+            f" {download} makes a folder with all it needs."
+        )
+    try:
+        return Path(hf_hub_download(name, files[0]))
+    # No network, no such repository or file, gated: each has its own class, all OSErrors; names that cannot be are not.
+    except (OSError, HFValidationError) as error:
+        raise UserError(
+            f"the reward imagereward: {argument}={name} could not be loaded: {sentence(error)} Check the name and the "
+            f"network, log in with `hf auth login` if it is gated, or give a folder ({download} elsewhere)."
+        ) from error
+
+
+def _read_text_config(file: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return {key: config[key] for key in _TEXT_KEYS}
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"the reward imagereward: {file} must be JSON with the text tower's {', '.join(_TEXT_KEYS)}; reading it "
+            f"stopped at {sentence(error)} Get it again from {_RELEASE}."
+        ) from error
+
+
+def _read_weights(file: Path) -> dict[str, Tensor]:
+    try:
+        weights = torch.load(file, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        raise UserError(
+            f"the reward imagereward: {file} could not be read as weights: {sentence(error)} Delete it and download it "
+            f"again from {_RELEASE}."
+        ) from error
+    if not isinstance(weights, dict):
+        raise UserError(
+            f"the reward imagereward: {file} must hold tensors by name; it holds a {type(weights).__name__}. Get it "
+            f"again from {_RELEASE}."
+        )
+    return weights

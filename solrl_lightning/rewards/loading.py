@@ -1,0 +1,235 @@
+"""Loading reward models from a hub id or the disk, every weight accounted for, with errors that say what to do."""
+
+from difflib import get_close_matches
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, NamedTuple
+from zipfile import is_zipfile
+
+import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.rewards.preprocessing import CropToSquare
+
+_BICUBIC = 3  # PIL's number
+_PLAIN_CLIP = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu"}  # what open_clip says of a CLIP like OpenAI's
+_OTHER_TEXT = {"hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs"}
+
+
+class CLIPParts(NamedTuple):
+    """A transformers CLIP and what prepares its inputs."""
+
+    model: Any  # CLIPModel, float32, on the CPU
+    tokenizer: Any
+    preprocess: CropToSquare
+
+
+def floating_dtype(reward: str, dtype: str | torch.dtype) -> torch.dtype:
+    """The dtype of that name. Raises ``UserError`` for one that no reward model can have."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or found not in (torch.float32, torch.bfloat16, torch.float16):
+        raise UserError(f"the reward {reward} runs in dtype float32, bfloat16 or float16; got {dtype}.")
+    return found
+
+
+def load_clip(reward: str, pretrained: str, processor: str) -> CLIPParts:
+    """The CLIP of a hub id or folder, and the image processor and tokenizer of another (or the same) one.
+
+    Raises:
+        UserError: one of them is not there, is of another architecture, is damaged, or they do not fit each other.
+    """
+    # Here, as open_clip below: neither is needed for the other's models.
+    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizer
+
+    folder = "a local folder that save_pretrained wrote"
+    source = _source(reward, "pretrained", pretrained, folder, "config.json")
+    try:
+        kind = CLIPConfig.get_config_dict(source)[0].get("model_type", "model of no type")
+    except (OSError, ValueError) as error:
+        raise _unreachable(reward, "pretrained", pretrained, folder, error) from error
+    if kind != "clip":
+        raise UserError(f"the reward {reward} needs a CLIP model of type clip; pretrained={pretrained} is a {kind}.")
+    try:
+        model, info = CLIPModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+    # transformers raises OSError and ValueError for missing files, lets RuntimeError and SafetensorError through.
+    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+        raise UserError(
+            f"the reward {reward}: pretrained={pretrained} is a CLIP model, but its weights could not be read: "
+            f"{sentence(error)} A file is missing, damaged, or does not fit config.json: download the model again."
+        ) from error
+    # The numbering of the positions, which older versions saved as a tensor, is no weight.
+    unexpected = [key for key in info["unexpected_keys"] if not key.endswith(".embeddings.position_ids")]
+    refuse_unless_all_fit(reward, pretrained, info["missing_keys"], unexpected)
+
+    source = _source(reward, "processor", processor, folder, "tokenizer_config.json")
+    try:
+        images, tokenizer = CLIPImageProcessor.from_pretrained(source), CLIPTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise _unreachable(reward, "processor", processor, folder, error) from error
+    preprocess = _crop_to_square(reward, processor, images)
+    side = model.config.vision_config.image_size
+    if (preprocess.height, preprocess.width) != (side, side):
+        raise UserError(
+            f"the reward {reward}: processor={processor} makes images of {preprocess.height} x {preprocess.width}, but "
+            f"pretrained={pretrained} takes {side} x {side}. Give the processor that the model was trained with."
+        )
+    # The embedding is read at the end token. Old configurations say 2, which transformers takes for the last one.
+    text = model.config.text_config
+    end, expected = tokenizer("").input_ids[-1], text.eos_token_id if text.eos_token_id != 2 else text.vocab_size - 1
+    if len(tokenizer) > text.vocab_size or end != expected:
+        raise UserError(
+            f"the reward {reward}: processor={processor} has {len(tokenizer)} tokens and ends texts with number {end}, "
+            f"but pretrained={pretrained} has {text.vocab_size} and expects {expected}. Give the processor that the "
+            "model was trained with."
+        )
+    return CLIPParts(model, tokenizer, preprocess)
+
+
+def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, device: torch.device) -> nn.Module:
+    """open_clip's ``architecture`` in float32 on the device, with the weights that ``fetch`` finds.
+
+    Raises:
+        UserError: there is no such architecture or file, or its weights are damaged or do not all fit.
+    """
+    import open_clip
+
+    config = open_clip.get_model_config(architecture)
+    if config is None:
+        near = " or ".join(get_close_matches(architecture, open_clip.list_models(), 3)) or "ViT-H-14"
+        raise UserError(
+            f"the reward {reward}: architecture={architecture} is none of open_clip's. Give one that "
+            f"open_clip.list_models() names, such as {near}."
+        )
+    if config.keys() - _PLAIN_CLIP or config["text_cfg"].keys() & _OTHER_TEXT:
+        raise UserError(
+            f"the reward {reward} needs an open_clip architecture with CLIP's own text tower and tokenizer, such as "
+            f"ViT-H-14; {architecture} has others."
+        )
+    weights = load_state_dict(reward, fetch(reward, pretrained, file))
+    # Not open_clip.create_model, which logs that nothing pretrained was loaded and resizes embeddings that do not fit.
+    with device:  # a billion random numbers to overwrite
+        model = open_clip.CLIP(**config)
+    own = model.state_dict()
+    misfits = [key for key in own.keys() & weights.keys() if own[key].shape != weights[key].shape]
+    if misfits:
+        key = min(misfits)
+        raise UserError(
+            f"the reward {reward}: pretrained={pretrained} does not fit architecture={architecture}: {len(misfits)} "
+            f"tensors have another shape, such as {key} with {list(weights[key].shape)} for {list(own[key].shape)}. "
+            "Name the architecture that the weights are of."
+        )
+    refuse_unless_all_fit(reward, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys())
+    model.load_state_dict(weights)
+    return model
+
+
+def fetch(reward: str, pretrained: str, file: str) -> Path:
+    """The ``file`` of a hub id (downloaded once, then from the hub's cache) or of a folder, or the .pt file itself.
+
+    Raises:
+        UserError: it is not there, or the hub does not give it.
+    """
+    local = Path(pretrained).expanduser()
+    if local.is_file():
+        return local
+    if local.is_dir() or _is_path(pretrained) or local.suffix == ".pt":
+        if (local / file).is_file():
+            return local / file
+        raise UserError(
+            f"the reward {reward}: pretrained={pretrained} is neither a .pt file nor a folder with {file}. Give the "
+            "path of the weights, or a hub id."
+        )
+    try:
+        return Path(hf_hub_download(pretrained, file))
+    # No network, no such repository or file, gated: each has its own class, all OSErrors; names that cannot be are not.
+    except (OSError, HFValidationError) as error:
+        raise _unreachable(reward, "pretrained", pretrained, f"the path of a local {file}", error) from error
+
+
+def load_state_dict(reward: str, file: Path) -> dict[str, Tensor]:
+    """The weights under "state_dict" in a .pt file.
+
+    Raises:
+        UserError: it is damaged, holds something else, or more than tensors.
+    """
+    if not is_zipfile(file):  # what torch.save writes since 1.6
+        raise UserError(
+            f"the reward {reward}: {file} is no checkpoint of torch.save, or only a part of one. Delete it and "
+            "download it again, or give another file."
+        )
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise UserError(
+            f"the reward {reward}: {file} could not be read as weights: {sentence(error)} Delete it and download it "
+            "again, or give another file."
+        ) from error
+    weights = content.get("state_dict") if isinstance(content, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        found = f"the keys {sorted(map(str, content))[:5]}" if isinstance(content, dict) else type(content).__name__
+        raise UserError(
+            f"the reward {reward} needs a checkpoint with its tensors under the key state_dict; {file} holds {found}. "
+            "Give the published file."
+        )
+    return weights
+
+
+def refuse_unless_all_fit(reward: str, pretrained: str, missing: Any, unexpected: Any) -> None:
+    """Raises ``UserError`` if weights are missing or left over."""
+    for what, keys in (("lacks", missing), ("has, beyond what the model knows,", unexpected)):
+        if keys:
+            raise UserError(
+                f"the reward {reward}: pretrained={pretrained} {what} {len(keys)} tensors, such as {min(keys)}. These "
+                "are not the weights of this model: give the published ones."
+            )
+
+
+def sentence(error: Exception) -> str:
+    """The first line of an error's text, as a sentence."""
+    text = str(error).strip() or type(error).__name__
+    return f"{text.splitlines()[0].rstrip('. :')}."
+
+
+def _is_path(name: str) -> bool:
+    return name.startswith((".", "~")) or Path(name).is_absolute()
+
+
+def _source(reward: str, argument: str, name: str, kind: str, file: str) -> str:
+    """What to hand to from_pretrained: a hub id as it is, a folder once it is known to hold ``file``."""
+    local = Path(name).expanduser()
+    if not local.exists() and not _is_path(name):
+        return name
+    if not (local / file).is_file():
+        raise UserError(
+            f"the reward {reward}: {argument}={name} must be a hub id or {kind}; it holds no {file}. Give the folder "
+            "that holds it."
+        )
+    return str(local)
+
+
+def _unreachable(reward: str, argument: str, name: str, local: str, error: Exception) -> UserError:
+    if Path(name).expanduser().exists():
+        way_out = "A file of the folder is missing or damaged: save or download it again."
+    else:
+        way_out = f"Check the name and the network, log in with `hf auth login` if it is gated, or give {local}."
+    return UserError(f"the reward {reward}: {argument}={name} could not be loaded: {sentence(error)} {way_out}")
+
+
+def _crop_to_square(reward: str, processor: str, images: Any) -> CropToSquare:
+    """The parameters of a CLIPImageProcessor. Raises ``UserError`` for one that does other things than CLIP's."""
+    steps = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
+    skipped = [step for step in steps if not getattr(images, step)]
+    size, crop = dict(images.size), dict(images.crop_size)
+    shortest = size.get("shortest_edge") or 0
+    if skipped or size.get("longest_edge") or shortest < max(crop.values()) or int(images.resample) != _BICUBIC:
+        raise UserError(
+            f"the reward {reward} resizes the shortest side (bicubic), crops, rescales and normalises, but "
+            f"processor={processor} has size={size}, crop_size={crop}, resample={int(images.resample)}"
+            f"{''.join(f', {step}=false' for step in skipped)}. Give the processor of a CLIP model."
+        )
+    mean, std = (tuple(float(value) for value in values) for values in (images.image_mean, images.image_std))
+    return CropToSquare(shortest, crop["height"], crop["width"], mean, std)

@@ -1,0 +1,236 @@
+"""HPSv2 against open_clip's own path on PIL images, and what a checkpoint file may look like."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
+
+import open_clip
+import pytest
+import torch
+import torchvision.transforms.functional as vision
+from drawings import PROMPTS, all_pairs
+from huggingface_hub.errors import GatedRepoError
+from open_clip.transform import image_transform
+from PIL import Image
+from torch import Tensor, nn
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.rewards import HPSv2
+
+LONG = " ".join(["a red circle above a blue square"] * 20)  # far more than 77 tokens
+
+
+@pytest.fixture(scope="module")
+def reward(hps_file: str, open_clip_architecture: str) -> HPSv2:
+    return HPSv2(hps_file, open_clip_architecture)
+
+
+@pytest.fixture(scope="module")
+def reference_model(hps_file: str, open_clip_architecture: str) -> Any:
+    """open_clip's model with the weights as open_clip loads them."""
+    return open_clip.create_model(open_clip_architecture, pretrained=hps_file).eval()
+
+
+def published_transform(picture: Image.Image) -> Tensor:
+    """HPSv2's: to a float tensor first, then the longest side to 224, zeros around, and normalisation last."""
+    image = vision.to_tensor(picture)
+    scale = 224 / float(max(image.shape[1:]))
+    high, wide = (round(pixels * scale) for pixels in image.shape[1:])
+    image = vision.resize(image, [high, wide], vision.InterpolationMode.BICUBIC, antialias=True)
+    down, right = 224 - high, 224 - wide
+    image = vision.pad(image, [right // 2, down // 2, right - right // 2, down - down // 2], fill=0)
+    return vision.normalize(image, open_clip.OPENAI_DATASET_MEAN, open_clip.OPENAI_DATASET_STD)
+
+
+@torch.no_grad()
+def published(model: Any, architecture: str, pixels: list[Tensor], prompts: list[str]) -> Tensor:
+    """[B, U]: every image against every prompt, as HPSv2's script computes it."""
+    text = open_clip.get_tokenizer(architecture)(prompts)
+    return model.encode_image(torch.stack(pixels), normalize=True) @ model.encode_text(text, normalize=True).T
+
+
+def message_of(pretrained: str | Path, architecture: str) -> str:
+    with pytest.raises(UserError) as refused:
+        HPSv2(str(pretrained), architecture)
+    message = str(refused.value)
+    assert "reward hpsv2" in message and message.endswith(".") and ".." not in message.replace("../", "")
+    return message
+
+
+def changed(hps_file: str, folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
+    """A checkpoint whose weights are changed."""
+    checkpoint = torch.load(hps_file, weights_only=True)
+    change(checkpoint["state_dict"])
+    torch.save(checkpoint, folder / "changed.pt")
+    return folder / "changed.pt"
+
+
+def test_scores_are_those_of_the_published_pipeline_on_pil_images(
+    reward: HPSv2, reference_model: Any, open_clip_architecture: str, pictures: list[Image.Image]
+) -> None:
+    scores = all_pairs(reward, pictures)
+    pixels = [published_transform(picture) for picture in pictures]
+    reference = published(reference_model, open_clip_architecture, pixels, PROMPTS)
+    assert scores.dtype == torch.float32
+    assert reference.std(0).max() > 0.05  # a difference between images would show
+    torch.testing.assert_close(scores, reference, rtol=0, atol=1e-5)
+
+
+def test_scores_are_near_those_of_open_clip_s_transform_that_resizes_in_pil(
+    reward: HPSv2, reference_model: Any, open_clip_architecture: str, pictures: list[Image.Image]
+) -> None:
+    transform = image_transform(224, is_train=False, resize_mode="longest", interpolation="bicubic", fill_color=0)
+    pixels = [transform(picture) for picture in pictures]
+    reference = published(reference_model, open_clip_architecture, pixels, PROMPTS)
+    torch.testing.assert_close(all_pairs(reward, pictures), reference, rtol=0, atol=1e-2)
+
+
+def test_text_is_cut_at_77_tokens_with_the_end_token_kept(
+    reward: HPSv2, reference_model: Any, open_clip_architecture: str, images: Tensor
+) -> None:
+    prompts = [LONG, LONG + " and a green triangle that nobody will ever read"]
+    scores = reward(images[:2], prompts)
+    pixels = [published_transform(vision.to_pil_image((image * 255).round().byte())) for image in images[:2]]
+    reference = published(reference_model, open_clip_architecture, pixels, prompts).diagonal()
+    torch.testing.assert_close(scores, reference, rtol=0, atol=1e-5)
+    torch.testing.assert_close(reward(images[:1], prompts[:1]), reward(images[:1], prompts[1:]), rtol=0, atol=1e-6)
+
+
+def test_a_group_s_text_is_encoded_once_and_each_image_once(
+    hps_file: str, open_clip_architecture: str, images: Tensor, rows_of: Callable[[nn.Module], list[int]]
+) -> None:
+    reward = HPSv2(hps_file, open_clip_architecture)
+    texts, pictures = rows_of(reward.model.token_embedding), rows_of(reward.model.visual)
+    scores = reward(images.repeat(3, 1, 1, 1), [PROMPTS[0]] * 6 + [PROMPTS[1]] * 6)
+    assert texts == [2] and pictures == [12]
+    one_by_one = [reward(images[place % 4, None], [PROMPTS[place // 6]]) for place in range(12)]
+    torch.testing.assert_close(scores, torch.cat(one_by_one), rtol=0, atol=1e-6)
+
+
+def test_the_model_is_frozen_and_train_does_not_reach_it(reward: HPSv2, images: Tensor) -> None:
+    holder = nn.Module()
+    holder.reward = reward
+    holder.train()
+    assert not any(module.training for module in reward.model.modules())
+    assert not any(parameter.requires_grad for parameter in reward.model.parameters())
+    assert not list(holder.parameters()) and not holder.state_dict()
+
+
+def test_float16_weights_on_disk_score_in_the_dtype_asked_for(
+    reward: HPSv2, hps_file: str, open_clip_architecture: str, images: Tensor
+) -> None:
+    assert {parameter.dtype for parameter in reward.model.parameters()} == {torch.float32}
+    low = HPSv2(hps_file, open_clip_architecture, dtype="bfloat16")
+    assert {parameter.dtype for parameter in low.model.parameters()} == {torch.bfloat16}
+    scores, prompts = low(images, PROMPTS + PROMPTS[:1]), PROMPTS + PROMPTS[:1]
+    assert scores.dtype == torch.float32
+    torch.testing.assert_close(scores, reward(images, prompts), rtol=0, atol=2e-2)
+
+
+def test_a_folder_with_the_published_file_will_do(
+    reward: HPSv2, hps_file: str, open_clip_architecture: str, images: Tensor
+) -> None:
+    from_folder = HPSv2(str(Path(hps_file).parent), open_clip_architecture)
+    prompts = PROMPTS + PROMPTS[:1]
+    assert torch.equal(from_folder(images, prompts), reward(images, prompts))
+
+
+def test_a_hub_id_is_downloaded_by_the_published_file_s_name(
+    reward: HPSv2, hps_file: str, open_clip_architecture: str, images: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def download(name: str, file: str) -> str:
+        asked.append((name, file))
+        return hps_file
+
+    monkeypatch.setattr("solrl_lightning.rewards.loading.hf_hub_download", download)
+    prompts = PROMPTS + PROMPTS[:1]
+    assert torch.equal(HPSv2("xswu/HPSv2", open_clip_architecture)(images, prompts), reward(images, prompts))
+    assert asked == [("xswu/HPSv2", "HPS_v2.1_compressed.pt")]
+
+
+@pytest.mark.parametrize("name", ["{tmp}/missing", "./missing", "missing.pt", "{tmp}"])
+def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(
+    name: str, open_clip_architecture: str, tmp_path: Path
+) -> None:
+    name = name.format(tmp=tmp_path)
+    message = message_of(name, open_clip_architecture)
+    assert f"pretrained={name} is neither a .pt file nor a folder with HPS_v2.1_compressed.pt" in message
+
+
+@pytest.mark.parametrize("name", ["solrl-nobody/no-such-model", "no such model"])
+def test_a_hub_id_without_network_says_how_to_go_on(name: str, open_clip_architecture: str, offline: Path) -> None:
+    message = message_of(name, open_clip_architecture)
+    assert "Check the name and the network" in message and "hf auth login" in message
+    assert "the path of a local HPS_v2.1_compressed.pt" in message
+
+
+def test_a_gated_model_says_to_log_in(open_clip_architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise GatedRepoError("Access to this model is restricted", response=MagicMock())
+
+    monkeypatch.setattr("solrl_lightning.rewards.loading.hf_hub_download", refuse)
+    message = message_of("solrl-nobody/gated", open_clip_architecture)
+    assert "restricted" in message and "hf auth login" in message
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda file: file.write_bytes(b"these are no weights" * 100),
+        lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+        lambda file: file.write_bytes(b""),
+    ],
+    ids=["garbage", "cut off", "empty"],
+)
+def test_a_damaged_file_is_refused(
+    hps_file: str, open_clip_architecture: str, tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    file = Path(shutil.copy(hps_file, tmp_path))
+    damage(file)
+    message = message_of(file, open_clip_architecture)
+    assert str(file) in message and "no checkpoint" in message and "download it again" in message
+
+
+def test_a_file_that_would_run_code_is_refused(open_clip_architecture: str, tmp_path: Path) -> None:
+    torch.save({"state_dict": {"run": print}}, tmp_path / "code.pt")
+    assert "could not be read as weights" in message_of(tmp_path / "code.pt", open_clip_architecture)
+
+
+@pytest.mark.parametrize("content", [{"model": {}}, [torch.ones(1)], {"state_dict": {"logit_scale": 4.6}}])
+def test_a_file_laid_out_otherwise_is_refused(open_clip_architecture: str, tmp_path: Path, content: object) -> None:
+    torch.save(content, tmp_path / "other.pt")
+    assert "tensors under the key state_dict" in message_of(tmp_path / "other.pt", open_clip_architecture)
+
+
+def test_missing_weights_are_refused(hps_file: str, open_clip_architecture: str, tmp_path: Path) -> None:
+    file = changed(hps_file, tmp_path, lambda weights: weights.pop("visual.proj"))
+    assert "lacks 1 tensors, such as visual.proj" in message_of(file, open_clip_architecture)
+
+
+def test_weights_that_the_model_does_not_know_are_refused(
+    hps_file: str, open_clip_architecture: str, tmp_path: Path
+) -> None:
+    file = changed(hps_file, tmp_path, lambda weights: weights.update(score_head=torch.ones(1)))
+    assert "score_head" in message_of(file, open_clip_architecture)
+
+
+def test_weights_of_another_size_are_refused_not_resized(
+    hps_file: str, open_clip_architecture: str, tmp_path: Path
+) -> None:
+    file = changed(hps_file, tmp_path, lambda w: w.update({"visual.positional_embedding": torch.zeros(37, 32)}))
+    message = message_of(file, open_clip_architecture)
+    assert "visual.positional_embedding with [37, 32] for [50, 32]" in message and "architecture" in message
+
+
+def test_an_architecture_that_open_clip_lacks_is_refused(hps_file: str) -> None:
+    message = message_of(hps_file, "ViT-H14")
+    assert "architecture=ViT-H14 is none of open_clip's" in message and "ViT-H-14" in message
+
+
+@pytest.mark.parametrize("architecture", ["coca_ViT-B-32", "ViT-B-16-SigLIP"])
+def test_an_architecture_with_another_text_tower_is_refused(hps_file: str, architecture: str) -> None:
+    assert "CLIP's own text tower" in message_of(hps_file, architecture)

@@ -1,0 +1,69 @@
+"""PickScore: the formula, and that low precision leaves its scale alone. What it shares is tested with CLIPScore."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from drawings import PROMPTS, all_pairs
+from PIL import Image
+from torch import Tensor
+from transformers import CLIPModel, CLIPProcessor
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.rewards import CLIPScore, PickScore
+
+
+@pytest.fixture(scope="module")
+def reward(clip_folder: str) -> PickScore:
+    return PickScore(clip_folder, clip_folder)
+
+
+@pytest.fixture(scope="module")
+def published(clip_folder: str, pil_processor: Any) -> Callable[[Image.Image, str], Tensor]:
+    """A 26th of the score of the snippet in the PickScore repository's README, for one image and one prompt."""
+    model = CLIPModel.from_pretrained(clip_folder)
+    tokenizer = CLIPProcessor.from_pretrained(clip_folder).tokenizer
+
+    @torch.no_grad()
+    def score(picture: Image.Image, prompt: str) -> Tensor:
+        tokens = tokenizer(prompt, padding=True, truncation=True, max_length=77, return_tensors="pt")
+        image = model.get_image_features(**pil_processor(images=picture, return_tensors="pt")).pooler_output
+        text = model.get_text_features(**tokens).pooler_output
+        image, text = image / torch.norm(image, dim=-1, keepdim=True), text / torch.norm(text, dim=-1, keepdim=True)
+        return model.logit_scale.exp() * (text @ image.T)[0, 0] / 26
+
+    return score
+
+
+def test_scores_are_those_of_the_published_snippet_on_pil_images(
+    reward: PickScore, published: Callable[[Image.Image, str], Tensor], pictures: list[Image.Image]
+) -> None:
+    scores = all_pairs(reward, pictures)
+    reference = torch.stack([torch.stack([published(picture, prompt) for prompt in PROMPTS]) for picture in pictures])
+    assert reference.std(0).max() > 0.2  # a difference between images would show
+    torch.testing.assert_close(scores, reference, rtol=0, atol=2e-3)
+
+
+def test_a_score_is_the_cosine_times_the_model_s_scale_over_26(
+    reward: PickScore, clip_folder: str, images: Tensor
+) -> None:
+    prompts = PROMPTS + PROMPTS[:1]
+    cosines = CLIPScore(clip_folder, clip_folder)(images, prompts)
+    torch.testing.assert_close(reward(images, prompts), cosines * math.exp(4.6052) / 26)
+
+
+def test_the_scale_is_not_rounded_with_the_weights(clip_folder: str, images: Tensor) -> None:
+    """In bfloat16 4.6052 is 4.59375, and scores would be 1.1 % lower."""
+    arguments = {"pretrained": clip_folder, "processor": clip_folder, "dtype": "bfloat16"}
+    prompts = PROMPTS + PROMPTS[:1]
+    scores, cosines = PickScore(**arguments)(images, prompts), CLIPScore(**arguments)(images, prompts)
+    torch.testing.assert_close(scores, cosines * math.exp(4.6052) / 26, rtol=1e-4, atol=0)
+
+
+def test_its_errors_name_it(clip_folder: str) -> None:
+    with pytest.raises(UserError, match="reward pickscore: pretrained=./missing must be a hub id"):
+        PickScore("./missing", clip_folder)
+    with pytest.raises(ValueError, match="reward pickscore .* 1 images and 2 prompts"):
+        PickScore(clip_folder, clip_folder)(torch.zeros(1, 3, 8, 8), PROMPTS[:2])

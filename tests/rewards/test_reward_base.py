@@ -1,0 +1,138 @@
+"""What every reward refuses, and how it says so."""
+
+import importlib
+import sys
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from torch import Tensor
+
+import solrl_lightning.rewards
+from solrl_lightning.config import ConfigTree
+from solrl_lightning.errors import NonFiniteError
+from solrl_lightning.rewards.base import Reward, distinct
+
+
+class Brightness(Reward):
+    """The mean of the pixels, in the images' dtype; ``spoiled`` is put in the place of the second score."""
+
+    name = "brightness"
+
+    def __init__(self, spoiled: float | None = None) -> None:
+        self.spoiled = spoiled
+        self.scale = torch.ones((), requires_grad=True)
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        scores = images.mean((1, 2, 3)) * self.scale.to(images.dtype)
+        if self.spoiled is not None:
+            scores[1] = self.spoiled
+        return scores
+
+
+PROMPTS = ["a cat", "a dog", "a fish"]
+
+
+def grey(*levels: float) -> Tensor:
+    return torch.tensor(levels)[:, None, None, None].expand(-1, 3, 8, 8).clone()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_scores_are_float32_and_carry_no_gradient(dtype: torch.dtype) -> None:
+    scores = Brightness()(grey(0.0, 0.5, 1.0).to(dtype), PROMPTS)
+    assert scores.dtype == torch.float32 and not scores.requires_grad
+    assert scores.tolist() == [0.0, 0.5, 1.0]
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        torch.zeros(3, 8, 8),
+        torch.zeros(3, 8, 8, 3),
+        torch.zeros(3, 4, 8, 8),
+        torch.zeros(3, 3, 8, 8, dtype=torch.uint8),
+    ],
+    ids=["no batch", "channels last", "four channels", "bytes"],
+)
+def test_images_of_another_shape_or_type_are_refused(images: Tensor) -> None:
+    with pytest.raises(ValueError) as refused:
+        Brightness()(images, PROMPTS)
+    message = str(refused.value)
+    assert "the reward brightness" in message and str(list(images.shape)) in message and str(images.dtype) in message
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[:2], [*PROMPTS, "a bird"]])
+def test_a_number_of_prompts_that_is_not_that_of_the_images_is_refused(prompts: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"reward brightness .* 3 images and {len(prompts)} prompts"):
+        Brightness()(grey(0.0, 0.5, 1.0), prompts)
+
+
+@pytest.mark.parametrize("level, span", [(1.25, "0.5 to 1.25"), (-0.5, "-0.5 to 0.5"), (float("inf"), "0.5 to inf")])
+def test_an_image_outside_0_to_1_is_refused_with_its_place_and_prompt(level: float, span: str) -> None:
+    images = grey(0.0, 0.5, 0.5)
+    images[2, 1, 3, 4] = level
+    with pytest.raises(ValueError) as refused:
+        Brightness()(images, PROMPTS)
+    message = str(refused.value)
+    assert "brightness" in message and "image 2 of 3" in message and "'a fish'" in message and span in message
+
+
+def test_an_image_with_nan_is_refused_with_its_row_and_prompt() -> None:
+    images = grey(0.0, 0.5, 1.0)
+    images[1, 0, 0, 0] = torch.nan
+    with pytest.raises(NonFiniteError, match="brightness.*'a dog'") as refused:
+        Brightness()(images, PROMPTS)
+    assert refused.value.row == 1
+
+
+@pytest.mark.parametrize("spoiled", [float("nan"), float("inf"), float("-inf")])
+def test_a_score_that_is_not_finite_is_refused_with_its_row_and_prompt(spoiled: float) -> None:
+    with pytest.raises(NonFiniteError, match=f"the reward brightness is {spoiled} .*'a dog'") as refused:
+        Brightness(spoiled)(grey(0.0, 0.5, 1.0), PROMPTS)
+    assert refused.value.row == 1
+
+
+def test_the_bounds_of_the_range_are_allowed() -> None:
+    assert Brightness()(grey(0.0, 1.0), PROMPTS[:2]).tolist() == [0.0, 1.0]
+
+
+def test_a_reward_scores_any_prompt_unless_it_says_otherwise() -> None:
+    Brightness().check_prompts(["", "anything"])
+
+
+def test_distinct_prompts_lead_back_to_all_prompts() -> None:
+    prompts = ["b", "a", "b", "c", "a", "b"]
+    texts, place = distinct(prompts)
+    assert texts == ["b", "a", "c"]
+    assert [texts[index] for index in place] == prompts
+
+
+@pytest.mark.parametrize("name", ["pickscore", "clipscore", "hpsv2"])
+def test_a_shipped_configuration_builds_its_reward_from_local_files(
+    name: str, clip_folder: str, hps_file: str, open_clip_architecture: str, images: Tensor
+) -> None:
+    local = {"pretrained": clip_folder, "processor": clip_folder}
+    if name == "hpsv2":
+        local = {"pretrained": hps_file, "architecture": open_clip_architecture}
+    with ConfigTree() as tree:
+        group = tree.compose(
+            [f"reward={name}", *(f"reward.{name}.{key}={value}" for key, value in local.items())]
+        ).reward
+    arguments = dict(group[name])
+    assert arguments.pop("weight") == 1
+    reward = instantiate(arguments, device="cpu")
+    assert reward.name == name and reward(images, ["a cat"] * 4).std() > 1e-3
+
+
+def test_importing_the_package_of_rewards_loads_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("solrl_lightning.rewards.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)  # an import of it is an error from here on
+    monkeypatch.setitem(sys.modules, "open_clip", None)
+    assert importlib.reload(solrl_lightning.rewards)
+    assert not [name for name in sys.modules if name.startswith("solrl_lightning.rewards.")]
+
+
+def test_a_reward_that_is_not_there_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="BLIPScore"):
+        _ = solrl_lightning.rewards.BLIPScore
