@@ -28,7 +28,7 @@ from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule, Stage
 from solrl_lightning.policies import replica
-from solrl_lightning.policies.compilation import can_compile
+from solrl_lightning.policies.compilation import can_compile, compile_blocks
 from solrl_lightning.tasks.report import format_table, write_json
 
 _WARM_UP, _FORWARDS = 3, 20  # forward passes of each variant; the first compiles
@@ -70,8 +70,8 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     variants: dict[str, nn.Module] = {f"{name} eager": replica.share(own) for name, own in originals.items()}
     if cfg.task.compile and can_compile(device):
         for name, own in originals.items():
-            compiled: Any = replica.share(own)
-            compiled.compile_repeated_blocks(fullgraph=True, dynamic=False)
+            compiled = replica.share(own)
+            compile_blocks(compiled)
             variants[f"{name} compiled"] = compiled
     batch = cfg.model.rollout_batch
     _, conditioning = module.encode(module.eval_prompts[:1]).rows(torch.zeros(batch, dtype=torch.int64))
@@ -130,7 +130,9 @@ class LapTimer(Callback):
         self._watches = True
         for method, model in (("encode", "encode"), ("velocity", "transformer"), ("decode", "decode")):
             setattr(module.policy, method, self._timed(model, getattr(module.policy, method)))
-        object.__setattr__(module, "reward", self._timed("reward", module.reward))  # past nn.Module, as in its __init__
+        rewards: dict[str, Any] = module.rewards.rewards
+        for name, reward in rewards.items():
+            rewards[name] = self._timed("reward", reward)
 
     def _timed(self, model: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:

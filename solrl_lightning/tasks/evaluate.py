@@ -1,105 +1,235 @@
-"""task=evaluate: the base against a checkpoint, on held-out prompts.
+"""task=evaluate: the base against a checkpoint, on held-out prompts, by any number of rewards.
 
 Both make their images from the same noise, so what is compared is the same picture before and after training. Prompts
-are the independent unit: images of one prompt are averaged first, and errors are over prompts.
+are the independent unit: images of one prompt are averaged first, and errors are over prompts. Every prompt is scored
+once, however many devices share the work.
 
-Shapes: P prompts, n images per prompt.
+Shapes: P prompts, n images per prompt, R reported scores (every reward and, of several, their weighted sum).
 """
 
+import csv
 import io
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from hydra.utils import instantiate
+from lightning.pytorch import LightningModule, Trainer
 from omegaconf import DictConfig
-from torch import Tensor
+from torch import Tensor, distributed
 
-from solrl_lightning.build import build_module, device_of, load_adapters
+from solrl_lightning.build import build_module, load_adapters
 from solrl_lightning.callbacks.sample_grid import Row, draw_grid
 from solrl_lightning.callbacks.surface import write_atomically
+from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.data.prompts import read_tags
 from solrl_lightning.metrics.confidence import Mean, mean_of
 from solrl_lightning.module import SolRLModule
-from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.seeds import evaluation_seeds
 from solrl_lightning.tasks.report import format_table, write_json
 
+_COLUMNS = ("mean", "standard_error", "low", "high")
+
+
+class Scored(NamedTuple):
+    """What one model made of the prompts."""
+
+    scores: Tensor  # [P, n, R] float64 on the CPU
+    pictures: Tensor  # [p, n', 3, H, W] uint8, of the first of these prompts and images
+
 
 def evaluate(cfg: DictConfig) -> dict[str, Any]:
-    """Scores the base and, where ``cfg.ckpt`` names one, the checkpoint's average; writes evaluate.json and .png."""
+    """Scores the base and, where ``cfg.ckpt`` names one, the checkpoint's average.
+
+    Writes evaluate.json (means, errors, differences), evaluate.csv (every image) and evaluate.png (side by side).
+    """
     started = time.perf_counter()
-    folder = Path(cfg.run_dir)
-    module = build_module(cfg, device_of(cfg), [])
-    seeds = evaluation_seeds(cfg.seed, module.eval_prompts, cfg.data.eval_images)
-    models = {"base": _score(module, seeds, "base")}
+    trainer: Trainer = instantiate(cfg.trainer, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    module = build_module(cfg, trainer.strategy.root_device, [])
+    weights = {"base": "base"}
     if cfg.ckpt is not None:
         load_adapters(module, cfg.ckpt)
-        models["trained"] = _score(module, seeds, "ema")
-    rewards = {name: scored.rewards.double().cpu() for name, scored in models.items()}
-
+        weights["trained"] = "ema"
+    scorer = Scorer(module, weights, cfg.task.grid_prompts, cfg.task.grid_images)
+    share = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
+    found = trainer.predict(scorer, share, return_predictions=True)
+    models = in_order(gathered(found[0]))  # type: ignore[index]
+    tags = read_tags(cfg.data.eval, cfg.data.column)
     result: dict[str, Any] = {
-        "reward": module.reward.name,
         "checkpoint": cfg.ckpt,
-        "prompts": seeds.shape[0],
-        "images_per_prompt": seeds.shape[1],
+        "prompts": len(module.eval_prompts),
+        "images_per_prompt": cfg.data.eval_images,
         "steps": cfg.model.eval_steps,
         "seed": cfg.seed,
-        **{name: over_prompts(values)._asdict() for name, values in rewards.items()},
+        "rewards": by_reward(module, models),
+        "tags": {
+            tag: by_reward(module, models, [i for i, p in enumerate(module.eval_prompts) if tags.get(p) == tag])
+            for tag in dict.fromkeys(tags[prompt] for prompt in module.eval_prompts if prompt in tags)
+        },
+        "seconds": time.perf_counter() - started,
     }
-    if "trained" in rewards:
-        result["difference"] = over_prompts(rewards["trained"] - rewards["base"])._asdict()
-        result["win_rate"] = win_rate(rewards["trained"], rewards["base"])
     result["per_prompt"] = [
-        {"prompt": prompt, **{name: values[row].mean().item() for name, values in rewards.items()}}
+        {
+            "prompt": prompt,
+            **{
+                name: {model: scored.scores[row, :, i].mean().item() for model, scored in models.items()}
+                for i, name in enumerate(module.evaluated)
+            },
+        }
         for row, prompt in enumerate(module.eval_prompts)
     ]
-    _draw(folder / "evaluate.png", module, models, cfg.task.grid_prompts, cfg.task.grid_images)
-    result["seconds"] = time.perf_counter() - started
-    write_json(folder / "evaluate.json", result)
-    print(format_evaluation(result, folder))
+    if trainer.is_global_zero:
+        folder = Path(cfg.run_dir)
+        write_json(folder / "evaluate.json", result)
+        write_atomically(folder / "evaluate.csv", to_csv(module, models).encode())
+        write_atomically(folder / "evaluate.png", to_png(module, models))
+        print(format_evaluation(result, folder))
     return result
 
 
-def over_prompts(rewards: Tensor) -> Mean:
-    """The mean of rewards [P, n], with its error over prompts."""
-    return mean_of(rewards.mean(dim=1).tolist())
+class Scorer(LightningModule):
+    """Scores this rank's prompts with each of the weights; under ``Trainer.predict``, which places it on devices."""
+
+    def __init__(self, module: SolRLModule, weights: Mapping[str, str], grid_prompts: int, grid_images: int) -> None:
+        super().__init__()
+        self.module, self.weights = module, dict(weights)
+        self.grid_prompts, self.grid_images = grid_prompts, grid_images
+
+    def predict_step(self, prompts: list[str], batch_idx: int) -> dict[str, Scored]:
+        return {name: self.score(prompts, name, weights) for name, weights in self.weights.items()}
+
+    def score(self, prompts: list[str], name: str, weights: str) -> Scored:
+        module = self.module
+        if not prompts:
+            return Scored(torch.empty(0, module.sampling.eval_images, len(module.evaluated)), torch.empty(0))
+        seeds = evaluation_seeds(module.seed, prompts, module.sampling.eval_images)
+
+        def progress(done: int, total: int) -> None:
+            if sys.stderr.isatty() and self.trainer.is_global_zero:
+                end = "\n" if done == total else ""
+                print(f"\r{name}: {done} of {total} images", end=end, file=sys.stderr, flush=True)
+
+        scored = module.score(prompts, seeds, weights=weights, steps=module.sampling.eval_steps, progress=progress)
+        shown = set(module.eval_prompts[: self.grid_prompts])
+        pictures = [
+            (module.policy.decode(latents[: self.grid_images]) * 255).round().byte().cpu()
+            for prompt, latents in zip(prompts, scored.latents, strict=True)
+            if prompt in shown
+        ]
+        scores = module.evaluated_scores(scored).double().cpu()
+        return Scored(scores, torch.stack(pictures) if pictures else torch.empty(0))
+
+
+def gathered(own: dict[str, Scored]) -> list[dict[str, Scored]]:
+    """What every rank found, in the order of ranks. Collective."""
+    if not distributed.is_initialized():
+        return [own]
+    found: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(found, own)
+    return found
+
+
+def in_order(ranks: Sequence[Mapping[str, Scored]]) -> dict[str, Scored]:
+    """The prompts of all ranks as they were before rank r of w took [r::w]."""
+
+    def interleaved(parts: Sequence[Tensor]) -> Tensor:
+        rows = [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
+        return torch.stack(rows)
+
+    return {
+        name: Scored(*(interleaved([rank[name][field] for rank in ranks]) for field in range(2))) for name in ranks[0]
+    }
+
+
+def by_reward(
+    module: SolRLModule, models: Mapping[str, Scored], rows: Sequence[int] | None = None
+) -> dict[str, dict[str, Any]]:
+    """``compared`` for every reported score, on some of the prompts or on all."""
+    chosen = slice(None) if rows is None else list(rows)
+    return {
+        name: compared({model: scored.scores[chosen, :, i] for model, scored in models.items()})
+        for i, name in enumerate(module.evaluated)
+    }
+
+
+def compared(scores: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Means of scores [P, n] by model and, where there are two, how the trained one differs from the base."""
+    result: dict[str, Any] = {name: over_prompts(values)._asdict() for name, values in scores.items()}
+    if "trained" in scores:
+        result["difference"] = over_prompts(scores["trained"] - scores["base"])._asdict()
+        result["win_rate"] = win_rate(scores["trained"], scores["base"])
+    return result
+
+
+def over_prompts(scores: Tensor) -> Mean:
+    """The mean of scores [P, n], with its error over prompts."""
+    return mean_of(scores.mean(dim=1).tolist())
 
 
 def win_rate(ours: Tensor, theirs: Tensor) -> float:
-    """The share of images [P, n] with a higher reward than their counterparts; a tie is half a win."""
+    """The share of images [P, n] with a higher score than their counterparts; a tie is half a win."""
     return ((ours > theirs).double() + 0.5 * (ours == theirs).double()).mean().item()
 
 
-def format_evaluation(result: dict[str, Any], folder: Path) -> str:
-    names = [name for name in ("base", "trained", "difference") if name in result]
-    rows = [[name, *(result[name][key] for key in ("mean", "standard_error", "low", "high"))] for name in names]
-    lines = [
-        f"{result['reward']} reward of {result['prompts']} prompts x {result['images_per_prompt']} images, "
-        f"{result['steps']} steps, in {result['seconds']:.0f} s; errors are over prompts",
-        format_table(["", "mean", "std error", "95 % from", "to"], rows),
-    ]
-    if "trained" in result:
-        lines.append(f"  {100 * result['win_rate']:.0f} % of the images score higher than the base's of the same noise")
-    return "\n".join([*lines, f"  {folder / 'evaluate.json'}, {folder / 'evaluate.png'}"])
+def to_csv(module: SolRLModule, models: Mapping[str, Scored]) -> str:
+    """One line per image: prompt, seed, and every score of every model."""
+    seeds = evaluation_seeds(module.seed, module.eval_prompts, module.sampling.eval_images)
+    columns = [f"{name} {model}" for name in module.evaluated for model in models]
+    text = io.StringIO()
+    table = csv.writer(text)
+    table.writerow(["prompt", "seed", *columns])
+    for row, prompt in enumerate(module.eval_prompts):
+        for image, seed in enumerate(seeds[row].tolist()):
+            each = [scored.scores[row, image].tolist() for scored in models.values()]
+            table.writerow([prompt, seed, *(value for values in zip(*each, strict=True) for value in values)])
+    return text.getvalue()
 
 
-def _score(module: SolRLModule, seeds: Tensor, weights: str) -> Candidates:
-    def progress(done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            end = "\n" if done == total else ""
-            print(f"\r{weights}: {done} of {total} images", end=end, file=sys.stderr, flush=True)
-
-    steps = module.sampling.eval_steps
-    return module.score(module.eval_prompts, seeds, weights=weights, steps=steps, progress=progress)
-
-
-def _draw(path: Path, module: SolRLModule, models: dict[str, Candidates], prompts: int, images: int) -> None:
-    """The very images that were scored: the first prompts as rows, a block of columns per model."""
+def to_png(module: SolRLModule, models: Mapping[str, Scored]) -> bytes:
+    """The very images that were scored: the first prompts as rows, a block of columns per model, the total below."""
     rows = []
-    for row, prompt in enumerate(module.eval_prompts[:prompts]):
-        groups = [module.policy.decode(scored.latents[row, :images]).cpu() for scored in models.values()]
-        rewards = [value for scored in models.values() for value in scored.rewards[row, :images].tolist()]
-        rows.append(Row(prompt, groups, [f"{value:.2f}" for value in rewards]))
+    first = next(iter(models.values()))
+    for row, prompt in enumerate(module.eval_prompts[: len(first.pictures)]):
+        groups = [scored.pictures[row].float() / 255 for scored in models.values()]
+        totals = [value for scored in models.values() for value in scored.scores[row, :, -1].tolist()[: len(groups[0])]]
+        rows.append(Row(prompt, groups, [f"{value:.3g}" for value in totals]))
     buffer = io.BytesIO()
-    draw_grid("Same held-out prompts, same noise", list(models), rows).save(buffer, format="PNG")
-    write_atomically(path, buffer.getvalue())
+    title = f"Same held-out prompts, same noise; {module.evaluated[-1]} below"
+    draw_grid(title, list(models), rows).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def format_evaluation(result: dict[str, Any], folder: Path) -> str:
+    rows = [
+        [f"{reward} {name}", *(means[name][key] for key in _COLUMNS), wins(means, name)]
+        for reward, means in result["rewards"].items()
+        for name in ("base", "trained", "difference")
+        if name in means
+    ]
+    lines = [
+        f"{result['prompts']} prompts x {result['images_per_prompt']} images, {result['steps']} steps, in "
+        f"{result['seconds']:.0f} s; errors are over prompts; wins are of images over the base's of the same noise",
+        format_table(["", "mean", "std error", "95 % from", "to", "wins"], rows),
+    ]
+    if result["tags"]:
+        lines.append(format_tags(result["tags"]))
+    if result["checkpoint"] is None:
+        lines.append("  the base alone; ckpt=last or ckpt=<file> compares it with a trained model")
+    files = ", ".join(str(folder / f"evaluate.{suffix}") for suffix in ("json", "csv", "png"))
+    return "\n".join([*lines, f"  {files}"])
+
+
+def format_tags(tags: Mapping[str, dict[str, dict[str, Any]]]) -> str:
+    """A line per kind of prompt, a column per reward and model."""
+    models = [name for name in ("base", "trained") if name in next(iter(next(iter(tags.values())).values()))]
+    rewards = list(next(iter(tags.values())))
+    columns = [(reward, model) for reward in rewards for model in models]
+    rows = [[tag, *(means[reward][model]["mean"] for reward, model in columns)] for tag, means in tags.items()]
+    return format_table(["kind of prompt", *(f"{reward} {model}" for reward, model in columns)], rows)
+
+
+def wins(means: Mapping[str, Any], name: str) -> str:
+    return f"{100 * means['win_rate']:.0f} %" if name == "difference" else ""

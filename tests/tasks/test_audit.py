@@ -62,4 +62,4 @@ def test_a_reversed_proxy_finds_nothing() -> None:
 )
 def test_mistakes_are_told_before_a_model_is_loaded(compose: Compose, mistake: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        audit(compose(*SMALL, "model.pretrained=/nowhere", mistake))
+        audit(compose(*SMALL, "model.pretrained=nowhere/at-all", mistake))

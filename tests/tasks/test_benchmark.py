@@ -96,4 +96,4 @@ def test_speedups_are_over_the_baselines_that_were_run() -> None:
 )
 def test_mistakes_are_told_before_anything_is_timed(compose: Compose, mistake: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        benchmark(compose(*SMALL, "model.pretrained=/nowhere", mistake))
+        benchmark(compose(*SMALL, "model.pretrained=nowhere/at-all", mistake))

@@ -1,5 +1,6 @@
 """Base against checkpoint: the same prompts, the same noise, errors over prompts."""
 
+import csv
 import json
 import math
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from solrl_lightning.build import build_module
-from solrl_lightning.tasks.evaluate import evaluate, over_prompts, win_rate
+from solrl_lightning.tasks.evaluate import Scored, evaluate, in_order, over_prompts, win_rate
 from solrl_lightning.tasks.train import train
 
 Compose = Callable[..., DictConfig]
@@ -40,9 +41,10 @@ def test_an_adapter_that_does_nothing_makes_no_difference(
 ) -> None:
     checkpoint = write_checkpoint(compose(*SMALL), tmp_path / "start.ckpt", strength=0.0)
     result = evaluate(compose(*SMALL, "task=evaluate", f"ckpt='{checkpoint}'"))
-    assert result["trained"] == result["base"]
-    assert result["difference"] == {"mean": 0, "std": 0, "standard_error": 0, "low": 0, "high": 0}
-    assert result["win_rate"] == 0.5
+    shapes = result["rewards"]["shapes"]
+    assert shapes["trained"] == shapes["base"]
+    assert shapes["difference"] == {"mean": 0, "std": 0, "standard_error": 0, "low": 0, "high": 0}
+    assert shapes["win_rate"] == 0.5
     assert (result["prompts"], result["images_per_prompt"], len(result["per_prompt"])) == (4, 2, 4)
     assert json.loads((tmp_path / "evaluate.json").read_text()) == result
     assert "trained" in capfd.readouterr().out
@@ -59,20 +61,50 @@ def test_it_finds_what_training_found_on_the_same_prompts_and_seeds(compose: Com
     train(compose(*SMALL, "iterations=1", "optimizer.lr=0.01", "callbacks.sample_grid.every=0"))
     summary = json.loads((tmp_path / "summary.json").read_text())
     result = evaluate(compose(*SMALL, "task=evaluate", f"ckpt='{tmp_path / 'checkpoints' / 'last.ckpt'}'"))
-    assert result["base"]["mean"] == pytest.approx(summary["base_reward"], rel=1e-6)
-    assert result["trained"]["mean"] == pytest.approx(summary["final_reward"], rel=1e-6)
-    assert result["trained"]["mean"] != result["base"]["mean"]
-    assert result["difference"]["mean"] == pytest.approx(summary["improvement"], rel=1e-5)
-    gains = [row["trained"] - row["base"] for row in result["per_prompt"]]
-    assert result["difference"]["mean"] == pytest.approx(sum(gains) / len(gains), rel=1e-6)
+    shapes = result["rewards"]["shapes"]
+    assert shapes["base"]["mean"] == pytest.approx(summary["base_reward"], rel=1e-6)
+    assert shapes["trained"]["mean"] == pytest.approx(summary["final_reward"], rel=1e-6)
+    assert shapes["trained"]["mean"] != shapes["base"]["mean"]
+    assert shapes["difference"]["mean"] == pytest.approx(summary["improvement"], rel=1e-5)
+    gains = [row["shapes"]["trained"] - row["shapes"]["base"] for row in result["per_prompt"]]
+    assert shapes["difference"]["mean"] == pytest.approx(sum(gains) / len(gains), rel=1e-6)
+    with (tmp_path / "evaluate.csv").open(newline="") as file:
+        images = list(csv.DictReader(file))
+    assert len(images) == 4 * 2 and len({image["seed"] for image in images}) == 8
+    won = [float(image["shapes trained"]) > float(image["shapes base"]) for image in images]
+    assert shapes["win_rate"] == pytest.approx(sum(won) / 8, abs=1 / 16)  # at most one tie
+    prompts = [row["prompt"] for row in result["per_prompt"]]
+    assert [image["prompt"] for image in images] == [prompt for prompt in prompts for _ in range(2)]
 
 
-def test_without_a_checkpoint_the_base_is_measured_alone(compose: Compose, tmp_path: Path) -> None:
+def test_without_a_checkpoint_the_base_is_measured_alone(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     result = evaluate(compose(*SMALL, "task=evaluate", "data.eval_prompts=1", "task.grid_images=1"))
-    assert not {"trained", "difference", "win_rate"} & set(result)
-    assert result["base"]["standard_error"] is None  # one prompt
-    assert result["base"]["mean"] == result["per_prompt"][0]["base"]
+    (shapes,) = result["rewards"].values()
+    assert set(shapes) == {"base"}
+    assert shapes["base"]["standard_error"] is None  # one prompt
+    assert shapes["base"]["mean"] == result["per_prompt"][0]["shapes"]["base"]
     assert (tmp_path / "evaluate.png").is_file()
+    assert "ckpt=last" in capfd.readouterr().out
+
+
+def test_several_rewards_are_reported_one_by_one_and_as_their_weighted_sum(compose: Compose, tmp_path: Path) -> None:
+    other = "{_target_: solrl_lightning.rewards.shapes.ShapesReward, weight: 0.5}"
+    watched = "{_target_: solrl_lightning.rewards.shapes.ShapesReward, weight: 0}"
+    rewards = (f"+reward.other={other}", f"+reward.watched={watched}")
+    result = evaluate(compose(*SMALL, "task=evaluate", "data.eval_prompts=2", *rewards))
+    means = {name: values["base"]["mean"] for name, values in result["rewards"].items()}
+    assert list(means) == ["shapes", "other", "watched", "weighted_sum"]
+    assert means["other"] == means["watched"] == means["shapes"]
+    assert means["weighted_sum"] == pytest.approx(1.5 * means["shapes"], rel=1e-6)
+
+
+def test_shares_of_ranks_come_back_in_the_order_of_the_prompts() -> None:
+    whole = torch.arange(5.0)[:, None, None]
+    ranks = [{"base": Scored(whole[rank::2], whole[rank::2][: 2 - rank])} for rank in range(2)]
+    found = in_order(ranks)["base"]
+    assert torch.equal(found.scores, whole) and torch.equal(found.pictures, whole[:3])
 
 
 def test_errors_are_over_prompts_not_over_images() -> None:

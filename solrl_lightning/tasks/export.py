@@ -1,0 +1,38 @@
+"""task=export: a checkpoint's weights for use without this application, in the formats of diffusers.
+
+On the CPU, whatever the trainer's device: nothing is sampled, and the memory that counts is then the larger one.
+"""
+
+from pathlib import Path
+
+import torch
+from diffusers import ModelMixin
+from omegaconf import DictConfig
+
+from solrl_lightning.build import build_model, load_adapters
+from solrl_lightning.errors import UserError
+from solrl_lightning.tasks.generate import without_training
+
+_LORAS = {"lora_ema": "ema", "lora_trained": "default"}
+_MERGED = "transformer"
+
+
+def export(cfg: DictConfig) -> None:
+    """Writes lora_ema/, lora_trained/ and transformer/, the average merged into the base, into the run's folder."""
+    if cfg.ckpt is None:
+        raise UserError(
+            "task=export writes a checkpoint's weights; name it with ckpt=<file>, or ckpt=last for the newest"
+        )
+    folder = Path(cfg.run_dir)
+    module = build_model(without_training(cfg), torch.device("cpu"))
+    load_adapters(module, cfg.ckpt)
+    for name, weights in _LORAS.items():
+        module.save_lora(folder / name, weights)
+    with module.merged_with(module.adapter_state("ema")) as transformer:
+        assert isinstance(transformer, ModelMixin)
+        transformer.save_pretrained(folder / _MERGED)  # shares what LoRA does not adapt with the base
+    name, dtype = type(transformer).__name__, str(transformer.dtype).removeprefix("torch.")
+    print(
+        f"pipe.load_lora_weights({str(folder / 'lora_ema')!r})  # or lora_trained, without averaging\n"
+        f"{name}.from_pretrained({str(folder / _MERGED)!r}, dtype=torch.{dtype})  # merged"
+    )

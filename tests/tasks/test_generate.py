@@ -1,0 +1,176 @@
+"""Pictures for prompts of the user's own, on the nano pipeline."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from nano import PROMPTS, save_nano
+from omegaconf import DictConfig
+from PIL import Image
+
+from solrl_lightning.build import build_model
+from solrl_lightning.callbacks.sample_grid import Row, draw_grid
+from solrl_lightning.config import ConfigTree, application_config
+from solrl_lightning.errors import UserError
+from solrl_lightning.rollout.seeds import evaluation_seeds
+from solrl_lightning.tasks import generate as task
+from solrl_lightning.tasks.generate import asked_prompts, asked_seeds, asked_weights, generate, without_training
+
+Compose = Callable[..., DictConfig]
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
+    folder = save_nano(tmp_path_factory.mktemp("pipeline"))
+    return "experiment=smoke", "trainer=cpu", "model.eval_steps=2", f"model.pretrained='{folder}'"
+
+
+@pytest.fixture(scope="module")
+def alone() -> DictConfig:
+    """task=generate without any of its options."""
+    with ConfigTree() as tree:
+        return application_config(tree.compose(["task=generate"]), "nowhere")
+
+
+def write_checkpoint(cfg: DictConfig, path: Path, trained: float = 0.1, average: float = 0.5) -> Path:
+    """What a training run would leave if it had moved B, and its average, by random amounts of these sizes."""
+    module = build_model(without_training(cfg), torch.device("cpu"))
+    states = {}
+    for name, size in (("default", trained), ("ema", average)):
+        generator = torch.Generator().manual_seed(len(states))
+        states[name] = {key: value.clone() for key, value in module.adapter_state("default").items()}
+        for key, value in states[name].items():
+            if ".lora_B." in key:
+                value.normal_(generator=generator).mul_(size)
+    for key, value in module.adapter_state("default").items():
+        value.copy_(states["default"][key])
+    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    module.on_save_checkpoint(checkpoint)
+    torch.save(checkpoint | {"callbacks": {"WeightEMA": {"average": states["ema"]}}}, path)
+    return path
+
+
+def pixels(path: Path) -> torch.Tensor:
+    with Image.open(path) as image:
+        return torch.tensor(np.array(image))
+
+
+def no_model(*args: Any) -> None:
+    raise AssertionError("a model was loaded before the command line was checked")
+
+
+def test_base_and_trained_are_drawn_from_the_seeds_of_evaluations(
+    compose: Compose, tmp_path: Path, small: tuple[str, ...]
+) -> None:
+    checkpoint = write_checkpoint(compose(*small), tmp_path / "last.ckpt")
+    prompts = f'task.prompts=["{PROMPTS[0]}","{PROMPTS[1]}"]'
+    cfg = compose(*small, "task=generate", f"ckpt='{checkpoint}'", prompts, "task.images=3", "task.grid_images=2")
+    result = generate(cfg)
+
+    seeds = evaluation_seeds(cfg.seed, PROMPTS[:2], 3)
+    assert [(image["prompt"], image["seed"]) for image in result["images"][:6]] == [
+        (prompt, seed) for prompt, row in zip(PROMPTS[:2], seeds.tolist(), strict=True) for seed in row
+    ]
+    assert [image["weights"] for image in result["images"]] == ["base"] * 6 + ["trained"] * 6
+    assert json.loads((tmp_path / "generate.json").read_text()) == result
+    files = sorted(str(file.relative_to(tmp_path)) for file in (tmp_path / "images").iterdir())
+    assert files == sorted(image["file"] for image in result["images"])
+    assert files[0] == f"images/0000_{min(seeds[0].tolist()):010d}_base.png"
+
+    module = build_model(without_training(cfg), torch.device("cpu"))
+    expected = module.sample(PROMPTS[:2], seeds, weights="base", steps=2)
+    module.ema_state = torch.load(checkpoint, weights_only=True)["callbacks"]["WeightEMA"]["average"]
+    expected = torch.stack([expected, module.sample(PROMPTS[:2], seeds, weights="ema", steps=2)])
+    found = torch.stack([pixels(tmp_path / image["file"]) for image in result["images"]])
+    levels = (255 * expected.flatten(0, 2)).round().byte().permute(0, 2, 3, 1)
+    assert torch.equal(found, levels)
+    assert not torch.equal(found[:6], found[6:])
+
+    rows = [Row(prompt, [expected[0, i, :2], expected[1, i, :2]]) for i, prompt in enumerate(PROMPTS[:2])]
+    grid = draw_grid("Same prompts, same noise", ["base", "trained"], rows)
+    assert torch.equal(pixels(tmp_path / "generate.png"), torch.tensor(np.array(grid)))
+
+
+def test_a_png_says_how_it_was_made(compose: Compose, tmp_path: Path, small: tuple[str, ...]) -> None:
+    checkpoint = write_checkpoint(compose(*small), tmp_path / "last.ckpt")
+    words = 'task.prompts=[a red circle, "„grüne“ blue square"]'  # in quotation marks that Latin-1 does not have
+    arguments = ("task=generate", f"ckpt='{checkpoint}'", words, "task.seeds=[4294967295]", "task.base=false")
+    result = generate(compose(*small, *arguments))
+    assert [image["file"] for image in result["images"]] == [
+        "images/0000_4294967295_trained.png",
+        "images/0001_4294967295_trained.png",
+    ]
+    with Image.open(tmp_path / result["images"][1]["file"]) as image:
+        assert image.text == {  # type: ignore[attr-defined]
+            "prompt": "„grüne“ blue square",
+            "seed": "4294967295",
+            "weights": "trained",
+            "model": compose(*small).model.pretrained,
+            "solver": "euler",
+            "steps": "2",
+            "checkpoint": str(checkpoint),
+        }
+
+
+def test_the_base_alone_takes_prompts_from_a_file_and_the_given_seeds(
+    compose: Compose, tmp_path: Path, small: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In passes of one prompt, without a reward and without the run's own prompts."""
+    (tmp_path / "mine.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
+    monkeypatch.setattr("solrl_lightning.build.build_rewards", no_model)
+    arguments = ("task=generate", f"task.prompt_file='{tmp_path / 'mine.txt'}'", "task.seeds=[7,0]")
+    without_data = ("data.train=nowhere.txt", "data.eval=nowhere.txt", "model.rollout_batch=3")
+    result = generate(compose(*small, *arguments, *without_data))
+    assert [(image["prompt"], image["seed"], image["weights"]) for image in result["images"]] == [
+        (prompt, seed, "base") for prompt in PROMPTS for seed in (7, 0)
+    ]
+    assert result["checkpoint"] is None and "checkpoint" not in result["images"][0]
+    again = generate(compose(*small, *arguments, *without_data, "model.rollout_batch=6"))
+    assert again["images"] == result["images"]
+
+
+CAT = ["a cat"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({}, "got neither"),
+        ({"prompts": CAT, "prompt_file": "a.txt"}, "got both"),
+        ({"prompts": "a cat"}, "must be a list of texts, .*; got 'a cat'"),
+        ({"prompts": ["a cat", " "]}, "got ' ' among them"),
+        ({"prompts": ["a cat", 7]}, "got 7 among them"),
+        ({"prompts": ["a cat", None]}, "got None among them"),
+        ({"prompt_file": "nowhere.txt"}, "nowhere.txt does not exist"),
+        ({"prompts": CAT, "seeds": 3}, r"list of different whole numbers .*; got 3\."),
+        ({"prompts": CAT, "seeds": []}, r"got \[\]"),
+        ({"prompts": CAT, "seeds": [1, 2.5]}, r"got \[1, 2.5\]"),
+        ({"prompts": CAT, "seeds": [1, "x"]}, r"got \[1, 'x'\]"),
+        ({"prompts": CAT, "seeds": [True]}, r"got \[True\]"),
+        ({"prompts": CAT, "seeds": [1, 1]}, r"got \[1, 1\]"),
+        ({"prompts": CAT, "seeds": [-1]}, r"got \[-1\]"),
+        ({"prompts": CAT, "seeds": [2**32]}, r"got \[4294967296\]"),
+        ({"prompts": CAT, "images": 0}, "task.images must be a whole number of at least 1; got 0"),
+        ({"prompts": CAT, "images": 1.5}, "got 1.5"),
+        ({"prompts": CAT, "base": False}, "ckpt=last"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_model_is_loaded(
+    alone: DictConfig, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], message: str
+) -> None:
+    monkeypatch.setattr(task, "build_model", no_model)
+    cfg = alone.copy()
+    cfg.task.update(asked)
+    with pytest.raises(UserError, match=message):
+        generate(cfg)
+
+
+def test_prompts_of_the_command_line_may_have_commas_and_spaces(compose: Compose) -> None:
+    cfg = compose("task=generate", 'task.prompts=[a red apple, "two, or three, dogs"]')
+    assert asked_prompts(cfg) == ["a red apple", "two, or three, dogs"]
+    assert asked_seeds(cfg, ["a", "b"]).shape == (2, 4)
+    assert asked_weights(cfg) == {"base": "base"}

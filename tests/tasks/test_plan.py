@@ -1,0 +1,205 @@
+"""The plan's arithmetic against closed forms, and the task on the embedded model."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import nn
+from torch.nn import functional as F
+
+from solrl_lightning.build import lora_config, stages_of, with_option
+from solrl_lightning.errors import UserError
+from solrl_lightning.policies import adapters
+from solrl_lightning.policies.architectures import SHIPPED, build
+from solrl_lightning.policies.flux1 import Flux1
+from solrl_lightning.quantization import QuantizationRule, resolve
+from solrl_lightning.quantization import plan as plan_layers
+from solrl_lightning.tasks.plan import (
+    PACKED_BITS,
+    Family,
+    Iteration,
+    Passes,
+    bytes_of,
+    count_macs,
+    evaluations,
+    kept_for_backward,
+    plan,
+    replica_bytes,
+    trace,
+    work,
+)
+from tests.nano import lora_config as small_lora
+
+Compose = Callable[..., DictConfig]
+
+WIDTH, IMAGE, TEXT = 128, 16, 10  # of the embedded model: its width and tokens
+BLOCKS = 1 + 3  # one with two streams, three with one
+ATTENTION = BLOCKS * 2 * (IMAGE + TEXT) ** 2 * WIDTH
+
+
+def embedded(**options: Any) -> Flux1:
+    """The embedded model's shapes."""
+    dtypes = {"transformer": "bfloat16", "default": "float32"}
+    sizes: dict[str, Any] = dict(max_sequence_length=TEXT, guidance=1.0, decode_batch=1, dtypes=dtypes)
+    return Flux1("tiny", 32, **sizes, weights="random", device="meta", **options)
+
+
+@pytest.fixture(scope="module")
+def passes() -> Passes:
+    return trace(embedded(), small_lora())[0]
+
+
+def family(name: str, cfg: DictConfig) -> Family:
+    own = with_option(cfg, "family", name)
+    return Family(name, stages_of(own), own.family.pool, own.family.keep)
+
+
+def test_macs_are_those_of_every_product() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(6, 8, device="meta")
+            self.depthwise = nn.Conv2d(8, 8, 3, padding=1, groups=8, device="meta")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            tokens = self.linear(x)  # [2, 20, 8]
+            attended = F.scaled_dot_product_attention(tokens[:, None], tokens[:, None], tokens[:, None])
+            return self.depthwise(attended[:, 0].mT.unflatten(-1, (4, 5)))
+
+    model = Both()
+    with torch.no_grad():
+        total, layers = count_macs(lambda: model(torch.empty(2, 20, 6, device="meta")), model)
+    assert layers == {"linear": 2 * 20 * 6 * 8, "depthwise": 2 * 20 * 8 * 9}
+    assert total == sum(layers.values()) + 2 * 2 * 20 * 20 * 8
+
+
+def test_a_flux_forward_pass_has_the_macs_of_the_closed_form(passes: Passes) -> None:
+    d2, both = WIDTH**2, IMAGE + TEXT
+    double = (4 + 8) * d2 * both + 2 * 6 * d2  # attention and MLP of both streams, their modulations
+    single = (3 + 4 + 5) * d2 * both + 3 * d2
+    embedders = 32 * WIDTH * IMAGE + 64 * WIDTH * TEXT + (256 + WIDTH + 64 + WIDTH) * WIDTH
+    head = 2 * d2 + 32 * WIDTH * IMAGE
+    assert passes.forward == double + 3 * single + embedders + head + ATTENTION
+    assert passes.forward == sum(passes.layers.values()) + ATTENTION
+
+
+def test_lora_branches_cost_their_rank(passes: Passes) -> None:
+    rank, image_only = 4, 4  # to_q, to_k, to_v, to_out.0 of the image stream
+    expected = 2 * WIDTH * rank * (image_only * IMAGE + 3 * 3 * (IMAGE + TEXT))
+    assert passes.adapted - passes.forward == expected
+
+
+def test_checkpoints_keep_less_and_compute_the_blocks_again(passes: Passes) -> None:
+    checkpointed = trace(embedded(gradient_checkpointing=True), small_lora())[0]
+    assert checkpointed.kept < passes.kept / 2
+    assert (checkpointed.forward, checkpointed.adapted) == (passes.forward, passes.adapted)
+    again = checkpointed.backward - passes.backward
+    assert 0.9 * passes.adapted < again < passes.adapted
+
+
+def test_what_the_backward_pass_needs_is_counted_once_and_without_parameters() -> None:
+    linear = nn.Linear(8, 8, bias=False, device="meta")
+    x = torch.empty(5, 8, device="meta", requires_grad=True)
+    with kept_for_backward(linear) as sizes:
+        y = linear(x)  # keeps x
+        (y * y).sum()  # keeps y, twice
+    assert sorted(sizes) == [5 * 8 * 4, 5 * 8 * 4]
+
+
+def test_a_replica_owns_quantised_and_adapted_layers_only() -> None:
+    weights = {name: torch.empty(16, 32, dtype=torch.bfloat16, device="meta") for name in "abcd"}
+    assert replica_bytes(weights, adapted=["a", "b"]) == 2 * 16 * 32 * 2
+    assert replica_bytes(weights, ["a", "b"], quantized=["b", "c"], bits=4.5) == 16 * 32 * 2 + 2 * 16 * 32 * 4.5 / 8
+
+
+def test_weights_of_flux1_under_sol_rl_take_at_most_half_more_than_one_copy(compose: Compose) -> None:
+    cfg = compose("model=flux1", "family=sol_rl", "precision=nvfp4")
+    transformer = build(SHIPPED[0].components["transformer"], "meta", torch.bfloat16)
+    copy = bytes_of(transformer)
+    rule = QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude))
+    layers = plan_layers(transformer, rule, resolve("nvfp4", "emulated", torch.device("cpu")))
+    weights = {layer.name: transformer.get_submodule(layer.name).weight for layer in layers}
+    quantized = [layer.name for layer in layers if layer.quantized]
+    with torch.device("meta"):
+        adapted = adapters.add_adapters(transformer, lora_config(cfg), seed=0)
+    replicas = replica_bytes(weights, adapted) + replica_bytes(weights, adapted, quantized, PACKED_BITS["nvfp4"])
+    assert copy == 2 * 11_901_408_320
+    assert 1.2 < (copy + replicas) / copy <= 1.5
+
+
+def test_a_prompt_takes_so_many_evaluations(compose: Compose) -> None:
+    cfg = compose("task=plan")
+    counts = {name: evaluations(family(name, cfg)) for name in cfg.task.families}
+    assert counts == {
+        "diffusionnft": {"regenerate": 240},
+        "naive_scaling": {"regenerate": 960},
+        "compile": {"regenerate": 960},
+        "naive_quant": {"regenerate": 960},
+        "sol_rl": {"explore": 576, "regenerate": 240},
+        "prefix": {"explore": 384, "regenerate": 144},
+    }
+
+
+def test_an_iteration_is_shared_out_and_only_quantised_layers_become_cheaper(compose: Compose) -> None:
+    sizes = Passes(forward=100, layers={}, adapted=110, backward=200, decode=7, kept=0)
+    iteration = Iteration(prompts=12, devices=8, timestep_fraction=0.4, micro_batch=10, kl_needs_reference=True)
+    cfg = compose()
+    sol_rl = work(family("sol_rl", cfg), iteration, sizes, quantized_macs=80, speedup=2.0)
+    assert sol_rl["all_devices"] == {"explore": 12 * 576, "regenerate": 12 * 240}
+    assert sol_rl["device"] == {"explore": 2 * 576, "regenerate": 2 * 240}  # the busiest device has 2 prompts
+    assert sol_rl["decodes"] == 2 * (96 + 24)
+    assert sol_rl["train_rows"] == 200  # 2 x 24 x 4 = 192, in 20 micro-batches of 10
+    assert (sol_rl["train_forwards"], sol_rl["train_backwards"]) == (600, 200)
+    assert sol_rl["macs"] == {
+        "explore": 2 * 576 * (20 + 80 / 2),
+        "regenerate": 2 * 240 * 100,
+        "decode": 240 * 7,
+        "train": 200 * (110 + 110 + 100 + 200),
+        "iteration": 2 * 576 * 60 + 2 * 240 * 100 + 240 * 7 + 200 * 520,
+    }
+    without_kl = work(family("naive_scaling", cfg), iteration._replace(kl_needs_reference=False), sizes, 80, 2.0)
+    assert without_kl["macs"]["regenerate"] == 2 * 960 * 110  # eager, with LoRA branches
+    assert without_kl["train_forwards"] == 400
+
+
+def test_the_task_needs_neither_prompts_nor_reward_and_writes_its_plan(
+    command: Callable[..., Any], tmp_path: Path
+) -> None:
+    sizes = ("task.devices=4", "task.tflops=100", "task.speedup=2", "task.families=[prefix]")
+    absent = ("data.train=nowhere.txt", "data.eval=nowhere.txt", "reward=pickscore", "hydra.run.dir=out")
+    finished = command("task=plan", "trainer=cpu", *sizes, *absent)
+    assert finished.status == 0, finished.err
+    result = json.loads((tmp_path / "out" / "plan.json").read_text())
+    share = result["layers"]
+    assert share["quantised_layers"] + share["kept_layers"] == 40
+    assert share["quantised_macs"] + share["kept_linear_macs"] + ATTENTION == share["forward_macs"]
+    assert share["share_of_macs"] == pytest.approx(share["quantised_macs"] / share["forward_macs"])
+    assert [row["family"] for row in result["families"]] == ["this run", "prefix"]
+    own = result["families"][0]
+    assert own["seconds"]["train"] == pytest.approx(2 * own["macs"]["train"] / 100e12)
+    sizes_of = result["bytes"]
+    assert sizes_of["policy"] == 2 * result["parameters"]
+    assert sizes_of["lora"] == sizes_of["gradients_and_moments"] > 0
+    packed = (sizes_of["policy"] + sizes_of["merged"] + sizes_of["shadow_packed"]) / sizes_of["policy"]
+    assert math.isclose(result["weights_to_one_copy"]["packed"], packed)
+    for words in ("22 of 40 linear layers quantised", "attention and other", "published: 3x", "Arithmetic"):
+        assert words in finished.out
+
+
+def test_an_impossible_plan_is_refused(compose: Compose) -> None:
+    mistakes = [
+        ("devices", 9, "between 1 and prompts_per_iteration=8; got 9"),
+        ("tflops", 0, "task.tflops must be a number above 0, or null; got 0"),
+        ("speedup", "fast", "task.speedup must be a number above 0, or null; got 'fast'"),
+    ]
+    composed = compose("task=plan")
+    for key, value, message in mistakes:
+        cfg = composed.copy()
+        cfg.task[key] = value
+        with pytest.raises(UserError, match=message):
+            plan(cfg)
