@@ -1,23 +1,39 @@
-"""FLUX.1 pipelines of the real classes, smaller than the embedded model and untrained: numbers, not pictures.
+"""Pipelines of the real classes in their real file layouts, very small and untrained: numbers, not pictures.
 
-Text encoders and tokenizers are those of the embedded model, so shapes captions are words to it. 32 x 32 pixels are 16
-image tokens of 32 numbers, as in the embedded model.
+Words of shapes captions are words to their tokenizers. 32 x 32 pixels are 16 image tokens everywhere.
 """
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    DiffusionPipeline,
+    DPMSolverMultistepScheduler,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+    SanaPipeline,
+    SanaTransformer2DModel,
+    SD3Transformer2DModel,
+    StableDiffusion3Pipeline,
+)
 from peft import LoraConfig
 from torch import Tensor
 from torch.nn import functional as F
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection, Gemma2Config, Gemma2Model, GemmaTokenizer
 
 from solrl_lightning.policies.flux1 import Flux1
+from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.sana import Sana
+from solrl_lightning.policies.sd3 import SD3
 from solrl_lightning.shapes.pretrain import MAX_WORDS, build_pipeline
 from solrl_lightning.shapes.world import IMAGE_SIZE
 
-Policy = TypeVar("Policy", bound=Flux1)
+Policy = TypeVar("Policy", bound=PipelinePolicy)
 
 PROMPTS = [
     "a red circle above a blue square",
@@ -39,23 +55,11 @@ TRANSFORMER = dict(
 
 
 def build_nano(*, like_dev: bool = False, seed: int = 0) -> FluxPipeline:
-    """The pipeline in float32. ``like_dev`` has the guidance embedding and the resolution shift of FLUX.1-dev."""
+    """FLUX.1 in float32. ``like_dev`` has the guidance embedding and the resolution shift of FLUX.1-dev."""
     with torch.random.fork_rng(devices=[]):
         pipeline = build_pipeline(seed)
         transformer = FluxTransformer2DModel(**TRANSFORMER, guidance_embeds=like_dev)
-        vae = AutoencoderKL(
-            down_block_types=("DownEncoderBlock2D",) * 3,
-            up_block_types=("UpDecoderBlock2D",) * 3,
-            block_out_channels=(8, 8, 8),
-            layers_per_block=1,
-            latent_channels=8,
-            norm_num_groups=4,
-            use_quant_conv=False,
-            use_post_quant_conv=False,
-            mid_block_add_attention=False,
-            shift_factor=0.1159,
-            scaling_factor=0.3611,
-        )
+        vae = _autoencoder(latent_channels=8, scaling_factor=0.3611, shift_factor=0.1159)
     # The shift grows from 16 tokens on, so that it shows at this size.
     shift = dict(use_dynamic_shifting=True, base_image_seq_len=8, max_image_seq_len=64, base_shift=0.5, max_shift=1.15)
     scheduler = FlowMatchEulerDiscreteScheduler(**(shift if like_dev else {}))
@@ -63,21 +67,128 @@ def build_nano(*, like_dev: bool = False, seed: int = 0) -> FluxPipeline:
     return pipeline
 
 
-def save_nano(folder: Path, *, like_dev: bool = False, seed: int = 0) -> str:
+def build_nano_sd3(*, seed: int = 0) -> StableDiffusion3Pipeline:
+    """Stable Diffusion 3.5 in float32: normalised queries and keys, the last block without a text stream."""
+    with torch.random.fork_rng(devices=[]):
+        flux = build_pipeline(seed)  # for its words and its T5
+        transformer = SD3Transformer2DModel(
+            sample_size=8,
+            patch_size=2,
+            in_channels=16,
+            out_channels=16,
+            num_layers=2,
+            attention_head_dim=WIDTH // 2,
+            num_attention_heads=2,
+            joint_attention_dim=TEXT_WIDTH,
+            caption_projection_dim=WIDTH,
+            pooled_projection_dim=TEXT_WIDTH,
+            pos_embed_max_size=12,
+            qk_norm="rms_norm",
+        )
+        clips = [_clip(flux.tokenizer, width=TEXT_WIDTH // 2) for _ in range(2)]
+        vae = _autoencoder(latent_channels=16, scaling_factor=1.5305, shift_factor=0.0609)
+    return StableDiffusion3Pipeline(
+        transformer=transformer,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        vae=vae,
+        text_encoder=clips[0],
+        tokenizer=flux.tokenizer,
+        text_encoder_2=clips[1],
+        tokenizer_2=flux.tokenizer,
+        text_encoder_3=flux.text_encoder_2,
+        tokenizer_3=flux.tokenizer_2,
+    )
+
+
+def build_nano_sana(*, seed: int = 0) -> SanaPipeline:
+    """SANA in float32: linear attention, convolutions in the feed-forward, an 8-fold DC-AE."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = _gemma_tokenizer()
+        text_encoder = Gemma2Model(
+            Gemma2Config(
+                vocab_size=len(tokenizer),
+                hidden_size=TEXT_WIDTH,
+                intermediate_size=128,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                head_dim=16,
+                query_pre_attn_scalar=16,
+                sliding_window=64,
+                max_position_embeddings=512,
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=tokenizer.pad_token_id,
+            )
+        )
+        transformer = SanaTransformer2DModel(
+            in_channels=8,
+            out_channels=8,
+            num_attention_heads=2,
+            attention_head_dim=WIDTH // 2,
+            num_layers=2,
+            num_cross_attention_heads=2,
+            cross_attention_head_dim=WIDTH // 2,
+            cross_attention_dim=WIDTH,
+            caption_channels=TEXT_WIDTH,
+            sample_size=4,
+        )
+        vae = AutoencoderDC(
+            latent_channels=8,
+            attention_head_dim=8,
+            encoder_block_types=("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock"),
+            decoder_block_types=("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock"),
+            encoder_block_out_channels=(8, 8, 16, 16),
+            decoder_block_out_channels=(8, 8, 16, 16),
+            encoder_layers_per_block=(1, 1, 1, 1),
+            decoder_layers_per_block=(1, 1, 1, 1),
+            encoder_qkv_multiscales=((), (), (), (5,)),
+            decoder_qkv_multiscales=((), (), (), (5,)),
+            upsample_block_type="interpolate",
+            downsample_block_type="Conv",
+            scaling_factor=0.41407,
+        )
+    scheduler = DPMSolverMultistepScheduler(
+        algorithm_type="dpmsolver++", prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
+    )
+    return SanaPipeline(tokenizer, text_encoder, vae, transformer, scheduler)
+
+
+BUILDERS: dict[str, Callable[..., DiffusionPipeline]] = {
+    "flux1": build_nano,
+    "sd3": build_nano_sd3,
+    "sana": build_nano_sana,
+}
+POLICIES: dict[str, tuple[type[PipelinePolicy], dict[str, Any]]] = {
+    "flux1": (Flux1, {"guidance": 1.0}),
+    "sd3": (SD3, {}),
+    "sana": (Sana, {"flow_shift": 1.0}),
+}
+DTYPES = {"transformer": "bfloat16", "default": "float32"}
+
+
+def save_nano(folder: Path, architecture: str = "flux1", *, seed: int = 0, **options: Any) -> str:
     """Writes the pipeline as published, its transformer in bfloat16; returns the folder for ``model.pretrained``."""
-    pipeline = build_nano(like_dev=like_dev, seed=seed)
+    pipeline = BUILDERS[architecture](seed=seed, **options)
     pipeline.transformer.to(torch.bfloat16)
     pipeline.save_pretrained(folder)
     return str(folder)
 
 
 def load_policy(
-    folder: str, *, guidance: float = 1.0, decode_batch: int = 2, policy_class: type[Policy] = Flux1
+    folder: str, *, guidance: float = 1.0, decode_batch: int = 2, policy_class: type[Policy] = Flux1, **options: Any
 ) -> Policy:
-    """The policy in a folder, or the embedded one if that is "tiny"."""
-    return policy_class(
-        folder, resolution=IMAGE_SIZE, max_sequence_length=MAX_WORDS, guidance=guidance, decode_batch=decode_batch
-    )
+    """The FLUX.1 policy in a folder, or the embedded one if that is "tiny"."""
+    options = dict(max_sequence_length=MAX_WORDS, dtypes=DTYPES) | options
+    return policy_class(folder, IMAGE_SIZE, guidance=guidance, decode_batch=decode_batch, **options)
+
+
+def load_nano(architecture: str, folder: str, **options: Any) -> PipelinePolicy:
+    """The policy of any architecture in a folder that ``save_nano`` wrote."""
+    policy_class, own = POLICIES[architecture]
+    options = dict(max_sequence_length=MAX_WORDS, decode_batch=2, dtypes=DTYPES) | own | options
+    return policy_class(folder, IMAGE_SIZE, **options)
 
 
 def lora_config(rank: int = 4, alpha: int = 8) -> LoraConfig:
@@ -96,3 +207,43 @@ def random_state(state: dict[str, Tensor], seed: int, size: float = 0.3) -> dict
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Root mean square of the difference, in units of the expected values' root mean square."""
     return float(F.mse_loss(found.double(), expected.double()).sqrt() / expected.double().square().mean().sqrt())
+
+
+def _autoencoder(**latents: Any) -> AutoencoderKL:
+    """4-fold, with the published models' scale and shift of the latents."""
+    return AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        block_out_channels=(8, 8, 8),
+        layers_per_block=1,
+        norm_num_groups=4,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        mid_block_add_attention=False,
+        **latents,
+    )
+
+
+def _clip(tokenizer: Any, width: int) -> CLIPTextModelWithProjection:
+    return CLIPTextModelWithProjection(
+        CLIPTextConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=width,
+            intermediate_size=2 * width,
+            projection_dim=width,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=MAX_WORDS + 1,
+            bos_token_id=tokenizer.bos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+    )
+
+
+def _gemma_tokenizer() -> GemmaTokenizer:
+    """Letters and the mark of a space; the words are spelled."""
+    special = ["<pad>", "<eos>", "<bos>", "<unk>", "<mask>"]
+    letters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
+    vocabulary = {token: number for number, token in enumerate([*special, "▁", *letters])}
+    return GemmaTokenizer(vocab=vocabulary, merges=[], model_max_length=MAX_WORDS, add_bos_token=True)

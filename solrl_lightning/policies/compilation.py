@@ -1,8 +1,9 @@
-"""Whether rollouts can be compiled here."""
+"""Compiling rollouts: whether it can be done here, and how."""
 
 import shutil
 
 import torch
+from torch import nn
 
 from solrl_lightning.errors import UserError
 
@@ -28,3 +29,14 @@ def should_compile(wanted: bool | str, device: torch.device) -> tuple[bool, str]
             "family.compile=false."
         )
     return bool(wanted), f"family.compile={str(wanted).lower()}"
+
+
+def compile_blocks(transformer: nn.Module) -> None:
+    """Compiles the transformer block by block, for one fixed batch size: equal blocks share what is compiled.
+
+    Not by diffusers' ``compile_repeated_blocks``, which knows FLUX.1's blocks but neither SD3's nor SANA's.
+    """
+    for blocks in transformer.children():
+        if isinstance(blocks, nn.ModuleList):
+            for block in blocks:
+                block.compile(fullgraph=True, dynamic=False)

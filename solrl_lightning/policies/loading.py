@@ -1,52 +1,191 @@
-"""Loading a diffusers pipeline folder or hub id, with errors that say what to do."""
+"""Loading a diffusers pipeline, whole or in part, from a folder or from the hub, with errors that say what to do.
 
+Weights are read from safetensors only. diffusers and transformers fill weights that a file lacks with random numbers
+and a warning; here that is an error.
+"""
+
+import importlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from huggingface_hub import constants, get_token, hf_hub_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+)
 from safetensors import SafetensorError
+from torch import nn
 
 from solrl_lightning.errors import UserError
 
+INDEX = "model_index.json"
+ONLY_TRANSFORMER_IN_BF16 = {"transformer": torch.bfloat16, "default": torch.float32}
+_MODEL_OF = {"FluxPipeline": "flux1", "StableDiffusion3Pipeline": "sd3", "SanaPipeline": "sana"}
 
-def load_pipeline(pipeline_class: type[DiffusionPipeline], pretrained: str) -> DiffusionPipeline:
-    """The pipeline with its transformer in bfloat16 and all other components in float32.
+
+def load_pipeline(
+    pipeline_class: type[DiffusionPipeline],
+    pretrained: str,
+    dtypes: Mapping[str, torch.dtype] = ONLY_TRANSFORMER_IN_BF16,
+    variant: str | None = None,
+    given: Mapping[str, Any] | None = None,
+) -> DiffusionPipeline:
+    """The pipeline of a folder or hub id, its models frozen.
+
+    ``pipeline.config._name_or_path`` is the folder that it was read from.
+
+    Args:
+        dtypes: of the components by name; ``default`` for all others.
+        variant: components that have files of this name (``model.<variant>.safetensors``) are read from those.
+        given: components that need not be loaded, because they are here already (or None: they are not needed).
 
     Raises:
-        UserError: there is no such folder or hub id, it holds another kind of pipeline, or its files are damaged.
+        UserError: there is no such folder or hub id, it may not be read, holds another kind of pipeline, or is damaged.
     """
-    local = Path(pretrained).expanduser()
-    if local.exists() or local.is_absolute() or pretrained.startswith("."):
-        if not (local / "model_index.json").is_file():
-            raise UserError(
-                f"model.pretrained must be a diffusers pipeline folder or a hub id; {pretrained} holds no "
-                "model_index.json. Give the folder that save_pretrained wrote."
-            )
-        pretrained = str(local)
-    try:
-        config = pipeline_class.load_config(pretrained)
-    except OSError as error:
-        raise UserError(
-            f"model.pretrained={pretrained} could not be loaded: {_sentence(error)} Check the name and the network, "
-            "log in with `hf auth login` if the model is gated, or give a local pipeline folder."
-        ) from error
-    found = config.get("_class_name", "pipeline of no class")
-    if found != pipeline_class.__name__:
-        raise UserError(
-            f"this model needs a {pipeline_class.__name__}; {pretrained} is a {found}. "
-            "Choose the model= that fits the folder."
-        )
-    dtypes = {"transformer": torch.bfloat16, "default": torch.float32}
-    try:
-        pipeline = pipeline_class.from_pretrained(pretrained, dtype=dtypes)
+    given = given or {}
+    folder = fetch(pipeline_class, pretrained, variant, without=list(given))
+    modules = {}
     # diffusers raises OSError and ValueError, transformers lets SafetensorError and RuntimeError through.
+    try:
+        for name, component_class in _module_classes(pipeline_class, folder):
+            if name not in given:
+                dtype = dtypes.get(name, dtypes["default"])
+                modules[name] = _load_module(component_class, folder / name, dtype, variant)
+        pipeline = pipeline_class.from_pretrained(str(folder), **modules, **given)
+    except UserError:
+        raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"model.pretrained={pretrained} is a {found}, but its files could not be read: {_sentence(error)} One of "
-            "them is missing, damaged, or does not fit its config.json: download or save the pipeline again."
+            f"model.pretrained={pretrained} is a {pipeline_class.__name__}, but its files could not be read: "
+            f"{_sentence(error)} One of them is missing, damaged, or does not fit its config.json: download or save "
+            "the pipeline again."
         ) from error
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+def fetch(
+    pipeline_class: type[DiffusionPipeline], pretrained: str, variant: str | None = None, without: Sequence[str] = ()
+) -> Path:
+    """The local folder of a pipeline. From the hub only those components come that are not in ``without``.
+
+    Raises:
+        UserError: as ``load_pipeline``, but the weights are not read yet.
+    """
+    local = Path(pretrained).expanduser()
+    if local.exists() or local.is_absolute() or pretrained.startswith("."):
+        if not (local / INDEX).is_file():
+            raise UserError(
+                f"model.pretrained must be a diffusers pipeline folder or a hub id; {pretrained} holds no "
+                f"{INDEX}. Give the folder that save_pretrained wrote."
+            )
+        _check_class(pipeline_class, pretrained, local)
+        return local
+    _check_class(pipeline_class, pretrained, _hub_index(pretrained).parent)
+    try:
+        left_out = dict.fromkeys(without)
+        folder = pipeline_class.download(pretrained, variant=variant, use_safetensors=True, **left_out)
+    except (OSError, HTTPError) as error:
+        raise UserError(
+            f"model.pretrained={pretrained} could not be downloaded completely: {_sentence(error)} Check the network "
+            "and the free space, and give the same command again: it goes on where it stopped."
+        ) from error
+    return Path(folder)
+
+
+def _hub_index(hub_id: str) -> Path:
+    """Downloads the table of components, which shows at once whether the model may be read."""
+    page = f"https://huggingface.co/{hub_id}"
+    try:
+        return Path(hf_hub_download(hub_id, INDEX))
+    except HFValidationError as error:
+        raise UserError(
+            f"model.pretrained must be a diffusers pipeline folder or a hub id (owner/name); {hub_id} is neither. "
+            "Check the name."
+        ) from error
+    except GatedRepoError as error:
+        login = "with the account of your token" if get_token() else "and give your token with `hf auth login`"
+        raise UserError(
+            f"model.pretrained={hub_id} is a gated model: accept its licence at {page} {login}, then give the same "
+            "command again."
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"model.pretrained={hub_id} is neither a folder here nor a model that you may read on the hub. Check the "
+            f"name at {page}; if the model is private, log in with `hf auth login`."
+        ) from error
+    except LocalEntryNotFoundError as error:
+        if constants.is_offline_mode():
+            reason = "HF_HUB_OFFLINE is set: unset it for as long as the download takes"
+        elif isinstance(error.__cause__, HfHubHTTPError):
+            reason = f"the hub answered {error.__cause__.response.status_code}: try again later"
+        else:
+            reason = "the hub cannot be reached: check the network and its proxy"
+        raise UserError(
+            f"model.pretrained={hub_id} is neither a folder here nor in the hub's cache {constants.HF_HUB_CACHE}, and "
+            f"{reason}; for a gated model log in with `hf auth login`. Or give a local pipeline folder."
+        ) from error
+    except EntryNotFoundError as error:
+        raise UserError(
+            f"model.pretrained={hub_id} exists on the hub, but is no diffusers pipeline: it holds no {INDEX}. Look "
+            f"for a repository of the same model in the diffusers layout; {page} may name it."
+        ) from error
+    except (OSError, HTTPError) as error:
+        raise UserError(
+            f"model.pretrained={hub_id} could not be loaded from the hub: {_sentence(error)} Check the network and "
+            "the token (`hf auth whoami`), or give a local pipeline folder."
+        ) from error
+
+
+def _check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path) -> None:
+    try:
+        found = pipeline_class.load_config(str(folder)).get("_class_name", "pipeline of no class")
+    except OSError as error:
+        raise UserError(
+            f"model.pretrained={pretrained} could not be read: {_sentence(error)} Download or save the pipeline again."
+        ) from error
+    if found != pipeline_class.__name__:
+        fitting = f"Use model={_MODEL_OF[found]} with it" if found in _MODEL_OF else "Give another folder or hub id"
+        raise UserError(f"this model needs a {pipeline_class.__name__}; {pretrained} is a {found}. {fitting}.")
+
+
+def _module_classes(pipeline_class: type[DiffusionPipeline], folder: Path) -> Iterator[tuple[str, Any]]:
+    """The components with weights, by name; tokenizers and schedulers are left to diffusers."""
+    for name, value in pipeline_class.load_config(str(folder)).items():
+        if name.startswith("_") or not isinstance(value, list) or value[0] not in ("diffusers", "transformers"):
+            continue
+        library, class_name = value
+        component_class = getattr(importlib.import_module(library), class_name, None)
+        if component_class is None:
+            raise ValueError(f"{library} has no {class_name}, which {INDEX} names as {name}")
+        if isinstance(component_class, type) and issubclass(component_class, nn.Module):
+            yield name, component_class
+
+
+def _load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant: str | None) -> nn.Module:
+    has_variant = variant is not None and any(folder.glob(f"*.{variant}[.-]*"))
+    module, info = component_class.from_pretrained(
+        str(folder),
+        dtype=dtype,
+        variant=variant if has_variant else None,
+        use_safetensors=True,
+        output_loading_info=True,
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(
+            f"every weight of a {component_class.__name__} must be in its files; {folder} lacks {len(missing)} of "
+            f"them: {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Download or save the pipeline again."
+        )
+    return module.requires_grad_(False).eval()
 
 
 def _sentence(error: Exception) -> str:

@@ -1,19 +1,16 @@
 """Two adapters on one transformer: which one acts, which one trains, and what the merged weights are."""
 
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from diffusers import FluxPipeline
 from nano import PROMPTS, load_policy, lora_config, random_state
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from solrl_lightning.policies import adapters, replica
+from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import OLD, TRAINED, State
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.sampling import integrate
 
 ADAPTED = [
     "single_transformer_blocks.0.attn.to_k",
@@ -178,43 +175,3 @@ def test_a_state_lacking_a_layer_is_refused(adapted: Adapted) -> None:
     del state[f"{ADAPTED[0]}.lora_A.weight"]
     with pytest.raises(KeyError, match=ADAPTED[0]):
         adapters.load_state(adapted.layers, OLD, state)
-
-
-def test_plain_diffusers_loads_the_saved_lora_and_paints_the_merged_replicas_pictures(
-    nano_folder: str, tmp_path: Path
-) -> None:
-    policy = load_policy(nano_folder)
-    policy.transformer.float()
-    merged = replica.share(policy.transformer)
-    config = lora_config(rank=4, alpha=12)
-    layers = adapters.add_adapters(policy.transformer, config, seed=0)
-    state = random_state(adapters.adapter_state(layers, TRAINED), seed=6)
-    replica.own_weights(merged, layers)
-    replica.refresh(merged, adapters.merged_weights(layers, state))
-    seeds, steps = torch.tensor([1, 2, 3]), 3
-    conditioning = policy.encode(PROMPTS)
-    with torch.no_grad():
-        latents = integrate(
-            lambda x, sigma: policy.velocity(merged, x, sigma, conditioning), policy.noise(seeds), policy.sigmas(steps)
-        )
-    found = policy.decode(latents)
-    policy.save_lora(tmp_path, state, config)
-
-    pipeline = FluxPipeline.from_pretrained(nano_folder, dtype=torch.float32)
-    pipeline.set_progress_bar_config(disable=True)
-
-    def paint() -> Tensor:
-        return pipeline(
-            prompt=PROMPTS,
-            latents=policy.noise(seeds),
-            num_inference_steps=steps,
-            height=32,
-            width=32,
-            max_sequence_length=10,
-            output_type="pt",
-        ).images
-
-    without = paint()
-    pipeline.load_lora_weights(tmp_path)
-    torch.testing.assert_close(found, paint(), rtol=0, atol=1e-4)
-    assert (found - without).abs().max() > 0.05

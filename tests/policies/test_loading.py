@@ -2,12 +2,16 @@
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from diffusers import FluxPipeline
+import torch
+from diffusers import DiffusionPipeline, FluxPipeline, SanaPipeline
+from fake_hub import COMMIT, REPOSITORY, FakeHub, serving
+from nano import POLICIES, PROMPTS, load_nano
+from safetensors.torch import load_file, save_file
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.loading import load_pipeline
@@ -19,11 +23,14 @@ def copied(nano_folder: str, tmp_path: Path) -> Path:
     return Path(shutil.copytree(nano_folder, tmp_path / "copied"))
 
 
-def message_of(pretrained: str | Path) -> str:
+def message_of(
+    named: str | Path, pipeline_class: type[DiffusionPipeline] = FluxPipeline, pretrained: str | Path | None = None
+) -> str:
+    """What a user reads who gives ``pretrained``; it names what is wrong."""
     with pytest.raises(UserError) as refused:
-        load_pipeline(FluxPipeline, str(pretrained))
+        load_pipeline(pipeline_class, str(pretrained or named))
     message = str(refused.value)
-    assert str(pretrained) in message and message.endswith(".") and ".." not in message.replace("../", "")
+    assert str(named) in message and message.endswith(".") and ".." not in message.replace("../", "")
     return message
 
 
@@ -31,6 +38,10 @@ def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = json.loads(file.read_text())
     change(content)
     file.write_text(json.dumps(content))
+
+
+def index_of(folder: str) -> dict[str, Any]:
+    return json.loads((Path(folder) / "model_index.json").read_text())
 
 
 def test_a_pipeline_folder_loads(nano_folder: str) -> None:
@@ -101,15 +112,193 @@ def test_a_component_that_the_pipeline_lacks_is_refused(copied: Path) -> None:
     assert "text_encoder_2" in message_of(copied)
 
 
-@pytest.mark.filterwarnings("ignore:The `local_dir_use_symlinks` argument:UserWarning")  # diffusers' call of the hub
-def test_a_hub_id_without_network_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_architecture_loads_with_every_component(architecture: str, folder: str) -> None:
+    pipeline = load_pipeline(POLICIES[architecture][0].pipeline_class, folder)
+    named = {name for name, value in index_of(folder).items() if isinstance(value, list) and value[0] is not None}
+    assert {name for name, part in pipeline.components.items() if part is not None} == named
+
+
+def test_components_that_are_here_or_not_wanted_are_not_loaded(copied: Path) -> None:
+    whole = load_pipeline(FluxPipeline, str(copied))
+    for name in ("transformer", "vae", "scheduler"):
+        shutil.rmtree(copied / name)
+    rest = {name: whole.components[name] for name in ("transformer", "vae", "scheduler")}
+    pipeline = load_pipeline(FluxPipeline, str(copied), given=rest)
+    assert pipeline.transformer is whole.transformer and pipeline.text_encoder is not None
+    shutil.rmtree(copied / "text_encoder_2")
+    without = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+    assert load_pipeline(FluxPipeline, str(copied), given=rest | without).text_encoder is None
+
+
+@pytest.mark.parametrize("other", sorted(POLICIES))
+def test_a_folder_of_another_architecture_names_the_option_that_fits(
+    architecture: str, folder: str, other: str
+) -> None:
+    pipeline_class = POLICIES[other][0].pipeline_class
+    if other == architecture:
+        assert isinstance(load_pipeline(pipeline_class, folder), pipeline_class)
+        return
+    message = message_of(folder, pipeline_class)
+    assert f"needs a {pipeline_class.__name__}" in message and f"Use model={architecture} with it." in message
+
+
+@pytest.mark.parametrize("component, weights", [("transformer", "diffusion_pytorch_model"), ("text_encoder", "model")])
+def test_weights_that_a_file_lacks_are_not_filled_with_random_numbers(
+    copied: Path, component: str, weights: str
+) -> None:
+    file = copied / component / f"{weights}.safetensors"
+    tensors = load_file(file)
+    name = sorted(tensors)[-1]
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    message = message_of(copied / component, pretrained=copied)
+    assert "lacks 1 of them" in message and name in message
+
+
+def test_pickled_weights_are_not_read(copied: Path) -> None:
+    file = copied / "vae" / "diffusion_pytorch_model.safetensors"
+    torch.save(load_file(file), file.with_suffix(".bin"))
+    file.unlink()
+    assert "safetensors" in message_of(copied)
+
+
+def test_weights_of_the_variant_are_read_where_a_component_has_them(copied: Path) -> None:
+    transformer = copied / "transformer" / "diffusion_pytorch_model.safetensors"
+    shifted = {name: value + 1 for name, value in load_file(transformer).items()}
+    save_file(shifted, transformer.with_suffix(".bf16.safetensors"), metadata={"format": "pt"})
+    plain, variant = (load_pipeline(FluxPipeline, str(copied), variant=variant) for variant in (None, "bf16"))
+    one, other = plain.transformer.state_dict(), variant.transformer.state_dict()
+    assert all(torch.equal(value + 1, other[name]) for name, value in one.items())
+    assert torch.equal(plain.vae.decoder.conv_in.weight, variant.vae.decoder.conv_in.weight)
+    transformer.unlink()
+    assert load_pipeline(FluxPipeline, str(copied), variant="bf16").transformer is not None
+
+
+# The hub
+
+
+@pytest.fixture
+def hub(copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    monkeypatch.chdir(tmp_path)
+    with serving(FakeHub(copied), tmp_path / "hub", monkeypatch) as hub:
+        yield hub
+
+
+def test_a_hub_id_is_downloaded_once_and_loads_as_its_folder_does(
+    hub: FakeHub, nano_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (hub.folder / "flux1-dev.safetensors").write_bytes(b"the same weights in another layout")
+    expected, found = load_pipeline(FluxPipeline, nano_folder), load_pipeline(FluxPipeline, REPOSITORY)
+    assert Path(found.config._name_or_path).name == COMMIT
+    assert all(torch.equal(v, found.vae.state_dict()[name]) for name, v in expected.vae.state_dict().items())
+    assert len(hub.served) == len(set(hub.served)) and "flux1-dev.safetensors" not in hub.served
+    hub.served.clear()
+    load_pipeline(FluxPipeline, REPOSITORY)
+    assert hub.served == []
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert load_pipeline(FluxPipeline, REPOSITORY).transformer is not None
+
+
+def test_text_encoders_are_downloaded_only_when_a_prompt_needs_them(hub: FakeHub, tmp_path: Path) -> None:
+    first = load_nano("flux1", REPOSITORY, embeddings=str(tmp_path / "embeddings"))
+    assert not any(name.startswith(("text_encoder", "tokenizer")) for name in hub.served)
+    hub.served.clear()
+    first.encode(PROMPTS)
+    assert {name.partition("/")[0] for name in hub.served} == set(first.encoders)
+    second = load_nano("flux1", REPOSITORY, embeddings=str(tmp_path / "embeddings"))
+    second.encode(PROMPTS)
+    assert second.pipeline.text_encoder is None
+
+
+def test_a_hub_repository_of_another_architecture_is_refused_before_its_weights_come(hub: FakeHub) -> None:
+    assert "Use model=flux1 with it." in message_of(REPOSITORY, SanaPipeline)
+    assert hub.served == ["model_index.json"]
+
+
+@pytest.mark.parametrize("token, next_step", [(None, "give your token with `hf auth login`"), ("hf_x", "your token")])
+def test_a_gated_model_says_where_to_accept_its_licence(
+    hub: FakeHub, token: str | None, next_step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("solrl_lightning.policies.loading.get_token", lambda: token)
+    hub.refusal = (401 if token is None else 403, "GatedRepo")
+    message = message_of(REPOSITORY)
+    assert f"accept its licence at https://huggingface.co/{REPOSITORY}" in message and next_step in message
+
+
+def test_a_model_that_the_hub_does_not_know_may_be_misspelt_or_private(hub: FakeHub) -> None:
+    hub.refusal = (401, "RepoNotFound")
+    message = message_of(REPOSITORY)
+    assert "neither a folder here nor a model that you may read" in message and "hf auth login" in message
+
+
+def test_a_repository_that_is_no_diffusers_pipeline_is_refused(hub: FakeHub) -> None:
+    (hub.folder / "model_index.json").unlink()
+    assert "is no diffusers pipeline: it holds no model_index.json" in message_of(REPOSITORY)
+
+
+def test_a_hub_that_fails_is_reported_with_its_answer(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+    hub.refusal = (503, "out of order")
+    assert "the hub answered 503: try again later" in message_of(REPOSITORY)
+
+
+def test_a_token_that_the_hub_does_not_accept_is_looked_at_first(hub: FakeHub) -> None:
+    hub.refusal = (401, "Invalid credentials in Authorization header")
+    message = message_of(REPOSITORY)
+    assert "could not be loaded from the hub" in message and "hf auth whoami" in message
+
+
+def test_a_download_that_breaks_off_goes_on_next_time(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise OSError("the connection was reset")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FluxPipeline, "download", broken)
+        message = message_of(REPOSITORY)
+    assert "the connection was reset" in message and "goes on where it stopped" in message
+    assert load_pipeline(FluxPipeline, REPOSITORY).transformer is not None
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_a_hub_id_without_network_says_how_to_go_on(
+    offline: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if offline:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    else:  # nobody listens on this port, and there is nothing to wait for
+        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda seconds: None)
+        monkeypatch.setattr(
+            "huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE",
+            "http://127.0.0.1:9/{repo_id}/resolve/{revision}/{filename}",
+        )
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.chdir(tmp_path)
     message = message_of("solrl-nobody/no-such-model")
-    assert "network" in message and "hf auth login" in message and "local pipeline folder" in message
+    assert ("HF_HUB_OFFLINE is set" if offline else "check the network") in message
+    assert "hf auth login" in message and "local pipeline folder" in message
 
 
 def test_text_that_is_no_hub_id_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     assert "Check the name" in message_of("no such model")
+
+
+def test_of_a_repository_with_variants_only_the_wanted_files_come(
+    hub: FakeHub, folder_of: Callable[[str], str], tmp_path: Path
+) -> None:
+    pipeline = load_pipeline(SanaPipeline, folder_of("sana"))
+    hub.folder = tmp_path / "as published"
+    pipeline.save_pretrained(hub.folder)
+    pipeline.transformer.save_pretrained(hub.folder / "transformer", variant="bf16")
+    pipeline.text_encoder.save_pretrained(hub.folder / "text_encoder", variant="bf16", max_shard_size="100KB")
+    (hub.folder / "transformer" / "diffusion_pytorch_model.int4.safetensors").write_bytes(b"of another tool")
+    found = load_pipeline(SanaPipeline, REPOSITORY, variant="bf16")
+    weights = {name for name in hub.served if name.endswith(".safetensors")}
+    shards = {name for name in weights if name.startswith("text_encoder/model.bf16-0000")}
+    assert len(shards) > 1
+    assert weights - shards == {
+        "transformer/diffusion_pytorch_model.bf16.safetensors",
+        "vae/diffusion_pytorch_model.safetensors",
+    }
+    for name, value in pipeline.text_encoder.state_dict().items():
+        assert torch.equal(value, found.text_encoder.state_dict()[name])

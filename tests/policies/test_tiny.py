@@ -5,6 +5,7 @@ from nano import load_policy
 
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.shapes import ShapesReward
+from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.seeds import evaluation_seeds
 from solrl_lightning.rollout.stage import Prompts, Sampler, run_stage
@@ -24,9 +25,8 @@ def scored(policy: Flux1, captions: list[str]) -> Candidates:
     seeds = evaluation_seeds(0, HELD_OUT, 2)
     prompts = Prompts(HELD_OUT, policy.encode(captions))
     sampler, sigmas = Sampler("euler", 16, False), policy.sigmas(6)
-    return run_stage(
-        policy, policy.transformer, sampler, ShapesReward(), prompts, seeds, sigmas, lambda done, total: None
-    )
+    rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
+    return run_stage(policy, policy.transformer, sampler, rewards, prompts, seeds, sigmas, lambda done, total: None)
 
 
 def test_the_embedded_model_has_the_architecture_of_the_recipe(tiny: Flux1) -> None:

@@ -1,0 +1,85 @@
+"""Prompt embeddings on disk, so that a run over a known set of prompts never loads the text encoders.
+
+One safetensors file per text, named by a hash of the text and of everything else that the embedding depends on. Files
+appear whole or not at all, and several processes may share a folder. A file that does not hold what was written is
+computed again.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Row = dict[str, Tensor]  # what the encoders make of one text
+
+
+class EmbeddingCache:
+    """Embeddings of texts by the encoders of ``identity``.
+
+    Args:
+        folder: where the files are; made when the first one is written.
+        identity: of encoders, tokenizers and their settings.
+    """
+
+    def __init__(self, folder: Path, identity: str) -> None:
+        self.folder, self.identity = folder, identity
+
+    def path(self, text: str) -> Path:
+        name = hashlib.sha256(json.dumps([self.identity, text]).encode()).hexdigest()[:40]
+        return self.folder / f"{name}.safetensors"
+
+    def load(self, text: str) -> Row | None:
+        """The text's embedding on the CPU, or None if there is none that can be trusted."""
+        path = self.path(text)
+        if not path.is_file():
+            return None
+        try:
+            with safe_open(path, framework="pt") as file:
+                row = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+                intact = (file.metadata() or {}).get("digest") == _digest(row)
+        except SafetensorError:
+            intact = False
+        if not intact:
+            log.warning("%s is damaged; the prompt is embedded again", path)
+            return None
+        return row
+
+    def save(self, text: str, row: Row) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        row = {name: value.cpu().contiguous() for name, value in row.items()}
+        with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".tmp", delete=False) as file:
+            file.write(save(row, metadata={"digest": _digest(row)}))
+        os.replace(file.name, self.path(text))
+
+
+def identity_of(folder: Path, components: Sequence[str], settings: dict[str, object]) -> str:
+    """Names the encoders of a pipeline folder: other files or settings give another identity.
+
+    A hub snapshot is named by its repository and commit, a local folder by its place and its files' sizes and times.
+    """
+    folder = folder.resolve()
+    if folder.parent.name == "snapshots":
+        source: list[object] = [folder.parent.parent.name, folder.name]
+    else:
+        files = sorted(file for name in components for file in (folder / name).rglob("*") if file.is_file())
+        stats = [(str(file.relative_to(folder)), file.stat()) for file in files]
+        source = [str(folder), [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]]
+    return json.dumps([source, settings], sort_keys=True)
+
+
+def _digest(row: Row) -> str:
+    content = hashlib.blake2b(digest_size=16)
+    for name in sorted(row):
+        content.update(f"{name} {row[name].dtype} {tuple(row[name].shape)} ".encode())
+        content.update(row[name].flatten().view(torch.uint8).numpy().tobytes())
+    return content.hexdigest()

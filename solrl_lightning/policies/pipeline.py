@@ -1,0 +1,233 @@
+"""What the text-to-image pipelines have in common: loading, prompt embeddings, memory, and saving a LoRA.
+
+A subclass says how *its* pipeline embeds prompts, shapes and schedules the noise, predicts a velocity and decodes.
+Everything comes from diffusers' pipelines and models; only the denoising loop does not, because the rollout owns it.
+
+Shapes: P prompts, L tokens of text, B batch, T solver steps.
+"""
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from diffusers import DiffusionPipeline
+from peft import LoraConfig
+from torch import Tensor, nn
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.policies.architectures import find
+from solrl_lightning.policies.bf16 import has_bf16_units, use_fp32_products
+from solrl_lightning.policies.embeddings import EmbeddingCache, Row, identity_of
+from solrl_lightning.policies.loading import load_pipeline
+from solrl_lightning.policies.random_weights import random_pipeline
+
+log = logging.getLogger(__name__)
+
+Conditioning = dict[str, Tensor]
+EMBED_BATCH = 64  # prompts that the text encoders read at once
+
+
+class PipelinePolicy(ABC):
+    """A diffusers pipeline as a policy.
+
+    Args:
+        pretrained: hub id, local folder, or ``tiny`` for the embedded model.
+        resolution: side of the square images in pixels.
+        max_sequence_length: tokens of the prompt embedding.
+        decode_batch: images that the autoencoder decodes at once; halved for good when memory runs out.
+        dtypes: names of torch dtypes by component; ``default`` for all others.
+        embeddings: folder of prompt embeddings, or None to keep none; with it, the text encoders are loaded when the
+            first prompt comes that is not there.
+        gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
+        variant: of the weight files, e.g. ``bf16`` for ``model.bf16.safetensors``, where a component has it.
+        weights: ``pretrained``, or ``random`` ones in the same shapes, without text encoders, for plans and timings.
+        device: where the transformer and the autoencoder live; the text encoders visit a GPU and live on the CPU.
+
+    Raises:
+        UserError: ``pretrained`` cannot be loaded (see ``loading``), or its autoencoder cannot make the resolution.
+    """
+
+    pipeline_class: ClassVar[type[DiffusionPipeline]]
+    encoders: ClassVar[tuple[str, ...]]  # text encoders and tokenizers
+    latent_shape: tuple[int, ...]  # of one image, as the transformer takes it
+
+    def __init__(
+        self,
+        pretrained: str,
+        resolution: int,
+        max_sequence_length: int,
+        decode_batch: int,
+        dtypes: Mapping[str, str],
+        embeddings: str | None = None,
+        gradient_checkpointing: bool = False,
+        variant: str | None = None,
+        weights: str = "pretrained",
+        device: str | torch.device = "cpu",
+    ) -> None:
+        self.pretrained = str(files("solrl_lightning") / "assets" / "tiny") if pretrained == "tiny" else pretrained
+        self.resolution, self.max_sequence_length = resolution, max_sequence_length
+        self.decode_batch, self.variant, self.device = decode_batch, variant, torch.device(device)
+        self.dtypes = {name: _dtype(name, value) for name, value in dtypes.items()}
+        self.cache: EmbeddingCache | None = None
+        if weights == "random":
+            self.pipeline = random_pipeline(find(self.pretrained, self.pipeline_class), self.device, self.dtypes)
+        elif weights != "pretrained":
+            raise UserError(f"model.weights must be pretrained or random; got {weights}")
+        elif embeddings is None:
+            self.pipeline = self._load({})
+        else:
+            self.pipeline = self._load(dict.fromkeys(self.encoders))
+            self.cache = self._cache(Path(embeddings))
+        self.transformer = self.pipeline.transformer.requires_grad_(False)
+        if gradient_checkpointing:
+            self.transformer.enable_gradient_checkpointing()
+        if self.device.type == "cpu" and not has_bf16_units():
+            use_fp32_products(self.transformer)
+        self.transformer.to(self.device)
+        self.pipeline.vae.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
+        self._check_resolution()
+
+    # What a subclass says
+
+    @property
+    @abstractmethod
+    def pixels_per_token(self) -> int:
+        """Side of the square of pixels that one image token stands for."""
+
+    @abstractmethod
+    def embed(self, prompts: list[str]) -> Conditioning:
+        """What the text encoders make of P prompts, each [P, ...], in the dtypes that they give."""
+
+    @abstractmethod
+    def noise(self, seeds: Tensor) -> Tensor:
+        """float32 [B, *latent_shape] initial latents of the candidates, each a function of its seed alone."""
+
+    @abstractmethod
+    def sigmas(self, steps: int) -> Tensor:
+        """float32 [T + 1] noise levels from 1 down to 0."""
+
+    @abstractmethod
+    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """float32 [B, *latent_shape] velocity (noise minus image) at latents ``x`` and levels ``sigma`` [B] or []."""
+
+    @abstractmethod
+    def unscaled(self, x: Tensor) -> Tensor:
+        """[B, C, H, W]: latents ``x`` [B, *latent_shape] as the autoencoder takes them."""
+
+    # Prompts
+
+    def encode(self, prompts: list[str]) -> Conditioning:
+        """Embeddings of P prompts by name, each [P, ...] on the device; floating ones in the transformer's dtype."""
+        rows = {text: self.cache.load(text) if self.cache else None for text in dict.fromkeys(prompts)}
+        new = [text for text, row in rows.items() if row is None]
+        for text, row in zip(new, self._embed_rows(new), strict=True):
+            rows[text] = row
+            if self.cache:
+                self.cache.save(text, row)
+        chosen: list[Row] = [rows[text] for text in prompts]  # type: ignore[misc]  # all are filled in by now
+        stacked = {name: torch.stack([row[name] for row in chosen]).to(self.device) for name in chosen[0]}
+        dtype = self.transformer.dtype
+        return {name: value.to(dtype) if value.is_floating_point() else value for name, value in stacked.items()}
+
+    @torch.no_grad()
+    def _embed_rows(self, texts: list[str]) -> list[Row]:
+        if not texts:
+            return []
+        self._load_encoders()
+        modules = [module for module in map(self._component, self.encoders) if isinstance(module, nn.Module)]
+        for module in modules:
+            module.to(self.device)
+        parts = [self.embed(texts[first : first + EMBED_BATCH]) for first in range(0, len(texts), EMBED_BATCH)]
+        if self.device.type != "cpu":
+            for module in modules:
+                module.to("cpu")
+        return [{name: value[row] for name, value in part.items()} for part in parts for row in range(_length(part))]
+
+    def _load_encoders(self) -> None:
+        """Completes a pipeline that was loaded without its text encoders."""
+        if self._component(self.encoders[0]) is None:
+            here = {name: module for name, module in self.pipeline.components.items() if name not in self.encoders}
+            self.pipeline = self._load(here)
+
+    def _component(self, name: str) -> Any:
+        return self.pipeline.components[name]
+
+    # Images
+
+    @torch.no_grad()
+    def decode(self, x: Tensor) -> Tensor:
+        """float32 [B, 3, H, W] images in [0, 1] of latents ``x`` [B, *latent_shape]."""
+        vae = self.pipeline.vae
+        latents = self.unscaled(x).to(vae.dtype)
+        images: list[Tensor] = []
+        done = 0
+        while done < len(latents):
+            part = latents[done : done + self.decode_batch]
+            try:
+                images.append(vae.decode(part).sample.float())
+            except torch.OutOfMemoryError:
+                if not self._save_memory():
+                    raise
+            else:
+                done += len(part)
+        return (torch.cat(images) / 2 + 0.5).clamp(0, 1)
+
+    def _save_memory(self) -> bool:
+        """Makes the next decoding smaller, for good, and says so; False if it is as small as it can be.
+
+        First fewer images at once; then one image in overlapping tiles, which may show faint seams.
+        """
+        if self.decode_batch > 1:
+            self.decode_batch //= 2
+            log.warning("the autoencoder ran out of memory: model.decode_batch=%d from now on", self.decode_batch)
+        elif not self.pipeline.vae.use_tiling:
+            self._tile()
+            log.warning("the autoencoder ran out of memory on one image: it decodes tiles of it from now on")
+        else:
+            return False
+        return True
+
+    def _tile(self) -> None:
+        """Tiles of half the side; diffusers' own default is as large as the whole image here."""
+        vae = self.pipeline.vae
+        vae.enable_tiling()
+        vae.tile_sample_min_size = self.resolution // 2
+        vae.tile_latent_min_size = vae.tile_sample_min_size // self.pipeline.vae_scale_factor
+
+    # Files
+
+    def save_lora(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None:
+        """Writes a LoRA that plain diffusers loads with ``pipe.load_lora_weights(folder)``."""
+        self.pipeline_class.save_lora_weights(
+            folder, transformer_lora_layers=state, transformer_lora_adapter_metadata=config.to_dict()
+        )
+
+    def _load(self, given: Mapping[str, Any]) -> DiffusionPipeline:
+        return load_pipeline(self.pipeline_class, self.pretrained, self.dtypes, self.variant, given)
+
+    def _cache(self, folder: Path) -> EmbeddingCache:
+        dtypes = {name: str(self.dtypes.get(name, self.dtypes["default"])) for name in self.encoders}
+        settings: dict[str, object] = {"length": self.max_sequence_length, "variant": self.variant, "dtypes": dtypes}
+        return EmbeddingCache(folder, identity_of(Path(self.pipeline.config._name_or_path), self.encoders, settings))
+
+    def _check_resolution(self) -> None:
+        if self.resolution % self.pixels_per_token:
+            raise UserError(
+                f"model.resolution must be a multiple of {self.pixels_per_token}, the pixels of one image token of "
+                f"this model; got {self.resolution}"
+            )
+
+
+def _length(conditioning: Conditioning) -> int:
+    return len(next(iter(conditioning.values())))
+
+
+def _dtype(name: str, value: str) -> torch.dtype:
+    dtype = getattr(torch, value, None)
+    if dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise UserError(f"model.dtypes.{name} must be bfloat16, float16 or float32; got {value}")
+    return dtype

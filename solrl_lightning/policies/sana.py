@@ -1,0 +1,90 @@
+"""SANA: how its pipeline embeds prompts, predicts velocities and decodes latents.
+
+Without classifier-free guidance and without the "complex human instruction" before the prompt, as in the published
+training. Latents are [B, C, H / 32, W / 32]: the autoencoder (DC-AE) compresses 32-fold.
+"""
+
+from typing import Any
+
+import numpy as np
+from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
+from torch import Tensor, nn
+
+from solrl_lightning.policies.pipeline import Conditioning, PipelinePolicy
+from solrl_lightning.policies.sana_checkpoint import load_linear_ffn
+from solrl_lightning.rollout.seeds import noise
+
+
+class Sana(PipelinePolicy):
+    """A ``SanaPipeline`` as a policy.
+
+    Args:
+        flow_shift: of the noise levels. 1, uniform levels, as published; the checkpoint's own scheduler has 3.
+        transformer_weights: a LinearFFN checkpoint (.pth file or hub id) over the pipeline's transformer weights.
+        others: see ``PipelinePolicy``.
+    """
+
+    pipeline_class = SanaPipeline
+    encoders = ("text_encoder", "tokenizer")
+
+    def __init__(
+        self,
+        pretrained: str,
+        resolution: int,
+        *,
+        flow_shift: float,
+        transformer_weights: str | None = None,
+        **others: Any,
+    ) -> None:
+        super().__init__(pretrained, resolution, **others)
+        if transformer_weights is not None:
+            load_linear_ffn(transformer_weights, self.transformer)
+        self.flow_shift = flow_shift
+        side = resolution // self.pipeline.vae_scale_factor
+        self.latent_shape = (self.transformer.config.in_channels, side, side)
+
+    @property
+    def pixels_per_token(self) -> int:
+        return self.pipeline.vae_scale_factor * self.transformer.config.patch_size
+
+    def embed(self, prompts: list[str]) -> Conditioning:
+        """``prompt_embeds`` [P, L, D] of Gemma and ``prompt_mask`` int64 [P, L], which is 0 at padding."""
+        embeds, mask, _, _ = self.pipeline.encode_prompt(
+            prompt=prompts,
+            do_classifier_free_guidance=False,
+            device=self.device,
+            max_sequence_length=self.max_sequence_length,
+            complex_human_instruction=None,
+        )
+        return {"prompt_embeds": embeds, "prompt_mask": mask}
+
+    def noise(self, seeds: Tensor) -> Tensor:
+        return noise(seeds, self.latent_shape).to(self.device)
+
+    def sigmas(self, steps: int) -> Tensor:
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=self.flow_shift)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps))
+        return scheduler.sigmas.float()
+
+    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        config = self.transformer.config
+        output = transformer(
+            hidden_states=x.to(conditioning["prompt_embeds"].dtype),
+            encoder_hidden_states=conditioning["prompt_embeds"],
+            encoder_attention_mask=conditioning["prompt_mask"],
+            timestep=(1000 * sigma.to(self.device)).expand(len(x)) * config.timestep_scale,
+            return_dict=False,
+        )[0]
+        if config.out_channels // 2 == config.in_channels:  # the second half is a learned variance, unused by flows
+            output = output.chunk(2, dim=1)[0]
+        return output.float()
+
+    def unscaled(self, x: Tensor) -> Tensor:
+        return x.to(self.pipeline.vae.dtype) / self.pipeline.vae.config.scaling_factor
+
+    def _tile(self) -> None:
+        """Tiles of half the side that overlap by a quarter, in whole latents."""
+        compression = self.pipeline.vae_scale_factor
+        side = max(self.resolution // 2 // compression, 1) * compression
+        stride = max(side * 3 // 4 // compression, 1) * compression
+        self.pipeline.vae.enable_tiling(side, side, stride, stride)

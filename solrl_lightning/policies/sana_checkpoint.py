@@ -1,0 +1,163 @@
+"""The LinearFFN checkpoint of SANA 1.6B, with which Sol-RL was published, into diffusers' transformer.
+
+The file is a state dict of NVlabs' own model class, SanaMSLinearFFN_1600M_P1_D20. It is the same function as diffusers'
+SanaTransformer2DModel with other names: query, key and value are one matrix, so are key and value of the cross
+attention, and the two 1x1 convolutions of the feed-forward network are stored as linear layers. diffusers' script
+convert_sana_to_diffusers.py has this mapping for the checkpoints in which they are convolutions.
+
+Every key is accounted for: it goes into a parameter of the same shape, or it is one of ``UNUSED``.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+
+import torch
+from diffusers import SanaTransformer2DModel
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError
+from torch import Tensor
+
+from solrl_lightning.errors import UserError
+
+FILE = "SANA_LinearFFN.pth"  # in the hub repository yitongl/SANA_LinearFFN
+UNUSED = {
+    "y_embedder.y_embedding": "embedding of no caption, for guidance without a classifier",
+    "pos_embed": "table of positions, which this model does without",
+    "logvar_linear.weight": "weight of the training loss",
+    "logvar_linear.bias": "weight of the training loss",
+}
+
+_OUTSIDE: dict[str, tuple[str, ...]] = {
+    "x_embedder.proj": ("patch_embed.proj",),
+    "t_embedder.mlp.0": ("time_embed.emb.timestep_embedder.linear_1",),
+    "t_embedder.mlp.2": ("time_embed.emb.timestep_embedder.linear_2",),
+    "t_block.1": ("time_embed.linear",),
+    "y_embedder.y_proj.fc1": ("caption_projection.linear_1",),
+    "y_embedder.y_proj.fc2": ("caption_projection.linear_2",),
+    "attention_y_norm": ("caption_norm",),
+    "final_layer.linear": ("proj_out",),
+}
+_IN_A_BLOCK: dict[str, tuple[str, ...]] = {  # several names: the native tensor is theirs, one above the other
+    "attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
+    "attn.proj": ("attn1.to_out.0",),
+    "cross_attn.q_linear": ("attn2.to_q",),
+    "cross_attn.kv_linear": ("attn2.to_k", "attn2.to_v"),
+    "cross_attn.proj": ("attn2.to_out.0",),
+    "mlp.inverted_conv.linear": ("ff.conv_inverted",),
+    "mlp.depth_conv.conv": ("ff.conv_depth",),
+    "mlp.point_conv.linear": ("ff.conv_point",),
+}
+
+
+@torch.no_grad()
+def load_linear_ffn(source: str, transformer: SanaTransformer2DModel) -> None:
+    """Writes the weights of a LinearFFN checkpoint over those of ``transformer``, in its dtype.
+
+    Args:
+        source: a .pth file, or a hub id that holds SANA_LinearFFN.pth.
+
+    Raises:
+        UserError: there is no such file, it is damaged, or its keys and shapes are not those of ``transformer``.
+    """
+    weights = _read(source)
+    parameters = dict(transformer.named_parameters())
+    names = _native_names(len(transformer.transformer_blocks), parameters)
+    targets = {key: [parameters[name] for name in group] for key, group in names.items()}
+    _check(source, weights, {key: _native_shape(key, group) for key, group in targets.items()})
+    _check_all_are_set(parameters, names)
+    for key, group in targets.items():
+        for target, part in zip(group, weights[key].chunk(len(group)), strict=True):
+            target.copy_(part.view_as(target))
+
+
+def _native_names(blocks: int, parameters: Mapping[str, Tensor]) -> dict[str, list[str]]:
+    """Native key -> the diffusers parameters it holds. Layers have a bias where diffusers' have one."""
+    layers = dict(_OUTSIDE)
+    names = {"final_layer.scale_shift_table": ["scale_shift_table"]}
+    for block in range(blocks):
+        ours = f"transformer_blocks.{block}."
+        for native, group in _IN_A_BLOCK.items():
+            layers[f"blocks.{block}.{native}"] = tuple(ours + name for name in group)
+        names[f"blocks.{block}.scale_shift_table"] = [f"{ours}scale_shift_table"]
+    for native, layer in layers.items():
+        for kind in ("weight", "bias"):
+            if f"{layer[0]}.{kind}" in parameters:
+                names[f"{native}.{kind}"] = [f"{name}.{kind}" for name in layer]
+    return names
+
+
+def _native_shape(key: str, group: list[Tensor]) -> tuple[int, ...]:
+    rows = sum(len(parameter) for parameter in group)
+    rest = group[0].shape[1:2] if ".linear." in key else group[0].shape[1:]  # a linear layer has no kernel dimensions
+    return (rows, *rest)
+
+
+def _check(source: str, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    unknown = sorted(weights.keys() - shapes.keys() - UNUSED.keys())
+    missing = sorted(shapes.keys() - weights.keys())
+    misshapen = [
+        f"{key} {list(weights[key].shape)} instead of {list(shape)}"
+        for key, shape in shapes.items()
+        if key in weights and tuple(weights[key].shape) != shape
+    ]
+    if unknown or missing or misshapen:
+        found = (("unknown", unknown), ("missing", missing), ("of another shape", misshapen))
+        raise UserError(
+            f"model.transformer_weights={source} must hold the weights of SanaMSLinearFFN in the size of "
+            f"model.pretrained, each once; {'; '.join(_listing(kind, keys) for kind, keys in found if keys)}. Give "
+            f"{FILE} of yitongl/SANA_LinearFFN with the SANA 1.6B pipeline, or model.transformer_weights=null."
+        )
+
+
+def _check_all_are_set(parameters: Mapping[str, Tensor], names: Mapping[str, list[str]]) -> None:
+    left = sorted(parameters.keys() - {name for group in names.values() for name in group})
+    if left:
+        raise UserError(
+            f"model.transformer_weights fits SANA 1.0 only; the transformer of model.pretrained has more: "
+            f"{_listing('not in such a file', left)}. Use the SANA 1.6B pipeline, or model.transformer_weights=null."
+        )
+
+
+def _listing(kind: str, keys: list[str]) -> str:
+    shown = ", ".join(keys[:5])
+    return f"{len(keys)} {kind}: {shown}{', ...' if len(keys) > 5 else ''}"
+
+
+def _read(source: str) -> dict[str, Tensor]:
+    path = _path(source)
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(". :") or type(error).__name__
+        raise UserError(
+            f"model.transformer_weights={source}: {path} could not be read as weights: {reason}. Download it again, or "
+            "give another file."
+        ) from error
+    weights = content.get("state_dict", content) if isinstance(content, dict) else content
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        found = f"the keys {', '.join(map(str, content))}" if isinstance(content, dict) else type(content).__name__
+        raise UserError(
+            f"model.transformer_weights={source} must be a file of named tensors, or have one under the key "
+            f"state_dict; {path} holds {found}. Give the published {FILE}."
+        )
+    return weights
+
+
+def _path(source: str) -> Path:
+    local = Path(source).expanduser()
+    if local.is_file():
+        return local
+    if local.is_absolute() or local.is_dir() or local.suffix or source.startswith((".", "~")):
+        raise UserError(
+            f"model.transformer_weights must be a .pth file or a hub id; there is no file {source}. Give the path of "
+            f"{FILE}, or yitongl/SANA_LinearFFN to download it."
+        )
+    try:
+        return Path(hf_hub_download(source, FILE))
+    except (OSError, EntryNotFoundError, HFValidationError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(". :") or type(error).__name__
+        raise UserError(
+            f"model.transformer_weights={source} must be a .pth file or a hub id that holds {FILE}; it could not be "
+            f"had from the hub: {reason}. Check the name and the network, or give the path of a local {FILE}."
+        ) from error

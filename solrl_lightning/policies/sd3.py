@@ -1,0 +1,64 @@
+"""Stable Diffusion 3 and 3.5: how its pipeline embeds prompts, schedules noise, predicts velocities and decodes.
+
+Without classifier-free guidance, as in the published training. Latents are [B, C, H / 8, W / 8].
+"""
+
+import copy
+from typing import Any
+
+from diffusers import StableDiffusion3Pipeline
+from torch import Tensor, nn
+
+from solrl_lightning.policies.pipeline import Conditioning, PipelinePolicy
+from solrl_lightning.rollout.seeds import noise
+
+
+class SD3(PipelinePolicy):
+    """A ``StableDiffusion3Pipeline`` as a policy; see ``PipelinePolicy`` for its arguments."""
+
+    pipeline_class = StableDiffusion3Pipeline
+    encoders = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
+
+    def __init__(self, pretrained: str, resolution: int, **others: Any) -> None:
+        super().__init__(pretrained, resolution, **others)
+        side = resolution // self.pipeline.vae_scale_factor
+        self.latent_shape = (self.transformer.config.in_channels, side, side)
+
+    @property
+    def pixels_per_token(self) -> int:
+        return self.pipeline.vae_scale_factor * self.transformer.config.patch_size
+
+    def embed(self, prompts: list[str]) -> Conditioning:
+        """``prompt_embeds`` [P, 77 + L, D]: both CLIPs side by side, then T5; ``pooled`` [P, D'] of both CLIPs."""
+        embeds, _, pooled, _ = self.pipeline.encode_prompt(
+            prompt=prompts,
+            prompt_2=None,
+            prompt_3=None,
+            device=self.device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"prompt_embeds": embeds, "pooled": pooled}
+
+    def noise(self, seeds: Tensor) -> Tensor:
+        return noise(seeds, self.latent_shape).to(self.device)
+
+    def sigmas(self, steps: int) -> Tensor:
+        """By the pipeline's own scheduler: its shift is 3, and its last level before 0 is that of the training."""
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        scheduler.set_timesteps(steps)
+        return scheduler.sigmas.float()
+
+    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        output = transformer(
+            hidden_states=x.to(conditioning["prompt_embeds"].dtype),
+            timestep=(1000 * sigma.to(self.device)).expand(len(x)),  # in float32, as the scheduler hands it out
+            encoder_hidden_states=conditioning["prompt_embeds"],
+            pooled_projections=conditioning["pooled"],
+            return_dict=False,
+        )
+        return output[0].float()
+
+    def unscaled(self, x: Tensor) -> Tensor:
+        config = self.pipeline.vae.config
+        return x / config.scaling_factor + config.shift_factor

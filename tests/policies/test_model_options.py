@@ -1,0 +1,106 @@
+"""conf/model: the published hyper-parameters, and rules and targets that fit the models at their real size."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from nano import POLICIES, PROMPTS
+from omegaconf import DictConfig, OmegaConf
+from peft.tuners.tuners_utils import check_target_module_exists
+from torch import nn
+
+from solrl_lightning.policies.architectures import SHIPPED, build
+from solrl_lightning.quantization import QuantizationRule, plan, resolve
+
+Compose = Callable[..., DictConfig]
+
+# solver, steps (preview, full, evaluation), timestep fraction, micro-batch, gradient norm; LoRA layers; quantised share
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "flux1": dict(
+        resolution=512, max_sequence_length=128, guidance=1.0, solver="dpm2", preview_steps=6, full_steps=10,
+        eval_steps=28, train_timestep_fraction=0.4, micro_batch=12, max_grad_norm=1.0,
+    ),
+    "sd3": dict(
+        resolution=1024, max_sequence_length=128, solver="dpm2", preview_steps=6, full_steps=10,
+        eval_steps=40, train_timestep_fraction=0.6, micro_batch=4, max_grad_norm=0.002,
+    ),
+    "sana": dict(
+        resolution=1024, max_sequence_length=300, flow_shift=1.0, solver="euler", preview_steps=6, full_steps=10,
+        eval_steps=40, train_timestep_fraction=0.6, micro_batch=16, max_grad_norm=1.0,
+    ),
+}  # fmt: skip
+COMMON = dict(learning_rate=3e-4, rollout_batch=24, prompts_per_iteration=48, evaluation_every=20)
+LORA_LAYERS = {"flux1": 19 * 4 + 38 * 3, "sd3": 38 * 8 - 1, "sana": 20 * 8}
+QUANTISED = {"flux1": 0.72, "sd3": 0.66, "sana": 0.97}  # of the linear weights
+KEPT = {  # what the rule must not touch
+    "flux1": {"x_embedder", "context_embedder", "norm_out.linear", "proj_out", "transformer_blocks.0.norm1.linear"},
+    "sd3": {"context_embedder", "norm_out.linear", "proj_out", "transformer_blocks.0.norm1_context.linear"},
+    "sana": {"proj_out", "time_embed.linear", "caption_projection.linear_1", "patch_embed.proj"},
+}
+
+
+@pytest.fixture(scope="module")
+def real(architecture: str) -> nn.Module:
+    """The transformer at its real size, without memory."""
+    name = POLICIES[architecture][0].pipeline_class.__name__
+    shipped = next(one for one in SHIPPED if one.pipeline == name)
+    return build(shipped.components["transformer"], "meta", torch.bfloat16)
+
+
+def test_hyper_parameters_are_the_published_ones(architecture: str, compose: Compose) -> None:
+    model = compose(f"model={architecture}").model
+    expected = PUBLISHED[architecture] | COMMON
+    assert {key: model[key] for key in expected} == expected
+    assert (model.lora.rank, model.lora.alpha) == (32, 64)
+
+
+def test_lora_adapts_the_attention_of_every_block_and_nothing_else(
+    architecture: str, real: nn.Module, compose: Compose
+) -> None:
+    from peft import LoraConfig
+
+    config = LoraConfig(target_modules=list(compose(f"model={architecture}").model.lora.target_modules))
+    adapted = {name for name, _ in real.named_modules() if check_target_module_exists(config, name)}
+    assert len(adapted) == LORA_LAYERS[architecture]
+    assert all(".attn" in name and isinstance(real.get_submodule(name), nn.Linear) for name in adapted)
+
+
+def test_the_shadow_covers_attention_and_mlp_of_every_block(
+    architecture: str, real: nn.Module, compose: Compose
+) -> None:
+    model = compose(f"model={architecture}").model
+    rule = QuantizationRule(list(model.quantization.include), dict(model.quantization.exclude))
+    plans = plan(real, rule, resolve("nvfp4", "auto", torch.device("cpu")))
+    weights = {p.name: p.in_features * p.out_features for p in plans}
+    quantized = {p.name for p in plans if p.quantized}
+    share = sum(weights[name] for name in quantized) / sum(weights.values())
+    assert share == pytest.approx(QUANTISED[architecture], abs=0.01)
+    in_blocks = {name for name in weights if "blocks." in name and ".norm" not in name}
+    assert quantized == in_blocks  # and so no embedder, no modulation, no output projection
+    assert KEPT[architecture] <= weights.keys() - quantized
+    assert all(p.reason != "not included by the rule" for p in plans)
+
+
+def test_the_options_make_the_policy_of_a_folder(
+    architecture: str, folder: str, compose: Compose, tmp_path: Path
+) -> None:
+    cfg = compose(
+        f"model={architecture}",
+        f"model.pretrained={folder}",
+        "model.resolution=32",
+        "model.max_sequence_length=10",
+        f"model.embeddings={tmp_path}",
+    )
+    policy = instantiate(cfg.model.policy, device="cpu")
+    assert type(policy) is POLICIES[architecture][0]
+    options = OmegaConf.to_container(cfg.model.policy)
+    assert {key: getattr(policy, key) for key in ("resolution", "decode_batch", "variant")} == {
+        key: options[key] for key in ("resolution", "decode_batch", "variant")
+    }
+    assert policy.pipeline.text_encoder is None and policy.encode(PROMPTS)["prompt_embeds"].dtype == torch.bfloat16
+    vae = torch.bfloat16 if architecture == "sana" else torch.float32
+    assert policy.pipeline.vae.dtype == vae and policy.pipeline.text_encoder.dtype == torch.bfloat16
+    assert policy.transformer.is_gradient_checkpointing == (architecture != "sana")

@@ -1,0 +1,279 @@
+"""What holds for every architecture: with our sampler it is diffusers' pipeline, and it is careful with memory."""
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from nano import DTYPES, POLICIES, PROMPTS, load_nano, lora_config, random_state, relative_error
+from torch import Tensor, nn
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.policies import adapters, replica
+from solrl_lightning.policies.adapters import TRAINED
+from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.sana import Sana
+from solrl_lightning.sampling import integrate
+
+SEEDS = torch.tensor([3, 4, 2**32 - 1])
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def policy(architecture: str, folder: str) -> PipelinePolicy:
+    """In float32, so that rounding hides nothing; no test changes it."""
+    policy = load_nano(architecture, folder)
+    policy.transformer.float()
+    return policy
+
+
+@pytest.fixture
+def theirs(policy: PipelinePolicy, folder: str) -> DiffusionPipeline:
+    """The same pipeline as diffusers loads it, with the scheduler of the published rollouts."""
+    pipeline = policy.pipeline_class.from_pretrained(folder, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    if isinstance(policy, Sana):  # whose own is a multistep scheduler with another shift
+        pipeline.scheduler = FlowMatchEulerDiscreteScheduler()
+    return pipeline
+
+
+def sample(
+    policy: PipelinePolicy,
+    sigmas: Tensor | None = None,
+    solver: str = "euler",
+    transformer: nn.Module | None = None,
+    level: Callable[[Tensor], Tensor] = lambda sigma: sigma,
+) -> Tensor:
+    """Our latents; ``level`` is what the transformer is told about sigma."""
+    conditioning = policy.encode(PROMPTS)
+    with torch.no_grad():
+        return integrate(
+            lambda x, sigma: policy.velocity(transformer or policy.transformer, x, level(sigma), conditioning),
+            policy.noise(SEEDS),
+            policy.sigmas(STEPS) if sigmas is None else sigmas,
+            solver,
+        )
+
+
+def paint(
+    policy: PipelinePolicy, pipeline: DiffusionPipeline, texts: list[str] | None = None, **options: Any
+) -> Tensor:
+    """The diffusers pipeline's images (or latents) of our noise, and of our embeddings unless it gets ``texts``."""
+    if texts is None:
+        names = {"pooled": "pooled_prompt_embeds", "prompt_mask": "prompt_attention_mask"}
+        options |= {names.get(name, name): value for name, value in policy.encode(PROMPTS).items()}
+    if isinstance(policy, Sana):
+        options |= {"use_resolution_binning": False, "complex_human_instruction": None}
+        if isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
+            options |= {"sigmas": policy.sigmas(STEPS)[:-1].tolist()}
+    options = {"output_type": "latent", "num_inference_steps": STEPS} | options
+    return pipeline(
+        texts,
+        height=32,
+        width=32,
+        latents=policy.noise(SEEDS),
+        guidance_scale=1.0,
+        max_sequence_length=policy.max_sequence_length,
+        **options,
+    ).images
+
+
+def test_float32_images_are_those_of_the_diffusers_pipeline(policy: PipelinePolicy, theirs: DiffusionPipeline) -> None:
+    latents = sample(policy)
+    assert torch.equal(latents, paint(policy, theirs))
+    assert torch.equal(latents, paint(policy, theirs, PROMPTS))  # embedded by itself
+    expected = paint(policy, theirs, output_type="pt")
+    assert expected.std() > 0.1  # not a flat picture
+    # Our autoencoder gets the batch in parts and in another memory layout, so its sums have another order.
+    torch.testing.assert_close(policy.decode(latents), expected, rtol=0, atol=1e-5)
+
+
+def test_bfloat16_latents_are_those_of_the_diffusers_pipeline_up_to_rounding(
+    policy: PipelinePolicy, theirs: DiffusionPipeline, architecture: str, folder: str
+) -> None:
+    rounded = load_nano(architecture, folder)
+    theirs.transformer.to(torch.bfloat16)
+    found, expected = sample(rounded), paint(rounded, theirs)
+    # FLUX.1's and SD3's pipelines also round their latents after each step; ours stay in float32.
+    assert 0 < relative_error(found, expected) < 2**-7
+    assert 0 < relative_error(found, sample(policy)) < 2**-5
+
+
+# numpy asks for an argument that torch's tensors do not take yet
+@pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
+def test_dpm2_latents_are_those_of_the_diffusers_pipeline_with_the_multistep_scheduler(
+    policy: PipelinePolicy, theirs: DiffusionPipeline, architecture: str
+) -> None:
+    theirs.scheduler = DPMSolverMultistepScheduler(
+        algorithm_type="dpmsolver++",
+        prediction_type="flow_prediction",
+        use_flow_sigmas=True,
+        flow_shift=3.0,
+        use_dynamic_shifting=architecture == "flux1",
+        time_shift_type="exponential",
+    )
+    expected = paint(policy, theirs, num_inference_steps=6)
+    sigmas, timesteps = theirs.scheduler.sigmas, theirs.scheduler.timesteps
+    told = {float(sigma): timestep / 1000 for sigma, timestep in zip(sigmas, timesteps, strict=False)}  # whole ones
+    found = sample(policy, sigmas, "dpm2", level=lambda sigma: told[float(sigma)])
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    assert relative_error(found, sample(policy, sigmas, "euler")) > 1e-3
+
+
+def test_plain_diffusers_loads_the_saved_lora_and_paints_the_merged_replicas_pictures(
+    policy: PipelinePolicy, theirs: DiffusionPipeline, architecture: str, folder: str, tmp_path: Path
+) -> None:
+    adapted = load_nano(architecture, folder)
+    adapted.transformer.float()
+    merged = replica.share(adapted.transformer)
+    config = lora_config(rank=4, alpha=12)
+    layers = adapters.add_adapters(adapted.transformer, config, seed=0)
+    state = random_state(adapters.adapter_state(layers, TRAINED), seed=6)
+    replica.own_weights(merged, layers)
+    replica.refresh(merged, adapters.merged_weights(layers, state))
+    adapted.save_lora(tmp_path, state, config)
+    found, without = (policy.decode(sample(policy, transformer=module)) for module in (merged, None))
+    theirs.load_lora_weights(tmp_path)
+    torch.testing.assert_close(found, paint(policy, theirs, output_type="pt"), rtol=0, atol=1e-4)
+    assert (found - without).abs().max() > 0.05
+
+
+def test_gradients_are_the_same_with_checkpointing_and_without(architecture: str, folder: str) -> None:
+    gradients = {}
+    for checkpointing in (False, True):
+        policy = load_nano(architecture, folder, gradient_checkpointing=checkpointing)
+        layers = adapters.add_adapters(policy.transformer.train(), lora_config(), seed=0)
+        adapters.load_state(layers, TRAINED, random_state(adapters.adapter_state(layers, TRAINED), seed=1))
+        calls = counted(policy.transformer.transformer_blocks[0])
+        velocity = policy.velocity(policy.transformer, policy.noise(SEEDS), torch.tensor(0.5), policy.encode(PROMPTS))
+        velocity.square().mean().backward()
+        assert len(calls) == 1 + checkpointing
+        gradients[checkpointing] = {
+            name: parameter.grad for name, parameter in policy.transformer.named_parameters() if parameter.requires_grad
+        }
+    assert all(torch.equal(value, gradients[True][name]) for name, value in gradients[False].items())
+    assert any(value.any() for value in gradients[False].values())
+
+
+def counted(module: nn.Module) -> list[None]:
+    calls: list[None] = []
+    module.register_forward_pre_hook(lambda module, inputs: calls.append(None))
+    return calls
+
+
+def test_one_sigma_for_all_rows_equals_a_sigma_per_row(policy: PipelinePolicy) -> None:
+    conditioning, x = policy.encode(PROMPTS), policy.noise(SEEDS)
+    with torch.no_grad():
+        per_row = policy.velocity(policy.transformer, x, torch.tensor([0.9, 0.5, 0.1]), conditioning)
+        for row, sigma in enumerate((0.9, 0.5, 0.1)):
+            common = policy.velocity(policy.transformer, x, torch.tensor(sigma), conditioning)
+            torch.testing.assert_close(per_row[row], common[row], rtol=0, atol=1e-5)
+        other = policy.velocity(policy.transformer, x, torch.tensor(0.9), conditioning)
+    assert per_row.dtype == torch.float32 and relative_error(per_row[2], other[2]) > 1e-3
+
+
+def test_noise_depends_on_its_seed_and_not_on_the_chunk(policy: PipelinePolicy) -> None:
+    together = policy.noise(SEEDS)
+    assert together.shape == (3, *policy.latent_shape) and together.dtype == torch.float32
+    assert torch.equal(together, torch.cat([policy.noise(SEEDS[:1]), policy.noise(SEEDS[1:])]))
+    assert torch.equal(policy.noise(SEEDS.flip(0)), together.flip(0))
+
+
+def test_a_prompts_embeddings_do_not_depend_on_its_companions(policy: PipelinePolicy) -> None:
+    together = policy.encode(PROMPTS)
+    for row, prompt in enumerate(PROMPTS):
+        for name, value in policy.encode([prompt]).items():
+            torch.testing.assert_close(value[0], together[name][row], rtol=0, atol=1e-5)
+    assert relative_error(together["prompt_embeds"][0], together["prompt_embeds"][1]) > 0.05
+    again = policy.encode([PROMPTS[1], PROMPTS[0], PROMPTS[1]])["prompt_embeds"]  # a prompt may come twice
+    assert torch.equal(again[0], again[2])
+    torch.testing.assert_close(again[:2], together["prompt_embeds"][:2].flip(0), rtol=0, atol=1e-5)
+
+
+def test_a_resolution_that_is_no_whole_number_of_tokens_is_refused(architecture: str, folder: str) -> None:
+    policy_class, own = POLICIES[architecture]
+    with pytest.raises(UserError, match="model.resolution must be a multiple of 8, .* got 36"):
+        policy_class(folder, 36, max_sequence_length=10, decode_batch=1, dtypes=DTYPES, **own)
+
+
+def test_a_dtype_that_is_none_is_refused(nano_folder: str) -> None:
+    with pytest.raises(UserError, match="model.dtypes.vae must be bfloat16, float16 or float32; got half an int"):
+        load_nano("flux1", nano_folder, dtypes={"vae": "half an int", "default": "float32"})
+
+
+def test_components_and_embeddings_have_the_dtypes_that_the_options_say(architecture: str, folder: str) -> None:
+    policy = load_nano(architecture, folder, dtypes={"vae": "float32", "default": "bfloat16"})
+    modules = {name: part for name, part in policy.pipeline.components.items() if isinstance(part, nn.Module)}
+    for name, module in modules.items():
+        assert {value.dtype for value in module.parameters()} == {torch.float32 if name == "vae" else torch.bfloat16}
+        assert not any(parameter.requires_grad for parameter in module.parameters())
+    assert len(modules) >= 3
+    assert policy.decode(policy.noise(SEEDS)).isfinite().all()
+    for dtype in (torch.bfloat16, torch.float32):
+        policy.transformer.to(dtype)
+        second = {"prompt_mask": torch.int64} if architecture == "sana" else {"pooled": dtype}
+        assert {n: v.dtype for n, v in policy.encode(PROMPTS[:1]).items()} == {"prompt_embeds": dtype} | second
+
+
+# Memory
+
+
+Limited = tuple[PipelinePolicy, list[tuple[int, int]]]
+
+
+@pytest.fixture
+def limited(architecture: str, folder: str) -> Callable[..., Limited]:
+    """limited(images, side) is a policy whose decoder runs out of memory above these sizes, and what it was asked."""
+
+    def made(images: int, side: int, decode_batch: int) -> Limited:
+        policy = load_nano(architecture, folder, decode_batch=decode_batch)
+        asked: list[tuple[int, int]] = []
+
+        def check(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            size = (inputs[0].shape[0], inputs[0].shape[-1])
+            asked.append(size)
+            if size[0] > images or size[1] > side:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+
+        policy.pipeline.vae.decoder.register_forward_pre_hook(check)
+        return policy, asked
+
+    return made
+
+
+def test_decoding_halves_its_batch_when_memory_runs_out_and_remembers(
+    policy: PipelinePolicy, limited: Callable[..., Limited], caplog: pytest.LogCaptureFixture
+) -> None:
+    tight, asked = limited(images=2, side=99, decode_batch=8)
+    latents = tight.noise(torch.arange(5))
+    with caplog.at_level(logging.WARNING):
+        found = tight.decode(latents)
+    torch.testing.assert_close(found, policy.decode(latents), rtol=0, atol=1e-5)
+    assert [images for images, _ in asked] == [5, 4, 2, 2, 1]
+    assert caplog.text.count("ran out of memory") == 2 and "model.decode_batch=2 from now on" in caplog.text
+    asked.clear()
+    tight.decode(latents)
+    assert [images for images, _ in asked] == [2, 2, 1]
+
+
+def test_an_image_that_does_not_fit_is_decoded_in_tiles_and_a_tile_that_does_not_is_an_error(
+    policy: PipelinePolicy, limited: Callable[..., Limited], architecture: str
+) -> None:
+    side = {"flux1": 8, "sd3": 8, "sana": 4}[architecture]  # of the latents
+    tight, asked = limited(images=1, side=side // 2, decode_batch=2)
+    latents = policy.noise(SEEDS)
+    found, whole = tight.decode(latents), policy.decode(latents)
+    assert found.shape == whole.shape and found.isfinite().all()
+    assert asked[:2] == [(2, side), (1, side)] and max(asked[2:]) == (1, side // 2)
+    for shift in (8, 16, 24):  # every tile is in its place
+        assert relative_error(found, whole) < relative_error(found.roll(shift, -1), whole)
+    tight.pipeline.vae.decoder.register_forward_pre_hook(out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        tight.decode(latents)
+
+
+def out_of_memory(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory")

@@ -1,0 +1,91 @@
+"""Every model with every family, on small folders in the real layouts: it trains, is evaluated and saves its LoRA."""
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
+from nano import BUILDERS, MAX_WORDS, PROMPTS, save_nano
+from omegaconf import DictConfig
+from safetensors.torch import load_file
+from torch._inductor.compile_fx import compile_fx
+
+from solrl_lightning.tasks.train import train
+
+Compose = Callable[..., DictConfig]
+
+KINDS_OF_BLOCKS = 2  # FLUX.1's double and single; SD3's last has no text stream; SANA's first has its tokens transposed
+FAMILIES = ("diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl", "prefix")
+SMALL = (
+    "reward=shapes",
+    "data=shapes",
+    "experiment=smoke",
+    "trainer=cpu",
+    "~logger",
+    "iterations=2",
+    "family.pool=6",
+    "family.keep=3",
+    "model.resolution=32",
+    f"model.max_sequence_length={MAX_WORDS}",
+    "model.full_steps=3",
+    "model.preview_steps=2",
+    "model.prefix_steps=2",
+    "model.eval_steps=2",
+    "data.eval_prompts=2",
+    "callbacks.sample_grid.every=0",
+)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {name: save_nano(tmp_path_factory.mktemp(name), name) for name in BUILDERS}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("model", list(BUILDERS))
+def test_a_model_trains_in_a_family(
+    compose: Compose,
+    folders: dict[str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    family: str,
+) -> None:
+    graphs = 0
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return compile_fx(graph, inputs) if model == "flux1" else graph  # the other two only trace
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counted))
+    own = (f"model={model}", f"model.pretrained={folders[model]}", f"model.embeddings={tmp_path / 'embeddings'}")
+    train(compose(*own, *SMALL, f"family={family}", f"family.compile={family == 'compile'}"))
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "completed" and summary["iterations"] == 2
+    assert [row["iteration"] for row in summary["evaluations"]] == [0, 1, 2]
+    # One graph for each kind of block, however often the weights are written anew.
+    assert graphs == (KINDS_OF_BLOCKS if family == "compile" else 0)
+    assert (tmp_path / "checkpoints" / "last.ckpt").is_file()
+    assert len(list((tmp_path / "embeddings").glob("*.safetensors"))) >= 2
+    moved = load_file(tmp_path / "lora" / "pytorch_lora_weights.safetensors")
+    assert max(value.abs().max() for name, value in moved.items() if "lora_B" in name) > 0
+    pipeline = type(BUILDERS[model]()).from_pretrained(folders[model])
+    before = picture(pipeline)
+    pipeline.load_lora_weights(tmp_path / "lora")
+    assert (picture(pipeline) - before).abs().max() > 0
+
+
+def picture(pipeline: Any) -> torch.Tensor:
+    """Latents after one step of plain diffusers."""
+    generator = torch.Generator().manual_seed(0)
+    options: dict[str, Any] = dict(height=32, width=32, num_inference_steps=1, guidance_scale=1.0, output_type="latent")
+    if isinstance(pipeline, SanaPipeline):
+        options["use_resolution_binning"] = False  # to one of the real model's sizes
+        pipeline.scheduler = FlowMatchEulerDiscreteScheduler()  # numpy warns about its own one
+    return pipeline(PROMPTS[0], generator=generator, max_sequence_length=MAX_WORDS, **options).images
