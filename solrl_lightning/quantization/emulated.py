@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from solrl_lightning.policies.bf16 import has_bf16_units
+from solrl_lightning.quantization.last_input import LastInput
 from solrl_lightning.quantization.nvfp4 import BLOCK, fake_quantize
 
 
@@ -31,31 +32,7 @@ def operand_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-class _LastInput:
-    """Quantises an input once when several layers get one and the same tensor in turn, as to_q, to_k and to_v do.
-
-    Only in eager mode, where quantisation costs more than the product of a narrow layer; compiled code is a graph of
-    tensors without such a memory, and quantising is cheap there.
-    """
-
-    def __init__(self) -> None:
-        self.x: Tensor | None = None
-        self.version = 0
-        self.dtype = torch.float32
-        self.result: tuple[Tensor, Tensor] | None = None
-
-    def quantized(self, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        # A tensor of inference mode does not count its changes, so nothing is remembered of it.
-        if torch.compiler.is_compiling() or x.is_inference():
-            return fake_quantize(x, dtype)
-        if self.result is None or self.x is not x or self.version != x._version or self.dtype != dtype:
-            self.result = None  # free the old one first
-            self.x, self.version, self.dtype = x, x._version, dtype
-            self.result = fake_quantize(x, dtype)
-        return self.result
-
-
-_last_input = _LastInput()
+_quantized = LastInput(fake_quantize)
 
 
 class NVFP4Linear(nn.Module):
@@ -100,15 +77,15 @@ class NVFP4Linear(nn.Module):
             self.bias.copy_(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        values, scale = _last_input.quantized(x, self.weight_values.dtype)
-        y = _product(values, self.weight_values).mul_(scale * self.weight_scale)
+        values, scale = _quantized(x, self.weight_values.dtype)
+        y = product(values, self.weight_values).mul_(scale * self.weight_scale)
         return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
-def _product(x: Tensor, weight: Tensor) -> Tensor:
+def product(x: Tensor, weight: Tensor) -> Tensor:
     """[..., in] x [out, in] -> FP32 [..., out]; only CUDA's BF16 product can return its FP32 sums."""
     if x.device.type == "cuda":
         return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32).unflatten(0, x.shape[:-1])

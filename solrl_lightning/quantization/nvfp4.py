@@ -54,6 +54,11 @@ class NVFP4Tensor(NamedTuple):
 def quantize(x: Tensor) -> NVFP4Tensor:
     """[..., D] of any float dtype -> NVFP4Tensor."""
     _check(x)
+    return encode(x)
+
+
+def encode(x: Tensor) -> NVFP4Tensor:
+    """As ``quantize``, but finiteness is not checked, which on a GPU would wait for the result: one NaN gives NaNs."""
     blocks = _blocks(x.float())
     scales, encode, global_scale = _scales(blocks)
     magnitude = round_e2m1(_scaled(blocks, encode)).abs()

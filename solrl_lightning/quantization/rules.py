@@ -12,6 +12,7 @@ from torch import nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.quantization.backends import Backend
+from solrl_lightning.quantization.pointwise import as_linear, is_linear
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class QuantizationRule:
 
 
 class LayerPlan(NamedTuple):
-    """What happens to one linear layer."""
+    """What happens to one linear layer, or to a 1x1 convolution, which is one."""
 
     name: str
     in_features: int
@@ -39,7 +40,7 @@ def plan(transformer: nn.Module, rule: QuantizationRule, backend: Backend) -> li
 
     A pattern that fits no layer is an error, and so is a rule that quantises nothing.
     """
-    linears = {name: module for name, module in transformer.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: as_linear(module) for name, module in transformer.named_modules() if is_linear(module)}
     unused = [p for p in (*rule.include, *rule.exclude) if not any(fnmatchcase(name, p) for name in linears)]
     if unused:
         raise UserError(

@@ -1,11 +1,9 @@
-"""The emulated linear layer: its numbers, its refresh in place, and the backends."""
+"""The emulated NVFP4 linear layer: its numbers and its refresh in place."""
 
 import pytest
 import torch
 from torch import nn
 
-from solrl_lightning.errors import UserError
-from solrl_lightning.quantization import resolve
 from solrl_lightning.quantization.emulated import NVFP4Linear, operand_dtype
 from solrl_lightning.quantization.nvfp4 import quantize
 
@@ -91,25 +89,3 @@ def test_refresh_without_a_bias_keeps_the_bias() -> None:
     layer = NVFP4Linear.from_linear(linear())
     layer.refresh(linear(seed=7).weight)
     assert layer.bias is not None and layer.bias.equal(linear().bias)
-
-
-def test_auto_emulates_and_says_so_in_one_line() -> None:
-    backend = resolve("nvfp4", "auto", CPU)
-    assert (backend.name, backend.linear_cls) == ("emulated", NVFP4Linear)
-    assert "emulated" in backend.line and "neither faster" in backend.line and "\n" not in backend.line
-
-
-def test_bf16_quantises_nothing() -> None:
-    assert resolve("bf16", "auto", CPU).linear_cls is None
-
-
-def test_transformer_engine_is_refused_with_what_was_found_and_what_to_use() -> None:
-    with pytest.raises(UserError, match="10.0 or higher.*found: device cpu, transformer_engine.*backend=emulated"):
-        resolve("nvfp4", "transformer_engine", CPU)
-
-
-def test_unknown_precisions_and_backends_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match="one of nvfp4, bf16; got 'fp4'"):
-        resolve("fp4", "auto", CPU)
-    with pytest.raises(UserError, match="one of auto, emulated, transformer_engine; got 'cuda'"):
-        resolve("nvfp4", "cuda", CPU)

@@ -1,12 +1,16 @@
 """Which layers a rule quantises, the table that says so, and the conversion that carries it out."""
 
+import copy
+
 import pytest
 import torch
-from torch import nn
+from diffusers import SanaTransformer2DModel
+from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.quantization import QuantizationRule, convert, format_table, plan, resolve
+from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table, plan, resolve
 from solrl_lightning.quantization.emulated import NVFP4Linear
+from solrl_lightning.quantization.pointwise import Pointwise
 
 CPU = torch.device("cpu")
 NVFP4 = resolve("nvfp4", "emulated", CPU)
@@ -76,3 +80,100 @@ def test_convert_replaces_the_planned_layers_only() -> None:
     assert replaced == ["blocks.0.to_q", "blocks.1.to_q"]
     x = torch.randn(4, 32)
     assert model.get_submodule("blocks.1.to_q")(x).equal(expected(x))
+
+
+class ExactLinear(nn.Module):
+    """A backend's layer that rounds nothing."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight.detach().clone(), linear.bias
+
+    @staticmethod
+    def obstacle(linear: nn.Linear) -> str:
+        return ""
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> "ExactLinear":
+        return cls(linear)
+
+    def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.weight.copy_(weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+EXACT = Backend("exact", "exact", ExactLinear, "", 64)
+SANA = QuantizationRule(include=["transformer_blocks.*"])
+
+
+@pytest.fixture(scope="module")
+def sana() -> SanaTransformer2DModel:
+    torch.manual_seed(0)
+    model = SanaTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_attention_heads=4,
+        attention_head_dim=8,
+        num_layers=2,
+        num_cross_attention_heads=4,
+        cross_attention_head_dim=8,
+        cross_attention_dim=32,
+        caption_channels=16,
+        sample_size=4,
+    )
+    return model.requires_grad_(False).eval()
+
+
+def velocity(model: nn.Module, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    x, prompt = torch.randn(2, 4, 4, 6, generator=generator), torch.randn(2, 3, 16, generator=generator)
+    return model(x.to(dtype), prompt.to(dtype), torch.tensor([200.0, 700.0])).sample
+
+
+def test_convolutions_of_one_pixel_are_planned_as_linear_layers(sana: SanaTransformer2DModel) -> None:
+    plans = {p.name.removeprefix("transformer_blocks.1."): p for p in plan(sana, SANA, NVFP4)}
+    assert plans["ff.conv_inverted"][1:4] == (32, 160, True)
+    assert plans["ff.conv_point"][1:4] == (80, 32, True)
+    assert "ff.conv_depth" not in plans  # it mixes pixels
+    assert plans["patch_embed.proj"].reason == "not included by the rule"
+
+
+@pytest.mark.parametrize(
+    "different", [{"kernel_size": 3, "padding": 1}, {"stride": 2}, {"groups": 2}, {"padding": 1}], ids=str
+)
+def test_other_convolutions_are_not(different: dict[str, int]) -> None:
+    model = nn.ModuleDict({"conv": nn.Conv2d(16, 16, **{"kernel_size": 1} | different), "to_q": nn.Linear(16, 16)})
+    assert [p.name for p in plan(model, QuantizationRule(["*"]), NVFP4)] == ["to_q"]
+
+
+def test_convolutions_run_by_exact_linear_layers_give_the_same_images(sana: SanaTransformer2DModel) -> None:
+    original, converted = copy.deepcopy(sana).double(), copy.deepcopy(sana).double()
+    plans = plan(converted, SANA, EXACT)
+    convert(converted, plans, EXACT)
+    replaced = [name for name, module in converted.named_modules() if isinstance(module, Pointwise)]
+    assert replaced == [f"transformer_blocks.{i}.ff.conv_{name}" for i in (0, 1) for name in ("inverted", "point")]
+    assert sum(isinstance(module, ExactLinear) for module in converted.modules()) == sum(p.quantized for p in plans)
+    expected = velocity(original, torch.float64)
+    torch.testing.assert_close(velocity(converted, torch.float64), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_convolutions_in_nvfp4_keep_the_velocity_close(sana: SanaTransformer2DModel) -> None:
+    converted, rule = copy.deepcopy(sana), QuantizationRule(include=["*.ff.*"])
+    convert(converted, plan(converted, rule, NVFP4), NVFP4)
+    expected = velocity(sana, torch.float32)
+    error = (velocity(converted, torch.float32) - expected).norm() / expected.norm()
+    assert 0.001 < error < 0.1
+
+
+def test_a_converted_convolution_is_refreshed_by_a_convolution_s_weight(sana: SanaTransformer2DModel) -> None:
+    convolution = sana.get_submodule("transformer_blocks.0.ff.conv_inverted")
+    other = copy.deepcopy(convolution)
+    other.weight.mul_(-2)
+    layers = nn.ModuleList([copy.deepcopy(convolution), other])
+    convert(layers, plan(layers, QuantizationRule(["*"]), NVFP4), NVFP4)
+    x = torch.randn(2, 32, 4, 6)
+    assert not layers[0](x).equal(layers[1](x))
+    layers[0].refresh(other.weight)
+    assert layers[0](x).equal(layers[1](x))

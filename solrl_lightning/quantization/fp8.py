@@ -1,0 +1,74 @@
+"""FP8 (E4M3) linear layers: by PyTorch's row-wise scaled product, and the same numbers without FP8 units.
+
+The emulation multiplies the exact E4M3 numbers in FP32 (BF16 on a GPU, which holds them exactly) and sums in FP32. The
+hardware sums in FP32, too, but rounds the result to BF16; on compute capability 9.0 it keeps fewer bits in between
+(``use_fast_accum``), which PyTorch's own FP8 inference uses as well.
+"""
+
+import torch
+from torch import Tensor
+
+from solrl_lightning.quantization.emulated import operand_dtype, product
+from solrl_lightning.quantization.last_input import LastInput
+from solrl_lightning.quantization.nvfp4 import E4M3_MAX
+from solrl_lightning.quantization.rowwise import RowwiseLinear, row_scale
+
+E4M3 = torch.float8_e4m3fn
+_EXPONENT_BITS = 0x7F800000
+
+
+def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """[..., D] -> E4M3 numbers [..., D] in `dtype`, which must hold them exactly, and FP32 scales [..., 1]."""
+    x = x.float()
+    scale = row_scale(x, E4M3_MAX)
+    # x / scale may exceed 448 by its rounding, and a cast to E4M3 does not saturate everywhere.
+    scaled = (x / scale).clamp_(-E4M3_MAX, E4M3_MAX)
+    return (scaled.to(dtype) if dtype == E4M3 else round_e4m3(scaled).to(dtype)), scale
+
+
+def round_e4m3(x: Tensor) -> Tensor:
+    """|x| <= 448 in FP32 -> the nearest E4M3 number in FP32, several times faster on a CPU than two casts.
+
+    The power of two in x's exponent bits, but at least that of the smallest normal number 2^-6, gives E4M3's spacing q
+    at x (3 fraction bits); x + 1.5 * 2^23 * q is rounded to a multiple of q, ties to even.
+    """
+    power = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
+    shift = power.clamp_(min=2.0**-6).mul_(1.5 * 2.0**20)
+    return (x + shift).sub_(shift)
+
+
+class FP8Linear(RowwiseLinear):
+    """On FP8 units; the layer holds 8 bits a weight."""
+
+    multiple = 16  # of torch._scaled_mm
+    quantized = LastInput(quantize)
+
+    @staticmethod
+    def code_dtype(device: torch.device) -> torch.dtype:
+        return E4M3
+
+    def product(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        bias = None if self.bias is None else self.bias.bfloat16()  # the only dtype that row-wise scaling takes
+        y = torch._scaled_mm(
+            codes,
+            self.codes.t(),
+            scale,
+            self.weight_scale.unsqueeze(0),
+            bias=bias,
+            out_dtype=torch.bfloat16,
+            use_fast_accum=True,
+        )
+        return y.to(dtype)
+
+
+class EmulatedFP8Linear(RowwiseLinear):
+    """On any device; the layer holds the E4M3 numbers in 16 or 32 bits."""
+
+    quantized = LastInput(quantize)
+
+    @staticmethod
+    def code_dtype(device: torch.device) -> torch.dtype:
+        return operand_dtype(device)
+
+    def product(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.scaled(product(codes, self.codes), scale, dtype)

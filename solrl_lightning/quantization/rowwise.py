@@ -1,0 +1,100 @@
+"""FP8 and INT8 linear layers: one scale for each token of the input and for each output row of the weight.
+
+    scale = max(amax, 1e-12) / largest      amax over a row; largest = 448 for E4M3, 127 for INT8
+    code  = round(x / scale)                to nearest, ties to even, onto the numbers of the format
+    y     = (codes_x codes_w^T) * scale_x * scale_w + bias
+
+The input is quantised at every call, so a token's numbers depend on no other token, and not on the batch. A subclass
+says what its codes are and how they are multiplied: ``fp8`` and ``int8`` have one for hardware with such units and one
+that computes the same numbers with others.
+
+Weights are stored as codes, in 8 bits where the hardware multiplies them.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from solrl_lightning.quantization.last_input import LastInput
+
+_SMALLEST_AMAX = 1e-12  # so that a row of zeros gives zeros
+
+
+def row_scale(x: Tensor, largest: float) -> Tensor:
+    """[..., D] FP32 -> [..., 1]."""
+    low, high = x.aminmax(dim=-1, keepdim=True)
+    # A number over a tensor would be rounded twice, as number * reciprocal.
+    return torch.maximum(high, -low).clamp(min=_SMALLEST_AMAX) / torch.full_like(high, largest)
+
+
+class RowwiseLinear(nn.Module):
+    """y = x W^T + b with W and x as 8-bit codes. Build it with `from_linear`; it has buffers only, nothing to train."""
+
+    multiple: ClassVar[int] = 1
+    """in_features and out_features must be multiples of it."""
+    quantized: ClassVar[LastInput]
+    """x [..., D] -> codes [..., D] in a dtype and FP32 scales [..., 1]."""
+
+    codes: Tensor  # [out, in]
+    weight_scale: Tensor  # float32 [out]
+    bias: Tensor | None  # float32 [out]
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        codes = torch.zeros(out_features, in_features, dtype=self.code_dtype(device), device=device)
+        self.register_buffer("codes", codes)
+        self.register_buffer("weight_scale", torch.zeros(out_features, device=device))
+        self.register_buffer("bias", torch.zeros(out_features, device=device) if bias else None)
+
+    @staticmethod
+    def code_dtype(device: torch.device) -> torch.dtype:
+        """In which codes are stored and multiplied on `device`."""
+        raise NotImplementedError
+
+    def product(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """codes [M, in], scale [M, 1] -> y [M, out] in `dtype`."""
+        raise NotImplementedError
+
+    @classmethod
+    def obstacle(cls, linear: nn.Linear) -> str:
+        """Why this layer cannot be quantised, or an empty string."""
+        for name, value in (("in_features", linear.in_features), ("out_features", linear.out_features)):
+            if value % cls.multiple:
+                return f"{name} {value} is not a multiple of {cls.multiple}"
+        return ""
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> RowwiseLinear:
+        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.device)
+        layer.refresh(linear.weight, linear.bias)
+        return layer
+
+    @torch.no_grad()
+    def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Quantise another weight [out, in] into the same buffers, so that a compiled graph stays valid.
+
+        A bias [out] replaces the old one; without it the old one stays.
+        """
+        codes, scale = self.quantized.quantize(weight, self.codes.dtype)
+        self.codes.copy_(codes)
+        self.weight_scale.copy_(scale.squeeze(-1))
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes, scale = self.quantized(x, self.codes.dtype)
+        y = self.product(codes.flatten(0, -2), scale.flatten(0, -2), x.dtype)
+        return y.unflatten(0, x.shape[:-1])
+
+    def scaled(self, sums: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """Sums of code products [M, out] -> y, rounded once."""
+        y = sums.float().mul_(scale).mul_(self.weight_scale)
+        return (y if self.bias is None else y.add_(self.bias)).to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

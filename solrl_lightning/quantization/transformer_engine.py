@@ -1,0 +1,89 @@
+"""NVFP4 linear layers by Transformer Engine (compute capability 10.0 and newer), packed in 4.5 bits.
+
+Read in Transformer Engine's source, 2.9 to 2.20, and not run: no such GPU was at hand. What a rollout needs of it:
+
+1. `quantized_model_init` without gradients: the layer holds row-wise NVFP4 and neither the BF16 weight nor the
+   column-wise copy of the backward pass. Copying a BF16 tensor into the parameter quantises it in place, once per
+   refresh and not per forward.
+2. A recipe of its own: the defaults are for training. 1 x 16 blocks for weights as for inputs (16 x 16 blocks make W
+   and its transpose agree), no stochastic rounding and no Hadamard transform (both are for gradients). Said outright,
+   because the defaults come from environment variables.
+3. Rows in multiples of 32: NVFP4 needs multiples of 16, and its fast kernel for BF16 multiples of 32. Rows of zeros
+   change neither the global scale nor other rows.
+
+Transformer Engine's layers run outside compiled graphs: what is around them is compiled, in pieces.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+ROLLOUT_RECIPE = {"disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True}
+MULTIPLE = 16  # of in_features and out_features
+ROWS = 32
+
+
+@cache
+def rollout_recipe() -> Any:
+    from transformer_engine.common.recipe import NVFP4BlockScaling
+
+    return NVFP4BlockScaling(**ROLLOUT_RECIPE)
+
+
+class TransformerEngineLinear(nn.Module):
+    """y = x W^T + b with W and x in NVFP4 and y in BF16. Build it with `from_linear`; nothing in it is trained."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device) -> None:
+        # Imported here: it is there only on the hardware that it is for.
+        import transformer_engine.pytorch as te
+
+        super().__init__()
+        with torch.no_grad(), te.quantized_model_init(enabled=True, recipe=rollout_recipe()):
+            self.linear = te.Linear(
+                in_features,
+                out_features,
+                bias=bias,
+                init_method=nn.init.zeros_,
+                params_dtype=torch.bfloat16,
+                device=device,
+            )
+        self.linear.requires_grad_(False)
+        self._autocast = te.autocast
+
+    @staticmethod
+    def obstacle(linear: nn.Linear) -> str:
+        """Why this layer cannot be quantised, or an empty string."""
+        for name, value in (("in_features", linear.in_features), ("out_features", linear.out_features)):
+            if value % MULTIPLE:
+                return f"{name} {value} is not a multiple of {MULTIPLE}"
+        return ""
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear) -> TransformerEngineLinear:
+        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.device)
+        layer.refresh(linear.weight, linear.bias)
+        return layer
+
+    @torch.no_grad()
+    def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Quantise another weight [out, in], rounded to BF16, into the same parameter.
+
+        A bias [out] replaces the old one; without it the old one stays.
+        """
+        self.linear.weight.copy_(weight.bfloat16())
+        if self.linear.use_bias and bias is not None:
+            self.linear.bias.copy_(bias)
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2).bfloat16()
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS))
+        with self._autocast(enabled=True, recipe=rollout_recipe()):
+            y = self.linear(padded)
+        return y[: len(rows)].to(x.dtype).unflatten(0, x.shape[:-1])

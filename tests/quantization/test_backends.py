@@ -1,0 +1,163 @@
+"""Which backend runs a precision on which hardware, what is said of it, and what of one that cannot run."""
+
+import importlib.util
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.quantization import backends, resolve
+from solrl_lightning.quantization.backends import BACKENDS
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+Hardware = Callable[..., torch.device]
+
+
+@pytest.fixture
+def hardware(monkeypatch: pytest.MonkeyPatch) -> Hardware:
+    """hardware("10.0") is an NVIDIA GPU of that compute capability; hardware("") the CPU, of stated abilities."""
+
+    def on(capability: str, te: bool = False, vnni: bool = False) -> torch.device:
+        pair = tuple(map(int, capability.split("."))) if capability else (0, 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: pair)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": vnni})
+        spec = importlib.util.find_spec
+
+        def find_spec(name: str) -> object:
+            return (SimpleNamespace() if te else None) if name == "transformer_engine" else spec(name)
+
+        monkeypatch.setattr(backends, "find_spec", find_spec)
+        return GPU if capability else CPU
+
+    return on
+
+
+@pytest.mark.parametrize(
+    ("capability", "options", "nvfp4", "fp8", "int8"),
+    [
+        ("", {}, "emulated", "emulated", "emulated"),
+        ("", {"vnni": True}, "emulated", "emulated", "torch"),
+        ("7.5", {}, "emulated", "emulated", "emulated"),
+        ("8.0", {}, "emulated", "emulated", "torch"),
+        ("8.9", {"te": True}, "emulated", "torch", "torch"),
+        ("9.0", {}, "emulated", "torch", "torch"),
+        ("10.0", {}, "torch", "torch", "torch"),
+        ("10.0", {"te": True}, "transformer_engine", "torch", "torch"),
+        ("12.0", {"te": True}, "transformer_engine", "torch", "torch"),
+    ],
+)
+def test_auto_takes_the_best_that_the_hardware_has(
+    hardware: Hardware, capability: str, options: dict[str, bool], nvfp4: str, fp8: str, int8: str
+) -> None:
+    device = hardware(capability, **options)
+    chosen = {precision: resolve(precision, "auto", device) for precision in ("nvfp4", "fp8", "int8")}
+    assert {precision: backend.name for precision, backend in chosen.items()} == {
+        "nvfp4": nvfp4,
+        "fp8": fp8,
+        "int8": int8,
+    }
+    assert all("\n" not in backend.line and "precision.backend=auto: " in backend.line for backend in chosen.values())
+
+
+@pytest.mark.parametrize(
+    ("capability", "advice"),
+    [
+        ("", "no quantised precision is faster here"),
+        ("8.0", "precision=int8 would be faster"),
+        ("9.0", "precision=fp8 would be faster"),
+    ],
+)
+def test_an_emulation_says_what_it_is_and_which_precision_would_be_faster(
+    hardware: Hardware, capability: str, advice: str
+) -> None:
+    line = resolve("nvfp4", "auto", hardware(capability)).line
+    assert "NVFP4 is emulated on" in line and "neither faster nor smaller than BF16" in line and advice in line
+
+
+def test_bits_per_weight_are_what_a_layer_holds(hardware: Hardware) -> None:
+    linear = nn.Linear(512, 256, bias=False)
+    device = hardware("", vnni=True)
+    for precision, name, bits in (
+        ("nvfp4", "emulated", 32),
+        ("fp8", "emulated", 32),
+        ("int8", "emulated", 32),
+        ("int8", "torch", 8),
+    ):
+        backend = resolve(precision, name, device)
+        held = sum(buffer.nbytes for buffer in backend.linear_cls.from_linear(linear).buffers())
+        assert backend.bits_per_weight == bits
+        assert 8 * held / linear.weight.numel() == pytest.approx(bits, rel=0.01)  # and the scales
+    assert resolve("bf16", "auto", device).bits_per_weight == 16
+    blackwell = hardware("10.0", te=True)
+    packed = resolve("nvfp4", "torch", blackwell)
+    held = sum(buffer.nbytes for buffer in packed.linear_cls.from_linear(linear).buffers())
+    assert packed.bits_per_weight == 4.5 == pytest.approx(8 * held / linear.weight.numel(), rel=0.01)
+    assert resolve("nvfp4", "emulated", blackwell).bits_per_weight == 16
+    assert resolve("fp8", "auto", blackwell).bits_per_weight == 8
+
+
+def test_only_transformer_engine_breaks_compiled_graphs(hardware: Hardware) -> None:
+    device = hardware("10.0", te=True)
+    broken = [(p, name) for p, names in BACKENDS.items() for name in names if not resolve(p, name, device).fullgraph]
+    assert broken == [("nvfp4", "auto"), ("nvfp4", "transformer_engine")]
+
+
+def test_bf16_quantises_nothing() -> None:
+    assert resolve("bf16", "auto", CPU).linear_cls is None
+
+
+@pytest.mark.parametrize(
+    ("capability", "options", "precision", "backend", "said"),
+    [
+        (
+            "",
+            {},
+            "nvfp4",
+            "transformer_engine",
+            "needs an NVIDIA GPU of compute capability 10.0 or higher and the package transformer_engine "
+            "(pip install 'solrl-lightning[nvfp4]'); found: a CPU without INT8 units, transformer_engine not "
+            "installed. Use precision.backend=emulated (the same numbers, without the speed) or precision=bf16.",
+        ),
+        (
+            "10.0",
+            {},
+            "nvfp4",
+            "transformer_engine",
+            "found: NVIDIA Test (compute capability 10.0), transformer_engine not installed. Use "
+            "precision.backend=torch, precision.backend=emulated",
+        ),
+        (
+            "9.0",
+            {"te": True},
+            "nvfp4",
+            "torch",
+            "found: NVIDIA Test (compute capability 9.0). Use precision.backend=emulated (the same numbers, without "
+            "the speed), precision=fp8 or precision=bf16.",
+        ),
+        ("8.0", {}, "fp8", "torch", "needs an NVIDIA GPU of compute capability 8.9 or higher; found: NVIDIA Test"),
+        ("", {}, "int8", "torch", "8.0 or higher or a CPU with INT8 units (AVX512-VNNI); found: a CPU without INT8"),
+    ],
+)
+def test_a_backend_that_cannot_run_says_what_was_found_and_what_to_choose(
+    hardware: Hardware, capability: str, options: dict[str, bool], precision: str, backend: str, said: str
+) -> None:
+    device = hardware(capability, **options)
+    with pytest.raises(UserError) as error:
+        resolve(precision, backend, device)
+    assert str(error.value).startswith(f"precision.backend={backend} with precision={precision} needs ")
+    assert said in str(error.value)
+
+
+def test_unknown_precisions_and_backends_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(UserError, match="one of nvfp4, fp8, int8, bf16; got 'fp4'"):
+        resolve("fp4", "auto", CPU)
+    with pytest.raises(UserError, match="nvfp4 must be one of auto, transformer_engine, torch, emulated; got 'cuda'"):
+        resolve("nvfp4", "cuda", CPU)
+    with pytest.raises(
+        UserError, match="precision=int8 must be one of auto, torch, emulated; got 'transformer_engine'"
+    ):
+        resolve("int8", "transformer_engine", CPU)

@@ -1,0 +1,210 @@
+"""What all backends owe the shadow: refreshed in place, compiled once, and calls that the GPU's libraries accept.
+
+Shapes on a GPU are checked without one: PyTorch's fake tensors run each operation's own checks of shape, stride, dtype.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from solrl_lightning.policies import replica
+from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, transformer_engine
+from solrl_lightning.quantization.emulated import NVFP4Linear
+from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear
+from solrl_lightning.quantization.int8 import EmulatedINT8Linear, INT8Linear
+from solrl_lightning.quantization.nvfp4 import fake_quantize
+from solrl_lightning.quantization.packed import PackedNVFP4Linear
+from solrl_lightning.quantization.transformer_engine import ROLLOUT_RECIPE, TransformerEngineLinear
+
+HERE = (NVFP4Linear, EmulatedFP8Linear, FP8Linear, EmulatedINT8Linear, INT8Linear)  # the layers that any CPU can run
+ON_A_GPU = (FP8Linear, INT8Linear, PackedNVFP4Linear)
+
+
+class Block(nn.Module):
+    """Attention-like and convolution-like uses of linear layers, one input for several of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.conv = nn.Conv2d(64, 32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.to_q(x) * self.to_k(x)
+        return self.conv(tokens.unflatten(1, (4, -1)).permute(0, 3, 1, 2))
+
+
+def block(seed: int = 0) -> Block:
+    torch.manual_seed(seed)
+    return Block().requires_grad_(False)
+
+
+def shadow(layer_cls: Any, seed: int = 0) -> Block:
+    converted, backend = block(seed), Backend("precision", "backend", layer_cls, "", 8)
+    convert(converted, plan(converted, QuantizationRule(["*"]), backend), backend)
+    return converted
+
+
+@pytest.mark.parametrize("layer_cls", HERE)
+def test_refreshing_changed_layers_never_compiles_again(layer_cls: Any) -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    converted, x = shadow(layer_cls), torch.randn(2, 16, 64)
+    compiled = torch.compile(converted, backend="eager", fullgraph=True, dynamic=False)
+    results = [compiled(x)]
+    for seed in (1, 2, 3):
+        weights = [(name, parameter) for name, parameter in block(seed).named_parameters() if "weight" in name]
+        for name, weight in weights[:seed]:  # one layer more each time
+            replica.refresh(converted, [(name.removesuffix(".weight"), weight)])
+        results.append(compiled(x))
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    fresh = shadow(layer_cls, seed=3)
+    for name, module in fresh.named_modules():
+        if getattr(module, "bias", None) is not None:
+            module.bias.copy_(converted.get_submodule(name).bias)  # refreshed were the weights
+    torch.testing.assert_close(results[-1], fresh(x), rtol=2**-6, atol=2**-6)
+    assert all(not one.equal(other) for one, other in zip(results[1:], results, strict=False))
+
+
+@pytest.mark.parametrize("layer_cls", ON_A_GPU)
+@pytest.mark.parametrize("rows", [1, 17, 33])
+def test_a_gpu_s_products_accept_the_operands_of_any_number_of_tokens(layer_cls: Any, rows: int) -> None:
+    with FakeTensorMode():
+        linear = nn.Linear(64, 48, device="cuda", dtype=torch.bfloat16)
+        layer = layer_cls.from_linear(linear)
+        layer.refresh(torch.empty(48, 64, device="cuda"))  # the merged weight in float32
+        y = layer(torch.empty(2, rows, 64, device="cuda", dtype=torch.bfloat16))
+        assert y.shape == (2, rows, 48) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
+        assert {buffer.device.type for buffer in layer.buffers()} == {"cuda"}
+
+
+@pytest.mark.parametrize(("layer_cls", "shape"), [(FP8Linear, (40, 48)), (PackedNVFP4Linear, (64, 40))])
+def test_what_a_gpu_s_product_refuses_is_an_obstacle(layer_cls: Any, shape: tuple[int, int]) -> None:
+    assert layer_cls.obstacle(nn.Linear(*shape, device="meta"))
+    with FakeTensorMode(), pytest.raises(RuntimeError, match="divisible|multiple"):
+        linear = nn.Linear(*shape, device="cuda", dtype=torch.bfloat16)
+        layer_cls.from_linear(linear)(torch.empty(32, shape[0], device="cuda", dtype=torch.bfloat16))
+
+
+# Transformer Engine, with a stand-in for it: the same calls, quantised by the emulation.
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Records how Transformer Engine is called; refuses what it would refuse (read in its source, see the module)."""
+    seen = SimpleNamespace(recipes=[], rows=[], quantised=0, inside=None, initialising=False)
+
+    class Quantised(nn.Parameter):
+        """A parameter that is quantised when it is copied into."""
+
+        def copy_(self, source: Tensor) -> Tensor:  # type: ignore[override]
+            assert source.dtype == torch.bfloat16
+            seen.quantised += 1
+            values, scale = fake_quantize(source, torch.float32)
+            self.data.copy_(values * scale)
+            return self
+
+    class Linear(nn.Module):
+        def __init__(
+            self, in_features: int, out_features: int, bias: bool, init_method: Any, params_dtype: Any, device: Any
+        ) -> None:
+            assert seen.initialising and not torch.is_grad_enabled()  # with gradients it would keep two copies
+            super().__init__()
+            self.use_bias = bias
+            self.weight = Quantised(init_method(torch.empty(out_features, in_features, device=device)))
+            self.bias = nn.Parameter(torch.zeros(out_features, dtype=params_dtype)) if bias else torch.Tensor()
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert seen.inside is not None and x.dtype == torch.bfloat16 and x.is_contiguous()
+            assert not torch.is_grad_enabled()
+            if len(x) % 8 or x.shape[-1] % 16:
+                raise ValueError("dimensions")
+            seen.rows.append(len(x))
+            values, scale = fake_quantize(x, torch.float32)
+            return nn.functional.linear(values * scale, self.weight, self.bias.float()).bfloat16()
+
+    @contextmanager
+    def quantized_model_init(enabled: bool, recipe: Any) -> Iterator[None]:
+        seen.initialising = enabled
+        yield
+        seen.initialising = False
+
+    @contextmanager
+    def autocast(enabled: bool, recipe: Any) -> Iterator[None]:
+        assert enabled
+        seen.inside = recipe
+        yield
+        seen.inside = None
+
+    def recipe(**arguments: bool) -> str:
+        seen.recipes.append(arguments)
+        return "recipe"
+
+    modules = {
+        "transformer_engine": ModuleType("transformer_engine"),
+        "transformer_engine.pytorch": SimpleNamespace(
+            Linear=Linear, autocast=autocast, quantized_model_init=quantized_model_init
+        ),
+        "transformer_engine.common": ModuleType("transformer_engine.common"),
+        "transformer_engine.common.recipe": SimpleNamespace(NVFP4BlockScaling=recipe),
+    }
+    modules["transformer_engine"].pytorch = modules["transformer_engine.pytorch"]  # type: ignore[attr-defined]
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    transformer_engine.rollout_recipe.cache_clear()
+    yield seen
+    transformer_engine.rollout_recipe.cache_clear()
+
+
+def te_linear(seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(64, 48).bfloat16().requires_grad_(False)
+
+
+def test_transformer_engine_gets_one_recipe_for_rollouts(te: SimpleNamespace) -> None:
+    for _ in range(2):
+        TransformerEngineLinear.from_linear(te_linear())(torch.randn(4, 64))
+    assert te.recipes == [ROLLOUT_RECIPE]
+    assert ROLLOUT_RECIPE == {
+        "disable_rht": True,
+        "disable_stochastic_rounding": True,
+        "disable_2d_quantization": True,
+    }
+
+
+@pytest.mark.parametrize(("rows", "padded"), [(1, 32), (32, 32), (33, 64)])
+def test_transformer_engine_gets_padded_rows_and_the_result_is_that_of_the_real_ones(
+    te: SimpleNamespace, rows: int, padded: int
+) -> None:
+    layer, x = TransformerEngineLinear.from_linear(te_linear()), torch.randn(2, rows, 64).bfloat16()[:1]
+    y = layer(x)
+    assert te.rows == [padded] and y.shape == (1, rows, 48) and y.dtype == torch.bfloat16
+    torch.testing.assert_close(y, NVFP4Linear.from_linear(te_linear())(x), rtol=2**-7, atol=2**-7)
+    assert layer(x.float()).dtype == torch.float32
+
+
+def test_transformer_engine_quantises_once_a_refresh_into_the_same_parameter(te: SimpleNamespace) -> None:
+    layer, x, other = TransformerEngineLinear.from_linear(te_linear()), torch.randn(8, 64), te_linear(seed=7)
+    addresses = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
+    assert te.quantised == 1 and not any(parameter.requires_grad for parameter in layer.parameters())
+    layer(x), layer(x)
+    assert te.quantised == 1
+    layer.refresh(other.weight.float())  # a merged weight
+    assert layer.linear.bias.equal(te_linear().bias)
+    layer.refresh(other.weight, other.bias)
+    assert te.quantised == 3
+    assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == addresses
+    assert layer(x).equal(TransformerEngineLinear.from_linear(other)(x))
+
+
+def test_transformer_engine_leaves_layers_out_whose_sides_are_no_multiples_of_16() -> None:
+    assert TransformerEngineLinear.obstacle(nn.Linear(24, 32)) == "in_features 24 is not a multiple of 16"
+    assert TransformerEngineLinear.obstacle(nn.Linear(32, 24)) == "out_features 24 is not a multiple of 16"
+    assert TransformerEngineLinear.obstacle(nn.Linear(32, 48)) == ""
