@@ -6,11 +6,13 @@ Ranks may hold different numbers of prompts, or none: sums and counts are reduce
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from solrl_lightning.callbacks.surface import log_values, loop_of, moments
+from solrl_lightning.callbacks.surface import log_values, loop_of, module_of, moments
 
 
 class RolloutStats(Callback):
     """Logs ``reward/mean`` and ``reward/std`` of the kept samples and ``explore/proxy_reward``, the mean of the pool.
+
+    Of several rewards these are the weighted sum's; each one's own mean over the kept samples is ``reward/<name>``.
 
     ``reward/std`` is the population standard deviation over all kept samples, the number that scales the advantages.
     Families of one stage explore nothing and log no ``explore/proxy_reward``.
@@ -23,6 +25,10 @@ class RolloutStats(Callback):
         loop = loop_of(trainer)
         kept = moments(trainer, loop.rollouts.rewards)
         self.last = {"reward/mean": kept.mean, "reward/std": kept.std}
+        names = list(module_of(pl_module).rewards.trained.rewards)
+        if len(names) > 1:
+            each = loop.rollouts.scores.flatten(0, 1)
+            self.last |= {f"reward/{name}": moments(trainer, each[:, i]).mean for i, name in enumerate(names)}
         if loop.explored is not None:
             pool = loop.explored.rewards
             finite = pool[torch.isfinite(pool)]  # a candidate whose proxy is not finite was not chosen either

@@ -91,7 +91,7 @@ class RunSummary(Callback):
         # An iteration that was cut short is redone after a resume, with its evaluation: the later one stands.
         latest = {row["iteration"]: row for row in module.eval_history}
         evaluations = [latest[iteration] for iteration in sorted(latest)]
-        reward = getattr(module.reward, "name", "reward")  # a reward is any callable
+        reward = module.rewards.name
         base, final = base_and_final(evaluations, reward)
         run = Path(trainer.default_root_dir).resolve()
         paths = {name: str(run / relative) for name, relative in _PATHS.items() if (run / relative).exists()}

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, Rollouts
 from solrl_lightning.stopwatch import Stopwatch
 
@@ -42,7 +43,7 @@ class Module(Protocol):
     """The part of ``SolRLModule`` that callbacks use."""
 
     policy: Policy
-    reward: Any
+    rewards: WeightedRewards
     precision_backend: object
     eval_history: list[dict[str, Any]]
     eval_prompts: list[str]

@@ -1,1 +1,14 @@
 """The configuration tree, which is also the manual; installed as ``solrl_lightning.conf``."""
+
+from omegaconf import DictConfig, OmegaConf
+
+# ${reward_names:} is the chosen rewards joined by "+": Hydra's own ${hydra:runtime.choices.reward} has no lists.
+OmegaConf.register_new_resolver(
+    "reward_names",
+    lambda *, _root_: "+".join(_names(_root_)),
+    replace=True,
+)
+
+
+def _names(cfg: DictConfig) -> list[str]:
+    return [str(name) for name in cfg.reward if name != "pretrained"]

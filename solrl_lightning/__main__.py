@@ -36,7 +36,15 @@ from solrl_lightning.run_folder import check_new, check_writable, resume
 _USER_ERROR = 2  # as argparse
 _INTERRUPTED = 130  # as shells report Ctrl-C
 _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-_PATH_KEYS = ("ckpt", "data.train", "data.eval", "model.pretrained", "reward.pretrained")  # no names for folders
+_TEXT_KEYS = (  # paths and prompts: no names for folders
+    "ckpt",
+    "data.train",
+    "data.eval",
+    "model.pretrained",
+    "reward.pretrained",
+    "task.prompts",
+    "task.prompt_file",
+)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -114,7 +122,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[s
 def _folder_names(tree: ConfigTree, arguments: list[str]) -> str:
     """Runs of a sweep are named by what is swept, and by nothing else."""
     fixed = [o.key_or_group for o in tree.parse(arguments) if not o.is_sweep_override()]
-    unnamed = ",".join(f"'{key}'" for key in dict.fromkeys([*fixed, *_PATH_KEYS]))
+    unnamed = ",".join(f"'{key}'" for key in dict.fromkeys([*fixed, *_TEXT_KEYS]))
     return f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]"
 
 

@@ -1,6 +1,7 @@
 """From a composed configuration to objects. Only this file and the tasks read ``cfg``; all else takes arguments."""
 
 import logging
+from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,15 +12,18 @@ from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf, open_dict
 from peft import LoraConfig
 
-from solrl_lightning.data.prompts import PromptSchedule, read_prompts
+from solrl_lightning.config import prompt_sets, reward_members
+from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import Sampling, SolRLModule, Stage
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve
-from solrl_lightning.rollout.stage import Reward
+from solrl_lightning.rewards.weighted import WeightedRewards
 
 log = logging.getLogger(__name__)
+
+NO_REWARDS = WeightedRewards({}, {})
 
 
 def device_of(cfg: DictConfig) -> torch.device:
@@ -55,20 +59,43 @@ def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
 
 
 def build_trainer(cfg: DictConfig) -> Trainer:
-    callbacks = [instantiate(callback) for callback in cfg.callbacks.values() if callback is not None]
-    return instantiate(cfg.trainer, logger=instantiate(cfg.logger) if cfg.logger else False, callbacks=callbacks)
+    """With the chosen callbacks and logger, which ``~callbacks`` and ``~logger`` leave out."""
+    callbacks = [instantiate(callback) for callback in cfg.get("callbacks", {}).values() if callback is not None]
+    logger = instantiate(cfg.logger) if "logger" in cfg else False
+    return instantiate(cfg.trainer, logger=logger, callbacks=callbacks)
 
 
 def stages_of(cfg: DictConfig) -> list[Stage]:
     """The family's passes over the pool: explore, where it has one, and regenerate."""
     named = (("explore", cfg.family.explore), ("regenerate", cfg.family.regenerate))
-    return [Stage(name, stage.sampler, stage.steps) for name, stage in named if stage is not None]
+    return [Stage(name, s.sampler, s.steps, s.get("stop_after")) for name, s in named if s is not None]
+
+
+def build_rewards(cfg: DictConfig, device: torch.device) -> WeightedRewards:
+    """Every reward of ``cfg.reward``, loaded once per process."""
+    members = reward_members(cfg)
+    if cfg.reward.pretrained is not None:
+        (only,) = members.values()  # config.check_values refuses it for several
+        only["pretrained"] = cfg.reward.pretrained
+    weights = {name: member.pop("weight") for name, member in members.items()}
+    return WeightedRewards({name: instantiate(m, device=str(device)) for name, m in members.items()}, weights)
 
 
 def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> SolRLModule:
-    reward: Reward = instantiate(cfg.reward, device=str(device))
-    eval_prompts = read_prompts(cfg.data.eval)[: cfg.data.eval_prompts]
-    reward.check_prompts([*read_prompts(cfg.data.train), *eval_prompts])  # before the model is loaded
+    """With rewards and held-out prompts, which are checked against each other before the model is loaded."""
+    rewards, prompts = build_rewards(cfg, device), prompt_sets(cfg)
+    rewards.check_prompts([*prompts.train, *prompts.eval])
+    return build_model(cfg, device, stages, rewards, prompts.eval[: cfg.data.eval_prompts])
+
+
+def build_model(
+    cfg: DictConfig,
+    device: torch.device,
+    stages: Sequence[Stage] = (),
+    rewards: WeightedRewards = NO_REWARDS,
+    eval_prompts: Sequence[str] = (),
+) -> SolRLModule:
+    """The module alone; without rewards it can only make pictures."""
     policy = instantiate(cfg.model.policy, device=str(device))
     compile_it, why = should_compile(cfg.family.compile, device)
     log.info("%s", why)
@@ -81,33 +108,36 @@ def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> 
         eval_steps=cfg.model.eval_steps,
         eval_images=cfg.data.eval_images,
     )
-    lora = LoraConfig(
+    return SolRLModule(
+        policy=policy,
+        rewards=rewards,
+        objective=instantiate(cfg.objective),
+        optimizer=instantiate(cfg.optimizer),
+        old_decay=instantiate(cfg.old_policy),
+        stages=list(stages),
+        sampling=sampling,
+        lora=lora_config(cfg),
+        backend=resolve(cfg.precision.name, cfg.precision.backend, device),
+        rule=QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude)),
+        kl_needs_reference=cfg.objective.kl_weight != 0,
+        eval_prompts=list(eval_prompts),
+        seed=cfg.seed,
+    )
+
+
+def lora_config(cfg: DictConfig) -> LoraConfig:
+    return LoraConfig(
         r=cfg.model.lora.rank,
         lora_alpha=cfg.model.lora.alpha,
         target_modules=list(cfg.model.lora.target_modules),
         init_lora_weights="gaussian",
-    )
-    return SolRLModule(
-        policy=policy,
-        reward=reward,
-        objective=instantiate(cfg.objective),
-        optimizer=instantiate(cfg.optimizer),
-        old_decay=instantiate(cfg.old_policy),
-        stages=stages,
-        sampling=sampling,
-        lora=lora,
-        backend=resolve(cfg.precision.name, cfg.precision.backend, device),
-        rule=QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude)),
-        kl_needs_reference=cfg.objective.kl_weight != 0,
-        eval_prompts=eval_prompts,
-        seed=cfg.seed,
     )
 
 
 def build_loop(cfg: DictConfig, trainer: Trainer) -> ExploreTrainLoop:
     return ExploreTrainLoop(
         trainer,
-        schedule=PromptSchedule(read_prompts(cfg.data.train), cfg.prompts_per_iteration, cfg.seed),
+        schedule=PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed),
         stages=stages_of(cfg),
         pool=cfg.family.pool,
         keep=cfg.family.keep,

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hydra import compose, initialize_config_module
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
@@ -24,6 +24,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from solrl_lightning.errors import UserError
+
+if TYPE_CHECKING:
+    from solrl_lightning.data.prompts import PromptSets
 
 CONFIG_MODULE = "solrl_lightning.conf"
 
@@ -47,9 +50,7 @@ _COUNTS = (
     "model.lora.rank",
     "data.eval_images",
     "evaluation.every",
-    "task.prompts",
     "task.pool",
-    "task.keep",
     "task.repeats",
     "task.grid_prompts",
     "task.grid_images",
@@ -60,7 +61,7 @@ _POSITIVE = ("model.max_grad_norm", "model.lora.alpha", "objective.beta", "objec
 _NON_NEGATIVE = ("model.guidance", "objective.kl_weight", "optimizer.weight_decay")
 # Shares, in (0, 1].
 _FRACTIONS = ("model.train_timestep_fraction",)
-_KEEP_RULE = "a whole number of at least 2: advantages compare the kept samples of a prompt with each other"
+_KEEP_RULE = "a whole number of at least 2: the best and the worst of a prompt are compared with each other"
 _ABSENT = object()  # a key that the chosen options do not have: nothing to check
 
 
@@ -260,7 +261,10 @@ def check_values(cfg: DictConfig) -> None:
     for key in _COUNTS:
         _check(cfg, key, lambda value: _is_whole(value) and value >= 1, "a whole number of at least 1")
     _check(cfg, "seed", lambda value: _is_whole(value) and value >= 0, "a whole number of at least 0")
-    _check(cfg, "family.keep", lambda value: _is_whole(value) and value >= 2, _KEEP_RULE)
+    for key in ("family.keep", "task.keep"):
+        _check(cfg, key, lambda value: _is_whole(value) and value >= 2, _KEEP_RULE)
+    if not OmegaConf.is_list(cfg.task.get("prompts")):  # task=generate has texts there, task=audit their number
+        _check(cfg, "task.prompts", lambda value: _is_whole(value) and value >= 1, "a whole number of at least 1")
     for key in _POSITIVE:
         _check(cfg, key, lambda value: _is_number(value) and value > 0, "a number above 0")
     for key in _NON_NEGATIVE:
@@ -269,10 +273,49 @@ def check_values(cfg: DictConfig) -> None:
         _check(cfg, key, lambda value: _is_number(value) and 0 < value <= 1, "a fraction above 0 and at most 1")
     _check(cfg, "model.solver", lambda value: value in SOLVERS, f"one of {', '.join(SOLVERS)}")
     _check(cfg, "family.compile", lambda value: value in (True, False, "auto"), "true, false or auto")
+    _check_rewards(cfg)
+    _check_folders(cfg)
     _check_stages(cfg.family)
+    _check_prefix(cfg.family)
     _check_kept(cfg.family, "family")
     if "pool" in cfg.task and "keep" in cfg.task:
         _check_kept(cfg.task, "task")
+
+
+def reward_members(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    """The entries of ``cfg.reward``, one for each chosen reward."""
+    members: Any = OmegaConf.to_container(cfg.reward, resolve=True)
+    return {name: member for name, member in members.items() if name != "pretrained"}
+
+
+def _check_rewards(cfg: DictConfig) -> None:
+    members = reward_members(cfg)
+    for name, member in members.items():
+        if not isinstance(member, dict) or "_target_" not in member or "weight" not in member:
+            raise UserError(
+                f"reward.{name} must have a _target_ and a weight; got {member}. A reward's file begins with "
+                f"`# @package reward` and has one key, the reward's name, with those below it."
+            )
+        _check(cfg, f"reward.{name}.weight", _is_number, "a number; 0 for a reward that is only evaluated")
+    if all(member["weight"] == 0 for member in members.values()):
+        raise UserError(
+            f"At least one reward needs a weight other than 0; got 0 for {', '.join(members) or 'no reward at all'}."
+        )
+    loaded = [name for name, member in members.items() if "pretrained" in member]
+    if cfg.reward.pretrained is not None and (len(members) > 1 or not loaded):
+        way_out = f"Say {' or '.join(f'reward.{name}.pretrained' for name in loaded)}." if loaded else "Leave it out."
+        raise UserError(
+            f"reward.pretrained is for one reward that is loaded from files; got {', '.join(members)}. {way_out}"
+        )
+
+
+def _check_folders(cfg: DictConfig) -> None:
+    """A hub id may look like a relative path; what begins as a path only can be none."""
+    names = ["model.pretrained", "reward.pretrained", *(f"reward.{name}.pretrained" for name in reward_members(cfg))]
+    for key in names:
+        value = OmegaConf.select(cfg, key)
+        if value is not None and str(value).startswith(("/", ".", "~")) and not Path(value).expanduser().exists():
+            raise UserError(f"{key} must be a hub id, a local folder or file; there is none at {value}.")
 
 
 def _check_stages(family: DictConfig) -> None:
@@ -284,6 +327,25 @@ def _check_stages(family: DictConfig) -> None:
             raise UserError(f"family.{name} must have a sampler and steps; got {stage}. Choose a family that has them.")
         if stage.sampler not in SAMPLERS:
             raise UserError(f"family.{name}.sampler must be one of {', '.join(SAMPLERS)}; got {stage.sampler!r}.")
+
+
+def _check_prefix(family: DictConfig) -> None:
+    """A trajectory that exploration stops is gone on with as it was begun."""
+    explore, regenerate = family.get("explore"), family.regenerate
+    if regenerate.get("stop_after") is not None:
+        raise UserError("family.regenerate goes to the end of its trajectories: stop_after belongs to family.explore.")
+    if explore is None or explore.get("stop_after") is None:
+        return
+    if not _is_whole(explore.stop_after) or not 1 <= explore.stop_after < explore.steps:
+        raise UserError(
+            f"family.explore.stop_after must be at least 1 and below family.explore.steps={explore.steps}; got "
+            f"{explore.stop_after}."
+        )
+    if (explore.sampler, explore.steps) != (regenerate.sampler, regenerate.steps):
+        raise UserError(
+            "with family.explore.stop_after, regeneration goes on along the same trajectories: sampler and steps must "
+            f"agree; got {explore.sampler}, {explore.steps} and {regenerate.sampler}, {regenerate.steps}."
+        )
 
 
 def _check_kept(settings: DictConfig, where: str) -> None:
@@ -308,14 +370,20 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def prompt_sets(cfg: DictConfig) -> "PromptSets":
+    """The prompts that the task reads (``task.reads``); of the others, none."""
+    from solrl_lightning.data.prompts import PromptSets, read_prompt_sets, read_prompts  # here: they import torch
+
+    if "train" in cfg.task.reads:
+        return read_prompt_sets(cfg.data.train, cfg.data.eval, cfg.data.column)
+    return PromptSets([], read_prompts(cfg.data.eval, cfg.data.column) if "eval" in cfg.task.reads else [])
+
+
 def check_prompts(cfg: DictConfig) -> None:
     """UserError for a prompt source that cannot be read, or that has fewer prompts than an iteration takes."""
-    from solrl_lightning.data.prompts import read_prompts  # here: it imports torch, and other mistakes are told sooner
-
-    available = len(read_prompts(cfg.data.train))
-    if cfg.prompts_per_iteration > available:
+    available = len(prompt_sets(cfg).train)
+    if "train" in cfg.task.reads and cfg.prompts_per_iteration > available:
         raise UserError(
             f"prompts_per_iteration must be at most the number of different prompts in data.train; got "
             f"{cfg.prompts_per_iteration} with {available} in {cfg.data.train}."
         )
-    read_prompts(cfg.data.eval)

@@ -6,4 +6,12 @@ class UserError(ValueError):
 
 
 class NonFiniteError(RuntimeError):
-    """A reward or a loss is not finite; the message names the prompt and the seed."""
+    """A reward or a loss is not finite; the message names the prompt, and the seed where there is one.
+
+    Args:
+        row: which sample of the batch.
+    """
+
+    def __init__(self, message: str, row: int) -> None:
+        super().__init__(message)
+        self.row = row

@@ -9,6 +9,7 @@ Lightning's private names are used in this file only; ``tests/test_loop.py`` is 
 """
 
 import time
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -23,8 +24,10 @@ from solrl_lightning.module import SolRLModule, Stage
 from solrl_lightning.rollout.advantages import group_advantages
 from solrl_lightning.rollout.records import Candidates, Rollouts
 from solrl_lightning.rollout.seeds import pool_seeds
-from solrl_lightning.rollout.select import select_contrastive, take
+from solrl_lightning.rollout.select import select_contrastive
+from solrl_lightning.rollout.stage import Prompts
 from solrl_lightning.rollout.training_rows import TrainingBatch, TrainingRows, plan
+from solrl_lightning.sampling import SolverState
 from solrl_lightning.stopwatch import Stopwatch
 
 
@@ -91,14 +94,16 @@ class ExploreTrainLoop(_FitLoop):
         with self.stopwatch.stage(self.stages[0].name):
             prompts = module.encode(texts)
             pool = self._run(self.stages[0], prompts, seeds)
-        kept = _select(pool, self.keep)
+        kept = pool.take(select_contrastive(pool.rewards, self.keep))
         proxy_rewards = kept.rewards
-        for stage in self.stages[1:]:
+        for before, stage in pairwise(self.stages):
+            stopped = before.stop_after
+            begin = None if stopped is None else SolverState(kept.standing, kept.latents, stopped)
             with self.stopwatch.stage(stage.name):
-                kept = self._run(stage, prompts, kept.seeds)
+                kept = self._run(stage, prompts, kept.seeds, begin)
         self.explored = pool if len(self.stages) > 1 else None
         advantages = group_advantages(kept.rewards, all_reduce_sum=self._sum)
-        self.rollouts = Rollouts(texts, kept.seeds, kept.latents, proxy_rewards, kept.rewards, advantages)
+        self.rollouts = Rollouts(texts, kept.seeds, kept.latents, proxy_rewards, kept.rewards, kept.scores, advantages)
         sigmas = module.policy.sigmas(self.stages[-1].steps)
         return TrainingRows(self.rollouts, prompts, sigmas, self.timestep_fraction, self.plan, self.share)
 
@@ -106,9 +111,9 @@ class ExploreTrainLoop(_FitLoop):
         """Samples and scores seeds [P, n] as the last stage does: BF16, full steps."""
         return self._run(self.stages[-1], self._module.encode(prompts), seeds)
 
-    def _run(self, stage: Stage, prompts: Any, seeds: Tensor) -> Candidates:
+    def _run(self, stage: Stage, prompts: Prompts, seeds: Tensor, begin: SolverState | None = None) -> Candidates:
         with self.trainer.profiler.profile(stage.name):  # type: ignore[attr-defined]
-            return self._module.run_stage(stage, prompts, seeds, self.stopwatch.progress)
+            return self._module.run_stage(stage, prompts, seeds, self.stopwatch.progress, begin)
 
     def _sum(self, value: Tensor) -> Tensor:
         total = self.trainer.strategy.reduce(value.to(self.trainer.strategy.root_device), reduce_op="sum")
@@ -130,7 +135,3 @@ class ExploreTrainLoop(_FitLoop):
         # _FitLoop's own setter insists on True whenever max_steps is set
         _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
 
-
-def _select(pool: Candidates, keep: int) -> Candidates:
-    chosen = select_contrastive(pool.rewards, keep)
-    return Candidates(*(take(values, chosen) for values in pool))

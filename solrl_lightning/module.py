@@ -24,21 +24,23 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.nft import NFTLoss
 from solrl_lightning.policies import adapters, replica
 from solrl_lightning.policies.adapters import OLD, TRAINED, State
+from solrl_lightning.policies.compilation import compile_blocks
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table
 from solrl_lightning.quantization import plan as plan_quantization
+from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.seeds import evaluation_seeds
 from solrl_lightning.rollout.stage import (
     Policy,
     Progress,
     Prompts,
-    Reward,
     Sampler,
     check_finite,
     run_stage,
-    sample_latents,
+    sample_states,
 )
 from solrl_lightning.rollout.training_rows import TrainingBatch
+from solrl_lightning.sampling import SolverState
 from solrl_lightning.stopwatch import Stopwatch
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,7 @@ class Stage(NamedTuple):
     name: str  # explore or regenerate: its stopwatch stage
     sampler: str  # policy (BF16, LoRA branches, eager), merged (BF16) or shadow (quantised)
     steps: int
+    stop_after: int | None = None  # of these steps, then score the predicted image; the next stage goes on from there
 
 
 class Sampling(NamedTuple):
@@ -75,7 +78,7 @@ class SolRLModule(LightningModule):
 
     Args:
         policy: the architecture with its loaded weights.
-        reward: scores images; ``reward.name`` names its curve.
+        rewards: score images; rollouts by those with a weight, evaluations by all.
         objective: the loss as a function of velocities, x0, x_t, sigma and advantage.
         optimizer: called with the trained parameters.
         old_decay: decay of the old policy after optimiser step 1, 2, ...
@@ -90,14 +93,14 @@ class SolRLModule(LightningModule):
 
     # Set past nn.Module's registry: see the module docstring.
     policy: Policy
-    reward: Reward
+    rewards: WeightedRewards
     replicas: dict[str, nn.Module]
     lora_layers: dict[str, LoraLayer]
 
     def __init__(
         self,
         policy: Policy,
-        reward: Reward,
+        rewards: WeightedRewards,
         objective: Callable[..., NFTLoss],
         optimizer: Callable[..., torch.optim.Optimizer],
         old_decay: Callable[[int], float],
@@ -131,12 +134,16 @@ class SolRLModule(LightningModule):
         for module in replicas.values():
             replica.own_weights(module, layers)
             if sampling.compile:
-                module.compile_repeated_blocks(fullgraph=True, dynamic=False)
-        for name, value in (("policy", policy), ("reward", reward), ("replicas", replicas), ("lora_layers", layers)):
+                compile_blocks(module)
+        for name, value in (("policy", policy), ("rewards", rewards), ("replicas", replicas), ("lora_layers", layers)):
             object.__setattr__(self, name, value)
-        self.samplers: dict[str, Callable[[], AbstractContextManager[nn.Module]]] = {
+        self.transformer_of: dict[str, Callable[[], AbstractContextManager[nn.Module]]] = {
             "policy": partial(adapters.using, self.transformer, layers, OLD),
             **{name: _as_it_is(module) for name, module in replicas.items()},
+        }
+        self.samplers = {
+            name: Sampler(sampling.solver, sampling.batch, fixed_batch=sampling.compile and name != "policy")
+            for name in self.transformer_of
         }
 
     # Rollouts
@@ -148,30 +155,36 @@ class SolRLModule(LightningModule):
     def encode(self, texts: list[str]) -> Prompts:
         return Prompts(texts, self.policy.encode(texts))
 
-    def run_stage(self, stage: Stage, prompts: Prompts, seeds: Tensor, progress: Progress = _silent) -> Candidates:
+    def run_stage(
+        self,
+        stage: Stage,
+        prompts: Prompts,
+        seeds: Tensor,
+        progress: Progress = _silent,
+        begin: SolverState | None = None,
+    ) -> Candidates:
         """Samples and scores seeds [P, n] with the stage's transformer; see ``rollout.stage``."""
-        sampler = self._sampler(compiled=stage.sampler != "policy")
-        sigmas = self.policy.sigmas(stage.steps)
-        with self.samplers[stage.sampler]() as transformer:
-            return run_stage(self.policy, transformer, sampler, self.reward, prompts, seeds, sigmas, progress)
+        rewards, sampler, sigmas = self.rewards.trained, self.samplers[stage.sampler], self.policy.sigmas(stage.steps)
+        rest = (prompts, seeds, sigmas, progress, begin, stage.stop_after)
+        with self.transformer_of[stage.sampler]() as transformer:
+            return run_stage(self.policy, transformer, sampler, rewards, *rest)
 
     @torch.no_grad()
     def sample(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int) -> Tensor:
         """[P, n, 3, H, W] images in [0, 1] on the CPU, of weights "base", "old", "default" or "ema"."""
-        encoded, sampler, images = self.encode(prompts), self._sampler(compiled=True), []
+        encoded, sampler, sigmas = self.encode(prompts), self.samplers["merged"], self.policy.sigmas(steps)
+        images = []
         with self.merged_with(self.adapter_state(weights)) as transformer:
-            chunks = sample_latents(self.policy, transformer, sampler, encoded, seeds, self.policy.sigmas(steps))
-            for _, latents in chunks:
-                images.append(self.policy.decode(latents).cpu())
+            for _, state in sample_states(self.policy, transformer, sampler, encoded, seeds, sigmas):
+                images.append(self.policy.decode(state.x).cpu())
         return torch.cat(images).unflatten(0, tuple(seeds.shape))
 
     @torch.no_grad()
     def score(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int, progress: Progress) -> Candidates:
-        """As ``sample``, but scored by the reward."""
-        sampler, sigmas = self._sampler(compiled=True), self.policy.sigmas(steps)
+        """As ``sample``, but scored, by the rewards that are only evaluated, too."""
+        encoded, sampler, sigmas = self.encode(prompts), self.samplers["merged"], self.policy.sigmas(steps)
         with self.merged_with(self.adapter_state(weights)) as transformer:
-            encoded = self.encode(prompts)
-            return run_stage(self.policy, transformer, sampler, self.reward, encoded, seeds, sigmas, progress)
+            return run_stage(self.policy, transformer, sampler, self.rewards, encoded, seeds, sigmas, progress)
 
     def adapter_state(self, name: str) -> State:
         """Adapter "default" or "old", their average "ema", or "base": no adapter at all."""
@@ -196,9 +209,6 @@ class SolRLModule(LightningModule):
         for name, weight in adapters.merged_weights(self.lora_layers, state):
             for module in modules:
                 replica.refresh(module, [(name, weight)])
-
-    def _sampler(self, compiled: bool) -> Sampler:
-        return Sampler(self.sampling.solver, self.sampling.batch, compiled and self.sampling.compile)
 
     # Training
 
@@ -238,19 +248,30 @@ class SolRLModule(LightningModule):
         """Scores the evaluation average on this rank's held-out prompts, with the same noise every time."""
         stopwatch: Stopwatch = self.trainer.fit_loop.stopwatch  # type: ignore[attr-defined]
         with stopwatch.stage("evaluate"):
-            total = torch.zeros(2, dtype=torch.float64, device=self.device)
+            names = self.evaluated
+            total = torch.zeros(1 + len(names), dtype=torch.float64, device=self.device)  # images, sum of each score
             if prompts:
                 seeds = evaluation_seeds(self.seed, prompts, self.sampling.eval_images)
                 steps = self.sampling.eval_steps
                 scored = self.score(prompts, seeds, weights="ema", steps=steps, progress=stopwatch.progress)
-                rewards = scored.rewards.to(self.device, torch.float64)
-                total = torch.stack([rewards.sum(), torch.full_like(rewards.sum(), rewards.numel())])
+                scores = self.evaluated_scores(scored).to(self.device, torch.float64).flatten(0, 1)
+                total = torch.cat([torch.full_like(scores[:1, 0], len(scores)), scores.sum(0)])
             total = self.trainer.strategy.reduce(total, reduce_op="sum")
-        mean = (total[0] / total[1]).item()
-        name = self.reward.name
-        self.log(f"eval/{name}", mean, batch_size=1)
+        means = dict(zip(names, (total[1:] / total[0]).tolist(), strict=True))
+        for name, mean in means.items():
+            self.log(f"eval/{name}", mean, batch_size=1)
         if not self.trainer.sanity_checking:
-            self.eval_history.append({"iteration": self.trainer.global_step, name: mean})
+            self.eval_history.append({"iteration": self.trainer.global_step, **means})
+
+    @property
+    def evaluated(self) -> list[str]:
+        """The names of what evaluations report: every reward and, of several, their weighted sum."""
+        return list(dict.fromkeys([*self.rewards.rewards, self.rewards.name]))
+
+    def evaluated_scores(self, scored: Candidates) -> Tensor:
+        """[P, n, len(evaluated)]."""
+        several = len(self.evaluated) > scored.scores.shape[-1]
+        return torch.cat([scored.scores, scored.rewards[..., None]], dim=-1) if several else scored.scores
 
     # Checkpoints
 

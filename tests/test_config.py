@@ -13,7 +13,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import solrl_lightning.conf
-from solrl_lightning.config import ConfigTree, application_config, check_names, check_values
+from solrl_lightning.config import ConfigTree, application_config, check_names, check_values, reward_members
 from solrl_lightning.errors import UserError
 
 CONF = Path(str(solrl_lightning.conf.__file__)).parent
@@ -57,7 +57,7 @@ def test_every_family_goes_with_every_objective_and_precision(family: str, objec
 def test_the_groups_and_names_of_the_contract_exist() -> None:
     with ConfigTree() as tree:
         assert set(tree.groups()) == {*GROUPS, "experiment"}
-    assert set(options("family")) == {"diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl"}
+    assert set(options("family")) == {"diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl", "prefix"}
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,8 @@ def test_every_target_exists_and_takes_the_keys_beside_it(group: str, option: st
         inspect.signature(get_object(cfg["task"]["_target_"])).bind(cfg)
     if group in cfg and group != "task":
         for node in targets(cfg[group]):
-            keys = {key: value for key, value in node.items() if not (key.startswith("_") and key.endswith("_"))}
+            ours = {"weight"} if group == "reward" else set()  # for the sum, not for the reward
+            keys = {key: value for key, value in node.items() if not key.startswith("_") and key not in ours}
             inspect.signature(get_object(node["_target_"])).bind_partial(**keys)
 
 
@@ -186,7 +187,7 @@ def test_an_unknown_name_like_nothing_else_is_refused_without_a_guess() -> None:
 
 
 def test_an_option_that_does_not_exist_is_answered_with_all_that_do() -> None:
-    with ConfigTree() as tree, pytest.raises(UserError, match="compile, diffusionnft, naive_quant, naive_scaling, sol"):
+    with ConfigTree() as tree, pytest.raises(UserError, match="compile, diffusionnft, naive_quant, naive_scaling, prefix"):
         check_names(tree, ["family=zzz"])
 
 
@@ -239,6 +240,11 @@ def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to()
         ("objective.kl_weight", "-0.1", "objective.kl_weight must be a number of at least 0"),
         ("seed", "-1", "seed must be a whole number of at least 0"),
         ("family", "null", "A run needs a family"),
+        ("reward.shapes", "3", "reward.shapes must have a _target_ and a weight; got 3"),
+        ("reward.shapes.weight", "null", "reward.shapes.weight must be a number"),
+        ("family.explore.stop_after", "6", "must be at least 1 and below family.explore.steps=6; got 6"),
+        ("family.explore.stop_after", "2", "sampler and steps must agree; got shadow, 6 and merged, 10"),
+        ("family.regenerate.stop_after", "2", "stop_after belongs to family.explore"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_its_rule(key: str, value: str, message: str) -> None:
@@ -252,6 +258,34 @@ def test_a_value_that_cannot_be_is_refused_with_its_rule(key: str, value: str, m
 @pytest.mark.parametrize("arguments", [("family.pool=7", "family.keep=7"), ("family.pool=13", "family.keep=5")])
 def test_odd_counts_and_whole_pools_are_fine(arguments: tuple[str, ...]) -> None:
     check_values(compose(*arguments))
+
+
+def test_several_rewards_are_composed_side_by_side_with_weights() -> None:
+    cfg = compose("reward=[pickscore,hpsv2]", "reward.hpsv2.weight=0.5", "model=flux1")
+    check_values(cfg)
+    assert {name: member["weight"] for name, member in reward_members(cfg).items()} == {"pickscore": 1.0, "hpsv2": 0.5}
+    assert cfg.callbacks.summary.hparams.reward == "pickscore+hpsv2"
+
+
+def test_one_pretrained_for_several_rewards_is_refused() -> None:
+    with pytest.raises(UserError, match="Say reward.pickscore.pretrained or reward.hpsv2.pretrained"):
+        check_values(compose("reward=[pickscore,hpsv2]", "reward.pretrained=x/y"))
+
+
+@pytest.mark.parametrize("model", ["flux1", "sd3", "sana"])
+@pytest.mark.parametrize("reward", ["imagereward", "clipscore", "pickscore", "hpsv2"])
+def test_every_preset_of_the_paper_composes(model: str, reward: str) -> None:
+    """3 models x 5 families x 4 rewards, and the family of our own; the numbers are those of the published presets."""
+    published = {"flux1": (512, "dpm2", 0.4, 12), "sd3": (1024, "dpm2", 0.6, 4), "sana": (1024, "euler", 0.6, 16)}
+    for family in options("family"):
+        cfg = compose(f"model={model}", f"family={family}", f"reward={reward}")
+        check_values(cfg)
+        own = cfg.model
+        found = (own.resolution, own.solver, own.train_timestep_fraction, own.micro_batch)
+        assert found == published[model]
+        assert (cfg.optimizer.lr, own.lora.rank, own.lora.alpha) == (3e-4, 32, 64)
+        assert list(reward_members(cfg)) == [reward]
+        assert cfg.family.regenerate.steps == 10
 
 
 def test_an_audit_keeps_no_more_than_its_pool() -> None:

@@ -169,7 +169,10 @@ def refused(command: Command, *arguments: str) -> str:
     [
         (["famly=sol_rl"], "Did you mean family?"),
         (["family=solrl"], "Did you mean family=sol_rl?"),
-        (["reward.pretrained=x", "iterations=3"], "There is no key reward.pretrained"),
+        (["reward.pretrained=x", "iterations=3"], "reward.pretrained is for one reward that is loaded from files"),
+        (["model.pretrained=./nowhere"], "model.pretrained must be a hub id, a local folder or file"),
+        (["reward.shape.weight=2"], "Did you mean reward.shapes.weight?"),
+        (["reward.shapes.weight=0"], "At least one reward needs a weight other than 0"),
         (["family.keep=97"], "keep=97 of pool=96"),
         (["iterations=0"], "got 0"),
         (["family.keep=-2"], "got -2"),

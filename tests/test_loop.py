@@ -120,6 +120,40 @@ def test_regenerated_samples_keep_their_seeds_and_get_new_rewards(tmp_path: Path
     torch.testing.assert_close(loop.rollouts.advantages.mean(1), torch.zeros(2), atol=1e-5, rtol=0)
 
 
+class Regenerated(Callback):
+    """Samples the kept seeds again from their noise, and counts the rows that the roll-out sent through the model."""
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        self.rows = 0
+        self.velocity = pl_module.policy.velocity
+        pl_module.policy.velocity = self.counted
+
+    def counted(self, transformer: Any, x: Tensor, *args: Any) -> Tensor:
+        self.rows += len(x)
+        return self.velocity(transformer, x, *args)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            pl_module.policy.velocity = self.velocity
+            loop: Any = trainer.fit_loop
+            self.rollouts, self.explored = loop.rollouts, loop.explored
+            self.again = loop.regenerate(loop.rollouts.prompts, loop.rollouts.seeds)
+
+
+def test_a_prefix_family_goes_on_with_the_kept_trajectories_and_gets_the_same_pictures(tmp_path: Path) -> None:
+    check = Regenerated()
+    options = ("family=prefix", "model.full_steps=5", "model.prefix_steps=2", "model.solver=dpm2")
+    module, trainer, loop = make(tmp_path, *options, callbacks=(check,), max_epochs=1)
+    fit(module, trainer, loop)
+    assert "shadow" not in module.replicas
+    assert check.rows == 2 * (5 * 2 + 3 * 3)  # 2 prompts; 5 candidates for 2 steps, 3 kept for the other 3
+    for seeds, pool in zip(check.rollouts.seeds.tolist(), check.explored.seeds.tolist(), strict=True):
+        assert len(set(seeds)) == 3 and set(seeds) <= set(pool)
+    torch.testing.assert_close(check.rollouts.latents, check.again.latents, rtol=0, atol=0.05)
+    torch.testing.assert_close(check.rollouts.rewards, check.again.rewards, rtol=0, atol=0.02)
+    assert not torch.equal(check.rollouts.proxy_rewards, check.rollouts.rewards)
+
+
 def test_micro_batches_accumulate_to_the_gradient_of_one_batch(tmp_path: Path) -> None:
     gradients = []
     for size in (1, 4, 6):
@@ -237,11 +271,14 @@ def test_a_checkpoint_of_another_rank_is_refused(tmp_path: Path) -> None:
         fit(module, trainer, loop, tmp_path / "x.ckpt")
 
 
-def test_a_reward_that_is_nan_stops_the_run_and_names_prompt_and_seed(tmp_path: Path) -> None:
+def test_a_reward_that_is_nan_stops_the_run_and_names_prompt_and_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=1)
-    object.__setattr__(module, "reward", lambda images, prompts: torch.full((len(prompts),), torch.nan))
+    nan = lambda images, prompts: images[:, 0, 0, 0] * torch.nan  # noqa: E731
+    monkeypatch.setattr(module.rewards.rewards["shapes"], "score", nan)
     before = weights(module)
-    with pytest.raises(NonFiniteError, match=r"reward is nan for the prompt 'a .*' with seed \d+"):
+    with pytest.raises(NonFiniteError, match=r"reward shapes is nan for the prompt 'a .*' with seed \d+"):
         fit(module, trainer, loop)
     assert torch.equal(weights(module), before)
 

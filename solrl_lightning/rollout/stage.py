@@ -6,7 +6,9 @@ get chunks of one fixed size, the last one padded with repetitions, because anot
 Shapes: P prompts, N pool, B chunk, T solver steps.
 """
 
+import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -15,11 +17,19 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from solrl_lightning.errors import NonFiniteError
+from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates
-from solrl_lightning.sampling import integrate
+from solrl_lightning.sampling import SolverState, advance, start
+
+log = logging.getLogger(__name__)
 
 Conditioning = dict[str, Tensor]
 Progress = Callable[[int, int], None]
+
+_MENDING = (
+    "training stops before it does harm. The last checkpoint is intact: look at this prompt with task=generate, then "
+    "mend the reward or lower the learning rate."
+)
 
 
 class Policy(Protocol):
@@ -41,16 +51,6 @@ class Policy(Protocol):
     def save_lora(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None: ...
 
 
-class Reward(Protocol):
-    """Scores images [B, 3, H, W] in [0, 1] of prompts: float32 [B]."""
-
-    name: str
-
-    def check_prompts(self, prompts: list[str]) -> None: ...  # UserError for one that it cannot score
-
-    def __call__(self, images: Tensor, prompts: list[str]) -> Tensor: ...
-
-
 class Prompts(NamedTuple):
     """P prompts with their embeddings, computed once and indexed by every chunk and step."""
 
@@ -65,36 +65,69 @@ class Prompts(NamedTuple):
         )
 
 
-class Sampler(NamedTuple):
+@dataclass
+class Sampler:
     """How a stage integrates the flow."""
 
     solver: str
     batch: int
-    """Candidates in one forward pass."""
+    """Candidates in one forward pass; halved for good when they do not fit the memory."""
     fixed_batch: bool
     """Pad every chunk to ``batch``, for compiled transformers."""
 
+    def halve(self) -> None:
+        self.batch //= 2
+        log.warning("out of memory: sampling goes on with %d candidates in one forward pass", self.batch)
+
 
 @torch.no_grad()  # not inference_mode: the latents enter the training graph
-def sample_latents(
-    policy: Policy, transformer: nn.Module, sampler: Sampler, prompts: Prompts, seeds: Tensor, sigmas: Tensor
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields (flat candidate indices [B], latents [B, ...]) chunk by chunk over seeds [P, N]."""
+def sample_states(
+    policy: Policy,
+    transformer: nn.Module,
+    sampler: Sampler,
+    prompts: Prompts,
+    seeds: Tensor,
+    sigmas: Tensor,
+    begin: SolverState | None = None,
+    until: int | None = None,
+) -> Iterator[tuple[Tensor, SolverState]]:
+    """Yields (flat candidate indices [B], their states [B, ...]) chunk by chunk over seeds [P, N].
+
+    Trajectories start from the seeds' noise, or go on from ``begin`` [P, N, ...], and are taken ``until`` that many
+    steps, to their end if not said.
+    """
     count = seeds.numel()
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     flat = seeds.flatten()
-    for first in range(0, count, sampler.batch):
-        index = torch.arange(first, min(first + sampler.batch, count))
-        padded = index
-        if sampler.fixed_batch:
-            padded = torch.arange(first, first + sampler.batch).remainder(count)
-        _, conditioning = prompts.rows(owner[padded])
 
-        def velocity(x: Tensor, sigma: Tensor, conditioning: Conditioning = conditioning) -> Tensor:
+    def integrated(index: Tensor) -> SolverState:
+        _, conditioning = prompts.rows(owner[index])
+        state = start(policy.noise(flat[index])) if begin is None else begin.flatten().take(index)
+
+        def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             return policy.velocity(transformer, x, sigma, conditioning)
 
-        latents = integrate(velocity, policy.noise(flat[padded]), sigmas, sampler.solver)
-        yield index, latents[: len(index)]
+        return advance(velocity, state, sigmas, sampler.solver, until)
+
+    first = 0
+    while first < count:
+        index = torch.arange(first, min(first + sampler.batch, count))
+        padded = torch.arange(first, first + sampler.batch).remainder(count) if sampler.fixed_batch else index
+        state = _unless_out_of_memory(integrated, padded)
+        if state is None:
+            sampler.halve()  # out here, where the failed pass's memory is free again
+            continue
+        yield index, state.take(torch.arange(len(index)))
+        first += len(index)
+
+
+def _unless_out_of_memory(integrated: Callable[[Tensor], SolverState], index: Tensor) -> SolverState | None:
+    try:
+        return integrated(index)
+    except torch.OutOfMemoryError:
+        if len(index) == 1:
+            raise
+        return None
 
 
 @torch.no_grad()
@@ -102,29 +135,41 @@ def run_stage(
     policy: Policy,
     transformer: nn.Module,
     sampler: Sampler,
-    reward: Reward,
+    rewards: WeightedRewards,
     prompts: Prompts,
     seeds: Tensor,
     sigmas: Tensor,
     progress: Progress,
+    begin: SolverState | None = None,
+    until: int | None = None,
 ) -> Candidates:
-    """Samples, decodes and scores every candidate of seeds [P, N].
+    """Samples, decodes and scores every candidate of seeds [P, N]; of a trajectory that stops early, its predicted x0.
+
+    ``begin`` and ``until`` are those of ``sample_states``.
 
     Raises:
-        NonFiniteError: a reward is NaN or infinite; the message names the prompt and the seed.
+        NonFiniteError: an image or a reward is NaN or infinite; the message names the prompt and the seed.
     """
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
-    latents, rewards = [], []
+    latents, standing, scores = [], [], []
     progress(0, seeds.numel())
-    for index, x0 in sample_latents(policy, transformer, sampler, prompts, seeds, sigmas):
+    for index, state in sample_states(policy, transformer, sampler, prompts, seeds, sigmas, begin, until):
+        assert state.x0 is not None  # at least one step was taken
         texts = [prompts.texts[i] for i in owner[index].tolist()]
-        score = reward(policy.decode(x0), texts).float()
-        check_finite(score, "reward", texts, seeds.flatten()[index])
-        latents.append(x0)
-        rewards.append(score)
+        try:
+            scores.append(rewards(policy.decode(state.x0), texts))
+        except NonFiniteError as error:
+            seed = int(seeds.flatten()[index[error.row]])
+            raise NonFiniteError(f"{error} with seed {seed}; {_MENDING}", error.row) from error
+        latents.append(state.x0)
+        standing.append(state.x)
         progress(int(index[-1]) + 1, seeds.numel())
     shape = tuple(seeds.shape)
-    return Candidates(seeds, torch.cat(latents).unflatten(0, shape), torch.cat(rewards).unflatten(0, shape))
+    stopped = until is not None and until < len(sigmas) - 1
+    x0 = torch.cat(latents).unflatten(0, shape)
+    each = torch.cat(scores).unflatten(0, shape)
+    x = torch.cat(standing).unflatten(0, shape) if stopped else x0
+    return Candidates(seeds, x0, rewards.total(each), each, x)
 
 
 def check_finite(values: Tensor, what: str, prompts: list[str], seeds: Tensor) -> None:
@@ -132,8 +177,5 @@ def check_finite(values: Tensor, what: str, prompts: list[str], seeds: Tensor) -
     finite = values.isfinite().cpu()
     if not finite.all():
         row = int((~finite).nonzero()[0])
-        raise NonFiniteError(
-            f"the {what} is {float(values[row])} for the prompt {prompts[row]!r} with seed {int(seeds[row])}; training "
-            "stops before it does harm. The last checkpoint is intact: look at this prompt with task=generate, then "
-            "mend the reward or lower the learning rate."
-        )
+        where = f"the prompt {prompts[row]!r} with seed {int(seeds[row])}"
+        raise NonFiniteError(f"the {what} is {float(values[row])} for {where}; {_MENDING}", row)

@@ -19,6 +19,10 @@ class SolverState(NamedTuple):
         """The candidates `rows` (int64 indices or a bool mask over B) with their history."""
         return SolverState(self.x[rows], None if self.x0 is None else self.x0[rows], self.step)
 
+    def flatten(self) -> "SolverState":
+        """[P, N, ...] -> [P * N, ...]."""
+        return SolverState(self.x.flatten(0, 1), None if self.x0 is None else self.x0.flatten(0, 1), self.step)
+
 
 def start(x: Tensor) -> SolverState:
     """The state at the head of the trajectory: x [B, ...] is the noise."""

@@ -14,6 +14,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from solrl_lightning.rewards.shapes import ShapesReward
+from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, Rollouts
 from solrl_lightning.rollout.seeds import pool_seeds
 from solrl_lightning.rollout.select import select_contrastive
@@ -39,7 +41,7 @@ class StandIn(LightningModule):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2))
         self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1))
-        self.reward = SimpleNamespace(name="shapes")
+        self.rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
         self.precision_backend = "nvfp4 (emulated)"
         self.eval_history: list[dict[str, Any]] = []
         self.eval_prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
@@ -90,9 +92,13 @@ class RollOut(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         def regenerate(prompts: list[str], seeds: Tensor) -> Candidates:
             self.regenerated.append((prompts, float(pl_module.weight[0])))
-            return Candidates(seeds, self.latents(seeds), self.rewards_of(seeds))
+            return self.candidates(seeds, self.rewards_of(seeds))
 
         trainer.fit_loop.regenerate = regenerate
+
+    def candidates(self, seeds: Tensor, rewards: Tensor) -> Candidates:
+        latents = self.latents(seeds)
+        return Candidates(seeds, latents, rewards, rewards[..., None], latents)
 
     def latents(self, seeds: Tensor) -> Tensor:
         return rewards_of(seeds)[..., None, None, None].expand(*seeds.shape, 3, SIDE, SIDE)
@@ -107,8 +113,10 @@ class RollOut(Callback):
         kept = seeds.gather(1, chosen)
         rewards = self.rewards_of(kept)
         advantages = torch.zeros_like(rewards)
-        loop.explored = Candidates(seeds, self.latents(seeds), proxies) if self.two_stages else None
-        loop.rollouts = Rollouts(prompts, kept, self.latents(kept), proxies.gather(1, chosen), rewards, advantages)
+        loop.explored = self.candidates(seeds, proxies) if self.two_stages else None
+        proxies = proxies.gather(1, chosen)
+        scores = rewards[..., None]
+        loop.rollouts = Rollouts(prompts, kept, self.latents(kept), proxies, rewards, scores, advantages)
 
     def prompts_of(self, trainer: Trainer) -> list[str]:
         return self.prompts

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 
 from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.policies.flux1 import Flux1
+from solrl_lightning.rewards.base import Reward
+from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.seeds import pool_seeds
-from solrl_lightning.rollout.stage import Prompts, Sampler, check_finite, run_stage, sample_latents
+from solrl_lightning.rollout.stage import Prompts, Sampler, check_finite, run_stage, sample_states
+from solrl_lightning.sampling import SolverState
 
 SEEDS = pool_seeds(0, 0, PROMPTS, 5)  # 15 candidates of 3 prompts
 TEXTS = [prompt for prompt in PROMPTS for _ in range(5)]
@@ -50,6 +53,18 @@ def brightness(images: Tensor, prompts: list[str]) -> Tensor:
     return images.mean((1, 2, 3))
 
 
+class Made(Reward):
+    """A reward from a function."""
+
+    name = "made"
+
+    def __init__(self, function: Callable[[Tensor, list[str]], Tensor]) -> None:
+        self.function = function
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return self.function(images, prompts)
+
+
 def run(
     policy: Flux1,
     sampler: Sampler,
@@ -57,9 +72,13 @@ def run(
     seeds: Tensor = SEEDS,
     texts: list[str] = PROMPTS,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    steps: int = 2,
+    begin: SolverState | None = None,
+    until: int | None = None,
 ) -> Candidates:
-    prompts = Prompts(texts, policy.encode(texts))
-    return run_stage(policy, policy.transformer, sampler, reward, prompts, seeds, policy.sigmas(2), progress)
+    prompts, rewards = Prompts(texts, policy.encode(texts)), WeightedRewards({"made": Made(reward)}, {"made": 1.0})
+    rest = (prompts, seeds, policy.sigmas(steps), progress, begin, until)
+    return run_stage(policy, policy.transformer, sampler, rewards, *rest)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 15, 96])
@@ -135,11 +154,11 @@ def test_latents_may_enter_a_training_graph_and_carry_no_graph_themselves(policy
 def test_chunks_are_yielded_one_at_a_time(policy: Recorder) -> None:
     prompts = Prompts(PROMPTS, policy.encode(PROMPTS))
     sampler = Sampler("euler", 6, True)
-    chunks = sample_latents(policy, policy.transformer, sampler, prompts, SEEDS, policy.sigmas(1))
-    index, latents = next(chunks)
-    assert index.tolist() == list(range(6)) and len(latents) == 6 and len(policy.seeds) == 1
+    chunks = sample_states(policy, policy.transformer, sampler, prompts, SEEDS, policy.sigmas(1))
+    index, state = next(chunks)
+    assert index.tolist() == list(range(6)) and len(state.x) == 6 and len(policy.seeds) == 1
     assert torch.is_grad_enabled()  # also between two chunks
-    rest = [(index.tolist(), len(latents)) for index, latents in chunks]
+    rest = [(index.tolist(), len(state.x)) for index, state in chunks]
     assert rest == [(list(range(6, 12)), 6), (list(range(12, 15)), 3)]
 
 
@@ -166,7 +185,7 @@ def test_a_reward_that_is_not_finite_names_its_prompt_and_seed(policy: Recorder,
     with pytest.raises(NonFiniteError) as stopped:
         run(policy, Sampler("euler", 4, True), reward)
     message = str(stopped.value)
-    assert f"reward is {value}" in message
+    assert f"reward made is {value}" in message
     assert repr(TEXTS[position]) in message and f"seed {SEEDS.flatten()[position]};" in message
     assert "last checkpoint is intact" in message
 
@@ -176,6 +195,57 @@ def test_the_first_of_several_broken_values_is_named() -> None:
     with pytest.raises(NonFiniteError, match="the loss is nan for the prompt 'c' with seed 12;"):
         check_finite(values, "loss", ["a", "b", "c", "d"], torch.tensor([10, 11, 12, 13]))
     check_finite(values[:2], "loss", ["a", "b"], torch.tensor([10, 11]))
+
+
+@pytest.mark.parametrize("solver", ["euler", "dpm2"])
+def test_kept_trajectories_go_on_from_where_they_were_stopped(policy: Recorder, solver: str) -> None:
+    policy.transformer.float()
+    whole = run(policy, Sampler(solver, 4, True), steps=5)
+    assert torch.equal(whole.standing, whole.latents)
+    pool = run(policy, Sampler(solver, 4, True), steps=5, until=3)
+    assert not torch.equal(pool.standing, pool.latents)  # the noisy latents, and the image that they predict
+    chosen = torch.tensor([[4, 0], [1, 2], [3, 1]])
+    kept, expected = pool.take(chosen), whole.take(chosen)
+    policy.rows = []
+    begin = SolverState(kept.standing, kept.latents, 3)
+    found = run(policy, Sampler(solver, 3, False), seeds=kept.seeds, steps=5, begin=begin)
+    assert policy.rows == [3] * 4  # the two remaining steps of two chunks
+    torch.testing.assert_close(found.latents, expected.latents, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.rewards, expected.rewards, rtol=0, atol=1e-4)
+
+
+class SmallMemory(Recorder):
+    """Holds no more than three candidates at once."""
+
+    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: dict[str, Tensor]) -> Tensor:
+        if len(x) > 3:
+            raise torch.OutOfMemoryError("three rows at most")
+        return super().velocity(transformer, x, sigma, conditioning)
+
+
+@pytest.mark.parametrize("fixed_batch", [False, True])
+def test_a_batch_that_does_not_fit_the_memory_is_halved_for_good_and_changes_no_picture(
+    folder: str, fixed_batch: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, sampler = load_policy(folder, policy_class=SmallMemory), Sampler("euler", 8, fixed_batch)
+    policy.transformer.float()
+    found = run(policy, sampler)
+    assert sampler.batch == 2 and [record.message for record in caplog.records] == [
+        "out of memory: sampling goes on with 4 candidates in one forward pass",
+        "out of memory: sampling goes on with 2 candidates in one forward pass",
+    ]
+    roomy = load_policy(folder, policy_class=Recorder)
+    roomy.transformer.float()
+    torch.testing.assert_close(found.latents, run(roomy, Sampler("euler", 8, False)).latents, rtol=0, atol=1e-4)
+
+
+def test_memory_for_not_even_one_candidate_is_an_error(policy: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing_fits(*args: Any) -> Tensor:
+        raise torch.OutOfMemoryError("nothing fits")
+
+    monkeypatch.setattr(policy, "velocity", nothing_fits)
+    with pytest.raises(torch.OutOfMemoryError, match="nothing fits"):
+        run(policy, Sampler("euler", 4, False))
 
 
 def test_rows_picks_texts_and_embeddings_alike() -> None:

@@ -32,7 +32,7 @@ def ranks(prompts: int, world: int, micro_batch: int) -> list[Rank]:
         seeds = pool_seeds(0, 0, mine, KEEP)
         latents = torch.randn(len(mine), KEEP, *SHAPE, generator=torch.Generator().manual_seed(rank))
         rewards = torch.arange(len(mine) * KEEP, dtype=torch.float32).view(len(mine), KEEP) + 100 * rank
-        rollouts = Rollouts(mine, seeds, latents, rewards, rewards, rewards - 50)
+        rollouts = Rollouts(mine, seeds, latents, rewards, rewards, rewards[..., None], rewards - 50)
         identity = torch.tensor([float(text.split()[1]) for text in mine])
         encoded = Prompts(mine, {"identity": identity, "embedding": identity[:, None].expand(-1, 4)})
         found.append(Rank(rollouts, TrainingRows(rollouts, encoded, SIGMAS, FRACTION, the_plan, share)))
