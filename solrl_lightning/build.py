@@ -68,7 +68,7 @@ def build_trainer(cfg: DictConfig) -> Trainer:
 def stages_of(cfg: DictConfig) -> list[Stage]:
     """The family's passes over the pool: explore, where it has one, and regenerate."""
     named = (("explore", cfg.family.explore), ("regenerate", cfg.family.regenerate))
-    return [Stage(name, s.sampler, s.steps, s.get("stop_after")) for name, s in named if s is not None]
+    return [Stage(name, s.sampler, s.steps, s.solver, s.get("stop_after")) for name, s in named if s is not None]
 
 
 def build_rewards(cfg: DictConfig, device: torch.device) -> WeightedRewards:
@@ -118,7 +118,7 @@ def build_model(
         sampling=sampling,
         lora=lora_config(cfg),
         backend=resolve(cfg.precision.name, cfg.precision.backend, device),
-        rule=QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude)),
+        rule=quantization_rule(cfg),
         kl_needs_reference=cfg.objective.kl_weight != 0,
         eval_prompts=list(eval_prompts),
         seed=cfg.seed,
@@ -132,6 +132,10 @@ def lora_config(cfg: DictConfig) -> LoraConfig:
         target_modules=list(cfg.model.lora.target_modules),
         init_lora_weights="gaussian",
     )
+
+
+def quantization_rule(cfg: DictConfig) -> QuantizationRule:
+    return QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude))
 
 
 def build_loop(cfg: DictConfig, trainer: Trainer) -> ExploreTrainLoop:

@@ -272,6 +272,7 @@ def check_values(cfg: DictConfig) -> None:
     for key in _FRACTIONS:
         _check(cfg, key, lambda value: _is_number(value) and 0 < value <= 1, "a fraction above 0 and at most 1")
     _check(cfg, "model.solver", lambda value: value in SOLVERS, f"one of {', '.join(SOLVERS)}")
+    _check(cfg, "model.weights", lambda value: value in ("pretrained", "random"), "pretrained or random")
     _check(cfg, "family.compile", lambda value: value in (True, False, "auto"), "true, false or auto")
     _check_rewards(cfg)
     _check_folders(cfg)
@@ -323,10 +324,13 @@ def _check_stages(family: DictConfig) -> None:
         stage = family.get(name)
         if stage is None and name == "explore":
             continue
-        if stage is None or stage.get("sampler") is None or stage.get("steps") is None:
-            raise UserError(f"family.{name} must have a sampler and steps; got {stage}. Choose a family that has them.")
-        if stage.sampler not in SAMPLERS:
-            raise UserError(f"family.{name}.sampler must be one of {', '.join(SAMPLERS)}; got {stage.sampler!r}.")
+        if stage is None or any(stage.get(key) is None for key in ("sampler", "steps", "solver")):
+            raise UserError(
+                f"family.{name} must have a sampler, steps and a solver; got {stage}. Choose a family that has them."
+            )
+        for key, known in (("sampler", SAMPLERS), ("solver", SOLVERS)):
+            if stage[key] not in known:
+                raise UserError(f"family.{name}.{key} must be one of {', '.join(known)}; got {stage[key]!r}.")
 
 
 def _check_prefix(family: DictConfig) -> None:
@@ -341,10 +345,11 @@ def _check_prefix(family: DictConfig) -> None:
             f"family.explore.stop_after must be at least 1 and below family.explore.steps={explore.steps}; got "
             f"{explore.stop_after}."
         )
-    if (explore.sampler, explore.steps) != (regenerate.sampler, regenerate.steps):
+    ways = [[stage[key] for key in ("sampler", "steps", "solver")] for stage in (explore, regenerate)]
+    if ways[0] != ways[1]:
         raise UserError(
-            "with family.explore.stop_after, regeneration goes on along the same trajectories: sampler and steps must "
-            f"agree; got {explore.sampler}, {explore.steps} and {regenerate.sampler}, {regenerate.steps}."
+            "with family.explore.stop_after, regeneration goes on along the same trajectories, so sampler, steps and "
+            f"solver must agree; got {', '.join(map(str, ways[0]))} and {', '.join(map(str, ways[1]))}."
         )
 
 

@@ -31,10 +31,11 @@ from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.seeds import evaluation_seeds
 from solrl_lightning.rollout.stage import (
+    Batching,
     Policy,
     Progress,
     Prompts,
-    Sampler,
+    Trajectory,
     check_finite,
     run_stage,
     sample_states,
@@ -52,13 +53,14 @@ class Stage(NamedTuple):
     name: str  # explore or regenerate: its stopwatch stage
     sampler: str  # policy (BF16, LoRA branches, eager), merged (BF16) or shadow (quantised)
     steps: int
+    solver: str
     stop_after: int | None = None  # of these steps, then score the predicted image; the next stage goes on from there
 
 
 class Sampling(NamedTuple):
-    """How images are sampled, in rollouts and in evaluations."""
+    """How images are sampled."""
 
-    solver: str
+    solver: str  # in evaluations; a stage has its own
     batch: int
     compile: bool
     eval_steps: int
@@ -141,9 +143,8 @@ class SolRLModule(LightningModule):
             "policy": partial(adapters.using, self.transformer, layers, OLD),
             **{name: _as_it_is(module) for name, module in replicas.items()},
         }
-        self.samplers = {
-            name: Sampler(sampling.solver, sampling.batch, fixed_batch=sampling.compile and name != "policy")
-            for name in self.transformer_of
+        self.batching = {
+            name: Batching(sampling.batch, fixed=sampling.compile and name != "policy") for name in self.transformer_of
         }
 
     # Rollouts
@@ -164,27 +165,28 @@ class SolRLModule(LightningModule):
         begin: SolverState | None = None,
     ) -> Candidates:
         """Samples and scores seeds [P, n] with the stage's transformer; see ``rollout.stage``."""
-        rewards, sampler, sigmas = self.rewards.trained, self.samplers[stage.sampler], self.policy.sigmas(stage.steps)
-        rest = (prompts, seeds, sigmas, progress, begin, stage.stop_after)
+        trajectory = Trajectory(self.policy.sigmas(stage.steps), stage.solver, begin, stage.stop_after)
+        rest = (self.batching[stage.sampler], self.rewards.trained, prompts, seeds, trajectory, progress)
         with self.transformer_of[stage.sampler]() as transformer:
-            return run_stage(self.policy, transformer, sampler, rewards, *rest)
+            return run_stage(self.policy, transformer, *rest)
 
     @torch.no_grad()
     def sample(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int) -> Tensor:
         """[P, n, 3, H, W] images in [0, 1] on the CPU, of weights "base", "old", "default" or "ema"."""
-        encoded, sampler, sigmas = self.encode(prompts), self.samplers["merged"], self.policy.sigmas(steps)
-        images = []
+        encoded, trajectory = self.encode(prompts), Trajectory(self.policy.sigmas(steps), self.sampling.solver)
+        images, batching = [], self.batching["merged"]
         with self.merged_with(self.adapter_state(weights)) as transformer:
-            for _, state in sample_states(self.policy, transformer, sampler, encoded, seeds, sigmas):
+            for _, state in sample_states(self.policy, transformer, batching, encoded, seeds, trajectory):
                 images.append(self.policy.decode(state.x).cpu())
         return torch.cat(images).unflatten(0, tuple(seeds.shape))
 
     @torch.no_grad()
     def score(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int, progress: Progress) -> Candidates:
         """As ``sample``, but scored, by the rewards that are only evaluated, too."""
-        encoded, sampler, sigmas = self.encode(prompts), self.samplers["merged"], self.policy.sigmas(steps)
+        trajectory = Trajectory(self.policy.sigmas(steps), self.sampling.solver)
+        rest = (self.batching["merged"], self.rewards, self.encode(prompts), seeds, trajectory, progress)
         with self.merged_with(self.adapter_state(weights)) as transformer:
-            return run_stage(self.policy, transformer, sampler, self.rewards, encoded, seeds, sigmas, progress)
+            return run_stage(self.policy, transformer, *rest)
 
     def adapter_state(self, name: str) -> State:
         """Adapter "default" or "old", their average "ema", or "base": no adapter at all."""

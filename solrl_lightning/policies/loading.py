@@ -123,7 +123,7 @@ def _hub_index(hub_id: str) -> Path:
             f"name at {page}; if the model is private, log in with `hf auth login`."
         ) from error
     except LocalEntryNotFoundError as error:
-        if constants.is_offline_mode():
+        if constants.HF_HUB_OFFLINE:
             reason = "HF_HUB_OFFLINE is set: unset it for as long as the download takes"
         elif isinstance(error.__cause__, HfHubHTTPError):
             reason = f"the hub answered {error.__cause__.response.status_code}: try again later"

@@ -66,56 +66,59 @@ class Prompts(NamedTuple):
 
 
 @dataclass
-class Sampler:
-    """How a stage integrates the flow."""
+class Batching:
+    """How many candidates go through the transformer at once."""
 
-    solver: str
-    batch: int
-    """Candidates in one forward pass; halved for good when they do not fit the memory."""
-    fixed_batch: bool
-    """Pad every chunk to ``batch``, for compiled transformers."""
+    size: int
+    """Halved for good when as many do not fit the memory."""
+    fixed: bool
+    """Pad every chunk to ``size``, for compiled transformers."""
 
     def halve(self) -> None:
-        self.batch //= 2
-        log.warning("out of memory: sampling goes on with %d candidates in one forward pass", self.batch)
+        self.size //= 2
+        log.warning("out of memory: sampling goes on with %d candidates in one forward pass", self.size)
+
+
+class Trajectory(NamedTuple):
+    """The way of the candidates through the noise levels, or a part of it."""
+
+    sigmas: Tensor  # [T + 1]
+    solver: str
+    begin: SolverState | None = None  # [P, N, ...], where to go on from; the seeds' noise if not said
+    until: int | None = None  # steps after which to stop; all T if not said
 
 
 @torch.no_grad()  # not inference_mode: the latents enter the training graph
 def sample_states(
     policy: Policy,
     transformer: nn.Module,
-    sampler: Sampler,
+    batching: Batching,
     prompts: Prompts,
     seeds: Tensor,
-    sigmas: Tensor,
-    begin: SolverState | None = None,
-    until: int | None = None,
+    trajectory: Trajectory,
 ) -> Iterator[tuple[Tensor, SolverState]]:
-    """Yields (flat candidate indices [B], their states [B, ...]) chunk by chunk over seeds [P, N].
-
-    Trajectories start from the seeds' noise, or go on from ``begin`` [P, N, ...], and are taken ``until`` that many
-    steps, to their end if not said.
-    """
+    """Yields (flat candidate indices [B], their states [B, ...]) chunk by chunk over seeds [P, N]."""
     count = seeds.numel()
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     flat = seeds.flatten()
 
     def integrated(index: Tensor) -> SolverState:
         _, conditioning = prompts.rows(owner[index])
+        begin = trajectory.begin
         state = start(policy.noise(flat[index])) if begin is None else begin.flatten().take(index)
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             return policy.velocity(transformer, x, sigma, conditioning)
 
-        return advance(velocity, state, sigmas, sampler.solver, until)
+        return advance(velocity, state, trajectory.sigmas, trajectory.solver, trajectory.until)
 
     first = 0
     while first < count:
-        index = torch.arange(first, min(first + sampler.batch, count))
-        padded = torch.arange(first, first + sampler.batch).remainder(count) if sampler.fixed_batch else index
+        index = torch.arange(first, min(first + batching.size, count))
+        padded = torch.arange(first, first + batching.size).remainder(count) if batching.fixed else index
         state = _unless_out_of_memory(integrated, padded)
         if state is None:
-            sampler.halve()  # out here, where the failed pass's memory is free again
+            batching.halve()  # out here, where the failed pass's memory is free again
             continue
         yield index, state.take(torch.arange(len(index)))
         first += len(index)
@@ -134,18 +137,14 @@ def _unless_out_of_memory(integrated: Callable[[Tensor], SolverState], index: Te
 def run_stage(
     policy: Policy,
     transformer: nn.Module,
-    sampler: Sampler,
+    batching: Batching,
     rewards: WeightedRewards,
     prompts: Prompts,
     seeds: Tensor,
-    sigmas: Tensor,
+    trajectory: Trajectory,
     progress: Progress,
-    begin: SolverState | None = None,
-    until: int | None = None,
 ) -> Candidates:
     """Samples, decodes and scores every candidate of seeds [P, N]; of a trajectory that stops early, its predicted x0.
-
-    ``begin`` and ``until`` are those of ``sample_states``.
 
     Raises:
         NonFiniteError: an image or a reward is NaN or infinite; the message names the prompt and the seed.
@@ -153,7 +152,7 @@ def run_stage(
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     latents, standing, scores = [], [], []
     progress(0, seeds.numel())
-    for index, state in sample_states(policy, transformer, sampler, prompts, seeds, sigmas, begin, until):
+    for index, state in sample_states(policy, transformer, batching, prompts, seeds, trajectory):
         assert state.x0 is not None  # at least one step was taken
         texts = [prompts.texts[i] for i in owner[index].tolist()]
         try:
@@ -165,7 +164,7 @@ def run_stage(
         standing.append(state.x)
         progress(int(index[-1]) + 1, seeds.numel())
     shape = tuple(seeds.shape)
-    stopped = until is not None and until < len(sigmas) - 1
+    stopped = trajectory.until is not None and trajectory.until < len(trajectory.sigmas) - 1
     x0 = torch.cat(latents).unflatten(0, shape)
     each = torch.cat(scores).unflatten(0, shape)
     x = torch.cat(standing).unflatten(0, shape) if stopped else x0

@@ -1,26 +1,34 @@
-"""task=audit: how well do cheap proxies order the candidates?
+"""task=audit: how well do cheap proxies order the candidates, and what do they cost?
 
-Every proxy scores the same pool as BF16 at full steps does; their rankings are compared prompt by prompt. What a proxy
-costs is given beside it, in seconds per candidate with decoding and reward.
+Every proxy scores the same pool as BF16 at full steps does; their rankings are compared prompt by prompt. A proxy is a
+sampler (the shadow in some precision, or BF16), a number of steps, a solver, and perhaps a step after which it stops
+and scores the predicted image, as ``family=prefix`` does. Its cost is given in seconds per candidate, decoding and
+reward included, and in model evaluations.
 
 Shapes: P prompts, N pool.
 """
 
+import io
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from torch import Tensor
 
 from solrl_lightning.build import build_module, device_of, load_adapters, with_option
-from solrl_lightning.config import SAMPLERS
+from solrl_lightning.callbacks.surface import write_atomically
+from solrl_lightning.config import SAMPLERS, SOLVERS
 from solrl_lightning.errors import UserError
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
 from solrl_lightning.module import Stage
 from solrl_lightning.rollout.seeds import pool_seeds
+from solrl_lightning.rollout.select import select_contrastive, take
 from solrl_lightning.tasks.report import format_table, write_json
+
+_KEYS = {"sampler", "steps", "precision", "solver", "stop_after"}
 
 
 class Scored(NamedTuple):
@@ -34,38 +42,58 @@ class Scored(NamedTuple):
 
 
 def audit(cfg: DictConfig) -> dict[str, Any]:
-    """Rank fidelity of every proxy of ``cfg.task.proxies``, of the base or of ``cfg.ckpt``; writes ``audit.json``."""
+    """Rank fidelity of every proxy of ``cfg.task.proxies``, of the base or of ``cfg.ckpt``.
+
+    Writes audit.json and audit.png, fidelity against cost.
+    """
     options = cfg.task
     _check(options)
     scored: list[Scored] = []
     for precision in dict.fromkeys(proxy.get("precision") for proxy in options.proxies):
         own = cfg if precision is None else with_option(cfg, "precision", precision)
-        stages = [Stage("explore", p.sampler, p.steps) for p in options.proxies if p.get("precision") == precision]
-        scored += score_pool(own, stages if scored else [Stage("regenerate", "merged", cfg.model.full_steps), *stages])
+        stages = [_stage(p, cfg.model.solver) for p in options.proxies if p.get("precision") == precision]
+        first = [] if scored else [Stage("regenerate", "merged", cfg.model.full_steps, cfg.model.solver)]
+        scored += score_pool(own, [*first, *stages])
     truth, *proxies = scored
     result = {
         "prompts": truth.rewards.shape[0],
         "pool": truth.rewards.shape[1],
         "keep": options.keep,
         "checkpoint": cfg.ckpt,
-        "truth": {"steps": truth.stage.steps, "reward": truth.rewards.mean().item(), "seconds": truth.seconds},
+        "truth": {
+            "steps": truth.stage.steps,
+            "solver": truth.stage.solver,
+            "reward": truth.rewards.mean().item(),
+            "seconds": truth.seconds,
+            "gap": reward_gap(truth.rewards, truth.rewards, options.keep),
+        },
         "proxies": [
             {
+                "name": name_of(proxy, cfg.model.solver),
                 "sampler": proxy.stage.sampler,
                 "precision": proxy.precision,
                 "backend": proxy.backend,
                 "steps": proxy.stage.steps,
+                "solver": proxy.stage.solver,
+                "stop_after": proxy.stage.stop_after,
+                "evaluations": proxy.stage.stop_after or proxy.stage.steps,
                 "reward": proxy.rewards.mean().item(),
                 "seconds": proxy.seconds,
+                "gap": reward_gap(proxy.rewards, truth.rewards, options.keep),
                 **fidelity(proxy.rewards, truth.rewards, options.keep),
             }
             for proxy in proxies
         ],
     }
-    path = Path(cfg.run_dir) / "audit.json"
-    write_json(path, result)
-    print(f"{format_audit(result)}\n  {path}")
+    folder = Path(cfg.run_dir)
+    write_json(folder / "audit.json", result)
+    write_atomically(folder / "audit.png", draw(result))
+    print(f"{format_audit(result)}\n  {folder / 'audit.json'}, {folder / 'audit.png'}")
     return result
+
+
+def _stage(proxy: Mapping[str, Any], solver: str) -> Stage:
+    return Stage("explore", proxy["sampler"], proxy["steps"], proxy.get("solver", solver), proxy.get("stop_after"))
 
 
 def score_pool(cfg: DictConfig, stages: Sequence[Stage]) -> list[Scored]:
@@ -78,7 +106,7 @@ def score_pool(cfg: DictConfig, stages: Sequence[Stage]) -> list[Scored]:
     seeds = pool_seeds(cfg.seed, 0, prompts.texts, cfg.task.pool)
     scored = []
     for stage in stages:
-        module.run_stage(stage._replace(steps=1), prompts, seeds[:, :1])
+        module.run_stage(stage._replace(steps=1, stop_after=None), prompts, seeds[:, :1])
         start = time.perf_counter()
         rewards = module.run_stage(stage, prompts, seeds).rewards.cpu()
         seconds = (time.perf_counter() - start) / seeds.numel()
@@ -96,36 +124,82 @@ def fidelity(proxy: Tensor, truth: Tensor, keep: int) -> dict[str, float]:
     return {name: float(values[name]) for name in NAMES}
 
 
+def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
+    """True mean reward of the best half minus that of the worst half of what the proxy [P, N] keeps.
+
+    It is the contrast that training gets; the truth as its own proxy gives the most there is.
+    """
+    kept = take(truth, select_contrastive(proxy, keep))
+    best, worst = kept[:, : keep // 2], kept[:, keep // 2 :]
+    return (best.mean() - worst.mean()).item()
+
+
+def name_of(proxy: Scored, solver: str) -> str:
+    """As the table and the picture call it, e.g. ``nvfp4 6 steps`` or ``bf16 4 of 10 steps``."""
+    stage = proxy.stage
+    steps = f"{stage.steps}" if stage.stop_after is None else f"{stage.stop_after} of {stage.steps}"
+    return f"{proxy.precision} {steps} steps" + ("" if stage.solver == solver else f" {stage.solver}")
+
+
 def format_audit(result: dict[str, Any]) -> str:
     truth, pool, k = result["truth"], result["pool"], result["keep"] // 2
-    columns = ["proxy", "steps", "spearman", "kendall", "top", "bottom", "top rank", "bottom rank", "ms"]
+    columns = ["proxy", "spearman", "kendall", "top", "bottom", "top rank", "bottom rank", "gap kept", "evals", "ms"]
     rows = [
         [
-            f"{row['sampler']} {row['precision']}",
-            row["steps"],
+            row["name"],
             *(f"{row[name]:.3f}" for name in NAMES[:4]),
             *(f"{row[name]:.1f}" for name in NAMES[4:]),
+            f"{100 * row['gap'] / truth['gap']:.0f} %",
+            row["evaluations"],
             f"{1000 * row['seconds']:.1f}",
         ]
         for row in result["proxies"]
     ]
-    perfect = ["perfect", "", *["1.000"] * 4, f"{(k + 1) / 2:.1f}", f"{pool - (k - 1) / 2:.1f}", ""]
-    truth_row = ["merged bf16", truth["steps"], *[""] * 6, f"{1000 * truth['seconds']:.1f}"]
+    ranks = [f"{(k + 1) / 2:.1f}", f"{pool - (k - 1) / 2:.1f}"]
+    perfect = ["the truth itself", *["1.000"] * 4, *ranks, "100 %", truth["steps"], f"{1000 * truth['seconds']:.1f}"]
     return (
         f"against BF16 at {truth['steps']} steps, mean reward {truth['reward']:.4f}: {result['prompts']} prompts x "
-        f"{pool} seeds; overlap of the {k} best and of the {k} worst, their mean true rank, milliseconds a candidate\n"
-        + format_table(columns, [*rows, perfect, truth_row])
+        f"{pool} seeds\noverlap of the {k} best and of the {k} worst, their mean true rank, share of the true reward "
+        "gap between both that is kept, model evaluations and milliseconds a candidate\n"
+        + format_table(columns, [*rows, perfect])
     )
+
+
+def draw(result: Mapping[str, Any]) -> bytes:
+    """PNG: Spearman's correlation of every proxy against its cost, as a share of the truth's."""
+    figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for precision in dict.fromkeys(row["precision"] for row in result["proxies"]):
+        rows = [row for row in result["proxies"] if row["precision"] == precision]
+        costs = [row["seconds"] / result["truth"]["seconds"] for row in rows]
+        axes.scatter(costs, [row["spearman"] for row in rows], label=precision)
+        for cost, row in zip(costs, rows, strict=True):
+            axes.annotate(
+                row["name"].removeprefix(f"{precision} "), (cost, row["spearman"]), (5, 3), textcoords="offset points"
+            )
+    axes.scatter([1.0], [1.0], marker="*", color="black", label=f"truth: bf16 {result['truth']['steps']} steps")
+    axes.set_xlabel("seconds a candidate, as a share of the truth's")
+    axes.set_ylabel("Spearman correlation with the truth")
+    axes.set_xlim(left=0)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=150)
+    return buffer.getvalue()
 
 
 def _check(options: DictConfig) -> None:
     if not options.proxies:
         raise UserError("task.proxies is empty: name at least one, e.g. task.proxies=[{sampler:shadow,steps:6}]")
-    if options.keep < 2:
-        raise UserError(f"task.keep counts the best and the worst that are compared: at least 2; got {options.keep}")
     for proxy in options.proxies:
-        if proxy.get("sampler") not in SAMPLERS or not isinstance(proxy.get("steps"), int) or proxy.steps < 1:
+        steps, stop_after = proxy.get("steps"), proxy.get("stop_after")
+        known = set(proxy) <= _KEYS and proxy.get("sampler") in SAMPLERS and proxy.get("solver", SOLVERS[0]) in SOLVERS
+        if not known or not isinstance(steps, int) or steps < 1 or not _stops(stop_after, steps):
             raise UserError(
-                f"a proxy has a sampler ({', '.join(SAMPLERS)}), at least 1 step and, if not the run's, a precision; "
-                f"got {proxy}"
+                f"a proxy has a sampler ({', '.join(SAMPLERS)}), at least 1 step and, where they are not the run's, a "
+                f"precision, a solver ({', '.join(SOLVERS)}) and a step below the last to stop_after; got {proxy}"
             )
+
+
+def _stops(stop_after: Any, steps: int) -> bool:
+    return stop_after is None or (isinstance(stop_after, int) and 1 <= stop_after < steps)

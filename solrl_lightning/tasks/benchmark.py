@@ -64,7 +64,7 @@ def benchmark(cfg: DictConfig) -> dict[str, Any]:
 @torch.no_grad()
 def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     """Median seconds of a forward pass of ``model.rollout_batch`` candidates; the variants take turns."""
-    module = build_module(cfg, device, [Stage("explore", "shadow", 1), Stage("regenerate", "merged", 1)])
+    module = build_module(cfg, device, [Stage("explore", "shadow", steps=1, solver="euler")])
     module.refresh_shadow()
     originals = {"bf16": module.replicas["merged"], "shadow": module.replicas["shadow"]}
     variants: dict[str, nn.Module] = {f"{name} eager": replica.share(own) for name, own in originals.items()}

@@ -55,8 +55,8 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
         weights["trained"] = "ema"
     scorer = Scorer(module, weights, cfg.task.grid_prompts, cfg.task.grid_images)
     share = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
-    found = trainer.predict(scorer, share, return_predictions=True)
-    models = in_order(gathered(found[0]))  # type: ignore[index]
+    found: Any = trainer.predict(scorer, share, return_predictions=True)
+    models = in_order(gathered(found[0]))
     tags = read_tags(cfg.data.eval, cfg.data.column)
     result: dict[str, Any] = {
         "checkpoint": cfg.ckpt,

@@ -103,4 +103,4 @@ def test_the_options_make_the_policy_of_a_folder(
     assert policy.pipeline.text_encoder is None and policy.encode(PROMPTS)["prompt_embeds"].dtype == torch.bfloat16
     vae = torch.bfloat16 if architecture == "sana" else torch.float32
     assert policy.pipeline.vae.dtype == vae and policy.pipeline.text_encoder.dtype == torch.bfloat16
-    assert policy.transformer.is_gradient_checkpointing == (architecture != "sana")
+    assert policy.transformer.is_gradient_checkpointing

@@ -8,7 +8,7 @@ from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.seeds import evaluation_seeds
-from solrl_lightning.rollout.stage import Prompts, Sampler, run_stage
+from solrl_lightning.rollout.stage import Batching, Prompts, Trajectory, run_stage
 from solrl_lightning.shapes.captions import eval_captions
 from solrl_lightning.shapes.pretrain import build_pipeline
 
@@ -24,9 +24,10 @@ def scored(policy: Flux1, captions: list[str]) -> Candidates:
     """Two pictures of each held-out prompt, painted from ``captions``."""
     seeds = evaluation_seeds(0, HELD_OUT, 2)
     prompts = Prompts(HELD_OUT, policy.encode(captions))
-    sampler, sigmas = Sampler("euler", 16, False), policy.sigmas(6)
+    trajectory = Trajectory(policy.sigmas(6), "euler")
     rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
-    return run_stage(policy, policy.transformer, sampler, rewards, prompts, seeds, sigmas, lambda done, total: None)
+    rest = (Batching(16, False), rewards, prompts, seeds, trajectory, lambda done, total: None)
+    return run_stage(policy, policy.transformer, *rest)
 
 
 def test_the_embedded_model_has_the_architecture_of_the_recipe(tiny: Flux1) -> None:

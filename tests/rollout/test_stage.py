@@ -14,7 +14,7 @@ from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.seeds import pool_seeds
-from solrl_lightning.rollout.stage import Prompts, Sampler, check_finite, run_stage, sample_states
+from solrl_lightning.rollout.stage import Batching, Prompts, Trajectory, check_finite, run_stage, sample_states
 from solrl_lightning.sampling import SolverState
 
 SEEDS = pool_seeds(0, 0, PROMPTS, 5)  # 15 candidates of 3 prompts
@@ -67,7 +67,8 @@ class Made(Reward):
 
 def run(
     policy: Flux1,
-    sampler: Sampler,
+    batching: Batching,
+    solver: str,
     reward: Callable[[Tensor, list[str]], Tensor] = brightness,
     seeds: Tensor = SEEDS,
     texts: list[str] = PROMPTS,
@@ -77,16 +78,16 @@ def run(
     until: int | None = None,
 ) -> Candidates:
     prompts, rewards = Prompts(texts, policy.encode(texts)), WeightedRewards({"made": Made(reward)}, {"made": 1.0})
-    rest = (prompts, seeds, policy.sigmas(steps), progress, begin, until)
-    return run_stage(policy, policy.transformer, sampler, rewards, *rest)
+    trajectory = Trajectory(policy.sigmas(steps), solver, begin, until)
+    return run_stage(policy, policy.transformer, batching, rewards, prompts, seeds, trajectory, progress)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 15, 96])
 @pytest.mark.parametrize("fixed_batch", [False, True])
 def test_chunks_and_padding_change_nothing(policy: Recorder, batch: int, fixed_batch: bool) -> None:
-    whole = run(policy, Sampler("euler", 15, False))
+    whole = run(policy, Batching(15, False), "euler")
     policy.seeds, policy.rows = [], []
-    found = run(policy, Sampler("euler", batch, fixed_batch))
+    found = run(policy, Batching(batch, fixed_batch), "euler")
     assert torch.equal(found.seeds, SEEDS)
     assert found.latents.shape == (3, 5, 16, 32) and found.latents.dtype == torch.float32
     assert found.rewards.shape == (3, 5) and found.rewards.dtype == torch.float32
@@ -102,13 +103,13 @@ def test_chunks_and_padding_change_nothing(policy: Recorder, batch: int, fixed_b
 
 def test_every_candidate_is_its_own_prompts_picture_of_its_own_seed(policy: Recorder) -> None:
     policy.transformer.float()  # so that rounding does not hide a wrong row
-    found = run(policy, Sampler("dpm2", 4, True))
+    found = run(policy, Batching(4, True), "dpm2")
     for row, prompt in enumerate(PROMPTS):
         for column in range(5):
-            alone = run(policy, Sampler("dpm2", 1, False), seeds=SEEDS[row, column].view(1, 1), texts=[prompt])
+            alone = run(policy, Batching(1, False), "dpm2", seeds=SEEDS[row, column].view(1, 1), texts=[prompt])
             torch.testing.assert_close(alone.latents[0, 0], found.latents[row, column], rtol=0, atol=1e-4)
             torch.testing.assert_close(alone.rewards[0, 0], found.rewards[row, column], rtol=0, atol=1e-4)
-    wrong_prompt = run(policy, Sampler("dpm2", 1, False), seeds=SEEDS[0, 0].view(1, 1), texts=[PROMPTS[1]])
+    wrong_prompt = run(policy, Batching(1, False), "dpm2", seeds=SEEDS[0, 0].view(1, 1), texts=[PROMPTS[1]])
     assert (wrong_prompt.latents[0, 0] - found.latents[0, 0]).abs().max() > 1e-2
 
 
@@ -119,7 +120,7 @@ def test_the_reward_sees_decoded_pictures_with_their_captions(policy: Recorder) 
         seen.append((images, prompts))
         return brightness(images, prompts).double()
 
-    found = run(policy, Sampler("euler", 4, True), reward)
+    found = run(policy, Batching(4, True), "euler", reward)
     assert [len(prompts) for _, prompts in seen] == [4, 4, 4, 3]  # never the padding
     assert [prompt for _, prompts in seen for prompt in prompts] == TEXTS
     images = torch.cat([images for images, _ in seen])
@@ -129,22 +130,22 @@ def test_the_reward_sees_decoded_pictures_with_their_captions(policy: Recorder) 
 
 
 def test_the_same_candidates_come_out_again_to_the_bit(policy: Recorder) -> None:
-    one, two = (run(policy, Sampler("euler", 4, False)) for _ in range(2))
+    one, two = (run(policy, Batching(4, False), "euler") for _ in range(2))
     assert torch.equal(one.latents, two.latents) and torch.equal(one.rewards, two.rewards)
 
 
 def test_a_pool_of_other_candidates_does_not_change_the_kept_ones(policy: Recorder) -> None:
     policy.transformer.float()
     kept = torch.tensor([[4, 0], [1, 2], [3, 1]])
-    pool = run(policy, Sampler("euler", 4, True))
-    again = run(policy, Sampler("euler", 4, True), seeds=SEEDS.gather(1, kept))
+    pool = run(policy, Batching(4, True), "euler")
+    again = run(policy, Batching(4, True), "euler", seeds=SEEDS.gather(1, kept))
     expected = torch.stack([pool.latents[row, kept[row]] for row in range(3)])
     torch.testing.assert_close(again.latents, expected, rtol=0, atol=1e-4)
 
 
 def test_latents_may_enter_a_training_graph_and_carry_no_graph_themselves(policy: Recorder) -> None:
     policy.transformer.requires_grad_(True)
-    found = run(policy, Sampler("euler", 8, False))
+    found = run(policy, Batching(8, False), "euler")
     assert not found.latents.requires_grad and not found.latents.is_inference()
     weight = torch.ones((), requires_grad=True)
     (weight * found.latents).sum().backward()
@@ -153,8 +154,8 @@ def test_latents_may_enter_a_training_graph_and_carry_no_graph_themselves(policy
 
 def test_chunks_are_yielded_one_at_a_time(policy: Recorder) -> None:
     prompts = Prompts(PROMPTS, policy.encode(PROMPTS))
-    sampler = Sampler("euler", 6, True)
-    chunks = sample_states(policy, policy.transformer, sampler, prompts, SEEDS, policy.sigmas(1))
+    trajectory = Trajectory(policy.sigmas(1), "euler")
+    chunks = sample_states(policy, policy.transformer, Batching(6, True), prompts, SEEDS, trajectory)
     index, state = next(chunks)
     assert index.tolist() == list(range(6)) and len(state.x) == 6 and len(policy.seeds) == 1
     assert torch.is_grad_enabled()  # also between two chunks
@@ -165,7 +166,7 @@ def test_chunks_are_yielded_one_at_a_time(policy: Recorder) -> None:
 @pytest.mark.parametrize("fixed_batch", [False, True])
 def test_progress_rises_from_nothing_to_all_candidates(policy: Recorder, fixed_batch: bool) -> None:
     steps: list[tuple[int, int]] = []
-    run(policy, Sampler("euler", 4, fixed_batch), progress=lambda done, total: steps.append((done, total)))
+    run(policy, Batching(4, fixed_batch), "euler", progress=lambda done, total: steps.append((done, total)))
     assert steps == [(0, 15), (4, 15), (8, 15), (12, 15), (15, 15)]
 
 
@@ -183,7 +184,7 @@ def test_a_reward_that_is_not_finite_names_its_prompt_and_seed(policy: Recorder,
         return scores
 
     with pytest.raises(NonFiniteError) as stopped:
-        run(policy, Sampler("euler", 4, True), reward)
+        run(policy, Batching(4, True), "euler", reward)
     message = str(stopped.value)
     assert f"reward made is {value}" in message
     assert repr(TEXTS[position]) in message and f"seed {SEEDS.flatten()[position]};" in message
@@ -200,15 +201,15 @@ def test_the_first_of_several_broken_values_is_named() -> None:
 @pytest.mark.parametrize("solver", ["euler", "dpm2"])
 def test_kept_trajectories_go_on_from_where_they_were_stopped(policy: Recorder, solver: str) -> None:
     policy.transformer.float()
-    whole = run(policy, Sampler(solver, 4, True), steps=5)
+    whole = run(policy, Batching(4, True), solver, steps=5)
     assert torch.equal(whole.standing, whole.latents)
-    pool = run(policy, Sampler(solver, 4, True), steps=5, until=3)
+    pool = run(policy, Batching(4, True), solver, steps=5, until=3)
     assert not torch.equal(pool.standing, pool.latents)  # the noisy latents, and the image that they predict
     chosen = torch.tensor([[4, 0], [1, 2], [3, 1]])
     kept, expected = pool.take(chosen), whole.take(chosen)
     policy.rows = []
     begin = SolverState(kept.standing, kept.latents, 3)
-    found = run(policy, Sampler(solver, 3, False), seeds=kept.seeds, steps=5, begin=begin)
+    found = run(policy, Batching(3, False), solver, seeds=kept.seeds, steps=5, begin=begin)
     assert policy.rows == [3] * 4  # the two remaining steps of two chunks
     torch.testing.assert_close(found.latents, expected.latents, rtol=0, atol=1e-4)
     torch.testing.assert_close(found.rewards, expected.rewards, rtol=0, atol=1e-4)
@@ -227,16 +228,16 @@ class SmallMemory(Recorder):
 def test_a_batch_that_does_not_fit_the_memory_is_halved_for_good_and_changes_no_picture(
     folder: str, fixed_batch: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy, sampler = load_policy(folder, policy_class=SmallMemory), Sampler("euler", 8, fixed_batch)
+    policy, batching = load_policy(folder, policy_class=SmallMemory), Batching(8, fixed_batch)
     policy.transformer.float()
-    found = run(policy, sampler)
-    assert sampler.batch == 2 and [record.message for record in caplog.records] == [
+    found = run(policy, batching, "euler")
+    assert batching.size == 2 and [record.message for record in caplog.records] == [
         "out of memory: sampling goes on with 4 candidates in one forward pass",
         "out of memory: sampling goes on with 2 candidates in one forward pass",
     ]
     roomy = load_policy(folder, policy_class=Recorder)
     roomy.transformer.float()
-    torch.testing.assert_close(found.latents, run(roomy, Sampler("euler", 8, False)).latents, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.latents, run(roomy, Batching(8, False), "euler").latents, rtol=0, atol=1e-4)
 
 
 def test_memory_for_not_even_one_candidate_is_an_error(policy: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,7 +246,7 @@ def test_memory_for_not_even_one_candidate_is_an_error(policy: Recorder, monkeyp
 
     monkeypatch.setattr(policy, "velocity", nothing_fits)
     with pytest.raises(torch.OutOfMemoryError, match="nothing fits"):
-        run(policy, Sampler("euler", 4, False))
+        run(policy, Batching(4, False), "euler")
 
 
 def test_rows_picks_texts_and_embeddings_alike() -> None:

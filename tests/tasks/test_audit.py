@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import DictConfig
+from PIL import Image
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.tasks.audit import audit, fidelity
+from solrl_lightning.tasks.audit import audit, fidelity, reward_gap
 
 Compose = Callable[..., DictConfig]
 
@@ -28,19 +29,39 @@ PERFECT = {
 def test_the_truth_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    proxies = "[{sampler:shadow,steps:2},{sampler:merged,steps:2},{sampler:shadow,precision:bf16,steps:2}]"
-    result = audit(compose(*SMALL, f"task.proxies={proxies}"))
-    quantised, itself, unquantised = result["proxies"]
+    same = "{sampler:merged,steps:2},{sampler:shadow,precision:bf16,steps:2}"
+    others = "{sampler:shadow,steps:2},{sampler:merged,steps:2,stop_after:1},{sampler:merged,steps:3,solver:dpm2}"
+    result = audit(compose(*SMALL, f"task.proxies=[{same},{others}]"))
+    assert [proxy["name"] for proxy in result["proxies"]] == [
+        "bf16 2 steps",
+        "nvfp4 2 steps",
+        "bf16 1 of 2 steps",
+        "bf16 3 steps dpm2",
+        "bf16 2 steps",
+    ]  # in the order of their precisions
+    itself, quantised, prefix, other, unquantised = result["proxies"]
     assert (result["prompts"], result["pool"], result["truth"]["steps"]) == (2, 8, 2)
     assert (quantised["precision"], itself["precision"], unquantised["precision"]) == ("nvfp4", "bf16", "bf16")
     for proxy in (itself, unquantised):
         assert {name: proxy[name] for name in PERFECT} == PERFECT
         assert proxy["reward"] == result["truth"]["reward"]
-    assert quantised["reward"] != result["truth"]["reward"]
+        assert proxy["gap"] == result["truth"]["gap"] > 0
+    for proxy in (quantised, prefix, other):
+        assert proxy["reward"] != result["truth"]["reward"]
+    assert [proxy["evaluations"] for proxy in result["proxies"]] == [2, 2, 1, 3, 2]
     assert quantised["backend"].startswith("nvfp4")
     assert json.loads((tmp_path / "audit.json").read_text()) == result
     out = capfd.readouterr().out
-    assert "shadow nvfp4" in out and "shadow bf16" in out
+    assert "nvfp4 2 steps" in out and "bf16 1 of 2 steps" in out
+    with Image.open(tmp_path / "audit.png") as picture:
+        assert min(picture.size) > 300
+
+
+def test_the_gap_is_between_the_true_rewards_of_what_the_proxy_takes_for_best_and_worst() -> None:
+    truth = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
+    assert reward_gap(truth, truth, keep=4) == 4.5 - 0.5
+    assert reward_gap(-truth, truth, keep=4) == 0.5 - 4.5
+    assert reward_gap(torch.tensor([[5.0, 1.0, 2.0, 3.0, 4.0, 0.0]]), truth, keep=2) == 0.0 - 5.0
 
 
 def test_a_reversed_proxy_finds_nothing() -> None:
@@ -54,10 +75,12 @@ def test_a_reversed_proxy_finds_nothing() -> None:
     ("mistake", "message"),
     [
         ("task.proxies=[]", "task.proxies is empty"),
-        ("task.keep=1", "task.keep .* at least 2; got 1"),
         ("task.proxies=[{sampler:shadows,steps:2}]", "sampler .shadow, merged, policy"),
         ("task.proxies=[{sampler:shadow,steps:0}]", "at least 1 step"),
-        ("task.proxies=[{sampler:shadow,steps:2,precision:fp3}]", "no precision named 'fp3' .* bf16, nvfp4"),
+        ("task.proxies=[{sampler:shadow,steps:2,precision:fp3}]", "no precision named 'fp3' .* bf16, fp8, int8, nvfp4"),
+        ("task.proxies=[{sampler:merged,steps:2,stop_after:2}]", "a step below the last to stop_after"),
+        ("task.proxies=[{sampler:merged,steps:2,solver:heun}]", "a solver .euler, dpm2."),
+        ("task.proxies=[{sampler:merged,step:2}]", "at least 1 step"),
     ],
 )
 def test_mistakes_are_told_before_a_model_is_loaded(compose: Compose, mistake: str, message: str) -> None:
