@@ -126,6 +126,7 @@ class SolRLModule(LightningModule):
         self.transformer = policy.transformer.train()  # none of these models has dropout
         merged = replica.share(self.transformer).eval()
         shadow = replica.share(self.transformer).eval() if any(stage.sampler == "shadow" for stage in stages) else None
+        self.backend = backend
         self.precision_backend = f"{backend.precision} ({backend.name})" if shadow is not None else "no shadow"
         if shadow is not None:
             plans = plan_quantization(shadow, rule, backend)
@@ -136,7 +137,7 @@ class SolRLModule(LightningModule):
         for module in replicas.values():
             replica.own_weights(module, layers)
             if sampling.compile:
-                compile_blocks(module)
+                compile_blocks(module, fullgraph=module is not shadow or backend.fullgraph)
         for name, value in (("policy", policy), ("rewards", rewards), ("replicas", replicas), ("lora_layers", layers)):
             object.__setattr__(self, name, value)
         self.transformer_of: dict[str, Callable[[], AbstractContextManager[nn.Module]]] = {

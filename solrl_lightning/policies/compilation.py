@@ -31,12 +31,13 @@ def should_compile(wanted: bool | str, device: torch.device) -> tuple[bool, str]
     return bool(wanted), f"family.compile={str(wanted).lower()}"
 
 
-def compile_blocks(transformer: nn.Module) -> None:
+def compile_blocks(transformer: nn.Module, fullgraph: bool = True) -> None:
     """Compiles the transformer block by block, for one fixed batch size: equal blocks share what is compiled.
 
+    ``fullgraph=False`` lets layers of another library break a block into several graphs.
     Not by diffusers' ``compile_repeated_blocks``, which knows FLUX.1's blocks but neither SD3's nor SANA's.
     """
     for blocks in transformer.children():
         if isinstance(blocks, nn.ModuleList):
             for block in blocks:
-                block.compile(fullgraph=True, dynamic=False)
+                block.compile(fullgraph=fullgraph, dynamic=False)

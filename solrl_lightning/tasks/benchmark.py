@@ -71,7 +71,7 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     if cfg.task.compile and can_compile(device):
         for name, own in originals.items():
             compiled = replica.share(own)
-            compile_blocks(compiled)
+            compile_blocks(compiled, fullgraph=name != "shadow" or module.backend.fullgraph)
             variants[f"{name} compiled"] = compiled
     batch = cfg.model.rollout_batch
     _, conditioning = module.encode(module.eval_prompts[:1]).rows(torch.zeros(batch, dtype=torch.int64))
