@@ -1,8 +1,12 @@
 """The LightningModule: the BF16 policy, its shadow, and the update.
 
-Who owns what: ``transformer`` (a registered submodule) is the BF16 policy with its LoRA adapters "default" and "old";
-``merged`` and ``shadow`` are replicas that share its frozen weights (see ``policies.replica``) and stand outside the
-module registry, as do the encoders, the autoencoder and the reward. So a checkpoint holds the two adapters only.
+Who owns what: ``transformer`` (a registered submodule) is the BF16 policy with its LoRA adapters "default" and "old".
+Replicas share its frozen weights (see ``policies.replica``): ``merged`` (BF16) and ``shadow`` (quantised) hold the old
+policy, ``base`` the model without adapters. They stand outside the module registry, as do the encoders, the
+autoencoder and the rewards. So a checkpoint holds the two adapters only.
+
+In training the old and the reference velocity come from ``merged`` and ``base``, without gradients and, where rollouts
+are compiled, compiled; only the trained policy runs with LoRA branches.
 
 The old policy moves inside ``optimizer_step``, so that no checkpoint can fall between the two.
 """
@@ -96,6 +100,7 @@ class SolRLModule(LightningModule):
     # Set past nn.Module's registry: see the module docstring.
     policy: Policy
     rewards: WeightedRewards
+    base: nn.Module
     replicas: dict[str, nn.Module]
     lora_layers: dict[str, LoraLayer]
 
@@ -124,8 +129,10 @@ class SolRLModule(LightningModule):
         self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
         self.ema_state: State | None = None  # set by the EMA callback
         self.transformer = policy.transformer.train()  # none of these models has dropout
+        base = replica.share(self.transformer).eval()
         merged = replica.share(self.transformer).eval()
         shadow = replica.share(self.transformer).eval() if any(stage.sampler == "shadow" for stage in stages) else None
+        self.overlap = policy.device.type == "cuda"  # score a chunk while the next one is sampled
         self.backend = backend
         self.precision_backend = f"{backend.precision} ({backend.name})" if shadow is not None else "no shadow"
         if shadow is not None:
@@ -136,9 +143,11 @@ class SolRLModule(LightningModule):
         replicas: dict[str, Any] = {"merged": merged} | ({"shadow": shadow} if shadow is not None else {})
         for module in replicas.values():
             replica.own_weights(module, layers)
-            if sampling.compile:
+        if sampling.compile:
+            for module in (base, *replicas.values()):
                 compile_blocks(module, fullgraph=module is not shadow or backend.fullgraph)
-        for name, value in (("policy", policy), ("rewards", rewards), ("replicas", replicas), ("lora_layers", layers)):
+        unregistered = {"policy": policy, "rewards": rewards, "base": base, "replicas": replicas, "lora_layers": layers}
+        for name, value in unregistered.items():
             object.__setattr__(self, name, value)
         self.transformer_of: dict[str, Callable[[], AbstractContextManager[nn.Module]]] = {
             "policy": partial(adapters.using, self.transformer, layers, OLD),
@@ -169,7 +178,7 @@ class SolRLModule(LightningModule):
         trajectory = Trajectory(self.policy.sigmas(stage.steps), stage.solver, begin, stage.stop_after)
         rest = (self.batching[stage.sampler], self.rewards.trained, prompts, seeds, trajectory, progress)
         with self.transformer_of[stage.sampler]() as transformer:
-            return run_stage(self.policy, transformer, *rest)
+            return run_stage(self.policy, transformer, *rest, overlap=self.overlap)
 
     @torch.no_grad()
     def sample(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int) -> Tensor:
@@ -187,7 +196,7 @@ class SolRLModule(LightningModule):
         trajectory = Trajectory(self.policy.sigmas(steps), self.sampling.solver)
         rest = (self.batching["merged"], self.rewards, self.encode(prompts), seeds, trajectory, progress)
         with self.merged_with(self.adapter_state(weights)) as transformer:
-            return run_stage(self.policy, transformer, *rest)
+            return run_stage(self.policy, transformer, *rest, overlap=self.overlap)
 
     def adapter_state(self, name: str) -> State:
         """Adapter "default" or "old", their average "ema", or "base": no adapter at all."""
@@ -217,9 +226,9 @@ class SolRLModule(LightningModule):
 
     def training_step(self, batch: TrainingBatch, batch_idx: int) -> Tensor:
         with torch.no_grad():
-            old = self._velocity(batch, OLD)
-            reference = self._velocity(batch, None) if self.kl_needs_reference else None
-        velocity = self.policy.velocity(self.transformer, batch.x_t, batch.sigma, batch.conditioning)
+            old = self._velocity(self.replicas["merged"], batch)
+            reference = self._velocity(self.base, batch) if self.kl_needs_reference else None
+        velocity = self._velocity(self.transformer, batch)
         terms = self.objective(velocity, old, reference, batch.x0, batch.x_t, batch.sigma, batch.advantage)
         check_finite(terms.rows.detach(), "loss", batch.prompts, batch.seeds)
         loss = (terms.rows * batch.weight).mean()
@@ -227,9 +236,8 @@ class SolRLModule(LightningModule):
         self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
         return loss
 
-    def _velocity(self, batch: TrainingBatch, adapter: str | None) -> Tensor:
-        with adapters.using(self.transformer, self.lora_layers, adapter) as transformer:
-            return self.policy.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning)
+    def _velocity(self, transformer: nn.Module, batch: TrainingBatch) -> Tensor:
+        return self.policy.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained_parameters() if p.grad is not None])

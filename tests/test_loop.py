@@ -167,6 +167,34 @@ def test_micro_batches_accumulate_to_the_gradient_of_one_batch(tmp_path: Path) -
         assert torch.linalg.vector_norm(other - gradients[0]) <= 0.02 * torch.linalg.vector_norm(gradients[0])
 
 
+@pytest.mark.parametrize("kl_weight", [0.0, 1e-4])
+def test_a_micro_batch_takes_no_more_forward_passes_than_the_loss_has_terms(tmp_path: Path, kl_weight: float) -> None:
+    module, trainer, loop = make(tmp_path, f"objective.kl_weight={kl_weight}", max_epochs=1)
+    velocity, passes = module.policy.velocity, []
+
+    def noted(transformer: Any, *args: Any) -> Tensor:
+        if loop.stopwatch.current == "train":
+            passes.append(transformer)
+        return velocity(transformer, *args)
+
+    module.policy.velocity = noted  # type: ignore[method-assign]
+    fit(module, trainer, loop)
+    reference = [module.base] if kl_weight else []
+    assert passes == [module.replicas["merged"], *reference, module.transformer] * MICRO_BATCHES
+
+
+def test_the_reference_is_the_model_without_adapters_whatever_they_hold(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, max_epochs=1)
+    rows = module.encode(module.eval_prompts[:1])
+    x, sigma = module.policy.noise(torch.tensor([5])), torch.tensor(0.5)
+    before = module.policy.velocity(module.transformer, x, sigma, rows.conditioning)
+    for name, value in module.adapter_state("default").items():
+        value.fill_(0.1 if "lora_B" in name else 0.2)
+    with torch.no_grad():
+        assert torch.equal(module.policy.velocity(module.base, x, sigma, rows.conditioning), before)
+        assert not torch.equal(module.policy.velocity(module.transformer, x, sigma, rows.conditioning), before)
+
+
 class _Gradients(Callback):
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
         self.flat = torch.cat([parameter.grad.flatten() for parameter in pl_module.trained_parameters()])

@@ -63,18 +63,12 @@ def merged_weights(layers: dict[str, LoraLayer], state: State) -> Iterator[tuple
 
 
 @contextmanager
-def using(transformer: nn.Module, layers: dict[str, LoraLayer], adapter: str | None) -> Iterator[nn.Module]:
-    """The transformer under another adapter, or under none for the base model; "default" is active again afterwards."""
-    if adapter is None:
-        for layer in layers.values():
-            layer.enable_adapters(False)
-    else:
-        _activate(layers, adapter)
+def using(transformer: nn.Module, layers: dict[str, LoraLayer], adapter: str) -> Iterator[nn.Module]:
+    """The transformer under another adapter; "default" is active again afterwards."""
+    _activate(layers, adapter)
     try:
         yield transformer
     finally:
-        for layer in layers.values():
-            layer.enable_adapters(True)
         _activate(layers, TRAINED)
 
 

@@ -9,6 +9,7 @@ Shapes: P prompts, N pool, B chunk, T solver steps.
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.beside import at_once, beside
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.sampling import SolverState, advance, start
 
@@ -143,32 +145,39 @@ def run_stage(
     seeds: Tensor,
     trajectory: Trajectory,
     progress: Progress,
+    overlap: bool = False,
 ) -> Candidates:
     """Samples, decodes and scores every candidate of seeds [P, N]; of a trajectory that stops early, its predicted x0.
+
+    With ``overlap`` a chunk is decoded and scored while the next one is sampled.
 
     Raises:
         NonFiniteError: an image or a reward is NaN or infinite; the message names the prompt and the seed.
     """
-    owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
+    owner, shape = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1]), tuple(seeds.shape)
     latents, standing, scores = [], [], []
     progress(0, seeds.numel())
-    for index, state in sample_states(policy, transformer, batching, prompts, seeds, trajectory):
-        assert state.x0 is not None  # at least one step was taken
-        texts = [prompts.texts[i] for i in owner[index].tolist()]
-        try:
-            scores.append(rewards(policy.decode(state.x0), texts))
-        except NonFiniteError as error:
-            seed = int(seeds.flatten()[index[error.row]])
-            raise NonFiniteError(f"{error} with seed {seed}; {_MENDING}", error.row) from error
-        latents.append(state.x0)
-        standing.append(state.x)
-        progress(int(index[-1]) + 1, seeds.numel())
-    shape = tuple(seeds.shape)
+    with beside(policy.device) if overlap else at_once() as submit:
+        for index, state in sample_states(policy, transformer, batching, prompts, seeds, trajectory):
+            assert state.x0 is not None  # at least one step was taken
+            texts = [prompts.texts[i] for i in owner[index].tolist()]
+            scores.append(submit(partial(_scored, policy, rewards, state.x0, texts, seeds.flatten()[index])))
+            latents.append(state.x0)
+            standing.append(state.x)
+            progress(int(index[-1]) + 1, seeds.numel())
+        each = torch.cat([score.result() for score in scores]).unflatten(0, shape)
     stopped = trajectory.until is not None and trajectory.until < len(trajectory.sigmas) - 1
     x0 = torch.cat(latents).unflatten(0, shape)
-    each = torch.cat(scores).unflatten(0, shape)
     x = torch.cat(standing).unflatten(0, shape) if stopped else x0
     return Candidates(seeds, x0, rewards.total(each), each, x)
+
+
+def _scored(policy: Policy, rewards: WeightedRewards, x0: Tensor, texts: list[str], seeds: Tensor) -> Tensor:
+    """float32 [B, R] of latents [B, ...]."""
+    try:
+        return rewards(policy.decode(x0), texts)
+    except NonFiniteError as error:
+        raise NonFiniteError(f"{error} with seed {int(seeds[error.row])}; {_MENDING}", error.row) from error
 
 
 def check_finite(values: Tensor, what: str, prompts: list[str], seeds: Tensor) -> None:

@@ -2,12 +2,18 @@
 
 Three measurements, each after a warm-up and within one process, so that their ratios mean something:
 
-1. forward    one forward pass of the transformer, BF16 and shadow, eager and compiled, taken in turn
-2. families   iterations of real training, family by family and stage by stage
+1. forward    one forward pass of the transformer, BF16 and shadow, eager and compiled, taken in turn, beside the
+              largest rate of matrix products that this device was seen to reach
+2. families   iterations of real training, family by family and stage by stage, and the memory that they take
 3. overhead   the share of an iteration of ``family=`` that is spent outside the models' own computation
+
+With ``model.weights=random`` all of it runs at a model's real size without a file; time does not depend on the numbers.
 """
 
+import gc
 import platform
+import resource
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -20,6 +26,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.build import build_loop, build_module, device_of, stages_of, with_option
 from solrl_lightning.callbacks.requantize import Requantize
@@ -28,10 +35,13 @@ from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule, Stage
 from solrl_lightning.policies import replica
-from solrl_lightning.policies.compilation import can_compile, compile_blocks
+from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
+from solrl_lightning.quantization.emulated import operand_dtype
 from solrl_lightning.tasks.report import format_table, write_json
 
 _WARM_UP, _FORWARDS = 3, 20  # forward passes of each variant; the first compiles
+_PRODUCTS = 10  # timed matrix products, after _WARM_UP others
+_PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}  # rows and columns: large enough for the units, small enough for the time
 _ROLLOUT = ("requantize", "explore", "regenerate")
 _STAGES = (*_ROLLOUT, "train")
 _BASELINES = ("naive_scaling", "compile")
@@ -40,12 +50,15 @@ _MODELS = ("encode", "transformer", "decode", "reward", "backward", "optimizer")
 
 def benchmark(cfg: DictConfig) -> dict[str, Any]:
     """Runs the three measurements; writes benchmark.json and prints their tables."""
-    families = {name: _family(cfg, name) for name in cfg.task.families}
     device = device_of(cfg)
+    families = family_configs(cfg, device)
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
+        "model": cfg.model.pretrained,
+        "weights": cfg.model.weights,
+        "resolution": cfg.model.resolution,
     }
     result["forward"] = forward_times(cfg, device)
     print(format_forward(result["forward"]), flush=True)
@@ -58,12 +71,27 @@ def benchmark(cfg: DictConfig) -> dict[str, Any]:
     return result
 
 
+def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfig]:
+    """The configuration of every row, by its name: a family, or a family with a shadow and the shadow's precision."""
+    configs: dict[str, DictConfig] = {}
+    for family in cfg.task.families:
+        own = _family(cfg, family, device)
+        has_shadow = any(stage.sampler == "shadow" for stage in stages_of(own))
+        if not (has_shadow and cfg.task.precisions):
+            configs[family] = own
+            continue
+        for precision in cfg.task.precisions:
+            configs[f"{family} {precision}"] = with_option(own, "precision", precision)
+    return configs
+
+
 # One forward pass
 
 
 @torch.no_grad()
 def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     """Median seconds of a forward pass of ``model.rollout_batch`` candidates; the variants take turns."""
+    _release(device)
     module = build_module(cfg, device, [Stage("explore", "shadow", steps=1, solver="euler")])
     module.refresh_shadow()
     originals = {"bf16": module.replicas["merged"], "shadow": module.replicas["shadow"]}
@@ -76,6 +104,9 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     batch = cfg.model.rollout_batch
     _, conditioning = module.encode(module.eval_prompts[:1]).rows(torch.zeros(batch, dtype=torch.int64))
     x, sigma = module.policy.noise(torch.arange(batch)), torch.tensor(0.5, device=device)
+    with FlopCounterMode(display=False) as counter:
+        module.policy.velocity(variants["bf16 eager"], x, sigma, conditioning)
+    flops, peak = counter.get_total_flops(), matmul_peak(device)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(_WARM_UP + _FORWARDS):
         for name, transformer in variants.items():
@@ -84,22 +115,54 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
             seconds[name].append(_now(device) - start)
     medians = {name: median(values[_WARM_UP:]) for name, values in seconds.items()}
     against = "bf16 compiled" if "bf16 compiled" in medians else "bf16 eager"
+    tflops = {name: flops / value / 1e12 for name, value in medians.items()}
     return {
         "batch": batch,
         "precision_backend": module.precision_backend,
         "seconds": medians,
         "against": against,
         "ratios": {name: value / medians[against] for name, value in medians.items()},
+        "flops": flops,
+        "tflops": tflops,
+        "peak": peak,
+        "share_of_peak": {name: value / peak["tflops"] for name, value in tflops.items()},
     }
+
+
+@torch.no_grad()
+def matmul_peak(device: torch.device) -> dict[str, Any]:
+    """The rate of one large square product, in BF16 or, on a CPU without BF16 units, in the FP32 that stands for it."""
+    size, dtype = _PRODUCT_SIZE[device.type], operand_dtype(device)
+    left, right = torch.randn(2, size, size, device=device, dtype=dtype)
+    seconds = []
+    for _ in range(_WARM_UP + _PRODUCTS):
+        start = _now(device)
+        left @ right
+        seconds.append(_now(device) - start)
+    tflops = 2 * size**3 / median(seconds[_WARM_UP:]) / 1e12
+    return {"tflops": tflops, "size": size, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def format_forward(result: dict[str, Any]) -> str:
     rows = [
-        [name, f"{1000 * seconds:.1f}", f"{result['ratios'][name]:.2f}"] for name, seconds in result["seconds"].items()
+        [
+            name,
+            f"{1000 * seconds:.1f}",
+            f"{result['ratios'][name]:.2f}",
+            f"{result['batch'] / seconds:.1f}",
+            f"{result['tflops'][name]:.3g}",
+            f"{100 * result['share_of_peak'][name]:.0f} %",
+        ]
+        for name, seconds in result["seconds"].items()
     ]
-    shadow = result["precision_backend"]
-    title = f"a forward pass of {result['batch']} candidates, median of {_FORWARDS}; the shadow is {shadow}"
-    return f"{title}\n{format_table(['transformer', 'ms', 'x ' + result['against']], rows)}"
+    shadow, peak = result["precision_backend"], result["peak"]
+    title = (
+        f"a forward pass of {result['batch']} candidates, {result['flops'] / 1e12:.3g} TFLOPs, median of {_FORWARDS}; "
+        f"the shadow is {shadow}.\nThe peak is {peak['tflops']:.3g} TFLOP/s, of a product of two {peak['dtype']} "
+        f"matrices of {peak['size']} x {peak['size']}"
+    )
+    columns = ["transformer", "ms", "x " + result["against"], "images/s", "TFLOP/s", "of the peak"]
+    return f"{title}\n{format_table(columns, rows)}"
 
 
 # Iterations
@@ -181,8 +244,8 @@ class LapTimer(Callback):
 
 
 def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[Lap]:
-    """Trains for ``task.repeats`` iterations after one of warm-up, with nothing around them but the re-quantisation."""
-    torch.compiler.reset()  # a family compiles for itself
+    """One iteration of warm-up and ``task.repeats`` others, with nothing around them but the re-quantisation."""
+    _release(device)
     timer = LapTimer(device)
     trainer: Trainer = instantiate(
         cfg.trainer,
@@ -201,46 +264,79 @@ def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[L
         timer.watch(module)
     loop = build_loop(cfg, trainer)
     trainer.fit(module, loop.loader, RankShare([], 0, 1))
-    return timer.laps[1:]
+    return timer.laps
 
 
 def family_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     """Median seconds of an iteration of ``cfg.family`` and of its stages; a stage that it lacks takes none."""
-    laps = run_iterations(cfg, device, watch=False)
+    warm_up, *laps = run_iterations(cfg, device, watch=False)
     stages = {stage: median(lap.stages.get(stage, 0.0) for lap in laps) for stage in _STAGES}
     rollout = median(sum(lap.stages.get(stage, 0.0) for stage in _ROLLOUT) for lap in laps)
     iteration = median(lap.seconds for lap in laps)
-    return {"pool": cfg.family.pool, "keep": cfg.family.keep, **stages, "rollout": rollout, "iteration": iteration}
+    return {
+        "pool": cfg.family.pool,
+        "keep": cfg.family.keep,
+        "compiled": should_compile(cfg.family.compile, device)[0],
+        **stages,
+        "rollout": rollout,
+        "iteration": iteration,
+        "warm_up": warm_up.seconds,
+        "images_per_second": cfg.prompts_per_iteration * cfg.family.pool / rollout,
+        "requantize_share": stages["requantize"] / iteration,
+        "peak_memory": peak_memory(device),
+    }
+
+
+def peak_memory(device: torch.device) -> dict[str, Any]:
+    """The most bytes that tensors took on a GPU since ``_release``, or that the process has taken on a CPU so far."""
+    if device.type == "cuda":
+        return {"bytes": torch.cuda.max_memory_allocated(device), "of": "the family"}
+    kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return {"bytes": kept if sys.platform == "darwin" else 1024 * kept, "of": "the process so far"}
 
 
 def with_speedups(families: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """How many times faster than each baseline a family rolls out."""
-    baselines = {name: families[name]["rollout"] for name in _BASELINES if name in families}
+    """How many times faster than each baseline a family rolls out, and goes through an iteration."""
+    baselines = [name for name in _BASELINES if name in families]
+    spans = ("rollout", "iteration")
     return {
-        name: times | {"speedup": {baseline: seconds / times["rollout"] for baseline, seconds in baselines.items()}}
+        name: times | {"speedup": {b: {span: families[b][span] / times[span] for span in spans} for b in baselines}}
         for name, times in families.items()
     }
 
 
 def format_families(families: dict[str, dict[str, Any]], repeats: int) -> str:
-    baselines = list(next(iter(families.values()))["speedup"])
-    columns = ["family", "kept", *_STAGES, "rollout", "iteration", *(f"x {name}" for name in baselines)]
-    rows = [
+    first = next(iter(families.values()))
+    baselines, memory = list(first["speedup"]), first["peak_memory"]["of"]
+    seconds = [
+        [name, f"{times['keep']}-in-{times['pool']}", "yes" if times["compiled"] else "no"]
+        + [f"{times[column]:.3g}" for column in (*_STAGES, "rollout", "iteration", "warm_up")]
+        for name, times in families.items()
+    ]
+    rates = [
         [
             name,
-            f"{times['keep']}-in-{times['pool']}",
-            *(f"{times[stage]:.2f}" for stage in (*_STAGES, "rollout", "iteration")),
-            *(f"{times['speedup'][baseline]:.2f}" for baseline in baselines),
+            f"{times['images_per_second']:.3g}",
+            *(f"{times['speedup'][b][span]:.2f}" for span in ("rollout", "iteration") for b in baselines),
+            f"{100 * times['requantize_share']:.2f} %",
+            f"{times['peak_memory']['bytes'] / 1e9:.2f}",
         ]
         for name, times in families.items()
     ]
-    title = f"seconds per iteration, median of {repeats}; rollout is {' + '.join(_ROLLOUT)}; x times faster than"
-    return f"{title}\n{format_table(columns, rows)}"
+    columns = ["family", "kept", "compiled", *_STAGES, "rollout", "iteration", "warm-up"]
+    against = [f"{span} x {b}" for span in ("rollout", "iteration") for b in baselines]
+    return (
+        f"seconds per iteration, median of {repeats}; rollout is {' + '.join(_ROLLOUT)}; warm-up is the iteration "
+        f"before, which compiles\n{format_table(columns, seconds)}\n"
+        "candidates per second of the rollout; times faster than; re-quantising as a share of the iteration; peak "
+        f"memory of {memory} in GB (10^9)\n"
+        f"{format_table(['family', 'images/s', *against, 'requantize', 'memory'], rates)}"
+    )
 
 
 def overhead(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     """Where an iteration's seconds are spent (means), and the share outside the models (median over iterations)."""
-    laps = run_iterations(cfg, device, watch=True)
+    _, *laps = run_iterations(cfg, device, watch=True)
     stages: dict[str, dict[str, float]] = {}
     for stage in _STAGES:
         total = sum(lap.stages.get(stage, 0.0) for lap in laps) / len(laps)
@@ -263,12 +359,27 @@ def format_overhead(result: dict[str, Any]) -> str:
     return f"{title}\n{format_table(columns, rows)}"
 
 
-def _family(cfg: DictConfig, name: str) -> DictConfig:
-    """The configuration with another family, of the sizes that ``task.sizes`` asks for."""
+def _family(cfg: DictConfig, name: str, device: torch.device) -> DictConfig:
+    """The configuration with another family, of the sizes that ``task.sizes`` asks for.
+
+    Families that leave compilation open get it as ``task.compile`` says, on a CPU too: compared with the family
+    ``compile`` they would else be charged for their eager products.
+    """
     changed = with_option(cfg, "family", name)
     changed.family.update({key: value for key, value in cfg.task.sizes.items() if value is not None})
+    if changed.family.compile == "auto":
+        changed.family.compile = bool(cfg.task.compile) and can_compile(device)
     check_values(changed)
     return changed
+
+
+def _release(device: torch.device) -> None:
+    """Frees what the measurement before has left, compiled code too: each compiles for itself."""
+    torch.compiler.reset()
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _now(device: torch.device) -> float:

@@ -234,8 +234,8 @@ def work(family: Family, iteration: Iteration, passes: Passes, quantized_macs: i
     decodes = prompts * (family.pool + family.keep * (len(family.stages) - 1))
     macs = {stage.name: prompts * counts[stage.name] * cost[stage.sampler] for stage in family.stages}
     macs["decode"] = decodes * passes.decode
-    # The old policy and the trained one have LoRA branches; the base model of a KL term has none.
-    macs["train"] = rows * (2 * passes.adapted + iteration.kl_needs_reference * passes.forward + passes.backward)
+    # Only the trained policy has LoRA branches; the old one is merged, and the base model of a KL term has none.
+    macs["train"] = rows * (passes.adapted + (1 + iteration.kl_needs_reference) * passes.forward + passes.backward)
     return {
         "family": family.name,
         "prompt": counts,

@@ -1,5 +1,6 @@
 """One stage of a rollout, on the real classes: chunks, padding, who belongs to which prompt, and broken rewards."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -76,10 +77,11 @@ def run(
     steps: int = 2,
     begin: SolverState | None = None,
     until: int | None = None,
+    overlap: bool = False,
 ) -> Candidates:
     prompts, rewards = Prompts(texts, policy.encode(texts)), WeightedRewards({"made": Made(reward)}, {"made": 1.0})
     trajectory = Trajectory(policy.sigmas(steps), solver, begin, until)
-    return run_stage(policy, policy.transformer, batching, rewards, prompts, seeds, trajectory, progress)
+    return run_stage(policy, policy.transformer, batching, rewards, prompts, seeds, trajectory, progress, overlap)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 15, 96])
@@ -189,6 +191,22 @@ def test_a_reward_that_is_not_finite_names_its_prompt_and_seed(policy: Recorder,
     assert f"reward made is {value}" in message
     assert repr(TEXTS[position]) in message and f"seed {SEEDS.flatten()[position]};" in message
     assert "last checkpoint is intact" in message
+
+
+def test_scoring_beside_the_sampling_changes_nothing(policy: Recorder) -> None:
+    threads: list[str] = []
+
+    def reward(images: Tensor, prompts: list[str]) -> Tensor:
+        assert not torch.is_grad_enabled()
+        threads.append(threading.current_thread().name)
+        return brightness(images, prompts)
+
+    plain = run(policy, Batching(4, True), "euler")
+    found = run(policy, Batching(4, True), "euler", reward, overlap=True)
+    assert torch.equal(found.latents, plain.latents) and torch.equal(found.rewards, plain.rewards)
+    assert len(threads) == 4 and len(set(threads)) == 1 and threads[0] != threading.current_thread().name
+    with pytest.raises(NonFiniteError, match=rf"reward made is nan .*{TEXTS[0]}.* seed {int(SEEDS[0, 0])};"):
+        run(policy, Batching(4, True), "euler", lambda images, prompts: images[:, 0, 0, 0] * torch.nan, overlap=True)
 
 
 def test_the_first_of_several_broken_values_is_named() -> None:
