@@ -8,30 +8,18 @@ same numbers anywhere with other units, neither faster nor smaller than BF16.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.quantization import bf16
 from solrl_lightning.quantization.emulated import NVFP4Linear, operand_dtype
 from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear
 from solrl_lightning.quantization.int8 import EmulatedINT8Linear, INT8Linear
+from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
 from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear
-
-
-class QuantizedLinear(Protocol):
-    """What a backend's layer class offers besides being a module: x [..., in] -> [..., out] of the same dtype."""
-
-    @classmethod
-    def obstacle(cls, linear: nn.Linear) -> str: ...
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> Any: ...
-
-    def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None: ...
 
 
 class Backend(NamedTuple):

@@ -17,11 +17,12 @@ faster there.
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from solrl_lightning.policies.bf16 import has_bf16_units
 from solrl_lightning.quantization.last_input import LastInput
+from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.nvfp4 import BLOCK, fake_quantize
 
 
@@ -35,41 +36,24 @@ def operand_dtype(device: torch.device) -> torch.dtype:
 _quantized = LastInput(fake_quantize)
 
 
-class NVFP4Linear(nn.Module):
-    """y = x W^T + b with W and x in NVFP4. Build it with `from_linear`; it has buffers only, nothing to train."""
+class NVFP4Linear(QuantizedLinear):
+    """With W and x in NVFP4, as FP32 or BF16 numbers."""
+
+    multiples = (BLOCK, 1)
 
     weight_values: Tensor  # [out, in] e2m1 * block_scale
     weight_scale: Tensor  # float32 [], the weight's global scale
     bias: Tensor | None  # float32 [out]
 
     def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
+        super().__init__(in_features, out_features, bias, device)
         values = torch.zeros(out_features, in_features, dtype=operand_dtype(device), device=device)
         self.register_buffer("weight_values", values)
         self.register_buffer("weight_scale", torch.zeros((), device=device))
         self.register_buffer("bias", torch.zeros(out_features, device=device) if bias else None)
 
-    @staticmethod
-    def obstacle(linear: nn.Linear) -> str:
-        """Why this layer cannot be quantised, or an empty string."""
-        if linear.in_features % BLOCK:
-            return f"in_features {linear.in_features} is not a multiple of {BLOCK}"
-        return ""
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> NVFP4Linear:
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.device)
-        layer.refresh(linear.weight, linear.bias)
-        return layer
-
     @torch.no_grad()
     def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Quantise another weight [out, in] into the same buffers, so that a compiled graph stays valid.
-
-        A bias [out] replaces the old one; without it the old one stays.
-        """
         values, scale = fake_quantize(weight, self.weight_values.dtype)
         self.weight_values.copy_(values)
         self.weight_scale.copy_(scale)
@@ -80,9 +64,6 @@ class NVFP4Linear(nn.Module):
         values, scale = _quantized(x, self.weight_values.dtype)
         y = product(values, self.weight_values).mul_(scale * self.weight_scale)
         return (y if self.bias is None else y.add_(self.bias)).to(x.dtype)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:

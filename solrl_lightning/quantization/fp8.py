@@ -40,7 +40,7 @@ def round_e4m3(x: Tensor) -> Tensor:
 class FP8Linear(RowwiseLinear):
     """On FP8 units; the layer holds 8 bits a weight."""
 
-    multiple = 16  # of torch._scaled_mm
+    multiples = (16, 16)  # of torch._scaled_mm
     quantized = LastInput(quantize)
 
     @staticmethod

@@ -31,7 +31,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 class INT8Linear(RowwiseLinear):
     """On INT8 units; the layer holds 8 bits a weight."""
 
-    multiple = 8  # of torch._int_mm on a GPU
+    multiples = (8, 8)  # of torch._int_mm on a GPU
     quantized = LastInput(quantize)
 
     @staticmethod

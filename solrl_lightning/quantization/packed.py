@@ -11,9 +11,10 @@ Left out: torchao.prototype.mx_formats, which has the same product in a tensor s
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
+from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.nvfp4 import BLOCK, NVFP4Tensor, encode
 
 E2M1X2 = torch.float4_e2m1fn_x2
@@ -40,8 +41,10 @@ def scaled_product(x: NVFP4Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     )
 
 
-class PackedNVFP4Linear(nn.Module):
-    """y = x W^T + b with W and x in NVFP4. Build it with `from_linear`; it has buffers only, nothing to train."""
+class PackedNVFP4Linear(QuantizedLinear):
+    """With W and x in NVFP4, W packed."""
+
+    multiples = (2 * BLOCK, BLOCK)  # 32 inputs are the 16 bytes to which a row of codes must be aligned
 
     packed: Tensor  # uint8 [out, in / 2]
     block_scales: Tensor  # float8_e4m3fn, swizzled
@@ -49,9 +52,7 @@ class PackedNVFP4Linear(nn.Module):
     bias: Tensor | None  # float32 [out]
 
     def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
+        super().__init__(in_features, out_features, bias, device)
         scales = torch.zeros(out_features, in_features // BLOCK, device=device).to(torch.float8_e4m3fn)
         packed = torch.zeros(out_features, in_features // 2, dtype=torch.uint8, device=device)
         self.register_buffer("packed", packed)
@@ -59,24 +60,8 @@ class PackedNVFP4Linear(nn.Module):
         self.register_buffer("weight_scale", torch.zeros((), device=device))
         self.register_buffer("bias", torch.zeros(out_features, device=device) if bias else None)
 
-    @staticmethod
-    def obstacle(linear: nn.Linear) -> str:
-        """Why this layer cannot be quantised, or an empty string."""
-        # 32 inputs are the 16 bytes to which a row of codes must be aligned.
-        for name, value, multiple in (("in", linear.in_features, 2 * BLOCK), ("out", linear.out_features, BLOCK)):
-            if value % multiple:
-                return f"{name}_features {value} is not a multiple of {multiple}"
-        return ""
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> PackedNVFP4Linear:
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.device)
-        layer.refresh(linear.weight, linear.bias)
-        return layer
-
     @torch.no_grad()
     def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """As `NVFP4Linear.refresh`."""
         quantized = encode(weight)
         self.packed.copy_(quantized.packed)
         self.block_scales.copy_(swizzle(quantized.block_scales))
@@ -89,6 +74,3 @@ class PackedNVFP4Linear(nn.Module):
         y = scaled_product(quantized, self.packed, self.block_scales) * (quantized.global_scale * self.weight_scale)
         y = y if self.bias is None else y + self.bias
         return y.to(x.dtype).unflatten(0, x.shape[:-1])
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -16,9 +16,10 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from solrl_lightning.quantization.last_input import LastInput
+from solrl_lightning.quantization.linear import QuantizedLinear
 
 _SMALLEST_AMAX = 1e-12  # so that a row of zeros gives zeros
 
@@ -30,11 +31,9 @@ def row_scale(x: Tensor, largest: float) -> Tensor:
     return torch.maximum(high, -low).clamp(min=_SMALLEST_AMAX) / torch.full_like(high, largest)
 
 
-class RowwiseLinear(nn.Module):
-    """y = x W^T + b with W and x as 8-bit codes. Build it with `from_linear`; it has buffers only, nothing to train."""
+class RowwiseLinear(QuantizedLinear):
+    """With W and x as 8-bit codes."""
 
-    multiple: ClassVar[int] = 1
-    """in_features and out_features must be multiples of it."""
     quantized: ClassVar[LastInput]
     """x [..., D] -> codes [..., D] in a dtype and FP32 scales [..., 1]."""
 
@@ -43,9 +42,7 @@ class RowwiseLinear(nn.Module):
     bias: Tensor | None  # float32 [out]
 
     def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device) -> None:
-        super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
+        super().__init__(in_features, out_features, bias, device)
         codes = torch.zeros(out_features, in_features, dtype=self.code_dtype(device), device=device)
         self.register_buffer("codes", codes)
         self.register_buffer("weight_scale", torch.zeros(out_features, device=device))
@@ -60,26 +57,8 @@ class RowwiseLinear(nn.Module):
         """codes [M, in], scale [M, 1] -> y [M, out] in `dtype`."""
         raise NotImplementedError
 
-    @classmethod
-    def obstacle(cls, linear: nn.Linear) -> str:
-        """Why this layer cannot be quantised, or an empty string."""
-        for name, value in (("in_features", linear.in_features), ("out_features", linear.out_features)):
-            if value % cls.multiple:
-                return f"{name} {value} is not a multiple of {cls.multiple}"
-        return ""
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> RowwiseLinear:
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.device)
-        layer.refresh(linear.weight, linear.bias)
-        return layer
-
     @torch.no_grad()
     def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Quantise another weight [out, in] into the same buffers, so that a compiled graph stays valid.
-
-        A bias [out] replaces the old one; without it the old one stays.
-        """
         codes, scale = self.quantized.quantize(weight, self.codes.dtype)
         self.codes.copy_(codes)
         self.weight_scale.copy_(scale.squeeze(-1))
@@ -95,6 +74,3 @@ class RowwiseLinear(nn.Module):
         """Sums of code products [M, out] -> y, rounded once."""
         y = sums.float().mul_(scale).mul_(self.weight_scale)
         return (y if self.bias is None else y.add_(self.bias)).to(dtype)
-
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

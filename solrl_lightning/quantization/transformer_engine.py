@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from solrl_lightning.quantization.linear import QuantizedLinear
+
 ROLLOUT_RECIPE = {"disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True}
-MULTIPLE = 16  # of in_features and out_features
 ROWS = 32
 
 
@@ -35,14 +36,16 @@ def rollout_recipe() -> Any:
     return NVFP4BlockScaling(**ROLLOUT_RECIPE)
 
 
-class TransformerEngineLinear(nn.Module):
-    """y = x W^T + b with W and x in NVFP4 and y in BF16. Build it with `from_linear`; nothing in it is trained."""
+class TransformerEngineLinear(QuantizedLinear):
+    """With W and x in NVFP4, and y rounded to BF16."""
+
+    multiples = (16, 16)
 
     def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device) -> None:
         # Imported here: it is there only on the hardware that it is for.
         import transformer_engine.pytorch as te
 
-        super().__init__()
+        super().__init__(in_features, out_features, bias, device)
         with torch.no_grad(), te.quantized_model_init(enabled=True, recipe=rollout_recipe()):
             self.linear = te.Linear(
                 in_features,
@@ -55,27 +58,9 @@ class TransformerEngineLinear(nn.Module):
         self.linear.requires_grad_(False)
         self._autocast = te.autocast
 
-    @staticmethod
-    def obstacle(linear: nn.Linear) -> str:
-        """Why this layer cannot be quantised, or an empty string."""
-        for name, value in (("in_features", linear.in_features), ("out_features", linear.out_features)):
-            if value % MULTIPLE:
-                return f"{name} {value} is not a multiple of {MULTIPLE}"
-        return ""
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> TransformerEngineLinear:
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.device)
-        layer.refresh(linear.weight, linear.bias)
-        return layer
-
     @torch.no_grad()
     def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Quantise another weight [out, in], rounded to BF16, into the same parameter.
-
-        A bias [out] replaces the old one; without it the old one stays.
-        """
-        self.linear.weight.copy_(weight.bfloat16())
+        self.linear.weight.copy_(weight.bfloat16())  # which quantises it
         if self.linear.use_bias and bias is not None:
             self.linear.bias.copy_(bias)
 
