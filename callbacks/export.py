@@ -14,7 +14,7 @@ class ExportLoRA(Callback):
         self._export(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if trainer.training:
+        if trainer.training and trainer.global_step > 0:  # before the first step there is nothing to export
             self._export(trainer, pl_module)
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -104,6 +104,7 @@ class RunSummary(Callback):
             "improvement": final - base if base is not None and final is not None else None,
             "iterations": trainer.current_epoch,
             "seconds_total": self._seconds(),
+            "seconds_before_resume": self._seconds_before,
             "seconds_per_stage": stage_seconds(find(trainer, StageTimings)),
             "rank_fidelity": rank_fidelity(find(trainer, RankCorrelation)),
             "precision_backend": str(module.precision_backend),
@@ -115,10 +116,11 @@ class RunSummary(Callback):
 
 
 def base_and_final(evaluations: Sequence[Mapping[str, Any]], reward: str) -> tuple[float | None, float | None]:
-    """Held-out reward before training (the evaluation of iteration 0) and the latest; None where there is none."""
+    """Held-out reward before training (the evaluation of iteration 0) and the latest after; None where there is none."""
     scored = [row for row in evaluations if reward in row]
     base = next((float(row[reward]) for row in scored if row["iteration"] == 0), None)
-    return base, float(scored[-1][reward]) if scored else None
+    trained = [float(row[reward]) for row in scored if row["iteration"] > 0]
+    return base, trained[-1] if trained else None
 
 
 def stage_seconds(timings: StageTimings | None) -> dict[str, dict[str, float | None]]:
@@ -176,6 +178,8 @@ def log_hyperparameters(trainer: Trainer, hparams: Mapping[str, Any], facts: Map
 def format_summary(facts: Mapping[str, Any]) -> str:
     """The table that ends a run."""
     done = f"{facts['status']} after {facts['iterations']} iterations in {facts['seconds_total']:.0f} s"
+    if facts["seconds_before_resume"] > 0:
+        done += f", {facts['seconds_before_resume']:.0f} s of them before it was resumed"
     rows = [("status", done if facts["error"] is None else f"{done}: {facts['error']}")]
     change = "" if facts["improvement"] is None else f" ({facts['improvement']:+.4f})"
     rewards = f"{number(facts['base_reward'])} -> {number(facts['final_reward'])}{change}"
