@@ -68,7 +68,11 @@ def build_trainer(cfg: DictConfig) -> Trainer:
 def stages_of(cfg: DictConfig) -> list[Stage]:
     """The family's passes over the pool: explore, where it has one, and regenerate."""
     named = (("explore", cfg.family.explore), ("regenerate", cfg.family.regenerate))
-    return [Stage(name, s.sampler, s.steps, s.solver, s.get("stop_after")) for name, s in named if s is not None]
+    return [
+        Stage(name, s.sampler, s.steps, s.solver, s.get("stop_after"), s.get("decoder", "full"))
+        for name, s in named
+        if s is not None
+    ]
 
 
 def build_rewards(cfg: DictConfig, device: torch.device) -> WeightedRewards:

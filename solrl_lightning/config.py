@@ -32,6 +32,7 @@ CONFIG_MODULE = "solrl_lightning.conf"
 
 SAMPLERS = ("shadow", "merged", "policy")
 SOLVERS = ("euler", "dpm2")
+DECODERS = ("full", "preview")
 
 # Whole numbers of at least 1.
 _COUNTS = (
@@ -278,6 +279,7 @@ def check_values(cfg: DictConfig) -> None:
     _check_folders(cfg)
     _check_stages(cfg.family)
     _check_prefix(cfg.family)
+    _check_decoders(cfg)
     _check_kept(cfg.family, "family")
     if "pool" in cfg.task and "keep" in cfg.task:
         _check_kept(cfg.task, "task")
@@ -312,7 +314,8 @@ def _check_rewards(cfg: DictConfig) -> None:
 
 def _check_folders(cfg: DictConfig) -> None:
     """A hub id may look like a relative path; what begins as a path only can be none."""
-    names = ["model.pretrained", "reward.pretrained", *(f"reward.{name}.pretrained" for name in reward_members(cfg))]
+    names = ["model.pretrained", "model.preview_decoder", "reward.pretrained"]
+    names += [f"reward.{name}.pretrained" for name in reward_members(cfg)]
     for key in names:
         value = OmegaConf.select(cfg, key)
         if value is not None and str(value).startswith(("/", ".", "~")) and not Path(value).expanduser().exists():
@@ -350,6 +353,24 @@ def _check_prefix(family: DictConfig) -> None:
         raise UserError(
             "with family.explore.stop_after, regeneration goes on along the same trajectories, so sampler, steps and "
             f"solver must agree; got {', '.join(map(str, ways[0]))} and {', '.join(map(str, ways[1]))}."
+        )
+
+
+def _check_decoders(cfg: DictConfig) -> None:
+    if cfg.family.regenerate.get("decoder", "full") != "full":
+        raise UserError("family.regenerate scores what is trained on, decoded in full: decoder is for family.explore.")
+    if cfg.family.get("explore") is not None:
+        check_decoder(cfg, "family.explore.decoder", cfg.family.explore.get("decoder", "full"))
+
+
+def check_decoder(cfg: DictConfig, key: str, decoder: Any) -> None:
+    """UserError if ``decoder``, the value of ``key``, is none or is one that the model does not have."""
+    if decoder not in DECODERS:
+        raise UserError(f"{key} must be one of {', '.join(DECODERS)}; got {decoder!r}.")
+    if decoder == "preview" and cfg.model.get("preview_decoder") is None:
+        raise UserError(
+            f"{key}=preview needs a tiny autoencoder of this model's latents, and model.preview_decoder names none. "
+            f"docs/models names those that fit; or say {key}=full."
         )
 
 

@@ -59,6 +59,7 @@ class Stage(NamedTuple):
     steps: int
     solver: str
     stop_after: int | None = None  # of these steps, then score the predicted image; the next stage goes on from there
+    decoder: str = "full"  # or preview: what the scored images are decoded by
 
 
 class Sampling(NamedTuple):
@@ -177,8 +178,9 @@ class SolRLModule(LightningModule):
         """Samples and scores seeds [P, n] with the stage's transformer; see ``rollout.stage``."""
         trajectory = Trajectory(self.policy.sigmas(stage.steps), stage.solver, begin, stage.stop_after)
         rest = (self.batching[stage.sampler], self.rewards.trained, prompts, seeds, trajectory, progress)
+        decode = {"full": self.policy.decode, "preview": self.policy.preview}[stage.decoder]
         with self.transformer_of[stage.sampler]() as transformer:
-            return run_stage(self.policy, transformer, *rest, overlap=self.overlap)
+            return run_stage(self.policy, transformer, *rest, overlap=self.overlap, decode=decode)
 
     @torch.no_grad()
     def sample(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int) -> Tensor:

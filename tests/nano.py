@@ -11,6 +11,7 @@ import torch
 from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
+    AutoencoderTiny,
     DiffusionPipeline,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
@@ -28,6 +29,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, Gemma2Conf
 
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.random_weights import initialise
 from solrl_lightning.policies.sana import Sana
 from solrl_lightning.policies.sd3 import SD3
 from solrl_lightning.shapes.pretrain import MAX_WORDS, build_pipeline
@@ -173,6 +175,27 @@ def save_nano(folder: Path, architecture: str = "flux1", *, seed: int = 0, **opt
     pipeline = BUILDERS[architecture](seed=seed, **options)
     pipeline.transformer.to(torch.bfloat16)
     pipeline.save_pretrained(folder)
+    return str(folder)
+
+
+def save_preview_decoder(folder: Path, *, channels: int, compression: int, seed: int = 0) -> str:
+    """Writes an AutoencoderTiny of such latents; returns the folder for ``model.preview_decoder``.
+
+    Its scale and shift differ from the published 1 and 0, so that they show.
+    """
+    blocks = compression.bit_length()
+    with torch.random.fork_rng(devices=[]):
+        decoder = AutoencoderTiny(
+            latent_channels=channels,
+            encoder_block_out_channels=(8,) * blocks,
+            decoder_block_out_channels=(8,) * blocks,
+            num_encoder_blocks=(1,) * blocks,
+            num_decoder_blocks=(1,) * blocks,
+            scaling_factor=0.4,
+            shift_factor=0.3,
+        )
+    initialise(decoder, seed)
+    decoder.save_pretrained(folder)
     return str(folder)
 
 

@@ -245,6 +245,9 @@ def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to()
         ("family.explore.stop_after", "6", "must be at least 1 and below family.explore.steps=6; got 6"),
         ("family.explore.stop_after", "2", "must agree; got shadow, 6, euler and merged, 10, euler"),
         ("family.regenerate.stop_after", "2", "stop_after belongs to family.explore"),
+        ("family.explore.decoder", "half", "must be one of full, preview; got 'half'"),
+        ("family.explore.decoder", "preview", "model.preview_decoder names none"),
+        ("family.regenerate.decoder", "preview", "decoder is for family.explore"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_its_rule(key: str, value: str, message: str) -> None:

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_module
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from nano import save_preview_decoder
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -193,6 +194,28 @@ def test_the_reference_is_the_model_without_adapters_whatever_they_hold(tmp_path
     with torch.no_grad():
         assert torch.equal(module.policy.velocity(module.base, x, sigma, rows.conditioning), before)
         assert not torch.equal(module.policy.velocity(module.transformer, x, sigma, rows.conditioning), before)
+
+
+def test_the_preview_decoder_decodes_what_is_explored_and_nothing_else(tmp_path: Path) -> None:
+    tiny = save_preview_decoder(tmp_path / "tiny", channels=8, compression=4)
+    chosen = (f"model.preview_decoder={tiny}", "family.explore.decoder=preview")
+    module, trainer, loop = make(tmp_path, *chosen, max_epochs=1)
+    images: dict[tuple[str, str], int] = {}
+
+    def watched(method: str) -> Any:
+        decode = getattr(module.policy, method)
+
+        def noted(x: Tensor) -> Tensor:
+            stage = loop.stopwatch.current
+            images[stage, method] = images.get((stage, method), 0) + len(x)
+            return decode(x)
+
+        return noted
+
+    for method in ("decode", "preview"):
+        setattr(module.policy, method, watched(method))
+    fit(module, trainer, loop)
+    assert images == {("explore", "preview"): 2 * 5, ("regenerate", "decode"): 2 * 3, ("evaluate", "decode"): 2}
 
 
 class _Gradients(Callback):

@@ -85,7 +85,7 @@ class Flux1(PipelinePolicy):
         )
         return output[0].float()
 
-    def unscaled(self, x: Tensor) -> Tensor:
-        config = self.pipeline.vae.config
+    def unscaled(self, x: Tensor, vae: Any) -> Tensor:
+        config = vae.config
         latents = FluxPipeline._unpack_latents(x, self.resolution, self.resolution, self.pipeline.vae_scale_factor)
         return latents / config.scaling_factor + config.shift_factor

@@ -58,14 +58,14 @@ def load_pipeline(
         for name, component_class in _module_classes(pipeline_class, folder):
             if name not in given:
                 dtype = dtypes.get(name, dtypes["default"])
-                modules[name] = _load_module(component_class, folder / name, dtype, variant)
+                modules[name] = load_module(component_class, folder / name, dtype, variant)
         pipeline = pipeline_class.from_pretrained(str(folder), **modules, **given)
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model.pretrained={pretrained} is a {pipeline_class.__name__}, but its files could not be read: "
-            f"{_sentence(error)} One of them is missing, damaged, or does not fit its config.json: download or save "
+            f"{sentence(error)} One of them is missing, damaged, or does not fit its config.json: download or save "
             "the pipeline again."
         ) from error
     pipeline.set_progress_bar_config(disable=True)
@@ -89,37 +89,41 @@ def fetch(
             )
         _check_class(pipeline_class, pretrained, local)
         return local
-    _check_class(pipeline_class, pretrained, _hub_index(pretrained).parent)
+    index = hub_file(pretrained, INDEX, key="model.pretrained", kind="diffusers pipeline")
+    _check_class(pipeline_class, pretrained, index.parent)
     try:
         left_out = dict.fromkeys(without)
         folder = pipeline_class.download(pretrained, variant=variant, use_safetensors=True, **left_out)
     except (OSError, HTTPError) as error:
         raise UserError(
-            f"model.pretrained={pretrained} could not be downloaded completely: {_sentence(error)} Check the network "
+            f"model.pretrained={pretrained} could not be downloaded completely: {sentence(error)} Check the network "
             "and the free space, and give the same command again: it goes on where it stopped."
         ) from error
     return Path(folder)
 
 
-def _hub_index(hub_id: str) -> Path:
-    """Downloads the table of components, which shows at once whether the model may be read."""
+def hub_file(hub_id: str, name: str, key: str, kind: str) -> Path:
+    """Downloads a small file that every repository of a ``kind`` has; that shows at once whether it may be read.
+
+    Args:
+        key: the option that gave ``hub_id``.
+    """
     page = f"https://huggingface.co/{hub_id}"
     try:
-        return Path(hf_hub_download(hub_id, INDEX))
+        return Path(hf_hub_download(hub_id, name))
     except HFValidationError as error:
         raise UserError(
-            f"model.pretrained must be a diffusers pipeline folder or a hub id (owner/name); {hub_id} is neither. "
+            f"{key} must be the local folder or the hub id (owner/name) of a {kind}; {hub_id} is neither. "
             "Check the name."
         ) from error
     except GatedRepoError as error:
         login = "with the account of your token" if get_token() else "and give your token with `hf auth login`"
         raise UserError(
-            f"model.pretrained={hub_id} is a gated model: accept its licence at {page} {login}, then give the same "
-            "command again."
+            f"{key}={hub_id} is a gated model: accept its licence at {page} {login}, then give the same command again."
         ) from error
     except RepositoryNotFoundError as error:
         raise UserError(
-            f"model.pretrained={hub_id} is neither a folder here nor a model that you may read on the hub. Check the "
+            f"{key}={hub_id} is neither a folder here nor a model that you may read on the hub. Check the "
             f"name at {page}; if the model is private, log in with `hf auth login`."
         ) from error
     except LocalEntryNotFoundError as error:
@@ -130,18 +134,18 @@ def _hub_index(hub_id: str) -> Path:
         else:
             reason = "the hub cannot be reached: check the network and its proxy"
         raise UserError(
-            f"model.pretrained={hub_id} is neither a folder here nor in the hub's cache {constants.HF_HUB_CACHE}, and "
-            f"{reason}; for a gated model log in with `hf auth login`. Or give a local pipeline folder."
+            f"{key}={hub_id} is neither a folder here nor in the hub's cache {constants.HF_HUB_CACHE}, and "
+            f"{reason}; for a gated model log in with `hf auth login`. Or give a local folder."
         ) from error
     except EntryNotFoundError as error:
         raise UserError(
-            f"model.pretrained={hub_id} exists on the hub, but is no diffusers pipeline: it holds no {INDEX}. Look "
+            f"{key}={hub_id} exists on the hub, but is no {kind}: it holds no {name}. Look "
             f"for a repository of the same model in the diffusers layout; {page} may name it."
         ) from error
     except (OSError, HTTPError) as error:
         raise UserError(
-            f"model.pretrained={hub_id} could not be loaded from the hub: {_sentence(error)} Check the network and "
-            "the token (`hf auth whoami`), or give a local pipeline folder."
+            f"{key}={hub_id} could not be loaded from the hub: {sentence(error)} Check the network and "
+            "the token (`hf auth whoami`), or give a local folder."
         ) from error
 
 
@@ -150,7 +154,7 @@ def _check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folde
         found = pipeline_class.load_config(str(folder)).get("_class_name", "pipeline of no class")
     except OSError as error:
         raise UserError(
-            f"model.pretrained={pretrained} could not be read: {_sentence(error)} Download or save the pipeline again."
+            f"model.pretrained={pretrained} could not be read: {sentence(error)} Download or save the pipeline again."
         ) from error
     if found != pipeline_class.__name__:
         fitting = f"Use model={_MODEL_OF[found]} with it" if found in _MODEL_OF else "Give another folder or hub id"
@@ -170,7 +174,8 @@ def _module_classes(pipeline_class: type[DiffusionPipeline], folder: Path) -> It
             yield name, component_class
 
 
-def _load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant: str | None) -> nn.Module:
+def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant: str | None = None) -> Any:
+    """The frozen model of a folder, all of whose weights are in its files."""
     has_variant = variant is not None and any(folder.glob(f"*.{variant}[.-]*"))
     module, info = component_class.from_pretrained(
         str(folder),
@@ -183,10 +188,10 @@ def _load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant
     if missing:
         raise UserError(
             f"every weight of a {component_class.__name__} must be in its files; {folder} lacks {len(missing)} of "
-            f"them: {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Download or save the pipeline again."
+            f"them: {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Download or save it again."
         )
     return module.requires_grad_(False).eval()
 
 
-def _sentence(error: Exception) -> str:
+def sentence(error: Exception) -> str:
     return f"{str(error).rstrip('. ')}."

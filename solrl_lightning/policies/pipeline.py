@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from diffusers import DiffusionPipeline
+from diffusers import AutoencoderTiny, DiffusionPipeline
 from peft import LoraConfig
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from solrl_lightning.policies.architectures import find
 from solrl_lightning.policies.bf16 import has_bf16_units, use_fp32_products
 from solrl_lightning.policies.embeddings import EmbeddingCache, Row, identity_of
 from solrl_lightning.policies.loading import load_pipeline
+from solrl_lightning.policies.preview import load_preview_decoder, random_preview_decoder
 from solrl_lightning.policies.random_weights import random_pipeline
 
 log = logging.getLogger(__name__)
@@ -45,10 +46,12 @@ class PipelinePolicy(ABC):
         gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
         variant: of the weight files, e.g. ``bf16`` for ``model.bf16.safetensors``, where a component has it.
         weights: ``pretrained``, or ``random`` ones in the same shapes, without text encoders, for plans and timings.
+        preview_decoder: hub id or local folder of an ``AutoencoderTiny`` of the same latents, for ``preview``.
         device: where the transformer and the autoencoder live; the text encoders visit a GPU and live on the CPU.
 
     Raises:
-        UserError: ``pretrained`` cannot be loaded (see ``loading``), or its autoencoder cannot make the resolution.
+        UserError: ``pretrained`` or ``preview_decoder`` cannot be loaded (see ``loading`` and ``preview``), or the
+            autoencoder cannot make the resolution.
     """
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
@@ -66,6 +69,7 @@ class PipelinePolicy(ABC):
         gradient_checkpointing: bool = False,
         variant: str | None = None,
         weights: str = "pretrained",
+        preview_decoder: str | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
         self.pretrained = str(files("solrl_lightning") / "assets" / "tiny") if pretrained == "tiny" else pretrained
@@ -90,6 +94,7 @@ class PipelinePolicy(ABC):
         self.transformer.to(self.device)
         self.pipeline.vae.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
         self._check_resolution()
+        self.preview_decoder = None if preview_decoder is None else self._preview_decoder(preview_decoder, weights)
 
     # What a subclass says
 
@@ -115,8 +120,8 @@ class PipelinePolicy(ABC):
         """float32 [B, *latent_shape] velocity (noise minus image) at latents ``x`` and levels ``sigma`` [B] or []."""
 
     @abstractmethod
-    def unscaled(self, x: Tensor) -> Tensor:
-        """[B, C, H, W]: latents ``x`` [B, *latent_shape] as the autoencoder takes them."""
+    def unscaled(self, x: Tensor, vae: Any) -> Tensor:
+        """[B, C, H, W]: latents ``x`` [B, *latent_shape] as ``vae``, the pipeline's or a tiny one, takes them."""
 
     # Prompts
 
@@ -158,11 +163,18 @@ class PipelinePolicy(ABC):
 
     # Images
 
-    @torch.no_grad()
     def decode(self, x: Tensor) -> Tensor:
         """float32 [B, 3, H, W] images in [0, 1] of latents ``x`` [B, *latent_shape]."""
-        vae = self.pipeline.vae
-        latents = self.unscaled(x).to(vae.dtype)
+        return self._images(x, self.pipeline.vae)
+
+    def preview(self, x: Tensor) -> Tensor:
+        """As ``decode``, by the preview decoder."""
+        assert self.preview_decoder is not None  # nobody asks for previews without one: config.check_decoder
+        return self._images(x, self.preview_decoder)
+
+    @torch.no_grad()
+    def _images(self, x: Tensor, vae: Any) -> Tensor:
+        latents = self.unscaled(x, vae).to(vae.dtype)
         images: list[Tensor] = []
         done = 0
         while done < len(latents):
@@ -170,21 +182,22 @@ class PipelinePolicy(ABC):
             try:
                 images.append(vae.decode(part).sample.float())
             except torch.OutOfMemoryError:
-                if not self._save_memory():
+                if not self._save_memory(vae):
                     raise
             else:
                 done += len(part)
         return (torch.cat(images) / 2 + 0.5).clamp(0, 1)
 
-    def _save_memory(self) -> bool:
+    def _save_memory(self, vae: Any) -> bool:
         """Makes the next decoding smaller, for good, and says so; False if it is as small as it can be.
 
-        First fewer images at once; then one image in overlapping tiles, which may show faint seams.
+        First fewer images at once; then, of the pipeline's own, one image in overlapping tiles, which may show faint
+        seams.
         """
         if self.decode_batch > 1:
             self.decode_batch //= 2
             log.warning("the autoencoder ran out of memory: model.decode_batch=%d from now on", self.decode_batch)
-        elif not self.pipeline.vae.use_tiling:
+        elif vae is self.pipeline.vae and not vae.use_tiling:
             self._tile()
             log.warning("the autoencoder ran out of memory on one image: it decodes tiles of it from now on")
         else:
@@ -208,6 +221,15 @@ class PipelinePolicy(ABC):
 
     def _load(self, given: Mapping[str, Any]) -> DiffusionPipeline:
         return load_pipeline(self.pipeline_class, self.pretrained, self.dtypes, self.variant, given)
+
+    def _preview_decoder(self, pretrained: str, weights: str) -> AutoencoderTiny:
+        latents = (self.pipeline.vae.config.latent_channels, self.pipeline.vae_scale_factor)
+        dtype = self.pipeline.vae.dtype
+        if weights == "random":
+            decoder = random_preview_decoder(self.device, dtype, *latents)
+        else:
+            decoder = load_preview_decoder(pretrained, dtype, *latents)
+        return decoder.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
 
     def _cache(self, folder: Path) -> EmbeddingCache:
         dtypes = {name: str(self.dtypes.get(name, self.dtypes["default"])) for name in self.encoders}

@@ -79,8 +79,8 @@ class Sana(PipelinePolicy):
             output = output.chunk(2, dim=1)[0]
         return output.float()
 
-    def unscaled(self, x: Tensor) -> Tensor:
-        return x.to(self.pipeline.vae.dtype) / self.pipeline.vae.config.scaling_factor
+    def unscaled(self, x: Tensor, vae: Any) -> Tensor:
+        return x.to(vae.dtype) / vae.config.scaling_factor
 
     def _tile(self) -> None:
         """Tiles of half the side that overlap by a quarter, in whole latents."""

@@ -59,6 +59,6 @@ class SD3(PipelinePolicy):
         )
         return output[0].float()
 
-    def unscaled(self, x: Tensor) -> Tensor:
-        config = self.pipeline.vae.config
+    def unscaled(self, x: Tensor, vae: Any) -> Tensor:
+        config = vae.config
         return x / config.scaling_factor + config.shift_factor

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 
 Conditioning = dict[str, Tensor]
 Progress = Callable[[int, int], None]
+Decoder = Callable[[Tensor], Tensor]  # latents [B, ...] -> images [B, 3, H, W] in [0, 1]
 
 _MENDING = (
     "training stops before it does harm. The last checkpoint is intact: look at this prompt with task=generate, then "
@@ -49,6 +50,8 @@ class Policy(Protocol):
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor: ...
 
     def decode(self, x: Tensor) -> Tensor: ...
+
+    def preview(self, x: Tensor) -> Tensor: ...
 
     def save_lora(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None: ...
 
@@ -146,36 +149,39 @@ def run_stage(
     trajectory: Trajectory,
     progress: Progress,
     overlap: bool = False,
+    decode: Decoder | None = None,
 ) -> Candidates:
     """Samples, decodes and scores every candidate of seeds [P, N]; of a trajectory that stops early, its predicted x0.
 
-    With ``overlap`` a chunk is decoded and scored while the next one is sampled.
+    With ``overlap`` a chunk is decoded and scored while the next one is sampled. ``decode`` is the policy's own if not
+    said.
 
     Raises:
         NonFiniteError: an image or a reward is NaN or infinite; the message names the prompt and the seed.
     """
     owner, shape = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1]), tuple(seeds.shape)
+    score = partial(_scored, decode or policy.decode, rewards)
     latents, standing, scores = [], [], []
     progress(0, seeds.numel())
     with beside(policy.device) if overlap else at_once() as submit:
         for index, state in sample_states(policy, transformer, batching, prompts, seeds, trajectory):
             assert state.x0 is not None  # at least one step was taken
             texts = [prompts.texts[i] for i in owner[index].tolist()]
-            scores.append(submit(partial(_scored, policy, rewards, state.x0, texts, seeds.flatten()[index])))
+            scores.append(submit(partial(score, state.x0, texts, seeds.flatten()[index])))
             latents.append(state.x0)
             standing.append(state.x)
             progress(int(index[-1]) + 1, seeds.numel())
-        each = torch.cat([score.result() for score in scores]).unflatten(0, shape)
+        each = torch.cat([scored.result() for scored in scores]).unflatten(0, shape)
     stopped = trajectory.until is not None and trajectory.until < len(trajectory.sigmas) - 1
     x0 = torch.cat(latents).unflatten(0, shape)
     x = torch.cat(standing).unflatten(0, shape) if stopped else x0
     return Candidates(seeds, x0, rewards.total(each), each, x)
 
 
-def _scored(policy: Policy, rewards: WeightedRewards, x0: Tensor, texts: list[str], seeds: Tensor) -> Tensor:
+def _scored(decode: Decoder, rewards: WeightedRewards, x0: Tensor, texts: list[str], seeds: Tensor) -> Tensor:
     """float32 [B, R] of latents [B, ...]."""
     try:
-        return rewards(policy.decode(x0), texts)
+        return rewards(decode(x0), texts)
     except NonFiniteError as error:
         raise NonFiniteError(f"{error} with seed {int(seeds[error.row])}; {_MENDING}", error.row) from error
 

@@ -1,9 +1,9 @@
 """task=audit: how well do cheap proxies order the candidates, and what do they cost?
 
 Every proxy scores the same pool as BF16 at full steps does; their rankings are compared prompt by prompt. A proxy is a
-sampler (the shadow in some precision, or BF16), a number of steps, a solver, and perhaps a step after which it stops
-and scores the predicted image, as ``family=prefix`` does. Its cost is given in seconds per candidate, decoding and
-reward included, and in model evaluations.
+sampler (the shadow in some precision, or BF16), a number of steps, a solver, a decoder, and perhaps a step after which
+it stops and scores the predicted image, as ``family=prefix`` does. Its cost is given in seconds per candidate, decoding
+and reward included, and in model evaluations.
 
 Shapes: P prompts, N pool.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from solrl_lightning.build import build_module, device_of, load_adapters, with_option
 from solrl_lightning.callbacks.surface import write_atomically
-from solrl_lightning.config import SAMPLERS, SOLVERS
+from solrl_lightning.config import SAMPLERS, SOLVERS, check_decoder
 from solrl_lightning.errors import UserError
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
 from solrl_lightning.module import Stage
@@ -28,7 +28,7 @@ from solrl_lightning.rollout.seeds import pool_seeds
 from solrl_lightning.rollout.select import select_contrastive, take
 from solrl_lightning.tasks.report import format_table, write_json
 
-_KEYS = {"sampler", "steps", "precision", "solver", "stop_after"}
+_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "decoder"}
 
 
 class Scored(NamedTuple):
@@ -47,7 +47,7 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
     Writes audit.json and audit.png, fidelity against cost.
     """
     options = cfg.task
-    _check(options)
+    _check(cfg)
     scored: list[Scored] = []
     for precision in dict.fromkeys(proxy.get("precision") for proxy in options.proxies):
         own = cfg if precision is None else with_option(cfg, "precision", precision)
@@ -76,6 +76,7 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
                 "steps": proxy.stage.steps,
                 "solver": proxy.stage.solver,
                 "stop_after": proxy.stage.stop_after,
+                "decoder": proxy.stage.decoder,
                 "evaluations": proxy.stage.stop_after or proxy.stage.steps,
                 "reward": proxy.rewards.mean().item(),
                 "seconds": proxy.seconds,
@@ -93,7 +94,8 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
 
 
 def _stage(proxy: Mapping[str, Any], solver: str) -> Stage:
-    return Stage("explore", proxy["sampler"], proxy["steps"], proxy.get("solver", solver), proxy.get("stop_after"))
+    own = proxy.get("solver", solver), proxy.get("stop_after"), proxy.get("decoder", "full")
+    return Stage("explore", proxy["sampler"], proxy["steps"], *own)
 
 
 def score_pool(cfg: DictConfig, stages: Sequence[Stage]) -> list[Scored]:
@@ -138,7 +140,8 @@ def name_of(proxy: Scored, solver: str) -> str:
     """As the table and the picture call it, e.g. ``nvfp4 6 steps`` or ``bf16 4 of 10 steps``."""
     stage = proxy.stage
     steps = f"{stage.steps}" if stage.stop_after is None else f"{stage.stop_after} of {stage.steps}"
-    return f"{proxy.precision} {steps} steps" + ("" if stage.solver == solver else f" {stage.solver}")
+    unusual = [value for value, usual in ((stage.solver, solver), (stage.decoder, "full")) if value != usual]
+    return " ".join([proxy.precision, steps, "steps", *unusual])
 
 
 def format_audit(result: dict[str, Any]) -> str:
@@ -188,10 +191,11 @@ def draw(result: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _check(options: DictConfig) -> None:
-    if not options.proxies:
+def _check(cfg: DictConfig) -> None:
+    proxies = cfg.task.proxies
+    if not proxies:
         raise UserError("task.proxies is empty: name at least one, e.g. task.proxies=[{sampler:shadow,steps:6}]")
-    for proxy in options.proxies:
+    for number, proxy in enumerate(proxies):
         steps, stop_after = proxy.get("steps"), proxy.get("stop_after")
         known = set(proxy) <= _KEYS and proxy.get("sampler") in SAMPLERS and proxy.get("solver", SOLVERS[0]) in SOLVERS
         if not known or not isinstance(steps, int) or steps < 1 or not _stops(stop_after, steps):
@@ -199,6 +203,7 @@ def _check(options: DictConfig) -> None:
                 f"a proxy has a sampler ({', '.join(SAMPLERS)}), at least 1 step and, where they are not the run's, a "
                 f"precision, a solver ({', '.join(SOLVERS)}) and a step below the last to stop_after; got {proxy}"
             )
+        check_decoder(cfg, f"task.proxies.{number}.decoder", proxy.get("decoder", "full"))
 
 
 def _stops(stop_after: Any, steps: int) -> bool:

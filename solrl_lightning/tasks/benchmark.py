@@ -191,7 +191,8 @@ class LapTimer(Callback):
     def watch(self, module: SolRLModule) -> None:
         """Measures encoding, transformer, decoding and reward; backward and optimiser have hooks of their own."""
         self._watches = True
-        for method, model in (("encode", "encode"), ("velocity", "transformer"), ("decode", "decode")):
+        methods = {"encode": "encode", "velocity": "transformer", "decode": "decode", "preview": "decode"}
+        for method, model in methods.items():
             setattr(module.policy, method, self._timed(model, getattr(module.policy, method)))
         rewards: dict[str, Any] = module.rewards.rewards
         for name, reward in rewards.items():

@@ -54,6 +54,8 @@ class Passes(NamedTuple):
     decode: int
     kept: int
     """Bytes that a forward pass keeps for its backward pass."""
+    preview: int = 0
+    """Of decoding by the preview decoder, where there is one."""
 
 
 class Family(NamedTuple):
@@ -135,7 +137,7 @@ def kept_for_backward(module: nn.Module) -> Iterator[list[int]]:
         yield sizes
 
 
-def trace(policy: Policy, lora: LoraConfig) -> tuple[Passes, dict[str, LoraLayer]]:
+def trace(policy: Policy, lora: LoraConfig, previews: bool = False) -> tuple[Passes, dict[str, LoraLayer]]:
     """The passes of a policy on ``meta``. It gets adapters by this; the adapted layers are returned by name."""
     conditioning = policy.encode(["a prompt"])
     x = policy.noise(torch.zeros(1, dtype=torch.int64))
@@ -147,6 +149,7 @@ def trace(policy: Policy, lora: LoraConfig) -> tuple[Passes, dict[str, LoraLayer
     with torch.no_grad():
         forward, layers = count_macs(velocity, policy.transformer)
         decode, _ = count_macs(lambda: policy.decode(x), policy.transformer)
+        preview = count_macs(lambda: policy.preview(x), policy.transformer)[0] if previews else 0
     with torch.device(policy.device):  # PEFT would leave the adapters of layers on meta on the CPU
         adapted_layers = adapters.add_adapters(policy.transformer, lora, seed=0)
     policy.transformer.train()
@@ -156,7 +159,7 @@ def trace(policy: Policy, lora: LoraConfig) -> tuple[Passes, dict[str, LoraLayer
         with FlopCounterMode(display=False) as back:
             loss.backward()
     adapted, backward = there.get_total_flops() // 2, back.get_total_flops() // 2
-    return Passes(forward, layers, adapted, backward, decode, sum(kept)), adapted_layers
+    return Passes(forward, layers, adapted, backward, decode, sum(kept), preview), adapted_layers
 
 
 def shares(layers: Sequence[LayerPlan], passes: Passes) -> Json:
@@ -231,9 +234,11 @@ def work(family: Family, iteration: Iteration, passes: Passes, quantized_macs: i
     timesteps = max(1, int(family.stages[-1].steps * iteration.timestep_fraction))
     batches = training_rows.plan(iteration.prompts, family.keep, timesteps, iteration.micro_batch, iteration.devices)
     rows = batches.micro_batches * batches.rows
-    decodes = prompts * (family.pool + family.keep * (len(family.stages) - 1))
+    images = [family.pool, *[family.keep] * (len(family.stages) - 1)]
+    decoding = {"full": passes.decode, "preview": passes.preview}
     macs = {stage.name: prompts * counts[stage.name] * cost[stage.sampler] for stage in family.stages}
-    macs["decode"] = decodes * passes.decode
+    decoded = [count * decoding[stage.decoder] for count, stage in zip(images, family.stages, strict=True)]
+    macs["decode"] = prompts * sum(decoded)
     # Only the trained policy has LoRA branches; the old one is merged, and the base model of a KL term has none.
     macs["train"] = rows * (passes.adapted + (1 + iteration.kl_needs_reference) * passes.forward + passes.backward)
     return {
@@ -241,7 +246,7 @@ def work(family: Family, iteration: Iteration, passes: Passes, quantized_macs: i
         "prompt": counts,
         "all_devices": {name: iteration.prompts * count for name, count in counts.items()},
         "device": {name: prompts * count for name, count in counts.items()},
-        "decodes": decodes,
+        "decodes": prompts * sum(images),
         "train_rows": rows,
         "train_forwards": rows * (2 + iteration.kl_needs_reference),
         "train_backwards": rows,
@@ -262,7 +267,7 @@ def plan(cfg: DictConfig) -> Json:
     layers = plan_layers(policy.transformer, rule, backend)
     weights = {layer.name: policy.transformer.get_submodule(layer.name).weight for layer in layers}
     parameters, held = sum(p.numel() for p in policy.transformer.parameters()), bytes_of(policy.transformer)
-    passes, adapted = trace(policy, lora_config(cfg))
+    passes, adapted = trace(policy, lora_config(cfg), previews=cfg.model.get("preview_decoder") is not None)
     share = shares(layers, passes)
     lora = 4 * sum(weight.numel() for weight in adapters.adapter_state(adapted, TRAINED).values())
     quantized = [layer.name for layer in layers if layer.quantized]

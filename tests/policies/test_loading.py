@@ -275,7 +275,7 @@ def test_a_hub_id_without_network_says_how_to_go_on(
     monkeypatch.chdir(tmp_path)
     message = message_of("solrl-nobody/no-such-model")
     assert ("HF_HUB_OFFLINE is set" if offline else "check the network") in message
-    assert "hf auth login" in message and "local pipeline folder" in message
+    assert "hf auth login" in message and "give a local folder" in message
 
 
 def test_text_that_is_no_hub_id_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
-from nano import DTYPES, POLICIES, PROMPTS, load_nano, lora_config, random_state, relative_error
+from diffusers import AutoencoderTiny, DiffusionPipeline, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
+from nano import (
+    DTYPES,
+    POLICIES,
+    PROMPTS,
+    load_nano,
+    lora_config,
+    random_state,
+    relative_error,
+    save_preview_decoder,
+)
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
@@ -89,6 +98,22 @@ def test_float32_images_are_those_of_the_diffusers_pipeline(policy: PipelinePoli
     assert expected.std() > 0.1  # not a flat picture
     # Our autoencoder gets the batch in parts and in another memory layout, so its sums have another order.
     torch.testing.assert_close(policy.decode(latents), expected, rtol=0, atol=1e-5)
+
+
+def test_previews_are_images_of_the_diffusers_pipeline_with_the_tiny_autoencoder(
+    policy: PipelinePolicy, theirs: DiffusionPipeline, architecture: str, folder: str, tmp_path: Path
+) -> None:
+    channels, compression = theirs.vae.config.latent_channels, theirs.vae_scale_factor
+    tiny = save_preview_decoder(tmp_path, channels=channels, compression=compression)
+    previewing = load_nano(architecture, folder, preview_decoder=tiny)
+    latents = sample(policy)
+    found = previewing.preview(latents)
+    assert found.shape == (3, 3, 32, 32) and found.dtype == torch.float32
+    theirs.vae = AutoencoderTiny.from_pretrained(tiny)
+    expected = paint(policy, theirs, output_type="pt")
+    assert expected.std() > 0.1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert torch.equal(previewing.decode(latents), policy.decode(latents))  # still by the model's own
 
 
 def test_bfloat16_latents_are_those_of_the_diffusers_pipeline_up_to_rounding(

@@ -81,6 +81,8 @@ def test_a_reversed_proxy_finds_nothing() -> None:
         ("task.proxies=[{sampler:merged,steps:2,stop_after:2}]", "a step below the last to stop_after"),
         ("task.proxies=[{sampler:merged,steps:2,solver:heun}]", "a solver .euler, dpm2."),
         ("task.proxies=[{sampler:merged,step:2}]", "at least 1 step"),
+        ("task.proxies=[{sampler:merged,steps:2,decoder:half}]", "task.proxies.0.decoder must be one of full, preview"),
+        ("task.proxies=[{sampler:merged,steps:2,decoder:preview}]", "model.preview_decoder names none"),
     ],
 )
 def test_mistakes_are_told_before_a_model_is_loaded(compose: Compose, mistake: str, message: str) -> None:

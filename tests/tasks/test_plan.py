@@ -162,6 +162,10 @@ def test_an_iteration_is_shared_out_and_only_quantised_layers_become_cheaper(com
         "train": 200 * (110 + 100 + 100 + 200),  # only the trained policy has LoRA branches
         "iteration": 2 * 576 * 60 + 2 * 240 * 100 + 240 * 7 + 200 * 510,
     }
+    explore, regenerate = stages_of(cfg)
+    previewing = family("sol_rl", cfg)._replace(stages=[explore._replace(decoder="preview"), regenerate])
+    decoded = work(previewing, iteration, sizes._replace(preview=3), 80, 2.0)["macs"]["decode"]
+    assert decoded == 2 * (96 * 3 + 24 * 7)
     without_kl = work(family("naive_scaling", cfg), iteration._replace(kl_needs_reference=False), sizes, 80, 2.0)
     assert without_kl["macs"]["regenerate"] == 2 * 960 * 110  # eager, with LoRA branches
     assert without_kl["train_forwards"] == 400

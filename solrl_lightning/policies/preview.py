@@ -1,0 +1,80 @@
+"""A tiny autoencoder in place of the model's own, for candidates that are only ranked.
+
+diffusers' ``AutoencoderTiny`` (TAESD, https://github.com/madebyollin/taesd) is a few convolutions that were distilled
+from the model's autoencoder and read the same latents. Its pictures are softer than the real ones.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderTiny
+from diffusers.utils import SAFETENSORS_WEIGHTS_NAME
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HTTPError
+from safetensors import SafetensorError
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.policies.architectures import Component
+from solrl_lightning.policies.loading import hub_file, load_module, sentence
+from solrl_lightning.policies.random_weights import random_component
+
+CONFIG = "config.json"
+_WIDTH = 64  # of every published TAESD
+
+
+def load_preview_decoder(pretrained: str, dtype: torch.dtype, channels: int, compression: int) -> AutoencoderTiny:
+    """The tiny autoencoder of a folder or hub id, frozen.
+
+    Args:
+        channels, compression: of the latents that it is to decode; it is refused before its weights come if it decodes
+            others. Which model it was distilled from its files do not tell.
+
+    Raises:
+        UserError: there is no such folder or hub id, it holds no AutoencoderTiny for these latents, or is damaged.
+    """
+    folder = Path(pretrained).expanduser()
+    on_hub = not (folder.exists() or folder.is_absolute() or pretrained.startswith("."))
+    try:
+        if on_hub:
+            folder = hub_file(pretrained, CONFIG, key="model.preview_decoder", kind="AutoencoderTiny").parent
+        _check(AutoencoderTiny.load_config(str(folder)), pretrained, channels, compression)
+        if on_hub:
+            hf_hub_download(pretrained, SAFETENSORS_WEIGHTS_NAME)  # into the same folder
+        return load_module(AutoencoderTiny, folder, dtype)
+    except UserError:
+        raise
+    except (OSError, ValueError, RuntimeError, HTTPError, SafetensorError) as error:
+        raise UserError(
+            f"model.preview_decoder={pretrained} could not be loaded: {sentence(error)} Give the hub id of an "
+            "AutoencoderTiny, or the folder that its save_pretrained wrote, or do without: model.preview_decoder=null."
+        ) from error
+
+
+def random_preview_decoder(
+    device: torch.device, dtype: torch.dtype, channels: int, compression: int
+) -> AutoencoderTiny:
+    """One with made-up weights, as large as the published ones."""
+    halvings = compression.bit_length() - 1
+    config = {
+        "latent_channels": channels,
+        "encoder_block_out_channels": [_WIDTH] * (halvings + 1),
+        "decoder_block_out_channels": [_WIDTH] * (halvings + 1),
+        "num_encoder_blocks": [1] + [3] * halvings,
+        "num_decoder_blocks": [3] * halvings + [1],
+    }
+    return random_component(Component("diffusers", "AutoencoderTiny", config), device, dtype)
+
+
+def _check(config: dict[str, Any], pretrained: str, channels: int, compression: int) -> None:
+    if config.get("_class_name") != "AutoencoderTiny":
+        raise UserError(
+            f"model.preview_decoder must be an AutoencoderTiny; {pretrained} is a "
+            f"{config.get('_class_name', 'model of no class')}. docs/models names those that fit."
+        )
+    found = (config["latent_channels"], 2 ** (len(config["decoder_block_out_channels"]) - 1))
+    if found != (channels, compression):
+        raise UserError(
+            f"model.preview_decoder must decode this model's latents, {channels} channels at 1/{compression} of the "
+            f"side; {pretrained} decodes {found[0]} channels at 1/{found[1]}. docs/models names those that fit."
+        )
