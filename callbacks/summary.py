@@ -116,7 +116,7 @@ class RunSummary(Callback):
 
 
 def base_and_final(evaluations: Sequence[Mapping[str, Any]], reward: str) -> tuple[float | None, float | None]:
-    """Held-out reward before training (the evaluation of iteration 0) and the latest after; None where there is none."""
+    """Held-out reward before training (the evaluation of iteration 0) and the latest since; None without one."""
     scored = [row for row in evaluations if reward in row]
     base = next((float(row[reward]) for row in scored if row["iteration"] == 0), None)
     trained = [float(row[reward]) for row in scored if row["iteration"] > 0]
