@@ -1,6 +1,7 @@
 """The benchmark: what is timed, and which part of an iteration is the models' own computation."""
 
 import json
+import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,26 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
+from solrl_lightning.config import check_prompts
 from solrl_lightning.errors import UserError
+from solrl_lightning.policies.bf16 import has_bf16_units
+from solrl_lightning.policies.compilation import can_compile
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.tasks import benchmark as benchmark_module
-from solrl_lightning.tasks.benchmark import benchmark, overhead, with_speedups
+from solrl_lightning.tasks.benchmark import (
+    Lap,
+    benchmark,
+    family_configs,
+    family_times,
+    forward_times,
+    matmul_peak,
+    overhead,
+    peak_memory,
+    with_speedups,
+)
+from solrl_lightning.tasks.plan import count_macs
+from tests.nano import load_policy, save_nano
 
 Compose = Callable[..., DictConfig]
 
@@ -26,34 +42,136 @@ SMALL = (
     "task.compile=false",
     "model.full_steps=2",
     "model.preview_steps=1",
+    "model.prefix_steps=1",
 )
-SIZES = ("task.sizes.pool=8", "task.sizes.keep=4")
+OFFLINE = ("model.weights=random", "data=shapes", "reward=shapes", "model.resolution=32")  # with any model
+CPU = torch.device("cpu")
 
 
-def test_families_and_forward_passes_are_timed_side_by_side(
-    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture(scope="module")
+def nano(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small FLUX.1 in a folder."""
+    return save_nano(tmp_path_factory.mktemp("nano"))
+
+
+@pytest.fixture
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few forward passes and small products."""
+    monkeypatch.setattr(benchmark_module, "_WARM_UP", 1)
     monkeypatch.setattr(benchmark_module, "_FORWARDS", 2)
-    result = benchmark(compose(*SMALL, *SIZES, "task.families=[naive_scaling,sol_rl]"))
+    monkeypatch.setattr(benchmark_module, "_PRODUCT_SIZE", {"cpu": 32})
+
+
+@pytest.mark.usefixtures("briefly")
+def test_families_and_forward_passes_are_timed_side_by_side(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str], nano: str
+) -> None:
+    options = (f"model.pretrained={nano}", "task.sizes.pool=6", "task.sizes.keep=2")
+    result = benchmark(compose(*SMALL, *options, "task.families=[naive_scaling,sol_rl]", "task.precisions=[int8]"))
     forward, families = result["forward"], result["families"]
     assert list(forward["seconds"]) == ["bf16 eager", "shadow eager"]
     assert forward["ratios"]["bf16 eager"] == 1
     assert forward["ratios"]["shadow eager"] == forward["seconds"]["shadow eager"] / forward["seconds"]["bf16 eager"]
-    assert list(families) == ["naive_scaling", "sol_rl"]
+    assert list(families) == ["naive_scaling", "sol_rl int8"]
     for times in families.values():
-        assert (times["pool"], times["keep"]) == (8, 4)
+        assert (times["pool"], times["keep"], times["compiled"]) == (6, 2, False)
         assert times["rollout"] == pytest.approx(times["requantize"] + times["explore"] + times["regenerate"])
         assert times["rollout"] + times["train"] <= times["iteration"]
-        assert times["regenerate"] > 0 and times["train"] > 0
-    assert families["naive_scaling"]["explore"] == 0 < families["sol_rl"]["explore"]
-    assert families["naive_scaling"]["speedup"] == {"naive_scaling": 1}
+        assert times["regenerate"] > 0 and times["train"] > 0 and times["warm_up"] > 0
+        assert times["images_per_second"] == pytest.approx(2 * 6 / times["rollout"])  # two prompts
+    assert families["naive_scaling"]["explore"] == 0 < families["sol_rl int8"]["explore"]
+    assert families["naive_scaling"]["speedup"] == {"naive_scaling": {"rollout": 1, "iteration": 1}}
     assert json.loads((tmp_path / "benchmark.json").read_text()) == result
     out = capfd.readouterr().out
-    assert "naive_scaling" in out and "spent outside the models" in out
+    assert "sol_rl int8" in out and "the process so far" in out and "spent outside the models" in out
+
+
+@pytest.mark.usefixtures("briefly")
+@pytest.mark.parametrize("model", ["flux1", "sd3", "sana"])
+def test_with_random_weights_and_captions_of_shapes_nothing_is_asked_of_the_network(
+    compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("the network was asked")
+
+    folder = save_nano(tmp_path / model, model)  # only its config files are read
+    for file in (tmp_path / model).rglob("*.safetensors"):
+        file.unlink()
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    sizes = ("prompts_per_iteration=1", "model.rollout_batch=4", "family.pool=4", "family.keep=2")
+    cfg = compose(*SMALL, f"model={model}", f"model.pretrained={folder}", *OFFLINE, *sizes, "family=sol_rl")
+    check_prompts(cfg)
+    assert family_times(cfg, CPU)["images_per_second"] > 0
+
+
+@pytest.mark.usefixtures("briefly")
+def test_rates_of_a_forward_pass_follow_from_its_products(compose: Compose, nano: str) -> None:
+    cfg = compose(*SMALL, *OFFLINE, f"model.pretrained={nano}")
+    result = forward_times(cfg, CPU)
+    shapes: Flux1 = load_policy(nano, weights="random", device="meta")
+    with torch.no_grad():
+        x, sigma = shapes.noise(torch.zeros(1, dtype=torch.int64)), torch.ones(1, device="meta")
+        conditioning = shapes.encode(["a prompt"])
+        macs, _ = count_macs(lambda: shapes.velocity(shapes.transformer, x, sigma, conditioning), shapes.transformer)
+    assert result["batch"] == 16
+    assert result["flops"] == 2 * 16 * macs
+    for name, seconds in result["seconds"].items():
+        assert result["tflops"][name] == pytest.approx(result["flops"] / seconds / 1e12)
+        assert result["share_of_peak"][name] == pytest.approx(result["tflops"][name] / result["peak"]["tflops"])
+
+
+def test_the_peak_is_the_median_rate_of_a_square_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    lasting = [9.0] * benchmark_module._WARM_UP + [0.25, 0.5, 0.5, 4.0, 0.25, 0.5, 0.5, 4.0, 0.25, 0.5]
+    clock = iter(reading for seconds in lasting for reading in (1.0, 1.0 + seconds))
+    monkeypatch.setattr(benchmark_module, "_PRODUCT_SIZE", {"cpu": 20})
+    monkeypatch.setattr(benchmark_module, "_now", lambda device: next(clock))
+    peak = matmul_peak(CPU)
+    assert peak["size"] == 20
+    assert peak["dtype"] == ("bfloat16" if has_bf16_units() else "float32")
+    assert peak["tflops"] == pytest.approx(2 * 20**3 / 0.5 / 1e12)
+
+
+def test_the_iteration_that_compiles_is_apart_from_the_medians(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laps = [
+        Lap(seconds, {"requantize": 0.1, "explore": rollout, "regenerate": 0.4, "train": 1.0}, {})
+        for seconds, rollout in ((90.0, 80.0), (4.0, 1.5), (6.0, 3.5), (5.0, 2.5))
+    ]
+    monkeypatch.setattr(benchmark_module, "run_iterations", lambda cfg, device, watch: laps)
+    times = family_times(compose(*SMALL, "prompts_per_iteration=3"), CPU)
+    assert times["warm_up"] == 90
+    assert (times["iteration"], times["explore"], times["rollout"]) == (5, 2.5, pytest.approx(3.0))
+    assert times["requantize_share"] == pytest.approx(0.1 / 5)
+    assert times["images_per_second"] == pytest.approx(3 * 8 / 3.0)
+
+
+def test_families_that_leave_compilation_open_are_compiled_as_the_task_says(compose: Compose) -> None:
+    cfg = compose("task=benchmark")
+    compiled = {name: own.family.compile for name, own in family_configs(cfg, CPU).items()}
+    can = can_compile(CPU)
+    assert compiled == {"naive_scaling": False, "compile": True, "sol_rl": can, "prefix": can}
+    cfg.task.compile = False
+    compiled = {name: own.family.compile for name, own in family_configs(cfg, CPU).items()}
+    assert compiled == {"naive_scaling": False, "compile": True, "sol_rl": False, "prefix": False}
+
+
+def test_families_with_a_shadow_are_timed_once_with_each_precision(compose: Compose) -> None:
+    rows = family_configs(compose("task=benchmark", "task.precisions=[nvfp4,int8]"), CPU)
+    assert list(rows) == ["naive_scaling", "compile", "sol_rl nvfp4", "sol_rl int8", "prefix"]
+    assert [rows[f"sol_rl {name}"].precision.name for name in ("nvfp4", "int8")] == ["nvfp4", "int8"]
+
+
+def test_on_a_cpu_the_peak_memory_is_that_of_the_process() -> None:
+    held = torch.ones(30_000_000)
+    peak = peak_memory(CPU)
+    assert peak["of"] == "the process so far"
+    assert held.nbytes < peak["bytes"] < 2**40
 
 
 def test_time_is_charged_to_the_model_that_takes_it_and_the_rest_is_outside(
-    compose: Compose, monkeypatch: pytest.MonkeyPatch
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, nano: str
 ) -> None:
     def slower(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         def slow(*args: Any, **kwargs: Any) -> Any:
@@ -62,14 +180,14 @@ def test_time_is_charged_to_the_model_that_takes_it_and_the_rest_is_outside(
 
         return slow
 
-    monkeypatch.setattr(ShapesReward, "__call__", slower(ShapesReward.__call__, 0.2))
-    monkeypatch.setattr(Flux1, "noise", slower(Flux1.noise, 0.3))
-    result = overhead(compose(*SMALL), torch.device("cpu"))
+    monkeypatch.setattr(ShapesReward, "__call__", slower(ShapesReward.__call__, 0.08))
+    monkeypatch.setattr(Flux1, "noise", slower(Flux1.noise, 0.12))
+    result = overhead(compose(*SMALL, f"model.pretrained={nano}"), CPU)
     stages = result["stages"]
     # Two prompts of eight candidates explore in one chunk of 16, and four of each regenerate in one of 8.
     for stage in ("explore", "regenerate"):
-        assert stages[stage]["reward"] >= 0.2
-        assert stages[stage]["outside"] >= 0.3
+        assert stages[stage]["reward"] >= 0.08
+        assert stages[stage]["outside"] >= 0.12
     for times in stages.values():
         assert sum(times.values()) == pytest.approx(2 * times["total"])
     models = {stage: {name for name, seconds in times.items() if seconds > 0} for stage, times in stages.items()}
@@ -83,14 +201,18 @@ def test_time_is_charged_to_the_model_that_takes_it_and_the_rest_is_outside(
 
 
 def test_speedups_are_over_the_baselines_that_were_run() -> None:
-    families = {"naive_scaling": {"rollout": 6.0}, "sol_rl": {"rollout": 1.5}}
-    assert with_speedups(families)["sol_rl"]["speedup"] == {"naive_scaling": 4.0}
+    families = {
+        "naive_scaling": {"rollout": 6.0, "iteration": 9.0},
+        "sol_rl": {"rollout": 1.5, "iteration": 4.5},
+    }
+    assert with_speedups(families)["sol_rl"]["speedup"] == {"naive_scaling": {"rollout": 4.0, "iteration": 2.0}}
 
 
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
         ("task.families=[sol_rl,sole_rl]", "no family named 'sole_rl' .* sol_rl"),
+        ("task.precisions=[int9]", "no precision named 'int9' .* int8"),
         ("task.sizes.keep=100", "family.keep must be at most family.pool"),
     ],
 )
