@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
-from solrl_lightning.callbacks.surface import EXTRA_STAGES, find, loop_of
+from solrl_lightning.callbacks.surface import EXTRA_STAGES, RECORD, find, loop_of
 from solrl_lightning.stopwatch import Stopwatch
 
 _REDRAW_SECONDS = 0.1
@@ -91,12 +91,13 @@ class StageProgressBar(ProgressBar):
         self._mark, self._observing = now, 0.0
         if not self._enabled:
             return
+        done, seconds = trainer.current_epoch + 1, self._own[-1] + self._extra[-1]
+        facts = [f"iteration {done}/{trainer.max_epochs}", *self._results(), f"{seconds:.1f} s", self._eta()]
+        RECORD.info(" | ".join(facts))
         if self._bar is not None:
             self._bar.update(1)
             self._draw()
         elif self._line_due(trainer):
-            done, seconds = trainer.current_epoch + 1, self._own[-1] + self._extra[-1]
-            facts = [f"iteration {done}/{trainer.max_epochs}", *self._results(), f"{seconds:.1f} s", self._eta()]
             print(" | ".join(facts), flush=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

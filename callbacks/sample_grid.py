@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -25,6 +26,7 @@ _GAP = 4  # between images
 _WIDE_GAP = 20  # between groups of columns
 _MARGIN = 10
 _MIN_WIDTH = 420  # room for the title
+_FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # Pillow's lacks é
 _INK, _PAPER, _FAINT = (20, 20, 20), (255, 255, 255), (90, 90, 90)
 
 
@@ -70,7 +72,7 @@ def wrap(text: str, font: Any, width: int, lines: int = 2) -> list[str]:
 
 def draw_grid(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Image.Image:
     """A captioned grid; ``headings`` stand above the groups of columns, one for each group of the rows."""
-    title_font, font = ImageFont.load_default(size=18), ImageFont.load_default(size=14)
+    title_font, font = (ImageFont.truetype(_FONT, size) for size in (16, 13))
     cells = [[[to_cell(image) for image in group] for group in row.groups] for row in rows]
     cell_width, cell_height = cells[0][0][0].size
     starts, x = [], _MARGIN
@@ -148,7 +150,7 @@ class SampleGrid(Callback):
                 latents = rollouts.latents[0][chosen.to(rollouts.latents.device)].to(pl_module.device)
                 images = torch.cat([module_of(pl_module).policy.decode(x[None]) for x in latents])
                 rows.append(Row(name, [images], [f"{value:.3f}" for value in rewards[chosen].tolist()]))
-            title = f"Best and worst of the samples trained on, iteration {trainer.current_epoch}"
+            title = f"Best and worst samples of iteration {trainer.current_epoch}"
             self._pool = draw_grid(title, [rollouts.prompts[0]], rows)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
-from solrl_lightning.callbacks.surface import find, module_of, write_atomically
+from solrl_lightning.callbacks.surface import RECORD, find, module_of, write_atomically
 from solrl_lightning.callbacks.timings import StageTimings
 
 _PATHS = {
@@ -50,6 +50,9 @@ class RunSummary(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._started is None:  # also by an evaluation ahead of the training
             self._started = time.perf_counter()
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._open = True  # by the evaluation ahead of the training; a run that goes on has none
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open = True
@@ -83,6 +86,7 @@ class RunSummary(Callback):
         write_atomically(path, (json.dumps(finite_only(facts), indent=2, default=str) + "\n").encode())
         log_hyperparameters(trainer, self.hparams, facts)
         print(format_summary(facts), flush=True)
+        RECORD.info(format_summary(facts))
         self._open = False  # an exception after the end does not overwrite the summary of the run
 
     def collect(self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Callbacks never touch private Lightning names: the iteration's records are read 
 that a callback reports goes through ``log_values``. Shapes: P prompts of this rank, N pool, K kept.
 """
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,9 @@ from torch import Tensor
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, Rollouts
 from solrl_lightning.stopwatch import Stopwatch
+
+RECORD = logging.getLogger("solrl_lightning.record")
+"""Goes to the run's log file only: what the terminal shows as a bar, a line or a table."""
 
 EXTRA_STAGES = ("evaluate", "probe", "grid")
 """Stages that happen every few iterations: they observe training and are no part of an iteration's own time."""

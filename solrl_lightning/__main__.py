@@ -4,12 +4,13 @@ Everything a user can get wrong on the command line is found here, before a mode
 anything is written, and is said in one message without a traceback.
 """
 
+import logging
 import os
 import sys
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,15 @@ from solrl_lightning.config import (
     CONFIG_MODULE,
     ConfigTree,
     application_config,
+    check_precision,
     check_prompts,
     check_values,
     first_lines,
 )
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.run_folder import check_new, check_writable, resume
 
+_FAILED = 1
 _USER_ERROR = 2  # as argparse
 _INTERRUPTED = 130  # as shells report Ctrl-C
 _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -54,6 +57,8 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us instead of being printed by Hydra
         # Lightning 2.6 asks torch for a class that newer ones deprecate; nothing for users of ours.
         warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+        # A run that goes on finds its own checkpoints there.
+        warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
         hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")(run)()
     except (KeyboardInterrupt, SystemExit) as stop:
         # Lightning ends a run that Ctrl-C stopped with exit(1)
@@ -62,11 +67,11 @@ def main(arguments: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except Exception as error:
-        message = next((str(e) for e in _causes(error) if isinstance(e, UserError)), None)
-        if message is None:
+        told = next((e for e in _causes(error) if isinstance(e, (UserError, NonFiniteError))), None)
+        if told is None:
             raise
-        print(f"error: {message}", file=sys.stderr)
-        return _USER_ERROR
+        print(f"error: {told}", file=sys.stderr)
+        return _USER_ERROR if isinstance(told, UserError) else _FAILED
     return 0
 
 
@@ -74,11 +79,12 @@ def run(cfg: DictConfig) -> None:
     """One job: calls the chosen task with the resolved configuration."""
     OmegaConf.resolve(cfg)
     task = get_method(cfg.task._target_)
-    if HydraConfig.get().mode == RunMode.MULTIRUN:
-        with _alone():
+    try:
+        with _alone() if HydraConfig.get().mode == RunMode.MULTIRUN else nullcontext():
             task(cfg)
-    else:
-        task(cfg)
+    except Exception:
+        logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
+        raise
 
 
 def prepare(arguments: list[str]) -> list[str]:
@@ -102,6 +108,8 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[s
     checked = []
     for cfg in tree.jobs(resumed.arguments, flags.multirun):
         folder = Path(cfg.hydra.sweep.dir if tree.sweeps else cfg.hydra.run.dir)
+        if folder == Path():
+            raise UserError("A run needs a folder of its own; hydra.run.dir is empty. Name one, or leave it out.")
         checked.append(application_config(cfg, folder))
         check_values(checked[-1])
     other = [argument for argument in arguments if argument not in flags.overrides]
@@ -114,6 +122,8 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[s
             check_writable(folder)
     for cfg in checked:
         check_prompts(cfg)
+        if cfg.task.reads:  # a task that samples
+            check_precision(cfg)
     if resumed.message and _first_process():
         print(resumed.message, flush=True)
     return [*other, *resumed.arguments, *([_folder_names(tree, resumed.arguments)] if tree.sweeps else [])]

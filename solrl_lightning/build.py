@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf, open_dict
 from peft import LoraConfig
@@ -19,6 +21,7 @@ from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import Sampling, SolRLModule, Stage
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve
+from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
 
 log = logging.getLogger(__name__)
@@ -28,8 +31,18 @@ NO_REWARDS = WeightedRewards({}, {})
 
 def device_of(cfg: DictConfig) -> torch.device:
     """Where a task without training runs: the first device that the trainer would use."""
-    trainer: Trainer = instantiate(cfg.trainer, logger=False, devices=1, strategy="auto", enable_checkpointing=False)
-    return trainer.strategy.root_device
+    options = dict(logger=False, devices=1, strategy="auto", enable_checkpointing=False)
+    return instantiate_trainer(cfg, **options).strategy.root_device
+
+
+def instantiate_trainer(cfg: DictConfig, **options: Any) -> Trainer:
+    """Raises ``UserError`` for devices that this machine does not have."""
+    try:
+        return instantiate(cfg.trainer, **options)
+    except InstantiationException as error:
+        if not isinstance(error.__cause__, MisconfigurationException):
+            raise
+        raise UserError(f"trainer cannot run here: {error.__cause__} trainer=auto takes what there is.") from error
 
 
 def with_option(cfg: DictConfig, group: str, option: str) -> DictConfig:
@@ -62,7 +75,7 @@ def build_trainer(cfg: DictConfig) -> Trainer:
     """With the chosen callbacks and logger, which ``~callbacks`` and ``~logger`` leave out."""
     callbacks = [instantiate(callback) for callback in cfg.get("callbacks", {}).values() if callback is not None]
     logger = instantiate(cfg.logger) if "logger" in cfg else False
-    return instantiate(cfg.trainer, logger=logger, callbacks=callbacks)
+    return instantiate_trainer(cfg, logger=logger, callbacks=callbacks)
 
 
 def stages_of(cfg: DictConfig) -> list[Stage]:
@@ -82,7 +95,20 @@ def build_rewards(cfg: DictConfig, device: torch.device) -> WeightedRewards:
         (only,) = members.values()  # config.check_values refuses it for several
         only["pretrained"] = cfg.reward.pretrained
     weights = {name: member.pop("weight") for name, member in members.items()}
-    return WeightedRewards({name: instantiate(m, device=str(device)) for name, m in members.items()}, weights)
+    return WeightedRewards({name: _build_reward(name, m, device) for name, m in members.items()}, weights)
+
+
+def _build_reward(name: str, member: dict[str, Any], device: torch.device) -> Reward:
+    try:
+        return instantiate(member, device=str(device))
+    except InstantiationException as error:
+        if isinstance(error.__cause__, UserError):
+            raise
+        cause = " ".join(str(error.__cause__ or error).split()).rstrip(".?")
+        raise UserError(
+            f"reward.{name}: {member['_target_']} could not be made: {cause}. It must be a class that Python finds "
+            "(PYTHONPATH=<folder of your module>) and take `device` and the keys beside _target_."
+        ) from error
 
 
 def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> SolRLModule:

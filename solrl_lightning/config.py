@@ -396,6 +396,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def check_precision(cfg: DictConfig) -> None:
+    """UserError for a precision or a backend that does not exist, or that the hardware does not have."""
+    import torch  # here, as below
+
+    from solrl_lightning.quantization import resolve
+
+    gpu = cfg.trainer.accelerator != "cpu" and torch.cuda.is_available()
+    resolve(cfg.precision.name, cfg.precision.backend, torch.device("cuda", 0) if gpu else torch.device("cpu"))
+
+
 def prompt_sets(cfg: DictConfig) -> "PromptSets":
     """The prompts that the task reads (``task.reads``); of the others, none."""
     from solrl_lightning.data.prompts import PromptSets, read_prompt_sets, read_prompts  # here: they import torch

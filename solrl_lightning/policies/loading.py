@@ -88,6 +88,7 @@ def fetch(
                 f"{INDEX}. Give the folder that save_pretrained wrote."
             )
         _check_class(pipeline_class, pretrained, local)
+        _check_complete(pipeline_class, pretrained, local, without)
         return local
     index = hub_file(pretrained, INDEX, key="model.pretrained", kind="diffusers pipeline")
     _check_class(pipeline_class, pretrained, index.parent)
@@ -159,6 +160,19 @@ def _check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folde
     if found != pipeline_class.__name__:
         fitting = f"Use model={_MODEL_OF[found]} with it" if found in _MODEL_OF else "Give another folder or hub id"
         raise UserError(f"this model needs a {pipeline_class.__name__}; {pretrained} is a {found}. {fitting}.")
+
+
+def _check_complete(
+    pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path, without: Sequence[str]
+) -> None:
+    """Every component to load is here; diffusers would look for the folder of one that is not on the hub."""
+    for name, value in pipeline_class.load_config(str(folder)).items():
+        is_component = not name.startswith("_") and isinstance(value, list) and None not in value
+        if is_component and name not in without and not (folder / name).is_dir():
+            raise UserError(
+                f"a pipeline folder has a subfolder for every component that its {INDEX} names; {pretrained} has no "
+                f"{name}/ ({'.'.join(value)}). Download or save the pipeline again, whole."
+            )
 
 
 def _module_classes(pipeline_class: type[DiffusionPipeline], folder: Path) -> Iterator[tuple[str, Any]]:

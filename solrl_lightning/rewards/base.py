@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
-from solrl_lightning.errors import NonFiniteError
+from solrl_lightning.errors import NonFiniteError, UserError
 
 
 class Reward(ABC):
@@ -19,16 +19,27 @@ class Reward(ABC):
 
     name: str
 
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        self.device = torch.device(device)
+
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
         """float32 [B] of images [B, 3, H, W] in [0, 1], one prompt each.
 
         Raises:
             ValueError: the images or the number of prompts are not as said.
+            UserError: ``score`` returned something else than one number per image.
             NonFiniteError: an image has NaN, or a score is NaN or infinite.
         """
         check_images(self.name, images, prompts)
-        scores = self.score(images, prompts).float()
+        scores = self.score(images, prompts)
+        if not isinstance(scores, Tensor) or scores.shape != (len(prompts),):
+            found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            raise UserError(
+                f"the reward {self.name} must return one score per image, a tensor [{len(prompts)}]; its score() "
+                f"returned {found}."
+            )
+        scores = scores.float()
         check_scores(self.name, scores, prompts)
         return scores
 

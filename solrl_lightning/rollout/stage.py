@@ -30,8 +30,8 @@ Progress = Callable[[int, int], None]
 Decoder = Callable[[Tensor], Tensor]  # latents [B, ...] -> images [B, 3, H, W] in [0, 1]
 
 _MENDING = (
-    "training stops before it does harm. The last checkpoint is intact: look at this prompt with task=generate, then "
-    "mend the reward or lower the learning rate."
+    "the run stops before it does harm, and its last checkpoint, if there is one, is intact. Look at this prompt with "
+    "task=generate, then mend the reward or lower the learning rate."
 )
 
 

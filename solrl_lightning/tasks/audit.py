@@ -14,7 +14,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.transforms import Bbox
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -28,6 +30,8 @@ from solrl_lightning.rollout.seeds import pool_seeds
 from solrl_lightning.rollout.select import select_contrastive, take
 from solrl_lightning.tasks.report import format_table, write_json
 
+# Of a label in the picture: offset in points, alignment.
+_SIDES = ((5, 3, "left", "bottom"), (-5, -3, "right", "top"), (-5, 3, "right", "bottom"), (5, -3, "left", "top"))
 _KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "decoder"}
 
 
@@ -172,23 +176,42 @@ def draw(result: Mapping[str, Any]) -> bytes:
     """PNG: Spearman's correlation of every proxy against its cost, as a share of the truth's."""
     figure = Figure(figsize=(7.5, 4.5), layout="constrained")
     axes = figure.subplots()
+    labels: list[tuple[str, tuple[float, float]]] = []
     for precision in dict.fromkeys(row["precision"] for row in result["proxies"]):
         rows = [row for row in result["proxies"] if row["precision"] == precision]
         costs = [row["seconds"] / result["truth"]["seconds"] for row in rows]
-        axes.scatter(costs, [row["spearman"] for row in rows], label=precision)
-        for cost, row in zip(costs, rows, strict=True):
-            axes.annotate(
-                row["name"].removeprefix(f"{precision} "), (cost, row["spearman"]), (5, 3), textcoords="offset points"
-            )
+        points = [(cost, row["spearman"]) for cost, row in zip(costs, rows, strict=True)]
+        axes.scatter(*zip(*points, strict=True), label=precision)
+        labels += [(row["name"].removeprefix(f"{precision} "), point) for row, point in zip(rows, points, strict=True)]
     axes.scatter([1.0], [1.0], marker="*", color="black", label=f"truth: bf16 {result['truth']['steps']} steps")
     axes.set_xlabel("seconds a candidate, as a share of the truth's")
     axes.set_ylabel("Spearman correlation with the truth")
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=5)
+    figure.draw_without_rendering()  # now it is known where things are
+    _annotate(axes, labels)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()
+
+
+def _annotate(axes: Axes, labels: Sequence[tuple[str, tuple[float, float]]]) -> None:
+    """Labels beside their points, each on the side where it covers least of the points and the other labels."""
+    marks = [axes.transData.transform(point) for _, point in labels]
+    taken = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in marks]
+    for text, point in labels:
+        notes = [
+            axes.annotate(text, point, (x, y), textcoords="offset points", ha=ha, va=va, fontsize=9)
+            for x, y, ha, va in _SIDES
+        ]
+        boxes = [note.get_window_extent() for note in notes]
+        covered = [box.count_overlaps(taken) + 2 * (not axes.bbox.containsx(box.x1)) for box in boxes]
+        best = covered.index(min(covered))
+        taken.append(boxes[best])
+        for number, note in enumerate(notes):
+            if number != best:
+                note.remove()
 
 
 def _check(cfg: DictConfig) -> None:

@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from omegaconf import DictConfig
 
 from solrl_lightning.callbacks.surface import write_atomically
@@ -73,9 +74,10 @@ def matching_runs(pattern: str) -> list[Path]:
     folders = [Path(match) for match in glob.glob(pattern)]
     runs = [folder for folder in folders if any((folder / mark).exists() for mark in _RUN_MARKS)]
     if not runs:
+        found = f"{len(folders)} files or folders, none of which is a run's" if folders else "nothing"
         raise UserError(
-            f"task.runs is a glob of run folders; {pattern} matches {len(folders)} files and folders from {Path.cwd()} "
-            "and none is a run. Give one that does, in quotes: 'task.runs=outputs/multirun/*/*'"
+            f"task.runs is a glob that matches run folders; {pattern}, looked up in {Path.cwd()}, matches {found}. "
+            "Give one that matches runs, in quotes: 'task.runs=outputs/multirun/*/*'"
         )
     return sorted(runs, key=lambda run: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(run))])
 
@@ -206,6 +208,7 @@ def draw_curves(groups: Sequence[Group], reward: str) -> bytes:
         mean = [fmean(curve[iteration] for curve in curves) for iteration in common]
         label = f"{group.name} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
         axes.plot(common, mean, color=colour, linewidth=2.5, label=label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("iteration")
     axes.set_ylabel(f"held-out {reward} reward")
     axes.grid(alpha=0.3)

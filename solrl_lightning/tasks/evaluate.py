@@ -16,12 +16,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hydra.utils import instantiate
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from omegaconf import DictConfig
 from torch import Tensor, distributed
 
-from solrl_lightning.build import build_module, load_adapters
+from solrl_lightning.build import build_module, instantiate_trainer, load_adapters
 from solrl_lightning.callbacks.sample_grid import Row, draw_grid
 from solrl_lightning.callbacks.surface import write_atomically
 from solrl_lightning.data.loaders import RankShare
@@ -47,7 +46,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     Writes evaluate.json (means, errors, differences), evaluate.csv (every image) and evaluate.png (side by side).
     """
     started = time.perf_counter()
-    trainer: Trainer = instantiate(cfg.trainer, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer = instantiate_trainer(cfg, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     module = build_module(cfg, trainer.strategy.root_device, [])
     weights = {"base": "base"}
     if cfg.ckpt is not None:

@@ -96,3 +96,17 @@ def test_captions_of_any_length_and_script_fit():
     rows = [Row(caption, [torch.rand(1, 3, 16, 16)], ["0.500"]) for caption in captions]
     picture = draw_grid("t" * 500, ["h" * 500], rows)
     assert picture.width == 420
+
+
+@pytest.mark.parametrize("letter", ["é", "ß", "ř", "ж", "λ", "„"])
+def test_letters_that_are_not_ascii_are_drawn(letter):
+    def drawn(caption):
+        return draw_grid("title", ["heading"], [Row(caption, [torch.zeros(1, 3, 16, 16)])]).tobytes()
+
+    assert drawn(letter) not in (drawn("\uffff"), drawn(""))  # \uffff has no glyph in any font
+
+
+def test_the_title_of_the_pool_fits():
+    rows = [Row("best", [torch.zeros(1, 3, 16, 16)])]
+    cut, whole = (draw_grid(f"Best and worst samples of iteration 9999{end}", ["a"], rows) for end in ("", " x"))
+    assert cut.tobytes() != whole.tobytes()

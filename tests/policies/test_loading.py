@@ -112,6 +112,18 @@ def test_a_component_that_the_pipeline_lacks_is_refused(copied: Path) -> None:
     assert "text_encoder_2" in message_of(copied)
 
 
+@pytest.mark.parametrize("component", ["vae", "transformer", "text_encoder_2", "tokenizer", "scheduler"])
+def test_a_component_without_its_subfolder_is_named_and_not_looked_for_on_the_hub(
+    copied: Path, component: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("httpx.Client.send", lambda self, request, **options: asked.append(str(request.url)))
+    shutil.rmtree(copied / component)
+    message = message_of(copied)
+    assert f"has no {component}/ (" in message and "save the pipeline again, whole." in message
+    assert asked == []
+
+
 def test_every_architecture_loads_with_every_component(architecture: str, folder: str) -> None:
     pipeline = load_pipeline(POLICIES[architecture][0].pipeline_class, folder)
     named = {name for name, value in index_of(folder).items() if isinstance(value, list) and value[0] is not None}

@@ -1,7 +1,9 @@
 """What every reward refuses, and how it says so."""
 
 import importlib
+import re
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor
 
 import solrl_lightning.rewards
 from solrl_lightning.config import ConfigTree
-from solrl_lightning.errors import NonFiniteError
+from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.rewards.base import Reward, distinct
 
 
@@ -136,3 +138,41 @@ def test_importing_the_package_of_rewards_loads_no_reward(monkeypatch: pytest.Mo
 def test_a_reward_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="BLIPScore"):
         _ = solrl_lightning.rewards.BLIPScore
+
+
+class Returns(Reward):
+    """A reward of a user's own that returns whatever it is given."""
+
+    name = "mine"
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value = value
+
+    def score(self, images: Tensor, prompts: list[str]) -> Any:
+        return self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (torch.zeros(()), "[]"),
+        (torch.zeros(2, 1), "[2, 1]"),
+        (torch.zeros(3), "[3]"),
+        ([0.5, 0.5], "list"),
+    ],
+)
+def test_a_score_of_another_shape_is_told_with_what_it_should_be(value: Any, found: str) -> None:
+    message = f"reward mine must return one score per image, a tensor [2]; its score() returned {found}"
+    with pytest.raises(UserError, match=re.escape(message)):
+        Returns(value)(torch.zeros(2, 3, 4, 4), ["a", "b"])
+
+
+def test_a_reward_without_an_init_of_its_own_takes_a_device() -> None:
+    class Plain(Reward):
+        name = "plain"
+
+        def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+            return images.mean((1, 2, 3)).to(self.device)
+
+    assert Plain(device="cpu")(torch.ones(1, 3, 2, 2), ["a"]).tolist() == [1.0]

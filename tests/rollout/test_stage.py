@@ -190,7 +190,7 @@ def test_a_reward_that_is_not_finite_names_its_prompt_and_seed(policy: Recorder,
     message = str(stopped.value)
     assert f"reward made is {value}" in message
     assert repr(TEXTS[position]) in message and f"seed {SEEDS.flatten()[position]};" in message
-    assert "last checkpoint is intact" in message
+    assert "its last checkpoint, if there is one, is intact" in message
 
 
 def test_scoring_beside_the_sampling_changes_nothing(policy: Recorder) -> None:

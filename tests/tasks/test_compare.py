@@ -117,8 +117,11 @@ def test_of_two_runs_with_one_configuration_and_seed_the_later_counts(compose: C
 
 
 def test_a_glob_without_runs_and_one_without_finished_runs_are_mistakes(compose: Compose, tmp_path: Path) -> None:
-    (tmp_path / "runs" / "empty").mkdir(parents=True)
-    with pytest.raises(UserError, match="matches 1 files and folders .* none is a run"):
+    with pytest.raises(UserError, match="matches nothing[.] Give one that matches runs"):
+        compared(compose, tmp_path / "runs")
+    for name in ("empty", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    with pytest.raises(UserError, match="matches 2 files or folders, none of which is a run's[.] Give"):
         compared(compose, tmp_path / "runs")
     write_run(tmp_path / "runs" / "failed", 0.6, status="failed")
     with pytest.raises(UserError, match="of 1 that match .* none is: .*failed: failed"):
