@@ -190,13 +190,13 @@ def draw(result: Mapping[str, Any]) -> bytes:
     axes.grid(alpha=0.3)
     figure.legend(loc="outside upper center", ncols=5)
     figure.draw_without_rendering()  # now it is known where things are
-    _annotate(axes, labels)
+    annotate(axes, labels)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
     return buffer.getvalue()
 
 
-def _annotate(axes: Axes, labels: Sequence[tuple[str, tuple[float, float]]]) -> None:
+def annotate(axes: Axes, labels: Sequence[tuple[str, tuple[float, float]]]) -> None:
     """Labels beside their points, each on the side where it covers least of the points and the other labels."""
     marks = [axes.transData.transform(point) for _, point in labels]
     taken = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in marks]

@@ -4,7 +4,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from solrl_lightning.callbacks.sample_grid import Row, SampleGrid, draw_grid, to_cell
+from solrl_lightning.callbacks import sample_grid
+from solrl_lightning.callbacks.sample_grid import Row, SampleGrid, draw_grid, to_cell, wrap
 from solrl_lightning.errors import UserError
 
 
@@ -106,7 +107,15 @@ def test_letters_that_are_not_ascii_are_drawn(letter):
     assert drawn(letter) not in (drawn("\uffff"), drawn(""))  # \uffff has no glyph in any font
 
 
-def test_the_title_of_the_pool_fits():
-    rows = [Row("best", [torch.zeros(1, 3, 16, 16)])]
-    cut, whole = (draw_grid(f"Best and worst samples of iteration 9999{end}", ["a"], rows) for end in ("", " x"))
-    assert cut.tobytes() != whole.tobytes()
+def test_the_title_of_the_pool_is_not_cut(tmp_path, stand_in, monkeypatch):
+    shown = {}
+
+    def recorded(text, *room, **lines):
+        shown[text] = wrap(text, *room, **lines)
+        return shown[text]
+
+    monkeypatch.setattr(sample_grid, "wrap", recorded)
+    trainer = stand_in.trainer(tmp_path, [grid(every=1)], max_epochs=1)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    title = "Best and worst samples of iteration 0"
+    assert shown[title] == [title]

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
+from matplotlib.text import Annotation
 from omegaconf import DictConfig
 from PIL import Image
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.tasks.audit import audit, fidelity, reward_gap
+from solrl_lightning.tasks.audit import annotate, audit, fidelity, reward_gap
 
 Compose = Callable[..., DictConfig]
 
@@ -55,6 +57,20 @@ def test_the_truth_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
     assert "nvfp4 2 steps" in out and "bf16 1 of 2 steps" in out
     with Image.open(tmp_path / "audit.png") as picture:
         assert min(picture.size) > 300
+
+
+def test_labels_of_neighbouring_points_do_not_overlap() -> None:
+    figure = Figure(figsize=(7.5, 4.5))
+    axes = figure.subplots()
+    points = [(0.66, 0.955), (0.707, 0.943), (0.715, 0.951), (0.79, 0.952), (1.0, 0.945)]
+    axes.scatter(*zip(*points, strict=True))
+    figure.draw_without_rendering()
+    annotate(axes, [(f"{number} of 10 steps", point) for number, point in enumerate(points)])
+    notes = [child for child in axes.get_children() if isinstance(child, Annotation)]
+    boxes = [note.get_window_extent() for note in notes]
+    assert sorted(note.get_text() for note in notes) == [f"{number} of 10 steps" for number in range(5)]
+    assert all(box.count_overlaps(boxes) == 1 for box in boxes)  # itself
+    assert all(box.x1 <= axes.bbox.x1 for box in boxes)
 
 
 def test_the_gap_is_between_the_true_rewards_of_what_the_proxy_takes_for_best_and_worst() -> None:

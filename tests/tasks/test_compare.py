@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from omegaconf import DictConfig
 from PIL import Image
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.tasks.compare import compare, learning_curve, read_runs
+from solrl_lightning.tasks.compare import Group, compare, draw_curves, learning_curve, read_runs
 
 Compose = Callable[..., DictConfig]
 
@@ -133,6 +134,21 @@ def test_curves_hold_the_evaluations_of_a_run(tmp_path: Path) -> None:
     evaluations = [{"iteration": 0, "shapes": 0.5}, {"iteration": 5, "shapes": None}, {"iteration": 10, "shapes": 0.6}]
     (run,), _ = read_runs([write_run(tmp_path / "run", 0.6, evaluations=evaluations)])
     assert learning_curve(run) == {0: 0.5, 10: 0.6}
+
+
+def test_the_iterations_of_short_runs_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures: list[Figure] = []
+
+    def recorded(**options: Any) -> Figure:
+        figures.append(Figure(**options))
+        return figures[-1]
+
+    monkeypatch.setattr("solrl_lightning.tasks.compare.Figure", recorded)
+    evaluations = [{"iteration": iteration, "shapes": 0.5} for iteration in (0, 1, 2)]
+    runs, _ = read_runs([write_run(tmp_path / "run", 0.6, evaluations=evaluations)])
+    draw_curves([Group("all", runs)], "shapes")
+    ticks = figures[0].axes[0].get_xticks()
+    assert {0, 1, 2} <= set(ticks) and all(tick == round(tick) for tick in ticks)
 
 
 def test_compare_is_a_command(command: Callable[..., Any], tmp_path: Path) -> None:
