@@ -1,7 +1,8 @@
 """Folders of runs: whether a new run may write there, and how a run goes on from a checkpoint.
 
 A run records its own command line in ``.hydra/overrides.yaml``. Whoever names its checkpoint gets that command line
-back, with what the new one says on top; so `ckpt=last` alone continues the newest run as it was.
+back, with what the new one says on top; so `ckpt=last` alone continues the newest run as it was. A run that goes on in
+its folder stays the experiment that it was begun as, and its record changes only once training has started again.
 """
 
 import os
@@ -9,16 +10,42 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
-from solrl_lightning.config import ConfigTree
+from solrl_lightning.config import ConfigTree, application_config
 from solrl_lightning.errors import UserError
 
 OUTPUTS = Path("outputs")
 LAST = Path("checkpoints") / "last.ckpt"
+_RECORD = Path(".hydra")
+_NEXT_RECORD = _RECORD / "next"  # what a run that is to go on was given, until training has started
+
+# In the folder of a run these keys and those below them may change: its length, what watches it, and how it is
+# computed. All else makes it another experiment.
+_MAY_CHANGE = (
+    "iterations",
+    "evaluation",
+    "callbacks",
+    "trainer",
+    "logger",
+    "hydra",
+    "task",
+    "ckpt",
+    "family.compile",
+    "precision.backend",
+    "model.rollout_batch",
+    "model.micro_batch",
+    "model.decode_batch",
+    "model.gradient_checkpointing",
+    "model.pretrained",
+    "model.embeddings",
+    "data.eval",
+    "data.eval_prompts",
+    "data.eval_images",
+)
 
 # Any of these in a folder means that a run lives there.
 _TRACES = ("summary.json", "checkpoints", "tensorboard", "lora", ".hydra", "multirun.yaml")
@@ -57,18 +84,92 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         checkpoint = (asked / LAST) if asked is not None and training else newest_checkpoint()
     check_checkpoint(checkpoint)
     source = checkpoint.resolve().parent.parent
-    in_place = training and (value == "last" or (asked is not None and asked.resolve() == source))
+    in_place = training and not multirun and (value == "last" or (asked is not None and asked.resolve() == source))
 
     own = [o for o in given if o.key_or_group not in ("ckpt", "hydra.run.dir")]
     recorded = _recorded(tree, source, training, {o.key_or_group for o in own})
-    merged = [*recorded, *(str(o.input_line) for o in own), f"ckpt={_quoted(checkpoint.resolve())}"]
+    given_here = [str(o.input_line) for o in own]
+    merged = [*recorded, *given_here, f"ckpt={_quoted(checkpoint.resolve())}"]
+    if in_place:
+        _check_as_begun(tree, source, checkpoint, own, [*recorded, *given_here])
+        # First, so that a further rank's own hydra.output_subdir=null, which keeps it from writing, stands.
+        merged.insert(0, f"hydra.output_subdir={_NEXT_RECORD.as_posix()}")
     if in_place or asked is not None:
         merged.append(f"hydra.run.dir={_quoted(source if in_place else asked)}")
     message = (
         f"{'continuing' if in_place else 'from'} {checkpoint}, with what its run was given: {_listed(recorded)}; "
-        f"given here: {_listed(o.input_line for o in own)}"
+        f"given here: {_listed(given_here)}"
     )
     return Resumed(merged, checkpoint, source if in_place else None, message)
+
+
+def keep_record(folder: Path) -> None:
+    """What the run in ``folder`` goes on with becomes its record."""
+    for file in (folder / _NEXT_RECORD).iterdir():
+        os.replace(file, folder / _RECORD / file.name)
+    (folder / _NEXT_RECORD).rmdir()
+
+
+def goes_on(folder: Path) -> bool:
+    """Whether a run in ``folder`` is to go on and `keep_record` has not been called yet."""
+    return (folder / _NEXT_RECORD).is_dir()
+
+
+def _check_as_begun(
+    tree: ConfigTree, folder: Path, checkpoint: Path, own: Sequence[Override], arguments: Sequence[str]
+) -> None:
+    """UserError if ``arguments``, of which ``own`` are given anew, change what the run in ``folder`` has to keep."""
+    begun = _recorded(tree, folder, True, set())
+    fresh = [o for o in own if o.input_line not in begun and not o.is_sweep_override()]
+    suspects = [o for o in fresh if not _below_any(_dotted(o), _MAY_CHANGE)]
+    if not suspects or not (folder / _RECORD / "overrides.yaml").is_file():
+        return
+    plain = [str(o.input_line) for o in tree.parse(arguments) if not o.is_sweep_override()]
+    changed = _differences(tree, folder, begun, plain)
+    changed = [key for key in changed if not _below_any(key, _MAY_CHANGE)]
+    if not changed:
+        return
+    named = [o for o in suspects if any(_below(key, _dotted(o)) or _below(_dotted(o), key) for key in changed)]
+    culprits = _listed(o.input_line for o in named or suspects)  # an experiment changes keys of any name
+    examples = f"{', '.join(changed[:3])}{' and more' if len(changed) > 3 else ''}"
+    raise UserError(
+        f"A run goes on in its folder as it was begun: only {', '.join(_MAY_CHANGE)} may differ from what {folder} was "
+        f"given; got {culprits}, which changes {examples}. Leave it out, or start a new folder from that state: "
+        f"ckpt={checkpoint} {culprits}"
+    )
+
+
+def _differences(tree: ConfigTree, folder: Path, begun: Sequence[str], now: Sequence[str]) -> list[str]:
+    """Keys that two command lines set to different values, without those that only follow another key."""
+    configurations = [tree.compose(begun), tree.compose(now)]
+    written = _unequal(*(_leaves(OmegaConf.to_container(cfg, resolve=False)) for cfg in configurations))
+    resolved = _unequal(*(_leaves(OmegaConf.to_container(application_config(cfg, folder))) for cfg in configurations))
+    return sorted(written & resolved)
+
+
+def _unequal(first: dict[str, Any], second: dict[str, Any]) -> set[str]:
+    absent = object()
+    return {key for key in first.keys() | second.keys() if first.get(key, absent) != second.get(key, absent)}
+
+
+def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value; a list is one value."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    below = [_leaves(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items()]
+    return {key: value for leaves in below for key, value in leaves.items()}
+
+
+def _dotted(override: Override) -> str:
+    return override.key_or_group.replace("/", ".")
+
+
+def _below(key: str, root: str) -> bool:
+    return key == root or key.startswith(f"{root}.")
+
+
+def _below_any(key: str, roots: Iterable[str]) -> bool:
+    return any(_below(key, root) for root in roots)
 
 
 def _listed(overrides: Iterable[object]) -> str:
@@ -93,7 +194,7 @@ def newest_checkpoint() -> Path:
 
 def _recorded(tree: ConfigTree, folder: Path, training: bool, overridden: set[str]) -> list[str]:
     """What the run in ``folder`` was started with, as far as it holds for this one and is not given anew."""
-    file = folder / ".hydra" / "overrides.yaml"
+    file = folder / _RECORD / "overrides.yaml"
     if not file.is_file():
         return []
     lines = OmegaConf.to_container(OmegaConf.load(file))

@@ -171,6 +171,9 @@ def refused(command: Command, *arguments: str) -> str:
         (["family=solrl"], "Did you mean family=sol_rl?"),
         (["reward.pretrained=x", "iterations=3"], "reward.pretrained is for one reward that is loaded from files"),
         (["model.pretrained=./nowhere"], "model.pretrained must be a hub id, a local folder or file"),
+        (["precision.backend=foo"], "precision.backend with precision=nvfp4 must be one of auto"),
+        (["precision.backend=transformer_engine", "trainer=cpu"], "needs an NVIDIA GPU"),
+        (["hydra.run.dir="], "hydra.run.dir is empty"),
         (["reward.shape.weight=2"], "Did you mean reward.shapes.weight?"),
         (["reward.shapes.weight=0"], "At least one reward needs a weight other than 0"),
         (["family.keep=97"], "keep=97 of pool=96"),
@@ -311,6 +314,57 @@ def test_another_task_takes_the_overrides_of_the_run_but_not_its_folder(
     assert cfg["ckpt"] == str(earlier / "checkpoints" / "last.ckpt")
 
 
+@pytest.mark.parametrize(
+    ("arguments", "culprits", "changes"),
+    [
+        (["iterations=4", "seed=6"], "seed=6", "seed"),
+        (
+            ["family=compile", "family.pool=16", "reward.shapes.weight=2"],
+            "family.pool=16 reward.shapes.weight=2",
+            "family.pool, reward",
+        ),
+        (["family=diffusionnft", "logger=tensorboard"], "family=diffusionnft", "family."),
+        (["experiment=smoke"], "experiment=smoke", "family.keep, family.pool, "),
+        (["+optimizer.amsgrad=true"], "+optimizer.amsgrad=true", "optimizer.amsgrad"),
+        (["model.iterations=4"], "model.iterations=4", "model.iterations"),
+    ],
+)
+def test_a_run_does_not_become_another_experiment_in_its_folder(
+    command: Command, earlier: Path, arguments: list[str], culprits: str, changes: str
+) -> None:
+    before = {file: file.read_bytes() for file in earlier.rglob("*") if file.is_file()}
+    result = command(RECORD, "ckpt=last", *arguments)
+    assert result.status == 2
+    assert "A run goes on in its folder as it was begun" in result.err
+    assert f"got {culprits}, which changes {changes}" in result.err
+    assert f"a new folder from that state: ckpt=outputs/train/{earlier.name}/checkpoints/last.ckpt" in result.err
+    assert {file: file.read_bytes() for file in earlier.rglob("*") if file.is_file()} == before
+
+
+def test_what_a_run_was_given_may_be_given_again(command: Command, earlier: Path) -> None:
+    same = ["seed=5", "family=compile", "family.pool=96", "data.train=shapes-train", "optimizer.lr=0.001"]
+    assert command(RECORD, "ckpt=last", *same, "iterations=3").status == 0
+    assert recorded(earlier)["cfg"]["iterations"] == 3
+
+
+def test_how_a_run_is_computed_and_watched_may_change_in_its_folder(command: Command, earlier: Path) -> None:
+    ways = ["model.micro_batch=8", "family.compile=false", "precision.backend=emulated", "trainer=cpu", "~logger"]
+    assert command(RECORD, "ckpt=last", *ways, "evaluation.every=7", "data.eval=compositional").status == 0
+    cfg = recorded(earlier)["cfg"]
+    assert (cfg["model"]["micro_batch"], cfg["evaluation"]["every"], "logger" in cfg) == (8, 7, False)
+
+
+def test_a_resume_that_fails_leaves_the_record_of_the_run_as_it_was(
+    command: Command, tmp_path: Path, earlier: Path
+) -> None:
+    record = {file.name: file.read_bytes() for file in (earlier / ".hydra").iterdir()}
+    for iterations in (40, 50):
+        assert command(task(refuse), "ckpt=last", f"iterations={iterations}").status == 2
+    assert {file.name: file.read_bytes() for file in (earlier / ".hydra").glob("*.yaml")} == record
+    assert command(RECORD, "ckpt=last").status == 0
+    assert recorded(earlier)["cfg"]["iterations"] == 2
+
+
 def test_a_folder_name_with_every_awkward_character_goes_on(command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "it's a, (run) = [1]"
     folder.mkdir()
@@ -326,6 +380,20 @@ def test_further_ranks_do_not_take_the_run_of_the_first_for_an_old_one(
     assert command(RECORD, "hydra.run.dir=run").status == 0
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert command(RECORD, "hydra.run.dir=run", "hydra.run.dir=run", "hydra.output_subdir=null").status == 0
+
+
+def test_further_ranks_of_a_run_that_goes_on_write_no_record(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert command(RECORD, "hydra.run.dir=run", "seed=5").status == 0
+    assert command(RECORD, "ckpt=last", "hydra.run.dir=run", "iterations=7").status == 0
+    of_first_rank = recorded(tmp_path / "run")["argv"]
+    written = {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / ".hydra").rglob("*")}
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert command(*of_first_rank, f'hydra.run.dir="{tmp_path / "run"}"', "hydra.output_subdir=null").status == 0
+    cfg = recorded(tmp_path / "run")["cfg"]
+    assert (cfg["iterations"], cfg["seed"]) == (7, 5)
+    assert {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / ".hydra").rglob("*")} == written
 
 
 # The program as a user starts it

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -103,13 +104,26 @@ def test_a_killed_run_resumes_to_bit_equal_weights(tmp_path: Path) -> None:
     assert first["base_reward"] == second["base_reward"] and first["final_reward"] == second["final_reward"]
 
 
-def test_a_finished_run_has_nothing_to_resume(command: Command, tmp_path: Path) -> None:
-    arguments = [*LONG, "iterations=1", "data.eval_prompts=1", "hydra.run.dir=run"]
-    assert command(*arguments).status == 0
+def test_a_run_takes_over_what_a_resume_was_given_once_that_has_started(command: Command, tmp_path: Path) -> None:
+    record = tmp_path / "run" / ".hydra"
+    names = {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    assert command(*LONG, "iterations=1", "data.eval_prompts=1", "hydra.run.dir=run").status == 0
+    begun = {file.name: file.read_bytes() for file in record.iterdir()}
     summary = (tmp_path / "run" / "summary.json").read_text()
     done = command("ckpt=last", "hydra.run.dir=run")
     assert done.status == 2 and "has done 1 and iterations=1" in done.err
+    (tmp_path / "prompts.txt").write_text("a dog on a sofa\n")
+    refused = command("ckpt=last", "hydra.run.dir=run", "iterations=9", "data.eval=prompts.txt")
+    assert refused.status == 2 and "'a dog on a sofa'" in refused.err
+    assert (record / "next").is_dir()
+    assert {name: (record / name).read_bytes() for name in names} == begun
     assert (tmp_path / "run" / "summary.json").read_text() == summary
+    resumed = command("ckpt=last", "hydra.run.dir=run", "iterations=2")
+    assert resumed.status == 0, resumed.err
+    overrides = OmegaConf.load(record / "overrides.yaml")
+    assert "iterations=2" in overrides and not any("prompts.txt" in line for line in overrides)
+    assert OmegaConf.load(record / "config.yaml").iterations == 2
+    assert {file.name for file in record.iterdir()} == names
 
 
 def test_a_prompt_that_the_reward_cannot_score_is_refused_before_the_model_is_loaded(

@@ -1,14 +1,16 @@
 """task=train: align the policy with the reward."""
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import seed_everything
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_loop, build_module, build_trainer, stages_of
 from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.errors import UserError
+from solrl_lightning.run_folder import goes_on, keep_record
 
 
 def train(cfg: DictConfig) -> dict[str, Any]:
@@ -20,6 +22,8 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         check_iterations_left(cfg.ckpt, cfg.iterations)
     seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
+    if goes_on(Path(cfg.run_dir)):
+        trainer.callbacks.append(_KeepRecord(Path(cfg.run_dir)))  # type: ignore[attr-defined]
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
     loop = build_loop(cfg, trainer)
     held_out = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
@@ -27,6 +31,17 @@ def train(cfg: DictConfig) -> dict[str, Any]:
         trainer.validate(module, held_out, verbose=False)
     trainer.fit(module, loop.loader, held_out, ckpt_path=cfg.ckpt, weights_only=True)
     return dict(trainer.logged_metrics)
+
+
+class _KeepRecord(Callback):
+    """A run that goes on in ``folder`` replaces the record of its command line once its checkpoint has been loaded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.is_global_zero:
+            keep_record(self.folder)
 
 
 def check_iterations_left(ckpt: str, iterations: int) -> None:
