@@ -8,13 +8,11 @@ hardware sums in FP32, too, but rounds the result to BF16; on compute capability
 import torch
 from torch import Tensor
 
-from solrl_lightning.quantization.emulated import operand_dtype, product
 from solrl_lightning.quantization.last_input import LastInput
-from solrl_lightning.quantization.nvfp4 import E4M3_MAX
-from solrl_lightning.quantization.rowwise import RowwiseLinear, row_scale
+from solrl_lightning.quantization.nvfp4 import E4M3_MAX, round_e4m3
+from solrl_lightning.quantization.rowwise import EmulatedRowwiseLinear, RowwiseLinear, row_scale
 
 E4M3 = torch.float8_e4m3fn
-_EXPONENT_BITS = 0x7F800000
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -24,17 +22,6 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # x / scale may exceed 448 by its rounding, and a cast to E4M3 does not saturate everywhere.
     scaled = (x / scale).clamp_(-E4M3_MAX, E4M3_MAX)
     return (scaled.to(dtype) if dtype == E4M3 else round_e4m3(scaled).to(dtype)), scale
-
-
-def round_e4m3(x: Tensor) -> Tensor:
-    """|x| <= 448 in FP32 -> the nearest E4M3 number in FP32, several times faster on a CPU than two casts.
-
-    The power of two in x's exponent bits, but at least that of the smallest normal number 2^-6, gives E4M3's spacing q
-    at x (3 fraction bits); x + 1.5 * 2^23 * q is rounded to a multiple of q, ties to even.
-    """
-    power = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
-    shift = power.clamp_(min=2.0**-6).mul_(1.5 * 2.0**20)
-    return (x + shift).sub_(shift)
 
 
 class FP8Linear(RowwiseLinear):
@@ -61,14 +48,7 @@ class FP8Linear(RowwiseLinear):
         return y.to(dtype)
 
 
-class EmulatedFP8Linear(RowwiseLinear):
+class EmulatedFP8Linear(EmulatedRowwiseLinear):
     """On any device; the layer holds the E4M3 numbers in 16 or 32 bits."""
 
     quantized = LastInput(quantize)
-
-    @staticmethod
-    def code_dtype(device: torch.device) -> torch.dtype:
-        return operand_dtype(device)
-
-    def product(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.scaled(product(codes, self.codes), scale, dtype)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from solrl_lightning.quantization.emulated import operand_dtype, product
 from solrl_lightning.quantization.last_input import LastInput
-from solrl_lightning.quantization.rowwise import RowwiseLinear, row_scale
+from solrl_lightning.quantization.rowwise import EmulatedRowwiseLinear, RowwiseLinear, row_scale
 
 LARGEST = 127.0  # symmetric: -128 is not used
 _FEWEST_ROWS = 32  # a GPU's integer product needs more than 16
@@ -45,14 +44,7 @@ class INT8Linear(RowwiseLinear):
         return self.scaled(torch._int_mm(codes, self.codes.t())[:rows], scale, dtype)
 
 
-class EmulatedINT8Linear(RowwiseLinear):
+class EmulatedINT8Linear(EmulatedRowwiseLinear):
     """On any device; the layer holds the integers in 16 or 32 bits."""
 
     quantized = LastInput(quantize)
-
-    @staticmethod
-    def code_dtype(device: torch.device) -> torch.dtype:
-        return operand_dtype(device)
-
-    def product(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        return self.scaled(product(codes, self.codes), scale, dtype)

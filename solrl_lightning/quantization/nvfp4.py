@@ -95,7 +95,7 @@ def round_e2m1(x: Tensor) -> Tensor:
 
 
 def round_e4m3(x: Tensor) -> Tensor:
-    """0 <= x <= 448 in FP32 -> the nearest E4M3 value in FP32, subnormals included.
+    """|x| <= 448 in FP32 -> the nearest E4M3 value in FP32, subnormals included; faster on a CPU than two casts.
 
     The power of two in x's exponent bits, but at least that of the smallest normal number 2^-6, gives E4M3's spacing q
     at x (3 fraction bits); x + 1.5 * 2^23 * q is rounded to a multiple of q, ties to even.

@@ -13,11 +13,13 @@ Weights are stored as codes, in 8 bits where the hardware multiplies them.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from solrl_lightning.quantization.emulated import operand_dtype, product
 from solrl_lightning.quantization.last_input import LastInput
 from solrl_lightning.quantization.linear import QuantizedLinear
 
@@ -49,13 +51,13 @@ class RowwiseLinear(QuantizedLinear):
         self.register_buffer("bias", torch.zeros(out_features, device=device) if bias else None)
 
     @staticmethod
+    @abstractmethod
     def code_dtype(device: torch.device) -> torch.dtype:
         """In which codes are stored and multiplied on `device`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def product(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """codes [M, in], scale [M, 1] -> y [M, out] in `dtype`."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
@@ -74,3 +76,14 @@ class RowwiseLinear(QuantizedLinear):
         """Sums of code products [M, out] -> y, rounded once."""
         y = sums.float().mul_(scale).mul_(self.weight_scale)
         return (y if self.bias is None else y.add_(self.bias)).to(dtype)
+
+
+class EmulatedRowwiseLinear(RowwiseLinear):
+    """On any device: the same codes, held as numbers of the dtype that is multiplied there."""
+
+    @staticmethod
+    def code_dtype(device: torch.device) -> torch.dtype:
+        return operand_dtype(device)
+
+    def product(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return self.scaled(product(codes, self.codes), scale, dtype)

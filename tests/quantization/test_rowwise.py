@@ -12,8 +12,9 @@ from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
 from solrl_lightning.quantization import fp8, int8
-from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear, round_e4m3
+from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear
 from solrl_lightning.quantization.int8 import EmulatedINT8Linear, INT8Linear
+from solrl_lightning.quantization.nvfp4 import round_e4m3
 from solrl_lightning.quantization.rowwise import RowwiseLinear
 
 F32 = np.float32
