@@ -1,6 +1,6 @@
 """What the text-to-image pipelines have in common: loading, prompt embeddings, memory, and saving a LoRA.
 
-A subclass says how *its* pipeline embeds prompts, shapes and schedules the noise, predicts a velocity and decodes.
+A subclass says how *its* pipeline embeds prompts, schedules the noise, predicts a velocity and scales its latents.
 Everything comes from diffusers' pipelines and models; only the denoising loop does not, because the rollout owns it.
 
 Shapes: P prompts, L tokens of text, B batch, T solver steps.
@@ -25,6 +25,7 @@ from solrl_lightning.policies.embeddings import EmbeddingCache, Row, identity_of
 from solrl_lightning.policies.loading import load_pipeline
 from solrl_lightning.policies.preview import load_preview_decoder, random_preview_decoder
 from solrl_lightning.policies.random_weights import random_pipeline
+from solrl_lightning.rollout.seeds import noise
 
 log = logging.getLogger(__name__)
 
@@ -94,22 +95,15 @@ class PipelinePolicy(ABC):
         self.transformer.to(self.device)
         self.pipeline.vae.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
         self._check_resolution()
+        side = resolution // self.pipeline.vae_scale_factor
+        self.latent_shape = (self.transformer.config.in_channels, side, side)
         self.preview_decoder = None if preview_decoder is None else self._preview_decoder(preview_decoder, weights)
 
     # What a subclass says
 
-    @property
-    @abstractmethod
-    def pixels_per_token(self) -> int:
-        """Side of the square of pixels that one image token stands for."""
-
     @abstractmethod
     def embed(self, prompts: list[str]) -> Conditioning:
         """What the text encoders make of P prompts, each [P, ...], in the dtypes that they give."""
-
-    @abstractmethod
-    def noise(self, seeds: Tensor) -> Tensor:
-        """float32 [B, *latent_shape] initial latents of the candidates, each a function of its seed alone."""
 
     @abstractmethod
     def sigmas(self, steps: int) -> Tensor:
@@ -122,6 +116,17 @@ class PipelinePolicy(ABC):
     @abstractmethod
     def unscaled(self, x: Tensor, vae: Any) -> Tensor:
         """[B, C, H, W]: latents ``x`` [B, *latent_shape] as ``vae``, the pipeline's or a tiny one, takes them."""
+
+    # Latents are the autoencoder's own [C, H, W], where a subclass does not say otherwise.
+
+    @property
+    def pixels_per_token(self) -> int:
+        """Side of the square of pixels that one image token stands for."""
+        return self.pipeline.vae_scale_factor * self.transformer.config.patch_size
+
+    def noise(self, seeds: Tensor) -> Tensor:
+        """float32 [B, *latent_shape] initial latents of the candidates, each a function of its seed alone."""
+        return noise(seeds, self.latent_shape).to(self.device)
 
     # Prompts
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from solrl_lightning.policies.pipeline import Conditioning, PipelinePolicy
 from solrl_lightning.policies.sana_checkpoint import load_linear_ffn
-from solrl_lightning.rollout.seeds import noise
 
 
 class Sana(PipelinePolicy):
@@ -40,12 +39,6 @@ class Sana(PipelinePolicy):
         if transformer_weights is not None:
             load_linear_ffn(transformer_weights, self.transformer)
         self.flow_shift = flow_shift
-        side = resolution // self.pipeline.vae_scale_factor
-        self.latent_shape = (self.transformer.config.in_channels, side, side)
-
-    @property
-    def pixels_per_token(self) -> int:
-        return self.pipeline.vae_scale_factor * self.transformer.config.patch_size
 
     def embed(self, prompts: list[str]) -> Conditioning:
         """``prompt_embeds`` [P, L, D] of Gemma and ``prompt_mask`` int64 [P, L], which is 0 at padding."""
@@ -57,9 +50,6 @@ class Sana(PipelinePolicy):
             complex_human_instruction=None,
         )
         return {"prompt_embeds": embeds, "prompt_mask": mask}
-
-    def noise(self, seeds: Tensor) -> Tensor:
-        return noise(seeds, self.latent_shape).to(self.device)
 
     def sigmas(self, steps: int) -> Tensor:
         scheduler = FlowMatchEulerDiscreteScheduler(shift=self.flow_shift)

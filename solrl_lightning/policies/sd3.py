@@ -10,7 +10,6 @@ from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
 from solrl_lightning.policies.pipeline import Conditioning, PipelinePolicy
-from solrl_lightning.rollout.seeds import noise
 
 
 class SD3(PipelinePolicy):
@@ -18,15 +17,6 @@ class SD3(PipelinePolicy):
 
     pipeline_class = StableDiffusion3Pipeline
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
-
-    def __init__(self, pretrained: str, resolution: int, **others: Any) -> None:
-        super().__init__(pretrained, resolution, **others)
-        side = resolution // self.pipeline.vae_scale_factor
-        self.latent_shape = (self.transformer.config.in_channels, side, side)
-
-    @property
-    def pixels_per_token(self) -> int:
-        return self.pipeline.vae_scale_factor * self.transformer.config.patch_size
 
     def embed(self, prompts: list[str]) -> Conditioning:
         """``prompt_embeds`` [P, 77 + L, D]: both CLIPs side by side, then T5; ``pooled`` [P, D'] of both CLIPs."""
@@ -39,9 +29,6 @@ class SD3(PipelinePolicy):
             max_sequence_length=self.max_sequence_length,
         )
         return {"prompt_embeds": embeds, "pooled": pooled}
-
-    def noise(self, seeds: Tensor) -> Tensor:
-        return noise(seeds, self.latent_shape).to(self.device)
 
     def sigmas(self, steps: int) -> Tensor:
         """By the pipeline's own scheduler: its shift is 3, and its last level before 0 is that of the training."""
