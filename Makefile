@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: help run test lint type clean
+.PHONY: help run test lint type contract clean
 
 help: ## List these targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -19,6 +19,12 @@ lint: $(VENV)/installed-dev ## Check style and formatting of imports with ruff
 
 type: $(VENV)/installed-dev ## Check types with mypy
 	$(BIN)/python -m mypy
+
+contract: $(VENV)/installed-dev ## Check our calls of Transformer Engine against its source, oldest and newest
+	for version in "==2.9.0" ">=2.9"; do \
+		$(BIN)/python -m pip install --quiet --upgrade --target "$(VENV)/contract$$version" "transformer-engine$$version" pydantic && \
+		PYTHONPATH="$(VENV)/contract$$version" $(BIN)/python tests/quantization/check_transformer_engine.py || exit 1; \
+	done
 
 clean: ## Remove the virtual environment and build leftovers; outputs/ stays
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache

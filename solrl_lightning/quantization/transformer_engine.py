@@ -1,6 +1,7 @@
 """NVFP4 linear layers by Transformer Engine (compute capability 10.0 and newer), packed in 4.5 bits.
 
-Read in Transformer Engine's source, 2.9 to 2.20, and not run: no such GPU was at hand. What a rollout needs of it:
+Not run: no such GPU was at hand. ``make contract`` holds these calls against Transformer Engine's source, from 2.9 on.
+What a rollout needs of it:
 
 1. `quantized_model_init` without gradients: the layer holds row-wise NVFP4 and neither the BF16 weight nor the
    column-wise copy of the backward pass. Copying a BF16 tensor into the parameter quantises it in place, once per

@@ -1,0 +1,96 @@
+"""Checks what we call of Transformer Engine against the source of the one that is installed.
+
+    python tests/quantization/check_transformer_engine.py
+
+Its Python files are enough: they are read, not imported, since importing them takes its CUDA library. So this runs
+anywhere (``make contract`` does it with the oldest version that we support and with the newest), and is no test of
+pytest's, because a test environment must not hold such a half of a package: peft would import it.
+"""
+
+import ast
+import importlib.util
+import inspect
+import sys
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from solrl_lightning.quantization import transformer_engine as ours
+
+_HERE = Path(ours.__file__)
+
+
+def main() -> None:
+    spec = importlib.util.find_spec("transformer_engine")
+    if spec is None or spec.origin is None:
+        sys.exit("transformer_engine is not installed; pip install --no-deps transformer-engine brings its source")
+    root = Path(spec.origin).parent
+    for name, positional, keywords in our_calls():
+        callable_signature(root, name).bind(*[None] * positional, **dict.fromkeys(keywords))
+        print(f"te.{name}({positional} positional, {', '.join(keywords)}): fits")
+    check_recipe(root)
+    print(f"transformer_engine {version('transformer_engine')}: the contract holds")
+
+
+def our_calls() -> Iterator[tuple[str, int, list[str]]]:
+    """(name, number of positional arguments, keywords) of every call of ``te.<name>`` or ``self._<name>``."""
+    calls = [node for node in ast.walk(ast.parse(_HERE.read_text())) if isinstance(node, ast.Call)]
+    found = 0
+    for call in calls:
+        match call.func:
+            case ast.Attribute(value=ast.Name(id="te"), attr=name) | ast.Attribute(attr="_autocast" as name):
+                found += 1
+                yield name.lstrip("_"), len(call.args), [str(keyword.arg) for keyword in call.keywords]
+    assert found == 3, f"{_HERE} calls quantized_model_init, Linear and autocast; found {found} calls"
+
+
+def callable_signature(root: Path, name: str) -> inspect.Signature:
+    """Of a function or class that ``transformer_engine.pytorch`` exports by a plain ``from ... import``."""
+    module = exporting_module(root, "transformer_engine.pytorch", name)
+    node = next(n for n in module.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name)
+    if isinstance(node, ast.ClassDef):
+        node = next(n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__")
+        node.args.args.pop(0)  # self
+    arguments = node.args
+    optional = len(arguments.args) - len(arguments.defaults)
+    kind, empty = inspect.Parameter, inspect.Parameter.empty
+    parameters = [
+        kind(argument.arg, kind.POSITIONAL_OR_KEYWORD, default=empty if index < optional else None)
+        for index, argument in enumerate(arguments.args)
+    ]
+    return inspect.Signature(parameters)
+
+
+def exporting_module(root: Path, package: str, name: str) -> ast.Module:
+    """The parsed module that defines what ``from package import name`` gives."""
+    parts = package.split(".")[1:]
+    folder = root.joinpath(*parts)
+    file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    module = ast.parse(file.read_text())
+    for node in module.body:
+        if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
+            above = package if node.level == 1 else package.rpartition(".")[0]
+            source = f"{above}.{node.module}" if node.level else str(node.module)
+            return exporting_module(root, source, name)
+    return module
+
+
+def check_recipe(root: Path) -> None:
+    """The recipe takes our arguments, and they make a forward pass of plain 1 x 16 blocks."""
+    file = root / "common" / "recipe" / "__init__.py"
+    spec = importlib.util.spec_from_file_location("transformer_engine_recipe", file)
+    assert spec is not None and spec.loader is not None
+    module: Any = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where its dataclasses look up their annotations
+    spec.loader.exec_module(module)
+    recipe = module.NVFP4BlockScaling(**ours.ROLLOUT_RECIPE)
+    for forward in (recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight):
+        assert not forward.random_hadamard_transform, recipe
+        assert not forward.stochastic_rounding, recipe
+        assert not forward.fp4_2d_quantization, recipe
+    print(f"NVFP4BlockScaling({', '.join(ours.ROLLOUT_RECIPE)}): fits")
+
+
+if __name__ == "__main__":
+    main()
