@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.policies.gelu import use_logistic_gelu
 
 
 def can_compile(device: torch.device) -> bool:
@@ -37,6 +38,8 @@ def compile_blocks(transformer: nn.Module, fullgraph: bool = True) -> None:
     ``fullgraph=False`` lets layers of another library break a block into several graphs.
     Not by diffusers' ``compile_repeated_blocks``, which knows FLUX.1's blocks but neither SD3's nor SANA's.
     """
+    if next(transformer.parameters()).device.type == "cpu":
+        use_logistic_gelu(transformer)
     for blocks in transformer.children():
         if isinstance(blocks, nn.ModuleList):
             for block in blocks:

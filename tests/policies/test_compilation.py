@@ -4,9 +4,13 @@ import shutil
 
 import pytest
 import torch
+from diffusers.models.activations import GELU
+from torch import nn
+from torch.nn import functional as F
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies.compilation import can_compile, should_compile
+from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
+from solrl_lightning.policies.gelu import logistic_gelu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -37,3 +41,28 @@ def test_true_is_refused_on_a_cpu_without_a_compiler(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("device", [CPU, GPU])
 def test_false_never_compiles(device: torch.device) -> None:
     assert should_compile(False, device) == (False, "family.compile=false")
+
+
+def test_the_logistic_form_of_gelu_is_pytorch_s_tanh_form() -> None:
+    x = torch.linspace(-30, 30, 6001)
+    torch.testing.assert_close(logistic_gelu(x), F.gelu(x, approximate="tanh"), rtol=1e-5, atol=1e-6)
+    rounded = x.bfloat16()
+    exact = F.gelu(rounded.double(), approximate="tanh")
+    assert logistic_gelu(rounded).dtype == torch.bfloat16
+    torch.testing.assert_close(logistic_gelu(rounded).double(), exact, rtol=2**-8, atol=1e-6)  # rounded once
+    big = torch.tensor([3e38, -3e38])
+    assert logistic_gelu(big).equal(torch.tensor([3e38, 0.0]))  # the cube overflows
+
+
+def test_compiled_blocks_on_a_cpu_have_it_and_keep_their_parameters_and_other_activations() -> None:
+    torch.manual_seed(0)
+    block = nn.Sequential(GELU(4, 8, "tanh"), nn.GELU(approximate="tanh"), nn.GELU(), GELU(8, 8))
+    transformer = nn.Module()
+    transformer.blocks = nn.ModuleList([block])
+    parameters, x = list(transformer.parameters()), torch.randn(3, 4)
+    expected = block(x)
+    compile_blocks(transformer)
+    changed = ["LogisticGELUProjection", "LogisticGELU", "GELU", "GELU"]
+    assert [type(module).__name__ for module in block] == changed
+    assert all(a is b for a, b in zip(transformer.parameters(), parameters, strict=True))
+    torch.testing.assert_close(block.forward(x), expected, rtol=1e-5, atol=1e-6)
