@@ -23,7 +23,7 @@ from solrl_lightning.policies.architectures import find
 from solrl_lightning.policies.bf16 import has_bf16_units, use_fp32_products
 from solrl_lightning.policies.embeddings import EmbeddingCache, Row, identity_of
 from solrl_lightning.policies.loading import load_pipeline
-from solrl_lightning.policies.preview import load_preview_decoder, random_preview_decoder
+from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
 from solrl_lightning.policies.random_weights import random_pipeline
 from solrl_lightning.rollout.seeds import noise
 
@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 Conditioning = dict[str, Tensor]
 EMBED_BATCH = 64  # prompts that the text encoders read at once
+TINY = files("solrl_lightning") / "assets" / "tiny"  # the embedded model
 
 
 class PipelinePolicy(ABC):
@@ -47,7 +48,8 @@ class PipelinePolicy(ABC):
         gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
         variant: of the weight files, e.g. ``bf16`` for ``model.bf16.safetensors``, where a component has it.
         weights: ``pretrained``, or ``random`` ones in the same shapes, without text encoders, for plans and timings.
-        preview_decoder: hub id or local folder of an ``AutoencoderTiny`` of the same latents, for ``preview``.
+        preview_decoder: hub id or local folder of an ``AutoencoderTiny`` of the same latents, for ``preview``;
+            ``tiny`` for the embedded model's.
         device: where the transformer and the autoencoder live; the text encoders visit a GPU and live on the CPU.
 
     Raises:
@@ -73,7 +75,7 @@ class PipelinePolicy(ABC):
         preview_decoder: str | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
-        self.pretrained = str(files("solrl_lightning") / "assets" / "tiny") if pretrained == "tiny" else pretrained
+        self.pretrained = str(TINY) if pretrained == "tiny" else pretrained
         self.resolution, self.max_sequence_length = resolution, max_sequence_length
         self.decode_batch, self.variant, self.device = decode_batch, variant, torch.device(device)
         self.dtypes = {name: _dtype(name, value) for name, value in dtypes.items()}
@@ -233,7 +235,8 @@ class PipelinePolicy(ABC):
         if weights == "random":
             decoder = random_preview_decoder(self.device, dtype, *latents)
         else:
-            decoder = load_preview_decoder(pretrained, dtype, *latents)
+            own = str(TINY / EMBEDDED) if pretrained == "tiny" else pretrained
+            decoder = load_preview_decoder(own, dtype, *latents)
         return decoder.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
 
     def _cache(self, folder: Path) -> EmbeddingCache:

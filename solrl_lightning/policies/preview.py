@@ -19,6 +19,7 @@ from solrl_lightning.policies.architectures import Component
 from solrl_lightning.policies.loading import hub_file, load_module, sentence
 from solrl_lightning.policies.random_weights import random_component
 
+EMBEDDED = "preview_decoder"  # the embedded model's own, in that model's folder
 CONFIG = "config.json"
 _WIDTH = 64  # of every published TAESD
 

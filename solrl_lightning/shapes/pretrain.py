@@ -4,6 +4,8 @@
    of 32 numbers: narrower than the transformer's 128, without which the transformer cannot predict full-rank noise.
 2. The transformer and both text encoders learn flow matching together: x_t = (1 - sigma) x0 + sigma eps, target
    eps - x0, sigma from a logit-normal distribution (Esser et al. 2024, arXiv 2403.03206, eq. 19).
+3. A tiny autoencoder's decoder learns to paint what the autoencoder paints (L1), also of latents with a little noise
+   on them, as few steps leave it. Its encoder is not trained: nobody asks it.
 
 Only training captions are rendered. Everything follows from the seed; renderings come from a CPU generator, so a GPU
 run sees the same scenes.
@@ -15,7 +17,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderTiny,
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    FluxTransformer2DModel,
+)
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -25,16 +33,19 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
 
+from solrl_lightning.policies.preview import EMBEDDED
 from solrl_lightning.shapes.captions import train_captions
 from solrl_lightning.shapes.world import COLOURS, IMAGE_SIZE, RELATIONS, SHAPES, parse_caption, render
 
 MAX_WORDS = 10  # "a red circle left of a blue square" and the end token take nine
 WIDTH = 128
 _TEXT_WIDTH = 64
+_PREVIEW_WIDTH = 16
+_LARGEST_NOISE = 0.5  # standard deviation, on latents of unit variance
 
 
 class Recipe(NamedTuple):
-    """How long and how fast the two parts are trained."""
+    """How long and how fast the three parts are trained."""
 
     seed: int = 0
     vae_steps: int = 1200
@@ -45,6 +56,9 @@ class Recipe(NamedTuple):
     flow_lr: float = 1e-3
     distractors: float = 0.4
     """Share of the flow's pictures with a third object that the caption does not mention: a flaw to be trained away."""
+    preview_steps: int = 2500
+    preview_batch: int = 32
+    preview_lr: float = 3e-3
 
 
 def build_pipeline(seed: int) -> FluxPipeline:
@@ -133,9 +147,7 @@ def train_flow(pipeline: FluxPipeline, recipe: Recipe, device: torch.device) -> 
     progress = tqdm(range(recipe.flow_steps), desc="flow matching", mininterval=2)
     for _ in progress:
         images, captions = _batch(recipe.flow_batch, generator, device, recipe.distractors)
-        with torch.no_grad():
-            x0 = pipeline.vae.encode(images).latent_dist.mode()
-            x0 = (x0 - pipeline.vae.config.shift_factor) * pipeline.vae.config.scaling_factor
+        x0 = _scaled_latents(pipeline.vae, images)
         eps = torch.randn(x0.shape, generator=generator).to(device)
         sigma = torch.sigmoid(torch.randn(len(captions), generator=generator)).to(device)
         x_t = torch.lerp(x0, eps, sigma[:, None, None, None])
@@ -157,14 +169,46 @@ def train_flow(pipeline: FluxPipeline, recipe: Recipe, device: torch.device) -> 
     trained.eval().requires_grad_(False)
 
 
+def train_preview_decoder(vae: AutoencoderKL, recipe: Recipe, device: torch.device) -> AutoencoderTiny:
+    """A decoder of the trained autoencoder's scaled latents, many times quicker than its own."""
+    torch.manual_seed(recipe.seed + 3)
+    tiny = AutoencoderTiny(
+        latent_channels=vae.config.latent_channels,
+        encoder_block_out_channels=(_PREVIEW_WIDTH,) * 3, num_encoder_blocks=(0, 0, 0),
+        decoder_block_out_channels=(_PREVIEW_WIDTH,) * 3, num_decoder_blocks=(3, 2, 1),
+    ).to(device)  # fmt: skip
+    generator = torch.Generator().manual_seed(recipe.seed + 3)
+    optimizer = torch.optim.AdamW(tiny.decoder.parameters(), lr=recipe.preview_lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.preview_lr, recipe.preview_steps, pct_start=0.1)
+    progress = tqdm(range(recipe.preview_steps), desc="preview decoder", mininterval=2)
+    for _ in progress:
+        images, _captions = _batch(recipe.preview_batch, generator, device, recipe.distractors)
+        with torch.no_grad():
+            x0 = _scaled_latents(vae, images)
+            level = _LARGEST_NOISE * torch.rand(len(x0), 1, 1, 1, generator=generator)
+            x = x0 + (level * torch.randn(x0.shape, generator=generator)).to(device)
+            target = vae.decode(x / vae.config.scaling_factor + vae.config.shift_factor).sample.clamp(-1, 1)
+        loss = F.l1_loss(tiny.decode(x).sample, target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+    return tiny.eval().requires_grad_(False)
+
+
 def pretrain_pipeline(folder: Path, recipe: Recipe, device: torch.device) -> FluxPipeline:
-    """Runs the whole recipe and saves the pipeline: transformer in bfloat16, everything else in float32."""
+    """Runs the whole recipe and saves the pipeline: transformer in bfloat16, everything else in float32.
+
+    The preview decoder, which no pipeline knows of, goes into a folder of its own in there.
+    """
     pipeline = build_pipeline(recipe.seed)
     pipeline.set_progress_bar_config(disable=True)
     train_autoencoder(pipeline.vae, recipe, device)
     train_flow(pipeline, recipe, device)
     pipeline.transformer.to(torch.bfloat16)
     pipeline.save_pretrained(folder, safe_serialization=True)
+    train_preview_decoder(pipeline.vae, recipe, device).save_pretrained(folder / EMBEDDED)
     return pipeline
 
 
@@ -176,6 +220,12 @@ def _batch(
     captions = [pool[i] for i in torch.randint(len(pool), (size,), generator=generator).tolist()]
     images = render([parse_caption(caption) for caption in captions], generator, distractors)
     return images.to(device) * 2 - 1, captions
+
+
+@torch.no_grad()
+def _scaled_latents(vae: AutoencoderKL, images: Tensor) -> Tensor:
+    """[B, 8, 8, 8] as the transformer takes them, of mean 0 and variance 1."""
+    return (vae.encode(images).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
 
 
 def _pack(latents: Tensor) -> Tensor:

@@ -1,23 +1,26 @@
 """The embedded model is the one that the recipe builds, and it has learned something but not everything."""
 
 import pytest
+import torch
 from nano import load_policy
 
+from solrl_lightning.metrics.rank import rank_fidelity
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.seeds import evaluation_seeds
-from solrl_lightning.rollout.stage import Batching, Prompts, Trajectory, run_stage
+from solrl_lightning.rollout.stage import Batching, Prompts, Trajectory, run_stage, sample_states
 from solrl_lightning.shapes.captions import eval_captions
 from solrl_lightning.shapes.pretrain import build_pipeline
 
 HELD_OUT = eval_captions()[:8]
+EACH = 12  # pictures of a prompt, of which a reward makes an order
 
 
 @pytest.fixture(scope="module")
 def tiny() -> Flux1:
-    return load_policy("tiny", decode_batch=16)
+    return load_policy("tiny", decode_batch=16, preview_decoder="tiny")
 
 
 def scored(policy: Flux1, captions: list[str]) -> Candidates:
@@ -46,3 +49,16 @@ def test_its_pictures_follow_their_captions_and_leave_room_to_improve(tiny: Flux
     wrong = scored(tiny, HELD_OUT[::-1]).rewards.mean()
     assert 0.2 < right < 0.75
     assert wrong < 0.5 * right
+
+
+def test_its_preview_decoder_paints_nearly_what_its_autoencoder_does_and_ranks_as_it(tiny: Flux1) -> None:
+    captions = [caption for caption in HELD_OUT for _ in range(EACH)]
+    encoded = Prompts(HELD_OUT, tiny.encode(HELD_OUT))
+    seeds, trajectory = evaluation_seeds(0, HELD_OUT, EACH), Trajectory(tiny.sigmas(6), "euler")
+    states = sample_states(tiny, tiny.transformer, Batching(48, False), encoded, seeds, trajectory)
+    x = torch.cat([state.x for _, state in states])
+    pictures, previews = tiny.decode(x), tiny.preview(x)
+    assert (previews - pictures).abs().mean() < 0.02
+    reward = ShapesReward()
+    true, proxy = (reward(images, captions).unflatten(0, (-1, EACH)) for images in (pictures, previews))
+    assert rank_fidelity(proxy, true, k=4)[:, 0].mean() > 0.9  # Spearman
