@@ -17,6 +17,7 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.build import build_loop, build_module, device_of, stages_of, with_option
 from solrl_lightning.callbacks.requantize import Requantize
-from solrl_lightning.config import check_values
+from solrl_lightning.config import check_decoder, check_values
 from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule, Stage
@@ -72,16 +73,19 @@ def benchmark(cfg: DictConfig) -> dict[str, Any]:
 
 
 def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfig]:
-    """The configuration of every row, by its name: a family, or a family with a shadow and the shadow's precision."""
+    """The configuration of every row, by its name: the family and, where rows differ in them, precision and decoder."""
     configs: dict[str, DictConfig] = {}
     for family in cfg.task.families:
         own = _family(cfg, family, device)
         has_shadow = any(stage.sampler == "shadow" for stage in stages_of(own))
-        if not (has_shadow and cfg.task.precisions):
-            configs[family] = own
-            continue
-        for precision in cfg.task.precisions:
-            configs[f"{family} {precision}"] = with_option(own, "precision", precision)
+        precisions = cfg.task.precisions if has_shadow else None
+        decoders = cfg.task.decoders if own.family.explore is not None else None
+        for precision, decoder in product(precisions or [None], decoders or [None]):
+            row = own.copy() if precision is None else with_option(own, "precision", precision)
+            if decoder is not None:
+                row.family.explore.decoder = decoder
+                check_decoder(row, "task.decoders", decoder)
+            configs[" ".join(word for word in (family, precision, decoder) if word is not None)] = row
     return configs
 
 

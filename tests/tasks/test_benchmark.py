@@ -163,6 +163,15 @@ def test_families_with_a_shadow_are_timed_once_with_each_precision(compose: Comp
     assert [rows[f"sol_rl {name}"].precision.name for name in ("nvfp4", "int8")] == ["nvfp4", "int8"]
 
 
+def test_families_that_explore_are_timed_once_with_each_decoder(compose: Compose) -> None:
+    options = ("task.decoders=[full,preview]", "task.precisions=[nvfp4,int8]", "model.preview_decoder=tiny")
+    rows = family_configs(compose("task=benchmark", *options), CPU)
+    shadowed = [f"sol_rl {precision} {decoder}" for precision in ("nvfp4", "int8") for decoder in ("full", "preview")]
+    assert list(rows) == ["naive_scaling", "compile", *shadowed, "prefix full", "prefix preview"]
+    for name, row in rows.items():
+        assert row.family.explore is None or row.family.explore.decoder == name.split()[-1]
+
+
 def test_on_a_cpu_the_peak_memory_is_that_of_the_process() -> None:
     held = torch.ones(30_000_000)
     peak = peak_memory(CPU)
@@ -214,6 +223,8 @@ def test_speedups_are_over_the_baselines_that_were_run() -> None:
         ("task.families=[sol_rl,sole_rl]", "no family named 'sole_rl' .* sol_rl"),
         ("task.precisions=[int9]", "no precision named 'int9' .* int8"),
         ("task.sizes.keep=100", "family.keep must be at most family.pool"),
+        ("task.decoders=[half]", "task.decoders must be one of full, preview; got 'half'"),
+        ("task.decoders=[preview]", "model.preview_decoder names none"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_timed(compose: Compose, mistake: str, message: str) -> None:
