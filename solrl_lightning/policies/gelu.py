@@ -3,7 +3,7 @@
     0.5 x (1 + tanh(u)) = x sigmoid(2u),    u = sqrt(2 / pi) (x + 0.044715 x^3)
 
 PyTorch's vectorised tanh takes some three times as long as its exponential function. Between small matrices that is a
-tenth of a compiled forward pass of the embedded model. Eager code would make seven passes of it and keeps PyTorch's own.
+tenth of a compiled forward pass of the embedded model. Eager code would make seven passes of it: there it is not used.
 """
 
 import math
