@@ -3,6 +3,7 @@
 Shapes: B images, U different prompts.
 """
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -65,12 +66,13 @@ def check_images(name: str, images: Tensor, prompts: list[str]) -> None:
         raise ValueError(
             f"the reward {name} takes one prompt per image; got {len(images)} images and {len(prompts)} prompts"
         )
-    inside = ((images >= 0) & (images <= 1)).flatten(1).all(1)  # NaN is outside, too
+    lowest, highest = images.flatten(1).aminmax(dim=1)  # NaN if there is one
+    inside = (lowest >= 0) & (highest <= 1)
     if not inside.all():
         row = int((~inside).nonzero()[0])
-        if images[row].isnan().any():
+        low, high = float(lowest[row]), float(highest[row])
+        if math.isnan(low):
             raise NonFiniteError(f"the image given to the reward {name} has NaN for the prompt {prompts[row]!r}", row)
-        low, high = float(images[row].min()), float(images[row].max())
         raise ValueError(
             f"the reward {name} scores images in [0, 1]; image {row} of {len(images)} (prompt {prompts[row]!r}) spans "
             f"{low:.3g} to {high:.3g}. Clamp or rescale what the decoder returns."

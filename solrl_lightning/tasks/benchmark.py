@@ -63,8 +63,8 @@ def benchmark(cfg: DictConfig) -> dict[str, Any]:
     }
     result["forward"] = forward_times(cfg, device)
     print(format_forward(result["forward"]), flush=True)
-    result["families"] = with_speedups({name: family_times(own, device) for name, own in families.items()})
-    print(format_families(result["families"], cfg.task.repeats), flush=True)
+    result["families"] = with_speedups(times_of_families(families, cfg.task.rounds, device))
+    print(format_families(result["families"], cfg.task.rounds * cfg.task.repeats), flush=True)
     result["overhead"] = overhead(cfg, device)
     path = Path(cfg.run_dir) / "benchmark.json"
     write_json(path, result)
@@ -272,9 +272,24 @@ def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[L
     return timer.laps
 
 
-def family_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
+def times_of_families(families: dict[str, DictConfig], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
+    """The times of each row; through the rows forth and back in turn, so that a slow drift falls on all of them."""
+    laps: dict[str, list[Lap]] = {name: [] for name in families}
+    warm_ups, memory = {}, {}
+    for number in range(rounds):
+        for name in list(families)[:: -1 if number % 2 else 1]:
+            warm_up, *timed = run_iterations(families[name], device, watch=False)
+            laps[name] += timed
+            warm_ups.setdefault(name, warm_up.seconds)
+            memory[name] = peak_memory(device)
+    return {
+        name: family_times(own, laps[name], device) | {"warm_up": warm_ups[name], "peak_memory": memory[name]}
+        for name, own in families.items()
+    }
+
+
+def family_times(cfg: DictConfig, laps: list[Lap], device: torch.device) -> dict[str, Any]:
     """Median seconds of an iteration of ``cfg.family`` and of its stages; a stage that it lacks takes none."""
-    warm_up, *laps = run_iterations(cfg, device, watch=False)
     stages = {stage: median(lap.stages.get(stage, 0.0) for lap in laps) for stage in _STAGES}
     rollout = median(sum(lap.stages.get(stage, 0.0) for stage in _ROLLOUT) for lap in laps)
     iteration = median(lap.seconds for lap in laps)
@@ -285,10 +300,8 @@ def family_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
         **stages,
         "rollout": rollout,
         "iteration": iteration,
-        "warm_up": warm_up.seconds,
         "images_per_second": cfg.prompts_per_iteration * cfg.family.pool / rollout,
         "requantize_share": stages["requantize"] / iteration,
-        "peak_memory": peak_memory(device),
     }
 
 

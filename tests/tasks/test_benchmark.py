@@ -22,11 +22,11 @@ from solrl_lightning.tasks.benchmark import (
     Lap,
     benchmark,
     family_configs,
-    family_times,
     forward_times,
     matmul_peak,
     overhead,
     peak_memory,
+    times_of_families,
     with_speedups,
 )
 from solrl_lightning.tasks.plan import count_macs
@@ -102,7 +102,7 @@ def test_with_random_weights_and_captions_of_shapes_nothing_is_asked_of_the_netw
     sizes = ("prompts_per_iteration=1", "model.rollout_batch=4", "family.pool=4", "family.keep=2")
     cfg = compose(*SMALL, f"model={model}", f"model.pretrained={folder}", *OFFLINE, *sizes, "family=sol_rl")
     check_prompts(cfg)
-    assert family_times(cfg, CPU)["images_per_second"] > 0
+    assert times_of_families({model: cfg}, 1, CPU)[model]["images_per_second"] > 0
 
 
 @pytest.mark.usefixtures("briefly")
@@ -140,11 +140,28 @@ def test_the_iteration_that_compiles_is_apart_from_the_medians(
         for seconds, rollout in ((90.0, 80.0), (4.0, 1.5), (6.0, 3.5), (5.0, 2.5))
     ]
     monkeypatch.setattr(benchmark_module, "run_iterations", lambda cfg, device, watch: laps)
-    times = family_times(compose(*SMALL, "prompts_per_iteration=3"), CPU)
+    (times,) = times_of_families({"one": compose(*SMALL, "prompts_per_iteration=3")}, 1, CPU).values()
     assert times["warm_up"] == 90
     assert (times["iteration"], times["explore"], times["rollout"]) == (5, 2.5, pytest.approx(3.0))
     assert times["requantize_share"] == pytest.approx(0.1 / 5)
     assert times["images_per_second"] == pytest.approx(3 * 8 / 3.0)
+
+
+def test_rounds_go_forth_and_back_and_the_medians_are_over_all_of_them(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {name: compose(*SMALL, f"family={name}") for name in ("compile", "sol_rl", "prefix")}
+    order = []
+
+    def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[Lap]:
+        order.append(next(name for name, own in rows.items() if own is cfg))
+        return [Lap(seconds, {"regenerate": 1.0}, {}) for seconds in (70.0, len(order))]
+
+    monkeypatch.setattr(benchmark_module, "run_iterations", run_iterations)
+    times = times_of_families(rows, 3, CPU)
+    assert order == [*rows, *reversed(rows), *rows]
+    assert [row["iteration"] for row in times.values()] == [6, 5, 4]  # of laps 1, 6, 7; 2, 5, 8; 3, 4, 9
+    assert [row["warm_up"] for row in times.values()] == [70, 70, 70]
 
 
 def test_families_that_leave_compilation_open_are_compiled_as_the_task_says(compose: Compose) -> None:
