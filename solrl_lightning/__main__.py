@@ -27,13 +27,13 @@ from solrl_lightning.config import (
     CONFIG_MODULE,
     ConfigTree,
     application_config,
+    check_needs,
     check_precision,
-    check_prompts,
     check_values,
     first_lines,
 )
 from solrl_lightning.errors import NonFiniteError, UserError
-from solrl_lightning.run_folder import check_new, check_writable, resume
+from solrl_lightning.run_folder import check_new, check_writable, finished_runs, remove_unused, resume
 
 _FAILED = 1
 _USER_ERROR = 2  # as argparse
@@ -51,15 +51,17 @@ _TEXT_KEYS = (  # paths and prompts: no names for folders
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command line and returns its exit status."""
+    """Runs a command line and returns its exit status; of a sweep, that of the worst job."""
+    statuses = []
+
+    def job(cfg: DictConfig) -> None:
+        statuses.append(run(cfg))
+
     try:
+        _quiet()
         sys.argv[1:] = prepare(sys.argv[1:] if arguments is None else arguments)
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us instead of being printed by Hydra
-        # Lightning 2.6 asks torch for a class that newer ones deprecate; nothing for users of ours.
-        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
-        # A run that goes on finds its own checkpoints there.
-        warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-        hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")(run)()
+        hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")(job)()
     except (KeyboardInterrupt, SystemExit) as stop:
         # Lightning ends a run that Ctrl-C stopped with exit(1)
         if not isinstance(stop, KeyboardInterrupt) and not isinstance(stop.__context__, KeyboardInterrupt):
@@ -67,24 +69,56 @@ def main(arguments: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except Exception as error:
-        told = next((e for e in _causes(error) if isinstance(e, (UserError, NonFiniteError))), None)
-        if told is None:
-            raise
-        print(f"error: {told}", file=sys.stderr)
-        return _USER_ERROR if isinstance(told, UserError) else _FAILED
-    return 0
+        return _tell(error)
+    return max(statuses, default=0)
 
 
-def run(cfg: DictConfig) -> None:
-    """One job: calls the chosen task with the resolved configuration."""
+def run(cfg: DictConfig) -> int:
+    """One job: calls the chosen task with the resolved configuration.
+
+    Returns its exit status, for Hydra would print more around an error than what it says.
+    """
     OmegaConf.resolve(cfg)
     task = get_method(cfg.task._target_)
     try:
         with _alone() if HydraConfig.get().mode == RunMode.MULTIRUN else nullcontext():
             task(cfg)
-    except Exception:
+    except Exception as error:
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
-        raise
+        status = _tell(error)
+        if status == _USER_ERROR and _first_process():
+            remove_unused(Path(cfg.run_dir))
+        return status
+    return 0
+
+
+def _tell(error: Exception) -> int:
+    """Prints an error that a user can do something about and gives its exit status; any other goes on."""
+    told = next((e for e in _causes(error) if isinstance(e, (UserError, NonFiniteError))), None)
+    if told is None:
+        raise error
+    print(f"error: {told}", file=sys.stderr)
+    return _USER_ERROR if isinstance(told, UserError) else _FAILED
+
+
+def _quiet() -> None:
+    """Leaves out what libraries say to each other, and nothing that a user of ours can act on.
+
+    ``build.hide_loading_bars`` does it for their bars.
+    """
+    # Lightning 2.6 asks torch for a class that newer ones deprecate.
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+    # A run that goes on finds its own checkpoints there.
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    # torchao registers classes with torch in a way that newer ones deprecate, and diffusers misses classes that newer
+    # torchaos do not have: for models that are stored quantised, which are none of ours. diffusers' AutoencoderTiny
+    # wonders at a key of its configuration that it has written itself.
+    for name in (
+        "torch.utils._pytree",
+        "diffusers.quantizers.torchao.torchao_quantizer",
+        "diffusers.configuration_utils",
+    ):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def prepare(arguments: list[str]) -> list[str]:
@@ -121,8 +155,10 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[s
                 check_new(folder)
             check_writable(folder)
     for cfg in checked:
-        check_prompts(cfg)
-        if cfg.task.reads:  # a task that samples
+        if "runs" in cfg.task:
+            finished_runs(cfg.task.runs)
+        check_needs(cfg)
+        if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
             check_precision(cfg)
     if resumed.message and _first_process():
         print(resumed.message, flush=True)

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.utils import logging as diffusers_logging
+from huggingface_hub import utils as hub_utils
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
 from omegaconf import DictConfig, OmegaConf, open_dict
 from peft import LoraConfig
+from transformers.utils import logging as transformers_logging
 
 from solrl_lightning.config import prompt_sets, reward_members
 from solrl_lightning.data.prompts import PromptSchedule
@@ -90,6 +93,7 @@ def stages_of(cfg: DictConfig) -> list[Stage]:
 
 def build_rewards(cfg: DictConfig, device: torch.device) -> WeightedRewards:
     """Every reward of ``cfg.reward``, loaded once per process."""
+    hide_loading_bars()
     members = reward_members(cfg)
     if cfg.reward.pretrained is not None:
         (only,) = members.values()  # config.check_values refuses it for several
@@ -111,9 +115,20 @@ def _build_reward(name: str, member: dict[str, Any], device: torch.device) -> Re
         ) from error
 
 
+def hide_loading_bars() -> None:
+    """No bars for reading files of this machine; those of downloads stay as they are."""
+    downloads = not hub_utils.are_progress_bars_disabled()
+    diffusers_logging.disable_progress_bar()
+    transformers_logging.disable_progress_bar()  # of the hub's downloads, too
+    if downloads:
+        hub_utils.enable_progress_bars()
+
+
 def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> SolRLModule:
     """With rewards and held-out prompts, which are checked against each other before the model is loaded."""
     rewards, prompts = build_rewards(cfg, device), prompt_sets(cfg)
+    for note in prompts.notes:
+        log.info("%s", note)
     rewards.check_prompts([*prompts.train, *prompts.eval])
     return build_model(cfg, device, stages, rewards, prompts.eval[: cfg.data.eval_prompts])
 
@@ -126,6 +141,7 @@ def build_model(
     eval_prompts: Sequence[str] = (),
 ) -> SolRLModule:
     """The module alone; without rewards it can only make pictures."""
+    hide_loading_bars()
     policy = instantiate(cfg.model.policy, device=str(device))
     compile_it, why = should_compile(cfg.family.compile, device)
     log.info("%s", why)

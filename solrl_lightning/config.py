@@ -52,7 +52,9 @@ _COUNTS = (
     "data.eval_images",
     "evaluation.every",
     "task.pool",
+    "task.images",
     "task.repeats",
+    "task.rounds",
     "task.grid_prompts",
     "task.grid_images",
 )
@@ -63,6 +65,8 @@ _NON_NEGATIVE = ("model.guidance", "objective.kl_weight", "optimizer.weight_deca
 # Shares, in (0, 1].
 _FRACTIONS = ("model.train_timestep_fraction",)
 _KEEP_RULE = "a whole number of at least 2: the best and the worst of a prompt are compared with each other"
+_PROXY_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "decoder"}
+_SEEDS = 2**32  # noise has so many seeds
 _ABSENT = object()  # a key that the chosen options do not have: nothing to check
 
 
@@ -264,7 +268,7 @@ def check_values(cfg: DictConfig) -> None:
     _check(cfg, "seed", lambda value: _is_whole(value) and value >= 0, "a whole number of at least 0")
     for key in ("family.keep", "task.keep"):
         _check(cfg, key, lambda value: _is_whole(value) and value >= 2, _KEEP_RULE)
-    if not OmegaConf.is_list(cfg.task.get("prompts")):  # task=generate has texts there, task=audit their number
+    if "prompt_file" not in cfg.task:  # task=generate has texts in task.prompts, task=audit their number
         _check(cfg, "task.prompts", lambda value: _is_whole(value) and value >= 1, "a whole number of at least 1")
     for key in _POSITIVE:
         _check(cfg, key, lambda value: _is_number(value) and value > 0, "a number above 0")
@@ -315,7 +319,8 @@ def _check_rewards(cfg: DictConfig) -> None:
 def _check_folders(cfg: DictConfig) -> None:
     """A hub id may look like a relative path; what begins as a path only can be none."""
     names = ["model.pretrained", "model.preview_decoder", "reward.pretrained"]
-    names += [f"reward.{name}.pretrained" for name in reward_members(cfg)]
+    files = ("pretrained", "processor", "tokenizer")
+    names += [f"reward.{name}.{key}" for name in reward_members(cfg) for key in files]
     for key in names:
         value = OmegaConf.select(cfg, key)
         if value is not None and str(value).startswith(("/", ".", "~")) and not Path(value).expanduser().exists():
@@ -370,7 +375,7 @@ def check_decoder(cfg: DictConfig, key: str, decoder: Any) -> None:
     if decoder == "preview" and cfg.model.get("preview_decoder") is None:
         raise UserError(
             f"{key}=preview needs a tiny autoencoder of this model's latents, and model.preview_decoder names none. "
-            f"docs/models names those that fit; or say {key}=full."
+            f"docs/models names those that fit, model=tiny brings one (model.preview_decoder=tiny); or say {key}=full."
         )
 
 
@@ -398,7 +403,7 @@ def _is_number(value: Any) -> bool:
 
 def check_precision(cfg: DictConfig) -> None:
     """UserError for a precision or a backend that does not exist, or that the hardware does not have."""
-    import torch  # here, as below
+    import torch  # here: --help and mistakes do without
 
     from solrl_lightning.quantization import resolve
 
@@ -406,13 +411,84 @@ def check_precision(cfg: DictConfig) -> None:
     resolve(cfg.precision.name, cfg.precision.backend, torch.device("cuda", 0) if gpu else torch.device("cpu"))
 
 
+# What a task needs
+
+
+def check_needs(cfg: DictConfig) -> None:
+    """UserError where the task was not given what it needs, or a source of prompts cannot be read or is too small."""
+    if "ckpt" in cfg.task.reads and cfg.ckpt is None:
+        raise UserError("this task takes a checkpoint's weights; name it with ckpt=<file>, or ckpt=last for the newest")
+    if "prompt_file" in cfg.task:
+        asked_weights(cfg)
+        _check_seeds(cfg)
+        asked_prompts(cfg)
+    if "proxies" in cfg.task:
+        _check_proxies(cfg)
+    if cfg.task.reads:
+        check_prompts(cfg)
+
+
+def asked_prompts(cfg: DictConfig) -> list[str]:
+    """What task=generate makes pictures of: texts of the command line or of a file."""
+    given, file = OmegaConf.to_container(cfg.task)["prompts"], cfg.task.prompt_file  # type: ignore[call-overload, index]
+    example = """for example 'task.prompts=["a red apple", "two dogs"]'"""
+    if not isinstance(given, list):
+        raise UserError(f"task.prompts must be a list of texts, {example}; got {given!r}")
+    if bool(given) == (file is not None):
+        found = "both" if given else "neither"
+        raise UserError(f"task=generate takes task.prompts, {example}, or task.prompt_file=<file>; got {found}")
+    for prompt in given:
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise UserError(f"every one of task.prompts must be a text, {example}; got {prompt!r} among them")
+    if given:
+        return given
+    from solrl_lightning.data.prompts import read_prompts  # here, as below: it imports torch
+
+    return read_prompts(file, cfg.data.column)
+
+
+def asked_weights(cfg: DictConfig) -> dict[str, str]:
+    """The name of each model in task=generate, and its name in ``SolRLModule.sample``."""
+    if not cfg.task.base and cfg.ckpt is None:
+        raise UserError("task.base=false leaves the trained weights only; name them with ckpt=<file> or ckpt=last")
+    return ({"base": "base"} if cfg.task.base else {}) | ({"trained": "ema"} if cfg.ckpt is not None else {})
+
+
+def _check_seeds(cfg: DictConfig) -> None:
+    if cfg.task.seeds is None:
+        return
+    given = OmegaConf.to_container(cfg.task)["seeds"]  # type: ignore[call-overload, index]
+    whole = isinstance(given, list) and all(_is_whole(seed) and 0 <= seed < _SEEDS for seed in given)
+    if not whole or not given or len(set(given)) < len(given):
+        raise UserError(
+            "task.seeds must be a list of different whole numbers from 0 to 4294967295, for example "
+            f"'task.seeds=[1,2,3]'; got {given!r}. Leave it out for the seeds of evaluations."
+        )
+
+
+def _check_proxies(cfg: DictConfig) -> None:
+    proxies = cfg.task.proxies
+    if not proxies:
+        raise UserError("task.proxies is empty: name at least one, e.g. task.proxies=[{sampler:shadow,steps:6}]")
+    for number, proxy in enumerate(proxies):
+        steps, stop_after = proxy.get("steps"), proxy.get("stop_after")
+        known = proxy.keys() <= _PROXY_KEYS and proxy.get("sampler") in SAMPLERS
+        known = known and proxy.get("solver", SOLVERS[0]) in SOLVERS
+        stops = stop_after is None or (_is_whole(stop_after) and _is_whole(steps) and 1 <= stop_after < steps)
+        if not known or not _is_whole(steps) or steps < 1 or not stops:
+            raise UserError(
+                f"a proxy has a sampler ({', '.join(SAMPLERS)}), at least 1 step and, where they are not the run's, a "
+                f"precision, a solver ({', '.join(SOLVERS)}) and a step below the last to stop_after; got {proxy}"
+            )
+        check_decoder(cfg, f"task.proxies.{number}.decoder", proxy.get("decoder", "full"))
+
+
 def prompt_sets(cfg: DictConfig) -> "PromptSets":
     """The prompts that the task reads (``task.reads``); of the others, none."""
-    from solrl_lightning.data.prompts import PromptSets, read_prompt_sets, read_prompts  # here: they import torch
+    from solrl_lightning.data.prompts import read_prompt_sets
 
-    if "train" in cfg.task.reads:
-        return read_prompt_sets(cfg.data.train, cfg.data.eval, cfg.data.column)
-    return PromptSets([], read_prompts(cfg.data.eval, cfg.data.column) if "eval" in cfg.task.reads else [])
+    train, held_out = (cfg.data[name] if name in cfg.task.reads else None for name in ("train", "eval"))
+    return read_prompt_sets(train, held_out, cfg.data.column)
 
 
 def check_prompts(cfg: DictConfig) -> None:

@@ -133,12 +133,14 @@ class SolRLModule(LightningModule):
         base = replica.share(self.transformer).eval()
         merged = replica.share(self.transformer).eval()
         shadow = replica.share(self.transformer).eval() if any(stage.sampler == "shadow" for stage in stages) else None
+        self.layer_table = ""  # of the shadow
         self.overlap = policy.device.type == "cuda"  # score a chunk while the next one is sampled
         self.backend = backend
         self.precision_backend = f"{backend.precision} ({backend.name})" if shadow is not None else "no shadow"
         if shadow is not None:
             plans = plan_quantization(shadow, rule, backend)
-            log.info("%s\n%s", backend.line, format_table(plans))
+            log.info("%s", backend.line)
+            self.layer_table = format_table(plans)
             convert(shadow, plans, backend)
         layers = adapters.add_adapters(self.transformer, lora, seed)
         replicas: dict[str, Any] = {"merged": merged} | ({"shadow": shadow} if shadow is not None else {})

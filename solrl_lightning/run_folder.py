@@ -1,11 +1,15 @@
-"""Folders of runs: whether a new run may write there, and how a run goes on from a checkpoint.
+"""Folders of runs: whether a new run may write there, how a run goes on from a checkpoint, and which are finished.
 
 A run records its own command line in ``.hydra/overrides.yaml``. Whoever names its checkpoint gets that command line
 back, with what the new one says on top; so `ckpt=last` alone continues the newest run as it was. A run that goes on in
 its folder stays the experiment that it was begun as, and its record changes only once training has started again.
 """
 
+import glob
+import json
 import os
+import re
+import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -21,6 +25,7 @@ from solrl_lightning.errors import UserError
 OUTPUTS = Path("outputs")
 LAST = Path("checkpoints") / "last.ckpt"
 _RECORD = Path(".hydra")
+_LOG = "solrl_lightning.log"  # hydra.job.name
 _NEXT_RECORD = _RECORD / "next"  # what a run that is to go on was given, until training has started
 
 # In the folder of a run these keys and those below them may change: its length, what watches it, and how it is
@@ -49,6 +54,9 @@ _MAY_CHANGE = (
 
 # Any of these in a folder means that a run lives there.
 _TRACES = ("summary.json", "checkpoints", "tensorboard", "lora", ".hydra", "multirun.yaml")
+
+# Any of these makes a folder a run's, and not that of a sweep.
+_RUN_MARKS = (".hydra", "checkpoints", "summary.json")
 
 # Lightning writes its version beside the weights of every checkpoint.
 _LIGHTNING_MARK = b"pytorch-lightning_version"
@@ -257,3 +265,61 @@ def check_writable(folder: Path) -> None:
             f"The run's folder {folder} cannot be written: {os.strerror(error.errno or 0)} at {existing}. "
             "Choose another with hydra.run.dir=<folder>."
         ) from error
+
+
+def remove_unused(folder: Path) -> None:
+    """A run that has left nothing but its command line and its log goes, so that the same command can come again."""
+    if {entry.name for entry in folder.iterdir()} <= {_RECORD.name, _LOG}:
+        shutil.rmtree(folder)
+
+
+# Finished runs
+
+
+class Run(NamedTuple):
+    """A finished run."""
+
+    folder: str
+    summary: dict[str, Any]
+
+    @property
+    def seed(self) -> Any:
+        return self.summary["config"]["seed"]
+
+
+def finished_runs(pattern: str) -> tuple[list[Run], dict[str, str]]:
+    """The finished runs among what a glob matches, and why each of the others is left out. UserError without any."""
+    folders = matching_runs(pattern)
+    runs, left_out = read_runs(folders)
+    if not runs:
+        reasons = "; ".join(f"{folder}: {reason}" for folder, reason in left_out.items())
+        raise UserError(f"compare takes finished runs; of {len(folders)} that match {pattern} none is: {reasons}")
+    return runs, left_out
+
+
+def matching_runs(pattern: str) -> list[Path]:
+    """The run folders among what a glob matches, numbers in their names in numerical order."""
+    folders = [Path(match) for match in glob.glob(pattern)]
+    runs = [folder for folder in folders if any((folder / mark).exists() for mark in _RUN_MARKS)]
+    if not runs:
+        found = f"{len(folders)} files or folders, none of which is a run's" if folders else "nothing"
+        raise UserError(
+            f"task.runs is a glob that matches run folders; {pattern}, looked up in {Path.cwd()}, matches {found}. "
+            "Give one that matches runs, in quotes: 'task.runs=outputs/multirun/*/*'"
+        )
+    return sorted(runs, key=lambda run: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(run))])
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
+    """The finished runs, and why each of the others is left out."""
+    runs, left_out = [], {}
+    for folder in folders:
+        file = folder / "summary.json"
+        summary = json.loads(file.read_text()) if file.is_file() else {"status": "has no summary.json (yet)"}
+        if summary["status"] != "completed":
+            left_out[str(folder)] = summary["status"]
+        elif summary["final_reward"] is None:
+            left_out[str(folder)] = "never evaluated"
+        else:
+            runs.append(Run(str(folder), summary))
+    return runs, left_out

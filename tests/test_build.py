@@ -1,12 +1,26 @@
 """From a configuration to objects: what a user's own classes and this machine's devices can get wrong."""
 
+import logging
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
+from diffusers.utils import logging as diffusers_logging
+from huggingface_hub import utils as hub
+from nano import save_nano
 from omegaconf import DictConfig
+from transformers.utils import logging as transformers_logging
 
-from solrl_lightning.build import build_rewards, instantiate_trainer
+from solrl_lightning.build import (
+    build_loop,
+    build_model,
+    build_module,
+    build_rewards,
+    build_trainer,
+    instantiate_trainer,
+    stages_of,
+)
 from solrl_lightning.errors import UserError
 
 Compose = Callable[..., DictConfig]
@@ -39,3 +53,34 @@ def test_weights_and_pretrained_reach_the_rewards(compose: Compose) -> None:
     assert rewards.weights == {"shapes": 0.5} and rewards.name == "shapes"
     scores = torch.tensor([[2.0], [4.0]])
     assert rewards.total(scores).tolist() == [1.0, 2.0]
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_nano(tmp_path_factory.mktemp("pipeline"))
+
+
+def test_reading_a_model_shows_no_bars_and_leaves_those_of_downloads(
+    compose: Compose, pipeline: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    diffusers_logging.enable_progress_bar()
+    transformers_logging.enable_progress_bar()
+    build_model(compose("experiment=smoke", f"model.pretrained='{pipeline}'"), torch.device("cpu"))
+    assert capfd.readouterr().err == ""
+    assert not hub.are_progress_bars_disabled()
+
+
+def test_what_was_left_out_of_the_prompts_is_logged_once(
+    compose: Compose, pipeline: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("a red circle above a blue square\n" * 2, encoding="utf-8")
+    own = (f"data.train='{file}'", "prompts_per_iteration=1", "trainer=cpu", f"model.pretrained='{pipeline}'")
+    cfg = compose("experiment=smoke", *own)
+    with caplog.at_level(logging.INFO, logger="solrl_lightning"):
+        trainer = build_trainer(cfg)
+        build_module(cfg, torch.device("cpu"), stages_of(cfg))
+        build_loop(cfg, trainer)
+    assert [message for message in caplog.messages if "prompts.txt" in message] == [
+        f"{file}: dropped 1 repeated prompts of 2"
+    ]

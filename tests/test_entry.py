@@ -1,6 +1,7 @@
 """The command line: what a job gets, sweeps, resuming, and what is refused with nothing written."""
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -11,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.quantizers.torchao import torchao_quantizer
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import DictConfig, OmegaConf
+from torch.utils import _pytree
 
 from solrl_lightning.errors import UserError
 
@@ -35,6 +38,26 @@ def refuse(cfg: DictConfig) -> None:
         raise UserError("late, but clear")
     except UserError as error:
         raise RuntimeError("instantiating something") from error
+
+
+def refuse_after_work(cfg: DictConfig) -> None:
+    """The same, when it has already written something."""
+    (Path(cfg.run_dir) / "summary.json").write_text("{}", encoding="utf-8")
+    raise UserError("late, but clear")
+
+
+def refuse_the_first_seed(cfg: DictConfig) -> None:
+    """A task that a sweep cannot do for all of its jobs."""
+    if cfg.seed == 1:
+        raise UserError("not with seed 1")
+    record(cfg)
+
+
+def chatter(cfg: DictConfig) -> None:
+    """A task in which libraries say what no user of ours can act on, and what is for all."""
+    for logger in (_pytree.log, torchao_quantizer.logger):
+        logger.warning("between libraries")
+    logging.getLogger("torch.of.interest").warning("for all")
 
 
 def break_down(cfg: DictConfig) -> None:
@@ -126,11 +149,32 @@ def test_a_folder_of_own_options_is_found(command: Command, tmp_path: Path) -> N
     assert recorded(only(tmp_path, "outputs/train/*_small_*"))["cfg"]["family"]["pool"] == 6
 
 
-def test_a_mistake_found_late_is_told_without_a_traceback(command: Command) -> None:
-    result = command(task(refuse))
-    assert result.status == 2
-    assert "error: late, but clear" in result.err
-    assert "Traceback" not in result.err
+def test_a_mistake_found_late_is_one_message_and_the_same_command_can_come_again(
+    command: Command, tmp_path: Path
+) -> None:
+    for _ in range(2):
+        result = command(task(refuse), "hydra.run.dir=run")
+        assert (result.status, result.out, result.err) == (2, "", "error: late, but clear\n")
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_found_after_work_was_written_leaves_it_with_the_log(command: Command, tmp_path: Path) -> None:
+    result = command(task(refuse_after_work), "hydra.run.dir=run")
+    assert (result.status, result.err) == (2, "error: late, but clear\n")
+    assert {file.name for file in (tmp_path / "run").iterdir()} == {".hydra", "solrl_lightning.log", "summary.json"}
+    assert "UserError: late, but clear" in (tmp_path / "run" / "solrl_lightning.log").read_text(encoding="utf-8")
+
+
+def test_a_job_of_a_sweep_that_cannot_be_is_told_and_the_others_run(command: Command, tmp_path: Path) -> None:
+    result = command(task(refuse_the_first_seed), "-m", "seed=1,2", "hydra.sweep.dir=sweep")
+    assert (result.status, result.err) == (2, "error: not with seed 1\n")
+    assert sorted(file.name for file in (tmp_path / "sweep").iterdir()) == ["1_seed-2", "multirun.yaml"]
+
+
+def test_what_libraries_say_to_each_other_is_not_shown(command: Command) -> None:
+    result = command(task(chatter))
+    assert "between libraries" not in result.out + result.err
+    assert "for all" in result.out + result.err
 
 
 def test_a_bug_keeps_its_traceback(command: Command) -> None:
@@ -171,6 +215,18 @@ def refused(command: Command, *arguments: str) -> str:
         (["family=solrl"], "Did you mean family=sol_rl?"),
         (["reward.pretrained=x", "iterations=3"], "reward.pretrained is for one reward that is loaded from files"),
         (["model.pretrained=./nowhere"], "model.pretrained must be a hub id, a local folder or file"),
+        (["model.pretrained=/nowhere/x"], "model.pretrained must be a hub id, a local folder or file"),
+        (["reward=clipscore", "reward.clipscore.processor=./nowhere"], "reward.clipscore.processor must be a hub id"),
+        (["reward=imagereward", "reward.imagereward.tokenizer=./nowhere"], "reward.imagereward.tokenizer must be"),
+        (["task=generate"], "got neither"),
+        (["task=generate", "task.prompts=a cat"], "must be a list of texts"),
+        (["task=generate", "task.prompt_file=nowhere.txt"], "the path nowhere.txt does not exist"),
+        (["task=generate", "task.prompts=[a cat]", "task.seeds=[1,1]"], "got [1, 1]"),
+        (["task=generate", "task.prompts=[a cat]", "task.base=false"], "leaves the trained weights only"),
+        (["task=compare"], "outputs/multirun/*/*"),
+        (["task=audit", "task.proxies=[]"], "task.proxies is empty"),
+        (["task=export"], "ckpt=last for the newest"),
+        (["task=evaluate", "ckpt=nowhere.ckpt"], "there is no file nowhere.ckpt"),
         (["precision.backend=foo"], "precision.backend with precision=nvfp4 must be one of auto"),
         (["precision.backend=transformer_engine", "trainer=cpu"], "needs an NVIDIA GPU"),
         (["hydra.run.dir="], "hydra.run.dir is empty"),
@@ -428,10 +484,21 @@ def test_help_reads_like_a_manual_and_loads_no_library(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mistake_is_told_from_any_folder_before_a_library_is_loaded(tmp_path: Path) -> None:
-    result = python_m(tmp_path, "famly=sol_rl")
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("famly=sol_rl", "Did you mean family?"),
+        ("task=generate", "got neither"),
+        ("task=compare", "matches nothing"),
+        ("task=export", "ckpt=last for the newest"),
+    ],
+)
+def test_a_mistake_is_told_from_any_folder_before_a_library_is_loaded(
+    tmp_path: Path, argument: str, message: str
+) -> None:
+    result = python_m(tmp_path, argument)
     assert result.returncode == 2
-    assert "Did you mean family?" in result.stderr
+    assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert not any(line.endswith((" torch", " diffusers", " lightning")) for line in result.stderr.splitlines())
     assert list(tmp_path.iterdir()) == []

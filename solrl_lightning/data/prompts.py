@@ -6,6 +6,7 @@ A prompt is identified by its text, so every prompt of a set is there once; case
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ class PromptSets(NamedTuple):
 
     train: list[str]
     eval: list[str]
+    notes: list[str]  # what was left out of them, for the log
 
 
 def read_prompts(source: str | Path, column: str = "prompt") -> list[str]:
@@ -28,35 +30,48 @@ def read_prompts(source: str | Path, column: str = "prompt") -> list[str]:
 
     Blank ones are dropped, and so are repetitions but for case and spacing, with their number in the log.
     """
-    return [record.text for record in _different(source, column)]
+    records, notes = _different(source, column)
+    for note in notes:
+        logger.info("%s", note)
+    return [record.text for record in records]
 
 
 def read_tags(source: str | Path, column: str = "prompt") -> dict[str, str]:
     """The kind of every prompt that `read_prompts` gives, as far as the source tells kinds apart."""
-    return {record.text: record.tag for record in _different(source, column) if record.tag is not None}
+    return {record.text: record.tag for record in _different(source, column)[0] if record.tag is not None}
 
 
-def read_prompt_sets(train: str | Path, held_out: str | Path, column: str = "prompt") -> PromptSets:
-    """Both sets. What is held out for evaluation is taken out of what is trained on, with its number in the log.
+def read_prompt_sets(train: str | Path | None, held_out: str | Path | None, column: str = "prompt") -> PromptSets:
+    """Both sets; that of no source is empty. What is held out for evaluation is taken out of what is trained on.
+
+    Logs nothing: a start asks for them several times, before it has a log, too.
 
     Raises:
         UserError: a source cannot be read, or nothing is left to train on.
     """
-    prompts, kept_out = read_prompts(train, column), read_prompts(held_out, column)
+    (given, notes), (evaluated, more) = (
+        ((), ()) if source is None else _different(source, column) for source in (train, held_out)
+    )
+    prompts, kept_out = ([record.text for record in records] for records in (given, evaluated))
     identities = {_identity(prompt) for prompt in kept_out}
     left = [prompt for prompt in prompts if _identity(prompt) not in identities]
-    if not left:
+    if prompts and not left:
         raise UserError(
             f"training needs prompts that are not evaluated on; all {len(prompts)} of data.train={train} are in "
             f"data.eval={held_out} too. Name another source for one of them."
         )
-    if len(left) < len(prompts):
-        taken = len(prompts) - len(left)
-        logger.info("%s: left out %d of %d prompts that %s evaluates on", train, taken, len(prompts), held_out)
-    return PromptSets(left, kept_out)
+    taken = len(prompts) - len(left)
+    overlap = [f"{train}: left out {taken} of {len(prompts)} prompts that {held_out} evaluates on"] if taken else []
+    return PromptSets(left, kept_out, [*notes, *more, *overlap])
 
 
-def _different(source: str | Path, column: str) -> list[Record]:
+def _different(source: str | Path, column: str) -> tuple[Sequence[Record], Sequence[str]]:
+    """The different rows of a source, which a process reads once, and what to say of the others."""
+    return _read(str(source), column, Path.cwd())
+
+
+@cache
+def _read(source: str, column: str, cwd: Path) -> tuple[Sequence[Record], Sequence[str]]:  # cwd: of relative paths
     rows = read_records(source, column)
     # Tables of preferences repeat a prompt many times to the letter; that is cheap to find.
     times = Counter(row.text for row in rows)
@@ -68,9 +83,9 @@ def _different(source: str | Path, column: str) -> list[Record]:
     if not different:
         raise UserError(f"a prompt source needs at least one line with text; {source} has none")
     total = sum(count for text, count in times.items() if text.strip())
-    if len(different) < total:
-        logger.info("%s: dropped %d repeated prompts of %d", source, total - len(different), total)
-    return list(different.values())
+    repeated = total - len(different)
+    notes = (f"{source}: dropped {repeated} repeated prompts of {total}",) if repeated else ()
+    return tuple(different.values()), notes
 
 
 def _identity(prompt: str) -> str:

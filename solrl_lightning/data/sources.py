@@ -1,14 +1,13 @@
 """Where prompts are read from: text, JSON lines and parquet files, data sets of the Hugging Face hub, named sources.
 
-Every reader gives all the rows of its source in their order, as they are; ``prompts`` says which of them count. Nothing
-here is fetched twice by a process, and nothing is imported before a source needs it.
+Every reader gives all the rows of its source in their order, as they are; ``prompts`` says which of them count, and
+reads a source once in a process. Nothing here is imported before a source needs it.
 """
 
 import difflib
 import json
 import re
 from collections.abc import Callable
-from functools import cache
 from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -73,7 +72,7 @@ def read_records(source: str | Path, column: str) -> list[Record]:
         if len(parts) != 3 or not all(parts):
             raise UserError(f"a data set of the hub is written {HUB}<owner>/<name>/<split>; got {name}")
         owner, dataset, split = parts
-        return list(_read_hub(f"{owner}/{dataset}", split, column))
+        return _read_hub(f"{owner}/{dataset}", split, column)
     path = Path(source)
     _check_file(path)
     if path.suffix == ".parquet":
@@ -182,8 +181,7 @@ def _table_records(values: list[Any], column: str, name: str) -> list[Record]:
 # The hub
 
 
-@cache  # a start reads its prompts several times
-def _read_hub(dataset: str, split: str, column: str) -> tuple[Record, ...]:
+def _read_hub(dataset: str, split: str, column: str) -> list[Record]:
     import datasets
 
     name = f"{HUB}{dataset}/{split}"
@@ -207,7 +205,7 @@ def _read_hub(dataset: str, split: str, column: str) -> tuple[Record, ...]:
             f"the data set {name} could not be read: {_sentence(error)} It is written {HUB}<owner>/<name>/<split>."
         ) from error
     _check_column(table.column_names, column, name)
-    return tuple(_table_records(table.data.column(column).to_pylist(), column, name))
+    return _table_records(table.data.column(column).to_pylist(), column, name)
 
 
 def _sentence(error: Exception) -> str:

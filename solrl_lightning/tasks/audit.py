@@ -22,8 +22,6 @@ from torch import Tensor
 
 from solrl_lightning.build import build_module, device_of, load_adapters, with_option
 from solrl_lightning.callbacks.surface import write_atomically
-from solrl_lightning.config import SAMPLERS, SOLVERS, check_decoder
-from solrl_lightning.errors import UserError
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
 from solrl_lightning.module import Stage
 from solrl_lightning.rollout.seeds import pool_seeds
@@ -32,7 +30,6 @@ from solrl_lightning.tasks.report import format_table, write_json
 
 # Of a label in the picture: offset in points, alignment.
 _SIDES = ((5, 3, "left", "bottom"), (-5, -3, "right", "top"), (-5, 3, "right", "bottom"), (5, -3, "left", "top"))
-_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "decoder"}
 
 
 class Scored(NamedTuple):
@@ -51,7 +48,6 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
     Writes audit.json and audit.png, fidelity against cost.
     """
     options = cfg.task
-    _check(cfg)
     scored: list[Scored] = []
     for precision in dict.fromkeys(proxy.get("precision") for proxy in options.proxies):
         own = cfg if precision is None else with_option(cfg, "precision", precision)
@@ -212,22 +208,3 @@ def annotate(axes: Axes, labels: Sequence[tuple[str, tuple[float, float]]]) -> N
         for number, note in enumerate(notes):
             if number != best:
                 note.remove()
-
-
-def _check(cfg: DictConfig) -> None:
-    proxies = cfg.task.proxies
-    if not proxies:
-        raise UserError("task.proxies is empty: name at least one, e.g. task.proxies=[{sampler:shadow,steps:6}]")
-    for number, proxy in enumerate(proxies):
-        steps, stop_after = proxy.get("steps"), proxy.get("stop_after")
-        known = set(proxy) <= _KEYS and proxy.get("sampler") in SAMPLERS and proxy.get("solver", SOLVERS[0]) in SOLVERS
-        if not known or not isinstance(steps, int) or steps < 1 or not _stops(stop_after, steps):
-            raise UserError(
-                f"a proxy has a sampler ({', '.join(SAMPLERS)}), at least 1 step and, where they are not the run's, a "
-                f"precision, a solver ({', '.join(SOLVERS)}) and a step below the last to stop_after; got {proxy}"
-            )
-        check_decoder(cfg, f"task.proxies.{number}.decoder", proxy.get("decoder", "full"))
-
-
-def _stops(stop_after: Any, steps: int) -> bool:
-    return stop_after is None or (isinstance(stop_after, int) and 1 <= stop_after < steps)

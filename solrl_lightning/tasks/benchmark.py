@@ -275,7 +275,8 @@ def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[L
 def times_of_families(families: dict[str, DictConfig], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
     """The times of each row; through the rows forth and back in turn, so that a slow drift falls on all of them."""
     laps: dict[str, list[Lap]] = {name: [] for name in families}
-    warm_ups, memory = {}, {}
+    warm_ups: dict[str, float] = {}
+    memory: dict[str, Any] = {}
     for number in range(rounds):
         for name in list(families)[:: -1 if number % 2 else 1]:
             warm_up, *timed = run_iterations(families[name], device, watch=False)

@@ -4,10 +4,8 @@ Runs are grouped by what differs between their configurations but for the seed. 
 prompts, adapters' start and evaluation noise, so their difference is taken seed by seed.
 """
 
-import glob
 import io
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -18,22 +16,9 @@ from matplotlib.ticker import MaxNLocator
 from omegaconf import DictConfig
 
 from solrl_lightning.callbacks.surface import write_atomically
-from solrl_lightning.errors import UserError
 from solrl_lightning.metrics.confidence import mean_of
+from solrl_lightning.run_folder import Run, finished_runs
 from solrl_lightning.tasks.report import format_table, write_json
-
-_RUN_MARKS = (".hydra", "checkpoints", "summary.json")  # any of these makes a folder a run's
-
-
-class Run(NamedTuple):
-    """A finished run."""
-
-    folder: str
-    summary: dict[str, Any]
-
-    @property
-    def seed(self) -> Any:
-        return self.summary["config"]["seed"]
 
 
 class Group(NamedTuple):
@@ -49,11 +34,7 @@ def compare(cfg: DictConfig) -> dict[str, Any]:
     Raises:
         UserError: no run matches, or none of them is finished.
     """
-    folders = matching_runs(cfg.task.runs)
-    runs, left_out = read_runs(folders)
-    if not runs:
-        reasons = "; ".join(f"{folder}: {reason}" for folder, reason in left_out.items())
-        raise UserError(f"compare takes finished runs; of {len(folders)} that match {cfg.task.runs} none is: {reasons}")
+    runs, left_out = finished_runs(cfg.task.runs)
     groups, superseded = group_runs(runs)
     left_out |= superseded
     result = {
@@ -67,34 +48,6 @@ def compare(cfg: DictConfig) -> dict[str, Any]:
     write_atomically(folder / "compare.png", draw_curves(groups, result["reward"]))
     print(format_comparison(result, folder))
     return result
-
-
-def matching_runs(pattern: str) -> list[Path]:
-    """The run folders among what a glob matches, numbers in their names in numerical order."""
-    folders = [Path(match) for match in glob.glob(pattern)]
-    runs = [folder for folder in folders if any((folder / mark).exists() for mark in _RUN_MARKS)]
-    if not runs:
-        found = f"{len(folders)} files or folders, none of which is a run's" if folders else "nothing"
-        raise UserError(
-            f"task.runs is a glob that matches run folders; {pattern}, looked up in {Path.cwd()}, matches {found}. "
-            "Give one that matches runs, in quotes: 'task.runs=outputs/multirun/*/*'"
-        )
-    return sorted(runs, key=lambda run: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(run))])
-
-
-def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
-    """The finished runs, and why each of the others is left out."""
-    runs, left_out = [], {}
-    for folder in folders:
-        file = folder / "summary.json"
-        summary = json.loads(file.read_text()) if file.is_file() else {"status": "has no summary.json (yet)"}
-        if summary["status"] != "completed":
-            left_out[str(folder)] = summary["status"]
-        elif summary["final_reward"] is None:
-            left_out[str(folder)] = "never evaluated"
-        else:
-            runs.append(Run(str(folder), summary))
-    return runs, left_out
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:

@@ -10,7 +10,6 @@ from diffusers import ModelMixin
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_model, load_adapters
-from solrl_lightning.errors import UserError
 from solrl_lightning.tasks.generate import without_training
 
 _LORAS = {"lora_ema": "ema", "lora_trained": "default"}
@@ -19,10 +18,6 @@ _MERGED = "transformer"
 
 def export(cfg: DictConfig) -> None:
     """Writes lora_ema/, lora_trained/ and transformer/, the average merged into the base, into the run's folder."""
-    if cfg.ckpt is None:
-        raise UserError(
-            "task=export writes a checkpoint's weights; name it with ckpt=<file>, or ckpt=last for the newest"
-        )
     folder = Path(cfg.run_dir)
     module = build_model(without_training(cfg), torch.device("cpu"))
     load_adapters(module, cfg.ckpt)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
@@ -22,13 +22,10 @@ from torch import Tensor
 from solrl_lightning.build import build_model, device_of, load_adapters, with_option
 from solrl_lightning.callbacks.sample_grid import Row, draw_grid
 from solrl_lightning.callbacks.surface import write_atomically
-from solrl_lightning.data.prompts import read_prompts
-from solrl_lightning.errors import UserError
+from solrl_lightning.config import asked_prompts, asked_weights
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.rollout.seeds import evaluation_seeds
 from solrl_lightning.tasks.report import write_json
-
-_SEEDS = 2**32  # noise has so many seeds
 
 
 def generate(cfg: DictConfig) -> dict[str, Any]:
@@ -63,49 +60,11 @@ def generate(cfg: DictConfig) -> dict[str, Any]:
     return result
 
 
-# What is asked for
-
-
-def asked_prompts(cfg: DictConfig) -> list[str]:
-    """P texts, from the command line or a file."""
-    given, file = OmegaConf.to_container(cfg.task)["prompts"], cfg.task.prompt_file  # type: ignore[call-overload, index]
-    example = """for example 'task.prompts=["a red apple", "two dogs"]'"""
-    if not isinstance(given, list):
-        raise UserError(f"task.prompts must be a list of texts, {example}; got {given!r}")
-    if bool(given) == (file is not None):
-        found = "both" if given else "neither"
-        raise UserError(f"task=generate takes task.prompts, {example}, or task.prompt_file=<file>; got {found}")
-    for prompt in given:
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise UserError(f"every one of task.prompts must be a text, {example}; got {prompt!r} among them")
-    return given or read_prompts(file, cfg.data.column)
-
-
 def asked_seeds(cfg: DictConfig, prompts: list[str]) -> Tensor:
     """int64 [P, n]: those of evaluations, each prompt its own, or the given ones for every prompt."""
     if cfg.task.seeds is None:
-        if not _is_whole(cfg.task.images) or cfg.task.images < 1:
-            raise UserError(f"task.images must be a whole number of at least 1; got {cfg.task.images!r}")
         return evaluation_seeds(cfg.seed, prompts, cfg.task.images)
-    given = OmegaConf.to_container(cfg.task)["seeds"]  # type: ignore[call-overload, index]
-    whole = isinstance(given, list) and all(_is_whole(seed) and 0 <= seed < _SEEDS for seed in given)
-    if not whole or not given or len(set(given)) < len(given):
-        raise UserError(
-            "task.seeds must be a list of different whole numbers from 0 to 4294967295, for example "
-            f"'task.seeds=[1,2,3]'; got {given!r}. Leave it out for the seeds of evaluations."
-        )
-    return torch.tensor(given).expand(len(prompts), -1)
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def asked_weights(cfg: DictConfig) -> dict[str, str]:
-    """The name of each model here, and its name in ``SolRLModule.sample``."""
-    if not cfg.task.base and cfg.ckpt is None:
-        raise UserError("task.base=false leaves the trained weights only; name them with ckpt=<file> or ckpt=last")
-    return ({"base": "base"} if cfg.task.base else {}) | ({"trained": "ema"} if cfg.ckpt is not None else {})
+    return torch.tensor(list(cfg.task.seeds)).expand(len(prompts), -1)
 
 
 def without_training(cfg: DictConfig) -> DictConfig:
@@ -114,9 +73,6 @@ def without_training(cfg: DictConfig) -> DictConfig:
     changed.family.compile = False
     changed.family.warning = None
     return changed
-
-
-# Making it
 
 
 def sampled(module: SolRLModule, prompts: list[str], seeds: Tensor, name: str, state: str) -> Iterator[Tensor]:

@@ -1,5 +1,6 @@
 """task=train: align the policy with the reward."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from solrl_lightning.build import build_loop, build_module, build_trainer, stage
 from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.errors import UserError
 from solrl_lightning.run_folder import goes_on, keep_record
+
+log = logging.getLogger(__name__)
 
 
 def train(cfg: DictConfig) -> dict[str, Any]:
@@ -25,6 +28,8 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     if goes_on(Path(cfg.run_dir)):
         trainer.callbacks.append(_KeepRecord(Path(cfg.run_dir)))  # type: ignore[attr-defined]
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
+    if module.layer_table:
+        log.info("%s", module.layer_table)
     loop = build_loop(cfg, trainer)
     held_out = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
     if cfg.ckpt is None:

@@ -99,17 +99,40 @@ def test_what_is_evaluated_is_never_trained_on(tmp_path: Path, caplog: pytest.Lo
         sets = read_prompt_sets(train, held_out)
     assert sets.train == ["a red circle", "rain"]
     assert sets.eval == ["snow", "a STAR", "Fog"]
-    assert caplog.messages == [
+    assert sets.notes == [
         f"{train}: dropped 1 repeated prompts of 5",
         f"{train}: left out 2 of 4 prompts that {held_out} evaluates on",
     ]
+    assert caplog.messages == []  # who asks decides whether and when to say it
 
 
-def test_sets_without_a_common_prompt_stay_whole_and_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO):
-        sets = read_prompt_sets("shapes-train", "shapes-eval")
-    assert (len(sets.train), len(sets.eval)) == (1016, 64)
-    assert caplog.messages == []
+def test_sets_without_a_common_prompt_stay_whole_without_a_note() -> None:
+    sets = read_prompt_sets("shapes-train", "shapes-eval")
+    assert (len(sets.train), len(sets.eval), sets.notes) == (1016, 64, [])
+
+
+def test_a_set_without_a_source_is_empty() -> None:
+    assert read_prompt_sets(None, "shapes-eval") == ([], read_prompts("shapes-eval"), [])
+    assert read_prompt_sets(None, None) == ([], [], [])
+
+
+def test_a_source_is_read_once_by_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def counted(source: str, column: str) -> list[Record]:
+        asked.append(source)
+        return [Record(f"{source} in {Path.cwd()}")]
+
+    monkeypatch.setattr("solrl_lightning.data.prompts.read_records", counted)
+    monkeypatch.chdir(tmp_path)
+    first = read_prompt_sets("a.txt", "b.txt")
+    assert read_prompt_sets(Path("a.txt"), "b.txt") == first
+    assert read_prompts("b.txt") == [f"b.txt in {tmp_path}"]
+    assert read_tags("b.txt") == {}
+    assert asked == ["a.txt", "b.txt"]
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert read_prompts("a.txt") == [f"a.txt in {tmp_path / 'elsewhere'}"]
 
 
 def test_a_run_with_nothing_left_to_train_on_is_refused(tmp_path: Path) -> None:

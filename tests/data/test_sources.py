@@ -1,6 +1,5 @@
 """Every kind of source by the libraries that users have; the hub's data sets lie in local folders here."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from solrl_lightning.data import sources
 from solrl_lightning.data.prompts import read_prompts
 from solrl_lightning.data.sources import PICKAPIC, Record, read_records
 from solrl_lightning.errors import UserError
@@ -84,15 +82,13 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder in which `owner/name` is looked for before the hub is asked; there is no network."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    sources._read_hub.cache_clear()
-    yield tmp_path
-    sources._read_hub.cache_clear()
+    return tmp_path
 
 
 def test_a_data_set_of_the_hub_is_read_by_split_and_column(hub: Path) -> None:

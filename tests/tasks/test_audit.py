@@ -11,6 +11,7 @@ from matplotlib.text import Annotation
 from omegaconf import DictConfig
 from PIL import Image
 
+from solrl_lightning.config import check_needs
 from solrl_lightning.errors import UserError
 from solrl_lightning.tasks.audit import annotate, audit, fidelity, reward_gap
 
@@ -102,5 +103,7 @@ def test_a_reversed_proxy_finds_nothing() -> None:
     ],
 )
 def test_mistakes_are_told_before_a_model_is_loaded(compose: Compose, mistake: str, message: str) -> None:
+    cfg = compose(*SMALL, "model.pretrained=nowhere/at-all", mistake)
     with pytest.raises(UserError, match=message):
-        audit(compose(*SMALL, "model.pretrained=nowhere/at-all", mistake))
+        check_needs(cfg)
+        audit(cfg)

@@ -12,7 +12,8 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.tasks.compare import Group, compare, draw_curves, learning_curve, read_runs
+from solrl_lightning.run_folder import read_runs
+from solrl_lightning.tasks.compare import Group, compare, draw_curves, learning_curve
 
 Compose = Callable[..., DictConfig]
 

@@ -1,7 +1,6 @@
 """What task=export writes, loaded by plain diffusers."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,14 +10,12 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from nano import PROMPTS, save_nano
 from omegaconf import DictConfig
 from safetensors.torch import load_file
-from test_generate import no_model, write_checkpoint
+from test_generate import write_checkpoint
 from torch import Tensor
 
 from solrl_lightning.build import build_model, load_adapters
 from solrl_lightning.config import ConfigTree, application_config
-from solrl_lightning.errors import UserError
 from solrl_lightning.module import SolRLModule
-from solrl_lightning.tasks import export as task
 from solrl_lightning.tasks.export import export
 from solrl_lightning.tasks.generate import without_training
 
@@ -114,11 +111,3 @@ def test_the_merged_folder_has_the_names_and_the_dtype_of_the_base_and_nothing_e
     assert changed == {f"{name}.weight" for name in module.lora_layers}
     config = json.loads((folder / "transformer" / "config.json").read_text())
     assert config["_class_name"] == "FluxTransformer2DModel"
-
-
-def test_without_a_checkpoint_nothing_is_loaded(
-    compose: Callable[..., DictConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(task, "build_model", no_model)
-    with pytest.raises(UserError, match="ckpt=last for the newest"):
-        export(compose("task=export"))

@@ -14,11 +14,17 @@ from PIL import Image
 
 from solrl_lightning.build import build_model
 from solrl_lightning.callbacks.sample_grid import Row, draw_grid
-from solrl_lightning.config import ConfigTree, application_config
+from solrl_lightning.config import (
+    ConfigTree,
+    application_config,
+    asked_prompts,
+    asked_weights,
+    check_needs,
+    check_values,
+)
 from solrl_lightning.errors import UserError
 from solrl_lightning.rollout.seeds import evaluation_seeds
-from solrl_lightning.tasks import generate as task
-from solrl_lightning.tasks.generate import asked_prompts, asked_seeds, asked_weights, generate, without_training
+from solrl_lightning.tasks.generate import asked_seeds, generate, without_training
 
 Compose = Callable[..., DictConfig]
 
@@ -159,14 +165,12 @@ CAT = ["a cat"]
         ({"prompts": CAT, "base": False}, "ckpt=last"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_model_is_loaded(
-    alone: DictConfig, monkeypatch: pytest.MonkeyPatch, asked: dict[str, Any], message: str
-) -> None:
-    monkeypatch.setattr(task, "build_model", no_model)
+def test_what_cannot_be_is_refused(alone: DictConfig, asked: dict[str, Any], message: str) -> None:
     cfg = alone.copy()
     cfg.task.update(asked)
     with pytest.raises(UserError, match=message):
-        generate(cfg)
+        check_values(cfg)
+        check_needs(cfg)
 
 
 def test_prompts_of_the_command_line_may_have_commas_and_spaces(compose: Compose) -> None:
