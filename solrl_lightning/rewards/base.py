@@ -66,7 +66,7 @@ def check_images(name: str, images: Tensor, prompts: list[str]) -> None:
         raise ValueError(
             f"the reward {name} takes one prompt per image; got {len(images)} images and {len(prompts)} prompts"
         )
-    lowest, highest = images.flatten(1).aminmax(dim=1)  # NaN if there is one
+    lowest, highest = images.amin((1, 2, 3)), images.amax((1, 2, 3))  # NaN if there is one
     inside = (lowest >= 0) & (highest <= 1)
     if not inside.all():
         row = int((~inside).nonzero()[0])

@@ -35,9 +35,11 @@ def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("clip")
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    # All letters are listed beforehand: those that the trainer finds by itself are numbered in the order of a hash map.
+    letters = [*alphabet, *(f"{letter}</w>" for letter in alphabet)]
     trainer = trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=alphabet, end_of_word_suffix="</w>", show_progress=False
+        vocab_size=700, special_tokens=letters, end_of_word_suffix="</w>", show_progress=False
     )
     bpe.train_from_iterator([*PROMPTS, *alphabet], trainer)
     content = json.loads(bpe.to_str())["model"]
