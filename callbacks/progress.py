@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
-from solrl_lightning.callbacks.surface import EXTRA_STAGES, RECORD, find, loop_of
+from solrl_lightning.callbacks.surface import EXTRA_STAGES, RECORD, find, loop_of, module_of
 from solrl_lightning.stopwatch import Stopwatch
 
 _REDRAW_SECONDS = 0.1
@@ -92,7 +92,7 @@ class StageProgressBar(ProgressBar):
         if not self._enabled:
             return
         done, seconds = trainer.current_epoch + 1, self._own[-1] + self._extra[-1]
-        facts = [f"iteration {done}/{trainer.max_epochs}", *self._results(), f"{seconds:.1f} s", self._eta()]
+        facts = [f"iteration {done}/{trainer.max_epochs}", *self._results(done), f"{seconds:.1f} s", self._eta()]
         RECORD.info(" | ".join(facts))
         if self._bar is not None:
             self._bar.update(1)
@@ -120,7 +120,8 @@ class StageProgressBar(ProgressBar):
         if trainer.state.fn != "validate" or not self._enabled:
             return
         if self._bar is None:
-            print(f"evaluation: {_num_batches(trainer)} batches done", flush=True)
+            scores = {key: value for key, value in module_of(pl_module).eval_history[-1].items() if key != "iteration"}
+            print(" | ".join(["before training", *(f"{key} {value:.4f}" for key, value in scores.items())]), flush=True)
         self._close()
 
     # Drawing.
@@ -155,15 +156,15 @@ class StageProgressBar(ProgressBar):
         if stage and self._stopwatch.total:
             stage += f" {100 * self._stopwatch.done // self._stopwatch.total}%"
         facts = [stage] if stage else []
-        self._bar.set_postfix_str(", ".join([*facts, *self._results(), self._eta()]), refresh=True)
+        self._bar.set_postfix_str(", ".join([*facts, *self._results(self._bar.n), self._eta()]), refresh=True)
 
-    def _results(self) -> list[str]:
-        """Of the iteration that ended last."""
+    def _results(self, done: int) -> list[str]:
+        """Of the iteration that ended last, the ``done``-th."""
         stats, ranks = find(self.trainer, RolloutStats), find(self.trainer, RankCorrelation)
         facts = []
         if stats is not None and stats.last:
             facts.append(f"reward {stats.last['reward/mean']:.4f}")
-        if ranks is not None and ranks.last:
+        if ranks is not None and ranks.last.get("iteration") == done:  # probed every few iterations
             facts.append(f"spearman {ranks.last['spearman']:.3f}")
         return facts
 

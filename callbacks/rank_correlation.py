@@ -63,7 +63,7 @@ class RankCorrelation(Callback):
             probed = measured(self._probe)
             self._probe = None
             log_values(pl_module, {f"rank/{name}": value for name, value in probed.items()})
-            self.history.append({"iteration": trainer.current_epoch} | probed)
+            self.history.append({"iteration": trainer.current_epoch + 1} | probed)
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history}

@@ -77,4 +77,4 @@ class RewardGuard(Callback):
         self._faulty = self._faulty + 1 if fault else 0
         if fault and self._faulty >= self.patience and not self._warned:
             self._warned = True
-            rank_zero_warn(f"For {self._faulty} iterations running, up to {trainer.current_epoch}: {fault}.")
+            rank_zero_warn(f"For {self._faulty} iterations running, up to {trainer.current_epoch + 1}: {fault}.")

@@ -150,7 +150,7 @@ class SampleGrid(Callback):
                 latents = rollouts.latents[0][chosen.to(rollouts.latents.device)].to(pl_module.device)
                 images = torch.cat([module_of(pl_module).policy.decode(x[None]) for x in latents])
                 rows.append(Row(name, [images], [f"{value:.3f}" for value in rewards[chosen].tolist()]))
-            title = f"Best and worst samples of iteration {trainer.current_epoch}"
+            title = f"Best and worst samples of iteration {trainer.current_epoch + 1}"
             self._pool = draw_grid(title, [rollouts.prompts[0]], rows)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

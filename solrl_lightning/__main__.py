@@ -37,7 +37,7 @@ from solrl_lightning.run_folder import check_new, check_writable, finished_runs,
 
 _FAILED = 1
 _USER_ERROR = 2  # as argparse
-_INTERRUPTED = 130  # as shells report Ctrl-C
+_INTERRUPTED, _TERMINATED = 130, 143  # as shells report Ctrl-C and SIGTERM
 _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _TEXT_KEYS = (  # paths and prompts: no names for folders
     "ckpt",
@@ -63,6 +63,12 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us instead of being printed by Hydra
         hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")(job)()
     except (KeyboardInterrupt, SystemExit) as stop:
+        if isinstance(stop, SystemExit) and stop.code is None and "lightning" in sys.modules:
+            from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+            if isinstance(stop, SIGTERMException):
+                print("terminated", file=sys.stderr)
+                return _TERMINATED
         # Lightning ends a run that Ctrl-C stopped with exit(1)
         if not isinstance(stop, KeyboardInterrupt) and not isinstance(stop.__context__, KeyboardInterrupt):
             raise
@@ -79,8 +85,8 @@ def run(cfg: DictConfig) -> int:
     Returns its exit status, for Hydra would print more around an error than what it says.
     """
     OmegaConf.resolve(cfg)
-    task = get_method(cfg.task._target_)
     try:
+        task = get_method(cfg.task._target_)
         with _alone() if HydraConfig.get().mode == RunMode.MULTIRUN else nullcontext():
             task(cfg)
     except Exception as error:
@@ -89,6 +95,10 @@ def run(cfg: DictConfig) -> int:
         if status == _USER_ERROR and _first_process():
             remove_unused(Path(cfg.run_dir))
         return status
+    except (KeyboardInterrupt, SystemExit):
+        if _first_process():
+            remove_unused(Path(cfg.run_dir))
+        raise
     return 0
 
 
@@ -119,6 +129,7 @@ def _quiet() -> None:
         "diffusers.configuration_utils",
     ):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("huggingface_hub").propagate = False  # it prints what it logs itself
 
 
 def prepare(arguments: list[str]) -> list[str]:
@@ -130,6 +141,8 @@ def prepare(arguments: list[str]) -> list[str]:
     flags = get_args_parser().parse_intermixed_args(arguments)  # -m may stand anywhere
     if flags.hydra_help or flags.shell_completion or flags.experimental_rerun:
         return arguments
+    if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
+        raise UserError(f"--config-dir must be a folder; there is none at {flags.config_dir}.")
     try:
         with ConfigTree(flags.config_name, flags.config_dir) as tree:
             return _checked(tree, arguments, flags)

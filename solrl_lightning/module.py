@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -274,9 +275,15 @@ class SolRLModule(LightningModule):
             total = self.trainer.strategy.reduce(total, reduce_op="sum")
         means = dict(zip(names, (total[1:] / total[0]).tolist(), strict=True))
         for name, mean in means.items():
-            self.log(f"eval/{name}", mean, batch_size=1)
+            self.log(f"eval/{name}", mean, batch_size=1, logger=False)  # Lightning would put it one step too early
         if not self.trainer.sanity_checking:
             self.eval_history.append({"iteration": self.trainer.global_step, **means})
+            for logger in self.loggers:
+                logger.log_metrics({f"eval/{name}": mean for name, mean in means.items()}, self.trainer.global_step)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.trainer.received_sigterm:  # which fit would forget that comes after the first evaluation
+            raise SIGTERMException
 
     @property
     def evaluated(self) -> list[str]:
@@ -294,13 +301,17 @@ class SolRLModule(LightningModule):
         checkpoint["state_dict"] = self._adapter_tensors(checkpoint["state_dict"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        own, found = self._adapter_tensors(self.state_dict()), checkpoint["state_dict"]
-        if {k: v.shape for k, v in own.items()} != {k: v.shape for k, v in found.items()}:
+        own, found = (self._shapes(state) for state in (self.state_dict(), checkpoint["state_dict"]))
+        if own != found:
+            name = min(name for name in own | found if own.get(name) != found.get(name))
             raise UserError(
-                "the checkpoint's adapters do not fit this model: a run resumes with the same model and LoRA (rank, "
-                f"target modules); the model has {len(own)} adapter tensors, the checkpoint {len(found)}. Use the "
-                "options of the run that wrote it."
+                "the checkpoint's adapters do not fit this model: a run goes on, and is read, with the same model and "
+                f"LoRA (rank, target modules); {name} has {own.get(name, 'no place')} in the model and "
+                f"{found.get(name, 'no values')} in the checkpoint. Use the options of the run that wrote it."
             )
+
+    def _shapes(self, state: dict[str, Tensor]) -> dict[str, list[int]]:
+        return {name: list(value.shape) for name, value in self._adapter_tensors(state).items()}
 
     def _adapter_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in state.items() if ".lora_" in name}

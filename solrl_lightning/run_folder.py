@@ -244,10 +244,11 @@ def check_new(folder: Path) -> None:
     """UserError for a folder that already holds a run."""
     traces = [name for name in _TRACES if (folder / name).exists()]
     if traces:
+        goes_on = f"continue the run in it with ckpt=last hydra.run.dir={folder}"
+        way_on = goes_on if (folder / LAST).exists() else "remove it: there is no checkpoint in it to go on from"
         raise UserError(
             f"The folder {folder} already holds a run ({', '.join(traces)}). Choose another with "
-            "hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>, or continue the run in it with "
-            f"ckpt=last hydra.run.dir={folder}."
+            f"hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>, or {way_on}."
         )
 
 

@@ -191,6 +191,7 @@ def test_ctrl_c_ends_with_the_status_that_shells_know(
     signal.signal(signal.SIGINT, interrupts)  # Lightning ignores further ones from then on
     assert result.status == 130
     assert result.err.endswith("interrupted\n")
+    assert not list(Path("outputs").glob("*/*"))  # nothing was done, so nothing stays
 
 
 # What is refused, with nothing written
@@ -272,12 +273,20 @@ def test_a_folder_that_holds_a_run_is_refused(command: Command, tmp_path: Path, 
         (tmp_path / "old" / trace).write_text("{}", encoding="utf-8")
     else:
         (tmp_path / "old" / trace).mkdir()
-    assert f"already holds a run ({trace})" in refused(command, "hydra.run.dir=old")
+    message = refused(command, "hydra.run.dir=old")
+    assert f"already holds a run ({trace})" in message and "no checkpoint in it" in message
+    (tmp_path / "old" / "checkpoints").mkdir(exist_ok=True)
+    (tmp_path / "old" / "checkpoints" / "last.ckpt").touch()
+    assert "ckpt=last hydra.run.dir=old" in refused(command, "hydra.run.dir=old")
 
 
 def test_a_folder_that_holds_a_sweep_is_refused(command: Command) -> None:
     assert command(RECORD, "-m", "seed=1,2", "hydra.sweep.dir=sweep").status == 0
     assert "already holds a run" in refused(command, RECORD, "-m", "seed=3,4", "hydra.sweep.dir=sweep")
+
+
+def test_a_missing_folder_of_configurations_is_refused(command: Command) -> None:
+    assert "--config-dir must be a folder; there is none at nowhere" in refused(command, "--config-dir", "nowhere")
 
 
 def test_an_empty_folder_may_be_given(command: Command, tmp_path: Path) -> None:

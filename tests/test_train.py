@@ -15,6 +15,8 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from solrl_lightning.module import SolRLModule
+
 Command = Callable[..., Any]
 
 FAMILIES = ["diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl"]
@@ -45,7 +47,10 @@ def test_a_run_leaves_everything_that_the_readme_lists(command: Command, tmp_pat
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) >= TAGS
-    for text in ("NVFP4 is emulated", "linear layers quantised", "shapes reward", "last checkpoint"):
+    evaluated = [row["iteration"] for row in summary["evaluations"]]
+    assert [event.step for event in events.Scalars("eval/shapes")] == evaluated == [0, 1, 2]
+    told = ("before training | shapes 0.", "NVFP4 is emulated", "linear layers quantised", "last checkpoint")
+    for text in (*told, "shapes reward"):
         assert text in done.out
 
 
@@ -145,3 +150,19 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_summary(tmp_path: Path) -> None:
     assert summary["status"] == "interrupted" and 1 <= summary["iterations"] < 1000
     assert (run / "lora" / "pytorch_lora_weights.safetensors").is_file()
     assert "interrupted after" in output and "Traceback" not in output
+
+
+def test_sigterm_during_the_first_evaluation_ends_the_run_as_shells_know_it(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validation_step = SolRLModule.validation_step
+
+    def terminated(self: SolRLModule, prompts: list[str], batch_idx: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        validation_step(self, prompts, batch_idx)
+
+    monkeypatch.setattr(SolRLModule, "validation_step", terminated)
+    done = command("experiment=smoke", "hydra.run.dir=run")
+    assert done.status == 143 and done.err.endswith("terminated\n")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["iterations"]) == ("interrupted", 0)

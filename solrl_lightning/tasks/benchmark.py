@@ -65,7 +65,7 @@ def benchmark(cfg: DictConfig) -> dict[str, Any]:
     print(format_forward(result["forward"]), flush=True)
     result["families"] = with_speedups(times_of_families(families, cfg.task.rounds, device))
     print(format_families(result["families"], cfg.task.rounds * cfg.task.repeats), flush=True)
-    result["overhead"] = overhead(cfg, device)
+    result["overhead"] = overhead(_sized(cfg), device)
     path = Path(cfg.run_dir) / "benchmark.json"
     write_json(path, result)
     print(f"{format_overhead(result['overhead'])}\n  {path}", flush=True)
@@ -346,7 +346,7 @@ def format_families(families: dict[str, dict[str, Any]], repeats: int) -> str:
     against = [f"{span} x {b}" for span in ("rollout", "iteration") for b in baselines]
     return (
         f"seconds per iteration, median of {repeats}; rollout is {' + '.join(_ROLLOUT)}; warm-up is the iteration "
-        f"before, which compiles\n{format_table(columns, seconds)}\n"
+        f"before, which compiles where rollouts are compiled\n{format_table(columns, seconds)}\n"
         "candidates per second of the rollout; times faster than; re-quantising as a share of the iteration; peak "
         f"memory of {memory} in GB (10^9)\n"
         f"{format_table(['family', 'images/s', *against, 'requantize', 'memory'], rates)}"
@@ -384,11 +384,16 @@ def _family(cfg: DictConfig, name: str, device: torch.device) -> DictConfig:
     Families that leave compilation open get it as ``task.compile`` says, on a CPU too: compared with the family
     ``compile`` they would else be charged for their eager products.
     """
-    changed = with_option(cfg, "family", name)
-    changed.family.update({key: value for key, value in cfg.task.sizes.items() if value is not None})
+    changed = _sized(with_option(cfg, "family", name))
     if changed.family.compile == "auto":
         changed.family.compile = bool(cfg.task.compile) and can_compile(device)
     check_values(changed)
+    return changed
+
+
+def _sized(cfg: DictConfig) -> DictConfig:
+    changed = cfg.copy()
+    changed.family.update({key: value for key, value in cfg.task.sizes.items() if value is not None})
     return changed
 
 

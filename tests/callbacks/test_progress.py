@@ -85,4 +85,4 @@ def test_an_evaluation_alone_shows_its_batches(tmp_path, stand_in, monkeypatch, 
     monkeypatch.setattr(sys, "stdout", output := Terminal() if terminal else io.StringIO())
     trainer = stand_in.trainer(tmp_path, [StageProgressBar()], enable_progress_bar=True)
     trainer.validate(stand_in.Evaluated(), stand_in.micro_batches(), verbose=False)
-    assert ("2/2" if terminal else "evaluation: 2 batches done") in output.getvalue()
+    assert ("2/2" if terminal else "before training | shapes 0.") in output.getvalue()

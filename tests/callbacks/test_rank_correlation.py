@@ -22,7 +22,7 @@ def test_the_probe_regenerates_the_whole_pool_of_one_prompt_before_the_optimiser
     # Iterations 0 and 2, with the weight that explored: 1 - 0.8^n after n steps.
     assert [prompts for prompts, _ in roll_out.regenerated] == [["a"], ["a"]]
     assert [weight for _, weight in roll_out.regenerated] == pytest.approx([0.0, 1 - 0.8**2])
-    assert [row["iteration"] for row in ranks.history] == [0, 2]
+    assert [row["iteration"] for row in ranks.history] == [1, 3]
     assert trainer.fit_loop.stopwatch.seconds["probe"] > 0
 
 
@@ -79,4 +79,4 @@ def test_the_history_of_probes_survives_a_resume(tmp_path, stand_in):
     ranks = RankCorrelation(probe_every=1)
     trainer = stand_in.trainer(tmp_path, [ranks], max_epochs=3)
     trainer.fit(stand_in.Module(), stand_in.micro_batches(), ckpt_path=tmp_path / "x.ckpt")
-    assert [row["iteration"] for row in ranks.history] == [0, 1, 2]
+    assert [row["iteration"] for row in ranks.history] == [1, 2, 3]

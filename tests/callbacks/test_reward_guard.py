@@ -23,7 +23,7 @@ def test_a_reward_model_with_random_weights_is_reported_once_with_the_likely_cau
         return value * (1 + 1e-6 * stand_in.rewards_of(seeds))
 
     (message,) = warned(tmp_path, stand_in, constant, 5, RewardGuard(patience=3))
-    assert "For 3 iterations running, up to 2" in message
+    assert "For 3 iterations running, up to 3" in message
     assert "nearly equal" in message
     assert "reward model did not load" in message
 

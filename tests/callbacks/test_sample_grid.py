@@ -117,5 +117,5 @@ def test_the_title_of_the_pool_is_not_cut(tmp_path, stand_in, monkeypatch):
     monkeypatch.setattr(sample_grid, "wrap", recorded)
     trainer = stand_in.trainer(tmp_path, [grid(every=1)], max_epochs=1)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
-    title = "Best and worst samples of iteration 0"
+    title = "Best and worst samples of iteration 1"
     assert shown[title] == [title]

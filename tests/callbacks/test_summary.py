@@ -48,7 +48,7 @@ def test_a_completed_run_leaves_its_summary_and_prints_it(tmp_path, stand_in, ca
     assert summary["precision_backend"] == "nvfp4 (emulated)"
     assert summary["rank_fidelity"]["probes"] == 3
     assert summary["rank_fidelity"]["mean"]["spearman"] == pytest.approx(1.0)
-    assert summary["rank_fidelity"]["last"]["iteration"] == 2
+    assert summary["rank_fidelity"]["last"]["iteration"] == 3
     assert summary["seconds_per_stage"]["explore"]["median"] <= summary["seconds_per_stage"]["explore"]["total"]
     assert summary["seconds_per_stage"]["iteration"]["median"] <= summary["seconds_total"]
     assert summary["peak_memory_bytes"] > 50 * 2**20
