@@ -2,7 +2,7 @@
 
     python tests/quantization/check_transformer_engine.py
 
-Its Python files are enough: they are read, not imported, since importing them takes its CUDA library. So this runs
+Python files are enough: ours and theirs are read, not imported, for theirs take a CUDA library to import. So this runs
 anywhere (``make contract`` does it with the oldest version that we support and with the newest), and is no test of
 pytest's, because a test environment must not hold such a half of a package: peft would import it.
 """
@@ -16,9 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from solrl_lightning.quantization import transformer_engine as ours
-
-_HERE = Path(ours.__file__)
+_OURS = Path(__file__).parents[2] / "solrl_lightning" / "quantization" / "transformer_engine.py"
 
 
 def main() -> None:
@@ -35,14 +33,23 @@ def main() -> None:
 
 def our_calls() -> Iterator[tuple[str, int, list[str]]]:
     """(name, number of positional arguments, keywords) of every call of ``te.<name>`` or ``self._<name>``."""
-    calls = [node for node in ast.walk(ast.parse(_HERE.read_text())) if isinstance(node, ast.Call)]
+    calls = [node for node in ast.walk(ast.parse(_OURS.read_text())) if isinstance(node, ast.Call)]
     found = 0
     for call in calls:
         match call.func:
             case ast.Attribute(value=ast.Name(id="te"), attr=name) | ast.Attribute(attr="_autocast" as name):
                 found += 1
                 yield name.lstrip("_"), len(call.args), [str(keyword.arg) for keyword in call.keywords]
-    assert found == 3, f"{_HERE} calls quantized_model_init, Linear and autocast; found {found} calls"
+    assert found == 3, f"{_OURS} calls quantized_model_init, Linear and autocast; found {found} calls"
+
+
+def our_recipe() -> dict[str, bool]:
+    """The arguments of ``NVFP4BlockScaling``."""
+    for node in ast.parse(_OURS.read_text()).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="ROLLOUT_RECIPE")]):
+                return ast.literal_eval(node.value)
+    raise AssertionError(f"{_OURS} has no ROLLOUT_RECIPE")
 
 
 def callable_signature(root: Path, name: str) -> inspect.Signature:
@@ -84,12 +91,12 @@ def check_recipe(root: Path) -> None:
     module: Any = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where its dataclasses look up their annotations
     spec.loader.exec_module(module)
-    recipe = module.NVFP4BlockScaling(**ours.ROLLOUT_RECIPE)
+    recipe = module.NVFP4BlockScaling(**our_recipe())
     for forward in (recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight):
         assert not forward.random_hadamard_transform, recipe
         assert not forward.stochastic_rounding, recipe
         assert not forward.fp4_2d_quantization, recipe
-    print(f"NVFP4BlockScaling({', '.join(ours.ROLLOUT_RECIPE)}): fits")
+    print(f"NVFP4BlockScaling({', '.join(our_recipe())}): fits")
 
 
 if __name__ == "__main__":
