@@ -13,6 +13,7 @@ run sees the same scenes.
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -117,20 +118,15 @@ def train_autoencoder(vae: AutoencoderKL, recipe: Recipe, device: torch.device) 
     """Trains ``vae`` in place and writes the latents' mean and 1/std into its shift and scaling factors."""
     vae.to(device).train()
     generator = torch.Generator().manual_seed(recipe.seed + 1)
-    optimizer = torch.optim.AdamW(vae.parameters(), lr=recipe.vae_lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.vae_lr, recipe.vae_steps, pct_start=0.1)
-    progress = tqdm(range(recipe.vae_steps), desc="autoencoder", mininterval=2)
-    for _ in progress:
+
+    def loss() -> Tensor:
         images, _captions = _batch(recipe.vae_batch, generator, device)
         posterior = vae.encode(images).latent_dist
         noise = torch.randn(posterior.mean.shape, generator=generator).to(device)
         reconstruction = vae.decode(posterior.mean + posterior.std * noise).sample
-        loss = F.l1_loss(reconstruction, images) + 1e-4 * posterior.kl().mean() / posterior.mean[0].numel()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+        return F.l1_loss(reconstruction, images) + 1e-4 * posterior.kl().mean() / posterior.mean[0].numel()
+
+    _minimise(loss, vae, recipe.vae_steps, recipe.vae_lr, "autoencoder")
     vae.eval().requires_grad_(False)
     with torch.no_grad():
         latents = vae.encode(_batch(512, generator, device)[0]).latent_dist.mode()
@@ -178,22 +174,17 @@ def train_preview_decoder(vae: AutoencoderKL, recipe: Recipe, device: torch.devi
         decoder_block_out_channels=(_PREVIEW_WIDTH,) * 3, num_decoder_blocks=(3, 2, 1),
     ).to(device)  # fmt: skip
     generator = torch.Generator().manual_seed(recipe.seed + 3)
-    optimizer = torch.optim.AdamW(tiny.decoder.parameters(), lr=recipe.preview_lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.preview_lr, recipe.preview_steps, pct_start=0.1)
-    progress = tqdm(range(recipe.preview_steps), desc="preview decoder", mininterval=2)
-    for _ in progress:
+
+    def loss() -> Tensor:
         images, _captions = _batch(recipe.preview_batch, generator, device, recipe.distractors)
         with torch.no_grad():
             x0 = _scaled_latents(vae, images)
             level = _LARGEST_NOISE * torch.rand(len(x0), 1, 1, 1, generator=generator)
             x = x0 + (level * torch.randn(x0.shape, generator=generator)).to(device)
             target = vae.decode(x / vae.config.scaling_factor + vae.config.shift_factor).sample.clamp(-1, 1)
-        loss = F.l1_loss(tiny.decode(x).sample, target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        schedule.step()
-        progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+        return F.l1_loss(tiny.decode(x).sample, target)
+
+    _minimise(loss, tiny.decoder, recipe.preview_steps, recipe.preview_lr, "preview decoder")
     return tiny.eval().requires_grad_(False)
 
 
@@ -210,6 +201,20 @@ def pretrain_pipeline(folder: Path, recipe: Recipe, device: torch.device) -> Flu
     pipeline.save_pretrained(folder, safe_serialization=True)
     train_preview_decoder(pipeline.vae, recipe, device).save_pretrained(folder / EMBEDDED)
     return pipeline
+
+
+def _minimise(loss: Callable[[], Tensor], module: nn.Module, steps: int, lr: float, name: str) -> None:
+    """Steps of AdamW on the losses of as many batches; ``lr`` is the peak of a one-cycle schedule."""
+    optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps, pct_start=0.1)
+    progress = tqdm(range(steps), desc=name, mininterval=2)
+    for _ in progress:
+        value = loss()
+        optimizer.zero_grad()
+        value.backward()
+        optimizer.step()
+        schedule.step()
+        progress.set_postfix(loss=f"{value.item():.4f}", refresh=False)
 
 
 def _batch(
