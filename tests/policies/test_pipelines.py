@@ -122,8 +122,9 @@ def test_bfloat16_latents_are_those_of_the_diffusers_pipeline_up_to_rounding(
     rounded = load_nano(architecture, folder)
     theirs.transformer.to(torch.bfloat16)
     found, expected = sample(rounded), paint(rounded, theirs)
-    # FLUX.1's and SD3's pipelines also round their latents after each step; ours stay in float32.
-    assert 0 < relative_error(found, expected) < 2**-7
+    # FLUX.1's and SD3's pipelines also round their latents after each step; ours stay in float32. SANA's do not round
+    # them, so on a CPU with BF16 units, where both run the same kernels, they are equal.
+    assert relative_error(found, expected) < 2**-7
     assert 0 < relative_error(found, sample(policy)) < 2**-5
 
 
