@@ -1,7 +1,7 @@
 """Exponential moving average of the trained adapter, the weights that evaluation and export use.
 
-DiffusionNFT's published code: after optimiser step t = 0, 1, ... the average moves with decay min((1 + t) / (10 + t),
-0.9). The average is float32 whatever the adapter's dtype, and lies in the callback's state, not in the module's.
+DiffusionNFT's published code (train_nft_sd3.py): after optimiser step t = 1, 2, ... the average moves with decay
+min((1 + t) / (10 + t), 0.9). The average is float32 whatever the adapter's dtype, and lies in the callback's state, not in the module's.
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ class WeightEMA(Callback):
     def _catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.updates < trainer.global_step:
             current = module_of(pl_module).adapter_state("default")
-            update_average(self._average, current, ema_decay(self.updates))
+            update_average(self._average, current, ema_decay(trainer.global_step))
             self.updates = trainer.global_step
 
     def state_dict(self) -> dict[str, Any]:

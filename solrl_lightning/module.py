@@ -250,7 +250,8 @@ class SolRLModule(LightningModule):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
-        adapters.move_old(self.lora_layers, self.old_decay(self.trainer.global_step))
+        done = self.trainer.global_step + 1  # Lightning counts the step after this hook
+        adapters.move_old(self.lora_layers, self.old_decay(done))
 
     def trained_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]

@@ -14,6 +14,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from solrl_lightning.build import build_loop, build_module, stages_of
+from solrl_lightning.callbacks import ema
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.data.loaders import RankShare
@@ -100,6 +101,23 @@ def test_an_iteration_is_requantise_explore_regenerate_train_and_one_step(tmp_pa
     iteration = ["refresh_shadow", "explore", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
     assert recorder.events == iteration * 2
     assert trainer.global_step == trainer.current_epoch == 2
+
+
+def test_old_policy_and_average_move_by_the_decays_of_optimiser_steps_1_2_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    averaged = []
+
+    def noted(average: Any, current: Any, decay: float) -> None:
+        averaged.append(decay)
+
+    monkeypatch.setattr(ema, "update_average", noted)
+    module, trainer, loop = make(tmp_path, max_epochs=3)
+    decay, moved = module.old_decay, []
+    module.old_decay = lambda step: moved.append(decay(step)) or moved[-1]
+    fit(module, trainer, loop)
+    assert moved == pytest.approx([0.001, 0.002, 0.003])
+    assert averaged == pytest.approx([2 / 11, 3 / 12, 4 / 13])
 
 
 def test_a_one_stage_family_samples_its_pool_once(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ def closed_form(iterations: int) -> float:
     """The average after n steps of a weight that is 1 - 0.8^t after step t, starting from 0."""
     average = 0.0
     for t in range(iterations):
-        decay = min((1 + t) / (10 + t), 0.9)
+        decay = min((2 + t) / (11 + t), 0.9)
         average = decay * average + (1 - decay) * (1 - 0.8 ** (t + 1))
     return average
 
@@ -86,7 +86,7 @@ def test_a_checkpoint_without_an_average_starts_one_from_its_weights(tmp_path, s
     ema = WeightEMA()
     trainer = stand_in.trainer(tmp_path, [ema], max_epochs=4)
     trainer.fit(stand_in.Module(), stand_in.micro_batches(), ckpt_path=tmp_path / "x.ckpt")
-    decay = 4 / 13
+    decay = 5 / 14
     expected = decay * (1 - 0.8**3) + (1 - decay) * (1 - 0.8**4)
     torch.testing.assert_close(ema.state()["lora"], torch.full((2,), expected))
 
