@@ -25,7 +25,7 @@ from solrl_lightning.rollout.advantages import group_advantages
 from solrl_lightning.rollout.records import Candidates, Rollouts
 from solrl_lightning.rollout.seeds import pool_seeds
 from solrl_lightning.rollout.select import select_contrastive
-from solrl_lightning.rollout.stage import Prompts
+from solrl_lightning.rollout.stage import Prompts, check_selectable
 from solrl_lightning.rollout.training_rows import TrainingBatch, TrainingRows, plan
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.stopwatch import Stopwatch
@@ -94,6 +94,7 @@ class ExploreTrainLoop(_FitLoop):
         with self.stopwatch.stage(self.stages[0].name):
             prompts = module.encode(texts)
             pool = self._run(self.stages[0], prompts, seeds)
+        check_selectable(pool.rewards, self.keep, texts)
         kept = pool.take(select_contrastive(pool.rewards, self.keep))
         proxy_rewards = kept.rewards
         for before, stage in pairwise(self.stages):

@@ -347,9 +347,13 @@ def test_a_reward_that_is_nan_stops_the_run_and_names_prompt_and_seed(
     nan = lambda images, prompts: images[:, 0, 0, 0] * torch.nan  # noqa: E731
     monkeypatch.setattr(module.rewards.rewards["shapes"], "score", nan)
     before = weights(module)
-    with pytest.raises(NonFiniteError, match=r"reward shapes is nan for the prompt 'a .*' with seed \d+"):
+    with pytest.raises(NonFiniteError, match=r"0 of 5 explored candidates have a finite reward for the prompt 'a .*'"):
         fit(module, trainer, loop)
     assert torch.equal(weights(module), before)
+    explore, regenerate = loop.stages
+    loop.stages = [explore._replace(name="regenerate", only_ranks=False)]
+    with pytest.raises(NonFiniteError, match=r"reward shapes is nan for the prompt 'a .*' with seed \d+"):
+        loop.roll_out()
 
 
 def test_a_loss_that_is_nan_stops_the_run_before_the_optimiser_steps(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ Shapes: P prompts, L tokens of text, B batch, T solver steps.
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
@@ -19,6 +20,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.memory import retry_with_empty_cache
 from solrl_lightning.policies.architectures import find
 from solrl_lightning.policies.bf16 import has_bf16_units, use_fp32_products
 from solrl_lightning.policies.embeddings import EmbeddingCache, Row, identity_of
@@ -187,7 +189,7 @@ class PipelinePolicy(ABC):
         while done < len(latents):
             part = latents[done : done + self.decode_batch]
             try:
-                images.append(vae.decode(part).sample.float())
+                images.append(retry_with_empty_cache(partial(vae.decode, part)).sample.float())
             except torch.OutOfMemoryError:
                 if not self._save_memory(vae):
                     raise

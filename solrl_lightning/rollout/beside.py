@@ -3,12 +3,19 @@
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import TypeVar
 
 import torch
 
 T = TypeVar("T")
 Submit = Callable[[Callable[[], T]], "Future[T]"]
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for the process: the caching allocator reuses a block only on the stream that it was allocated on."""
+    return torch.cuda.Stream(device)
 
 
 @contextmanager
@@ -18,7 +25,7 @@ def beside(device: torch.device) -> Iterator[Submit]:
     On a GPU the thread has a stream of its own. It starts on what the caller's stream has computed when the work is
     handed over, and a result is there only when it is computed; the caller keeps alive the tensors that the work reads.
     """
-    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    stream = _side_stream(device) if device.type == "cuda" else None
 
     def do(work: Callable[[], T], ready: torch.cuda.Event | None) -> T:
         own: AbstractContextManager = nullcontext() if stream is None else torch.cuda.stream(stream)

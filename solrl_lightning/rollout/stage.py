@@ -8,6 +8,7 @@ Shapes: P prompts, N pool, B chunk, T solver steps.
 
 import logging
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from solrl_lightning.errors import NonFiniteError
+from solrl_lightning.memory import retry_with_empty_cache
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.beside import at_once, beside
 from solrl_lightning.rollout.records import Candidates
@@ -29,9 +31,9 @@ Conditioning = dict[str, Tensor]
 Progress = Callable[[int, int], None]
 Decoder = Callable[[Tensor], Tensor]  # latents [B, ...] -> images [B, 3, H, W] in [0, 1]
 
-_MENDING = (
-    "the run stops before it does harm, and its last checkpoint, if there is one, is intact. Look at this prompt with "
-    "task=generate, then mend the reward or lower the learning rate."
+_NONFINITE_HINT = (
+    "training stopped, and its last checkpoint, if there is one, is intact. Reproduce this with task=generate, then "
+    "fix the reward or lower the learning rate."
 )
 
 
@@ -131,7 +133,7 @@ def sample_states(
 
 def _unless_out_of_memory(integrated: Callable[[Tensor], SolverState], index: Tensor) -> SolverState | None:
     try:
-        return integrated(index)
+        return retry_with_empty_cache(partial(integrated, index))
     except torch.OutOfMemoryError:
         if len(index) == 1:
             raise
@@ -150,17 +152,18 @@ def run_stage(
     progress: Progress,
     overlap: bool = False,
     decode: Decoder | None = None,
+    only_ranks: bool = False,
 ) -> Candidates:
     """Samples, decodes and scores every candidate of seeds [P, N]; of a trajectory that stops early, its predicted x0.
 
-    With ``overlap`` a chunk is decoded and scored while the next one is sampled. ``decode`` is the policy's own if not
-    said.
+    With ``overlap`` a chunk is decoded and scored while the next one is sampled. ``decode`` defaults to the policy's.
+    With ``only_ranks`` a candidate whose image or reward is not finite gets NaN scores and a warning.
 
     Raises:
         NonFiniteError: an image or a reward is NaN or infinite; the message names the prompt and the seed.
     """
     owner, shape = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1]), tuple(seeds.shape)
-    score = partial(_scored, decode or policy.decode, rewards)
+    score = partial(_scored_or_nan if only_ranks else _scored, decode or policy.decode, rewards)
     latents, standing, scores = [], [], []
     progress(0, seeds.numel())
     with beside(policy.device) if overlap else at_once() as submit:
@@ -180,10 +183,39 @@ def run_stage(
 
 def _scored(decode: Decoder, rewards: WeightedRewards, x0: Tensor, texts: list[str], seeds: Tensor) -> Tensor:
     """float32 [B, R] of latents [B, ...]."""
+    images = decode(x0)
     try:
-        return rewards(decode(x0), texts)
+        return rewards(images, texts)
     except NonFiniteError as error:
-        raise NonFiniteError(f"{error} with seed {int(seeds[error.row])}; {_MENDING}", error.row) from error
+        raise NonFiniteError(f"{error} with seed {int(seeds[error.row])}; {_NONFINITE_HINT}", error.row) from error
+
+
+def _scored_or_nan(decode: Decoder, rewards: WeightedRewards, x0: Tensor, texts: list[str], seeds: Tensor) -> Tensor:
+    """As ``_scored``, but NaN for a candidate that has no finite score."""
+    images = decode(x0)
+    try:
+        return rewards(images, texts)
+    except NonFiniteError as error:
+        first = f"{error} with seed {int(seeds[error.row])}"
+    scores = torch.full((len(texts), len(rewards.rewards)), torch.nan, device=images.device)
+    for row, text in enumerate(texts):
+        with suppress(NonFiniteError):
+            scores[row] = rewards(images[row : row + 1], [text])[0]
+    count = int(scores.isnan().any(dim=1).sum())
+    log.warning("%d of %d explored candidates have no finite reward and are not selected: %s", count, len(texts), first)
+    return scores
+
+
+def check_selectable(proxy_rewards: Tensor, keep: int, prompts: list[str]) -> None:
+    """Raises ``NonFiniteError`` if a row of ``proxy_rewards`` [P, N] has fewer than ``keep`` finite values."""
+    finite = proxy_rewards.isfinite().sum(dim=1)
+    if (finite < keep).any():
+        row = int((finite < keep).nonzero()[0])
+        raise NonFiniteError(
+            f"{int(finite[row])} of {proxy_rewards.shape[1]} explored candidates have a finite reward for the prompt "
+            f"{prompts[row]!r}, fewer than family.keep={keep}; {_NONFINITE_HINT}",
+            row,
+        )
 
 
 def check_finite(values: Tensor, what: str, prompts: list[str], seeds: Tensor) -> None:
@@ -192,4 +224,4 @@ def check_finite(values: Tensor, what: str, prompts: list[str], seeds: Tensor) -
     if not finite.all():
         row = int((~finite).nonzero()[0])
         where = f"the prompt {prompts[row]!r} with seed {int(seeds[row])}"
-        raise NonFiniteError(f"the {what} is {float(values[row])} for {where}; {_MENDING}", row)
+        raise NonFiniteError(f"the {what} is {float(values[row])} for {where}; {_NONFINITE_HINT}", row)

@@ -13,9 +13,19 @@ from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.beside import beside
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.seeds import pool_seeds
-from solrl_lightning.rollout.stage import Batching, Prompts, Trajectory, check_finite, run_stage, sample_states
+from solrl_lightning.rollout.select import select_contrastive
+from solrl_lightning.rollout.stage import (
+    Batching,
+    Prompts,
+    Trajectory,
+    check_finite,
+    check_selectable,
+    run_stage,
+    sample_states,
+)
 from solrl_lightning.sampling import SolverState
 
 SEEDS = pool_seeds(0, 0, PROMPTS, 5)  # 15 candidates of 3 prompts
@@ -78,10 +88,12 @@ def run(
     begin: SolverState | None = None,
     until: int | None = None,
     overlap: bool = False,
+    **kwargs: Any,
 ) -> Candidates:
     prompts, rewards = Prompts(texts, policy.encode(texts)), WeightedRewards({"made": Made(reward)}, {"made": 1.0})
     trajectory = Trajectory(policy.sigmas(steps), solver, begin, until)
-    return run_stage(policy, policy.transformer, batching, rewards, prompts, seeds, trajectory, progress, overlap)
+    rest = (rewards, prompts, seeds, trajectory, progress, overlap)
+    return run_stage(policy, policy.transformer, batching, *rest, **kwargs)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 15, 96])
@@ -233,6 +245,45 @@ def test_kept_trajectories_go_on_from_where_they_were_stopped(policy: Recorder, 
     torch.testing.assert_close(found.rewards, expected.rewards, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_explored_candidate_that_is_not_finite_is_never_selected(
+    policy: Recorder, overlap: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = {2: torch.nan, 9: torch.inf}  # candidates: an image, a reward
+    expected = run(policy, Batching(4, True), "euler")
+    decoded = expected.latents.flatten(0, 1)
+
+    def decode(x: Tensor) -> Tensor:
+        images = policy.decode(x)
+        images[(x == decoded[2]).flatten(1).all(1)] = torch.nan
+        return images
+
+    def reward(images: Tensor, prompts: list[str]) -> Tensor:
+        scores = brightness(images, prompts)
+        scores[(scores - expected.rewards.flatten()[9]).abs() < 1e-6] = torch.inf
+        return scores
+
+    found = run(policy, Batching(4, True), "euler", reward, overlap=overlap, decode=decode, only_ranks=True)
+    rewards = found.rewards.flatten()
+    assert rewards.isnan().nonzero().flatten().tolist() == list(broken)
+    others = ~rewards.isnan()
+    torch.testing.assert_close(rewards[others], expected.rewards.flatten()[others], rtol=0, atol=1e-5)
+    for i, record in zip(broken, caplog.records, strict=True):
+        assert "1 of 4 explored candidates have no finite reward and are not selected" in record.message
+        assert record.message.endswith(f"with seed {SEEDS.flatten()[i]}")
+    chosen = select_contrastive(found.rewards, 4)
+    assert not found.take(chosen).rewards.isnan().any()
+    with pytest.raises(NonFiniteError, match="NaN for the prompt"):
+        run(policy, Batching(4, True), "euler", reward, overlap=overlap, decode=decode)
+
+
+def test_a_pool_with_too_few_finite_rewards_names_its_prompt() -> None:
+    rewards = torch.tensor([[1.0, 2.0, 3.0], [1.0, torch.nan, torch.inf]])
+    check_selectable(rewards, 1, ["a", "b"])
+    with pytest.raises(NonFiniteError, match="1 of 3 explored candidates .* for the prompt 'b', .* family.keep=2"):
+        check_selectable(rewards, 2, ["a", "b"])
+
+
 class SmallMemory(Recorder):
     """Holds no more than three candidates at once."""
 
@@ -256,6 +307,33 @@ def test_a_batch_that_does_not_fit_the_memory_is_halved_for_good_and_changes_no_
     roomy = load_policy(folder, policy_class=Recorder)
     roomy.transformer.float()
     torch.testing.assert_close(found.latents, run(roomy, Batching(8, False), "euler").latents, rtol=0, atol=1e-4)
+
+
+def test_a_batch_that_fits_once_the_cache_is_empty_is_not_halved(
+    folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    emptied: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
+
+    class Fragmented(Recorder):
+        def velocity(self, *args: Any) -> Tensor:
+            if not emptied:
+                raise torch.OutOfMemoryError("other streams hold the memory")
+            return super().velocity(*args)
+
+    policy, batching = load_policy(folder, policy_class=Fragmented), Batching(8, False)
+    run(policy, batching, "euler")
+    assert (batching.size, emptied, caplog.records) == (8, [True], [])
+
+
+def test_all_stages_of_a_process_score_on_one_stream_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
+    device = torch.device("cuda", 61)  # of no other test: streams are kept for the process
+    for _ in range(3):
+        with beside(device):
+            pass
+    assert made == [device]
 
 
 def test_memory_for_not_even_one_candidate_is_an_error(policy: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
