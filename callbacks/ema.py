@@ -1,7 +1,8 @@
 """Exponential moving average of the trained adapter, the weights that evaluation and export use.
 
 DiffusionNFT's published code (train_nft_sd3.py): after optimiser step t = 1, 2, ... the average moves with decay
-min((1 + t) / (10 + t), 0.9). The average is float32 whatever the adapter's dtype, and lies in the callback's state, not in the module's.
+min((1 + t) / (10 + t), 0.9). The average is float32 whatever the adapter's dtype, and lies in the callback's state, not
+in the module's.
 """
 
 from typing import Any

@@ -85,7 +85,7 @@ def stages_of(cfg: DictConfig) -> list[Stage]:
     """The family's passes over the pool: explore, where it has one, and regenerate."""
     named = (("explore", cfg.family.explore), ("regenerate", cfg.family.regenerate))
     return [
-        Stage(name, s.sampler, s.steps, s.solver, s.get("stop_after"), s.get("decoder", "full"))
+        Stage(name, s.sampler, s.steps, s.solver, s.get("stop_after"), s.get("decoder", "full"), name == "explore")
         for name, s in named
         if s is not None
     ]
@@ -124,8 +124,23 @@ def hide_loading_bars() -> None:
         hub_utils.enable_progress_bars()
 
 
+def prepare_device(device: torch.device) -> None:
+    """Sets what CUDA keeps per process, before the first tensor of a model is made; a CPU needs nothing.
+
+    1. The current device. Transformer Engine quantises onto it wherever its layer is (its issue 3124), and Lightning
+       sets it only when a run starts.
+    2. No cuDNN attention, whose backward pass fails on compute capability 10.0 (so does the published code).
+    3. TF32 for the products that stay in float32: rewards, autoencoder, merged weights.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.set_float32_matmul_precision("high")
+
+
 def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> SolRLModule:
     """With rewards and held-out prompts, which are checked against each other before the model is loaded."""
+    prepare_device(device)
     rewards, prompts = build_rewards(cfg, device), prompt_sets(cfg)
     for note in prompts.notes:
         log.info("%s", note)
@@ -141,6 +156,7 @@ def build_model(
     eval_prompts: Sequence[str] = (),
 ) -> SolRLModule:
     """The module alone; without rewards it can only make pictures."""
+    prepare_device(device)
     hide_loading_bars()
     policy = instantiate(cfg.model.policy, device=str(device))
     compile_it, why = should_compile(cfg.family.compile, device)
@@ -160,12 +176,13 @@ def build_model(
         objective=instantiate(cfg.objective),
         optimizer=instantiate(cfg.optimizer),
         old_decay=instantiate(cfg.old_policy),
+        old_velocity=cfg.old_velocity,
         stages=list(stages),
         sampling=sampling,
         lora=lora_config(cfg),
         backend=resolve(cfg.precision.name, cfg.precision.backend, device),
         rule=quantization_rule(cfg),
-        kl_needs_reference=cfg.objective.kl_weight != 0,
+        kl_needs_reference=cfg.objective.get("kl_weight") != 0,  # without the key, the objective decides
         eval_prompts=list(eval_prompts),
         seed=cfg.seed,
     )

@@ -278,6 +278,7 @@ def check_values(cfg: DictConfig) -> None:
         _check(cfg, key, lambda value: _is_number(value) and 0 < value <= 1, "a fraction above 0 and at most 1")
     _check(cfg, "model.solver", lambda value: value in SOLVERS, f"one of {', '.join(SOLVERS)}")
     _check(cfg, "model.weights", lambda value: value in ("pretrained", "random"), "pretrained or random")
+    _check(cfg, "old_velocity", lambda value: value in ("policy", "merged"), "policy or merged")
     _check(cfg, "family.compile", lambda value: value in (True, False, "auto"), "true, false or auto")
     _check_rewards(cfg)
     _check_folders(cfg)

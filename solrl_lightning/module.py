@@ -5,8 +5,8 @@ Replicas share its frozen weights (see ``policies.replica``): ``merged`` (BF16) 
 policy, ``base`` the model without adapters. They stand outside the module registry, as do the encoders, the
 autoencoder and the rewards. So a checkpoint holds the two adapters only.
 
-In training the old and the reference velocity come from ``merged`` and ``base``, without gradients and, where rollouts
-are compiled, compiled; only the trained policy runs with LoRA branches.
+In training the reference velocity comes from ``base`` and the old one from the sampler that ``old_velocity`` names,
+both without gradients.
 
 The old policy moves inside ``optimizer_step``, so that no checkpoint can fall between the two.
 """
@@ -61,6 +61,7 @@ class Stage(NamedTuple):
     solver: str
     stop_after: int | None = None  # of these steps, then score the predicted image; the next stage goes on from there
     decoder: str = "full"  # or preview: what the scored images are decoded by
+    only_ranks: bool = False  # a candidate that is not finite gets the reward NaN, and the run continues
 
 
 class Sampling(NamedTuple):
@@ -90,6 +91,7 @@ class SolRLModule(LightningModule):
         objective: the loss as a function of velocities, x0, x_t, sigma and advantage.
         optimizer: called with the trained parameters.
         old_decay: decay of the old policy after optimiser step 1, 2, ...
+        old_velocity: the sampler whose velocity is the old policy's in training: policy (as published) or merged.
         stages: the family's passes over the pool.
         sampling: solver, batch size, compilation, and the evaluation's size.
         lora: rank, alpha and target modules of the adapters.
@@ -113,6 +115,7 @@ class SolRLModule(LightningModule):
         objective: Callable[..., NFTLoss],
         optimizer: Callable[..., torch.optim.Optimizer],
         old_decay: Callable[[int], float],
+        old_velocity: str,
         stages: list[Stage],
         sampling: Sampling,
         lora: LoraConfig,
@@ -126,6 +129,7 @@ class SolRLModule(LightningModule):
         self.strict_loading = False  # a checkpoint holds the adapters only; on_load_checkpoint checks that it holds all
         self.stages, self.sampling, self.objective, self.seed = stages, sampling, objective, seed
         self.optimizer_factory, self.old_decay, self.lora = optimizer, old_decay, lora
+        self.old_velocity = old_velocity
         self.kl_needs_reference = kl_needs_reference
         self.eval_prompts = eval_prompts
         self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
@@ -144,6 +148,8 @@ class SolRLModule(LightningModule):
             self.layer_table = format_table(plans)
             convert(shadow, plans, backend)
         layers = adapters.add_adapters(self.transformer, lora, seed)
+        if policy.device.type == "cuda":  # as under the published code's autocast
+            adapters.multiply_in_input_dtype(layers)
         replicas: dict[str, Any] = {"merged": merged} | ({"shadow": shadow} if shadow is not None else {})
         for module in replicas.values():
             replica.own_weights(module, layers)
@@ -183,7 +189,9 @@ class SolRLModule(LightningModule):
         rest = (self.batching[stage.sampler], self.rewards.trained, prompts, seeds, trajectory, progress)
         decode = {"full": self.policy.decode, "preview": self.policy.preview}[stage.decoder]
         with self.transformer_of[stage.sampler]() as transformer:
-            return run_stage(self.policy, transformer, *rest, overlap=self.overlap, decode=decode)
+            return run_stage(
+                self.policy, transformer, *rest, overlap=self.overlap, decode=decode, only_ranks=stage.only_ranks
+            )
 
     @torch.no_grad()
     def sample(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int) -> Tensor:
@@ -230,8 +238,8 @@ class SolRLModule(LightningModule):
     # Training
 
     def training_step(self, batch: TrainingBatch, batch_idx: int) -> Tensor:
-        with torch.no_grad():
-            old = self._velocity(self.replicas["merged"], batch)
+        with torch.no_grad(), self.transformer_of[self.old_velocity]() as transformer:
+            old = self._velocity(transformer, batch)
             reference = self._velocity(self.base, batch) if self.kl_needs_reference else None
         velocity = self._velocity(self.transformer, batch)
         terms = self.objective(velocity, old, reference, batch.x0, batch.x_t, batch.sigma, batch.advantage)

@@ -55,5 +55,5 @@ def old_policy_decay(
 
 
 def ema_decay(step: int) -> float:
-    """The decay of the average that is evaluated and saved, after optimiser step `step` = 1, 2, ...: 2/11, 3/12, ... 0.9."""
+    """The decay of the average that is evaluated and saved, after optimiser step `step` = 1, 2, ...: 2/11 up to 0.9."""
     return min((1 + step) / (10 + step), 0.9)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub
 from nano import save_nano
 from omegaconf import DictConfig
+from torch import nn
 from transformers.utils import logging as transformers_logging
 
+from solrl_lightning import build
 from solrl_lightning.build import (
     build_loop,
     build_model,
@@ -19,9 +22,12 @@ from solrl_lightning.build import (
     build_rewards,
     build_trainer,
     instantiate_trainer,
+    prepare_device,
     stages_of,
 )
 from solrl_lightning.errors import UserError
+from solrl_lightning.policies.adapters import InputDtypeLinear
+from solrl_lightning.policies.flux1 import Flux1
 
 Compose = Callable[..., DictConfig]
 OWN = "+reward.mine={_target_:%s,weight:1.0%s}"
@@ -46,6 +52,47 @@ def test_a_gpu_that_is_not_there_is_told_in_a_sentence(compose: Compose, monkeyp
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="trainer cannot run here: .* trainer=auto takes what there is"):
         instantiate_trainer(compose("trainer.accelerator=cuda"))
+
+
+def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: calls.append(("cudnn", enabled)))
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: calls.append(precision))
+    device = torch.device("cuda", 3)
+
+    def made(*args: object, **kwargs: object) -> None:
+        calls.append("made")
+        raise KeyboardInterrupt
+
+    for name, make in (("build_rewards", build_module), ("instantiate", build_model)):
+        monkeypatch.setattr(build, name, made)
+        with pytest.raises(KeyboardInterrupt):
+            make(compose(), device, [])
+        assert calls == [device, ("cudnn", False), "high", "made"]
+        calls.clear()
+    prepare_device(torch.device("cpu"))
+    assert calls == []
+
+
+@pytest.mark.parametrize(("device", "linear"), [("cpu", nn.Linear), ("cuda", InputDtypeLinear)])
+def test_adapters_multiply_in_the_dtype_of_their_input_on_a_gpu(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, pipeline: str, device: str, linear: type
+) -> None:
+    plain = build.instantiate
+
+    def placed(*args: Any, **kwargs: Any) -> Any:
+        made = plain(*args, **kwargs)
+        if isinstance(made, Flux1):
+            made.device = torch.device(device)
+        return made
+
+    monkeypatch.setattr(build, "instantiate", placed)
+    module = build_model(compose(f"model.pretrained={pipeline}", "precision=bf16"), torch.device("cpu"))
+    factors = [f for layer in module.lora_layers.values() for f in (*layer.lora_A.values(), *layer.lora_B.values())]
+    assert {type(factor) for factor in factors} == {linear}
 
 
 def test_weights_and_pretrained_reach_the_rewards(compose: Compose) -> None:

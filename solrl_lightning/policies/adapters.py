@@ -7,12 +7,14 @@ Adapter weights are float32 beside the bfloat16 base: a step of 3e-4 would vanis
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from diffusers import ModelMixin
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 TRAINED, OLD = "default", "old"
 State = dict[str, Tensor]
@@ -32,6 +34,21 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
     load_state(layers, OLD, adapter_state(layers, TRAINED))
     _activate(layers, TRAINED)
     return layers
+
+
+class InputDtypeLinear(nn.Linear):
+    """A linear layer of float32 weights whose product is in the dtype of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+def multiply_in_input_dtype(layers: dict[str, LoraLayer]) -> None:
+    """Turns the factors of every adapter into ``InputDtypeLinear``; peft would cast activations to float32 instead."""
+    for layer in layers.values():
+        layer.cast_input_dtype_enabled = False
+        for factor in chain(layer.lora_A.values(), layer.lora_B.values()):
+            factor.__class__ = InputDtypeLinear
 
 
 def adapter_state(layers: dict[str, LoraLayer], adapter: str) -> State:

@@ -172,3 +172,22 @@ def test_a_state_lacking_a_layer_is_refused(adapted: Adapted) -> None:
     del state[f"{ADAPTED[0]}.lora_A.weight"]
     with pytest.raises(KeyError, match=ADAPTED[0]):
         adapters.load_state(adapted.layers, OLD, state)
+
+
+def test_products_in_the_input_dtype_are_those_in_float32_up_to_rounding(adapted: Adapted) -> None:
+    adapted.load(**{TRAINED: 1})
+    expected = adapted.velocity()
+    layer = next(iter(adapted.layers.values()))
+    seen: list[torch.dtype] = []
+    layer.lora_A[TRAINED].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    adapted.velocity()
+    adapters.multiply_in_input_dtype(adapted.layers)
+    found = adapted.velocity()
+    assert seen == [torch.float32, torch.bfloat16]
+    effect = (expected - adapted.base).abs().max()
+    assert 0 < (found - expected).abs().max() < 0.05 * effect
+
+    output = layer(torch.randn(4, layer.in_features, dtype=torch.bfloat16))
+    output.sum().backward()
+    trained = layer.lora_B[TRAINED].weight
+    assert trained.dtype == torch.float32 and trained.grad is not None and trained.grad.dtype == torch.float32
