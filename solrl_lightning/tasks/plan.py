@@ -76,6 +76,8 @@ class Iteration(NamedTuple):
     timestep_fraction: float
     micro_batch: int
     kl_needs_reference: bool
+    old_velocity: str
+    """The sampler whose velocity is the old policy's in training."""
 
 
 # Multiply-adds
@@ -239,8 +241,8 @@ def work(family: Family, iteration: Iteration, passes: Passes, quantized_macs: i
     macs = {stage.name: prompts * counts[stage.name] * cost[stage.sampler] for stage in family.stages}
     decoded = [count * decoding[stage.decoder] for count, stage in zip(images, family.stages, strict=True)]
     macs["decode"] = prompts * sum(decoded)
-    # Only the trained policy has LoRA branches; the old one is merged, and the base model of a KL term has none.
-    macs["train"] = rows * (passes.adapted + (1 + iteration.kl_needs_reference) * passes.forward + passes.backward)
+    without_gradients = cost[iteration.old_velocity] + iteration.kl_needs_reference * passes.forward
+    macs["train"] = rows * (passes.adapted + passes.backward + without_gradients)
     return {
         "family": family.name,
         "prompt": counts,
@@ -252,6 +254,14 @@ def work(family: Family, iteration: Iteration, passes: Passes, quantized_macs: i
         "train_backwards": rows,
         "macs": macs | {"iteration": sum(macs.values())},
     }
+
+
+def seconds(macs: dict[str, float], tflops: float, decoder_dtype: torch.dtype) -> dict[str, float]:
+    """Of each stage and their sum, at ``tflops`` in BF16; float32 decoding by TF32 units has half of that rate."""
+    halved = {"decode": 2.0 if decoder_dtype == torch.float32 else 1.0}
+    stages = {name: halved.get(name, 1.0) * 2 * count / (tflops * 1e12) for name, count in macs.items()}
+    stages["iteration"] = sum(value for name, value in stages.items() if name != "iteration")
+    return stages
 
 
 # The task
@@ -292,13 +302,14 @@ def plan(cfg: DictConfig) -> Json:
         devices=cfg.task.devices,
         timestep_fraction=cfg.model.train_timestep_fraction,
         micro_batch=cfg.model.micro_batch,
-        kl_needs_reference=cfg.objective.kl_weight != 0,
+        kl_needs_reference=cfg.objective.get("kl_weight") != 0,
+        old_velocity=cfg.old_velocity,
     )
     speedup = cfg.task.speedup or 1.0
     rows = [work(family, iteration, passes, share["quantised_macs"], speedup) for family in families]
     if cfg.task.tflops is not None:
         for row in rows:
-            row["seconds"] = {name: 2 * count / (cfg.task.tflops * 1e12) for name, count in row["macs"].items()}
+            row["seconds"] = seconds(row["macs"], cfg.task.tflops, policy.pipeline.vae.dtype)
     result = {
         "architecture": architecture.name,
         "resolution": policy.resolution,
@@ -422,8 +433,8 @@ def _format_work(result: Json) -> str:
         rows.append([row["family"], *(v if v is None else f"{v:.1f}" if timed else _si(v) for v in values)])
     if timed:
         what = (
-            f"Seconds of a device if it did {result['tflops']:g} TFLOP/s in everything and quantised products "
-            f"{result['speedup']:g} times as fast. Arithmetic, not a measurement:"
+            f"Seconds of a device if it did {result['tflops']:g} TFLOP/s in BF16, half of that in float32 decoding "
+            f"(TF32) and {result['speedup']:g} times that in quantised products. Arithmetic, not a measurement:"
         )
     else:
         what = "MACs of a device in an iteration (task.tflops=, task.speedup= turn them into seconds):"

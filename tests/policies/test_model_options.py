@@ -32,7 +32,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         eval_steps=40, train_timestep_fraction=0.6, micro_batch=16, max_grad_norm=1.0,
     ),
 }  # fmt: skip
-COMMON = dict(learning_rate=3e-4, rollout_batch=24, prompts_per_iteration=48, evaluation_every=20)
+COMMON = dict(learning_rate=3e-4, kl_weight=1e-4, rollout_batch=24, prompts_per_iteration=48, evaluation_every=20)
 LORA_LAYERS = {"flux1": 19 * 4 + 38 * 3, "sd3": 38 * 8 - 1, "sana": 20 * 8}
 QUANTISED = {"flux1": 0.72, "sd3": 0.66, "sana": 0.97}  # of the linear weights
 KEPT = {  # what the rule must not touch

@@ -30,6 +30,7 @@ from solrl_lightning.tasks.plan import (
     kept_for_backward,
     plan,
     replica_bytes,
+    seconds,
     trace,
     work,
 )
@@ -147,7 +148,7 @@ def test_a_prompt_takes_so_many_evaluations(compose: Compose) -> None:
 
 def test_an_iteration_is_shared_out_and_only_quantised_layers_become_cheaper(compose: Compose) -> None:
     sizes = Passes(forward=100, layers={}, adapted=110, backward=200, decode=7, kept=0)
-    iteration = Iteration(prompts=12, devices=8, timestep_fraction=0.4, micro_batch=10, kl_needs_reference=True)
+    iteration = Iteration(12, 8, timestep_fraction=0.4, micro_batch=10, kl_needs_reference=True, old_velocity="merged")
     cfg = compose()
     sol_rl = work(family("sol_rl", cfg), iteration, sizes, quantized_macs=80, speedup=2.0)
     assert sol_rl["all_devices"] == {"explore": 12 * 576, "regenerate": 12 * 240}
@@ -169,6 +170,14 @@ def test_an_iteration_is_shared_out_and_only_quantised_layers_become_cheaper(com
     without_kl = work(family("naive_scaling", cfg), iteration._replace(kl_needs_reference=False), sizes, 80, 2.0)
     assert without_kl["macs"]["regenerate"] == 2 * 960 * 110  # eager, with LoRA branches
     assert without_kl["train_forwards"] == 400
+    by_adapter = work(family("sol_rl", cfg), iteration._replace(old_velocity="policy"), sizes, 80, 2.0)
+    assert by_adapter["macs"]["train"] == 200 * (110 + 110 + 100 + 200)
+
+
+def test_float32_decoding_takes_twice_the_seconds_of_bf16() -> None:
+    macs = {"train": 3e12, "decode": 1e12, "iteration": 4e12}
+    assert seconds(macs, 2.0, torch.bfloat16) == {"train": 3.0, "decode": 1.0, "iteration": 4.0}
+    assert seconds(macs, 2.0, torch.float32) == {"train": 3.0, "decode": 2.0, "iteration": 5.0}
 
 
 def test_the_task_needs_neither_prompts_nor_reward_and_writes_its_plan(
