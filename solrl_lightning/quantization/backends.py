@@ -19,7 +19,7 @@ from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear
 from solrl_lightning.quantization.int8 import EmulatedINT8Linear, INT8Linear
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
-from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear
+from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear, has_row_scales
 
 
 class Backend(NamedTuple):
@@ -86,6 +86,11 @@ def resolve(precision: str, backend: str, device: torch.device) -> Backend:
         f"precision.backend={backend}: {_NAMES[precision]} by {chosen} on {describe(device)}, the weights of quantised "
         f"layers held in {found.bits_per_weight:g} bits"
     )
+    if found.linear_cls is TransformerEngineLinear and not has_row_scales():
+        line += (
+            "; the inputs of a batch share one scale, so a candidate's numbers depend a little on the others of its "
+            "batch (Transformer Engine 2.16 gives each token a scale)"
+        )
     return Backend(precision, chosen, found.linear_cls, line, found.bits_per_weight, found.fullgraph)
 
 

@@ -31,6 +31,7 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> Hardware:
             return (SimpleNamespace() if te else None) if name == "transformer_engine" else spec(name)
 
         monkeypatch.setattr(backends, "find_spec", find_spec)
+        monkeypatch.setattr(backends, "has_row_scales", lambda: True)
         return GPU if capability else CPU
 
     return on
@@ -104,6 +105,18 @@ def test_only_transformer_engine_breaks_compiled_graphs(hardware: Hardware) -> N
     device = hardware("10.0", te=True)
     broken = [(p, name) for p, names in BACKENDS.items() for name in names if not resolve(p, name, device).fullgraph]
     assert broken == [("nvfp4", "auto"), ("nvfp4", "transformer_engine")]
+
+
+def test_a_transformer_engine_without_row_scales_is_said_to_let_candidates_depend_on_their_batch(
+    hardware: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, said = hardware("10.0", te=True), "depend a little on the others of its batch"
+    assert not any(said in resolve("nvfp4", name, device).line for name in BACKENDS["nvfp4"])
+    monkeypatch.setattr(backends, "has_row_scales", lambda: False)
+    assert [name for name in BACKENDS["nvfp4"] if said in resolve("nvfp4", name, device).line] == [
+        "auto",
+        "transformer_engine",
+    ]
 
 
 def test_bf16_quantises_nothing() -> None:
