@@ -22,6 +22,8 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +34,21 @@ from solrl_lightning.quantization.linear import QuantizedLinear
 
 ROLLOUT_RECIPE = {"disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True}
 ROW_SCALES_SINCE = (2, 16)
+INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9'"
 ROWS = 32
+
+
+def is_installed() -> bool:
+    """Whether Transformer Engine is there with its extension for PyTorch, without which its import fails.
+
+    The extension is a file beside the Python package or in one of its folders, not a module that ``find_spec`` finds.
+    """
+    spec = find_spec("transformer_engine")
+    if spec is None or spec.origin is None:
+        return False
+    beside = Path(spec.origin).parents[1]
+    patterns = ("transformer_engine_torch*.so", "transformer_engine/**/transformer_engine_torch*.so")
+    return any(any(beside.glob(pattern)) for pattern in patterns)
 
 
 def has_row_scales() -> bool:
