@@ -7,13 +7,12 @@ same numbers anywhere with other units, neither faster nor smaller than BF16.
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.quantization import bf16
+from solrl_lightning.quantization import bf16, transformer_engine
 from solrl_lightning.quantization.emulated import NVFP4Linear, operand_dtype
 from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear
 from solrl_lightning.quantization.int8 import EmulatedINT8Linear, INT8Linear
@@ -40,15 +39,12 @@ class _Real(NamedTuple):
     bits_per_weight: float
     capability: tuple[int, int]  # the least of an NVIDIA GPU
     cpu: bool = False  # also on a CPU with INT8 units
-    package: str = ""  # that must be installed
     fullgraph: bool = True
 
 
 _REAL = {  # best first
     "nvfp4": {
-        "transformer_engine": _Real(
-            TransformerEngineLinear, 4.5, (10, 0), package="transformer_engine", fullgraph=False
-        ),
+        "transformer_engine": _Real(TransformerEngineLinear, 4.5, (10, 0), fullgraph=False),
         "torch": _Real(PackedNVFP4Linear, 4.5, (10, 0)),
     },
     "fp8": {"torch": _Real(FP8Linear, 8, (8, 9))},
@@ -86,6 +82,11 @@ def resolve(precision: str, backend: str, device: torch.device) -> Backend:
         f"precision.backend={backend}: {_NAMES[precision]} by {chosen} on {describe(device)}, the weights of quantised "
         f"layers held in {found.bits_per_weight:g} bits"
     )
+    if found.linear_cls is TransformerEngineLinear and not transformer_engine.has_row_scales():
+        line += (
+            "; the inputs of a batch share one scale, so a candidate's numbers depend a little on the others of its "
+            "batch (Transformer Engine 2.16 gives each token a scale)"
+        )
     return Backend(precision, chosen, found.linear_cls, line, found.bits_per_weight, found.fullgraph)
 
 
@@ -108,7 +109,7 @@ def has_int8_units() -> bool:
 
 
 def _runs(candidate: _Real, device: torch.device) -> bool:
-    if candidate.package and find_spec(candidate.package) is None:
+    if candidate.linear_cls is TransformerEngineLinear and not transformer_engine.is_installed():
         return False
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= candidate.capability
@@ -140,9 +141,9 @@ def _refusal(precision: str, backend: str, device: torch.device) -> str:
     if wanted.cpu:
         needs[0] += " or a CPU with INT8 units (AVX512-VNNI)"
     found = describe(device)
-    if wanted.package:
-        needs.append(f"the package {wanted.package} (pip install 'solrl-lightning[nvfp4]')")
-        found += f", {wanted.package} {'installed' if find_spec(wanted.package) else 'not installed'}"
+    if wanted.linear_cls is TransformerEngineLinear:
+        needs.append(f"Transformer Engine with its extension for PyTorch ({transformer_engine.INSTALL}, with nvcc)")
+        found += f", Transformer Engine {'' if transformer_engine.is_installed() else 'not '}installed"
     other = next((name for name, candidate in _REAL[precision].items() if _runs(candidate, device)), "")
     ways = [f"precision.backend={other}"] if other else []
     ways += ["precision.backend=emulated (the same numbers, without the speed)"]

@@ -1,8 +1,8 @@
 """NVFP4 linear layers on hardware without FP4 units: the numerics of the format, not its speed or its memory.
 
 What Blackwell does is done with ordinary units: weight and activation are quantised to NVFP4 (the activation at every
-call, with one global scale for the whole tensor), the exact products e2m1 * block_scale are accumulated in FP32, both
-global scales and the bias are applied to the FP32 sum, and that is rounded to the dtype of the input.
+call, with a global scale for each row), the exact products e2m1 * block_scale are accumulated in FP32, both global
+scales and the bias are applied to the FP32 sum, and that is rounded to the dtype of the input.
 
 The layer stores its weight as *dequantised* e2m1 * block_scale values (exact in FP32 and BF16), not packed: 2 or 4
 bytes a weight instead of 4.5 bits. Only the order of the FP32 sums is left to the library and differs from the
@@ -15,6 +15,8 @@ faster there.
 """
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ def operand_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-_quantized = LastInput(fake_quantize)
+_quantized = LastInput(partial(fake_quantize, per_row=True))
 
 
 class NVFP4Linear(QuantizedLinear):

@@ -24,6 +24,20 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return (scaled.to(dtype) if dtype == E4M3 else round_e4m3(scaled).to(dtype)), scale
 
 
+def scaled_product(codes: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
+    """codes [M, D] with scale [M, 1] times weight [N, D] with weight_scale [N], plus a BF16 bias [N] -> BF16 [M, N]."""
+    # Not F.scaled_mm: torch 2.11 cannot compile it (`fullgraph`), and in 2.15 its fake tensors check no scales.
+    return torch._scaled_mm(
+        codes,
+        weight.t(),
+        scale,
+        weight_scale.unsqueeze(0),
+        bias=bias,
+        out_dtype=torch.bfloat16,
+        use_fast_accum=True,
+    )
+
+
 class FP8Linear(RowwiseLinear):
     """On FP8 units; the layer holds 8 bits a weight."""
 
@@ -36,16 +50,7 @@ class FP8Linear(RowwiseLinear):
 
     def product(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         bias = None if self.bias is None else self.bias.bfloat16()  # the only dtype that row-wise scaling takes
-        y = torch._scaled_mm(
-            codes,
-            self.codes.t(),
-            scale,
-            self.weight_scale.unsqueeze(0),
-            bias=bias,
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        )
-        return y.to(dtype)
+        return scaled_product(codes, self.codes, scale, self.weight_scale, bias).to(dtype)
 
 
 class EmulatedFP8Linear(EmulatedRowwiseLinear):

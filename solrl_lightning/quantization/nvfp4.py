@@ -4,6 +4,9 @@ A value is  e2m1 * block_scale * global_scale:  a 4-bit E2M1 number (0, .5, 1, 1
 scale for each block of 16 along the last dimension, one FP32 scale for the whole tensor. Everything is rounded to
 nearest, ties to even.
 
+``per_row=True`` gives each row (everything but the last dimension) an FP32 scale of its own: ``amax`` below is then the
+row's. Inputs of layers are quantised so, because one scale for a batch makes a candidate depend on its neighbours.
+
 The order of the FP32 operations is that of Transformer Engine's reference quantiser (1 x 16 blocks, no Hadamard
 transform, no stochastic rounding, no 4over6), so codes and block scales agree with it bit for bit:
 
@@ -40,7 +43,7 @@ class NVFP4Tensor(NamedTuple):
 
     packed: Tensor  # uint8 [..., D/2], the element of even index in the low nibble
     block_scales: Tensor  # float8_e4m3fn [..., D/16]
-    global_scale: Tensor  # float32 []
+    global_scale: Tensor  # float32 [], or [..., 1] with one for each row
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """[..., D] values, computed in FP32 as e2m1 * (block_scale * global_scale) and then cast to `dtype`."""
@@ -57,10 +60,10 @@ def quantize(x: Tensor) -> NVFP4Tensor:
     return encode(x)
 
 
-def encode(x: Tensor) -> NVFP4Tensor:
+def encode(x: Tensor, per_row: bool = False) -> NVFP4Tensor:
     """As ``quantize``, but finiteness is not checked, which on a GPU would wait for the result: one NaN gives NaNs."""
     blocks = _blocks(x.float())
-    scales, encode, global_scale = _scales(blocks)
+    scales, encode, global_scale = _scales(blocks, per_row)
     magnitude = round_e2m1(_scaled(blocks, encode)).abs()
     # The position of 0, .5, 1, 1.5, 2, 3, 4, 6 in the table of values, as three straight lines.
     code = torch.minimum(torch.minimum(2 * magnitude, magnitude + 2), 0.5 * magnitude + 4).to(torch.uint8)
@@ -69,15 +72,15 @@ def encode(x: Tensor) -> NVFP4Tensor:
     return NVFP4Tensor(packed, scales.squeeze(-1).to(torch.float8_e4m3fn), global_scale)
 
 
-def fake_quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[..., D] BF16, FP16 or FP32 -> e2m1 * block_scale [..., D] in `dtype`, and global_scale [].
+def fake_quantize(x: Tensor, dtype: torch.dtype, per_row: bool = False) -> tuple[Tensor, Tensor]:
+    """[..., D] BF16, FP16 or FP32 -> e2m1 * block_scale [..., D] in `dtype`, and global_scale [] or [..., 1].
 
     The product of a 2-bit and a 4-bit significand has at most 6 bits and lies in [2^-10, 2688]: BF16 and FP32 hold it
     exactly. The hardware, too, multiplies these numbers, accumulates in FP32 and applies the global scales of both
-    operands to the sum. Finiteness is not checked: one NaN or infinity in x makes every value NaN.
+    operands to the sum. Finiteness is not checked: one NaN or infinity makes every value of its scale NaN.
     """
     blocks = _blocks(x)
-    scales, encode, global_scale = _scales(blocks)
+    scales, encode, global_scale = _scales(blocks, per_row)
     values = round_e2m1(_scaled(blocks, encode)).mul_(scales)
     return values.flatten(-2).to(dtype), global_scale
 
@@ -122,10 +125,10 @@ def _block_amax(blocks: Tensor) -> Tensor:
     return magnitudes.amax(dim=-1, keepdim=True).view(blocks.dtype).float()
 
 
-def _scales(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[..., D/16, 16] -> E4M3 block scales in FP32 and factors to E2M1, both [..., D/16, 1], and global_scale []."""
+def _scales(blocks: Tensor, per_row: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """[..., D/16, 16] -> E4M3 block scales in FP32 and factors to E2M1, both [..., D/16, 1], and global_scale."""
     block_amax = _block_amax(blocks)
-    amax = block_amax.amax()
+    amax = block_amax.amax(dim=-2, keepdim=True) if per_row else block_amax.amax()
     # torch evaluates `number / tensor` as number * reciprocal, which rounds twice.
     encode = (torch.full_like(amax, E4M3_MAX * E2M1_MAX) / amax).clamp(max=_FLOAT32_MAX)
     decode = encode.reciprocal()
@@ -133,7 +136,7 @@ def _scales(blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     factors = (scales * decode).reciprocal_().clamp_(max=_FLOAT32_MAX)
     # Below amax = 2688 / FLT_MAX `encode` is cut off; its inverse is then the scale that decodes.
     global_scale = (amax / (E4M3_MAX * E2M1_MAX)).clamp(min=1 / _FLOAT32_MAX)
-    return scales, factors, global_scale
+    return scales, factors, global_scale.squeeze(-1)
 
 
 def _scaled(blocks: Tensor, factors: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 For such hardware without Transformer Engine. Weight and input are quantised by the functions of ``nvfp4``, so that
 codes and scales are those of the emulation to the bit; the product sums e2m1 * block_scale in FP32, then both global
-scales and the bias are applied. Quantising the input takes several passes over it even when compiled, where
-Transformer Engine has a kernel. Checked against PyTorch's shape rules and not run: no such GPU was at hand.
+scales (the input has one for each row) and the bias are applied. Quantising the input takes several passes over it even
+when compiled, where Transformer Engine has a kernel. Checked against PyTorch's shape rules, not yet on such a GPU.
 
 Left out: torchao.prototype.mx_formats, which has the same product in a tensor subclass that it calls a prototype.
 """
@@ -36,6 +36,7 @@ def swizzle(scales: Tensor) -> Tensor:
 
 def scaled_product(x: NVFP4Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     """x [M, D] times a weight, `packed` [N, D / 2] with swizzled `scales` -> FP32 [M, N], global scales apart."""
+    # Not F.scaled_mm: see fp8.scaled_product.
     return torch._scaled_mm(
         x.packed.view(E2M1X2), packed.view(E2M1X2).t(), swizzle(x.block_scales), scales, out_dtype=torch.float32
     )
@@ -70,7 +71,7 @@ class PackedNVFP4Linear(QuantizedLinear):
             self.bias.copy_(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        quantized = encode(x.flatten(0, -2))
+        quantized = encode(x.flatten(0, -2), per_row=True)
         y = scaled_product(quantized, self.packed, self.block_scales) * (quantized.global_scale * self.weight_scale)
         y = y if self.bias is None else y + self.bias
         return y.to(x.dtype).unflatten(0, x.shape[:-1])

@@ -7,10 +7,13 @@ What a rollout needs of it:
    column-wise copy of the backward pass. Copying a BF16 tensor into the parameter quantises it in place, once per
    refresh and not per forward.
 2. A recipe of its own: the defaults are for training. 1 x 16 blocks for weights as for inputs (16 x 16 blocks make W
-   and its transpose agree), no stochastic rounding and no Hadamard transform (both are for gradients). Said outright,
-   because the defaults come from environment variables.
+   and its transpose agree), no stochastic rounding and no Hadamard transform (both are for gradients), and from 2.16 on
+   a global scale for each row of the input. Said outright, because the defaults come from environment variables.
 3. Rows in multiples of 32: NVFP4 needs multiples of 16, and its fast kernel for BF16 multiples of 32. Rows of zeros
-   change neither the global scale nor other rows.
+   change no other row.
+
+Before 2.16 all rows of a batch share one global scale, so a candidate's numbers depend a little on the others of its
+batch, as those of no other backend do.
 
 Transformer Engine's layers run outside compiled graphs: what is around them is compiled, in pieces.
 """
@@ -18,6 +21,9 @@ Transformer Engine's layers run outside compiled graphs: what is around them is 
 from __future__ import annotations
 
 from functools import cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,14 +33,36 @@ from torch.nn import functional as F
 from solrl_lightning.quantization.linear import QuantizedLinear
 
 ROLLOUT_RECIPE = {"disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True}
+ROW_SCALES_SINCE = (2, 16)
+INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9'"
 ROWS = 32
+
+
+def is_installed() -> bool:
+    """Whether Transformer Engine is there with its extension for PyTorch, without which its import fails.
+
+    The extension is a file beside the Python package or in one of its folders, not a module that ``find_spec`` finds.
+    """
+    spec = find_spec("transformer_engine")
+    if spec is None or spec.origin is None:
+        return False
+    beside = Path(spec.origin).parents[1]
+    patterns = ("transformer_engine_torch*.so", "transformer_engine/**/transformer_engine_torch*.so")
+    return any(any(beside.glob(pattern)) for pattern in patterns)
+
+
+def has_row_scales() -> bool:
+    """Whether the installed version can give each row of the input a global scale of its own."""
+    major, minor = version("transformer_engine").split(".")[:2]
+    return (int(major), int(minor)) >= ROW_SCALES_SINCE
 
 
 @cache
 def rollout_recipe() -> Any:
     from transformer_engine.common.recipe import NVFP4BlockScaling
 
-    return NVFP4BlockScaling(**ROLLOUT_RECIPE)
+    row_scales = {"row_scaled_activation": True} if has_row_scales() else {}
+    return NVFP4BlockScaling(**ROLLOUT_RECIPE, **row_scales)
 
 
 class TransformerEngineLinear(QuantizedLinear):

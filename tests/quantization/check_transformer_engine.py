@@ -43,13 +43,12 @@ def our_calls() -> Iterator[tuple[str, int, list[str]]]:
     assert found == 3, f"{_OURS} calls quantized_model_init, Linear and autocast; found {found} calls"
 
 
-def our_recipe() -> dict[str, bool]:
-    """The arguments of ``NVFP4BlockScaling``."""
+def our_constant(name: str) -> Any:
     for node in ast.parse(_OURS.read_text()).body:
         match node:
-            case ast.Assign(targets=[ast.Name(id="ROLLOUT_RECIPE")]):
+            case ast.Assign(targets=[ast.Name(id=found)]) if found == name:
                 return ast.literal_eval(node.value)
-    raise AssertionError(f"{_OURS} has no ROLLOUT_RECIPE")
+    raise AssertionError(f"{_OURS} has no {name}")
 
 
 def callable_signature(root: Path, name: str) -> inspect.Signature:
@@ -91,12 +90,15 @@ def check_recipe(root: Path) -> None:
     module: Any = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where its dataclasses look up their annotations
     spec.loader.exec_module(module)
-    recipe = module.NVFP4BlockScaling(**our_recipe())
+    has_row_scales = tuple(map(int, version("transformer_engine").split(".")[:2])) >= our_constant("ROW_SCALES_SINCE")
+    arguments = our_constant("ROLLOUT_RECIPE") | ({"row_scaled_activation": True} if has_row_scales else {})
+    recipe = module.NVFP4BlockScaling(**arguments)
+    assert has_row_scales == hasattr(recipe, "row_scaled_activation"), recipe
     for forward in (recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight):
         assert not forward.random_hadamard_transform, recipe
         assert not forward.stochastic_rounding, recipe
         assert not forward.fp4_2d_quantization, recipe
-    print(f"NVFP4BlockScaling({', '.join(our_recipe())}): fits")
+    print(f"NVFP4BlockScaling({', '.join(arguments)}): fits")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Which backend runs a precision on which hardware, what is said of it, and what of one that cannot run."""
 
-import importlib.util
 from collections.abc import Callable
-from types import SimpleNamespace
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.quantization import backends, resolve
+from solrl_lightning.quantization import resolve, transformer_engine
 from solrl_lightning.quantization.backends import BACKENDS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -25,12 +25,8 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> Hardware:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: pair)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": vnni})
-        spec = importlib.util.find_spec
-
-        def find_spec(name: str) -> object:
-            return (SimpleNamespace() if te else None) if name == "transformer_engine" else spec(name)
-
-        monkeypatch.setattr(backends, "find_spec", find_spec)
+        monkeypatch.setattr(transformer_engine, "is_installed", lambda: te)
+        monkeypatch.setattr(transformer_engine, "has_row_scales", lambda: True)
         return GPU if capability else CPU
 
     return on
@@ -106,6 +102,44 @@ def test_only_transformer_engine_breaks_compiled_graphs(hardware: Hardware) -> N
     assert broken == [("nvfp4", "auto"), ("nvfp4", "transformer_engine")]
 
 
+@pytest.mark.parametrize(
+    ("extension", "backend"),
+    [
+        (None, "torch"),  # the wheel of Python files alone
+        ("transformer_engine/libtransformer_engine.so", "torch"),
+        ("transformer_engine/wheel_lib/transformer_engine_torch.cpython-311-x86_64-linux-gnu.so", "transformer_engine"),
+        ("transformer_engine/transformer_engine_torch.cpython-311-x86_64-linux-gnu.so", "transformer_engine"),
+        ("transformer_engine_torch.cpython-311-x86_64-linux-gnu.so", "transformer_engine"),
+    ],
+)
+def test_auto_takes_transformer_engine_only_with_its_extension_for_pytorch(
+    hardware: Hardware, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extension: str | None, backend: str
+) -> None:
+    is_installed = transformer_engine.is_installed
+    device = hardware("10.0")
+    monkeypatch.setattr(transformer_engine, "is_installed", is_installed)
+    spec = ModuleSpec("transformer_engine", None, origin=str(tmp_path / "transformer_engine" / "__init__.py"))
+    monkeypatch.setattr(transformer_engine, "find_spec", {"transformer_engine": spec}.get)
+    if extension is not None:
+        (tmp_path / extension).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / extension).touch()
+    assert resolve("nvfp4", "auto", device).name == backend
+    monkeypatch.setattr(transformer_engine, "find_spec", {}.get)
+    assert resolve("nvfp4", "auto", device).name == "torch"
+
+
+def test_a_transformer_engine_without_row_scales_is_said_to_let_candidates_depend_on_their_batch(
+    hardware: Hardware, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, said = hardware("10.0", te=True), "depend a little on the others of its batch"
+    assert not any(said in resolve("nvfp4", name, device).line for name in BACKENDS["nvfp4"])
+    monkeypatch.setattr(transformer_engine, "has_row_scales", lambda: False)
+    assert [name for name in BACKENDS["nvfp4"] if said in resolve("nvfp4", name, device).line] == [
+        "auto",
+        "transformer_engine",
+    ]
+
+
 def test_bf16_quantises_nothing() -> None:
     assert resolve("bf16", "auto", CPU).linear_cls is None
 
@@ -118,16 +152,17 @@ def test_bf16_quantises_nothing() -> None:
             {},
             "nvfp4",
             "transformer_engine",
-            "needs an NVIDIA GPU of compute capability 10.0 or higher and the package transformer_engine "
-            "(pip install 'solrl-lightning[nvfp4]'); found: a CPU without INT8 units, transformer_engine not "
-            "installed. Use precision.backend=emulated (the same numbers, without the speed) or precision=bf16.",
+            "needs an NVIDIA GPU of compute capability 10.0 or higher and Transformer Engine with its extension for "
+            "PyTorch (pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9', with nvcc); found: a CPU "
+            "without INT8 units, Transformer Engine not installed. Use precision.backend=emulated (the same numbers, "
+            "without the speed) or precision=bf16.",
         ),
         (
             "10.0",
             {},
             "nvfp4",
             "transformer_engine",
-            "found: NVIDIA Test (compute capability 10.0), transformer_engine not installed. Use "
+            "found: NVIDIA Test (compute capability 10.0), Transformer Engine not installed. Use "
             "precision.backend=torch, precision.backend=emulated",
         ),
         (

@@ -4,10 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from solrl_lightning.quantization.emulated import NVFP4Linear, operand_dtype
-from solrl_lightning.quantization.nvfp4 import quantize
-
-CPU = torch.device("cpu")
+from solrl_lightning.quantization.emulated import NVFP4Linear
+from solrl_lightning.quantization.nvfp4 import encode, quantize
 
 
 def linear(bias: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Linear:
@@ -19,13 +17,11 @@ def linear(bias: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0)
 def test_the_product_is_that_of_the_dequantised_operands(bias: bool) -> None:
     layer, x = linear(bias), torch.randn(3, 20, 128)
     y = NVFP4Linear.from_linear(layer)(x)
-    exact = quantize(x).dequantize(torch.float64) @ quantize(layer.weight).dequantize(torch.float64).T
+    exact = encode(x, per_row=True).dequantize(torch.float64) @ quantize(layer.weight).dequantize(torch.float64).T
     if bias:
         exact += layer.bias.double()
-    # FP32 accumulation of 128 products; a CPU with BF16 units rounds the sum to BF16 in between.
-    error = 2**-20 if operand_dtype(CPU) == torch.float32 else 2**-7
     assert y.dtype == torch.float32
-    torch.testing.assert_close(y.double(), exact, rtol=error, atol=error)
+    torch.testing.assert_close(y.double(), exact, rtol=2**-20, atol=2**-20)  # FP32 accumulation of 128 products
 
 
 def test_a_bf16_result_is_the_fp32_result_rounded_once() -> None:

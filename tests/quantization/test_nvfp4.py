@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from solrl_lightning.quantization.nvfp4 import E2M1_VALUES, NVFP4Tensor, fake_quantize, quantize, round_e2m1, round_e4m3
+from solrl_lightning.quantization.nvfp4 import (
+    E2M1_VALUES,
+    NVFP4Tensor,
+    encode,
+    fake_quantize,
+    quantize,
+    round_e2m1,
+    round_e4m3,
+)
 
 F32 = np.float32
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -131,6 +139,20 @@ def test_fake_quantisation_gives_the_values_of_the_codes_exactly(name: str, dtyp
     assert global_scale.equal(ours.global_scale)
 
 
+@pytest.mark.parametrize("name", INPUTS)
+def test_per_row_each_row_is_quantised_as_if_it_were_alone(name: str) -> None:
+    x = INPUTS[name]
+    ours, (values, scales) = encode(x, per_row=True), fake_quantize(x, torch.float32, per_row=True)
+    assert ours.global_scale.shape == (*x.shape[:-1], 1) == scales.shape
+    for index in np.ndindex(*x.shape[:-1]):
+        alone, (alone_values, alone_scale) = quantize(x[index]), fake_quantize(x[index], torch.float32)
+        assert ours.packed[index].equal(alone.packed)
+        assert ours.block_scales[index].float().equal(alone.block_scales.float())
+        assert ours.global_scale[index].equal(alone.global_scale[None])
+        assert ours.dequantize()[index].equal(alone.dequantize())
+        assert values[index].equal(alone_values) and scales[index].equal(alone_scale[None])
+
+
 def test_e4m3_rounding_is_that_of_torch_for_every_number_every_tie_and_its_neighbours() -> None:
     grid = torch.arange(0, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     assert np.array_equal(grid.numpy(), E4M3)
@@ -209,17 +231,18 @@ def test_quantisation_of_a_dequantised_tensor_changes_nothing() -> None:
 
 
 def test_compiled_code_gives_the_same_bits_as_eager_code() -> None:
-    def both(x: Tensor) -> tuple[NVFP4Tensor, tuple[Tensor, Tensor]]:
-        return quantize(x), fake_quantize(x, torch.float32)
+    def all_three(x: Tensor) -> tuple[NVFP4Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        return quantize(x), fake_quantize(x, torch.float32), fake_quantize(x, torch.float32, per_row=True)
 
-    compiled = torch.compile(both, fullgraph=True, dynamic=False)
+    compiled = torch.compile(all_three, fullgraph=True, dynamic=False)
     for x in (wide(64), ties(), random(64, 64).clone(), torch.zeros(64, 64)):
-        (packed, scales, global_scale), (values, _) = compiled(x)
-        expected, (expected_values, _) = both(x)
+        (packed, scales, global_scale), (values, _), per_row = compiled(x)
+        expected, (expected_values, _), expected_per_row = all_three(x)
         assert packed.equal(expected.packed)
         assert scales.view(torch.uint8).equal(expected.block_scales.view(torch.uint8))
         assert global_scale.equal(expected.global_scale)
         assert values.equal(expected_values)
+        assert all(one.equal(other) for one, other in zip(per_row, expected_per_row, strict=True))
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
@@ -230,6 +253,8 @@ def test_a_non_finite_input_is_refused_by_quantize_and_spoils_every_fake_quantis
         quantize(x)
     for dtype in (torch.float32, torch.bfloat16):
         assert fake_quantize(x.to(dtype), torch.float32)[0].isnan().all()
+        per_row, _ = fake_quantize(x.to(dtype), torch.float32, per_row=True)
+        assert per_row.isnan().all(-1).tolist() == [False, True, False, False]
 
 
 @pytest.mark.parametrize("x", [torch.ones(4, 24), torch.ones(()), torch.ones(0, 16), torch.ones(4, 0)])

@@ -36,6 +36,7 @@ def unswizzled(flat: Tensor, rows: int, columns: int) -> Tensor:
 def product(x: NVFP4Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """What the hardware computes: e2m1 * block_scale of both, summed."""
     one = torch.ones(())
+    assert x.global_scale.shape == (len(x.packed), 1)  # of each row
     weight = NVFP4Tensor(codes, unswizzled(scales, len(codes), codes.shape[1] // 8), one)
     return x._replace(global_scale=one).dequantize() @ weight.dequantize().T
 

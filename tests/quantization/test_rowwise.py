@@ -1,6 +1,6 @@
 """FP8 and INT8 linear layers: their codes bit for bit, their products, and what they cost in accuracy.
 
-The layers for hardware with such units run on any CPU, too, slowly: there PyTorch has the same two products.
+The layers for hardware with such units run on any CPU, too: PyTorch has its integer product, conftest the FP8 one.
 """
 
 from importlib.resources import files
@@ -102,13 +102,6 @@ def test_the_product_is_that_of_the_codes(layer_cls: type[RowwiseLinear], bias: 
 def test_integer_units_and_their_emulation_agree_to_the_bit() -> None:
     x = random(40, 128)
     assert INT8Linear.from_linear(linear())(x).equal(EmulatedINT8Linear.from_linear(linear())(x))
-
-
-@layers
-@pytest.mark.parametrize("rows", [1, 16, 33])
-def test_a_token_gets_the_same_numbers_in_any_company(layer_cls: type[RowwiseLinear], rows: int) -> None:
-    layer, x = layer_cls.from_linear(linear()), random(33, 128)
-    torch.testing.assert_close(layer(x[:rows]), layer(x)[:rows], rtol=2**-20, atol=2**-20)
 
 
 @layers

@@ -11,18 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from nano import PROMPTS, load_policy, relative_error
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from solrl_lightning.policies import replica
-from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, transformer_engine
+from solrl_lightning.policies.flux1 import Flux1
+from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, resolve, transformer_engine
+from solrl_lightning.quantization.backends import BACKENDS
 from solrl_lightning.quantization.emulated import NVFP4Linear
 from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear
 from solrl_lightning.quantization.int8 import EmulatedINT8Linear, INT8Linear
 from solrl_lightning.quantization.nvfp4 import fake_quantize
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
 from solrl_lightning.quantization.transformer_engine import ROLLOUT_RECIPE, TransformerEngineLinear
+from solrl_lightning.rollout.seeds import pool_seeds
+from solrl_lightning.rollout.stage import Batching, Prompts, Trajectory, sample_states
 
 HERE = (NVFP4Linear, EmulatedFP8Linear, FP8Linear, EmulatedINT8Linear, INT8Linear)  # the layers that any CPU can run
 ON_A_GPU = (FP8Linear, INT8Linear, PackedNVFP4Linear)
@@ -73,6 +78,39 @@ def test_refreshing_changed_layers_never_compiles_again(layer_cls: Any) -> None:
     assert all(not one.equal(other) for one, other in zip(results[1:], results, strict=False))
 
 
+@pytest.mark.parametrize("layer_cls", HERE)
+@pytest.mark.parametrize("rows", [1, 16, 33])
+def test_a_token_gets_the_same_numbers_in_any_company(layer_cls: Any, rows: int) -> None:
+    layer, x = layer_cls.from_linear(block().to_q), torch.randn(33, 64)
+    alone = layer(x[:rows])
+    together = layer(torch.cat((x, 100 * x)).unflatten(0, (2, 33)))
+    torch.testing.assert_close(together[0, :rows], alone, rtol=2**-20, atol=2**-20)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Flux1:
+    return load_policy("tiny")
+
+
+@pytest.mark.parametrize("precision", BACKENDS)
+def test_a_candidate_s_picture_depends_neither_on_its_batch_nor_on_its_place_in_it(tiny: Flux1, precision: str) -> None:
+    backend = resolve(precision, "auto" if precision == "bf16" else "emulated", torch.device("cpu"))
+    converted, rule = replica.share(tiny.transformer), QuantizationRule(["transformer_blocks.*", "single_*"])
+    convert(converted, plan(converted, rule, backend), backend)
+    prompts, trajectory = Prompts(PROMPTS, tiny.encode(PROMPTS)), Trajectory(tiny.sigmas(3), "euler")
+
+    def latents(seeds: Tensor, batch: int) -> Tensor:
+        chunks = sample_states(tiny, converted, Batching(batch, fixed=False), prompts, seeds, trajectory)
+        return torch.cat([state.x for _, state in chunks]).unflatten(0, tuple(seeds.shape))
+
+    seeds = pool_seeds(0, 0, PROMPTS, 4)
+    together = latents(seeds, 12)
+    # Another order of a BF16 sum may move a value by a step of its format; one scale for a batch would give 0.1.
+    assert relative_error(latents(seeds, 1), together) < 0.03
+    assert relative_error(latents(seeds, 5), together) < 0.03
+    assert relative_error(latents(seeds.flip(1), 12).flip(1), together) < 0.03
+
+
 @pytest.mark.parametrize("layer_cls", ON_A_GPU)
 @pytest.mark.parametrize("rows", [1, 17, 33])
 def test_a_gpu_s_products_accept_the_operands_of_any_number_of_tokens(layer_cls: Any, rows: int) -> None:
@@ -99,7 +137,7 @@ def test_what_a_gpu_s_product_refuses_is_an_obstacle(layer_cls: Any, shape: tupl
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Records how Transformer Engine is called; refuses what it would refuse (read in its source, see the module)."""
-    seen = SimpleNamespace(recipes=[], rows=[], quantised=0, inside=None, initialising=False)
+    seen = SimpleNamespace(version="2.16.0", recipes=[], rows=[], quantised=0, inside=None, initialising=False)
 
     class Quantised(nn.Parameter):
         """A parameter that is quantised when it is copied into."""
@@ -127,7 +165,7 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             if len(x) % 8 or x.shape[-1] % 16:
                 raise ValueError("dimensions")
             seen.rows.append(len(x))
-            values, scale = fake_quantize(x, torch.float32)
+            values, scale = fake_quantize(x, torch.float32, per_row=seen.inside.get("row_scaled_activation", False))
             return nn.functional.linear(values * scale, self.weight, self.bias.float()).bfloat16()
 
     @contextmanager
@@ -143,9 +181,9 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         yield
         seen.inside = None
 
-    def recipe(**arguments: bool) -> str:
+    def recipe(**arguments: bool) -> dict[str, bool]:
         seen.recipes.append(arguments)
-        return "recipe"
+        return arguments
 
     modules = {
         "transformer_engine": ModuleType("transformer_engine"),
@@ -158,6 +196,7 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     modules["transformer_engine"].pytorch = modules["transformer_engine.pytorch"]  # type: ignore[attr-defined]
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(transformer_engine, "version", lambda name: seen.version)
     transformer_engine.rollout_recipe.cache_clear()
     yield seen
     transformer_engine.rollout_recipe.cache_clear()
@@ -168,10 +207,16 @@ def te_linear(seed: int = 0) -> nn.Linear:
     return nn.Linear(64, 48).bfloat16().requires_grad_(False)
 
 
-def test_transformer_engine_gets_one_recipe_for_rollouts(te: SimpleNamespace) -> None:
+@pytest.mark.parametrize(
+    ("version", "more"), [("2.9.0", {}), ("2.15.1", {}), ("2.20.0.dev0", {"row_scaled_activation": True})]
+)
+def test_transformer_engine_gets_one_recipe_for_rollouts(
+    te: SimpleNamespace, version: str, more: dict[str, bool]
+) -> None:
+    te.version = version
     for _ in range(2):
         TransformerEngineLinear.from_linear(te_linear())(torch.randn(4, 64))
-    assert te.recipes == [ROLLOUT_RECIPE]
+    assert te.recipes == [ROLLOUT_RECIPE | more]
     assert ROLLOUT_RECIPE == {
         "disable_rht": True,
         "disable_stochastic_rounding": True,
