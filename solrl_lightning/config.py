@@ -65,6 +65,52 @@ _NON_NEGATIVE = ("model.guidance", "objective.kl_weight", "optimizer.weight_deca
 # Shares, in (0, 1].
 _FRACTIONS = ("model.train_timestep_fraction",)
 _KEEP_RULE = "a whole number of at least 2: the best and the worst of a prompt are compared with each other"
+_STRATEGIES = ("auto", "single_device", "ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
+_ONE_STEP = "an iteration takes one optimiser step on the gradients of all its micro-batches"
+# Options of Lightning's Trainer that would change or cut short an iteration: key below `trainer`, the values that do
+# not, the rule, and the way out. All others do here what Lightning documents.
+_TRAINER = (
+    (
+        "precision",
+        ("None", "32", "32-true"),
+        "every dtype is set in the code and Lightning casts nothing",
+        "Leave it at trainer.precision=32-true.",
+    ),
+    (
+        "strategy",
+        _STRATEGIES,
+        f"every rank holds the whole policy, so it must be one of {', '.join(_STRATEGIES)}",
+        "Use trainer.strategy=ddp.",
+    ),
+    (
+        "accumulate_grad_batches",
+        ("1",),
+        f"{_ONE_STEP}; their number follows from model.micro_batch",
+        "Leave it out, or set model.micro_batch=<rows>.",
+    ),
+    ("limit_train_batches", ("None", "1.0"), _ONE_STEP, "Leave it out."),  # 1 would be one batch, 1.0 is all of them
+    ("overfit_batches", ("0", "0.0"), _ONE_STEP, "Leave it out."),
+    ("fast_dev_run", ("False", "0"), _ONE_STEP, "Use experiment=smoke to run everything once."),
+    (
+        "limit_val_batches",
+        ("None", "0", "0.0", "1", "1.0"),
+        "an evaluation is one batch, which is run (1) or not (0)",
+        "Set data.eval_prompts=<n> for a shorter evaluation.",
+    ),
+    (
+        "val_check_interval",
+        ("None", "1.0"),
+        "weights change once per iteration, so evaluations are counted in iterations",
+        "Set evaluation.every=<iterations>.",
+    ),
+    (
+        "max_time",
+        ("None",),
+        "it would stop within an iteration, before its optimiser step",
+        "Stop after one: "
+        """'+callbacks.timer={_target_:lightning.pytorch.callbacks.Timer,duration:"00:12:00:00",interval:epoch}'.""",
+    ),
+)
 _PROXY_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "decoder"}
 _SEEDS = 2**32  # noise has so many seeds
 _ABSENT = object()  # a key that the chosen options do not have: nothing to check
@@ -278,6 +324,7 @@ def check_values(cfg: DictConfig) -> None:
         _check(cfg, key, lambda value: _is_number(value) and 0 < value <= 1, "a fraction above 0 and at most 1")
     _check(cfg, "model.solver", lambda value: value in SOLVERS, f"one of {', '.join(SOLVERS)}")
     _check(cfg, "model.weights", lambda value: value in ("pretrained", "random"), "pretrained or random")
+    _check_trainer(cfg)
     _check(cfg, "family.compile", lambda value: value in (True, False, "auto"), "true, false or auto")
     _check_rewards(cfg)
     _check_folders(cfg)
@@ -293,6 +340,19 @@ def reward_members(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     """The entries of ``cfg.reward``, one for each chosen reward."""
     members: Any = OmegaConf.to_container(cfg.reward, resolve=True)
     return {name: member for name, member in members.items() if name != "pretrained"}
+
+
+def _check_trainer(cfg: DictConfig) -> None:
+    for key, allowed, rule, way_out in _TRAINER:
+        value = cfg.trainer.get(key, allowed[0])
+        # A strategy may also be a _target_; build.instantiate_trainer looks at the object.
+        if str(value) not in allowed and not (key == "strategy" and isinstance(value, DictConfig)):
+            raise UserError(f"trainer.{key}={value} is invalid: {rule}. {way_out}")
+    if cfg.trainer.get("max_epochs") != cfg.iterations:
+        raise UserError(
+            f"trainer.max_epochs={cfg.trainer.get('max_epochs')} is invalid: a Lightning epoch is one iteration, and "
+            f"iterations={cfg.iterations} is their number. Leave it out, or set iterations=<number>."
+        )
 
 
 def _check_rewards(cfg: DictConfig) -> None:

@@ -48,6 +48,26 @@ def test_a_gpu_that_is_not_there_is_told_in_a_sentence(compose: Compose, monkeyp
         instantiate_trainer(compose("trainer.accelerator=cuda"))
 
 
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (
+            "+trainer.plugins=[{_target_:lightning.pytorch.plugins.MixedPrecision,precision:bf16-mixed,device:cpu}]",
+            "Lightning casts nothing, but this one is for bf16-mixed",
+        ),
+        (
+            "trainer.strategy={_target_:lightning.pytorch.strategies.ModelParallelStrategy}",
+            "must be a DDPStrategy or a SingleDeviceStrategy",
+        ),
+    ],
+)
+def test_a_plugin_or_a_strategy_that_changes_the_arithmetic_is_refused(
+    compose: Compose, argument: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        instantiate_trainer(compose("trainer=cpu", "~trainer.precision", argument))
+
+
 def test_weights_and_pretrained_reach_the_rewards(compose: Compose) -> None:
     rewards = build_rewards(compose("reward.shapes.weight=0.5"), torch.device("cpu"))
     assert rewards.weights == {"shapes": 0.5} and rewards.name == "shapes"

@@ -258,6 +258,53 @@ def test_a_value_that_cannot_be_is_refused_with_its_rule(key: str, value: str, m
         check_values(cfg)
 
 
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("trainer.precision=16-mixed", "trainer.precision=16-mixed is invalid: every dtype is set in the code"),
+        ("trainer.precision=bf16-true", "Leave it at trainer.precision=32-true"),
+        ("trainer.precision=64", "trainer.precision=64 is invalid"),
+        ("trainer.strategy=fsdp", "trainer.strategy=fsdp is invalid: every rank holds the whole policy"),
+        ("trainer.strategy=deepspeed_stage_2", "Use trainer.strategy=ddp"),
+        ("trainer.strategy=ddp_spawn", "must be one of auto, single_device, ddp, "),
+        ("+trainer.accumulate_grad_batches=2", "or set model.micro_batch=<rows>"),
+        ("+trainer.limit_train_batches=1", "trainer.limit_train_batches=1 is invalid: an iteration takes one optimi"),
+        ("+trainer.limit_train_batches=0.5", "trainer.limit_train_batches=0.5 is invalid"),
+        ("+trainer.overfit_batches=1", "trainer.overfit_batches=1 is invalid"),
+        ("+trainer.fast_dev_run=true", "Use experiment=smoke"),
+        ("+trainer.limit_val_batches=0.5", "Set data.eval_prompts=<n>"),
+        ("+trainer.val_check_interval=1", "Set evaluation.every=<iterations>"),
+        ("+trainer.max_time='00:00:10:00'", "+callbacks.timer={_target_:lightning.pytorch.callbacks.Timer"),
+        ("trainer.max_epochs=5", "Leave it out, or set iterations=<number>"),
+        ("~trainer.max_epochs", "trainer.max_epochs=None is invalid"),
+    ],
+)
+def test_what_would_change_or_cut_short_an_iteration_is_refused(argument: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_values(compose(argument))
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "trainer.precision=32",
+        "trainer.precision='32'",
+        "~trainer.precision",
+        "~trainer.strategy",
+        "trainer.strategy={_target_:lightning.pytorch.strategies.DDPStrategy}",
+        "trainer.strategy=ddp_find_unused_parameters_true",
+        "+trainer.accumulate_grad_batches=1",
+        "+trainer.limit_train_batches=1.0",
+        "+trainer.limit_val_batches=0",
+        "+trainer.max_steps=3",
+        "+trainer.deterministic=true",
+        "trainer.gradient_clip_val=null",
+    ],
+)
+def test_other_options_of_the_trainer_are_left_to_the_user(argument: str) -> None:
+    check_values(compose(argument))
+
+
 @pytest.mark.parametrize("arguments", [("family.pool=7", "family.keep=7"), ("family.pool=13", "family.keep=5")])
 def test_odd_counts_and_whole_pools_are_fine(arguments: tuple[str, ...]) -> None:
     check_values(compose(*arguments))
