@@ -8,6 +8,8 @@ import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,10 +192,14 @@ class ConfigTree:
         if not self.sweeps:
             if swept:
                 raise UserError(f"{swept[0].input_line} gives several values: add -m for a run of each.")
+            check_root(cfg, overrides)
             return [cfg]
         params = self.parse(f"{key}={value}" for key, value in (cfg.hydra.sweeper.params or {}).items())
         batches = BasicSweeper.split_arguments(params + overrides, max_batch_size=None)
-        return [self.compose(job) for job in itertools.chain.from_iterable(batches)]
+        jobs = [self.compose(job) for job in itertools.chain.from_iterable(batches)]
+        for job in jobs:
+            check_root(job, params + overrides)
+        return jobs
 
 
 def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
@@ -247,6 +253,31 @@ def _check_option(tree: ConfigTree, override: Override) -> None:
             f"There is no {group} named {option!r}.{_did_you_mean(_nearest(str(option), options), prefix=f'{group}=')}"
             f" The options are {', '.join(options)}."
         )
+
+
+def check_root(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+    """UserError for a key at the root that nothing reads, which ``+`` or a file of the user's own has added."""
+    root = _root()
+    for key in map(str, cfg):
+        if key in root:
+            continue
+        given = [o.input_line for o in overrides if o.key_or_group.replace("/", ".").partition(".")[0] == key]
+        culprit = " ".join(map(str, given)) or f"the key {key} in a file of your own"
+        if key == "experiment":
+            raise UserError(f"{culprit} is invalid: an experiment's file must begin with `# @package _global_`.")
+        known = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(root - {"hydra"})), resolve=False)
+        raise UserError(
+            f"{culprit} is invalid: {key} is neither a group nor a key of the configuration, so nothing reads it."
+            f"{_did_you_mean(_nearest(key, list(_paths(known))))} --help lists both, --cfg job shows all keys."
+        )
+
+
+@cache
+def _root() -> frozenset[str]:
+    """The keys at the root of the package's configuration, groups among them."""
+    root: Any = OmegaConf.to_container(OmegaConf.create((files(CONFIG_MODULE) / "config.yaml").read_text()))
+    groups = {group for entry in root.pop("defaults") if isinstance(entry, dict) for group in entry}
+    return frozenset({*root, *groups} - {"experiment", "override hydra/help"})
 
 
 def _has(tree: Any, keys: Sequence[str]) -> bool:

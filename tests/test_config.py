@@ -201,6 +201,48 @@ def test_known_names_pass() -> None:
         check_names(tree, ["family=compile", "family.pool=48", "+trainer.fast_dev_run=true", "~callbacks.progress"])
 
 
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("+scheduler._target_=torch.optim.lr_scheduler.StepLR", "so nothing reads it"),
+        ("+scheduler=cosine", "so nothing reads it"),
+        ("++iteration=3", "Did you mean iterations?"),
+        ("+lr=1e-4", "Did you mean optimizer.lr?"),
+    ],
+)
+@pytest.mark.parametrize("sweep", [(), ("seed=1,2",)])
+def test_a_plus_adds_no_key_at_the_root(argument: str, hint: str, sweep: tuple[str, ...]) -> None:
+    with ConfigTree() as tree, pytest.raises(UserError, match=rf"^{re.escape(argument)} is invalid: .*{hint}"):
+        tree.jobs([argument, *sweep], multirun=bool(sweep))
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "+callbacks.lr._target_=lightning.pytorch.callbacks.LearningRateMonitor",
+        "+trainer.deterministic=true",
+        "+optimizer.amsgrad=true",
+        "+reward.mine={_target_:a.B,weight:1.0}",
+        "+objective.more=1",
+        "+hydra.job.env_set.A=b",
+    ],
+)
+def test_a_plus_adds_what_is_passed_on(argument: str) -> None:
+    with ConfigTree() as tree:
+        tree.jobs([argument], multirun=False)
+
+
+def test_a_key_at_the_root_of_a_file_is_told_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    for name, text in {"mine": "# @package _global_\niteration: 3\n", "bare": "iterations: 3\n"}.items():
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(text, encoding="utf-8")
+    with ConfigTree(config_dir=str(tmp_path)) as tree:
+        with pytest.raises(UserError, match="the key iteration in a file of your own is invalid"):
+            tree.jobs(["experiment=mine"], multirun=False)
+        with pytest.raises(UserError, match="experiment=bare is invalid: .*`# @package _global_`"):
+            tree.jobs(["experiment=bare"], multirun=False)
+
+
 def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to() -> None:
     with ConfigTree() as tree, pytest.raises(UserError, match="Did you mean task=audit?"):
         tree.parse(["audit"])
