@@ -13,6 +13,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import DictConfig, OmegaConf, open_dict
 from peft import LoraConfig
 from transformers.utils import logging as transformers_logging
@@ -39,13 +40,24 @@ def device_of(cfg: DictConfig) -> torch.device:
 
 
 def instantiate_trainer(cfg: DictConfig, **options: Any) -> Trainer:
-    """Raises ``UserError`` for devices that this machine does not have."""
+    """Raises ``UserError`` for devices that this machine does not have, and for another arithmetic or strategy."""
     try:
-        return instantiate(cfg.trainer, **options)
+        trainer: Trainer = instantiate(cfg.trainer, **options)
     except InstantiationException as error:
         if not isinstance(error.__cause__, MisconfigurationException):
             raise
         raise UserError(f"trainer cannot run here: {error.__cause__} trainer=auto takes what there is.") from error
+    if trainer.precision != "32-true":  # by trainer.plugins
+        raise UserError(
+            f"trainer.plugins={cfg.trainer.plugins} is invalid: every dtype is set in the code and Lightning casts "
+            f"nothing, but this one is for {trainer.precision}. Leave it out."
+        )
+    if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
+        raise UserError(
+            f"trainer.strategy={cfg.trainer.strategy} is invalid: every rank holds the whole policy, so it must be a "
+            "DDPStrategy or a SingleDeviceStrategy. Use trainer.strategy=ddp."
+        )
+    return trainer
 
 
 def with_option(cfg: DictConfig, group: str, option: str) -> DictConfig:

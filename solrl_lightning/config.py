@@ -8,6 +8,8 @@ import difflib
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +67,52 @@ _NON_NEGATIVE = ("model.guidance", "objective.kl_weight", "optimizer.weight_deca
 # Shares, in (0, 1].
 _FRACTIONS = ("model.train_timestep_fraction",)
 _KEEP_RULE = "a whole number of at least 2: the best and the worst of a prompt are compared with each other"
+_STRATEGIES = ("auto", "single_device", "ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
+_ONE_STEP = "an iteration takes one optimiser step on the gradients of all its micro-batches"
+# Options of Lightning's Trainer that would change or cut short an iteration: key below `trainer`, the values that do
+# not, the rule, and the way out. All others do here what Lightning documents.
+_TRAINER = (
+    (
+        "precision",
+        ("None", "32", "32-true"),
+        "every dtype is set in the code and Lightning casts nothing",
+        "Leave it at trainer.precision=32-true.",
+    ),
+    (
+        "strategy",
+        _STRATEGIES,
+        f"every rank holds the whole policy, so it must be one of {', '.join(_STRATEGIES)}",
+        "Use trainer.strategy=ddp.",
+    ),
+    (
+        "accumulate_grad_batches",
+        ("1",),
+        f"{_ONE_STEP}; their number follows from model.micro_batch",
+        "Leave it out, or set model.micro_batch=<rows>.",
+    ),
+    ("limit_train_batches", ("None", "1.0"), _ONE_STEP, "Leave it out."),  # 1 would be one batch, 1.0 is all of them
+    ("overfit_batches", ("0", "0.0"), _ONE_STEP, "Leave it out."),
+    ("fast_dev_run", ("False", "0"), _ONE_STEP, "Use experiment=smoke to run everything once."),
+    (
+        "limit_val_batches",
+        ("None", "0", "0.0", "1", "1.0"),
+        "an evaluation is one batch, which is run (1) or not (0)",
+        "Set data.eval_prompts=<n> for a shorter evaluation.",
+    ),
+    (
+        "val_check_interval",
+        ("None", "1.0"),
+        "weights change once per iteration, so evaluations are counted in iterations",
+        "Set evaluation.every=<iterations>.",
+    ),
+    (
+        "max_time",
+        ("None",),
+        "it would stop within an iteration, before its optimiser step",
+        "Stop after one: "
+        """'+callbacks.timer={_target_:lightning.pytorch.callbacks.Timer,duration:"00:12:00:00",interval:epoch}'.""",
+    ),
+)
 _PROXY_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "decoder"}
 _SEEDS = 2**32  # noise has so many seeds
 _ABSENT = object()  # a key that the chosen options do not have: nothing to check
@@ -144,10 +192,14 @@ class ConfigTree:
         if not self.sweeps:
             if swept:
                 raise UserError(f"{swept[0].input_line} gives several values: add -m for a run of each.")
+            check_root(cfg, overrides)
             return [cfg]
         params = self.parse(f"{key}={value}" for key, value in (cfg.hydra.sweeper.params or {}).items())
         batches = BasicSweeper.split_arguments(params + overrides, max_batch_size=None)
-        return [self.compose(job) for job in itertools.chain.from_iterable(batches)]
+        jobs = [self.compose(job) for job in itertools.chain.from_iterable(batches)]
+        for job in jobs:
+            check_root(job, params + overrides)
+        return jobs
 
 
 def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
@@ -201,6 +253,31 @@ def _check_option(tree: ConfigTree, override: Override) -> None:
             f"There is no {group} named {option!r}.{_did_you_mean(_nearest(str(option), options), prefix=f'{group}=')}"
             f" The options are {', '.join(options)}."
         )
+
+
+def check_root(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+    """UserError for a key at the root that nothing reads, which ``+`` or a file of the user's own has added."""
+    root = _root()
+    for key in map(str, cfg):
+        if key in root:
+            continue
+        given = [o.input_line for o in overrides if o.key_or_group.replace("/", ".").partition(".")[0] == key]
+        culprit = " ".join(map(str, given)) or f"the key {key} in a file of your own"
+        if key == "experiment":
+            raise UserError(f"{culprit} is invalid: an experiment's file must begin with `# @package _global_`.")
+        known = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(root - {"hydra"})), resolve=False)
+        raise UserError(
+            f"{culprit} is invalid: {key} is neither a group nor a key of the configuration, so nothing reads it."
+            f"{_did_you_mean(_nearest(key, list(_paths(known))))} --help lists both, --cfg job shows all keys."
+        )
+
+
+@cache
+def _root() -> frozenset[str]:
+    """The keys at the root of the package's configuration, groups among them."""
+    root: Any = OmegaConf.to_container(OmegaConf.create((files(CONFIG_MODULE) / "config.yaml").read_text()))
+    groups = {group for entry in root.pop("defaults") if isinstance(entry, dict) for group in entry}
+    return frozenset({*root, *groups} - {"experiment", "override hydra/help"})
 
 
 def _has(tree: Any, keys: Sequence[str]) -> bool:
@@ -279,6 +356,7 @@ def check_values(cfg: DictConfig) -> None:
     _check(cfg, "model.solver", lambda value: value in SOLVERS, f"one of {', '.join(SOLVERS)}")
     _check(cfg, "model.weights", lambda value: value in ("pretrained", "random"), "pretrained or random")
     _check(cfg, "old_velocity", lambda value: value in ("policy", "merged"), "policy or merged")
+    _check_trainer(cfg)
     _check(cfg, "family.compile", lambda value: value in (True, False, "auto"), "true, false or auto")
     _check_rewards(cfg)
     _check_folders(cfg)
@@ -294,6 +372,19 @@ def reward_members(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     """The entries of ``cfg.reward``, one for each chosen reward."""
     members: Any = OmegaConf.to_container(cfg.reward, resolve=True)
     return {name: member for name, member in members.items() if name != "pretrained"}
+
+
+def _check_trainer(cfg: DictConfig) -> None:
+    for key, allowed, rule, way_out in _TRAINER:
+        value = cfg.trainer.get(key, allowed[0])
+        # A strategy may also be a _target_; build.instantiate_trainer looks at the object.
+        if str(value) not in allowed and not (key == "strategy" and isinstance(value, DictConfig)):
+            raise UserError(f"trainer.{key}={value} is invalid: {rule}. {way_out}")
+    if cfg.trainer.get("max_epochs") != cfg.iterations:
+        raise UserError(
+            f"trainer.max_epochs={cfg.trainer.get('max_epochs')} is invalid: a Lightning epoch is one iteration, and "
+            f"iterations={cfg.iterations} is their number. Leave it out, or set iterations=<number>."
+        )
 
 
 def _check_rewards(cfg: DictConfig) -> None:

@@ -93,6 +93,24 @@ def test_adapters_multiply_in_the_dtype_of_their_input_on_a_gpu(
     module = build_model(compose(f"model.pretrained={pipeline}", "precision=bf16"), torch.device("cpu"))
     factors = [f for layer in module.lora_layers.values() for f in (*layer.lora_A.values(), *layer.lora_B.values())]
     assert {type(factor) for factor in factors} == {linear}
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        (
+            "+trainer.plugins=[{_target_:lightning.pytorch.plugins.MixedPrecision,precision:bf16-mixed,device:cpu}]",
+            "Lightning casts nothing, but this one is for bf16-mixed",
+        ),
+        (
+            "trainer.strategy={_target_:lightning.pytorch.strategies.ModelParallelStrategy}",
+            "must be a DDPStrategy or a SingleDeviceStrategy",
+        ),
+    ],
+)
+def test_a_plugin_or_a_strategy_that_changes_the_arithmetic_is_refused(
+    compose: Compose, argument: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        instantiate_trainer(compose("trainer=cpu", "~trainer.precision", argument))
 
 
 def test_weights_and_pretrained_reach_the_rewards(compose: Compose) -> None:

@@ -201,6 +201,48 @@ def test_known_names_pass() -> None:
         check_names(tree, ["family=compile", "family.pool=48", "+trainer.fast_dev_run=true", "~callbacks.progress"])
 
 
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        ("+scheduler._target_=torch.optim.lr_scheduler.StepLR", "so nothing reads it"),
+        ("+scheduler=cosine", "so nothing reads it"),
+        ("++iteration=3", "Did you mean iterations?"),
+        ("+lr=1e-4", "Did you mean optimizer.lr?"),
+    ],
+)
+@pytest.mark.parametrize("sweep", [(), ("seed=1,2",)])
+def test_a_plus_adds_no_key_at_the_root(argument: str, hint: str, sweep: tuple[str, ...]) -> None:
+    with ConfigTree() as tree, pytest.raises(UserError, match=rf"^{re.escape(argument)} is invalid: .*{hint}"):
+        tree.jobs([argument, *sweep], multirun=bool(sweep))
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "+callbacks.lr._target_=lightning.pytorch.callbacks.LearningRateMonitor",
+        "+trainer.deterministic=true",
+        "+optimizer.amsgrad=true",
+        "+reward.mine={_target_:a.B,weight:1.0}",
+        "+objective.more=1",
+        "+hydra.job.env_set.A=b",
+    ],
+)
+def test_a_plus_adds_what_is_passed_on(argument: str) -> None:
+    with ConfigTree() as tree:
+        tree.jobs([argument], multirun=False)
+
+
+def test_a_key_at_the_root_of_a_file_is_told_by_its_name(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    for name, text in {"mine": "# @package _global_\niteration: 3\n", "bare": "iterations: 3\n"}.items():
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(text, encoding="utf-8")
+    with ConfigTree(config_dir=str(tmp_path)) as tree:
+        with pytest.raises(UserError, match="the key iteration in a file of your own is invalid"):
+            tree.jobs(["experiment=mine"], multirun=False)
+        with pytest.raises(UserError, match="experiment=bare is invalid: .*`# @package _global_`"):
+            tree.jobs(["experiment=bare"], multirun=False)
+
+
 def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to() -> None:
     with ConfigTree() as tree, pytest.raises(UserError, match="Did you mean task=audit?"):
         tree.parse(["audit"])
@@ -256,6 +298,53 @@ def test_a_value_that_cannot_be_is_refused_with_its_rule(key: str, value: str, m
         OmegaConf.update(cfg, key, OmegaConf.create(f"value: {value}").value, merge=False)
     with pytest.raises(UserError, match=re.escape(message)):
         check_values(cfg)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("trainer.precision=16-mixed", "trainer.precision=16-mixed is invalid: every dtype is set in the code"),
+        ("trainer.precision=bf16-true", "Leave it at trainer.precision=32-true"),
+        ("trainer.precision=64", "trainer.precision=64 is invalid"),
+        ("trainer.strategy=fsdp", "trainer.strategy=fsdp is invalid: every rank holds the whole policy"),
+        ("trainer.strategy=deepspeed_stage_2", "Use trainer.strategy=ddp"),
+        ("trainer.strategy=ddp_spawn", "must be one of auto, single_device, ddp, "),
+        ("+trainer.accumulate_grad_batches=2", "or set model.micro_batch=<rows>"),
+        ("+trainer.limit_train_batches=1", "trainer.limit_train_batches=1 is invalid: an iteration takes one optimi"),
+        ("+trainer.limit_train_batches=0.5", "trainer.limit_train_batches=0.5 is invalid"),
+        ("+trainer.overfit_batches=1", "trainer.overfit_batches=1 is invalid"),
+        ("+trainer.fast_dev_run=true", "Use experiment=smoke"),
+        ("+trainer.limit_val_batches=0.5", "Set data.eval_prompts=<n>"),
+        ("+trainer.val_check_interval=1", "Set evaluation.every=<iterations>"),
+        ("+trainer.max_time='00:00:10:00'", "+callbacks.timer={_target_:lightning.pytorch.callbacks.Timer"),
+        ("trainer.max_epochs=5", "Leave it out, or set iterations=<number>"),
+        ("~trainer.max_epochs", "trainer.max_epochs=None is invalid"),
+    ],
+)
+def test_what_would_change_or_cut_short_an_iteration_is_refused(argument: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_values(compose(argument))
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "trainer.precision=32",
+        "trainer.precision='32'",
+        "~trainer.precision",
+        "~trainer.strategy",
+        "trainer.strategy={_target_:lightning.pytorch.strategies.DDPStrategy}",
+        "trainer.strategy=ddp_find_unused_parameters_true",
+        "+trainer.accumulate_grad_batches=1",
+        "+trainer.limit_train_batches=1.0",
+        "+trainer.limit_val_batches=0",
+        "+trainer.max_steps=3",
+        "+trainer.deterministic=true",
+        "trainer.gradient_clip_val=null",
+    ],
+)
+def test_other_options_of_the_trainer_are_left_to_the_user(argument: str) -> None:
+    check_values(compose(argument))
 
 
 @pytest.mark.parametrize("arguments", [("family.pool=7", "family.keep=7"), ("family.pool=13", "family.keep=5")])
