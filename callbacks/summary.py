@@ -96,7 +96,12 @@ class RunSummary(Callback):
         latest = {row["iteration"]: row for row in module.eval_history}
         evaluations = [latest[iteration] for iteration in sorted(latest)]
         reward = module.rewards.name
-        base, final = base_and_final(evaluations, reward)
+        base, final, evaluated_at = base_and_final(evaluations, reward)
+        others = {
+            name: {"weight": weight} | dict(zip(("base", "final"), base_and_final(evaluations, name)[:2], strict=True))
+            for name, weight in module.rewards.weights.items()
+            if name != reward
+        }
         run = Path(trainer.default_root_dir).resolve()
         paths = {name: str(run / relative) for name, relative in _PATHS.items() if (run / relative).exists()}
         return {
@@ -105,7 +110,9 @@ class RunSummary(Callback):
             "reward": reward,
             "base_reward": base,
             "final_reward": final,
+            "final_reward_iteration": evaluated_at,
             "improvement": final - base if base is not None and final is not None else None,
+            "other_rewards": others,
             "iterations": trainer.current_epoch,
             "seconds_total": self._seconds(),
             "seconds_before_resume": self._seconds_before,
@@ -119,12 +126,14 @@ class RunSummary(Callback):
         }
 
 
-def base_and_final(evaluations: Sequence[Mapping[str, Any]], reward: str) -> tuple[float | None, float | None]:
-    """Held-out reward before training (the evaluation of iteration 0) and the latest since; None without one."""
+def base_and_final(
+    evaluations: Sequence[Mapping[str, Any]], reward: str
+) -> tuple[float | None, float | None, int | None]:
+    """Held-out reward before training (iteration 0), the latest since, and that one's iteration; None without one."""
     scored = [row for row in evaluations if reward in row]
     base = next((float(row[reward]) for row in scored if row["iteration"] == 0), None)
-    trained = [float(row[reward]) for row in scored if row["iteration"] > 0]
-    return base, trained[-1] if trained else None
+    latest = next((row for row in reversed(scored) if row["iteration"] > 0), None)
+    return (base, None, None) if latest is None else (base, float(latest[reward]), latest["iteration"])
 
 
 def stage_seconds(timings: StageTimings | None) -> dict[str, dict[str, float | None]]:
@@ -185,9 +194,12 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     if facts["seconds_before_resume"] > 0:
         done += f", {facts['seconds_before_resume']:.0f} s of them before it was resumed"
     rows = [("status", done if facts["error"] is None else f"{done}: {facts['error']}")]
-    change = "" if facts["improvement"] is None else f" ({facts['improvement']:+.4f})"
-    rewards = f"{number(facts['base_reward'])} -> {number(facts['final_reward'])}{change}"
-    rows.append((f"{facts['reward']} reward", rewards))
+    evaluated_at = facts["final_reward_iteration"]
+    when = "" if evaluated_at is None else f", evaluated after {evaluated_at} iterations"
+    rows.append((f"{facts['reward']} reward", change(facts["base_reward"], facts["final_reward"]) + when))
+    for name, other in facts["other_rewards"].items():
+        watched = ", weight 0: not trained on" if other["weight"] == 0 else ""
+        rows.append((f"{name} reward", change(other["base"], other["final"]) + watched))
     for stage, seconds in facts["seconds_per_stage"].items():
         parts = [f"{seconds['total']:.1f} s in all"] if seconds["total"] is not None else []
         parts += [f"{seconds['median']:.2f} s an iteration"] if seconds["median"] is not None else []
@@ -203,6 +215,11 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     rows.append(("summary", str(Path(facts["paths"]["run"]) / "summary.json")))
     width = max(len(name) for name, _ in rows)
     return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
+
+
+def change(base: float | None, final: float | None) -> str:
+    difference = "" if base is None or final is None else f" ({final - base:+.4f})"
+    return f"{number(base)} -> {number(final)}{difference}"
 
 
 def number(value: float | None) -> str:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.nft import NFTLoss
+from solrl_lightning.optimizer_state import keep_configured
 from solrl_lightning.policies import adapters, replica
 from solrl_lightning.policies.adapters import OLD, TRAINED, State
 from solrl_lightning.policies.compilation import compile_blocks
@@ -265,7 +266,7 @@ class SolRLModule(LightningModule):
         return [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return self.optimizer_factory(self.trained_parameters())
+        return keep_configured(self.optimizer_factory(self.trained_parameters()))
 
     # Evaluation
 

@@ -108,6 +108,13 @@ def test_a_family_is_the_row_of_the_table(family: str, pool: int, explores: bool
     assert (settings.warning is not None) == (family == "naive_quant")
 
 
+@pytest.mark.parametrize("family", options("family"))
+def test_the_smoke_experiment_selects_where_the_family_does(family: str) -> None:
+    whole, small = (compose(f"family={family}", *experiment).family for experiment in ((), ("experiment=smoke",)))
+    assert small.pool == 8
+    assert (small.keep < small.pool) == (whole.keep < whole.pool)
+
+
 def targets(node: Any) -> Iterator[dict[str, Any]]:
     if isinstance(node, dict):
         if "_target_" in node:

@@ -340,6 +340,20 @@ def test_a_checkpoint_of_another_rank_is_refused(tmp_path: Path) -> None:
         fit(module, trainer, loop, tmp_path / "x.ckpt")
 
 
+def test_a_continued_run_trains_with_the_configured_optimiser_options(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, max_epochs=1)
+    fit(module, trainer, loop)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    changed = ("optimizer.lr=1e-5", "optimizer.weight_decay=0.5", "optimizer.betas=[0.5,0.9]")
+    module, trainer, loop = make(tmp_path, *changed, max_epochs=2)
+    fit(module, trainer, loop, tmp_path / "x.ckpt")
+    trainer.save_checkpoint(tmp_path / "y.ckpt")
+    (state,) = torch.load(tmp_path / "y.ckpt", weights_only=True)["optimizer_states"]
+    (group,) = state["param_groups"]
+    assert (group["lr"], group["weight_decay"], tuple(group["betas"])) == (1e-5, 0.5, (0.5, 0.9))
+    assert {float(of_one["step"]) for of_one in state["state"].values()} == {2.0}
+
+
 def test_a_reward_that_is_nan_stops_the_run_and_names_prompt_and_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -125,6 +125,12 @@ def format_comparison(result: Mapping[str, Any], folder: Path) -> str:
     lines = [f"{result['reward']} reward, mean +- standard deviation over seeds", format_table(columns, rows)]
     if len(rows) > 1:
         lines.append(f"  first group: {rows[0][0]}; differences seed by seed, in brackets the 95 % confidence interval")
+    single = [group["group"] for group in result["groups"] if len(group["seeds"]) == 1]
+    if single:
+        lines.append(
+            f"  one seed, so no deviation and no interval: {', '.join(single)}; a difference may be chance. Train with "
+            "more seeds: -m seed=1,2,3"
+        )
     lines += [f"  left out {run}: {reason}" for run, reason in result["left_out"].items()]
     return "\n".join([*lines, f"  {folder / 'compare.json'}, {folder / 'compare.png'}"])
 

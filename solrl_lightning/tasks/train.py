@@ -5,12 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_loop, build_module, build_trainer, stages_of
 from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.errors import UserError
+from solrl_lightning.optimizer_state import check_fits
 from solrl_lightning.run_folder import goes_on, keep_record
 
 log = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     Leaves the contents that the README lists in the run folder; an interrupted run leaves them too.
     """
     if cfg.ckpt is not None:
-        check_iterations_left(cfg.ckpt, cfg.iterations)
+        check_continues(cfg)
     seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
     if goes_on(Path(cfg.run_dir)):
@@ -49,11 +51,15 @@ class _KeepRecord(Callback):
             keep_record(self.folder)
 
 
-def check_iterations_left(ckpt: str, iterations: int) -> None:
-    """Raises ``UserError`` when the checkpoint's run is already as long as it is asked to be."""
-    done = torch.load(ckpt, map_location="cpu", weights_only=True)["global_step"]
-    if done >= iterations:
+def check_continues(cfg: DictConfig) -> None:
+    """Raises ``UserError`` when the run of ``cfg.ckpt`` is as long as asked already, or had another optimiser."""
+    checkpoint = torch.load(cfg.ckpt, map_location="cpu", weights_only=True)
+    done = checkpoint["global_step"]
+    if done >= cfg.iterations:
         raise UserError(
-            f"a resumed run needs iterations left to do; {ckpt} has done {done} and iterations={iterations}. Go on for "
-            f"longer with iterations={done + 10}, say."
+            f"a resumed run needs iterations left to do; {cfg.ckpt} has done {done} and iterations={cfg.iterations}. "
+            f"Go on for longer with iterations={done + 10}, say."
         )
+    optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
+    for state in checkpoint["optimizer_states"]:
+        check_fits(optimizer, state)

@@ -9,6 +9,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.summary import RunSummary, base_and_final, finite_only
 from solrl_lightning.callbacks.timings import StageTimings
+from solrl_lightning.rewards.shapes import ShapesReward
+from solrl_lightning.rewards.weighted import WeightedRewards
 
 HPARAMS = {"family": "sol_rl", "seed": 1, "learning_rate": 3e-4}
 
@@ -41,6 +43,7 @@ def test_a_completed_run_leaves_its_summary_and_prints_it(tmp_path, stand_in, ca
     fit(tmp_path, stand_in, 3)
     summary = read(tmp_path)
     assert (summary["status"], summary["error"], summary["iterations"]) == ("completed", None, 3)
+    assert summary["final_reward_iteration"] == 3 and summary["other_rewards"] == {}
     assert summary["base_reward"] == 0.5
     assert summary["final_reward"] == pytest.approx(0.5 + 0.1 * (1 - 0.8**3))
     assert summary["improvement"] == pytest.approx(0.1 * (1 - 0.8**3))
@@ -57,17 +60,45 @@ def test_a_completed_run_leaves_its_summary_and_prints_it(tmp_path, stand_in, ca
 
     printed = capsys.readouterr().out
     assert "completed after 3 iterations" in printed
-    assert "shapes reward" in printed and "0.5000 -> 0.5488 (+0.0488)" in printed
+    assert "shapes reward" in printed and "0.5000 -> 0.5488 (+0.0488), evaluated after 3 iterations" in printed
     assert "proxy spearman" in printed and "1.0000 at first, 1.0000 at last" in printed
     assert str(tmp_path / "lora") in printed
 
 
-def test_ctrl_c_leaves_a_summary_of_what_was_done(tmp_path, stand_in):
+def test_ctrl_c_leaves_a_summary_of_what_was_done_and_says_which_evaluation_it_reports(tmp_path, stand_in, capsys):
     with pytest.raises(SystemExit):
-        fit(tmp_path, stand_in, 5, RaiseIn(2, KeyboardInterrupt()))
+        fit(tmp_path, stand_in, 5, RaiseIn(3, KeyboardInterrupt()), check_val_every_n_epoch=2)
     summary = read(tmp_path)
-    assert (summary["status"], summary["error"], summary["iterations"]) == ("interrupted", None, 2)
+    assert (summary["status"], summary["error"], summary["iterations"]) == ("interrupted", None, 3)
     assert summary["final_reward"] == pytest.approx(0.5 + 0.1 * (1 - 0.8**2))
+    assert summary["final_reward_iteration"] == 2
+    printed = capsys.readouterr().out
+    assert "interrupted after 3 iterations" in printed and "(+0.0360), evaluated after 2 iterations" in printed
+
+
+class Watched(Callback):
+    """A second reward that is only evaluated and falls by 0.01 an iteration."""
+
+    def setup(self, trainer, module, stage):
+        shapes = ShapesReward()
+        module.rewards = WeightedRewards({"shapes": shapes, "bright": shapes}, {"shapes": 1.0, "bright": 0.0})
+
+    def on_validation_end(self, trainer, module):
+        row = module.eval_history[-1]
+        row |= {"weighted_sum": row["shapes"], "bright": 0.75 - 0.01 * row["iteration"]}
+
+
+def test_every_reward_is_reported_and_a_watched_one_as_such(tmp_path, stand_in, capsys):
+    fit(tmp_path, stand_in, 2, Watched())
+    shapes, bright = (read(tmp_path)["other_rewards"][name] for name in ("shapes", "bright"))
+    assert shapes == {"weight": 1.0, "base": 0.5, "final": read(tmp_path)["final_reward"]}
+    assert bright == {"weight": 0.0, "base": 0.75, "final": pytest.approx(0.73)}
+    rows = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines() if " reward " in line]
+    assert rows == [
+        ["weighted_sum", "reward", "0.5000 -> 0.5360 (+0.0360), evaluated after 2 iterations"],
+        ["shapes", "reward", "0.5000 -> 0.5360 (+0.0360)"],
+        ["bright", "reward", "0.7500 -> 0.7300 (-0.0200), weight 0: not trained on"],
+    ]
 
 
 def test_a_failed_run_leaves_its_error(tmp_path, stand_in):
@@ -111,8 +142,8 @@ def test_hyperparameters_and_results_reach_tensorboards_table(tmp_path, stand_in
 
 
 def test_without_an_evaluation_there_is_no_reward_to_report():
-    assert base_and_final([], "shapes") == (None, None)
-    assert base_and_final([{"iteration": 4, "shapes": 0.7}], "shapes") == (None, 0.7)
+    assert base_and_final([], "shapes") == (None, None, None)
+    assert base_and_final([{"iteration": 4, "shapes": 0.7}], "shapes") == (None, 0.7, 4)
 
 
 def test_json_has_no_nan():

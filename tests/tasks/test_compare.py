@@ -75,6 +75,21 @@ def test_groups_are_what_differs_but_for_the_seed_with_means_and_sample_deviatio
         assert picture.size == (960, 600)
 
 
+def test_groups_of_one_seed_are_named_as_such(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    for seed in (1, 2):
+        write_run(runs / f"1_{seed}", 0.6, seed=seed)
+    write_run(runs / "2", 0.6, family="diffusionnft")
+    compared(compose, runs)
+    shown = capfd.readouterr().out
+    assert "+0.0000 over 1\n" in shown
+    assert "one seed, so no deviation and no interval: family=diffusionnft; a difference may be chance." in shown
+    compared(compose, runs, "1_*")
+    assert "no interval" not in capfd.readouterr().out
+
+
 def test_differences_are_taken_over_the_seeds_that_both_groups_have(compose: Compose, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for seed in (1, 2):

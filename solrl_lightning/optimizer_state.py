@@ -1,0 +1,39 @@
+"""What a continued run restores of its optimiser: the state. The hyper-parameters are the configured ones."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.optim import Optimizer
+
+from solrl_lightning.errors import UserError
+
+_CLASS = "class"  # key in the optimiser's state_dict
+
+
+def keep_configured(optimizer: Optimizer) -> Optimizer:
+    """Makes ``optimizer.load_state_dict`` keep every option of the parameter groups as ``optimizer`` was built with.
+
+    torch itself restores lr, betas, weight decay, ... together with the moments.
+    """
+    optimizer.register_state_dict_post_hook(_record_class)
+    optimizer.register_load_state_dict_pre_hook(_with_own_options)
+    return optimizer
+
+
+def check_fits(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """UserError if ``state``, written by an optimiser of ``keep_configured``, is that of another class."""
+    own = type(optimizer).__name__
+    found = state.get(_CLASS, own)
+    if found != own:
+        raise UserError(
+            f"optimizer._target_={own} is invalid: a continued run restores the state of its optimiser, and the "
+            f"checkpoint holds that of {found}. Leave optimizer._target_ out, or train from the start with ckpt=null."
+        )
+
+
+def _record_class(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    state[_CLASS] = type(optimizer).__name__
+
+
+def _with_own_options(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    return state | {"param_groups": [group | optimizer.defaults for group in state["param_groups"]]}
