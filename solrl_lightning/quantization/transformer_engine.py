@@ -4,8 +4,8 @@ Not run: no such GPU was at hand. ``make contract`` holds these calls against Tr
 What a rollout needs of it:
 
 1. `quantized_model_init` without gradients: the layer holds row-wise NVFP4 and neither the BF16 weight nor the
-   column-wise copy of the backward pass. Copying a BF16 tensor into the parameter quantises it in place, once per
-   refresh and not per forward.
+   column-wise copy of the backward pass. Copying an FP32 tensor into the parameter quantises it in place, without
+   rounding it to BF16, once per refresh and not per forward.
 2. A recipe of its own: the defaults are for training. 1 x 16 blocks for weights as for inputs (16 x 16 blocks make W
    and its transpose agree), no stochastic rounding and no Hadamard transform (both are for gradients), and from 2.16 on
    a global scale for each row of the input. Said outright, because the defaults come from environment variables.
@@ -89,7 +89,7 @@ class TransformerEngineLinear(QuantizedLinear):
 
     @torch.no_grad()
     def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.linear.weight.copy_(weight.bfloat16())  # which quantises it
+        self.linear.weight.copy_(weight)  # which quantises it
         if self.linear.use_bias and bias is not None:
             self.linear.bias.copy_(bias)
 
@@ -97,7 +97,8 @@ class TransformerEngineLinear(QuantizedLinear):
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2).bfloat16()
-        padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS))
+        missing = -len(rows) % ROWS
+        padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows.contiguous()  # F.pad copies even if by nothing
         with self._autocast(enabled=True, recipe=rollout_recipe()):
             y = self.linear(padded)
         return y[: len(rows)].to(x.dtype).unflatten(0, x.shape[:-1])
