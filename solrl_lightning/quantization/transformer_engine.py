@@ -15,7 +15,9 @@ What a rollout needs of it:
 Before 2.16 all rows of a batch share one global scale, so a candidate's numbers depend a little on the others of its
 batch, as those of no other backend do.
 
-Transformer Engine's layers run outside compiled graphs: what is around them is compiled, in pieces.
+Transformer Engine's layers run outside compiled graphs: what is around them is compiled, in pieces. Up to 2.19 its
+``Linear`` refuses to be traced. 2.20 traces it (its PR #3053) where PyTorch has the experimental types of which its
+quantisers are, and breaks the graph elsewhere; what happens to quantised parameters is not tried yet.
 """
 
 from __future__ import annotations
