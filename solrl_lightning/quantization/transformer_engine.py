@@ -4,8 +4,8 @@ Not run: no such GPU was at hand. ``make contract`` holds these calls against Tr
 What a rollout needs of it:
 
 1. `quantized_model_init` without gradients: the layer holds row-wise NVFP4 and neither the BF16 weight nor the
-   column-wise copy of the backward pass. Copying a BF16 tensor into the parameter quantises it in place, once per
-   refresh and not per forward.
+   column-wise copy of the backward pass. Copying an FP32 tensor into the parameter quantises it in place, without
+   rounding it to BF16, once per refresh and not per forward.
 2. A recipe of its own: the defaults are for training. 1 x 16 blocks for weights as for inputs (16 x 16 blocks make W
    and its transpose agree), no stochastic rounding and no Hadamard transform (both are for gradients), and from 2.16 on
    a global scale for each row of the input. Said outright, because the defaults come from environment variables.
@@ -15,7 +15,9 @@ What a rollout needs of it:
 Before 2.16 all rows of a batch share one global scale, so a candidate's numbers depend a little on the others of its
 batch, as those of no other backend do.
 
-Transformer Engine's layers run outside compiled graphs: what is around them is compiled, in pieces.
+Transformer Engine's layers run outside compiled graphs: what is around them is compiled, in pieces. Up to 2.19 its
+``Linear`` refuses to be traced. 2.20 traces it (its PR #3053) where PyTorch has the experimental types of which its
+quantisers are, and breaks the graph elsewhere; what happens to quantised parameters is not tried yet.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class TransformerEngineLinear(QuantizedLinear):
 
     @torch.no_grad()
     def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.linear.weight.copy_(weight.bfloat16())  # which quantises it
+        self.linear.weight.copy_(weight)  # which quantises it
         if self.linear.use_bias and bias is not None:
             self.linear.bias.copy_(bias)
 
@@ -97,7 +99,8 @@ class TransformerEngineLinear(QuantizedLinear):
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2).bfloat16()
-        padded = F.pad(rows, (0, 0, 0, -len(rows) % ROWS))
+        missing = -len(rows) % ROWS
+        padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows.contiguous()  # F.pad copies even if by nothing
         with self._autocast(enabled=True, recipe=rollout_recipe()):
             y = self.linear(padded)
         return y[: len(rows)].to(x.dtype).unflatten(0, x.shape[:-1])

@@ -1,11 +1,14 @@
 """The emulated NVFP4 linear layer: its numbers and its refresh in place."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
 
 from solrl_lightning.quantization.emulated import NVFP4Linear
-from solrl_lightning.quantization.nvfp4 import encode, quantize
+from solrl_lightning.quantization.last_input import LastInput
+from solrl_lightning.quantization.nvfp4 import encode, fake_quantize, quantize
 
 
 def linear(bias: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Linear:
@@ -48,6 +51,19 @@ def test_an_input_changed_in_place_is_quantised_again() -> None:
     first(x)
     x.mul_(3)
     assert second(x).equal(expected)
+
+
+def test_neither_an_input_nor_its_codes_outlive_the_caller_s_input() -> None:
+    quantized, x, other = LastInput(fake_quantize), torch.randn(20, 128), torch.randn(20, 128)
+    first = weakref.ref(quantized(x, torch.float32)[0])
+    assert quantized(x, torch.float32)[0] is first()
+    second = weakref.ref(quantized(other, torch.float32)[0])
+    assert first() is None
+    del x
+    assert second() is not None  # the last input lives
+    gone = weakref.ref(other)
+    del other
+    assert gone() is None and second() is None
 
 
 def test_layers_with_the_same_input_agree_with_layers_that_get_a_copy() -> None:

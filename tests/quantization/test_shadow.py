@@ -23,7 +23,7 @@ from solrl_lightning.quantization.backends import BACKENDS
 from solrl_lightning.quantization.emulated import NVFP4Linear
 from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear
 from solrl_lightning.quantization.int8 import EmulatedINT8Linear, INT8Linear
-from solrl_lightning.quantization.nvfp4 import fake_quantize
+from solrl_lightning.quantization.nvfp4 import fake_quantize, quantize
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
 from solrl_lightning.quantization.transformer_engine import ROLLOUT_RECIPE, TransformerEngineLinear
 from solrl_lightning.rollout.seeds import pool_seeds
@@ -137,13 +137,14 @@ def test_what_a_gpu_s_product_refuses_is_an_obstacle(layer_cls: Any, shape: tupl
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Records how Transformer Engine is called; refuses what it would refuse (read in its source, see the module)."""
-    seen = SimpleNamespace(version="2.16.0", recipes=[], rows=[], quantised=0, inside=None, initialising=False)
+    seen = SimpleNamespace(
+        version="2.16.0", recipes=[], rows=[], inputs=[], quantised=0, inside=None, initialising=False
+    )
 
     class Quantised(nn.Parameter):
         """A parameter that is quantised when it is copied into."""
 
         def copy_(self, source: Tensor) -> Tensor:  # type: ignore[override]
-            assert source.dtype == torch.bfloat16
             seen.quantised += 1
             values, scale = fake_quantize(source, torch.float32)
             self.data.copy_(values * scale)
@@ -162,6 +163,7 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         def forward(self, x: Tensor) -> Tensor:
             assert seen.inside is not None and x.dtype == torch.bfloat16 and x.is_contiguous()
             assert not torch.is_grad_enabled()
+            seen.inputs.append(x.data_ptr())
             if len(x) % 8 or x.shape[-1] % 16:
                 raise ValueError("dimensions")
             seen.rows.append(len(x))
@@ -232,7 +234,15 @@ def test_transformer_engine_gets_padded_rows_and_the_result_is_that_of_the_real_
     y = layer(x)
     assert te.rows == [padded] and y.shape == (1, rows, 48) and y.dtype == torch.bfloat16
     torch.testing.assert_close(y, NVFP4Linear.from_linear(te_linear())(x), rtol=2**-7, atol=2**-7)
+    assert (te.inputs == [x.data_ptr()]) == (rows == padded)  # copied only to be padded
     assert layer(x.float()).dtype == torch.float32
+    assert layer(x.mT.contiguous().mT).equal(y)  # as of a convolution's channels
+
+
+def test_transformer_engine_quantises_a_merged_weight_without_rounding_it_first(te: SimpleNamespace) -> None:
+    layer, merged = TransformerEngineLinear.from_linear(te_linear()), torch.randn(48, 64)
+    layer.refresh(merged)
+    torch.testing.assert_close(layer.linear.weight.data, quantize(merged).dequantize())
 
 
 def test_transformer_engine_quantises_once_a_refresh_into_the_same_parameter(te: SimpleNamespace) -> None:
