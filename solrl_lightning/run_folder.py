@@ -25,6 +25,7 @@ from solrl_lightning.errors import UserError
 OUTPUTS = Path("outputs")
 LAST = Path("checkpoints") / "last.ckpt"
 _RECORD = Path(".hydra")
+RECORDED_CONFIG = _RECORD / "config.yaml"
 _LOG = "solrl_lightning.log"  # hydra.job.name
 _NEXT_RECORD = _RECORD / "next"  # what a run that is to go on was given, until training has started
 
@@ -129,12 +130,12 @@ def _check_as_begun(
     """UserError if ``arguments``, of which ``own`` are given anew, change what the run in ``folder`` has to keep."""
     begun = _recorded(tree, folder, True, set())
     fresh = [o for o in own if o.input_line not in begun and not o.is_sweep_override()]
-    suspects = [o for o in fresh if not _below_any(_dotted(o), _MAY_CHANGE)]
+    suspects = [o for o in fresh if not below_any(_dotted(o), _MAY_CHANGE)]
     if not suspects or not (folder / _RECORD / "overrides.yaml").is_file():
         return
     plain = [str(o.input_line) for o in tree.parse(arguments) if not o.is_sweep_override()]
     changed = _differences(tree, folder, begun, plain)
-    changed = [key for key in changed if not _below_any(key, _MAY_CHANGE)]
+    changed = [key for key in changed if not below_any(key, _MAY_CHANGE)]
     if not changed:
         return
     named = [o for o in suspects if any(_below(key, _dotted(o)) or _below(_dotted(o), key) for key in changed)]
@@ -150,8 +151,8 @@ def _check_as_begun(
 def _differences(tree: ConfigTree, folder: Path, begun: Sequence[str], now: Sequence[str]) -> list[str]:
     """Keys that two command lines set to different values, without those that only follow another key."""
     configurations = [tree.compose(begun), tree.compose(now)]
-    written = _unequal(*(_leaves(OmegaConf.to_container(cfg, resolve=False)) for cfg in configurations))
-    resolved = _unequal(*(_leaves(OmegaConf.to_container(application_config(cfg, folder))) for cfg in configurations))
+    written = _unequal(*(leaves(OmegaConf.to_container(cfg, resolve=False)) for cfg in configurations))
+    resolved = _unequal(*(leaves(OmegaConf.to_container(application_config(cfg, folder))) for cfg in configurations))
     return sorted(written & resolved)
 
 
@@ -160,11 +161,11 @@ def _unequal(first: dict[str, Any], second: dict[str, Any]) -> set[str]:
     return {key for key in first.keys() | second.keys() if first.get(key, absent) != second.get(key, absent)}
 
 
-def _leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value; a list is one value."""
     if not isinstance(tree, dict):
         return {prefix: tree}
-    below = [_leaves(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items()]
+    below = [leaves(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items()]
     return {key: value for leaves in below for key, value in leaves.items()}
 
 
@@ -176,7 +177,7 @@ def _below(key: str, root: str) -> bool:
     return key == root or key.startswith(f"{root}.")
 
 
-def _below_any(key: str, roots: Iterable[str]) -> bool:
+def below_any(key: str, roots: Iterable[str]) -> bool:
     return any(_below(key, root) for root in roots)
 
 
@@ -321,6 +322,8 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
             left_out[str(folder)] = summary["status"]
         elif summary["final_reward"] is None:
             left_out[str(folder)] = "never evaluated"
+        elif not (folder / RECORDED_CONFIG).is_file():
+            left_out[str(folder)] = f"has no {RECORDED_CONFIG}"
         else:
             runs.append(Run(str(folder), summary))
     return runs, left_out

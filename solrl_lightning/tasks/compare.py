@@ -1,24 +1,41 @@
 """task=compare: one table from finished runs.
 
-Runs are grouped by what differs between their configurations but for the seed. Runs of two groups with one seed share
-prompts, adapters' start and evaluation noise, so their difference is taken seed by seed.
+Runs are grouped by their resolved configurations, without the seed and what only watches or places a run. Runs of two
+groups with one seed share prompts, adapters' start and evaluation noise, so their difference is taken seed by seed.
 """
 
 import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.callbacks.surface import write_atomically
 from solrl_lightning.metrics.confidence import mean_of
-from solrl_lightning.run_folder import Run, finished_runs
+from solrl_lightning.run_folder import RECORDED_CONFIG, Run, below_any, finished_runs, leaves
 from solrl_lightning.tasks.report import format_table, write_json
+
+# These keys and those below them make no other experiment.
+_SAME_EXPERIMENT = (
+    "seed",
+    "ckpt",
+    "run_dir",
+    "task",
+    "callbacks",
+    "logger",
+    "evaluation",
+    "trainer.accelerator",
+    "trainer.devices",
+    "trainer.num_nodes",
+    "trainer.strategy",
+    "trainer.default_root_dir",
+    "trainer.check_val_every_n_epoch",
+)
 
 
 class Group(NamedTuple):
@@ -26,6 +43,15 @@ class Group(NamedTuple):
 
     name: str
     runs: list[Run]
+    settings: dict[str, Any]  # what differs between the groups, followers of other keys included
+
+
+class Settings(NamedTuple):
+    """What makes a run an experiment: dotted key -> value."""
+
+    options: dict[str, Any]  # config group -> the option chosen of it
+    written: dict[str, Any]  # with interpolations as they are
+    resolved: dict[str, Any]
 
 
 def compare(cfg: DictConfig) -> dict[str, Any]:
@@ -52,17 +78,70 @@ def compare(cfg: DictConfig) -> dict[str, Any]:
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
     """Groups in the order of their first run; and the runs that a later one of their group and seed replaces."""
-    keys = list(dict.fromkeys(key for run in runs for key in run.summary["config"] if key != "seed"))
-    differing = [key for key in keys if len({json.dumps(run.summary["config"].get(key)) for run in runs}) > 1]
+    settings = [read_settings(run) for run in runs]
+    differing = [key for key in _keys(s.resolved for s in settings) if _differs(key, (s.resolved for s in settings))]
+    shown = shown_keys(settings, differing)
     members: dict[str, dict[Any, Run]] = {}
+    groups: dict[str, Group] = {}
     superseded = {}
-    for run in runs:
-        name = " ".join(f"{key}={run.summary['config'].get(key)}" for key in differing) or "all"
-        earlier = members.setdefault(name, {}).get(run.seed)
+    for run, own in zip(runs, settings, strict=True):
+        identity = json.dumps(own.resolved, sort_keys=True)
+        earlier = members.setdefault(identity, {}).get(run.seed)
         if earlier is not None:
             superseded[earlier.folder] = f"{run.folder} is a later run of the same configuration and seed"
-        members[name][run.seed] = run
-    return [Group(name, list(by_seed.values())) for name, by_seed in members.items()], superseded
+        members[identity][run.seed] = run
+        values = own.options | own.resolved
+        name = " ".join(f"{key}={_value(values[key])}" for key in shown if key in values) or "all"
+        groups.setdefault(identity, Group(name, [], {key: own.resolved.get(key) for key in differing}))
+    return [group._replace(runs=list(members[identity].values())) for identity, group in groups.items()], superseded
+
+
+def read_settings(run: Run) -> Settings:
+    cfg = OmegaConf.load(Path(run.folder) / RECORDED_CONFIG)
+    assert isinstance(cfg, DictConfig)
+    cfg.run_dir = run.folder
+    for group in ("callbacks", "logger"):  # their interpolations need Hydra
+        cfg.pop(group, None)
+    written, resolved = (leaves(OmegaConf.to_container(cfg, resolve=resolve)) for resolve in (False, True))
+    keys = [key for key in resolved if not below_any(key, _SAME_EXPERIMENT)]
+    groups = {key.partition(".")[0] for key in keys if "." in key}
+    options = {key: value for key, value in run.summary["config"].items() if key in groups}
+    return Settings(options, {key: written.get(key) for key in keys}, {key: _plain(resolved[key]) for key in keys})
+
+
+def _plain(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 and 1 are one setting
+
+
+def shown_keys(settings: Sequence[Settings], differing: Sequence[str]) -> list[str]:
+    """The keys that name a group: chosen options, and values that runs of one option of their config group differ in.
+
+    A value that follows another key by interpolation is not shown.
+    """
+    options = [key for key in _keys(s.options for s in settings) if _differs(key, (s.options for s in settings))]
+
+    def shown(key: str) -> bool:
+        of_option: dict[Any, list[Settings]] = {}
+        for own in settings:
+            of_option.setdefault(own.options.get(key.partition(".")[0]), []).append(own)
+        return any(
+            _differs(key, (s.written for s in alike)) and _differs(key, (s.resolved for s in alike))
+            for alike in of_option.values()
+        )
+
+    return [*options, *(key for key in differing if shown(key))]
+
+
+def _keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
+    return list(dict.fromkeys(key for mapping in mappings for key in mapping))
+
+
+def _differs(key: str, mappings: Iterable[Mapping[str, Any]]) -> bool:
+    return len({json.dumps(mapping.get(key), sort_keys=True) for mapping in mappings}) > 1
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def describe(group: Group, reference: Group) -> dict[str, Any]:
@@ -72,6 +151,7 @@ def describe(group: Group, reference: Group) -> dict[str, Any]:
     paired = {} if group is reference else {seed: final[seed] - theirs[seed] for seed in final if seed in theirs}
     return {
         "group": group.name,
+        "settings": group.settings,
         "seeds": list(final),
         "base": _summarised(group, lambda s: s["base_reward"]),
         "final": _summarised(group, lambda s: s["final_reward"]),
@@ -125,11 +205,10 @@ def format_comparison(result: Mapping[str, Any], folder: Path) -> str:
     lines = [f"{result['reward']} reward, mean +- standard deviation over seeds", format_table(columns, rows)]
     if len(rows) > 1:
         lines.append(f"  first group: {rows[0][0]}; differences seed by seed, in brackets the 95 % confidence interval")
-    single = [group["group"] for group in result["groups"] if len(group["seeds"]) == 1]
-    if single:
+    if any(len(group["seeds"]) == 1 for group in result["groups"]):
         lines.append(
-            f"  one seed, so no deviation and no interval: {', '.join(single)}; a difference may be chance. Train with "
-            "more seeds: -m seed=1,2,3"
+            "  a group of one seed has no deviation and no interval, so its difference may be chance; train with more "
+            "seeds: -m seed=1,2,3"
         )
     lines += [f"  left out {run}: {reason}" for run, reason in result["left_out"].items()]
     return "\n".join([*lines, f"  {folder / 'compare.json'}, {folder / 'compare.png'}"])

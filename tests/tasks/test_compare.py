@@ -1,5 +1,6 @@
 """The comparison of runs, on hand-written summaries whose table is known."""
 
+import functools
 import json
 import math
 from collections.abc import Callable
@@ -8,19 +9,29 @@ from typing import Any
 
 import pytest
 from matplotlib.figure import Figure
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 from PIL import Image
 
+from solrl_lightning.config import ConfigTree
 from solrl_lightning.errors import UserError
 from solrl_lightning.run_folder import read_runs
-from solrl_lightning.tasks.compare import Group, compare, draw_curves, learning_curve
+from solrl_lightning.tasks.compare import Group, compare, draw_curves, group_runs, learning_curve
 
 Compose = Callable[..., DictConfig]
 
 
-def write_run(folder: Path, final: float, **changes: Any) -> Path:
-    """A run from 0.5 to ``final``; ``changes`` are to the configuration, or to the summary where that has the key."""
-    config = {"family": "sol_rl", "pool": 96, "lr": 3e-4, "seed": 1}
+@functools.cache
+def composed(*arguments: str) -> DictConfig:
+    """With Hydra's own part and its interpolations, as ``.hydra`` records it."""
+    with ConfigTree() as tree:
+        return tree.compose(arguments)
+
+
+def write_run(folder: Path, final: float, *arguments: str, seed: int = 1, **changes: Any) -> Path:
+    """A run from 0.5 to ``final`` of such a command line; ``changes`` are to its summary."""
+    cfg = composed(*arguments).copy()
+    cfg.seed = seed
+    choices = {group: cfg.hydra.runtime.choices[group] for group in ("model", "family", "objective", "precision")}
     summary = {
         "status": "completed",
         "reward": "shapes",
@@ -30,12 +41,13 @@ def write_run(folder: Path, final: float, **changes: Any) -> Path:
         "seconds_per_stage": {"iteration": {"total": None, "median": 2.0}},
         "rank_fidelity": {"first": {"spearman": 0.9}, "last": {"spearman": 0.8}},
         "evaluations": [{"iteration": 0, "shapes": 0.5}, {"iteration": 10, "shapes": final}],
-        "config": config,
+        "config": choices | {"seed": cfg.seed},
     }
-    for key, value in changes.items():
-        (summary if key in summary else config)[key] = value
-    folder.mkdir(parents=True)
-    (folder / "summary.json").write_text(json.dumps(summary))
+    with open_dict(cfg):
+        del cfg["hydra"]
+    (folder / ".hydra").mkdir(parents=True)
+    OmegaConf.save(cfg, folder / ".hydra" / "config.yaml")
+    (folder / "summary.json").write_text(json.dumps(summary | changes))
     return folder
 
 
@@ -49,10 +61,11 @@ def test_groups_are_what_differs_but_for_the_seed_with_means_and_sample_deviatio
     runs = tmp_path / "runs"
     for seed, final in ((1, 0.6), (2, 0.7), (3, 0.8)):
         write_run(runs / f"{seed}_a", final, seed=seed)
-        write_run(runs / f"{seed}_b", final - 0.1 * seed, seed=seed, family="diffusionnft", pool=24, rank_fidelity=None)
+        write_run(runs / f"{seed}_b", final - 0.1 * seed, "family=diffusionnft", seed=seed, rank_fidelity=None)
     result = compared(compose, runs)
     first, second = result["groups"]
-    assert (first["group"], second["group"]) == ("family=sol_rl pool=96", "family=diffusionnft pool=24")
+    assert (first["group"], second["group"]) == ("family=sol_rl", "family=diffusionnft")
+    assert (first["settings"]["family.pool"], second["settings"]["family.pool"]) == (96, 24)
     assert first["seeds"] == second["seeds"] == [1, 2, 3]
     assert first["final"] == {"mean": pytest.approx(0.7), "std": pytest.approx(0.1)}
     assert first["improvement"] == {"mean": pytest.approx(0.2), "std": pytest.approx(0.1)}
@@ -81,13 +94,49 @@ def test_groups_of_one_seed_are_named_as_such(
     runs = tmp_path / "runs"
     for seed in (1, 2):
         write_run(runs / f"1_{seed}", 0.6, seed=seed)
-    write_run(runs / "2", 0.6, family="diffusionnft")
+    write_run(runs / "2", 0.6, "family=diffusionnft")
     compared(compose, runs)
     shown = capfd.readouterr().out
     assert "+0.0000 over 1\n" in shown
-    assert "one seed, so no deviation and no interval: family=diffusionnft; a difference may be chance." in shown
+    assert "a group of one seed has no deviation and no interval, so its difference may be chance" in shown
     compared(compose, runs, "1_*")
     assert "no interval" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (["objective.beta=1.0", "objective.beta=0.5"], ["objective.beta=1", "objective.beta=0.5"]),
+        (["model.lora.rank=32", "model.lora.rank=8"], ["model.lora.rank=32", "model.lora.rank=8"]),
+        (["family.explore.steps=6", "family.explore.steps=4"], ["family.explore.steps=6", "family.explore.steps=4"]),
+        (["", "model.preview_steps=4"], ["model.preview_steps=6", "model.preview_steps=4"]),  # explore.steps follows
+        (
+            ["family=diffusionnft", "family=sol_rl", "family.pool=48"],
+            ["family=diffusionnft family.pool=24", "family=sol_rl family.pool=96", "family=sol_rl family.pool=48"],
+        ),
+        (["model=tiny", "model=flux1"], ["model=tiny", "model=flux1"]),
+        (
+            ["objective.beta=0.5", "family=diffusionnft"],
+            ["family=sol_rl objective.beta=0.5", "family=diffusionnft objective.beta=1"],
+        ),
+    ],
+    ids=lambda value: value[-1] or "-",
+)
+def test_a_sweep_over_any_key_is_as_many_groups_named_by_what_they_were_given(
+    tmp_path: Path, arguments: list[str], names: list[str]
+) -> None:
+    folders = [write_run(tmp_path / str(i), 0.6, *one.split()) for i, one in enumerate(arguments)]
+    groups, superseded = group_runs(read_runs(folders)[0])
+    assert [group.name for group in groups] == names
+    assert superseded == {}
+
+
+def test_what_watches_or_places_a_run_and_a_default_that_is_spelt_out_make_no_group(tmp_path: Path) -> None:
+    other = ["evaluation.every=5", "callbacks.sample_grid.every=0", "trainer=ddp", "ckpt=some/file"]
+    other += ["iterations=12", "objective.beta=1"]
+    folders = [write_run(tmp_path / str(i), 0.6, *(other if i else []), seed=i) for i in range(2)]
+    (group,), _ = group_runs(read_runs(folders)[0])
+    assert (group.name, [run.seed for run in group.runs], group.settings) == ("all", [0, 1], {})
 
 
 def test_differences_are_taken_over_the_seeds_that_both_groups_have(compose: Compose, tmp_path: Path) -> None:
@@ -95,9 +144,9 @@ def test_differences_are_taken_over_the_seeds_that_both_groups_have(compose: Com
     for seed in (1, 2):
         write_run(runs / f"1_{seed}", 0.6, seed=seed)
     for seed in (2, 3):
-        write_run(runs / f"2_{seed}", 0.7, seed=seed, lr=1e-3)
+        write_run(runs / f"2_{seed}", 0.7, "optimizer.lr=3e-3", seed=seed)
     for seed in (4, 5):
-        write_run(runs / f"3_{seed}", 0.7, seed=seed, lr=1e-2)
+        write_run(runs / f"3_{seed}", 0.7, "optimizer.lr=1e-2", seed=seed)
     _, overlapping, apart = compared(compose, runs)["groups"]
     assert overlapping["difference_per_seed"] == pytest.approx({"2": 0.1})
     assert overlapping["difference"]["low"] is None
@@ -111,6 +160,8 @@ def test_runs_that_are_not_finished_are_listed_and_left_out(
     write_run(runs / "done", 0.6)
     write_run(runs / "stopped", 0.9, status="interrupted")
     write_run(runs / "blind", 0.9, final_reward=None)
+    write_run(runs / "bare", 0.9)
+    (runs / "bare" / ".hydra" / "config.yaml").unlink()
     (runs / "running" / ".hydra").mkdir(parents=True)
     (runs / "no_run").mkdir()
     (runs / "multirun.yaml").touch()
@@ -119,6 +170,7 @@ def test_runs_that_are_not_finished_are_listed_and_left_out(
     assert reasons == {
         "stopped": "interrupted",
         "blind": "never evaluated",
+        "bare": "has no .hydra/config.yaml",
         "running": "has no summary.json (yet)",
     }
     assert [Path(run).name for run in result["groups"][0]["runs"]] == ["done"]
@@ -162,7 +214,7 @@ def test_the_iterations_of_short_runs_are_whole_numbers(tmp_path: Path, monkeypa
     monkeypatch.setattr("solrl_lightning.tasks.compare.Figure", recorded)
     evaluations = [{"iteration": iteration, "shapes": 0.5} for iteration in (0, 1, 2)]
     runs, _ = read_runs([write_run(tmp_path / "run", 0.6, evaluations=evaluations)])
-    draw_curves([Group("all", runs)], "shapes")
+    draw_curves([Group("all", runs, {})], "shapes")
     ticks = figures[0].axes[0].get_xticks()
     assert {0, 1, 2} <= set(ticks) and all(tick == round(tick) for tick in ticks)
 
