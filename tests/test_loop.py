@@ -21,6 +21,7 @@ from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule
+from solrl_lightning.rollout.training_rows import TrainingBatch
 
 SMALL = [
     "family.pool=5",
@@ -199,7 +200,31 @@ def test_a_micro_batch_takes_no_more_forward_passes_than_the_loss_has_terms(tmp_
     module.policy.velocity = noted  # type: ignore[method-assign]
     fit(module, trainer, loop)
     reference = [module.base] if kl_weight else []
-    assert passes == [module.replicas["merged"], *reference, module.transformer] * MICRO_BATCHES
+    assert passes == [module.transformer, *reference, module.transformer] * MICRO_BATCHES
+
+
+@pytest.mark.parametrize("sampler", ["policy", "merged"])
+def test_the_old_velocity_is_that_of_the_named_sampler(tmp_path: Path, sampler: str) -> None:
+    module, trainer, loop = make(tmp_path, f"old_velocity={sampler}", max_epochs=1)
+    for name, value in module.adapter_state("old").items():
+        value.fill_(0.1 if "lora_B" in name else 0.2)  # unlike the trained adapter, whose B is 0
+    module.refresh_shadow()
+    prompts = module.encode(module.eval_prompts)
+    x, one = module.policy.noise(torch.tensor([5, 6])), torch.ones(2)
+    batch = TrainingBatch(0 * x, x, 0.5 * one, one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]))
+    objective, seen = module.objective, []
+
+    def noted(*args: Tensor) -> Any:
+        seen.extend(value.detach() for value in args[:3])
+        return objective(*args)
+
+    module.objective = noted
+    module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    module.training_step(batch, 0)
+    velocity, old, reference = seen
+    with torch.no_grad(), module.transformer_of[sampler]() as transformer:
+        assert torch.equal(old, module.policy.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning))
+    assert torch.equal(velocity, reference) and not torch.equal(old, velocity)
 
 
 def test_the_reference_is_the_model_without_adapters_whatever_they_hold(tmp_path: Path) -> None:
