@@ -55,5 +55,5 @@ def check_iterations_left(ckpt: str, iterations: int) -> None:
     if done >= iterations:
         raise UserError(
             f"a resumed run needs iterations left to do; {ckpt} has done {done} and iterations={iterations}. Go on for "
-            f"longer with iterations={done + 10}, say."
+            f"longer with iterations={done + 10}, say, or write its LoRA with task=export ckpt={ckpt}"
         )
