@@ -5,6 +5,7 @@ from pathlib import Path
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from solrl_lightning.callbacks.surface import module_of
+from solrl_lightning.errors import WriteError
 
 
 class ExportLoRA(Callback):
@@ -14,7 +15,8 @@ class ExportLoRA(Callback):
         self._export(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if trainer.training and trainer.global_step > 0:  # before the first step there is nothing to export
+        # Before the first step there is nothing to export, on a full disk no room, and a second error hides the first.
+        if trainer.training and trainer.global_step > 0 and not isinstance(exception, WriteError):
             self._export(trainer, pl_module)
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -17,8 +17,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from solrl_lightning.callbacks.surface import loop_of, module_of, write_atomically
+from solrl_lightning.callbacks.surface import loop_of, module_of
 from solrl_lightning.errors import UserError
+from solrl_lightning.files import write_atomically
 from solrl_lightning.rollout.seeds import evaluation_seeds
 
 _MIN_CELL, _MAX_CELL = 128, 512  # pixels; smaller images are enlarged by an integer factor, larger ones shrunk

@@ -21,8 +21,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
-from solrl_lightning.callbacks.surface import RECORD, find, module_of, write_atomically
+from solrl_lightning.callbacks.surface import RECORD, find, module_of
 from solrl_lightning.callbacks.timings import StageTimings
+from solrl_lightning.files import write_atomically
 
 _PATHS = {
     "last_checkpoint": "checkpoints/last.ckpt",

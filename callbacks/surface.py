@@ -5,7 +5,6 @@ that a callback reports goes through ``log_values``. Shapes: P prompts of this r
 """
 
 import logging
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar, cast
@@ -105,11 +104,3 @@ def moments(trainer: Trainer, values: Tensor) -> Moments:
 def reduced(trainer: Trainer, values: Tensor, operation: str) -> Tensor:
     """``values`` reduced over ranks by "sum", "min" or "max"."""
     return trainer.strategy.reduce(values.to(trainer.strategy.root_device), reduce_op=operation)
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Readers see the old file or the new one, never a part of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

@@ -4,13 +4,15 @@ Everything a user can get wrong on the command line is found here, before a mode
 anything is written, and is said in one message without a traceback.
 """
 
+import errno
 import logging
 import os
 import sys
+import threading
 import warnings
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +34,22 @@ from solrl_lightning.config import (
     check_values,
     first_lines,
 )
-from solrl_lightning.errors import NonFiniteError, UserError
-from solrl_lightning.run_folder import check_new, check_writable, finished_runs, remove_unused, resume
+from solrl_lightning.errors import NonFiniteError, UserError, WriteError
+from solrl_lightning.run_folder import (
+    LAST,
+    check_free,
+    check_new,
+    check_writable,
+    claimed,
+    finished_runs,
+    remove_unused,
+    resume,
+)
 
 _FAILED = 1
 _USER_ERROR = 2  # as argparse
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells report Ctrl-C and SIGTERM
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _TEXT_KEYS = (  # paths and prompts: no names for folders
     "ckpt",
@@ -59,9 +71,12 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         _quiet()
-        sys.argv[1:] = prepare(sys.argv[1:] if arguments is None else arguments)
+        sys.argv[1:], claims = prepare(sys.argv[1:] if arguments is None else arguments)
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us instead of being printed by Hydra
-        hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")(job)()
+        with ExitStack() as held:
+            for folder, new in claims.items():
+                held.enter_context(claimed(folder, new))
+            hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")(job)()
     except (KeyboardInterrupt, SystemExit) as stop:
         if isinstance(stop, SystemExit) and stop.code is None and "lightning" in sys.modules:
             from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -87,11 +102,11 @@ def run(cfg: DictConfig) -> int:
     OmegaConf.resolve(cfg)
     try:
         task = get_method(cfg.task._target_)
-        with _alone() if HydraConfig.get().mode == RunMode.MULTIRUN else nullcontext():
+        with _alone(Path(cfg.run_dir)) if HydraConfig.get().mode == RunMode.MULTIRUN else nullcontext():
             task(cfg)
     except Exception as error:
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
-        status = _tell(error)
+        status = _tell(error, Path(cfg.run_dir))
         if status == _USER_ERROR and _first_process():
             remove_unused(Path(cfg.run_dir))
         return status
@@ -102,12 +117,27 @@ def run(cfg: DictConfig) -> int:
     return 0
 
 
-def _tell(error: Exception) -> int:
-    """Prints an error that a user can do something about and gives its exit status; any other goes on."""
-    told = next((e for e in _causes(error) if isinstance(e, (UserError, NonFiniteError))), None)
+def _tell(error: Exception, folder: Path | None = None) -> int:
+    """Prints an error that a user can do something about and gives its exit status; any other is raised.
+
+    Args:
+        folder: of the run that ended with it.
+    """
+    told = next((e for e in _causes(error) if isinstance(e, (UserError, NonFiniteError, WriteError))), None)
+    disk = next((e for e in _causes(error) if isinstance(e, OSError) and e.errno in _DISK_ERRORS), None)
+    if told is None and disk is not None:  # TensorBoard's and Hydra's files, and the log
+        told = WriteError(disk.filename or folder or "The run's folder", disk)
     if told is None:
         raise error
-    print(f"error: {told}", file=sys.stderr)
+    way_out = ""
+    if isinstance(told, WriteError):
+        again = "give the same command again"
+        if folder is not None and (folder / LAST).is_file():
+            again = f"continue the run with ckpt=last hydra.run.dir={folder}"
+        elif folder is not None:
+            again = f"remove {folder} and {again}"
+        way_out = f" Free space or make the folder writable, then {again}."
+    print(f"error: {told}{way_out}", file=sys.stderr)
     return _USER_ERROR if isinstance(told, UserError) else _FAILED
 
 
@@ -130,17 +160,19 @@ def _quiet() -> None:
     ):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("huggingface_hub").propagate = False  # it prints what it logs itself
+    logging.raiseExceptions = False  # a full disk ends the run at its next file; each line of the log is no news
+    threading.excepthook = _thread_ended
 
 
-def prepare(arguments: list[str]) -> list[str]:
-    """Checks a command line and returns it with its checkpoint resolved.
+def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
+    """Checks a command line. Returns it with its checkpoint resolved, and the folders to claim: whether each is new.
 
     Raises:
         UserError: a run that it asks for cannot be.
     """
     flags = get_args_parser().parse_intermixed_args(arguments)  # -m may stand anywhere
     if flags.hydra_help or flags.shell_completion or flags.experimental_rerun:
-        return arguments
+        return arguments, {}
     if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
         raise UserError(f"--config-dir must be a folder; there is none at {flags.config_dir}.")
     try:
@@ -150,7 +182,7 @@ def prepare(arguments: list[str]) -> list[str]:
         raise UserError(first_lines(error)) from error
 
 
-def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[str]:
+def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[list[str], dict[Path, bool]]:
     resumed = resume(tree, flags.overrides, flags.multirun)
     checked = []
     for cfg in tree.jobs(resumed.arguments, flags.multirun):
@@ -161,12 +193,14 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[s
         check_values(checked[-1])
     other = [argument for argument in arguments if argument not in flags.overrides]
     if flags.help or flags.cfg or flags.info:
-        return [*other, *resumed.arguments]
-    if _first_process():
-        for folder in {Path(cfg.run_dir) for cfg in checked}:
-            if folder.resolve() != resumed.folder:
-                check_new(folder)
-            check_writable(folder)
+        return [*other, *resumed.arguments], {}
+    folders = {Path(cfg.run_dir): Path(cfg.run_dir).resolve() != resumed.folder for cfg in checked}
+    claims = folders if _first_process() else {}
+    for folder, new in claims.items():
+        check_free(folder)
+        if new:
+            check_new(folder)
+        check_writable(folder)
     for cfg in checked:
         if "runs" in cfg.task:
             finished_runs(cfg.task.runs)
@@ -175,7 +209,8 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[s
             check_precision(cfg)
     if resumed.message and _first_process():
         print(resumed.message, flush=True)
-    return [*other, *resumed.arguments, *([_folder_names(tree, resumed.arguments)] if tree.sweeps else [])]
+    names = [_folder_names(tree, resumed.arguments)] if tree.sweeps else []
+    return [*other, *resumed.arguments, *names], claims
 
 
 def _folder_names(tree: ConfigTree, arguments: list[str]) -> str:
@@ -191,8 +226,8 @@ def _first_process() -> bool:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Shows a job of a sweep to Lightning as a run of its own.
+def _alone(folder: Path) -> Iterator[None]:
+    """Shows a job of a sweep to Lightning as a run of its own, in a folder that it claims.
 
     Lightning starts further ranks with this process's command line, in the folder that Hydra would have given a single
     run, and leaves its ranks in the environment, where the next job would take them for its own.
@@ -205,13 +240,20 @@ def _alone() -> Iterator[None]:
     arguments, environment = sys.argv[1:], dict(os.environ)
     sys.argv[1:] = list(settings.overrides.task)
     try:
-        yield
+        with claimed(folder, new=False) if _first_process() else nullcontext():
+            yield
     finally:
         sys.argv[1:] = arguments
         for name in _RANK_VARIABLES - environment.keys():
             os.environ.pop(name, None)
         if distributed.is_available() and distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+def _thread_ended(args: threading.ExceptHookArgs) -> None:
+    """Prints what ended a thread, unless the main thread raises it too, as it does for TensorBoard's writer."""
+    if not (isinstance(args.exc_value, OSError) and args.exc_value.errno in _DISK_ERRORS):
+        threading.__excepthook__(args)
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

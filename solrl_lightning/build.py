@@ -13,6 +13,7 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import DictConfig, OmegaConf, open_dict
 from peft import LoraConfig
@@ -21,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 from solrl_lightning.config import prompt_sets, reward_members
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
+from solrl_lightning.files import WholeCheckpointIO
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import Sampling, SolRLModule, Stage
 from solrl_lightning.policies.compilation import should_compile
@@ -90,7 +92,11 @@ def build_trainer(cfg: DictConfig) -> Trainer:
     """With the chosen callbacks and logger, which ``~callbacks`` and ``~logger`` leave out."""
     callbacks = [instantiate(callback) for callback in cfg.get("callbacks", {}).values() if callback is not None]
     logger = instantiate(cfg.logger) if "logger" in cfg else False
-    return instantiate_trainer(cfg, logger=logger, callbacks=callbacks)
+    # Lightning adds a ModelCheckpoint of its own, in the logger's folder, where there is none.
+    checkpoints = any(isinstance(callback, Checkpoint) for callback in callbacks)
+    trainer = instantiate_trainer(cfg, logger=logger, callbacks=callbacks, enable_checkpointing=checkpoints)
+    trainer.strategy.checkpoint_io = WholeCheckpointIO()
+    return trainer
 
 
 def stages_of(cfg: DictConfig) -> list[Stage]:

@@ -1,4 +1,4 @@
-"""The two errors that a user of the application meets."""
+"""The errors that a user of the application meets."""
 
 
 class UserError(ValueError):
@@ -15,3 +15,10 @@ class NonFiniteError(RuntimeError):
     def __init__(self, message: str, row: int) -> None:
         super().__init__(message)
         self.row = row
+
+
+class WriteError(RuntimeError):
+    """A file could not be written; the message names it. What was there before is intact."""
+
+    def __init__(self, path: object, error: Exception) -> None:
+        super().__init__(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.")

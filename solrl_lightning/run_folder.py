@@ -5,6 +5,8 @@ back, with what the new one says on top; so `ckpt=last` alone continues the newe
 its folder stays the experiment that it was begun as, and its record changes only once training has started again.
 """
 
+import errno
+import fcntl
 import glob
 import json
 import os
@@ -12,9 +14,10 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
@@ -27,6 +30,7 @@ LAST = Path("checkpoints") / "last.ckpt"
 _RECORD = Path(".hydra")
 RECORDED_CONFIG = _RECORD / "config.yaml"
 _LOG = "solrl_lightning.log"  # hydra.job.name
+_LOCK = ".lock"  # held by the process that runs in the folder
 _NEXT_RECORD = _RECORD / "next"  # what a run that is to go on was given, until training has started
 
 # In the folder of a run these keys and those below them may change: its length, what watches it, and how it is
@@ -91,6 +95,11 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     checkpoint = Path(value)
     if value == "last":
         checkpoint = (asked / LAST) if asked is not None and training else newest_checkpoint()
+        if not checkpoint.is_file():
+            raise UserError(
+                f"ckpt=last continues the run in {asked}, which has no {LAST}: it was stopped before its first "
+                f"checkpoint. Remove {asked} and give the command that started it again."
+            )
     check_checkpoint(checkpoint)
     source = checkpoint.resolve().parent.parent
     in_place = training and not multirun and (value == "last" or (asked is not None and asked.resolve() == source))
@@ -253,6 +262,51 @@ def check_new(folder: Path) -> None:
         )
 
 
+def check_free(folder: Path) -> None:
+    """UserError for a folder in which a run is going on."""
+    if (folder / _LOCK).is_file():
+        with open(folder / _LOCK, "r+") as file:
+            _lock(file, folder)
+
+
+@contextmanager
+def claimed(folder: Path, new: bool) -> Iterator[None]:
+    """Keeps ``folder`` from other processes; makes it, and on leaving removes it if it is still empty.
+
+    Args:
+        new: refuse one that holds a run. Another process may have begun and ended it since `check_new`.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / _LOCK, "a") as file:
+        _lock(file, folder)
+        try:
+            if new:
+                check_new(folder)
+            yield
+        finally:
+            with suppress(OSError):  # a folder that is not empty stays
+                (folder / _LOCK).unlink()
+                folder.rmdir()
+
+
+def _lock(file: IO[str], folder: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it with the process, also after a kill
+    except BlockingIOError:
+        used = True
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # Lustre and NFS mounted without locks
+            raise
+        used = False
+    else:
+        used = os.fstat(file.fileno()).st_nlink == 0  # its holder removed it after this process had opened it
+    if used:
+        raise UserError(
+            f"The folder {folder} is in use: a run in it has not ended. Wait for it, or choose another folder with "
+            "hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>."
+        )
+
+
 def check_writable(folder: Path) -> None:
     """UserError for a folder that cannot be made or written. Leaves nothing behind."""
     existing = folder.absolute()
@@ -271,7 +325,7 @@ def check_writable(folder: Path) -> None:
 
 def remove_unused(folder: Path) -> None:
     """A run that has left nothing but its command line and its log goes, so that the same command can come again."""
-    if {entry.name for entry in folder.iterdir()} <= {_RECORD.name, _LOG}:
+    if {entry.name for entry in folder.iterdir()} <= {_RECORD.name, _LOG, _LOCK}:
         shutil.rmtree(folder)
 
 

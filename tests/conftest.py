@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -44,6 +45,8 @@ def command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["solrl_lightning"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # main sets both for its process
+    monkeypatch.setattr(logging, "raiseExceptions", logging.raiseExceptions)
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
 

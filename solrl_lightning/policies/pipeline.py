@@ -20,6 +20,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.files import written_whole
 from solrl_lightning.memory import retry_with_empty_cache
 from solrl_lightning.policies.architectures import find
 from solrl_lightning.policies.bf16 import has_bf16_units, use_fp32_products
@@ -224,9 +225,10 @@ class PipelinePolicy(ABC):
 
     def save_lora(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None:
         """Writes a LoRA that plain diffusers loads with ``pipe.load_lora_weights(folder)``."""
-        self.pipeline_class.save_lora_weights(
-            folder, transformer_lora_layers=state, transformer_lora_adapter_metadata=config.to_dict()
-        )
+        with written_whole(folder) as part:
+            self.pipeline_class.save_lora_weights(
+                part, transformer_lora_layers=state, transformer_lora_adapter_metadata=config.to_dict()
+            )
 
     def _load(self, given: Mapping[str, Any]) -> DiffusionPipeline:
         return load_pipeline(self.pipeline_class, self.pretrained, self.dtypes, self.variant, given)

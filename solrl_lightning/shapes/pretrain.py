@@ -34,6 +34,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
 
+from solrl_lightning.files import written_whole
 from solrl_lightning.policies.preview import EMBEDDED
 from solrl_lightning.shapes.captions import train_captions
 from solrl_lightning.shapes.world import COLOURS, IMAGE_SIZE, RELATIONS, SHAPES, parse_caption, render
@@ -198,8 +199,11 @@ def pretrain_pipeline(folder: Path, recipe: Recipe, device: torch.device) -> Flu
     train_autoencoder(pipeline.vae, recipe, device)
     train_flow(pipeline, recipe, device)
     pipeline.transformer.to(torch.bfloat16)
-    pipeline.save_pretrained(folder, safe_serialization=True)
-    train_preview_decoder(pipeline.vae, recipe, device).save_pretrained(folder / EMBEDDED)
+    with written_whole(folder) as part:
+        pipeline.save_pretrained(part, safe_serialization=True)
+    decoder = train_preview_decoder(pipeline.vae, recipe, device)
+    with written_whole(folder / EMBEDDED) as part:
+        decoder.save_pretrained(part)
     return pipeline
 
 

@@ -21,7 +21,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from solrl_lightning.build import build_module, device_of, load_adapters, with_option
-from solrl_lightning.callbacks.surface import write_atomically
+from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
 from solrl_lightning.module import Stage
 from solrl_lightning.rollout.seeds import pool_seeds

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from omegaconf import DictConfig, OmegaConf
 
-from solrl_lightning.callbacks.surface import write_atomically
+from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.confidence import mean_of
 from solrl_lightning.run_folder import RECORDED_CONFIG, Run, below_any, finished_runs, leaves
 from solrl_lightning.tasks.report import format_table, write_json

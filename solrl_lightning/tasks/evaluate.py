@@ -22,9 +22,9 @@ from torch import Tensor, distributed
 
 from solrl_lightning.build import build_module, instantiate_trainer, load_adapters
 from solrl_lightning.callbacks.sample_grid import Row, draw_grid
-from solrl_lightning.callbacks.surface import write_atomically
 from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.data.prompts import read_tags
+from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.confidence import Mean, mean_of
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.rollout.seeds import evaluation_seeds

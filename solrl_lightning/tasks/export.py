@@ -10,6 +10,7 @@ from diffusers import ModelMixin
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_model, load_adapters
+from solrl_lightning.files import written_whole
 from solrl_lightning.tasks.generate import without_training
 
 _LORAS = {"lora_ema": "ema", "lora_trained": "default"}
@@ -25,7 +26,8 @@ def export(cfg: DictConfig) -> None:
         module.save_lora(folder / name, weights)
     with module.merged_with(module.adapter_state("ema")) as transformer:
         assert isinstance(transformer, ModelMixin)
-        transformer.save_pretrained(folder / _MERGED)  # shares what LoRA does not adapt with the base
+        with written_whole(folder / _MERGED) as part:
+            transformer.save_pretrained(part)  # shares what LoRA does not adapt with the base
     name, dtype = type(transformer).__name__, str(transformer.dtype).removeprefix("torch.")
     print(
         f"pipe.load_lora_weights({str(folder / 'lora_ema')!r})  # or lora_trained, without averaging\n"

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from solrl_lightning.build import build_model, device_of, load_adapters, with_option
 from solrl_lightning.callbacks.sample_grid import Row, draw_grid
-from solrl_lightning.callbacks.surface import write_atomically
 from solrl_lightning.config import asked_prompts, asked_weights
+from solrl_lightning.files import write_atomically
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.rollout.seeds import evaluation_seeds
 from solrl_lightning.tasks.report import write_json

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from solrl_lightning.callbacks.summary import finite_only
-from solrl_lightning.callbacks.surface import write_atomically
+from solrl_lightning.files import write_atomically
 
 
 def write_json(path: Path, facts: Mapping[str, Any]) -> None:

@@ -58,7 +58,7 @@ def check_continues(cfg: DictConfig) -> None:
     if done >= cfg.iterations:
         raise UserError(
             f"a resumed run needs iterations left to do; {cfg.ckpt} has done {done} and iterations={cfg.iterations}. "
-            f"Go on for longer with iterations={done + 10}, say."
+            f"Raise it, as in iterations={done + 10}, or write the LoRA with task=export ckpt={cfg.ckpt}"
         )
     optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
     for state in checkpoint["optimizer_states"]:

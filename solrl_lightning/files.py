@@ -1,0 +1,81 @@
+"""Files that appear whole or not at all: each is written beside its place and moved there once it is on the disk."""
+
+import io
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+from safetensors import SafetensorError
+
+from solrl_lightning.errors import WriteError
+
+
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
+    """Readers see the old file or the new one, never a part of it, also after a crash.
+
+    Raises:
+        WriteError: the disk does not take it; the old file is intact.
+    """
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):  # the folder may be what is missing
+            temporary.unlink()
+        raise WriteError(path, error) from error
+
+
+@contextmanager
+def written_whole(folder: Path) -> Iterator[Path]:
+    """A folder beside ``folder`` to write into; what is in it on leaving replaces the files of ``folder``.
+
+    Raises:
+        WriteError: the disk does not take it; ``folder`` is as it was.
+    """
+    part = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+    try:
+        part.mkdir(parents=True)
+        yield part
+        files = [file for file in part.rglob("*") if file.is_file()]
+        for file in files:
+            file.chmod(part.stat().st_mode & 0o666)  # safetensors creates files that only their owner can read
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+        if not folder.exists():
+            os.replace(part, folder)
+        else:
+            for file in files:
+                target = folder / file.relative_to(part)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, target)
+    except (OSError, SafetensorError) as error:  # safetensors raises its own for a full disk
+        raise WriteError(folder, error) from error
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+class WholeCheckpointIO(TorchCheckpointIO):
+    """Writes checkpoints with `write_atomically`.
+
+    Lightning's own writes to the system's temporary folder, which need not have the room, and moves the file from
+    there, which between file systems is a copy into place.
+    """
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        if "://" in str(path):
+            super().save_checkpoint(checkpoint, path, storage_options)
+            return
+        buffer = io.BytesIO()
+        torch.save(checkpoint, buffer)
+        write_atomically(Path(path), buffer.getbuffer())

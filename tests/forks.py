@@ -1,0 +1,113 @@
+"""Runs the command line in forks of a process that has imported everything, so that a run can be killed cheaply.
+
+python tests/forks.py reads one JSON line per run, {"folder", "arguments", "kill_after", "file_limit"}, and answers with
+one, {"status", "seconds", "output"}; the status of a killed run is minus the signal. It has one thread, as forks need.
+"""
+
+import importlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_IMPORTED = (  # what a run imports on its way
+    "solrl_lightning.tasks.train",
+    "solrl_lightning.policies.flux1",
+    "solrl_lightning.callbacks.summary",
+    "solrl_lightning.callbacks.sample_grid",
+    "solrl_lightning.rewards.shapes",
+    "torch.utils.tensorboard",
+)
+
+
+class Ended(NamedTuple):
+    """How a run ended."""
+
+    status: int
+    seconds: float
+    output: str
+
+
+class Forks:
+    """A context manager: the process that forks the runs."""
+
+    def __enter__(self) -> "Forks":
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._process.communicate()
+
+    def run(
+        self, folder: Path, *arguments: str, kill_after: float | None = None, file_limit: int | None = None
+    ) -> Ended:
+        """Runs the command line in ``folder``.
+
+        Args:
+            kill_after: seconds until SIGKILL.
+            file_limit: bytes; the kernel kills the run while it writes a longer file.
+        """
+        asked = {"folder": str(folder), "arguments": arguments, "kill_after": kill_after, "file_limit": file_limit}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        return Ended(**json.loads(self._process.stdout.readline()))
+
+
+def _run(asked: dict[str, Any]) -> None:
+    """In the fork; does not return."""
+    from solrl_lightning.__main__ import main
+
+    status = 1
+    try:
+        os.chdir(asked["folder"])
+        if asked["file_limit"] is not None:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (asked["file_limit"],) * 2)
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
+        sys.argv = ["solrl_lightning"]
+        status = main(asked["arguments"])
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _forked(asked: dict[str, Any]) -> Ended:
+    with tempfile.TemporaryFile() as output:
+        started = time.monotonic()
+        process = os.fork()
+        if process == 0:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            _run(asked)
+        if asked["kill_after"] is not None:
+            while time.monotonic() < started + asked["kill_after"] and os.waitid(
+                os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT
+            ) is None:
+                time.sleep(0.005)
+            os.kill(process, signal.SIGKILL)  # no harm to one that has ended: it is not waited for yet
+        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+        seconds = time.monotonic() - started
+        output.seek(0)
+        return Ended(status, seconds, output.read().decode(errors="replace"))
+
+
+if __name__ == "__main__":
+    import torch
+
+    torch.set_num_threads(1)
+    for name in _IMPORTED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        print(json.dumps(_forked(json.loads(line))._asdict()), flush=True)

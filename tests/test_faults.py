@@ -1,0 +1,201 @@
+"""Faults from outside: full disks, kills at any moment, damaged files, two runs in one folder, a hub that hangs.
+
+Whatever happens, what was there before is intact, one line says what to do, and no file is there in part.
+"""
+
+import random
+import resource
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forks import Forks
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from solrl_lightning.errors import WriteError
+from solrl_lightning.files import WholeCheckpointIO, write_atomically, written_whole
+
+Command = Callable[..., Any]
+
+SMALL = (
+    "experiment=smoke trainer=cpu iterations=8 prompts_per_iteration=1 family.pool=4 family.keep=2 model.full_steps=2 "
+    "model.preview_steps=1 model.eval_steps=1 data.eval_prompts=1 data.eval_images=1 evaluation.every=8 "
+    "callbacks.rank_correlation.probe_every=0 callbacks.sample_grid.every=0"
+).split()
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {file.relative_to(folder): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def the_line(err: str) -> str:
+    """The only message on a terminal that has no traceback."""
+    assert "Traceback" not in err, err
+    (line,) = (line for line in err.splitlines() if line.startswith("error: "))
+    return line
+
+
+# Full disks
+
+
+def limit_files(size: int) -> None:
+    """No file of this process grows beyond ``size`` bytes, as on a disk that is full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@contextmanager
+def small_disk(size: int = 2**30) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit_files(size)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def write_lora(folder: Path, size: int) -> None:
+    from safetensors.torch import save_file
+
+    with written_whole(folder) as part:
+        save_file({"weight": torch.zeros(size)}, part / "weights.safetensors")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder, size: write_atomically(folder / "summary.json", bytes(size)),
+        lambda folder, size: WholeCheckpointIO().save_checkpoint({"weight": torch.zeros(size)}, folder / "last.ckpt"),
+        write_lora,
+    ],
+    ids=["file", "checkpoint", "folder"],
+)
+def test_what_the_disk_does_not_take_leaves_the_old_file(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
+    folder = tmp_path / "run"
+    write(folder, 10)
+    before = files_of(tmp_path)
+    with small_disk(20_000), pytest.raises(WriteError, match="run.* could not be written: .*File too large"):
+        write(folder, 30_000)
+    assert files_of(tmp_path) == before
+    write(folder, 30_000)
+    assert files_of(tmp_path).keys() == before.keys() and files_of(tmp_path) != before
+
+
+def test_a_lora_can_be_read_by_whoever_can_read_its_folder(tmp_path: Path) -> None:
+    write_lora(tmp_path / "lora", 10)
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "lora" / "weights.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+LONG_SUMMARY = f"+callbacks.summary.hparams.note={'n' * 2**14}"
+
+
+class FillDisk(Callback):
+    """After the first iteration, files have at most ``size`` bytes."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            limit_files(self.size)
+
+
+@pytest.mark.parametrize(
+    ("file", "size", "arguments"),
+    [
+        ("checkpoints/last.ckpt", 2**20, []),
+        ("samples/grid_000002.png", 2**14, ["~callbacks.checkpoint", "~logger", "callbacks.sample_grid.every=1"]),
+        ("lora", 2**20, ["~callbacks.checkpoint"]),
+        ("summary.json", 2**14, ["~callbacks.checkpoint", "~callbacks.export", LONG_SUMMARY]),
+    ],
+)
+def test_a_disk_that_fills_up_ends_the_run_with_one_line_and_no_part_of_a_file(
+    command: Command, tmp_path: Path, file: str, size: int, arguments: list[str]
+) -> None:
+    fault = [f"+callbacks.full._target_={__name__}.FillDisk", f"+callbacks.full.size={size}"]
+    with small_disk():
+        done = command(*SMALL, "iterations=2", "hydra.run.dir=run", *arguments, *fault)
+    assert done.status == 1
+    line = the_line(done.err)
+    assert f"run/{file} could not be written: " in line and "File too large" in line and "Free space" in line
+    left = files_of(tmp_path / "run")
+    assert not [path for path in left if path.suffix == ".tmp"]
+    if file == "checkpoints/last.ckpt":
+        assert torch.load(tmp_path / "run" / file, weights_only=True)["global_step"] == 1
+        assert "ckpt=last hydra.run.dir=" in line
+    else:
+        assert not (tmp_path / "run" / file).exists()
+        assert "remove " in line
+
+
+# Kills
+
+
+@pytest.fixture(scope="module")
+def forks() -> Iterator[Forks]:
+    with Forks() as process:
+        yield process
+
+
+@pytest.fixture(scope="module")
+def straight(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """The folder of a run that nothing happened to, and how long it took."""
+    folder = tmp_path_factory.mktemp("straight")
+    done = forks.run(folder, *SMALL, "hydra.run.dir=run")
+    assert done.status == 0, done.output
+    return folder / "run", done.seconds
+
+
+def tensors(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return {path: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    return {name: value for key, inner in items for name, value in tensors(inner, f"{path}/{key}").items()}
+
+
+def assert_equal_to_the_bit(run: Path, expected: Path) -> None:
+    """Adapters, optimiser and average."""
+    loaded = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (run, expected)]
+    assert loaded[0]["global_step"] == loaded[1]["global_step"] == 8
+    first, second = map(tensors, loaded)
+    assert first.keys() == second.keys() and len(first) > 300
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+def test_a_run_that_is_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(
+    forks: Forks, straight: tuple[Path, float], tmp_path: Path
+) -> None:
+    assert forks.run(tmp_path, *SMALL, "iterations=2", "hydra.run.dir=run").status == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    before = checkpoint.read_bytes()
+    more = ("ckpt=last", "hydra.run.dir=run", "iterations=8")
+    assert forks.run(tmp_path, *more, file_limit=2**21).status == -signal.SIGXFSZ
+    assert checkpoint.read_bytes() == before
+    (part,) = (file for file in checkpoint.parent.iterdir() if file != checkpoint)
+    assert part.stat().st_size == 2**21  # the kill came in the middle
+    done = forks.run(tmp_path, *more)
+    assert done.status == 0, done.output
+    assert_equal_to_the_bit(tmp_path / "run", straight[0])
+    assert list(checkpoint.parent.iterdir()) == [checkpoint]
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_a_run_that_is_killed_at_a_random_moment_ends_as_if_nothing_had_happened(
+    forks: Forks, straight: tuple[Path, float], tmp_path: Path, number: int
+) -> None:
+    moment = (number + random.Random(number).random()) / 10  # one in every tenth of the run
+    forks.run(tmp_path, *SMALL, "hydra.run.dir=run", kill_after=moment * straight[1])
+    resumable = (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
+    done = forks.run(tmp_path, "ckpt=last", "hydra.run.dir=run")
+    if resumable:
+        assert done.status == 0 or "iterations left to do" in the_line(done.output), done.output
+        assert_equal_to_the_bit(tmp_path / "run", straight[0])
+    else:
+        assert done.status == 2
+        line = the_line(done.output)
+        assert "has no checkpoints/last.ckpt" in line
+        assert "Remove run and give the command that started it again" in line
