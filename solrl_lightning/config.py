@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from hydra import compose, initialize_config_module
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra._internal.hydra import Hydra
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
@@ -127,8 +129,13 @@ class ConfigTree:
     def __init__(self, config_name: str | None = None, config_dir: str | None = None) -> None:
         self.config_name = config_name or "config"
         self.sweeps = False
-        self._search_path = [f"hydra.searchpath=['file://{Path(config_dir).resolve()}']"] if config_dir else []
         self._context = initialize_config_module(CONFIG_MODULE, version_base="1.3")
+        if config_dir:
+            search_path = self.loader.get_search_path()
+            path = f"file://{Path(config_dir).resolve()}"
+            search_path.prepend("command-line", path, anchor=SearchPathQuery(provider="schema"))
+            GlobalHydra.instance().clear()
+            Hydra.create_main_hydra2(CONFIG_MODULE, search_path)
 
     def __enter__(self) -> "ConfigTree":
         self._context.__enter__()
@@ -176,7 +183,7 @@ class ConfigTree:
             UserError: for an option or a key that does not exist. Other faults are left to Hydra's own errors.
         """
         try:
-            return compose(self.config_name, [*self._search_path, *arguments], return_hydra_config=True)
+            return compose(self.config_name, list(arguments), return_hydra_config=True)
         except (HydraException, ValueError):
             check_names(self, arguments)
             raise

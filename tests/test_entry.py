@@ -149,6 +149,17 @@ def test_a_folder_of_own_options_is_found(command: Command, tmp_path: Path) -> N
     assert recorded(only(tmp_path, "outputs/train/*_small_*"))["cfg"]["family"]["pool"] == 6
 
 
+def test_a_mistake_beside_options_of_own_is_told_by_its_own_name(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "mine" / "reward").mkdir(parents=True)
+    (tmp_path / "mine" / "reward" / "bright.yaml").write_text(
+        "# @package reward\nbright: {_target_: a.B, weight: 1.0}\n", encoding="utf-8"
+    )
+    own = ["--config-dir", "mine", "reward=bright"]
+    assert "Did you mean reward.bright.weight" in refused(command, *own, "reward.bright.wait=2")
+    assert "There is no key iteration. Did you mean iterations?" in refused(command, *own, "iteration=2")
+    assert "Did you mean reward=bright?" in refused(command, "--config-dir", "mine", "reward=brigt")
+
+
 def test_a_mistake_found_late_is_one_message_and_the_same_command_can_come_again(
     command: Command, tmp_path: Path
 ) -> None:
