@@ -1,5 +1,6 @@
 """Fixtures for the whole suite: configurations composed as a run gets them, and the command line in this process."""
 
+import functools
 import logging
 import sys
 import threading
@@ -26,13 +27,18 @@ class Finished(NamedTuple):
     err: str
 
 
+@functools.cache
+def _composed(*arguments: str) -> DictConfig:
+    with ConfigTree() as tree:
+        return tree.compose(arguments)
+
+
 @pytest.fixture
 def compose(tmp_path: Path) -> Callable[..., DictConfig]:
     """compose("family=compile", "seed=1") is the configuration of such a run in ``tmp_path``, resolved."""
 
     def composed(*arguments: str) -> DictConfig:
-        with ConfigTree() as tree:
-            return application_config(tree.compose(arguments), tmp_path)
+        return application_config(_composed(*arguments), tmp_path)
 
     return composed
 

@@ -1,47 +1,66 @@
-"""Two processes on gloo, through the command: the same prompts, seeds and gradient as one process."""
+"""Two processes on gloo, started by the command: the same rollouts, advantages and gradient as one process."""
 
-import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
+import ranks
 import torch
-from safetensors.torch import load_file
+from nano import PROMPTS, save_nano
+from omegaconf import DictConfig
+from torch import Tensor
 
-ARGUMENTS = [
-    "experiment=smoke",
-    "family=diffusionnft",  # no selection: a rounding that flips a choice would change the samples
-    "iterations=1",
-    "prompts_per_iteration=3",  # one rank gets two prompts, the other one
-    "data.eval_prompts=3",
-    "trainer.accelerator=cpu",
-    # Plain gradient descent: Adam would blow the rounding of near-zero gradients up to full steps.
-    "optimizer._target_=torch.optim.SGD",
-    "optimizer.lr=1.0",
-    "~optimizer.betas",
-    "~optimizer.eps",
-    "callbacks.sample_grid.every=0",
-]
+from solrl_lightning.policies import pipeline
+
+Results = dict[str, dict[str, Any]]  # of each family
 
 
-def run(folder: Path, *arguments: str) -> tuple[dict[str, torch.Tensor], dict]:
-    command = [sys.executable, "-m", "solrl_lightning", *ARGUMENTS, *arguments, f"hydra.run.dir={folder}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder.parent, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    weights = load_file(folder / "lora" / "pytorch_lora_weights.safetensors")
-    return weights, json.loads((folder / "summary.json").read_text())
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS))
+    return [*ranks.OPTIONS, f"model.pretrained={save_nano(folder / 'nano')}", f"data.train={folder}/prompts.txt"]
 
 
-def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
-    one, summary = run(tmp_path / "one", "trainer.devices=1")
-    two, summary_of_two = run(tmp_path / "two", "trainer.devices=2", "trainer.strategy=ddp")
-    assert one.keys() == two.keys()
-    ups = [name for name in one if name.endswith("lora_B.weight")]
-    a, b = (torch.cat([weights[name].flatten().double() for name in ups]) for weights in (one, two))
-    assert a.abs().max() > 0
-    # bf16 forward passes over other batch shapes, twice: a few percent of the update's norm
-    assert torch.linalg.vector_norm(a - b) <= 0.05 * torch.linalg.vector_norm(a)
-    assert abs(summary["base_reward"] - summary_of_two["base_reward"]) <= 1e-3
-    assert abs(summary["final_reward"] - summary_of_two["final_reward"]) <= 5e-3
+def test_two_ranks_take_the_steps_of_one(
+    compose: Callable[..., DictConfig], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", f"hydra.run.dir={tmp_path}/two"]
+    command = [sys.executable, "-m", "solrl_lightning", "task._target_=ranks.save_all", *arguments, *two]
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    monkeypatch.setattr(pipeline, "EMBED_BATCH", 1)
+    alone: Results = ranks.train_all(compose("trainer=cpu", *arguments))
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output
+    assert not list(tmp_path.glob("outputs"))  # the second process has the first one's folder
+    of_ranks: list[Results] = [torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    for family in ranks.FAMILIES:
+        check(alone[family], [results[family] for results in of_ranks])
+
+
+def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(of_ranks):
+        assert found["prompts"] == alone["prompts"][rank::2]
+        for name in ("seeds", "latents", "proxy_rewards", "rewards", "advantages"):
+            assert torch.equal(found[name], alone[name][rank::2]), name
+    first, second = of_ranks
+    for name in ("gradient", "weights", "evaluations"):
+        assert torch.equal(first[name], second[name]), name
+    # the order of float32 sums
+    assert distance(first["gradient"], alone["gradient"]) <= 1e-5
+    assert torch.equal(first["evaluations"][:1], alone["evaluations"][:1])
+    assert distance(first["evaluations"], alone["evaluations"]) <= 1e-4
+    deviations = [rewards.std(correction=0) for rewards in (first["rewards"], second["rewards"], alone["rewards"])]
+    assert min(abs(one / deviations[2] - 1) for one in deviations[:2]) > 0.1  # a rank alone would scale otherwise
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))

@@ -1,5 +1,6 @@
 """The loop on the embedded model: order of events, exact resumes, failures. The tripwire for a Lightning upgrade."""
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule
+from solrl_lightning.rollout.advantages import group_advantages
+from solrl_lightning.rollout.select import select_contrastive
 from solrl_lightning.rollout.training_rows import TrainingBatch
 
 SMALL = [
@@ -38,6 +41,7 @@ SMALL = [
 MICRO_BATCHES = 2  # 2 prompts x 3 kept x 1 timestep = 6 rows in micro-batches of at most 4
 
 
+@functools.cache
 def composed(*overrides: str) -> DictConfig:
     with initialize_config_module("solrl_lightning.conf", version_base="1.3"):
         return compose("config", overrides=[*SMALL, *overrides])
@@ -46,7 +50,7 @@ def composed(*overrides: str) -> DictConfig:
 def make(
     tmp_path: Path, *overrides: str, callbacks: tuple[Callback, ...] = (), **trainer_args: Any
 ) -> tuple[SolRLModule, Trainer, ExploreTrainLoop]:
-    cfg = composed(*overrides)
+    cfg = composed(*overrides).copy()
     checkpoints = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "gradient_clip_val": 1.0}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
@@ -137,7 +141,11 @@ def test_regenerated_samples_keep_their_seeds_and_get_new_rewards(tmp_path: Path
     for seeds, pool in zip(loop.rollouts.seeds.tolist(), loop.explored.seeds.tolist(), strict=True):
         assert len(set(seeds)) == 3 and set(seeds) <= set(pool)
     assert not torch.equal(loop.rollouts.proxy_rewards, loop.rollouts.rewards)
-    torch.testing.assert_close(loop.rollouts.advantages.mean(1), torch.zeros(2), atol=1e-5, rtol=0)
+    chosen = select_contrastive(loop.explored.rewards, 3)
+    assert torch.equal(loop.rollouts.seeds, loop.explored.seeds.gather(1, chosen))
+    assert torch.equal(loop.rollouts.proxy_rewards, loop.explored.rewards.gather(1, chosen))
+    assert torch.equal(loop.rollouts.advantages, group_advantages(loop.rollouts.rewards))
+    assert not torch.equal(loop.rollouts.advantages, group_advantages(loop.rollouts.proxy_rewards))
 
 
 class Regenerated(Callback):

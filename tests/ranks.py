@@ -1,0 +1,91 @@
+"""A task that does one iteration of several families and saves what this rank came to; see test_ddp.
+
+Everything runs in batches of one row, so that no number depends on what else a rank computes.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from nano import MAX_WORDS, PROMPTS
+from omegaconf import DictConfig
+from torch import Tensor
+
+from solrl_lightning.build import build_loop, build_module, instantiate_trainer, stages_of, with_option
+from solrl_lightning.callbacks.ema import WeightEMA
+from solrl_lightning.callbacks.requantize import Requantize
+from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.policies import pipeline
+
+FAMILIES = ("diffusionnft", "sol_rl", "prefix")
+SPREAD = dict(zip(PROMPTS, (1.0, 10.0, 3.0), strict=True))  # of the rewards of a prompt's images
+OPTIONS = (
+    "iterations=1",
+    "prompts_per_iteration=3",  # one rank gets two prompts, the other one
+    f"model.max_sequence_length={MAX_WORDS}",
+    "model.full_steps=4",
+    "model.preview_steps=2",
+    "model.prefix_steps=2",
+    "model.eval_steps=2",
+    "model.train_timestep_fraction=0.5",
+    "model.rollout_batch=1",
+    "model.decode_batch=1",
+    "model.micro_batch=1",
+    "data.eval_prompts=3",
+    "data.eval_images=1",
+    "~logger",
+    "~callbacks",
+)
+
+
+class Results(Callback):
+    """What an iteration rolled out, and the gradient that it led to."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        loop: Any = trainer.fit_loop
+        self.found |= loop.rollouts._asdict()
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.found["gradient"] = torch.cat([parameter.grad.flatten() for parameter in pl_module.trained_parameters()])
+
+
+def score(images: Tensor, prompts: list[str]) -> Tensor:
+    red, green, _ = images.mean((2, 3)).unbind(1)
+    return (red - green) * torch.tensor([SPREAD.get(prompt, 1.0) for prompt in prompts])
+
+
+def train(cfg: DictConfig) -> dict[str, Any]:
+    """This rank's part of an iteration, and the weights after it."""
+    results = Results()
+    callbacks = [Requantize(), WeightEMA(), results]
+    trainer = instantiate_trainer(cfg, logger=False, enable_checkpointing=False, callbacks=callbacks)
+    module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
+    module.rewards.rewards["shapes"].score = score  # type: ignore[method-assign]
+    loop = build_loop(cfg, trainer)
+    held_out = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
+    trainer.validate(module, held_out, verbose=False)
+    trainer.fit(module, loop.loader, held_out)
+    states = [module.adapter_state(name) for name in ("default", "old", "ema")]
+    weights = torch.cat([value.flatten() for state in states for value in state.values()])
+    evaluations = torch.tensor([row["shapes"] for row in module.eval_history], dtype=torch.float64)
+    return results.found | {"rank": trainer.global_rank, "weights": weights, "evaluations": evaluations}
+
+
+def train_all(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    pipeline.EMBED_BATCH = 1
+    results = {}
+    for family in FAMILIES:
+        chosen = with_option(cfg, "family", family)
+        chosen.family.update(pool=6, keep=4, compile=False)
+        results[family] = train(chosen)
+    return results
+
+
+def save_all(cfg: DictConfig) -> None:
+    """The task."""
+    results = train_all(cfg)
+    torch.save(results, Path(cfg.run_dir) / f"rank{results[FAMILIES[0]]['rank']}.pt")
