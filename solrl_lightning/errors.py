@@ -15,3 +15,6 @@ class NonFiniteError(RuntimeError):
     def __init__(self, message: str, row: int) -> None:
         super().__init__(message)
         self.row = row
+
+    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[str, int]]:
+        return type(self), (str(self), self.row)  # pickle passes on what Exception got: the message alone
