@@ -13,6 +13,7 @@ import warnings
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ _USER_ERROR = 2  # as argparse
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells report Ctrl-C and SIGTERM
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_TOLD = (UserError, NonFiniteError, WriteError)  # what a user can do something about
 _TEXT_KEYS = (  # paths and prompts: no names for folders
     "ckpt",
     "data.train",
@@ -64,10 +66,16 @@ _TEXT_KEYS = (  # paths and prompts: no names for folders
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command line and returns its exit status; of a sweep, that of the worst job."""
-    statuses = []
+    failed: list[Exception] = []  # what jobs of this process have told
 
-    def job(cfg: DictConfig) -> None:
-        statuses.append(run(cfg))
+    def job(cfg: DictConfig) -> Any:
+        try:
+            return run(cfg)
+        except _TOLD as error:
+            failed.append(error)
+            if HydraConfig.get().mode == RunMode.MULTIRUN:
+                raise  # a sweeper, and a launcher of other processes, know by it
+            return None  # Hydra would print more around it
 
     try:
         _quiet()
@@ -90,43 +98,48 @@ def main(arguments: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except Exception as error:
-        return _tell(error)
-    return max(statuses, default=0)
+        if error not in failed:
+            failed.append(_tell(error))
+    return max((_USER_ERROR if isinstance(error, UserError) else _FAILED for error in failed), default=0)
 
 
-def run(cfg: DictConfig) -> int:
-    """One job: calls the chosen task with the resolved configuration.
+def run(cfg: DictConfig) -> Any:
+    """One job: calls the chosen task with the resolved configuration and returns what it returns.
 
-    Returns its exit status, for Hydra would print more around an error than what it says.
+    Raises:
+        UserError, NonFiniteError, WriteError: what ended it, already printed and in its log.
     """
     OmegaConf.resolve(cfg)
+    sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
+        if sweeps:
+            _quiet()  # a launcher may have started this process
+            check_values(cfg)  # a sweeper may have chosen them
         task = get_method(cfg.task._target_)
-        with _alone(Path(cfg.run_dir)) if HydraConfig.get().mode == RunMode.MULTIRUN else nullcontext():
-            task(cfg)
+        with _alone(Path(cfg.run_dir)) if sweeps else nullcontext():
+            return task(cfg)
     except Exception as error:
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
-        status = _tell(error, Path(cfg.run_dir))
-        if status == _USER_ERROR and _first_process():
+        told = _tell(error, Path(cfg.run_dir))
+        if isinstance(told, UserError) and _first_process():
             remove_unused(Path(cfg.run_dir))
-        return status
+        raise told from None
     except (KeyboardInterrupt, SystemExit):
         if _first_process():
             remove_unused(Path(cfg.run_dir))
         raise
-    return 0
 
 
-def _tell(error: Exception, folder: Path | None = None) -> int:
-    """Prints an error that a user can do something about and gives its exit status; any other is raised.
+def _tell(error: Exception, folder: Path | None = None) -> Exception:
+    """Prints and returns the cause that a user can do something about; raises an error without one.
 
     Args:
         folder: of the run that ended with it.
     """
-    told = next((e for e in _causes(error) if isinstance(e, (UserError, NonFiniteError, WriteError))), None)
+    told = next((e for e in _causes(error) if isinstance(e, _TOLD)), None)
     disk = next((e for e in _causes(error) if isinstance(e, OSError) and e.errno in _DISK_ERRORS), None)
     if told is None and disk is not None:  # TensorBoard's and Hydra's files, and the log
-        told = WriteError(disk.filename or folder or "The run's folder", disk)
+        told = WriteError.of(disk.filename or folder or "The run's folder", disk)
     if told is None:
         raise error
     way_out = ""
@@ -138,7 +151,7 @@ def _tell(error: Exception, folder: Path | None = None) -> int:
             again = f"remove {folder} and {again}"
         way_out = f" Free space or make the folder writable, then {again}."
     print(f"error: {told}{way_out}", file=sys.stderr)
-    return _USER_ERROR if isinstance(told, UserError) else _FAILED
+    return told
 
 
 def _quiet() -> None:
@@ -229,20 +242,24 @@ def _first_process() -> bool:
 def _alone(folder: Path) -> Iterator[None]:
     """Shows a job of a sweep to Lightning as a run of its own, in a folder that it claims.
 
-    Lightning starts further ranks with this process's command line, in the folder that Hydra would have given a single
-    run, and leaves its ranks in the environment, where the next job would take them for its own.
+    Lightning starts further ranks with this process's program and command line, which may be a launcher's, in the
+    folder that Hydra would have given a single run, and leaves its ranks in the environment, where the next job would
+    take them for its own.
     """
     from torch import distributed  # here: --help and mistakes do without
 
     settings: Any = HydraConfig.get()
     with read_write(settings), open_dict(settings):
         settings.run.dir = settings.runtime.output_dir
-    arguments, environment = sys.argv[1:], dict(os.environ)
+    program = sys.modules["__main__"]
+    spec, arguments, environment = program.__spec__, sys.argv[1:], dict(os.environ)
+    program.__spec__ = find_spec("solrl_lightning.__main__")
     sys.argv[1:] = list(settings.overrides.task)
     try:
         with claimed(folder, new=False) if _first_process() else nullcontext():
             yield
     finally:
+        program.__spec__ = spec
         sys.argv[1:] = arguments
         for name in _RANK_VARIABLES - environment.keys():
             os.environ.pop(name, None)

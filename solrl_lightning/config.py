@@ -22,7 +22,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import IntervalSweep, Override
 from hydra.errors import HydraException, OverrideParseException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from solrl_lightning.data.prompts import PromptSets
 
 CONFIG_MODULE = "solrl_lightning.conf"
+
+_BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
 
 SAMPLERS = ("shadow", "merged", "policy")
 SOLVERS = ("euler", "dpm2")
@@ -189,7 +191,11 @@ class ConfigTree:
             raise
 
     def jobs(self, arguments: Sequence[str], multirun: bool) -> list[DictConfig]:
-        """What `compose` gives for every run that a command line asks for; of a sweep, for every combination."""
+        """What `compose` gives for every run that a command line asks for; of a sweep, for every combination.
+
+        Only Hydra's basic sweeper names its combinations; of another one, the first values that it may choose stand for
+        all, and every job checks its own (``__main__.run``).
+        """
         overrides = self.parse(arguments)
         if any(override.key_or_group == "run_dir" for override in overrides):
             raise UserError("run_dir follows from the folder of the run; set that with hydra.run.dir=<folder>.")
@@ -201,12 +207,23 @@ class ConfigTree:
                 raise UserError(f"{swept[0].input_line} gives several values: add -m for a run of each.")
             check_root(cfg, overrides)
             return [cfg]
-        params = self.parse(f"{key}={value}" for key, value in (cfg.hydra.sweeper.params or {}).items())
-        batches = BasicSweeper.split_arguments(params + overrides, max_batch_size=None)
-        jobs = [self.compose(job) for job in itertools.chain.from_iterable(batches)]
+        params = self.parse(f"{key}={value}" for key, value in (cfg.hydra.sweeper.get("params") or {}).items())
+        if cfg.hydra.sweeper._target_ == _BASIC_SWEEPER:
+            (combinations,) = BasicSweeper.split_arguments(params + overrides, max_batch_size=None)
+        else:
+            combinations = [[_first_value(override) for override in params + overrides]]
+        jobs = [self.compose(combination) for combination in combinations]
         for job in jobs:
             check_root(job, params + overrides)
         return jobs
+
+
+def _first_value(override: Override) -> str:
+    if not override.is_sweep_override():
+        return str(override.input_line)
+    value = override.value()
+    first = value.start if isinstance(value, IntervalSweep) else next(override.sweep_string_iterator())
+    return f"{override.get_key_element()}={first}"
 
 
 def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:

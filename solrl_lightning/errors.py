@@ -16,9 +16,13 @@ class NonFiniteError(RuntimeError):
         super().__init__(message)
         self.row = row
 
+    def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[str, int]]:
+        return type(self), (str(self), self.row)  # pickle passes on what Exception got: the message alone
+
 
 class WriteError(RuntimeError):
     """A file could not be written; the message names it. What was there before is intact."""
 
-    def __init__(self, path: object, error: Exception) -> None:
-        super().__init__(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.")
+    @classmethod
+    def of(cls, path: object, error: Exception) -> "WriteError":
+        return cls(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.")

@@ -32,7 +32,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     except OSError as error:
         with suppress(OSError):  # the folder may be what is missing
             temporary.unlink()
-        raise WriteError(path, error) from error
+        raise WriteError.of(path, error) from error
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file, target)
     except (OSError, SafetensorError) as error:  # safetensors raises its own for a full disk
-        raise WriteError(folder, error) from error
+        raise WriteError.of(folder, error) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
 

@@ -1,8 +1,10 @@
 """The command line: what a job gets, sweeps, resuming, and what is refused with nothing written."""
 
+import importlib
 import json
 import logging
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 from diffusers.quantizers.torchao import torchao_quantizer
+from hydra.core.plugins import Plugins
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import DictConfig, OmegaConf
 from torch.utils import _pytree
 
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import NonFiniteError, UserError
 
 Command = Callable[..., Any]
 
@@ -26,7 +29,9 @@ Command = Callable[..., Any]
 def record(cfg: DictConfig) -> None:
     """A task that writes what it was given, and the checkpoint that a training run would leave."""
     folder = Path(cfg.run_dir)
-    facts = {"cfg": OmegaConf.to_container(cfg), "argv": sys.argv[1:], "cwd": os.getcwd()}
+    spec = sys.modules["__main__"].__spec__
+    program = {"name": spec and spec.name, "argv": sys.argv[1:]}
+    facts = {"cfg": OmegaConf.to_container(cfg), **program, "cwd": os.getcwd()}
     (folder / "record.json").write_text(json.dumps(facts), encoding="utf-8")
     (folder / "checkpoints").mkdir(exist_ok=True)
     torch.save({"pytorch-lightning_version": "2.6", "state_dict": {}}, folder / "checkpoints" / "last.ckpt")
@@ -51,6 +56,18 @@ def refuse_the_first_seed(cfg: DictConfig) -> None:
     if cfg.seed == 1:
         raise UserError("not with seed 1")
     record(cfg)
+
+
+def halve(cfg: DictConfig) -> float:
+    """A task whose outcome a sweeper goes by."""
+    record(cfg)
+    return cfg.optimizer.lr / 2
+
+
+def negate(cfg: DictConfig) -> float:
+    """A task whose outcome is no value to try next."""
+    record(cfg)
+    return -cfg.optimizer.lr
 
 
 def chatter(cfg: DictConfig) -> None:
@@ -134,10 +151,63 @@ def test_a_sweep_runs_every_combination_in_its_own_folder(command: Command, tmp_
 
 def test_a_process_started_from_a_sweep_repeats_its_own_job_only(command: Command, tmp_path: Path) -> None:
     assert command(RECORD, "-m", "seed=1,2").status == 0
-    assert [recorded(folder)["argv"] for folder in sorted(tmp_path.glob("outputs/multirun/*/[0-9]*"))] == [
-        [RECORD, "seed=1"],
-        [RECORD, "seed=2"],
-    ]
+    facts = [recorded(folder) for folder in sorted(tmp_path.glob("outputs/multirun/*/[0-9]*"))]
+    assert [fact["argv"] for fact in facts] == [[RECORD, "seed=1"], [RECORD, "seed=2"]]
+    assert {fact["name"] for fact in facts} == {"solrl_lightning.__main__"}  # not that of a launcher
+
+
+SWEEPER = """
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+
+
+class Climber(Sweeper):
+    def setup(self, **given):
+        self.config, self.launcher = given["config"], Plugins.instance().instantiate_launcher(**given)
+
+    def sweep(self, arguments):
+        value = 0.5
+        for number in range(2):
+            job = [f"optimizer.lr={value}" if "interval" in argument else argument for argument in arguments]
+            (done,) = self.launcher.launch([job], initial_job_idx=number)
+            value = done.return_value
+"""
+
+
+@pytest.fixture
+def sweeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The arguments that choose a sweeper of another package: 0.5 first, then what came of that."""
+    (tmp_path / "hydra_plugins").mkdir()
+    (tmp_path / "hydra_plugins" / "climber.py").write_text(SWEEPER, encoding="utf-8")
+    (tmp_path / "own" / "hydra" / "sweeper").mkdir(parents=True)
+    file = tmp_path / "own" / "hydra" / "sweeper" / "climber.yaml"
+    file.write_text("_target_: hydra_plugins.climber.Climber\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    Plugins.instance().register(importlib.import_module("hydra_plugins.climber").Climber)  # Hydra looks once a process
+    return ["--config-dir", "own", "-m", "hydra/sweeper=climber", "hydra.sweep.dir=sweep"]
+
+
+def test_another_sweeper_chooses_by_what_the_jobs_return(command: Command, tmp_path: Path, sweeper: list[str]) -> None:
+    assert command(task(halve), *sweeper, "optimizer.lr=interval(0.1,1)", "seed=3").status == 0
+    folders = sorted((tmp_path / "sweep").glob("[0-9]*"))
+    assert [folder.name for folder in folders] == ["0_optimizer.lr-0.5", "1_optimizer.lr-0.25"]
+    assert [recorded(folder)["cfg"]["seed"] for folder in folders] == [3, 3]
+
+
+def test_what_another_sweeper_may_choose_is_checked_before_and_in_its_jobs(
+    command: Command, tmp_path: Path, sweeper: list[str]
+) -> None:
+    assert "Did you mean optimizer.lr?" in refused(command, *sweeper, "optimzer.lr=interval(0.1,1)")
+    assert "model.solver must be one of" in refused(command, *sweeper, "model.solver=choice(heun,euler)")
+    result = command(task(negate), *sweeper, "optimizer.lr=interval(0.1,1)")
+    assert result.status == 2
+    assert "error: optimizer.lr must be a number above 0; got -0.5.\n" in result.err
+    assert [folder.name for folder in (tmp_path / "sweep").glob("[0-9]*")] == ["0_optimizer.lr-0.5"]
+
+
+def test_what_ended_a_job_can_be_told_by_another_process() -> None:
+    error = pickle.loads(pickle.dumps(NonFiniteError("not finite", 3)))
+    assert (str(error), error.row) == ("not finite", 3)
 
 
 def test_a_folder_of_own_options_is_found(command: Command, tmp_path: Path) -> None:
@@ -178,7 +248,9 @@ def test_a_mistake_found_after_work_was_written_leaves_it_with_the_log(command: 
 
 def test_a_job_of_a_sweep_that_cannot_be_is_told_and_the_others_run(command: Command, tmp_path: Path) -> None:
     result = command(task(refuse_the_first_seed), "-m", "seed=1,2", "hydra.sweep.dir=sweep")
-    assert (result.status, result.err) == (2, "error: not with seed 1\n")
+    assert result.status == 2
+    told, which = result.err.splitlines()
+    assert told == "error: not with seed 1" and "'seed=1'" in which  # Hydra's words
     assert sorted(file.name for file in (tmp_path / "sweep").iterdir()) == ["1_seed-2", "multirun.yaml"]
 
 

@@ -68,9 +68,10 @@ def test_a_model_trains_in_a_family(
     torch._dynamo.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counted))
     own = (f"model={model}", f"model.pretrained={folders[model]}", f"model.embeddings={tmp_path / 'embeddings'}")
-    train(compose(*own, *SMALL, f"family={family}", f"family.compile={family == 'compile'}"))
+    reward = train(compose(*own, *SMALL, f"family={family}", f"family.compile={family == 'compile'}"))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["iterations"] == 2
+    assert reward == summary["final_reward"]
     assert [row["iteration"] for row in summary["evaluations"]] == [0, 1, 2]
     # One graph for each kind of block in rollouts and one in training, however often the weights are written anew.
     assert graphs == (2 * KINDS_OF_BLOCKS if family == "compile" else 0)

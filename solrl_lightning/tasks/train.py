@@ -2,7 +2,6 @@
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import torch
 from hydra.utils import instantiate
@@ -10,6 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_loop, build_module, build_trainer, stages_of
+from solrl_lightning.callbacks.summary import base_and_final
 from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.errors import UserError
 from solrl_lightning.optimizer_state import check_fits
@@ -18,8 +18,8 @@ from solrl_lightning.run_folder import goes_on, keep_record
 log = logging.getLogger(__name__)
 
 
-def train(cfg: DictConfig) -> dict[str, Any]:
-    """Trains, resumes when ``cfg.ckpt`` names a checkpoint, and returns the logged metrics.
+def train(cfg: DictConfig) -> float | None:
+    """Trains, resumes when ``cfg.ckpt`` names a checkpoint, and returns the final held-out reward, if there is one.
 
     Leaves the contents that the README lists in the run folder; an interrupted run leaves them too.
     """
@@ -37,7 +37,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     if cfg.ckpt is None:
         trainer.validate(module, held_out, verbose=False)
     trainer.fit(module, loop.loader, held_out, ckpt_path=cfg.ckpt, weights_only=True)
-    return dict(trainer.logged_metrics)
+    return base_and_final(module.eval_history, module.rewards.name)[1]
 
 
 class _KeepRecord(Callback):
