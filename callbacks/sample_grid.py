@@ -189,5 +189,4 @@ class SampleGrid(Callback):
         write_atomically(Path(trainer.default_root_dir) / "samples" / f"{name}_{done:06d}.png", buffer.getvalue())
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
-                pixels = np.asarray(picture)
-                logger.experiment.add_image(f"samples/{name}", pixels, trainer.current_epoch, dataformats="HWC")
+                logger.experiment.add_image(f"samples/{name}", np.asarray(picture), done, dataformats="HWC")

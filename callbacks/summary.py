@@ -1,8 +1,8 @@
 """The end of a run: ``summary.json``, TensorBoard's HParams, and a short table on the terminal.
 
-Written when the run completes, when it is interrupted (Ctrl-C, SIGTERM) and when it fails, from the moment training
-has started; a run that cannot start leaves an earlier summary as it was. Everything is rank 0's own view: after an
-exception no other rank can be asked.
+Written when the run completes, when a callback or ``trainer.max_time`` stops it early, when it is interrupted (Ctrl-C,
+SIGTERM) and when it fails, from the moment training has started; a run that cannot start leaves an earlier summary as
+it was. Everything is rank 0's own view: after an exception no other rank can be asked.
 """
 
 import json
@@ -23,6 +23,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.surface import RECORD, find, module_of
 from solrl_lightning.callbacks.timings import StageTimings
+from solrl_lightning.errors import UserError
 from solrl_lightning.files import write_atomically
 
 _PATHS = {
@@ -38,12 +39,18 @@ _STATE = "run_summary"  # key in the checkpoint
 class RunSummary(Callback):
     """Writes ``summary.json`` into ``trainer.default_root_dir`` and prints what came of the run.
 
-    hparams: the essentials of the configuration, flat; the columns of TensorBoard's HParams table.
+    hparams: the essentials of the configuration, flat; `config` in summary.json.
+    columns: those of them that TensorBoard's HParams table has.
     Keep it last among the callbacks, so that what the others write is already there.
     """
 
-    def __init__(self, hparams: Mapping[str, Any]) -> None:
-        self.hparams = dict(hparams)
+    def __init__(self, hparams: Mapping[str, Any], columns: Sequence[str]) -> None:
+        if missing := [name for name in columns if name not in hparams]:
+            raise UserError(
+                f"callbacks.summary.columns={list(columns)} is invalid: every column is a key of callbacks.summary."
+                f"hparams. Add one with +callbacks.summary.hparams.{missing[0]}=<value>."
+            )
+        self.hparams, self.columns = dict(hparams), list(columns)
         self._started: float | None = None
         self._open = False  # training has started and its summary is not written yet
         self._seconds_before = 0.0  # of the runs that this one resumes
@@ -59,7 +66,8 @@ class RunSummary(Callback):
         self._open = True
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._finish(trainer, pl_module, "completed", None)
+        whole = trainer.current_epoch >= (trainer.max_epochs or 0)
+        self._finish(trainer, pl_module, "completed" if whole else "stopped early", None)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         if isinstance(exception, KeyboardInterrupt | SIGTERMException):
@@ -85,7 +93,7 @@ class RunSummary(Callback):
         facts = self.collect(trainer, pl_module, status, error)
         path = Path(trainer.default_root_dir) / "summary.json"
         write_atomically(path, (json.dumps(finite_only(facts), indent=2, default=str) + "\n").encode())
-        log_hyperparameters(trainer, self.hparams, facts)
+        log_hyperparameters(trainer, self.hparams, self.columns, facts)
         print(format_summary(facts), flush=True)
         RECORD.info(format_summary(facts))
         self._open = False  # an exception after the end does not overwrite the summary of the run
@@ -176,15 +184,17 @@ def finite_only(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def log_hyperparameters(trainer: Trainer, hparams: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Give every logger the configuration; TensorBoard's HParams table also gets the results, as its metric columns."""
-    results = {name: facts[name] for name in ("base_reward", "final_reward", "improvement", "seconds_total")}
+def log_hyperparameters(
+    trainer: Trainer, hparams: Mapping[str, Any], columns: Sequence[str], facts: Mapping[str, Any]
+) -> None:
+    """Gives every logger the configuration; TensorBoard its HParams table of ``columns`` and the results."""
+    results = {name: facts[name] for name in ("final_reward", "improvement", "base_reward", "seconds_total")}
     results["rank_spearman"] = ((facts["rank_fidelity"] or {}).get("last") or {}).get("spearman")
     known = {name: value for name, value in results.items() if value is not None and math.isfinite(value)}
     metrics = {f"summary/{name}": value for name, value in known.items()}
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams(dict(hparams), metrics, step=trainer.current_epoch)
+            logger.log_hyperparams({name: hparams[name] for name in columns}, metrics, step=trainer.current_epoch)
         else:
             logger.log_hyperparams(dict(hparams))
 

@@ -56,6 +56,7 @@ class ExploreTrainLoop(_FitLoop):
     ) -> None:
         super().__init__(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
         self.epoch_loop = trainer.fit_loop.epoch_loop  # it holds the Trainer's max_steps
+        self._number_iterations(done=0)
         if schedule.per_iteration < trainer.world_size:
             raise UserError(
                 "every device needs at least one prompt an iteration; "
@@ -132,7 +133,10 @@ class ExploreTrainLoop(_FitLoop):
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
             for counter in ("ready", "started", "processed", "completed"):
                 setattr(progress, counter, done)
-        self.epoch_loop._batches_that_stepped = done  # the loggers' step axis
+        self._number_iterations(done)
         # _FitLoop's own setter insists on True whenever max_steps is set
         _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
 
+    def _number_iterations(self, done: int) -> None:
+        """Loggers number an iteration by the optimiser steps done when it ends; Lightning's own numbers start at 0."""
+        self.epoch_loop._batches_that_stepped = done + 1

@@ -63,6 +63,9 @@ _TRACES = ("summary.json", "checkpoints", "tensorboard", "lora", ".hydra", "mult
 # Any of these makes a folder a run's, and not that of a sweep.
 _RUN_MARKS = (".hydra", "checkpoints", "summary.json")
 
+# What summary.json calls a run that ended as intended.
+_FINISHED = ("completed", "stopped early")
+
 # Lightning writes its version beside the weights of every checkpoint.
 _LIGHTNING_MARK = b"pytorch-lightning_version"
 
@@ -372,7 +375,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     for folder in folders:
         file = folder / "summary.json"
         summary = json.loads(file.read_text()) if file.is_file() else {"status": "has no summary.json (yet)"}
-        if summary["status"] != "completed":
+        if summary["status"] not in _FINISHED:
             left_out[str(folder)] = summary["status"]
         elif summary["final_reward"] is None:
             left_out[str(folder)] = "never evaluated"

@@ -48,6 +48,9 @@ def test_a_run_leaves_everything_that_the_readme_lists(command: Command, tmp_pat
     assert set(events.Tags()["scalars"]) >= TAGS
     evaluated = [row["iteration"] for row in summary["evaluations"]]
     assert [event.step for event in events.Scalars("eval/shapes")] == evaluated == [0, 1, 2]
+    assert all([event.step for event in events.Scalars(tag)] == [1, 2] for tag in TAGS - {"eval/shapes"})
+    assert [event.step for event in events.Images("samples/grid")] == [1, 2]
+    assert "epoch" not in events.Tags()["scalars"]
     told = ("before training | shapes 0.", "NVFP4 is emulated", "linear layers quantised", "last checkpoint")
     for text in (*told, "shapes reward"):
         assert text in done.out

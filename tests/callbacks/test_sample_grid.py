@@ -80,8 +80,8 @@ def test_tensorboard_shows_the_pictures(tmp_path, stand_in):
     trainer = stand_in.trainer(tmp_path, [grid(every=1)], max_epochs=2, logger=logger)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [event.step for event in events.Images("samples/grid")] == [0, 1]
-    assert [event.step for event in events.Images("samples/pool")] == [0, 1]
+    assert [event.step for event in events.Images("samples/grid")] == [1, 2]
+    assert [event.step for event in events.Images("samples/pool")] == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,14 @@ import json
 import pytest
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.loggers import TensorBoardLogger
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.summary import RunSummary, base_and_final, finite_only
 from solrl_lightning.callbacks.timings import StageTimings
+from solrl_lightning.errors import UserError
+from solrl_lightning.loggers import TensorBoard
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 
@@ -24,9 +26,20 @@ class RaiseIn(Callback):
             raise self.exception
 
 
+class Stop(Callback):
+    """As EarlyStopping and Timer do."""
+
+    def __init__(self, iterations: int) -> None:
+        self.iterations = iterations
+
+    def on_train_epoch_end(self, trainer, module):
+        trainer.should_stop = trainer.current_epoch + 1 == self.iterations
+
+
 def fit(tmp_path, stand_in, iterations, *extra, ckpt_path=None, **options):
     """A run whose base is evaluated first, as the train task does."""
-    callbacks = [StageTimings(), RankCorrelation(probe_every=1), *extra, RunSummary(HPARAMS)]
+    summary = RunSummary(HPARAMS, columns=["seed", "family"])
+    callbacks = [StageTimings(), RankCorrelation(probe_every=1), *extra, summary]
     module, trainer = stand_in.Evaluated(), stand_in.trainer(tmp_path, callbacks, max_epochs=iterations, **options)
     if ckpt_path is None:
         trainer.validate(module, stand_in.micro_batches(), verbose=False)
@@ -132,13 +145,29 @@ def test_base_reward_and_times_survive_a_resume(tmp_path, stand_in):
     assert summary["paths"]["last_checkpoint"] == str(last)
 
 
-def test_hyperparameters_and_results_reach_tensorboards_table(tmp_path, stand_in):
-    logger = TensorBoardLogger(tmp_path, name="", version="tensorboard", default_hp_metric=False)
+def test_the_chosen_columns_and_the_results_reach_tensorboards_table(tmp_path, stand_in):
+    logger = TensorBoard(tmp_path, name="", version="tensorboard", default_hp_metric=False)
     fit(tmp_path, stand_in, 2, logger=logger)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert events.Scalars("summary/final_reward")[-1].value == pytest.approx(read(tmp_path)["final_reward"])
+    (final,) = events.Scalars("summary/final_reward")
+    assert (final.step, final.value) == (2, pytest.approx(read(tmp_path)["final_reward"]))
     assert events.Scalars("summary/rank_spearman")[-1].value == pytest.approx(1.0)
-    assert {"_hparams_/experiment", "_hparams_/session_start_info"} <= set(events.PluginTagToContent("hparams"))
+    content = events.PluginTagToContent("hparams")
+    table = HParamsPluginData.FromString(content["_hparams_/experiment"]).experiment
+    assert [column.name for column in table.hparam_infos] == ["seed", "family"]
+    assert table.metric_infos[0].name.tag == "summary/final_reward"
+    assert "_hparams_/session_start_info" in content
+    assert "epoch" not in events.Tags()["scalars"]
+
+
+def test_a_column_that_is_no_hyperparameter_is_refused():
+    with pytest.raises(UserError, match=r"columns=\['family', 'rank'\] is invalid: .*hparams.rank=<value>"):
+        RunSummary(HPARAMS, columns=["family", "rank"])
+
+
+def test_a_run_that_a_callback_stops_is_not_called_completed(tmp_path, stand_in):
+    fit(tmp_path, stand_in, 5, Stop(2))
+    assert (read(tmp_path)["status"], read(tmp_path)["iterations"]) == ("stopped early", 2)
 
 
 def test_without_an_evaluation_there_is_no_reward_to_report():

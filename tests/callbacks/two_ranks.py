@@ -55,7 +55,7 @@ def main(folder: Path) -> None:
         RewardGuard(patience=1),
         SampleGrid(every=1, prompts=1, seeds_per_prompt=1, steps=1, seed=0),
         StageProgressBar(),
-        RunSummary({"seed": 0}),
+        RunSummary({"seed": 0}, columns=["seed"]),
         Metrics(folder / "metrics.json"),
     ]
     # Forked: the second process needs no second import of everything.

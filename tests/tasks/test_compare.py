@@ -158,6 +158,7 @@ def test_runs_that_are_not_finished_are_listed_and_left_out(
 ) -> None:
     runs = tmp_path / "runs"
     write_run(runs / "done", 0.6)
+    write_run(runs / "early", 0.6, seed=2, status="stopped early")
     write_run(runs / "stopped", 0.9, status="interrupted")
     write_run(runs / "blind", 0.9, final_reward=None)
     write_run(runs / "bare", 0.9)
@@ -173,7 +174,7 @@ def test_runs_that_are_not_finished_are_listed_and_left_out(
         "bare": "has no .hydra/config.yaml",
         "running": "has no summary.json (yet)",
     }
-    assert [Path(run).name for run in result["groups"][0]["runs"]] == ["done"]
+    assert [Path(run).name for run in result["groups"][0]["runs"]] == ["done", "early"]
     assert f"left out {runs / 'stopped'}: interrupted" in capfd.readouterr().out
 
 
