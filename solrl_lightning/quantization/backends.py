@@ -123,16 +123,13 @@ def _faster(device: torch.device) -> list[str]:
 
 def _emulation_line(precision: str, backend: str, device: torch.device) -> str:
     operands = {torch.bfloat16: "BF16", torch.float32: "FP32"}[operand_dtype(device)]
-    faster = _faster(device)
-    advice = (
-        f"precision={faster[0]} would be faster: there are units for it"
-        if faster
-        else "no quantised precision is faster here"
+    name, hardware = _NAMES[precision], "this CPU" if device.type == "cpu" else describe(device)
+    line = (
+        f"precision.backend={backend}: {name} is emulated by {operands} products on {hardware}: the shadow ranks "
+        f"candidates as {name} does and costs no less time and memory than BF16"
     )
-    return (
-        f"precision.backend={backend}: {_NAMES[precision]} is emulated on {describe(device)} by {operands} products; "
-        f"the numbers are those of the format, but it is neither faster nor smaller than BF16 ({advice})"
-    )
+    faster = _faster(device) if backend == "auto" and device.type == "cuda" else []
+    return f"{line} (precision={faster[0]} has units on this GPU)" if faster else line
 
 
 def _refusal(precision: str, backend: str, device: torch.device) -> str:

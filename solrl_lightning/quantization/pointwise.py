@@ -43,8 +43,9 @@ class Pointwise(nn.Module):
         self.linear: Any = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        # Both are views: the network around it works on channels-last pixels, its tokens.
-        return self.linear(x.movedim(1, -1)).movedim(-1, 1)
+        # Copies nothing where the network around it works on channels-last pixels, its tokens. Of a single image in the
+        # other layout the tokens would be columns of a matrix, and a GPU's products take rows.
+        return self.linear(x.movedim(1, -1).contiguous()).movedim(-1, 1)
 
     def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """As the layer's own, of a convolution's weight [C', C, 1, 1]."""

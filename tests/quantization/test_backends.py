@@ -60,18 +60,23 @@ def test_auto_takes_the_best_that_the_hardware_has(
 
 
 @pytest.mark.parametrize(
-    ("capability", "advice"),
+    ("capability", "backend", "products", "advice"),
     [
-        ("", "no quantised precision is faster here"),
-        ("8.0", "precision=int8 would be faster"),
-        ("9.0", "precision=fp8 would be faster"),
+        ("", "auto", "FP32 products on this CPU", ""),
+        ("7.5", "auto", "BF16 products on NVIDIA Test (compute capability 7.5)", ""),
+        ("8.0", "auto", "BF16 products on NVIDIA Test (compute capability 8.0)", "int8"),
+        ("9.0", "auto", "BF16 products on NVIDIA Test (compute capability 9.0)", "fp8"),
+        ("10.0", "emulated", "BF16 products on NVIDIA Test (compute capability 10.0)", ""),
     ],
 )
-def test_an_emulation_says_what_it_is_and_which_precision_would_be_faster(
-    hardware: Hardware, capability: str, advice: str
+def test_an_emulation_says_what_is_computed_what_it_is_for_and_what_it_costs(
+    hardware: Hardware, capability: str, backend: str, products: str, advice: str
 ) -> None:
-    line = resolve("nvfp4", "auto", hardware(capability)).line
-    assert "NVFP4 is emulated on" in line and "neither faster nor smaller than BF16" in line and advice in line
+    line = resolve("nvfp4", backend, hardware(capability, vnni=True)).line
+    assert line == (
+        f"precision.backend={backend}: NVFP4 is emulated by {products}: the shadow ranks candidates as NVFP4 does and "
+        "costs no less time and memory than BF16"
+    ) + (f" (precision={advice} has units on this GPU)" if advice else "")
 
 
 def test_bits_per_weight_are_what_a_layer_holds(hardware: Hardware) -> None:

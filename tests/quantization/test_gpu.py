@@ -1,0 +1,169 @@
+"""What a GPU is given, without one: shapes, dtypes and devices of every backend's layers, of a rollout and of a step.
+
+PyTorch's fake tensors say they are on a GPU and run each operation's own checks, but compute nothing.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from nano import PROMPTS, load_policy, lora_config, save_nano
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_leaves
+
+import solrl_lightning.module
+from solrl_lightning.module import Sampling, SolRLModule, Stage
+from solrl_lightning.objectives.nft import nft_loss
+from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, resolve
+from solrl_lightning.quantization.backends import BACKENDS
+from solrl_lightning.quantization.fp8 import FP8Linear
+from solrl_lightning.quantization.packed import PackedNVFP4Linear
+from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.records import Rollouts
+from solrl_lightning.rollout.seeds import pool_seeds
+from solrl_lightning.rollout.stage import Trajectory, sample_states
+from solrl_lightning.rollout.training_rows import Plan, TrainingRows
+
+GPUS = ("cuda", "lazy")  # the second one for autograd, which asks the driver for the first one's context
+WITHOUT_TRANSFORMER_ENGINE = [
+    (precision, name)
+    for precision, names in BACKENDS.items()
+    for name in names
+    if name not in ("auto", "transformer_engine")
+]
+
+
+class FakeGPU(FakeTensorMode):
+    """Tensors on a GPU are fake; those on the CPU, like seeds and indices, are real."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf.type in GPUS):
+                return super().__torch_dispatch__(func, types, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+def applied(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """nn.Module._apply, which exchanges parameters in a way that fake ones refuse."""
+    for child in module.children():
+        applied(child, function)
+    for name, parameter in module.named_parameters(recurse=False):
+        with torch.no_grad():
+            other = function(parameter)
+        if other is not parameter:
+            setattr(module, name, nn.Parameter(other, parameter.requires_grad))
+    for name, buffer in module.named_buffers(recurse=False):
+        setattr(module, name, function(buffer))
+    return module
+
+
+@pytest.fixture
+def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A fake GPU that every backend takes."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    monkeypatch.setattr(nn.Module, "_apply", applied)
+    with FakeGPU(allow_non_fake_inputs=True):
+        yield
+
+
+def backend_of(precision: str, name: str) -> Backend:
+    return resolve(precision, name, torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(("precision", "name"), WITHOUT_TRANSFORMER_ENGINE)
+@pytest.mark.parametrize(("weight_dtype", "bias"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_products_accept_the_operands_of_any_number_of_tokens(
+    blackwell: None, precision: str, name: str, weight_dtype: torch.dtype, bias: bool
+) -> None:
+    layer_cls: Any = backend_of(precision, name).linear_cls
+    layer = layer_cls.from_linear(nn.Linear(64, 48, bias=bias, device="cuda", dtype=weight_dtype))
+    layer.refresh(torch.empty(48, 64, device="cuda"))  # the merged weight in float32
+    assert {buffer.device.type for buffer in layer.buffers()} == {"cuda"}
+    for shape in ((1,), (17,), (2, 32), (1, 33)):
+        y = layer(torch.empty(*shape, 64, device="cuda", dtype=torch.bfloat16))
+        assert y.shape == (*shape, 48) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
+
+
+@pytest.mark.parametrize(("precision", "name"), WITHOUT_TRANSFORMER_ENGINE)
+def test_convolutions_run_as_linear_layers_there(blackwell: None, precision: str, name: str) -> None:
+    backend = backend_of(precision, name)
+    block = nn.ModuleDict({"conv": nn.Conv2d(64, 48, 1, device="cuda", dtype=torch.bfloat16)})
+    convert(block, plan(block, QuantizationRule(["*"]), backend), backend)
+    block["conv"].refresh(torch.empty(48, 64, 1, 1, device="cuda"))  # type: ignore[operator]
+    for images in (1, 3):
+        y = block["conv"](torch.empty(images, 64, 5, 7, device="cuda", dtype=torch.bfloat16))
+        assert y.shape == (images, 48, 5, 7) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
+
+
+@pytest.mark.parametrize(("layer_cls", "shape"), [(FP8Linear, (40, 48)), (PackedNVFP4Linear, (64, 40))])
+def test_what_a_product_refuses_is_an_obstacle(blackwell: None, layer_cls: Any, shape: tuple[int, int]) -> None:
+    assert layer_cls.obstacle(nn.Linear(*shape, device="meta"))
+    layer = layer_cls.from_linear(nn.Linear(*shape, device="cuda", dtype=torch.bfloat16))
+    with pytest.raises(RuntimeError, match="divisible|multiple"):
+        layer(torch.empty(32, shape[0], device="cuda", dtype=torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_nano(tmp_path_factory.mktemp("nano"))
+
+
+def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
+    return SolRLModule(
+        policy=load_policy(folder, device=device),
+        rewards=WeightedRewards({}, {}),
+        objective=partial(nft_loss, beta=1.0, kl_weight=1e-4, advantage_clip=5.0),
+        optimizer=torch.optim.AdamW,
+        old_decay=lambda step: 0.5,
+        stages=[Stage("explore", "shadow", 2, "dpm2"), Stage("regenerate", "merged", 2, "dpm2")],
+        sampling=Sampling("dpm2", batch=2, compile=False, eval_steps=2, eval_images=1),
+        lora=lora_config(),
+        backend=backend,
+        rule=QuantizationRule(["transformer_blocks.*", "single_transformer_blocks.*"]),
+        kl_needs_reference=True,
+        eval_prompts=[],
+        seed=0,
+    )
+
+
+def test_a_chunk_of_a_rollout_stays_on_the_gpu(blackwell: None, folder: str) -> None:
+    module = module_on("cuda", folder, backend_of("nvfp4", "torch"))
+    module.refresh_shadow()
+    prompts, seeds = module.encode(PROMPTS[:1]), pool_seeds(0, 0, PROMPTS[:1], 2)
+    trajectory = Trajectory(module.policy.sigmas(2), "dpm2")
+    chunks = list(
+        sample_states(module.policy, module.replicas["shadow"], module.batching["shadow"], prompts, seeds, trajectory)
+    )
+    (index, state), images = chunks[0], module.policy.decode(chunks[0][1].x)
+    assert index.tolist() == [0, 1] and len(chunks) == 1
+    assert state.x.shape == (2, 16, 32) and images.shape == (2, 3, 32, 32)
+    for values in (state.x, images):
+        assert values.dtype == torch.float32 and values.device.type == "cuda"
+
+
+@pytest.mark.parametrize("device", GPUS)
+def test_a_training_step_stays_on_the_gpu(
+    blackwell: None, folder: str, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    monkeypatch.setattr(solrl_lightning.module, "check_finite", lambda *arguments: None)  # looks at numbers
+    module = module_on(device, folder, backend_of("bf16", "auto"))
+    monkeypatch.setattr(module, "log_dict", lambda *arguments, **options: None)  # no trainer
+    seeds, scores = pool_seeds(0, 0, PROMPTS[:1], 2), torch.zeros(1, 2)
+    latents = torch.empty(1, 2, *module.policy.latent_shape, device=device)  # type: ignore[attr-defined]
+    rollouts = Rollouts(PROMPTS[:1], seeds, latents, scores, scores, scores.unsqueeze(-1), scores)
+    sigmas, step = module.policy.sigmas(4), Plan(micro_batches=1, rows=4)
+    (batch,) = TrainingRows(rollouts, module.encode(PROMPTS[:1]), sigmas, fraction=0.5, plan=step, share=1 / 4)
+    loss = module.training_step(batch, 0)
+    assert loss.requires_grad and loss.shape == () and loss.dtype == torch.float32 and loss.device.type == device
+    if device != "cuda":
+        loss.backward()
+        gradients: list[Tensor | None] = [parameter.grad for parameter in module.trained_parameters()]
+        assert len(gradients) > 10
+        for gradient in gradients:
+            assert gradient is not None and gradient.dtype == torch.float32 and gradient.device.type == device
