@@ -121,6 +121,7 @@ def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
         objective=partial(nft_loss, beta=1.0, kl_weight=1e-4, advantage_clip=5.0),
         optimizer=torch.optim.AdamW,
         old_decay=lambda step: 0.5,
+        old_velocity="policy",
         stages=[Stage("explore", "shadow", 2, "dpm2"), Stage("regenerate", "merged", 2, "dpm2")],
         sampling=Sampling("dpm2", batch=2, compile=False, eval_steps=2, eval_images=1),
         lora=lora_config(),
