@@ -7,8 +7,8 @@ nearest, ties to even.
 ``per_row=True`` gives each row (everything but the last dimension) an FP32 scale of its own: ``amax`` below is then the
 row's. Inputs of layers are quantised so, because one scale for a batch makes a candidate depend on its neighbours.
 
-The order of the FP32 operations is that of Transformer Engine's reference quantiser (1 x 16 blocks, no Hadamard
-transform, no stochastic rounding, no 4over6), so codes and block scales agree with it bit for bit:
+The FP32 operations and their order are those of Transformer Engine's reference quantiser, by its source (1 x 16 blocks,
+no Hadamard transform, no stochastic rounding, no 4over6):
 
     encode       = min(2688 / amax, FLT_MAX)                  2688 = 448 * 6, the largest E4M3 times the largest E2M1
     block_scale  = e4m3(min(block_amax * (encode * (1/6)), 448))

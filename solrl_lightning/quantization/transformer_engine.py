@@ -1,6 +1,6 @@
 """NVFP4 linear layers by Transformer Engine (compute capability 10.0 and newer), packed in 4.5 bits.
 
-Not run: no such GPU was at hand. ``make contract`` holds these calls against Transformer Engine's source, from 2.9 on.
+Not yet run on a GPU. ``make contract`` holds these calls against Transformer Engine's source, from 2.9 on.
 What a rollout needs of it:
 
 1. `quantized_model_init` without gradients: the layer holds row-wise NVFP4 and neither the BF16 weight nor the
