@@ -34,12 +34,14 @@ from solrl_lightning.config import (
     first_lines,
 )
 from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.launch import check_launched, is_first
 from solrl_lightning.run_folder import check_new, check_writable, finished_runs, remove_unused, resume
 
 _FAILED = 1
 _USER_ERROR = 2  # as argparse
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells report Ctrl-C and SIGTERM
 _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_NO_RECORD = ("hydra.output_subdir=null", f"hydra.job_logging.handlers.file.filename={os.devnull}")  # rank 0 has it
 _TEXT_KEYS = (  # paths and prompts: no names for folders
     "ckpt",
     "data.train",
@@ -105,11 +107,11 @@ def run(cfg: DictConfig) -> Any:
     except Exception as error:
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
         told = _tell(error)
-        if isinstance(told, UserError) and _first_process():
+        if isinstance(told, UserError) and is_first():
             remove_unused(Path(cfg.run_dir))
         raise told from None
     except (KeyboardInterrupt, SystemExit):
-        if _first_process():
+        if is_first():
             remove_unused(Path(cfg.run_dir))
         raise
 
@@ -166,7 +168,9 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[s
     resumed = resume(tree, flags.overrides, flags.multirun)
     checked = []
     for cfg in tree.jobs(resumed.arguments, flags.multirun):
-        folder = Path(cfg.hydra.sweep.dir if tree.sweeps else cfg.hydra.run.dir)
+        home = cfg.hydra.sweep if tree.sweeps else cfg.hydra.run
+        check_launched(OmegaConf.to_yaml(home), cfg.trainer.get("num_nodes") or 1)
+        folder = Path(home.dir)
         if folder == Path():
             raise UserError("A run needs a folder of its own; hydra.run.dir is empty. Name one, or leave it out.")
         checked.append(application_config(cfg, folder))
@@ -174,7 +178,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[s
     other = [argument for argument in arguments if argument not in flags.overrides]
     if flags.help or flags.cfg or flags.info:
         return [*other, *resumed.arguments]
-    if _first_process():
+    if is_first():
         for folder in {Path(cfg.run_dir) for cfg in checked}:
             if folder.resolve() != resumed.folder:
                 check_new(folder)
@@ -185,9 +189,10 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[s
         check_needs(cfg)
         if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
             check_precision(cfg)
-    if resumed.message and _first_process():
+    if resumed.message and is_first():
         print(resumed.message, flush=True)
-    return [*other, *resumed.arguments, *([_folder_names(tree, resumed.arguments)] if tree.sweeps else [])]
+    names = [_folder_names(tree, resumed.arguments)] if tree.sweeps else []
+    return [*other, *resumed.arguments, *names, *([] if is_first() else _NO_RECORD)]
 
 
 def _folder_names(tree: ConfigTree, arguments: list[str]) -> str:
@@ -195,11 +200,6 @@ def _folder_names(tree: ConfigTree, arguments: list[str]) -> str:
     fixed = [o.key_or_group for o in tree.parse(arguments) if not o.is_sweep_override()]
     unnamed = ",".join(f"'{key}'" for key in dict.fromkeys([*fixed, *_TEXT_KEYS]))
     return f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]"
-
-
-def _first_process() -> bool:
-    """Whether this process starts the run; the other ranks find its folder in use, and rightly so."""
-    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -45,3 +46,27 @@ def test_two_ranks_take_the_steps_of_one(tmp_path: Path) -> None:
     assert torch.linalg.vector_norm(a - b) <= 0.05 * torch.linalg.vector_norm(a)
     assert abs(summary["base_reward"] - summary_of_two["base_reward"]) <= 1e-3
     assert abs(summary["final_reward"] - summary_of_two["final_reward"]) <= 5e-3
+
+
+def test_two_nodes_of_torchrun_leave_one_folder(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    job = ["-m", "solrl_lightning", *ARGUMENTS, "prompts_per_iteration=2", "data.eval_prompts=2"]
+    job += ["trainer.strategy=ddp", "trainer.num_nodes=2", "trainer.devices=1"]
+    commands = [
+        [sys.executable, "-m", "torch.distributed.run", *node, f"--node_rank={rank}", *job] for rank in range(2)
+    ]
+    nodes = [subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}) for command in commands]
+    assert [process.wait(timeout=280) for process in nodes] == [0, 0]
+    (folder,) = tmp_path.glob("outputs/train/*")
+    assert {file.name for file in folder.iterdir()} == {
+        ".hydra",
+        "checkpoints",
+        "lora",
+        "solrl_lightning.log",
+        "summary.json",
+        "tensorboard",
+    }
+    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
