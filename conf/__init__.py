@@ -2,12 +2,16 @@
 
 from omegaconf import DictConfig, OmegaConf
 
+from solrl_lightning.launch import launched
+
 # ${reward_names:} is the chosen rewards joined by "+": Hydra's own ${hydra:runtime.choices.reward} has no lists.
 OmegaConf.register_new_resolver(
     "reward_names",
     lambda *, _root_: "+".join(_names(_root_)),
     replace=True,
 )
+# ${launched:<pattern>} is ${now:<pattern>}, but the same in every rank.
+OmegaConf.register_new_resolver("launched", launched, replace=True, use_cache=True)
 
 
 def _names(cfg: DictConfig) -> list[str]:

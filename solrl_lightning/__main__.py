@@ -36,6 +36,7 @@ from solrl_lightning.config import (
     first_lines,
 )
 from solrl_lightning.errors import NonFiniteError, UserError, WriteError
+from solrl_lightning.launch import check_launched, is_first
 from solrl_lightning.run_folder import (
     LAST,
     check_free,
@@ -53,6 +54,7 @@ _INTERRUPTED, _TERMINATED = 130, 143  # as shells report Ctrl-C and SIGTERM
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _TOLD = (UserError, NonFiniteError, WriteError)  # what a user can do something about
+_NO_RECORD = ("hydra.output_subdir=null", f"hydra.job_logging.handlers.file.filename={os.devnull}")  # rank 0 has it
 _TEXT_KEYS = (  # paths and prompts: no names for folders
     "ckpt",
     "data.train",
@@ -121,11 +123,11 @@ def run(cfg: DictConfig) -> Any:
     except Exception as error:
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
         told = _tell(error, Path(cfg.run_dir))
-        if isinstance(told, UserError) and _first_process():
+        if isinstance(told, UserError) and is_first():
             remove_unused(Path(cfg.run_dir))
         raise told from None
     except (KeyboardInterrupt, SystemExit):
-        if _first_process():
+        if is_first():
             remove_unused(Path(cfg.run_dir))
         raise
 
@@ -199,7 +201,9 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     resumed = resume(tree, flags.overrides, flags.multirun)
     checked = []
     for cfg in tree.jobs(resumed.arguments, flags.multirun):
-        folder = Path(cfg.hydra.sweep.dir if tree.sweeps else cfg.hydra.run.dir)
+        home = cfg.hydra.sweep if tree.sweeps else cfg.hydra.run
+        check_launched(OmegaConf.to_yaml(home), cfg.trainer.get("num_nodes") or 1)
+        folder = Path(home.dir)
         if folder == Path():
             raise UserError("A run needs a folder of its own; hydra.run.dir is empty. Name one, or leave it out.")
         checked.append(application_config(cfg, folder))
@@ -208,7 +212,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     if flags.help or flags.cfg or flags.info:
         return [*other, *resumed.arguments], {}
     folders = {Path(cfg.run_dir): Path(cfg.run_dir).resolve() != resumed.folder for cfg in checked}
-    claims = folders if _first_process() else {}
+    claims = folders if is_first() else {}
     for folder, new in claims.items():
         check_free(folder)
         if new:
@@ -220,10 +224,10 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         check_needs(cfg)
         if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
             check_precision(cfg)
-    if resumed.message and _first_process():
+    if resumed.message and is_first():
         print(resumed.message, flush=True)
     names = [_folder_names(tree, resumed.arguments)] if tree.sweeps else []
-    return [*other, *resumed.arguments, *names], claims
+    return [*other, *resumed.arguments, *names, *([] if is_first() else _NO_RECORD)], claims
 
 
 def _folder_names(tree: ConfigTree, arguments: list[str]) -> str:
@@ -231,11 +235,6 @@ def _folder_names(tree: ConfigTree, arguments: list[str]) -> str:
     fixed = [o.key_or_group for o in tree.parse(arguments) if not o.is_sweep_override()]
     unnamed = ",".join(f"'{key}'" for key in dict.fromkeys([*fixed, *_TEXT_KEYS]))
     return f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]"
-
-
-def _first_process() -> bool:
-    """Whether this process starts the run; the other ranks find its folder in use, and rightly so."""
-    return all(os.environ.get(name, "0") == "0" for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID"))
 
 
 @contextmanager
@@ -256,7 +255,7 @@ def _alone(folder: Path) -> Iterator[None]:
     program.__spec__ = find_spec("solrl_lightning.__main__")
     sys.argv[1:] = list(settings.overrides.task)
     try:
-        with claimed(folder, new=False) if _first_process() else nullcontext():
+        with claimed(folder, new=False) if is_first() else nullcontext():
             yield
     finally:
         program.__spec__ = spec

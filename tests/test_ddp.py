@@ -1,6 +1,8 @@
 """Two processes on gloo, started by the command: the same rollouts, advantages and gradient as one process."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,3 +66,28 @@ def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
 
 def distance(found: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
+
+
+def test_two_nodes_of_torchrun_leave_one_folder(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
+    job = ["-m", "solrl_lightning", "experiment=smoke", "family=diffusionnft"]
+    job += ["iterations=1", "callbacks.sample_grid.every=0", "trainer.accelerator=cpu"]
+    job += ["trainer.strategy=ddp", "trainer.num_nodes=2", "trainer.devices=1"]
+    commands = [
+        [sys.executable, "-m", "torch.distributed.run", *node, f"--node_rank={rank}", *job] for rank in range(2)
+    ]
+    nodes = [subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}) for command in commands]
+    assert [process.wait(timeout=280) for process in nodes] == [0, 0]
+    (folder,) = tmp_path.glob("outputs/train/*")
+    assert {file.name for file in folder.iterdir()} == {
+        ".hydra",
+        "checkpoints",
+        "lora",
+        "solrl_lightning.log",
+        "summary.json",
+        "tensorboard",
+    }
+    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch.utils import _pytree
 
 from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.launch import is_first
 
 Command = Callable[..., Any]
 
@@ -68,6 +69,11 @@ def negate(cfg: DictConfig) -> float:
     """A task whose outcome is no value to try next."""
     record(cfg)
     return -cfg.optimizer.lr
+
+
+def look(cfg: DictConfig) -> None:
+    """A task that leaves nothing."""
+    print(cfg.run_dir)
 
 
 def chatter(cfg: DictConfig) -> None:
@@ -542,6 +548,89 @@ def test_further_ranks_of_a_run_that_goes_on_write_no_record(
     cfg = recorded(tmp_path / "run")["cfg"]
     assert (cfg["iterations"], cfg["seed"]) == (7, 5)
     assert {file: file.stat().st_mtime_ns for file in (tmp_path / "run" / ".hydra").rglob("*")} == written
+
+
+# Ranks that something else starts
+
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_NTASKS": "4",
+    "SLURM_NTASKS_PER_NODE": "2",
+    "SLURM_NNODES": "2",
+    "SLURM_LOCALID": "0",
+}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
+OF_RANK_0 = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "solrl_lightning.log"}
+ON_TWO_NODES = ["trainer.num_nodes=2", "trainer.devices=2", "trainer=ddp"]
+
+
+def files(folder: Path) -> set[str]:
+    return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
+
+
+def test_the_ranks_of_srun_share_one_folder_that_rank_0_records(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for restarts, suffix in (("0", ""), ("1", "-restart1")):  # SLURM counts how often a job went back to its queue
+        folder = tmp_path / "outputs" / "train" / f"slurm-4711.0{suffix}_tiny_sol_rl_shapes"
+        for rank in ("3", "0"):
+            for name, value in (SRUN | {"SLURM_PROCID": rank, "SLURM_RESTART_COUNT": restarts}).items():
+                monkeypatch.setenv(name, value)
+            assert command(task(look), *ON_TWO_NODES).out.strip() == str(folder)
+            assert files(folder) == (OF_RANK_0 if rank == "0" else set())
+    assert "already holds a run" in refused(command, task(look), *ON_TWO_NODES)
+
+
+@pytest.mark.parametrize("changed", [{"SLURM_JOB_NAME": "interactive"}, {"SLURM_NTASKS": "1"}])
+def test_commands_one_after_the_other_in_a_slurm_job_have_folders_of_their_own(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]
+) -> None:
+    for name, value in (SRUN | {"SLURM_PROCID": "0"} | changed).items():
+        monkeypatch.setenv(name, value)
+    assert command(RECORD).status == command(RECORD).status == 0
+    assert len(list(tmp_path.glob("outputs/train/*"))) == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "first"),
+    [
+        ({}, True),
+        ({"LOCAL_RANK": "1"}, False),
+        ({"NODE_RANK": "1"}, False),
+        (SRUN | {"SLURM_PROCID": "0"}, True),
+        (SRUN | {"SLURM_PROCID": "2"}, False),
+        (SRUN | TORCHRUN | {"SLURM_PROCID": "1", "RANK": "0"}, True),  # torchrun numbers its nodes by itself
+        (SRUN | TORCHRUN | {"SLURM_PROCID": "0", "RANK": "2"}, False),
+        (SRUN | {"SLURM_JOB_NAME": "bash", "SLURM_PROCID": "2"}, True),
+    ],
+)
+def test_the_first_process_is_rank_0_of_the_launcher_that_lightning_sees(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], first: bool
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert is_first() == first
+
+
+def test_commands_on_several_nodes_need_the_name_of_their_folder(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "Name one for all with hydra.run.dir=<folder>" in refused(command, RECORD, *ON_TWO_NODES)
+    for rank in ("1", "0"):
+        monkeypatch.setenv("NODE_RANK", rank)
+        assert command(task(look), *ON_TWO_NODES, "hydra.run.dir=run").status == 0
+        assert files(tmp_path / "run") == (OF_RANK_0 if rank == "0" else set())
+
+
+def test_torchrun_without_its_store_needs_the_name_of_a_folder(
+    command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (TORCHRUN | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "False"}).items():
+        monkeypatch.setenv(name, value)
+    assert "torchrun without a store of its own" in refused(command, RECORD)
+    assert command(RECORD, "hydra.run.dir=run").status == 0
 
 
 # The program as a user starts it

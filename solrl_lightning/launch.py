@@ -1,0 +1,64 @@
+"""Which process of a run this is, and a name for the run's folder that all of them find.
+
+Read from the environment, in Lightning's order: torchrun, srun, Lightning's own launcher. Nothing heavy is loaded yet.
+"""
+
+import os
+from datetime import datetime
+from functools import cache
+
+from solrl_lightning.errors import UserError
+
+
+def is_first() -> bool:
+    """Whether this process starts the run: rank 0, the only one that checks and writes its folder."""
+    if _torchrun():
+        names = ["RANK"]  # torchrun numbers nodes by itself, whatever srun calls them
+    elif _srun():
+        names = ["SLURM_PROCID"]
+    else:
+        names = ["RANK", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"]
+    return all(int(os.environ.get(name, "0")) == 0 for name in names)
+
+
+def launched(pattern: str) -> str:
+    """The time as ``pattern`` says, of rank 0 where torchrun started the ranks; where srun did, the SLURM job's id."""
+    if _torchrun():
+        return _time_of_first(pattern)
+    if _srun() and int(os.environ["SLURM_NTASKS"]) > 1:
+        step, restarts = os.environ.get("SLURM_STEP_ID", "0"), os.environ.get("SLURM_RESTART_COUNT", "0")
+        return f"slurm-{os.environ['SLURM_JOB_ID']}.{step}" + (f"-restart{restarts}" if restarts != "0" else "")
+    return datetime.now().strftime(pattern)
+
+
+def check_launched(folders: str, num_nodes: int) -> None:
+    """UserError if ``folders``, uninterpolated, have a name on which the ranks cannot agree."""
+    if "${launched:" not in folders:
+        return
+    way_out = "Name one for all with hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>."
+    if _torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise UserError(f"torchrun without a store of its own lets the ranks of a run agree on no folder. {way_out}")
+    if num_nodes > 1 and not _torchrun() and not _srun():
+        raise UserError(
+            f"trainer.num_nodes={num_nodes} is invalid without a folder: on nodes where neither torchrun nor srun "
+            f"starts the ranks, every command would choose its own. {way_out}"
+        )
+
+
+def _torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _srun() -> bool:
+    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+
+
+@cache
+def _time_of_first(pattern: str) -> str:
+    from torch.distributed import PrefixStore, TCPStore  # here: only ranks of torchrun need it
+
+    server = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = PrefixStore(f"solrl_lightning/{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
+    if is_first():
+        store.set(pattern, datetime.now().strftime(pattern))
+    return store.get(pattern).decode()
