@@ -213,6 +213,7 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     for stage, seconds in facts["seconds_per_stage"].items():
         parts = [f"{seconds['total']:.1f} s in all"] if seconds["total"] is not None else []
         parts += [f"{seconds['median']:.2f} s an iteration"] if seconds["median"] is not None else []
+        parts += ["without evaluation, probe, grid"] if stage == "iteration" else []
         rows.append((f"time {stage}", ", ".join(parts)))
     fidelity = facts["rank_fidelity"] or {}
     if "last" in fidelity:
@@ -221,8 +222,9 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         rows.append(("proxy kendall", f"{number(first['kendall'])} at first, {number(last['kendall'])} at last"))
     rows.append(("precision", facts["precision_backend"]))
     rows.append(("peak memory", f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB"))
-    rows += [(name.replace("_", " "), path) for name, path in facts["paths"].items()]
-    rows.append(("summary", str(Path(facts["paths"]["run"]) / "summary.json")))
+    run, *paths = map(Path, facts["paths"].values())
+    names = ["summary.json", *(str(path.relative_to(run)) for path in paths)]
+    rows += [("run folder", str(run)), ("in it", ", ".join(names))]
     width = max(len(name) for name, _ in rows)
     return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
 

@@ -26,7 +26,7 @@ OUTPUTS = Path("outputs")
 LAST = Path("checkpoints") / "last.ckpt"
 _RECORD = Path(".hydra")
 RECORDED_CONFIG = _RECORD / "config.yaml"
-_LOG = "solrl_lightning.log"  # hydra.job.name
+LOG = "solrl_lightning.log"  # hydra.job.name
 _NEXT_RECORD = _RECORD / "next"  # what a run that is to go on was given, until training has started
 
 # In the folder of a run these keys and those below them may change: its length, what watches it, and how it is
@@ -274,7 +274,7 @@ def check_writable(folder: Path) -> None:
 
 def remove_unused(folder: Path) -> None:
     """A run that has left nothing but its command line and its log goes, so that the same command can come again."""
-    if {entry.name for entry in folder.iterdir()} <= {_RECORD.name, _LOG}:
+    if {entry.name for entry in folder.iterdir()} <= {_RECORD.name, LOG}:
         shutil.rmtree(folder)
 
 

@@ -1,4 +1,5 @@
 import json
+import re
 
 import pytest
 from lightning.pytorch import Callback
@@ -75,7 +76,8 @@ def test_a_completed_run_leaves_its_summary_and_prints_it(tmp_path, stand_in, ca
     assert "completed after 3 iterations" in printed
     assert "shapes reward" in printed and "0.5000 -> 0.5488 (+0.0488), evaluated after 3 iterations" in printed
     assert "proxy spearman" in printed and "1.0000 at first, 1.0000 at last" in printed
-    assert str(tmp_path / "lora") in printed
+    assert re.search(rf"run folder +{re.escape(str(tmp_path))}\n +in it +summary.json, lora\n", printed)
+    assert "s an iteration, without evaluation, probe, grid" in printed
 
 
 def test_ctrl_c_leaves_a_summary_of_what_was_done_and_says_which_evaluation_it_reports(tmp_path, stand_in, capsys):
