@@ -127,7 +127,7 @@ class RunSummary(Callback):
             "seconds_per_stage": stage_seconds(find(trainer, StageTimings)),
             "rank_fidelity": rank_fidelity(find(trainer, RankCorrelation)),
             "precision_backend": str(module.precision_backend),
-            "peak_memory_bytes": peak_memory(trainer.strategy.root_device),
+            **peak_memory(trainer.strategy.root_device),
             "evaluations": evaluations,
             "config": self.hparams,
             "paths": {"run": str(run), **paths},
@@ -166,12 +166,17 @@ def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
     return fidelity
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the allocator's peak on a GPU, the process's resident peak on a CPU."""
+def peak_memory(device: torch.device) -> dict[str, int | None]:
+    """Bytes: the process's resident peak on a CPU; on a GPU the peak of all tensors, and what the allocator reserved.
+
+    A GPU needs the second; it exceeds the first by what is cached and by fragmentation.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return {"peak_memory_bytes": allocated, "peak_memory_reserved_bytes": reserved}
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"peak_memory_bytes": resident, "peak_memory_reserved_bytes": None}
 
 
 def finite_only(value: Any) -> Any:
@@ -221,7 +226,9 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         rows.append(("proxy spearman", f"{number(first['spearman'])} at first, {number(last['spearman'])} at last"))
         rows.append(("proxy kendall", f"{number(first['kendall'])} at first, {number(last['kendall'])} at last"))
     rows.append(("precision", facts["precision_backend"]))
-    rows.append(("peak memory", f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB"))
+    reserved = facts["peak_memory_reserved_bytes"]
+    more = "" if reserved is None else f", {reserved / 2**30:.2f} GiB reserved by the allocator"
+    rows.append(("peak memory", f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB{more}"))
     run, *paths = map(Path, facts["paths"].values())
     names = ["summary.json", *(str(path.relative_to(run)) for path in paths)]
     rows += [("run folder", str(run)), ("in it", ", ".join(names))]
