@@ -3,7 +3,9 @@
 Lightning's own bar counts micro-batches, of which the first arrives after minutes of exploration, so its rate and its
 ETA mislead. Here the time left is (iterations left) x (median seconds of an iteration + mean seconds that evaluation,
 probes and grids add to one), less what has passed of the current one. Where the output is no terminal there are plain
-lines instead, at most about ``max_lines`` of them.
+lines instead, at most about ``max_lines`` of them. A line gives the seconds of the iteration without evaluation, probe
+and grid (``time/iteration``, and the checkpoint saved before it), then those of what of the three there was; keep this
+callback behind the one that draws grids.
 """
 
 import sys
@@ -26,16 +28,21 @@ _REDRAW_SECONDS = 0.1
 _FORMAT = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
-def seconds_left(iterations: int, own: Sequence[float], extra: Sequence[float], elapsed: float = 0.0) -> float | None:
+def seconds_left(
+    iterations: int, own: Sequence[float], extra: Sequence[float], elapsed: float = 0.0, stage: float = 0.0
+) -> float | None:
     """Seconds until ``iterations`` more are done, of which the first has been running for ``elapsed`` seconds.
 
     own, extra: seconds of each finished iteration, and what evaluation, probes and grids added to it. The median keeps
-    a first iteration that compiled out of it; the mean spreads what happens only every few iterations. None before the
-    first iteration is done.
+    a first iteration that compiled out of it; the mean spreads what happens only every few iterations.
+    stage: seconds that the running stage still takes, where that is known.
+    None where nothing is known: before the first iteration is done, and once the last one takes longer than expected.
     """
     if not own:
         return None
-    return max(iterations * (median(own) + fmean(extra)) - elapsed, 0.0)
+    each = median(own) + fmean(extra)
+    left = max(iterations * each - elapsed, (iterations - 1) * each + stage)
+    return left if left > 0 else None
 
 
 class StageProgressBar(ProgressBar):
@@ -52,7 +59,8 @@ class StageProgressBar(ProgressBar):
         self._own: list[float] = []
         self._extra: list[float] = []
         self._mark = 0.0  # when the last iteration ended
-        self._stage, self._stage_began, self._observing = "", 0.0, 0.0
+        self._stage, self._stage_began, self._charged_until = "", 0.0, 0.0
+        self._observing: dict[str, float] = {}  # seconds of stages that are no part of the iteration's own time
         self._drawn = 0.0
         self._stopwatch = Stopwatch()
 
@@ -72,7 +80,7 @@ class StageProgressBar(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stopwatch = loop_of(trainer).stopwatch
-        self._mark = self._stage_began = time.perf_counter()
+        self._mark = self._charged_until = time.perf_counter()
         if not self._enabled:
             return
         self._stopwatch.on_change.append(self._stage_changed)
@@ -86,13 +94,16 @@ class StageProgressBar(ProgressBar):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         now = time.perf_counter()
         self._charge(now)
-        self._own.append(now - self._mark - self._observing)
-        self._extra.append(self._observing)
-        self._mark, self._observing = now, 0.0
+        observed, self._observing = self._observing, {}
+        self._extra.append(sum(observed.values()))
+        self._own.append(now - self._mark - self._extra[-1])
+        self._mark = now
         if not self._enabled:
             return
-        done, seconds = trainer.current_epoch + 1, self._own[-1] + self._extra[-1]
-        facts = [f"iteration {done}/{trainer.max_epochs}", *self._results(done), f"{seconds:.1f} s", self._eta()]
+        done, seconds = trainer.current_epoch + 1, f"{self._own[-1]:.1f} s"
+        if observed:
+            seconds += f" + {self._extra[-1]:.1f} s {', '.join(observed)}"
+        facts = [f"iteration {done}/{trainer.max_epochs}", *self._results(done), seconds, *self._eta(done)]
         RECORD.info(" | ".join(facts))
         if self._bar is not None:
             self._bar.update(1)
@@ -110,16 +121,19 @@ class StageProgressBar(ProgressBar):
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._enabled and trainer.state.fn == "validate" and sys.stdout.isatty():
-            self._open(_num_batches(trainer), 0, "evaluation")
+            self._stopwatch = loop_of(trainer).stopwatch
+            self._stopwatch.on_change.append(self._images_evaluated)
 
-    def on_validation_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any, **kwargs: Any) -> None:
-        if trainer.state.fn == "validate" and self._bar is not None:
-            self._bar.update(1)
+    def _images_evaluated(self) -> None:
+        if self._stopwatch.total and self._bar is None:
+            self._open(self._stopwatch.total, 0, "evaluation")
+        if self._bar is not None:
+            self._bar.update(max(self._stopwatch.done - self._bar.n, 0))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn != "validate" or not self._enabled:
             return
-        if self._bar is None:
+        if not sys.stdout.isatty():
             scores = {key: value for key, value in module_of(pl_module).eval_history[-1].items() if key != "iteration"}
             print(" | ".join(["before training", *(f"{key} {value:.4f}" for key, value in scores.items())]), flush=True)
         self._close()
@@ -132,8 +146,9 @@ class StageProgressBar(ProgressBar):
         )
 
     def _close(self) -> None:
-        if self._stage_changed in self._stopwatch.on_change:
-            self._stopwatch.on_change.remove(self._stage_changed)
+        for listener in (self._stage_changed, self._images_evaluated):
+            if listener in self._stopwatch.on_change:
+                self._stopwatch.on_change.remove(listener)
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -147,8 +162,10 @@ class StageProgressBar(ProgressBar):
     def _charge(self, now: float) -> None:
         """Add up the seconds spent in stages that only observe; the stopwatch's own sums are reset by others."""
         if self._stage in EXTRA_STAGES:
-            self._observing += now - self._stage_began
-        self._stage, self._stage_began = self._stopwatch.current, now
+            self._observing[self._stage] = self._observing.get(self._stage, 0.0) + now - self._charged_until
+        if self._stage != self._stopwatch.current:
+            self._stage, self._stage_began = self._stopwatch.current, now
+        self._charged_until = now
 
     def _draw(self) -> None:
         self._drawn = time.perf_counter()
@@ -156,7 +173,8 @@ class StageProgressBar(ProgressBar):
         if stage and self._stopwatch.total:
             stage += f" {100 * self._stopwatch.done // self._stopwatch.total}%"
         facts = [stage] if stage else []
-        self._bar.set_postfix_str(", ".join([*facts, *self._results(self._bar.n), self._eta()]), refresh=True)
+        done = self._bar.n
+        self._bar.set_postfix_str(", ".join([*facts, *self._results(done), *self._eta(done)]), refresh=True)
 
     def _results(self, done: int) -> list[str]:
         """Of the iteration that ended last, the ``done``-th."""
@@ -168,19 +186,17 @@ class StageProgressBar(ProgressBar):
             facts.append(f"spearman {ranks.last['spearman']:.3f}")
         return facts
 
-    def _eta(self) -> str:
-        max_epochs = self.trainer.max_epochs or 0
-        running = self._bar.n if self._bar is not None else self.trainer.current_epoch + 1
-        elapsed = time.perf_counter() - self._mark
-        left = seconds_left(max_epochs - running, self._own, self._extra, elapsed)
-        return "ETA ?" if left is None else f"ETA {timedelta(seconds=round(left))}"
+    def _eta(self, done: int) -> list[str]:
+        """Nothing after the last iteration."""
+        iterations = (self.trainer.max_epochs or 0) - done
+        if iterations <= 0:
+            return []
+        now, units = time.perf_counter(), self._stopwatch.done
+        stage = (now - self._stage_began) * (self._stopwatch.total - units) / units if units else 0.0
+        left = seconds_left(iterations, self._own, self._extra, now - self._mark, stage)
+        return ["ETA ?" if left is None else f"ETA {timedelta(seconds=round(left))}"]
 
     def _line_due(self, trainer: Trainer) -> bool:
         done, total = trainer.current_epoch + 1, trainer.max_epochs or 0
         every = max(-(-total // self.max_lines), 1)
         return done % every == 0 or done == total
-
-
-def _num_batches(trainer: Trainer) -> int:
-    batches = trainer.num_val_batches
-    return int(sum(batches) if isinstance(batches, list) else batches)

@@ -132,11 +132,6 @@ class SampleGrid(Callback):
         self._base = torch.empty(0)  # [P, n, 3, H, W]
         self._pool: Image.Image | None = None
 
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.every > 0 and trainer.is_global_zero:
-            with loop_of(trainer).stopwatch.stage("grid"):
-                self._base = self._sample(pl_module, "base")
-
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Draw the pool while its latents are fresh: the loop may drop them once they are trained on."""
         rollouts = loop_of(trainer).rollouts
@@ -159,6 +154,8 @@ class SampleGrid(Callback):
             return
         done = trainer.current_epoch + 1
         with loop_of(trainer).stopwatch.stage("grid"):
+            if not len(self._base):
+                self._base = self._sample(pl_module, "base")
             current = self._sample(pl_module, "ema")
             rows = [
                 Row(prompt, [base, now])

@@ -128,7 +128,7 @@ class RunSummary(Callback):
             "seconds_per_stage": stage_seconds(find(trainer, StageTimings)),
             "rank_fidelity": rank_fidelity(find(trainer, RankCorrelation)),
             "precision_backend": str(module.precision_backend),
-            "peak_memory_bytes": peak_memory(trainer.strategy.root_device),
+            **peak_memory(trainer.strategy.root_device),
             "evaluations": evaluations,
             "config": self.hparams,
             "paths": {"run": str(run), **paths},
@@ -167,12 +167,17 @@ def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
     return fidelity
 
 
-def peak_memory(device: torch.device) -> int:
-    """Bytes: the allocator's peak on a GPU, the process's resident peak on a CPU."""
+def peak_memory(device: torch.device) -> dict[str, int | None]:
+    """Bytes: the process's resident peak on a CPU; on a GPU the peak of all tensors, and what the allocator reserved.
+
+    A GPU needs the second; it exceeds the first by what is cached and by fragmentation.
+    """
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        return {"peak_memory_bytes": allocated, "peak_memory_reserved_bytes": reserved}
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"peak_memory_bytes": resident, "peak_memory_reserved_bytes": None}
 
 
 def finite_only(value: Any) -> Any:
@@ -214,6 +219,7 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     for stage, seconds in facts["seconds_per_stage"].items():
         parts = [f"{seconds['total']:.1f} s in all"] if seconds["total"] is not None else []
         parts += [f"{seconds['median']:.2f} s an iteration"] if seconds["median"] is not None else []
+        parts += ["without evaluation, probe, grid"] if stage == "iteration" else []
         rows.append((f"time {stage}", ", ".join(parts)))
     fidelity = facts["rank_fidelity"] or {}
     if "last" in fidelity:
@@ -221,9 +227,12 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         rows.append(("proxy spearman", f"{number(first['spearman'])} at first, {number(last['spearman'])} at last"))
         rows.append(("proxy kendall", f"{number(first['kendall'])} at first, {number(last['kendall'])} at last"))
     rows.append(("precision", facts["precision_backend"]))
-    rows.append(("peak memory", f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB"))
-    rows += [(name.replace("_", " "), path) for name, path in facts["paths"].items()]
-    rows.append(("summary", str(Path(facts["paths"]["run"]) / "summary.json")))
+    reserved = facts["peak_memory_reserved_bytes"]
+    more = "" if reserved is None else f", {reserved / 2**30:.2f} GiB reserved by the allocator"
+    rows.append(("peak memory", f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB{more}"))
+    run, *paths = map(Path, facts["paths"].values())
+    names = ["summary.json", *(str(path.relative_to(run)) for path in paths)]
+    rows += [("run folder", str(run)), ("in it", ", ".join(names))]
     width = max(len(name) for name, _ in rows)
     return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
 

@@ -178,7 +178,8 @@ def build_model(
     hide_loading_bars()
     policy = instantiate(cfg.model.policy, device=str(device))
     compile_it, why = should_compile(cfg.family.compile, device)
-    log.info("%s", why)
+    if stages or compile_it:
+        log.info("%s", why)
     if cfg.family.warning:
         log.warning("%s", cfg.family.warning)
     sampling = Sampling(

@@ -29,7 +29,7 @@ OUTPUTS = Path("outputs")
 LAST = Path("checkpoints") / "last.ckpt"
 _RECORD = Path(".hydra")
 RECORDED_CONFIG = _RECORD / "config.yaml"
-_LOG = "solrl_lightning.log"  # hydra.job.name
+LOG = "solrl_lightning.log"  # hydra.job.name
 _LOCK = ".lock"  # held by the process that runs in the folder
 _NEXT_RECORD = _RECORD / "next"  # what a run that is to go on was given, until training has started
 
@@ -328,7 +328,7 @@ def check_writable(folder: Path) -> None:
 
 def remove_unused(folder: Path) -> None:
     """A run that has left nothing but its command line and its log goes, so that the same command can come again."""
-    if {entry.name for entry in folder.iterdir()} <= {_RECORD.name, _LOG, _LOCK}:
+    if {entry.name for entry in folder.iterdir()} <= {_RECORD.name, LOG, _LOCK}:
         shutil.rmtree(folder)
 
 

@@ -51,9 +51,12 @@ def test_a_run_leaves_everything_that_the_readme_lists(command: Command, tmp_pat
     assert all([event.step for event in events.Scalars(tag)] == [1, 2] for tag in TAGS - {"eval/shapes"})
     assert [event.step for event in events.Images("samples/grid")] == [1, 2]
     assert "epoch" not in events.Tags()["scalars"]
-    told = ("before training | shapes 0.", "NVFP4 is emulated", "linear layers quantised", "last checkpoint")
+    told = ("before training | shapes 0.", "NVFP4 is emulated", "checkpoints/last.ckpt, lora, tensorboard, samples")
     for text in (*told, "shapes reward"):
         assert text in done.out
+    table = "transformer_blocks.0.attn.to_q"
+    assert "linear layers quantised" in done.out and table not in done.out
+    assert table in (run / "solrl_lightning.log").read_text()
 
 
 def test_the_control_family_says_that_it_is_one(command: Command, tmp_path: Path) -> None:

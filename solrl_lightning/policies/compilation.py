@@ -29,7 +29,7 @@ def should_compile(wanted: bool | str, device: torch.device) -> tuple[bool, str]
             "family.compile=true needs a C++ compiler on the CPU (g++ or clang++); none was found. Install one, or set "
             "family.compile=false."
         )
-    return bool(wanted), f"family.compile={str(wanted).lower()}"
+    return bool(wanted), f"family.compile={str(wanted).lower()}: rollouts {'are compiled' if wanted else 'run eagerly'}"
 
 
 def compile_blocks(transformer: nn.Module, fullgraph: bool = True) -> None:

@@ -10,10 +10,11 @@ from omegaconf import DictConfig
 
 from solrl_lightning.build import build_loop, build_module, build_trainer, stages_of
 from solrl_lightning.callbacks.summary import base_and_final
+from solrl_lightning.callbacks.surface import RECORD
 from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.errors import UserError
 from solrl_lightning.optimizer_state import check_fits
-from solrl_lightning.run_folder import goes_on, keep_record
+from solrl_lightning.run_folder import LOG, goes_on, keep_record
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,8 @@ def train(cfg: DictConfig) -> float | None:
         trainer.callbacks.append(_KeepRecord(Path(cfg.run_dir)))  # type: ignore[attr-defined]
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
     if module.layer_table:
-        log.info("%s", module.layer_table)
+        RECORD.info("%s", module.layer_table)
+        log.info("%s; table in %s", module.layer_table.splitlines()[-1].strip(), Path(cfg.run_dir) / LOG)
     loop = build_loop(cfg, trainer)
     held_out = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
     if cfg.ckpt is None:

@@ -28,8 +28,15 @@ def test_seconds_left_are_whole_iterations_with_evaluation_spread_over_them():
     own, extra = [60.0, 10.0, 10.0, 10.0], [0.0, 8.0, 0.0, 8.0]
     assert seconds_left(5, own, extra) == 5 * (10 + 4)
     assert seconds_left(5, own, extra, elapsed=6.0) == 5 * (10 + 4) - 6
-    assert seconds_left(1, own, extra, elapsed=100.0) == 0.0
     assert seconds_left(5, [], []) is None
+
+
+def test_no_end_is_promised_that_has_passed():
+    own, extra = [10.0, 10.0], [0.0, 0.0]
+    assert seconds_left(1, own, extra, elapsed=12.0) is None
+    # The first evaluation of a run, in its last iteration, half done after 8 s.
+    assert seconds_left(1, own, extra, elapsed=18.0, stage=8.0) == 8.0
+    assert seconds_left(3, own, extra, elapsed=18.0) == 20.0
 
 
 def lines(capsys) -> list[str]:
@@ -37,14 +44,15 @@ def lines(capsys) -> list[str]:
 
 
 def test_without_a_terminal_there_is_a_line_per_iteration_with_its_results(tmp_path, stand_in, capsys):
-    callbacks = [RolloutStats(), RankCorrelation(probe_every=1), StageProgressBar()]
+    callbacks = [RolloutStats(), RankCorrelation(probe_every=2), StageProgressBar()]
     trainer = stand_in.trainer(tmp_path, callbacks, max_epochs=3, enable_progress_bar=True)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
-    printed = lines(capsys)
-    assert len(printed) == 3
-    pattern = r"iteration \d/3 \| reward 0\.\d{4} \| spearman 1\.000 \| \d+\.\d s \| ETA \d:\d\d:\d\d"
-    assert all(re.fullmatch(pattern, line) for line in printed)
-    assert printed[-1].endswith("ETA 0:00:00")
+    probed, plain, last = lines(capsys)
+    eta = r" \| ETA \d:\d\d:\d\d"
+    reward, seconds = r"reward 0\.\d{4}", r"\d+\.\d s"
+    assert re.fullmatch(rf"iteration 1/3 \| {reward} \| spearman 1\.000 \| {seconds} \+ {seconds} probe{eta}", probed)
+    assert re.fullmatch(rf"iteration 2/3 \| {reward} \| {seconds}{eta}", plain)
+    assert re.fullmatch(rf"iteration 3/3 \| {reward} \| spearman 1\.000 \| {seconds} \+ {seconds} probe", last)
 
 
 def test_a_long_run_prints_about_fifty_lines_and_always_the_last(tmp_path, stand_in, capsys):
@@ -81,8 +89,22 @@ def test_a_resumed_bar_starts_at_the_iteration_of_the_checkpoint(tmp_path, stand
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_an_evaluation_alone_shows_its_batches(tmp_path, stand_in, monkeypatch, terminal):
+def test_an_evaluation_alone_shows_its_images(tmp_path, stand_in, monkeypatch, terminal):
+    class Chunks(stand_in.Module):
+        """Evaluates 6 images in chunks of 4."""
+
+        def validation_step(self, batch, batch_idx):
+            with self.trainer.fit_loop.stopwatch.stage("evaluate"):
+                for done in (0, 4, 6):
+                    self.trainer.fit_loop.stopwatch.progress(done, 6)
+
+        def on_validation_epoch_end(self):
+            self.eval_history.append({"iteration": 0, "shapes": 0.5})
+
     monkeypatch.setattr(sys, "stdout", output := Terminal() if terminal else io.StringIO())
-    trainer = stand_in.trainer(tmp_path, [StageProgressBar()], enable_progress_bar=True)
-    trainer.validate(stand_in.Evaluated(), stand_in.micro_batches(), verbose=False)
-    assert ("2/2" if terminal else "before training | shapes 0.") in output.getvalue()
+    trainer = stand_in.trainer(tmp_path, [StageProgressBar()], enable_progress_bar=True, limit_val_batches=1)
+    trainer.validate(Chunks(), stand_in.micro_batches(), verbose=False)
+    shown = output.getvalue()
+    assert ("6/6" if terminal else "before training | shapes 0.5000") in shown
+    assert ("0/6" in shown and "1/1" not in shown) == terminal
+    assert trainer.fit_loop.stopwatch.on_change == []

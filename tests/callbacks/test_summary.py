@@ -1,13 +1,15 @@
 import json
+import re
 
 import pytest
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
-from solrl_lightning.callbacks.summary import RunSummary, base_and_final, finite_only
+from solrl_lightning.callbacks.summary import RunSummary, base_and_final, finite_only, format_summary, peak_memory
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
 from solrl_lightning.loggers import TensorBoard
@@ -67,7 +69,7 @@ def test_a_completed_run_leaves_its_summary_and_prints_it(tmp_path, stand_in, ca
     assert summary["rank_fidelity"]["last"]["iteration"] == 3
     assert summary["seconds_per_stage"]["explore"]["median"] <= summary["seconds_per_stage"]["explore"]["total"]
     assert summary["seconds_per_stage"]["iteration"]["median"] <= summary["seconds_total"]
-    assert summary["peak_memory_bytes"] > 50 * 2**20
+    assert summary["peak_memory_bytes"] > 50 * 2**20 and summary["peak_memory_reserved_bytes"] is None
     assert summary["config"] == HPARAMS
     assert summary["paths"] == {"run": str(tmp_path), "lora": str(tmp_path / "lora")}
 
@@ -75,7 +77,8 @@ def test_a_completed_run_leaves_its_summary_and_prints_it(tmp_path, stand_in, ca
     assert "completed after 3 iterations" in printed
     assert "shapes reward" in printed and "0.5000 -> 0.5488 (+0.0488), evaluated after 3 iterations" in printed
     assert "proxy spearman" in printed and "1.0000 at first, 1.0000 at last" in printed
-    assert str(tmp_path / "lora") in printed
+    assert re.search(rf"run folder +{re.escape(str(tmp_path))}\n +in it +summary.json, lora\n", printed)
+    assert "s an iteration, without evaluation, probe, grid" in printed
 
 
 def test_ctrl_c_leaves_a_summary_of_what_was_done_and_says_which_evaluation_it_reports(tmp_path, stand_in, capsys):
@@ -168,6 +171,16 @@ def test_a_column_that_is_no_hyperparameter_is_refused():
 def test_a_run_that_a_callback_stops_is_not_called_completed(tmp_path, stand_in):
     fit(tmp_path, stand_in, 5, Stop(2))
     assert (read(tmp_path)["status"], read(tmp_path)["iterations"]) == ("stopped early", 2)
+
+
+def test_on_a_gpu_the_reserved_memory_is_reported_too(tmp_path, stand_in, monkeypatch, capsys):
+    fit(tmp_path, stand_in, 1)
+    assert "reserved by" not in capsys.readouterr().out
+    monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 3 * 2**30)
+    monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda device: 5 * 2**30)
+    memory = peak_memory(torch.device("cuda", 0))
+    assert memory == {"peak_memory_bytes": 3 * 2**30, "peak_memory_reserved_bytes": 5 * 2**30}
+    assert "3.00 GiB, 5.00 GiB reserved by the allocator" in format_summary(read(tmp_path) | memory)
 
 
 def test_without_an_evaluation_there_is_no_reward_to_report():

@@ -27,7 +27,7 @@ def test_auto_compiles_on_a_gpu_only_and_says_so(compiler: str | None, monkeypat
 @pytest.mark.parametrize("compiler", ["g++", "clang++", "c++"])
 def test_true_compiles_on_a_cpu_that_has_a_compiler(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/x" if name == compiler else None)
-    assert can_compile(CPU) and should_compile(True, CPU) == (True, "family.compile=true")
+    assert can_compile(CPU) and should_compile(True, CPU) == (True, "family.compile=true: rollouts are compiled")
 
 
 def test_true_is_refused_on_a_cpu_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +40,7 @@ def test_true_is_refused_on_a_cpu_without_a_compiler(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("device", [CPU, GPU])
 def test_false_never_compiles(device: torch.device) -> None:
-    assert should_compile(False, device) == (False, "family.compile=false")
+    assert should_compile(False, device) == (False, "family.compile=false: rollouts run eagerly")
 
 
 def test_the_logistic_form_of_gelu_is_pytorch_s_tanh_form() -> None:

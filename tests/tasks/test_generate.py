@@ -70,12 +70,14 @@ def no_model(*args: Any) -> None:
 
 
 def test_base_and_trained_are_drawn_from_the_seeds_of_evaluations(
-    compose: Compose, tmp_path: Path, small: tuple[str, ...]
+    compose: Compose, tmp_path: Path, small: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
+    caplog.set_level("INFO", "solrl_lightning")
     checkpoint = write_checkpoint(compose(*small), tmp_path / "last.ckpt")
     prompts = f'task.prompts=["{PROMPTS[0]}","{PROMPTS[1]}"]'
     cfg = compose(*small, "task=generate", f"ckpt='{checkpoint}'", prompts, "task.images=3", "task.grid_images=2")
     result = generate(cfg)
+    assert "family.compile" not in caplog.text  # nothing is compiled, and there is no rollout to speak of
 
     seeds = evaluation_seeds(cfg.seed, PROMPTS[:2], 3)
     assert [(image["prompt"], image["seed"]) for image in result["images"][:6]] == [
