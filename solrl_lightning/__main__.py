@@ -29,6 +29,7 @@ from solrl_lightning.config import (
     ConfigTree,
     application_config,
     check_needs,
+    check_optimizer,
     check_precision,
     check_values,
     first_lines,
@@ -189,6 +190,8 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[s
         check_needs(cfg)
         if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
             check_precision(cfg)
+        if "train" in cfg.task.reads:
+            check_optimizer(cfg)
     if resumed.message and is_first():
         print(resumed.message, flush=True)
     names = [_folder_names(tree, resumed.arguments)] if tree.sweeps else []
