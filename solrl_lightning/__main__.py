@@ -31,6 +31,7 @@ from solrl_lightning.config import (
     ConfigTree,
     application_config,
     check_needs,
+    check_optimizer,
     check_precision,
     check_values,
     first_lines,
@@ -224,6 +225,8 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         check_needs(cfg)
         if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
             check_precision(cfg)
+        if "train" in cfg.task.reads:
+            check_optimizer(cfg)
     if resumed.message and is_first():
         print(resumed.message, flush=True)
     names = [_folder_names(tree, resumed.arguments)] if tree.sweeps else []

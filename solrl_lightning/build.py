@@ -9,17 +9,17 @@ from typing import Any
 import torch
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub_utils
-from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from omegaconf import DictConfig, OmegaConf, open_dict
 from peft import LoraConfig
 from transformers.utils import logging as transformers_logging
 
-from solrl_lightning.config import prompt_sets, reward_members
+from solrl_lightning.config import make, prompt_sets, reward_members
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import WholeCheckpointIO
@@ -27,7 +27,6 @@ from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import Sampling, SolRLModule, Stage
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve
-from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
 
 log = logging.getLogger(__name__)
@@ -44,11 +43,12 @@ def device_of(cfg: DictConfig) -> torch.device:
 def instantiate_trainer(cfg: DictConfig, **options: Any) -> Trainer:
     """Raises ``UserError`` for devices that this machine does not have, and for another arithmetic or strategy."""
     try:
-        trainer: Trainer = instantiate(cfg.trainer, **options)
-    except InstantiationException as error:
-        if not isinstance(error.__cause__, MisconfigurationException):
+        trainer: Trainer = make("trainer", cfg.trainer, **options)
+    except UserError as error:
+        found = error.__cause__ and error.__cause__.__cause__
+        if not isinstance(found, MisconfigurationException):
             raise
-        raise UserError(f"trainer cannot run here: {error.__cause__} trainer=auto takes what there is.") from error
+        raise UserError(f"trainer cannot run here: {found} trainer=auto takes what there is.") from error
     if trainer.precision != "32-true":  # by trainer.plugins
         raise UserError(
             f"trainer.plugins={cfg.trainer.plugins} is invalid: every dtype is set in the code and Lightning casts "
@@ -89,14 +89,28 @@ def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
 
 
 def build_trainer(cfg: DictConfig) -> Trainer:
-    """With the chosen callbacks and logger, which ``~callbacks`` and ``~logger`` leave out."""
-    callbacks = [instantiate(callback) for callback in cfg.get("callbacks", {}).values() if callback is not None]
-    logger = instantiate(cfg.logger) if "logger" in cfg else False
+    """With the chosen callbacks and loggers, which ``~callbacks`` and ``~logger`` leave out."""
+    callbacks = _made_each("callbacks", cfg.get("callbacks"), Callback)
+    logger = cfg.get("logger")
+    if logger is not None and "_target_" in logger:
+        named = [str(name) for name, node in logger.items() if isinstance(node, DictConfig) and "_target_" in node]
+        if named:  # which TensorBoardLogger would take for arguments of its writer
+            raise UserError(
+                f"logger={logger} is invalid: it must be one logger or several by name, not both. Take the one out: "
+                f"~logger {' '.join(f'+logger.{name}={{...}}' for name in named)}"
+            )
+        loggers = [make("logger", logger, kind=Logger)]
+    else:
+        loggers = _made_each("logger", logger, Logger)
     # Lightning adds a ModelCheckpoint of its own, in the logger's folder, where there is none.
     checkpoints = any(isinstance(callback, Checkpoint) for callback in callbacks)
-    trainer = instantiate_trainer(cfg, logger=logger, callbacks=callbacks, enable_checkpointing=checkpoints)
+    trainer = instantiate_trainer(cfg, logger=loggers or False, callbacks=callbacks, enable_checkpointing=checkpoints)
     trainer.strategy.checkpoint_io = WholeCheckpointIO()
     return trainer
+
+
+def _made_each(group: str, nodes: DictConfig | None, kind: type) -> list[Any]:
+    return [make(f"{group}.{name!s}", node, kind=kind) for name, node in (nodes or {}).items() if node is not None]
 
 
 def stages_of(cfg: DictConfig) -> list[Stage]:
@@ -117,20 +131,8 @@ def build_rewards(cfg: DictConfig, device: torch.device) -> WeightedRewards:
         (only,) = members.values()  # config.check_values refuses it for several
         only["pretrained"] = cfg.reward.pretrained
     weights = {name: member.pop("weight") for name, member in members.items()}
-    return WeightedRewards({name: _build_reward(name, m, device) for name, m in members.items()}, weights)
-
-
-def _build_reward(name: str, member: dict[str, Any], device: torch.device) -> Reward:
-    try:
-        return instantiate(member, device=str(device))
-    except InstantiationException as error:
-        if isinstance(error.__cause__, UserError):
-            raise
-        cause = " ".join(str(error.__cause__ or error).split()).rstrip(".?")
-        raise UserError(
-            f"reward.{name}: {member['_target_']} could not be made: {cause}. It must be a class that Python finds "
-            "(PYTHONPATH=<folder of your module>) and take `device` and the keys beside _target_."
-        ) from error
+    loaded = {name: make(f"reward.{name}", m, takes="`device`", device=str(device)) for name, m in members.items()}
+    return WeightedRewards(loaded, weights)
 
 
 def hide_loading_bars() -> None:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
+from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,9 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
-from hydra.errors import HydraException, OverrideParseException
+from hydra.errors import HydraException, InstantiationException, OverrideParseException
 from hydra.types import RunMode
+from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from solrl_lightning.errors import UserError
@@ -525,6 +527,50 @@ def check_precision(cfg: DictConfig) -> None:
 
     gpu = cfg.trainer.accelerator != "cpu" and torch.cuda.is_available()
     resolve(cfg.precision.name, cfg.precision.backend, torch.device("cuda", 0) if gpu else torch.device("cpu"))
+
+
+# What the user's own targets need
+
+
+def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object, **options: Any) -> Any:
+    """Instantiates ``node``, the value of ``key``, which also ``takes`` what is ``given`` and the ``options``.
+
+    Raises:
+        UserError: it has no _target_, Python does not find that, it does not take its keys, or it makes another kind.
+    """
+    if not isinstance(node, DictConfig | dict) or "_target_" not in node:
+        raise UserError(f"{key}={node} is invalid: it must have a _target_, a class that Python finds.")
+    target = node["_target_"]
+    try:
+        made = instantiate(node, *given, **options)
+    except InstantiationException as error:
+        if isinstance(error.__cause__, UserError):
+            raise
+        cause = " ".join(str(error.__cause__ or error).split()).rstrip(".?")
+        raise UserError(
+            f"{key}: {target} could not be made: {cause}. It must be a class that Python finds (PYTHONPATH=<folder of "
+            f"your module>) and take {takes}{takes and ' and '}the keys beside _target_. Leave a key out with "
+            f"~{key}.<name>, add one with +{key}.<name>=<value>."
+        ) from error
+    if not isinstance(made, kind):
+        raise UserError(f"{key}: {target} is invalid: it must be a {kind.__module__}.{kind.__qualname__}.")
+    return made
+
+
+def check_optimizer(cfg: DictConfig) -> None:
+    """UserError for an optimiser that cannot be made, or an objective that does not take its keys."""
+    import torch  # here: --help and mistakes do without
+
+    lora, kind = torch.nn.Parameter(torch.zeros(2, 2)), torch.optim.Optimizer
+    make("optimizer", cfg.optimizer, [lora], _partial_=False, takes="a list of parameters", kind=kind)
+    objective = make("objective", cfg.objective)
+    try:
+        signature(objective.func).bind_partial(**objective.keywords)
+    except TypeError as error:
+        raise UserError(
+            f"objective: {cfg.objective._target_} does not take its keys: {error}. Leave one out with "
+            "~objective.<name>, add one with +objective.<name>=<value>."
+        ) from error
 
 
 # What a task needs

@@ -25,6 +25,7 @@ from solrl_lightning.build import (
     prepare_device,
     stages_of,
 )
+from solrl_lightning.config import check_optimizer
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.adapters import InputDtypeLinear
 from solrl_lightning.policies.flux1 import Flux1
@@ -45,6 +46,69 @@ def test_a_reward_that_cannot_be_made_is_told_by_its_name(
 ) -> None:
     with pytest.raises(UserError, match=message):
         build_rewards(compose(OWN % (target, more)), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("optimizer._target_=torch.optim.Foo", "optimizer: torch.optim.Foo could not be made: .*'Foo' is importable"),
+        ("optimizer._target_=torch.optim.SGD", "unexpected keyword argument 'betas'.* with ~optimizer.<name>"),
+        ("+optimizer.momentum=0.9", "unexpected keyword argument 'momentum'"),
+        ("optimizer.betas=[0.9,2]", "Invalid beta parameter"),
+        ("optimizer._target_=torch.nn.Identity", "it must be a torch.optim.optimizer.Optimizer"),
+        ("+objective.momentum=0.9", "objective: .*nft_loss does not take its keys: .*'momentum'"),
+        ("objective._target_=nowhere.loss", "objective: nowhere.loss could not be made"),
+    ],
+)
+def test_an_optimiser_or_objective_that_cannot_be_made_is_told_without_a_model(
+    compose: Compose, argument: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        check_optimizer(compose(argument))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("objective=awm",),
+        ("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.eps", "+optimizer.momentum=0.9"),
+        ("optimizer._target_=torch.optim.Muon", "~optimizer.betas"),  # for matrices only, as LoRA's weights are
+    ],
+)
+def test_an_optimiser_of_ones_own_passes(compose: Compose, arguments: tuple[str, ...]) -> None:
+    check_optimizer(compose(*arguments))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("logger._target_=lightning.pytorch.loggers.CSVLogger", "logger: .* keyword argument 'default_hp_metric'"),
+        ("+logger.csv._target_=lightning.pytorch.loggers.CSVLogger", "by name, not both.* ~logger .logger.csv={...}"),
+        ("+callbacks.mine._target_=nowhere.Mine", "callbacks.mine: nowhere.Mine could not be made: .*PYTHONPATH"),
+        ("+callbacks.progress.colour=red", "callbacks.progress: .* keyword argument 'colour'"),
+        ("+callbacks.mine._target_=torch.nn.Identity", "callbacks.mine: .*must be a lightning.pytorch.callbacks"),
+        ("+callbacks.mine=5", "callbacks.mine=5 is invalid: it must have a _target_"),
+        ("+callbacks.mine.every=5", "is invalid: it must have a _target_"),
+        ("+trainer.device=1", "trainer: lightning.Trainer could not be made: .* keyword argument 'device'"),
+        ("+trainer.barebones=true", "trainer: lightning.Trainer could not be made: .*barebones"),
+    ],
+)
+def test_a_part_of_the_trainer_that_cannot_be_made_is_told_by_its_name(
+    compose: Compose, argument: str, message: str
+) -> None:
+    with pytest.raises(UserError, match=message):
+        build_trainer(compose("trainer=cpu", argument))
+
+
+def test_several_loggers_are_given_by_name(compose: Compose) -> None:
+    loggers = [
+        f"+logger.{name}={{_target_:lightning.pytorch.loggers.{name},save_dir:${{run_dir}}}}"
+        for name in ("TensorBoardLogger", "CSVLogger")
+    ]
+    trainer = build_trainer(compose("trainer=cpu", "~logger", *loggers))
+    assert [type(logger).__name__ for logger in trainer.loggers] == ["TensorBoardLogger", "CSVLogger"]
+    assert build_trainer(compose("trainer=cpu", "~logger")).loggers == []
 
 
 def test_a_gpu_that_is_not_there_is_told_in_a_sentence(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:

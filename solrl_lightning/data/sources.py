@@ -18,6 +18,11 @@ HUB = "hf://"
 PICKAPIC = "yuvalkirstain/pickapic_v1_no_images"
 PICKAPIC_SPACES = 5  # the published filter: prompts of at least six words
 
+_TABLES = {  # would be prompts line by line as text, their header and commas among them
+    ".csv": "pd.read_csv('{}')",
+    ".tsv": "pd.read_csv('{}', sep='\\t')",
+    ".json": "pd.read_json('{}')",
+}
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -65,16 +70,13 @@ def read_records(source: str | Path, column: str) -> list[Record]:
     ``column`` names the prompts of a table, which is what data sets of the hub and parquet files are.
     """
     name = str(source)
+    check_source(name)
     if name in SOURCES:
         return SOURCES[name]()
     if name.startswith(HUB):
-        parts = name.removeprefix(HUB).split("/")
-        if len(parts) != 3 or not all(parts):
-            raise UserError(f"a data set of the hub is written {HUB}<owner>/<name>/<split>; got {name}")
-        owner, dataset, split = parts
+        owner, dataset, split = name.removeprefix(HUB).split("/")
         return _read_hub(f"{owner}/{dataset}", split, column)
     path = Path(source)
-    _check_file(path)
     if path.suffix == ".parquet":
         return _read_parquet(path, column)
     if path.suffix == ".jsonl":
@@ -82,16 +84,31 @@ def read_records(source: str | Path, column: str) -> list[Record]:
     return [Record(line) for line in _read_lines(path)]
 
 
-def _check_file(path: Path) -> None:
-    if path.is_file():
+def check_source(source: str) -> None:
+    """UserError for what is no named source, data set of the hub or file of a kind that is read here. Reads nothing."""
+    if source in SOURCES:
         return
-    problem = "is not a file" if path.exists() else "does not exist"
-    near = difflib.get_close_matches(str(path), SOURCES, n=1, cutoff=0.5)
-    hint = f" (did you mean {near[0]}?)" if near else ""
-    raise UserError(
-        f"prompts come from a file, a named source or {HUB}<owner>/<name>/<split>; the path {path} {problem} (looked "
-        f"in {Path.cwd()}) and it is not one of the named sources: {', '.join(SOURCES)}{hint}"
-    )
+    if source.startswith(HUB):
+        parts = source.removeprefix(HUB).split("/")
+        if len(parts) != 3 or not all(parts):
+            raise UserError(f"a data set of the hub is written {HUB}<owner>/<name>/<split>; got {source}")
+        return
+    path = Path(source)
+    if not path.is_file():
+        problem = "is not a file" if path.exists() else "does not exist"
+        near = difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.5)
+        hint = f" (did you mean {near[0]}?)" if near else ""
+        raise UserError(
+            f"prompts come from a file, a named source or {HUB}<owner>/<name>/<split>; the path {path} {problem} "
+            f"(looked in {Path.cwd()}) and it is not one of the named sources: {', '.join(SOURCES)}{hint}"
+        )
+    if path.suffix.lower() in _TABLES:
+        convert = _TABLES[path.suffix.lower()].format(path) + f".to_parquet('{path.with_suffix('.parquet')}')"
+        raise UserError(
+            f"the prompt file {path} is invalid: a table must be a .parquet file, other prompts .jsonl, or text with "
+            "one a line. Convert it, and name its column with data.column=<name>: "
+            f'python -c "import pandas as pd; {convert}"'
+        )
 
 
 # Files

@@ -63,6 +63,25 @@ def test_a_parquet_file_gives_the_column_and_rows_without_text_are_dropped(tmp_p
     assert read_prompts(path, "caption") == ["a cat", "a dog"]
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("prompts.csv", 'prompt,tag\n"one, two",a\nthree,b\n'),
+        ("prompts.TSV", "prompt\ttag\none, two\ta\nthree\tb\n"),
+        ("prompts.json", '[{"prompt": "one, two"}, {"prompt": "three"}]'),
+    ],
+)
+def test_another_kind_of_table_is_refused_with_the_command_that_converts_it(
+    tmp_path: Path, name: str, content: str
+) -> None:
+    file = tmp_path / name
+    file.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=f"the prompt file {file} is invalid") as refusal:
+        read_records(file, "prompt")
+    exec(str(refusal.value).split('python -c "')[1].removesuffix('"'))
+    assert [record.text for record in read_records(file.with_suffix(".parquet"), "prompt")] == ["one, two", "three"]
+
+
 def test_a_column_that_a_table_lacks_is_refused_with_those_it_has(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.parquet", caption=["a cat"], votes=[1])
     with pytest.raises(UserError, match=r"a.parquet has no 'prompt', it has caption, votes\. .*data.column=<name>"):
