@@ -2,7 +2,7 @@
 
 Two measurements. On the kept set both rewards are known at no cost, but the kept seeds are the extremes of the pool, so
 their correlation flatters the proxy. The probe is unbiased: every few iterations the whole pool of this rank's first
-prompt is generated again in BF16. It costs N - K generations that training does not use.
+prompt is generated again in BF16, N generations that training does not use.
 """
 
 from typing import Any
@@ -18,7 +18,8 @@ from solrl_lightning.metrics.rank import NAMES, RankFidelity
 class RankCorrelation(Callback):
     """Logs ``rank/kept_spearman``, ``rank/kept_kendall`` every iteration and the other ``rank/*`` tags at each probe.
 
-    probe_every: iterations from one probe to the next, the first in iteration 0; 0 never probes.
+    ``time/probe`` is a probe's seconds (mean over ranks); ``time/iteration`` leaves them out.
+    probe_every: iterations from one probe to the next, the first in the first iteration; 0 never probes.
     Families of one stage have no proxy and log nothing.
     """
 
@@ -29,6 +30,7 @@ class RankCorrelation(Callback):
         self.history: list[dict[str, float]] = []  # one row per probe: iteration and the values without "rank/"
         self.last_kept: dict[str, float] = {}
         self._probe: RankFidelity | None = None
+        self._seconds = 0.0  # of the probe
 
     @property
     def last(self) -> dict[str, float]:
@@ -43,9 +45,11 @@ class RankCorrelation(Callback):
             return
         proxy, seeds, prompts = loop.explored.rewards[:1], loop.explored.seeds[:1], list(loop.rollouts.prompts[:1])
         truth = proxy  # [0, N]: a rank without prompts joins the metric with an empty update
-        if prompts:
-            with loop.stopwatch.stage("probe"), torch.no_grad():
+        before = loop.stopwatch.seconds.get("probe", 0.0)
+        with loop.stopwatch.stage("probe"), torch.no_grad():
+            if prompts:
                 truth = loop.regenerate(prompts, seeds).rewards
+        self._seconds = loop.stopwatch.seconds["probe"] - before
         self._probe = RankFidelity(keep=loop.rollouts.rewards.shape[1]).to(trainer.strategy.root_device)
         self._probe.update(proxy.to(trainer.strategy.root_device), truth.to(trainer.strategy.root_device))
 
@@ -62,7 +66,7 @@ class RankCorrelation(Callback):
         if self._probe is not None:
             probed = measured(self._probe)
             self._probe = None
-            log_values(pl_module, {f"rank/{name}": value for name, value in probed.items()})
+            log_values(pl_module, {f"rank/{name}": v for name, v in probed.items()} | {"time/probe": self._seconds})
             self.history.append({"iteration": trainer.current_epoch + 1} | probed)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Seconds per stage, per iteration and for the whole run.
 
 ``time/iteration`` runs from the start of the Lightning epoch to its end without the stages that only observe training
-(evaluation, rank probe, sample grids); saving the checkpoint, which Lightning does after every other callback, is not
-in it either. Stage times are exclusive: a nested stage is not counted in the stage around it.
+(evaluation, rank probe, sample grids); the probe's seconds are ``time/probe``. Saving the checkpoint, which Lightning
+does after every other callback, is not in it either. Stage times are exclusive: a nested stage is not counted in the
+stage around it.
 """
 
 import time

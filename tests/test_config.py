@@ -392,6 +392,12 @@ def test_every_preset_of_the_paper_composes(model: str, reward: str, family: str
     assert cfg.family.regenerate.steps == 10
 
 
+@pytest.mark.parametrize("model", options("model"))
+def test_a_model_says_how_often_its_proxy_is_probed(model: str) -> None:
+    cfg = compose(f"model={model}")
+    assert cfg.callbacks.rank_correlation.probe_every == cfg.model.probe_every == (4 if model == "tiny" else 20)
+
+
 def test_an_audit_keeps_at_least_a_best_and_a_worst() -> None:
     with pytest.raises(UserError, match="task.keep must be a whole number of at least 2.*; got 1"):
         check_values(compose("task=audit", "task.keep=1"))

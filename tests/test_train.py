@@ -22,7 +22,7 @@ TAGS = {
     *("reward/mean", "reward/std", "explore/proxy_reward", "eval/shapes"),
     *(f"rank/{name}" for name in ("spearman", "kendall", "top_overlap", "bottom_overlap")),
     *("rank/top_mean_rank", "rank/bottom_mean_rank"),
-    *(f"time/{stage}" for stage in ("explore", "regenerate", "train", "requantize", "iteration")),
+    *(f"time/{stage}" for stage in ("explore", "regenerate", "train", "requantize", "iteration", "probe")),
     *("train/loss", "train/kl", "train/grad_norm"),
 }
 
