@@ -122,7 +122,7 @@ class RunSummary(Callback):
             "final_reward_iteration": evaluated_at,
             "improvement": final - base if base is not None and final is not None else None,
             "other_rewards": others,
-            "iterations": trainer.current_epoch,
+            "iterations": trainer.global_step,
             "seconds_total": self._seconds(),
             "seconds_before_resume": self._seconds_before,
             "seconds_per_stage": stage_seconds(find(trainer, StageTimings)),
