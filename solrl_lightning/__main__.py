@@ -32,7 +32,7 @@ from solrl_lightning.config import (
     check_values,
     first_lines,
 )
-from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.errors import CheckFailed, NonFiniteError, UserError
 from solrl_lightning.run_folder import check_new, check_writable, finished_runs, remove_unused, resume
 
 _FAILED = 1
@@ -104,7 +104,7 @@ def run(cfg: DictConfig) -> int:
 
 def _tell(error: Exception) -> int:
     """Prints an error that a user can do something about and gives its exit status; any other goes on."""
-    told = next((e for e in _causes(error) if isinstance(e, (UserError, NonFiniteError))), None)
+    told = next((e for e in _causes(error) if isinstance(e, (UserError, NonFiniteError, CheckFailed))), None)
     if told is None:
         raise error
     print(f"error: {told}", file=sys.stderr)

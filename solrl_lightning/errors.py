@@ -1,4 +1,4 @@
-"""The two errors that a user of the application meets."""
+"""The errors that a user of the application meets."""
 
 
 class UserError(ValueError):
@@ -15,3 +15,7 @@ class NonFiniteError(RuntimeError):
     def __init__(self, message: str, row: int) -> None:
         super().__init__(message)
         self.row = row
+
+
+class CheckFailed(RuntimeError):
+    """A task that checks something is done and found faults, which its report holds; the message counts them."""
