@@ -36,7 +36,7 @@ from solrl_lightning.config import (
     check_values,
     first_lines,
 )
-from solrl_lightning.errors import NonFiniteError, UserError, WriteError
+from solrl_lightning.errors import CheckFailed, NonFiniteError, UserError, WriteError
 from solrl_lightning.launch import check_launched, is_first
 from solrl_lightning.run_folder import (
     LAST,
@@ -54,7 +54,7 @@ _USER_ERROR = 2  # as argparse
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells report Ctrl-C and SIGTERM
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-_TOLD = (UserError, NonFiniteError, WriteError)  # what a user can do something about
+_TOLD = (UserError, NonFiniteError, WriteError, CheckFailed)  # what a user can do something about
 _NO_RECORD = ("hydra.output_subdir=null", f"hydra.job_logging.handlers.file.filename={os.devnull}")  # rank 0 has it
 _TEXT_KEYS = (  # paths and prompts: no names for folders
     "ckpt",

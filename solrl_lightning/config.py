@@ -369,6 +369,7 @@ def check_values(cfg: DictConfig) -> None:
     for key in _COUNTS:
         _check(cfg, key, lambda value: _is_whole(value) and value >= 1, "a whole number of at least 1")
     _check(cfg, "seed", lambda value: _is_whole(value) and value >= 0, "a whole number of at least 0")
+    _check(cfg, "task.iterations", lambda n: n is None or (_is_whole(n) and n >= 0), "a whole number of at least 0")
     for key in ("family.keep", "task.keep"):
         _check(cfg, key, lambda value: _is_whole(value) and value >= 2, _KEEP_RULE)
     if "prompt_file" not in cfg.task:  # task=generate has texts in task.prompts, task=audit their number

@@ -26,3 +26,7 @@ class WriteError(RuntimeError):
     @classmethod
     def of(cls, path: object, error: Exception) -> "WriteError":
         return cls(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.")
+
+
+class CheckFailed(RuntimeError):
+    """A task that checks something is done and found faults, which its report holds; the message counts them."""

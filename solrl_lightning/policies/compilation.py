@@ -1,6 +1,8 @@
 """Compiling rollouts: whether it can be done here, and how."""
 
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,7 +34,9 @@ def should_compile(wanted: bool | str, device: torch.device) -> tuple[bool, str]
     return bool(wanted), f"family.compile={str(wanted).lower()}: rollouts {'are compiled' if wanted else 'run eagerly'}"
 
 
-def compile_blocks(transformer: nn.Module, fullgraph: bool = True) -> None:
+def compile_blocks(
+    transformer: nn.Module, fullgraph: bool = True, backend: str | Callable[..., Any] = "inductor"
+) -> None:
     """Compiles the transformer block by block, for one fixed batch size: equal blocks share what is compiled.
 
     ``fullgraph=False`` lets layers of another library break a block into several graphs.
@@ -43,4 +47,4 @@ def compile_blocks(transformer: nn.Module, fullgraph: bool = True) -> None:
     for blocks in transformer.children():
         if isinstance(blocks, nn.ModuleList):
             for block in blocks:
-                block.compile(fullgraph=fullgraph, dynamic=False)
+                block.compile(fullgraph=fullgraph, dynamic=False, backend=backend)

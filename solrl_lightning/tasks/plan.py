@@ -23,12 +23,13 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from solrl_lightning.build import device_of, lora_config, stages_of, with_option
+from solrl_lightning.build import device_of, lora_config, quantization_rule, stages_of, with_option
 from solrl_lightning.errors import UserError
 from solrl_lightning.module import Stage
 from solrl_lightning.policies import adapters, architectures
 from solrl_lightning.policies.adapters import TRAINED
-from solrl_lightning.quantization import LayerPlan, QuantizationRule, resolve
+from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.quantization import Backend, LayerPlan, resolve
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.rollout import training_rows
@@ -264,39 +265,63 @@ def seconds(macs: dict[str, float], tflops: float, decoder_dtype: torch.dtype) -
     return stages
 
 
-# The task
+# A run's model without its numbers
 
 
-def plan(cfg: DictConfig) -> Json:
-    """Prints what a run of ``cfg`` takes, and writes it to ``plan.json``."""
-    _check(cfg.task, cfg.prompts_per_iteration)
+class Shapes(NamedTuple):
+    """What a model computes and what a run with it holds on one device."""
+
+    policy: PipelinePolicy
+    """On ``meta``, with adapters."""
+    architecture: architectures.Architecture
+    layers: Sequence[LayerPlan]
+    passes: Passes
+    adapted: Mapping[str, LoraLayer]
+    parameters: int
+    bytes: dict[str, int]
+
+
+def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
     policy = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
     architecture = architectures.find(policy.pretrained, policy.pipeline_class)
-    backend = resolve(cfg.precision.name, cfg.precision.backend, device_of(cfg))
-    rule = QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude))
-    layers = plan_layers(policy.transformer, rule, backend)
+    layers = plan_layers(policy.transformer, quantization_rule(cfg), backend)
     weights = {layer.name: policy.transformer.get_submodule(layer.name).weight for layer in layers}
     parameters, held = sum(p.numel() for p in policy.transformer.parameters()), bytes_of(policy.transformer)
     passes, adapted = trace(policy, lora_config(cfg), previews=cfg.model.get("preview_decoder") is not None)
-    share = shares(layers, passes)
     lora = 4 * sum(weight.numel() for weight in adapters.adapter_state(adapted, TRAINED).values())
     quantized = [layer.name for layer in layers if layer.quantized]
-    packed, here = PACKED_BITS[backend.precision], backend.bits_per_weight
-    families = [_family("this run", cfg)]
-    families += [_family(name, with_option(cfg, "family", name)) for name in cfg.task.families]
-    has_shadow = any(stage.sampler == "shadow" for stage in families[0].stages)
-    shadow = {bits: replica_bytes(weights, adapted, quantized, bits) if has_shadow else 0 for bits in (packed, here)}
+    has_shadow = any(stage.sampler == "shadow" for stage in stages_of(cfg))
+    packed, here = (
+        replica_bytes(weights, adapted, quantized, bits) if has_shadow else 0
+        for bits in (PACKED_BITS[backend.precision], backend.bits_per_weight)
+    )
     size = {
         "policy": held,
         "merged": replica_bytes(weights, adapted),
-        "shadow_packed": shadow[packed],
-        "shadow_here": shadow[here],
+        "shadow_packed": packed,
+        "shadow_here": here,
         "lora": (3 if cfg.callbacks and cfg.callbacks.get("ema") else 2) * lora,
         "gradients_and_moments": 3 * lora,
         "autoencoder": bytes_of(policy.pipeline.vae),
         "text_encoders": encoder_bytes(architecture, policy.dtypes),
         "kept_for_backward": cfg.model.micro_batch * passes.kept,
     }
+    return Shapes(policy, architecture, layers, passes, adapted, parameters, size)
+
+
+# The task
+
+
+def plan(cfg: DictConfig) -> Json:
+    """Prints what a run of ``cfg`` takes, and writes it to ``plan.json``."""
+    _check(cfg.task, cfg.prompts_per_iteration)
+    backend = resolve(cfg.precision.name, cfg.precision.backend, device_of(cfg))
+    model = on_meta(cfg, backend)
+    policy, layers, passes, size = model.policy, model.layers, model.passes, model.bytes
+    share, held = shares(layers, passes), size["policy"]
+    packed, here = PACKED_BITS[backend.precision], backend.bits_per_weight
+    families = [_family("this run", cfg)]
+    families += [_family(name, with_option(cfg, "family", name)) for name in cfg.task.families]
     iteration = Iteration(
         prompts=cfg.prompts_per_iteration,
         devices=cfg.task.devices,
@@ -311,18 +336,18 @@ def plan(cfg: DictConfig) -> Json:
         for row in rows:
             row["seconds"] = seconds(row["macs"], cfg.task.tflops, policy.pipeline.vae.dtype)
     result = {
-        "architecture": architecture.name,
+        "architecture": model.architecture.name,
         "resolution": policy.resolution,
         "latents": list(policy.latent_shape),
-        "parameters": parameters,
+        "parameters": model.parameters,
         "precision": backend.precision,
         "backend": backend.name,
         "bits_a_weight": {"packed": packed, "here": here},
         "layers": share,
         "bytes": size,
         "weights_to_one_copy": {
-            "packed": (size["policy"] + size["merged"] + shadow[packed]) / held,
-            "here": (size["policy"] + size["merged"] + shadow[here]) / held,
+            "packed": (held + size["merged"] + size["shadow_packed"]) / held,
+            "here": (held + size["merged"] + size["shadow_here"]) / held,
             "published": float(PUBLISHED_COPIES),
         },
         "prompts_per_iteration": iteration.prompts,

@@ -1,12 +1,26 @@
 """What the tasks that measure leave behind: a JSON file in the run folder and a table on the terminal."""
 
 import json
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from solrl_lightning.callbacks.summary import finite_only
 from solrl_lightning.files import write_atomically
+
+OK, SLOW, WRONG = "ok", "slow", "wrong"
+_WIDTH, _NAME, _STATUS = 100, 20, 7  # columns of a row and of its first two parts
+
+
+class Row(NamedTuple):
+    """The result of a check; ``slow`` works, and something else would be faster."""
+
+    check: str
+    status: str
+    found: str
+    way_out: str = ""
+    measured: Mapping[str, Any] | None = None
 
 
 def write_json(path: Path, facts: Mapping[str, Any]) -> None:
@@ -22,6 +36,14 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> st
         padded = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  ".join(["", row[0].ljust(widths[0]), *padded]).rstrip())
     return "\n".join(lines)
+
+
+def format_row(row: Row) -> str:
+    """The way out starts a line of its own."""
+    parts = [row.found, *([f"-> {row.way_out}"] if row.way_out else [])]
+    indent = _NAME + _STATUS
+    lines = [line for part in parts for line in textwrap.wrap(part, _WIDTH - indent, break_on_hyphens=False)]
+    return f"{row.check:<{_NAME}}{row.status:<{_STATUS}}" + ("\n" + " " * indent).join(lines)
 
 
 def _cell(value: object) -> str:

@@ -1,0 +1,221 @@
+"""task=doctor: whether this machine can do the run that is asked for, measured in about a minute.
+
+Layers and blocks have the sizes of the chosen model and made-up weights, so only the rows about files need files.
+"""
+
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from solrl_lightning.build import build_rewards, device_of, stages_of, with_option
+from solrl_lightning.callbacks.surface import RECORD
+from solrl_lightning.config import reward_members
+from solrl_lightning.errors import CheckFailed, UserError
+from solrl_lightning.policies.compilation import should_compile
+from solrl_lightning.quantization import resolve
+from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
+from solrl_lightning.tasks.doctor_machine import environment, local_path, locate
+from solrl_lightning.tasks.doctor_shadow import NO_SHADOW, blocks, judge_backend, layers, without_files
+from solrl_lightning.tasks.plan import Json, Shapes, on_meta
+from solrl_lightning.tasks.report import OK, SLOW, WRONG, Row, format_row, write_json
+
+
+def doctor(cfg: DictConfig) -> Json:
+    """Prints the rows as they are found and writes them to ``doctor.json``.
+
+    Raises:
+        CheckFailed: something is wrong.
+    """
+    start, rows = time.perf_counter(), []
+    logging.disable(logging.INFO)  # what a run says at its start would stand between the rows
+    try:
+        for row in examine(cfg):
+            rows.append(row)
+            print(format_row(row), flush=True)
+    finally:
+        logging.disable(logging.NOTSET)
+    counts = {status: sum(row.status == status for row in rows) for status in (OK, SLOW, WRONG)}
+    result = {
+        "model": cfg.model.pretrained,
+        "weights": cfg.model.weights,
+        "precision": OmegaConf.to_container(cfg.precision),
+        "stages": [stage._asdict() for stage in stages_of(cfg)],
+        "rewards": list(reward_members(cfg)),
+        "counts": counts,
+        "rows": [row._asdict() for row in rows],
+        "peak_memory": peak_memory(torch.device("cpu"))["bytes"],
+        "seconds": time.perf_counter() - start,
+    }
+    path = Path(cfg.run_dir) / "doctor.json"
+    write_json(path, result)
+    print(f"{', '.join(f'{n} {status}' for status, n in counts.items())}, in {result['seconds']:.0f} s\n  {path}")
+    if counts[WRONG]:
+        wrong = dict.fromkeys(row.check for row in rows if row.status == WRONG)
+        raise CheckFailed(f"wrong here: {', '.join(wrong)}; the lines above say what to do.")
+    return result
+
+
+def examine(cfg: DictConfig) -> Iterator[Row]:
+    yield from environment(cfg.run_dir)
+    yield from (locate(key, source) for key, source in sources(cfg).items())
+    yield from guarded("set-up", arithmetic(cfg), "a report of this with doctor.json")
+
+
+def guarded(check: str, rows: Iterator[Row], way_out: str) -> Iterator[Row]:
+    """The rows, and one that is wrong in the place of any error, for the report has to reach its end."""
+    try:
+        yield from rows
+    except UserError as error:  # which names its way out
+        yield Row(check, WRONG, str(error))
+    except Exception as error:
+        RECORD.exception("%s", check)
+        yield Row(check, WRONG, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", way_out)
+
+
+def arithmetic(cfg: DictConfig) -> Iterator[Row]:
+    """All rows about the run itself."""
+    device = device_of(cfg)
+    on_gpu = device.type == "cuda"
+    backend = resolve(cfg.precision.name, cfg.precision.backend, device)
+    compiled = should_compile(cfg.family.compile, device)[0] and on_gpu  # on a CPU that would take a minute
+    shadow = backend if any(stage.sampler == "shadow" for stage in stages_of(cfg)) else None
+    model = on_meta(without_files(cfg), backend)
+    yield judge_backend(backend, device, shadow is not None)
+    if shadow is not None and shadow.linear_cls is not None:
+        rows = layers(model, shadow, cfg.model.rollout_batch, device, compiled)
+        yield from guarded("layers", rows, f"another precision, or {NO_SHADOW}")
+    yield from guarded("compilation", blocks(cfg, model, shadow, device, compiled), "family.compile=false")
+    memory = judge_memory(held(model, cfg.model.weights), total_memory(device), cfg.model, on_gpu)
+    yield memory
+    absent = [key for key, source in rewards_of(cfg).items() if local_path(source) is None]
+    scored = [] if absent else list(guarded("reward", scores(cfg, device), "reward.pretrained=<folder>"))
+    yield from scored
+    count = cfg.task.iterations
+    if count is None:
+        count = 2 if cfg.model.pretrained == "tiny" or (cfg.model.weights == "random" and on_gpu) else 0
+    obstacles = [*absent, *(row.check for row in (memory, *scored) if row.status == WRONG)]
+    if count and obstacles:
+        yield Row("iterations", OK, f"not measured, because of {', '.join(obstacles)}: see above")
+    elif count:
+        rows = iterations(cfg, model, device, count)
+        yield from guarded("iterations", rows, "a smaller model.rollout_batch or model.micro_batch, if memory is short")
+
+
+# Memory, reward, iterations
+
+
+def total_memory(device: torch.device) -> int:
+    """Of the GPU; on a CPU that of the system or, in a container, its limit."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    physical, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return physical if text == "max" else min(physical, int(text))
+
+
+def held(model: Shapes, weights: str) -> dict[str, int]:
+    """The plan's bytes by part, as they are held here."""
+    left_out = {"shadow_packed"} | ({"text_encoders"} if weights == "random" else set())
+    return {name: size for name, size in model.bytes.items() if name not in left_out}
+
+
+def planned_bytes(parts: Mapping[str, int], on_gpu: bool) -> int:
+    """A GPU holds the text encoders only while they encode, and then nothing is kept for a backward pass."""
+    passing = parts.get("text_encoders", 0), parts["kept_for_backward"]
+    return sum(parts.values()) - (min(passing) if on_gpu else 0)
+
+
+def judge_memory(parts: Mapping[str, int], total: int, model: DictConfig, on_gpu: bool) -> Row:
+    planned = planned_bytes(parts, on_gpu)
+    largest = sorted(parts, key=lambda name: -parts[name])[:4]
+    found = (
+        f"{planned / 1e9:.3g} GB planned of {total / 1e9:.3g} GB, rewards and sampling not counted; most for "
+        f"{', '.join(f'{name} {parts[name] / 1e9:.2g}' for name in largest)}"
+    )
+    measured = {"planned": planned, "total": total, "parts": dict(parts)}
+    if planned <= total:
+        return Row("memory", OK, found, "", measured)
+    kept, batch = parts["kept_for_backward"], model.micro_batch
+
+    def fits(changed: Mapping[str, int]) -> bool:
+        return planned_bytes({**parts, **changed}, on_gpu) <= total
+
+    ways = [f"model.micro_batch={n}" for n in range(1, batch) if fits({"kept_for_backward": kept * n // batch})][-1:]
+    if not model.gradient_checkpointing and fits({"kept_for_backward": 0}):
+        ways.append("model.gradient_checkpointing=true")
+    if parts["shadow_here"] and fits({"shadow_here": 0}):
+        ways.append(NO_SHADOW)
+    return Row("memory", WRONG, found, ", or ".join(ways) or "a smaller model, or a device with more", measured)
+
+
+def sources(cfg: DictConfig) -> dict[str, str]:
+    """Paths and hub ids of a run's files, by key; the embedded model and random weights need none."""
+    keys = ["model.pretrained", "model.preview_decoder", "model.transformer_weights"]
+    found = {key: OmegaConf.select(cfg, key) for key in keys if cfg.model.weights == "pretrained"}
+    return {key: source for key, source in found.items() if source not in (None, "tiny")} | rewards_of(cfg)
+
+
+def rewards_of(cfg: DictConfig) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, member in reward_members(cfg).items():
+        if "pretrained" in member and cfg.reward.pretrained is not None:
+            member["pretrained"] = cfg.reward.pretrained
+        found |= {f"reward.{name}.{k}": member[k] for k in ("pretrained", "processor", "tokenizer") if k in member}
+    return found
+
+
+def with_local_rewards(cfg: DictConfig) -> DictConfig:
+    """With folders in the place of hub ids, so that the hub is not asked for news of what is here."""
+    changed = cfg.copy()
+    changed.reward.pretrained = None
+    for key, source in rewards_of(cfg).items():
+        OmegaConf.update(changed, key, str(local_path(source)))
+    return changed
+
+
+def scores(cfg: DictConfig, device: torch.device) -> Iterator[Row]:
+    """Loads the rewards and scores one image."""
+    start = time.perf_counter()
+    rewards = build_rewards(with_local_rewards(cfg), device)
+    image = torch.rand(1, 3, cfg.model.resolution, cfg.model.resolution, device=device)
+    found = rewards(image, ["a red circle above a blue square"])[0].tolist()
+    named = ", ".join(f"{name} {score:.3g}" for name, score in zip(rewards.rewards, found, strict=True))
+    yield Row("reward", OK, f"loaded, and one image of noise scored in {time.perf_counter() - start:.1f} s: {named}")
+
+
+def small(cfg: DictConfig, count: int) -> DictConfig:
+    """One prompt, with a pool that fills a batch of the rollout and keeps what fills a micro-batch of the training."""
+    changed = with_option(with_local_rewards(cfg), "data", "shapes")
+    levels = max(1, int(cfg.family.regenerate.steps * cfg.model.train_timestep_fraction))
+    with open_dict(changed):
+        changed.prompts_per_iteration = 1
+        changed.family.keep = min(cfg.family.keep, 2 * math.ceil(cfg.model.micro_batch / levels / 2))
+        changed.family.pool = min(cfg.family.pool, max(cfg.model.rollout_batch, changed.family.keep))
+        changed.task.update({"reads": ["train"], "repeats": count - 1})
+    return changed
+
+
+def iterations(cfg: DictConfig, model: Shapes, device: torch.device, count: int) -> Iterator[Row]:
+    """Whole iterations of training: what they take beside the plan."""
+    own = small(cfg, count)
+    laps = run_iterations(own, device, watch=False)
+    peak, planned = peak_memory(device), planned_bytes(held(model, cfg.model.weights), device.type == "cuda")
+    stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in laps[-1].stages.items())
+    found = (
+        f"{count} of 1 prompt, {own.family.pool} candidates, {own.family.keep} kept: {laps[0].seconds:.1f} s with "
+        f"warm-up, the last {laps[-1].seconds:.1f} s ({stages}); peak memory of {peak['of']} "
+        f"{peak['bytes'] / 1e9:.3g} GB, planned {planned / 1e9:.3g} GB"
+    )
+    measured = {
+        "laps": [{"seconds": lap.seconds, "stages": lap.stages} for lap in laps],
+        "peak_memory": peak,
+        "peak_memory_reserved": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
+        "planned": planned,
+    }
+    yield Row("iterations", OK, found, "", measured)

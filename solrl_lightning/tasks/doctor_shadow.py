@@ -1,0 +1,224 @@
+"""What the shadow's layers and blocks compute and cost: the rows of task=doctor that run the model's real shapes.
+
+Weights are made up. Shapes: M tokens, D inputs and N outputs of a linear layer.
+"""
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import Tensor, nn
+
+from solrl_lightning.policies import replica
+from solrl_lightning.policies.architectures import Architecture
+from solrl_lightning.policies.bf16 import has_bf16_units, use_fp32_products
+from solrl_lightning.policies.compilation import compile_blocks
+from solrl_lightning.quantization import Backend, convert, fp8, int8, nvfp4, resolve, transformer_engine
+from solrl_lightning.quantization.backends import BACKENDS
+from solrl_lightning.rollout.stage import Prompts
+from solrl_lightning.tasks.plan import Shapes
+from solrl_lightning.tasks.report import OK, SLOW, WRONG, Row
+
+Quantizer = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
+
+_QUANTIZE: dict[str, Quantizer] = {"nvfp4": nvfp4.fake_quantize, "fp8": fp8.quantize, "int8": int8.quantize}
+_QUANTIZE_INPUT: dict[str, Quantizer] = _QUANTIZE | {"nvfp4": partial(nvfp4.fake_quantize, per_row=True)}
+# Shares of the largest output. BF16 rounds an output by 2^-9, and twice where a CPU has BF16 units; compiled code may
+# round a value between two codes the other way; FP8 units of capability 9.0 keep 14 bits of a sum.
+_TOLERANCE = {"nvfp4": 2**-6, "fp8": 2**-5, "int8": 2**-7}
+_MOST_ROWS = {"cuda": 16384, "cpu": 1024}  # of a layer's input
+_COMPARED = 256  # of these rows, with the exact product
+_BLOCKS = 2  # of each kind
+_CPU_MACS = 2 * 10**8  # of the whole model in the batch for which blocks run on a CPU
+_ROUNDS, _SECONDS = 20, 0.5  # timed calls, and the time after which no more of them begin
+NO_SHADOW = "family=prefix, which needs no shadow"
+
+
+def judge_backend(backend: Backend, device: torch.device, used: bool) -> Row:
+    others = {name: resolve(name, "auto", device).name for name in BACKENDS if name not in (backend.precision, "bf16")}
+    measured = {"precision": backend.precision, "backend": backend.name, "others": others}
+    if not used:
+        return Row("precision", OK, "none: no stage of this family samples from the shadow", "", measured)
+    found = f"{backend.line.rstrip('.')}. Others here: {', '.join(f'{name} ({by})' for name, by in others.items())}"
+    if backend.name == "emulated" and device.type == "cuda":
+        faster = [f"precision={name}" for name, by in others.items() if by != "emulated"]
+        return Row("precision", SLOW, found, " or ".join([*faster, NO_SHADOW]), measured)
+    return Row("precision", OK, found, "", measured)
+
+
+@torch.no_grad()
+def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, compiled: bool) -> Iterator[Row]:
+    """One layer of each shape that the shadow quantises: its numbers and its speed."""
+    assert backend.linear_cls is not None
+    tokens: dict[tuple[int, int], int] = {}  # of one image
+    for plan in model.layers:
+        if plan.quantized:
+            shape = plan.in_features, plan.out_features
+            tokens[shape] = max(tokens.get(shape, 0), model.passes.layers[plan.name] // math.prod(shape))
+    for (inputs, outputs), count in tokens.items():
+        torch.compiler.reset()
+        linear = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
+        layer = backend.linear_cls.from_linear(linear)
+        if compiled:
+            layer.compile(fullgraph=backend.fullgraph, dynamic=False)
+        rows = min(count * batch, _MOST_ROWS[device.type])
+        x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
+        one_scale = backend.name == "transformer_engine" and not transformer_engine.has_row_scales()
+        quantize = (_QUANTIZE if one_scale else _QUANTIZE_INPUT)[backend.precision]
+        error = largest_error(layer(x), x, linear, backend.precision, quantize)
+        if device.type == "cpu" and not has_bf16_units():
+            use_fp32_products(linear)
+        # A view, because an eager layer does not quantise the same tensor twice.
+        calls = {"bf16": partial(linear, x), "layer": partial(lambda layer, x: layer(x.view_as(x)), layer, x)}
+        seconds = least_seconds(calls, device)
+        speed = judge_speed(f"layer {inputs}->{outputs}", backend, seconds["layer"], seconds["bf16"], compiled)
+        yield judge_error(speed._replace(found=f"{rows} rows in {speed.found}"), error, backend.precision)
+
+
+def largest_error(
+    y: Tensor, x: Tensor, linear: nn.Linear, precision: str, quantize_input: Quantizer | None = None
+) -> float:
+    """Of y [M, N], against the exact product of the quantised x [M, D] and weight, as a share of the largest output."""
+    step = max(1, len(x) // _COMPARED)
+    values, scale = (quantize_input or _QUANTIZE_INPUT[precision])(x, torch.float32)
+    weight, weight_scale = _QUANTIZE[precision](linear.weight, torch.float32)
+    exact = values[::step].double() @ weight.double().t() * scale.expand(len(x), 1)[::step] * weight_scale.t()
+    exact += linear.bias.double()
+    return ((y[::step].double() - exact).abs().max() / exact.abs().max()).item()
+
+
+def judge_speed(check: str, backend: Backend, seconds: float, bf16: float, compiled: bool) -> Row:
+    """Only units of the precision have to be faster than BF16; of an emulation its slowness is told."""
+    how = "compiled" if compiled else "eager"
+    found = f"{_time(seconds)}, {seconds / bf16:.2f} x BF16's {_time(bf16)}, {how}"
+    measured = {"seconds": seconds, "bf16_seconds": bf16, "compiled": compiled}
+    if backend.name != "emulated" and backend.linear_cls is not None and seconds > bf16:
+        way_out = f"{'another precision' if compiled else 'family.compile=true'}, or {NO_SHADOW}"
+        return Row(check, SLOW, found, way_out, measured)
+    return Row(check, OK, found, "", measured)
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+
+
+def judge_error(speed: Row, error: float, precision: str) -> Row:
+    """The row of a layer's speed, with the error of what it computes."""
+    tolerance = _TOLERANCE[precision]
+    found = f"{speed.found}; error {error:.1e} of the largest output, tolerated {tolerance:.1e}"
+    measured = {**(speed.measured or {}), "error": error, "tolerance": tolerance}
+    if not error <= tolerance:
+        way_out = "precision.backend=emulated, and a report of this with doctor.json"
+        return Row(speed.check, WRONG, found, way_out, measured)
+    return speed._replace(found=found, measured=measured)
+
+
+def least_seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
+    """Of calls that take turns, each after a first one; the least, because what else runs here only adds to it."""
+
+    def now() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    start = now()
+    for number in range(1 + _ROUNDS):
+        if number > 2 and now() - start > _SECONDS:
+            break
+        for name, call in calls.items():
+            before = now()
+            call()
+            seconds[name].append(now() - before)
+    return {name: min(values[1:]) for name, values in seconds.items()}
+
+
+# Compilation
+
+
+class CountingCompiler:
+    """A backend of torch.compile that counts the graphs it gets."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.graphs = name, 0
+        self._compile = torch._dynamo.lookup_backend(name)
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        self.graphs += 1
+        return self._compile(graph, inputs)
+
+
+def without_files(cfg: DictConfig) -> DictConfig:
+    """With a policy that reads config files at most."""
+    changed = cfg.copy()
+    for name in {"embeddings", "preview_decoder", "transformer_weights"} & changed.model.policy.keys():
+        changed.model.policy[name] = None
+    return changed
+
+
+def write_short(architecture: Architecture, folder: Path) -> None:
+    """The config files of the same pipeline with a few blocks of each kind."""
+    index: dict[str, Any] = {"_class_name": architecture.pipeline}
+    for name in ("transformer", "vae", "scheduler"):
+        library, cls, config = architecture.components[name]
+        counts = {"num_layers", "num_single_layers"} & config.keys() if name == "transformer" else ()
+        file = folder / name / ("scheduler_config.json" if name == "scheduler" else "config.json")
+        file.parent.mkdir()
+        file.write_text(json.dumps({**config, **{key: min(_BLOCKS, config[key]) for key in counts}}))
+        index[name] = [library, cls]
+    (folder / "model_index.json").write_text(json.dumps(index))
+
+
+@torch.no_grad()
+def blocks(
+    cfg: DictConfig, model: Shapes, shadow: Backend | None, device: torch.device, compiled: bool
+) -> Iterator[Row]:
+    """Compiles a few blocks, refreshes their weights as every iteration does, and times them."""
+    with TemporaryDirectory() as folder:
+        write_short(model.architecture, Path(folder))
+        own = without_files(cfg).model.policy
+        policy = instantiate(own, pretrained=folder, weights="random", device=str(device))
+    modules = dict(policy.transformer.named_modules())
+    adapted = [name for name in model.adapted if name in modules]
+    replicas = {"BF16": replica.share(policy.transformer).eval()}
+    if shadow is not None:
+        replicas["shadow"] = replica.share(policy.transformer).eval()
+        convert(replicas["shadow"], [plan for plan in model.layers if plan.name in modules], shadow)
+    torch.compiler.reset()
+    compiler = CountingCompiler("inductor" if compiled else "eager")
+    for name, module in replicas.items():
+        replica.own_weights(module, adapted)
+        compile_blocks(module, name == "BF16" or shadow is None or shadow.fullgraph, compiler)
+    most = cfg.model.rollout_batch
+    batch = most if device.type == "cuda" else max(1, min(most, _CPU_MACS // model.passes.forward))
+    _, conditioning = Prompts([""], policy.encode([""])).rows(torch.zeros(batch, dtype=torch.int64))
+    x, sigma = policy.noise(torch.arange(batch)), torch.tensor(0.5, device=device)
+    calls = {name: partial(policy.velocity, module, x, sigma, conditioning) for name, module in replicas.items()}
+    graphs = []
+    for factor in (1.0, 0.5):
+        for module in replicas.values():
+            replica.refresh(module, [(name, factor * modules[name].weight.float()) for name in adapted])
+        for call in calls.values():
+            call()
+        graphs.append(compiler.graphs)
+    yield judge_compilation(graphs[0], graphs[1] - graphs[0], compiler.name)
+    if shadow is not None:
+        seconds = least_seconds(calls, device)
+        speed = judge_speed("blocks", shadow, seconds["shadow"], seconds["BF16"], compiled)
+        yield speed._replace(found=f"{batch} images through {_BLOCKS} of each kind in {speed.found}")
+
+
+def judge_compilation(graphs: int, again: int, compiler: str) -> Row:
+    found = f"{graphs} graphs of the blocks, by torch.compile's {compiler}; {again} more after a refresh of the weights"
+    measured = {"graphs": graphs, "recompilations": again, "backend": compiler}
+    if again:
+        return Row("compilation", WRONG, found, "family.compile=false, and a report of this with doctor.json", measured)
+    return Row("compilation", OK, found, "", measured)
