@@ -36,7 +36,15 @@ from solrl_lightning.config import (
 )
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.launch import check_launched, is_first
-from solrl_lightning.run_folder import check_new, check_writable, finished_runs, remove_unused, resume
+from solrl_lightning.run_folder import (
+    check_new,
+    check_writable,
+    finished_runs,
+    own_sources,
+    remove_unused,
+    resume,
+    searched,
+)
 
 _FAILED = 1
 _USER_ERROR = 2  # as argparse
@@ -166,6 +174,10 @@ def prepare(arguments: list[str]) -> list[str]:
 
 
 def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[str]:
+    for override in tree.parse(flags.overrides):
+        sources = override.value()
+        if override.key_or_group == "hydra.searchpath" and isinstance(sources, list):
+            tree.look_in(sources)
     resumed = resume(tree, flags.overrides, flags.multirun)
     checked = []
     for cfg in tree.jobs(resumed.arguments, flags.multirun):
@@ -221,7 +233,7 @@ def _alone() -> Iterator[None]:
     program = sys.modules["__main__"]
     spec, arguments, environment = program.__spec__, sys.argv[1:], dict(os.environ)
     program.__spec__ = find_spec("solrl_lightning.__main__")
-    sys.argv[1:] = list(settings.overrides.task)
+    sys.argv[1:] = [*settings.overrides.task, *searched(own_sources(settings))]
     try:
         yield
     finally:
