@@ -45,8 +45,10 @@ from solrl_lightning.run_folder import (
     check_writable,
     claimed,
     finished_runs,
+    own_sources,
     remove_unused,
     resume,
+    searched,
 )
 
 _FAILED = 1
@@ -199,6 +201,10 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
 
 
 def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[list[str], dict[Path, bool]]:
+    for override in tree.parse(flags.overrides):
+        sources = override.value()
+        if override.key_or_group == "hydra.searchpath" and isinstance(sources, list):
+            tree.look_in(sources)
     resumed = resume(tree, flags.overrides, flags.multirun)
     checked = []
     for cfg in tree.jobs(resumed.arguments, flags.multirun):
@@ -256,7 +262,7 @@ def _alone(folder: Path) -> Iterator[None]:
     program = sys.modules["__main__"]
     spec, arguments, environment = program.__spec__, sys.argv[1:], dict(os.environ)
     program.__spec__ = find_spec("solrl_lightning.__main__")
-    sys.argv[1:] = list(settings.overrides.task)
+    sys.argv[1:] = [*settings.overrides.task, *searched(own_sources(settings))]
     try:
         with claimed(folder, new=False) if is_first() else nullcontext():
             yield

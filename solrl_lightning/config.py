@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 CONFIG_MODULE = "solrl_lightning.conf"
 
+_OWN = "command-line"  # Hydra's name for the source that --config-dir adds
 _BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
 
 SAMPLERS = ("shadow", "merged", "policy")
@@ -119,6 +120,15 @@ _TRAINER = (
         """'+callbacks.timer={_target_:lightning.pytorch.callbacks.Timer,duration:"00:12:00:00",interval:epoch}'.""",
     ),
 )
+# What makes checkpoints/last.ckpt the newest state: key below callbacks.checkpoint, values, and Lightning's default.
+_CHECKPOINT = (
+    ("filename", ("last",), None),
+    ("monitor", ("None",), None),
+    ("save_top_k", ("1",), 1),
+    ("save_last", ("None", "False"), None),
+    ("save_weights_only", ("False",), False),
+    ("enable_version_counter", ("False",), True),
+)
 _PROXY_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "decoder"}
 _SEEDS = 2**32  # noise has so many seeds
 _ABSENT = object()  # a key that the chosen options do not have: nothing to check
@@ -135,11 +145,7 @@ class ConfigTree:
         self.sweeps = False
         self._context = initialize_config_module(CONFIG_MODULE, version_base="1.3")
         if config_dir:
-            search_path = self.loader.get_search_path()
-            path = f"file://{Path(config_dir).resolve()}"
-            search_path.prepend("command-line", path, anchor=SearchPathQuery(provider="schema"))
-            GlobalHydra.instance().clear()
-            Hydra.create_main_hydra2(CONFIG_MODULE, search_path)
+            self.look_in([f"file://{Path(config_dir).resolve()}"])
 
     def __enter__(self) -> "ConfigTree":
         self._context.__enter__()
@@ -151,6 +157,19 @@ class ConfigTree:
     @property
     def loader(self) -> ConfigLoader:
         return GlobalHydra.instance().config_loader()
+
+    @property
+    def own_sources(self) -> list[str]:
+        """Where else than in the package options are looked up."""
+        return [source.path for source in self.loader.get_search_path().get_path() if source.provider == _OWN]
+
+    def look_in(self, sources: Iterable[str]) -> None:
+        """Looks up options in more places, written as in ``hydra.searchpath``: ``file://<folder>``."""
+        search_path = self.loader.get_search_path()
+        for source in sources:
+            search_path.prepend(_OWN, source, anchor=SearchPathQuery(provider="schema"))
+        GlobalHydra.instance().clear()
+        Hydra.create_main_hydra2(CONFIG_MODULE, search_path)
 
     def groups(self) -> list[str]:
         return [g for g in self.loader.get_group_options("", ObjectType.GROUP) if g != "hydra"]
@@ -333,7 +352,9 @@ def _unknown_key(key: str, known: dict[Any, Any], groups: list[str]) -> str:
     application = {name: value for name, value in known.items() if name != "hydra"}
     names = _paths(known["hydra"], "hydra.") if parts[0] == "hydra" else itertools.chain(_paths(application), groups)
     suggestion = _did_you_mean(_nearest(key, list(names)))
-    return f"There is no key {key}.{suggestion} --help lists the common ones, --cfg job shows all."
+    target = OmegaConf.select(OmegaConf.create(known), f"{key.rpartition('.')[0]}._target_") if "." in key else None
+    adding = f" Write +{key}=<value> if {target} takes it." if target and parts[0] != "task" else ""
+    return f"There is no key {key}.{suggestion}{adding} --help lists the common ones, --cfg job shows all."
 
 
 def _nearest(word: str, known: Sequence[str]) -> list[str]:
@@ -384,6 +405,7 @@ def check_values(cfg: DictConfig) -> None:
     _check(cfg, "model.weights", lambda value: value in ("pretrained", "random"), "pretrained or random")
     _check(cfg, "old_velocity", lambda value: value in ("policy", "merged"), "policy or merged")
     _check_trainer(cfg)
+    _check_checkpoint(cfg)
     _check(cfg, "family.compile", lambda value: value in (True, False, "auto"), "true, false or auto")
     _check_rewards(cfg)
     _check_folders(cfg)
@@ -412,6 +434,22 @@ def _check_trainer(cfg: DictConfig) -> None:
             f"trainer.max_epochs={cfg.trainer.get('max_epochs')} is invalid: a Lightning epoch is one iteration, and "
             f"iterations={cfg.iterations} is their number. Leave it out, or set iterations=<number>."
         )
+
+
+def _check_checkpoint(cfg: DictConfig) -> None:
+    checkpoint = OmegaConf.select(cfg, "callbacks.checkpoint")
+    if checkpoint is None:
+        return
+    folder = f"{cfg.run_dir}/checkpoints"
+    for key, allowed, default in (*_CHECKPOINT, ("dirpath", (folder,), None)):
+        value = checkpoint.get(key, default)
+        if str(value) not in allowed:
+            raise UserError(
+                f"callbacks.checkpoint.{key}={value} is invalid: this callback writes checkpoints/last.ckpt, the last "
+                f"state, for ckpt=last. Leave it at {allowed[0]}, and add a callback for other checkpoints: "
+                "'+callbacks.mine={_target_:lightning.pytorch.callbacks.ModelCheckpoint,filename:mine,"
+                "dirpath:${run_dir}/checkpoints,monitor:eval/<reward>,mode:max}'"
+            )
 
 
 def _check_rewards(cfg: DictConfig) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.config import ConfigTree, application_config
 from solrl_lightning.errors import UserError
@@ -107,6 +107,8 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     source = checkpoint.resolve().parent.parent
     in_place = training and not multirun and (value == "last" or (asked is not None and asked.resolve() == source))
 
+    sources = [] if tree.own_sources else _recorded_sources(source)
+    tree.look_in(sources)
     own = [o for o in given if o.key_or_group not in ("ckpt", "hydra.run.dir")]
     recorded = _recorded(tree, source, training, {o.key_or_group for o in own})
     given_here = [str(o.input_line) for o in own]
@@ -115,10 +117,12 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         _check_as_begun(tree, source, checkpoint, own, [*recorded, *given_here])
         # First, so that a further rank's own hydra.output_subdir=null, which keeps it from writing, stands.
         merged.insert(0, f"hydra.output_subdir={_NEXT_RECORD.as_posix()}")
+    merged[:0] = searched(sources)
     if in_place or asked is not None:
         merged.append(f"hydra.run.dir={_quoted(source if in_place else asked)}")
     message = (
-        f"{'continuing' if in_place else 'from'} {checkpoint}, with what its run was given: {_listed(recorded)}; "
+        f"{'continuing' if in_place else 'from'} {checkpoint}, with what its run was given: "
+        f"{_listed([*searched(sources), *recorded])}; "
         f"given here: {_listed(given_here)}"
     )
     return Resumed(merged, checkpoint, source if in_place else None, message)
@@ -228,7 +232,39 @@ def _recorded(tree: ConfigTree, folder: Path, training: bool, overridden: set[st
     return [str(o.input_line) for o in tree.parse(lines) if holds(o.key_or_group)]
 
 
-def _quoted(path: Path | None) -> str:
+def own_sources(hydra: DictConfig) -> list[str]:
+    """Where Hydra, of this configuration, looked for options beside the package and itself."""
+    sources = [source for source in hydra.runtime.config_sources if "command-line" in source.provider]
+    return [
+        f"file://{Path(hydra.runtime.cwd) / source.path}"
+        if source.schema == "file"
+        else f"{source.schema}://{source.path}"
+        for source in sources
+    ]
+
+
+def searched(sources: Sequence[str]) -> list[str]:
+    """The override that makes Hydra look for options in ``sources``, if there are any."""
+    return [f"hydra.searchpath=[{','.join(map(_quoted, sources))}]"] if sources else []
+
+
+def _recorded_sources(folder: Path) -> list[str]:
+    """Where the run in ``folder`` had options of its user's from."""
+    file = folder / _RECORD / "hydra.yaml"
+    if not file.is_file():
+        return []
+    record = OmegaConf.load(file)
+    sources = own_sources(record.hydra)
+    gone = [source for source in sources if source.startswith("file://") and not Path(source[7:]).is_dir()]
+    if gone:
+        raise UserError(
+            f"The run in {folder} had options from the folder {gone[0][7:]}, which is not there. Say where they are "
+            "now with --config-dir <folder>."
+        )
+    return sources
+
+
+def _quoted(path: Path | str | None) -> str:
     """A path as a value of Hydra's grammar."""
     escaped = str(path).replace("'", "\\'")
     return f"'{escaped}'"

@@ -200,6 +200,29 @@ def test_an_option_that_does_not_exist_is_answered_with_all_that_do() -> None:
         check_names(tree, ["family=zzz"])
 
 
+@pytest.mark.parametrize(
+    ("argument", "hint"),
+    [
+        (
+            "callbacks.checkpoint.verbose=true",
+            "Write +callbacks.checkpoint.verbose=<value> if lightning.",
+        ),
+        ("optimizer.amsgrad=true", "Write +optimizer.amsgrad=<value> if torch.optim.AdamW takes it."),
+        ("trainer.deterministic=true", "Write +trainer.deterministic=<value> if lightning.Trainer takes it."),
+    ],
+)
+def test_an_argument_that_a_target_may_take_can_be_added(argument: str, hint: str) -> None:
+    with ConfigTree() as tree, pytest.raises(UserError, match=re.escape(hint)):
+        check_names(tree, [argument])
+
+
+def test_a_key_that_nothing_takes_is_not_to_be_added() -> None:
+    for argument in ("family.pol=3", "task.x=1", "iterationss=2"):
+        with ConfigTree() as tree, pytest.raises(UserError) as refusal:
+            check_names(tree, [argument])
+        assert "+" not in str(refusal.value)
+
+
 def test_a_stage_that_the_family_lacks_is_said_to_be_missing() -> None:
     with ConfigTree() as tree, pytest.raises(UserError, match="family.explore is null in the chosen family"):
         check_names(tree, ["family=diffusionnft", "family.explore.steps=4"])
@@ -333,6 +356,30 @@ def test_a_value_that_cannot_be_is_refused_with_its_rule(key: str, value: str, m
 def test_what_would_change_or_cut_short_an_iteration_is_refused(argument: str, message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         check_values(compose(argument))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("+callbacks.checkpoint.monitor=eval/shapes", "monitor=eval/shapes is invalid: this callback writes"),
+        ("callbacks.checkpoint.save_top_k=3", "save_top_k=3 is invalid"),
+        ("callbacks.checkpoint.save_top_k=-1", "Leave it at 1, and add a callback for other checkpoints"),
+        ("callbacks.checkpoint.filename=mine", "Leave it at last"),
+        ("~callbacks.checkpoint.filename", "Leave it at last"),
+        ("callbacks.checkpoint.dirpath=elsewhere", "Leave it at run/checkpoints"),
+        ("+callbacks.checkpoint.save_last=link", "save_last=link is invalid"),
+        ("+callbacks.checkpoint.save_weights_only=true", "save_weights_only=True is invalid"),
+        ("callbacks.checkpoint.enable_version_counter=true", "enable_version_counter=True is invalid"),
+    ],
+)
+def test_the_last_checkpoint_stays_the_newest_state(argument: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_values(compose(argument))
+
+
+@pytest.mark.parametrize("argument", ["~callbacks.checkpoint", "callbacks.checkpoint.every_n_epochs=5", "~callbacks"])
+def test_how_often_the_last_checkpoint_is_written_is_left_to_the_user(argument: str) -> None:
+    check_values(compose(argument))
 
 
 @pytest.mark.parametrize(

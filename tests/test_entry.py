@@ -519,6 +519,43 @@ def test_a_resume_that_fails_leaves_the_record_of_the_run_as_it_was(
     assert recorded(earlier)["cfg"]["iterations"] == 2
 
 
+@pytest.fixture
+def own_family(tmp_path: Path) -> Path:
+    folder = tmp_path / "it's mine"
+    (folder / "family").mkdir(parents=True)
+    (folder / "family" / "small.yaml").write_text("defaults: [diffusionnft]\npool: 6\nkeep: 6\n", encoding="utf-8")
+    return folder
+
+
+def test_a_run_goes_on_with_the_options_of_its_config_dir(command: Command, tmp_path: Path, own_family: Path) -> None:
+    assert command("--config-dir", "it's mine", RECORD, "family=small", "hydra.run.dir=run").status == 0
+    for iterations in (20, 30):
+        assert command(RECORD, "ckpt=last", "hydra.run.dir=run", f"iterations={iterations}").status == 0
+        assert recorded(tmp_path / "run")["cfg"]["family"]["pool"] == 6
+        assert recorded(tmp_path / "run")["cfg"]["iterations"] == iterations
+    assert command("task=audit", RECORD, "ckpt=run/checkpoints/last.ckpt", "hydra.run.dir=other").status == 0
+    assert recorded(tmp_path / "other")["cfg"]["family"]["pool"] == 6
+    own_family.rename(tmp_path / "moved")
+    again = ["ckpt=last", "hydra.run.dir=run", "iterations=40"]
+    assert "Say where they are now with --config-dir <folder>" in refused(command, RECORD, *again)
+    assert command("--config-dir", "moved", RECORD, *again).status == 0
+
+
+def test_a_process_started_from_a_sweep_finds_the_options_of_its_config_dir(
+    command: Command, tmp_path: Path, own_family: Path
+) -> None:
+    assert command("--config-dir", "it's mine", RECORD, "-m", "family=small", "seed=1,2").status == 0
+    arguments = recorded(only(tmp_path, "outputs/multirun/*/0_seed-1"))["argv"]
+    assert command(*arguments, "hydra.run.dir=child").status == 0
+    assert recorded(tmp_path / "child")["cfg"]["family"]["pool"] == 6
+
+
+def test_a_search_path_is_looked_up_for_names_too(command: Command, own_family: Path) -> None:
+    path = str(own_family).replace("'", "\\'")
+    own = [f"hydra.searchpath=['file://{path}']", "family=small"]
+    assert "There is no key iteration. Did you mean iterations?" in refused(command, *own, "iteration=2")
+
+
 def test_a_folder_name_with_every_awkward_character_goes_on(command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "it's a, (run) = [1]"
     folder.mkdir()
