@@ -67,9 +67,10 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """After two iterations."""
+    """After two iterations and one evaluation, which would refresh the merged replica in between."""
     watch = Watch()
-    module, trainer, loop = make(tmp_path_factory.mktemp("trained"), *OPTIONS, callbacks=(watch,), max_epochs=2)
+    lengths = {"max_epochs": 2, "check_val_every_n_epoch": 2}
+    module, trainer, loop = make(tmp_path_factory.mktemp("trained"), *OPTIONS, callbacks=(watch,), **lengths)
     fit(module, trainer, loop)
     return Trained(module, watch)
 

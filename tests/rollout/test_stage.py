@@ -235,6 +235,9 @@ def test_kept_trajectories_go_on_from_where_they_were_stopped(policy: Recorder, 
     assert torch.equal(whole.standing, whole.latents)
     pool = run(policy, Batching(4, True), solver, steps=5, until=3)
     assert not torch.equal(pool.standing, pool.latents)  # the noisy latents, and the image that they predict
+    of_image, of_noise = (brightness(policy.decode(x.flatten(0, 1)), []) for x in (pool.latents, pool.standing))
+    torch.testing.assert_close(pool.rewards.flatten(), of_image, rtol=0, atol=1e-6)
+    assert (of_image - of_noise).abs().max() > 1e-3
     chosen = torch.tensor([[4, 0], [1, 2], [3, 1]])
     kept, expected = pool.take(chosen), whole.take(chosen)
     policy.rows = []

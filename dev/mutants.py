@@ -1,0 +1,409 @@
+"""Break the method's core, one line at a time, and see whether the tests notice: ``python dev/mutants.py [NAME ...]``.
+
+Each mutant replaces one fragment of a file in a temporary copy of the tree and runs the tests named beside it. A mutant
+that they pass has survived: something may break there unseen.
+
+Tests run in forks of this process, which has imported the libraries and not the package, so most mutants take seconds.
+Exit status 1: a mutant survived or was not decided within the time limit, a fragment does not occur exactly once, or
+the tests fail without any mutant.
+"""
+
+import argparse
+import importlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+LIBRARIES = (
+    "_pytest.assertion.rewrite diffusers.loaders diffusers.pipelines.flux.pipeline_flux hydra lightning.pytorch "
+    "matplotlib.pyplot peft scipy.stats tensorboard.backend.event_processing.event_accumulator torch._dynamo "
+    "torchmetrics transformers.models.t5 datasets open_clip torch._inductor.compile_fx"
+).split()
+
+Edit = tuple[str, str, str, str]  # name, old fragment, new fragment, tests
+
+LOOP = "tests/test_loop.py"
+REGENERATED = f"{LOOP}::test_regenerated_samples_keep_their_seeds_and_get_new_rewards"
+ITERATION = f"{LOOP}::test_an_iteration_is_requantise_explore_regenerate_train_and_one_step"
+PREFIX = f"{LOOP}::test_a_prefix_family_goes_on_with_the_kept_trajectories_and_gets_the_same_pictures"
+RESUME = f"{LOOP}::test_resume_is_bit_exact_from_a_checkpoint_taken"
+FOLLOWS = f"{LOOP}::test_only_the_policy_moves_and_the_old_policy_follows_it"
+CHECKPOINT = f"{LOOP}::test_a_checkpoint_holds_the_adapters_and_no_other_weights"
+WEIGHTS = "tests/test_which_weights.py"
+RANKS = "tests/test_ddp.py"
+ADVANTAGES = "tests/rollout/test_advantages.py"
+SEEDS = "tests/rollout/test_seeds.py"
+SELECT = "tests/rollout/test_select.py"
+STAGE = "tests/rollout/test_stage.py"
+ROWS = "tests/rollout/test_training_rows.py"
+NFT = "tests/objectives/test_nft.py"
+AWM = "tests/objectives/test_awm.py"
+SOLVERS = "tests/sampling/test_solvers.py"
+NVFP4 = "tests/quantization/test_nvfp4.py"
+EMULATED = "tests/quantization/test_emulated.py"
+REFRESH = "tests/quantization/test_shadow.py::test_refreshing_changed_layers_never_compiles_again"
+CODES = "tests/quantization/test_rowwise.py::test_codes_and_scales_are_those_of_the_definition"
+ADAPTERS = "tests/policies/test_adapters.py"
+REPLICA = "tests/policies/test_replica.py"
+EMA = "tests/callbacks/test_ema.py"
+PUBLISHED = "tests/test_config.py::test_the_published_hyperparameters_are_the_defaults"
+SCHEDULES = "tests/test_schedules.py"
+
+MUTANTS: dict[str, list[Edit]] = {
+    "solrl_lightning/loop.py": [
+        ("labels from proxies", "group_advantages(kept.rewards,", "group_advantages(proxy_rewards,", REGENERATED),
+        ("statistics of one rank", ", all_reduce_sum=self._sum)", ")", RANKS),
+        (
+            "best and worst swapped",
+            "select_contrastive(pool.rewards,",
+            "select_contrastive(-pool.rewards,",
+            REGENERATED,
+        ),
+        ("other seeds regenerated", "prompts, kept.seeds, begin)", "prompts, kept.seeds + 1, begin)", REGENERATED),
+        ("prefix lost", "SolverState(kept.standing,", "SolverState(kept.latents,", PREFIX),
+        ("loss share of one rank", "self.share = trainer.world_size /", "self.share = 1 /", RANKS),
+        (
+            "one pool for all iterations",
+            "pool_seeds(self.seed, trainer.current_epoch,",
+            "pool_seeds(self.seed, 0,",
+            WEIGHTS,
+        ),
+        ("prompts not dealt out", "[trainer.global_rank :: trainer.world_size]", "[:]", RANKS),
+        (
+            "a step per micro-batch",
+            "accumulate_grad_batches = self.plan.micro_batches",
+            "accumulate_grad_batches = 1",
+            ITERATION,
+        ),
+        ("timesteps of exploration", "int(stages[-1].steps *", "int(stages[0].steps *", WEIGHTS),
+        (
+            "sigmas of exploration",
+            "module.policy.sigmas(self.stages[-1].steps)",
+            "module.policy.sigmas(self.stages[0].steps)",
+            WEIGHTS,
+        ),
+        (
+            "cut-short iteration skipped",
+            "done = self.trainer.global_step\n",
+            "done = self.trainer.global_step + 1\n",
+            RESUME,
+        ),
+    ],
+    "solrl_lightning/module.py": [
+        ("stale shadow", "OLD), self.replicas.values())", "OLD), [self.replicas['merged']])", WEIGHTS),
+        ("stale merged replica", "OLD), self.replicas.values())", "OLD), list(self.replicas.values())[1:])", WEIGHTS),
+        (
+            "shadow of the trained adapter",
+            "lora_layers, OLD), self.replicas",
+            "lora_layers, TRAINED), self.replicas",
+            WEIGHTS,
+        ),
+        (
+            "merged not restored",
+            "self._refresh(adapters.adapter_state(self.lora_layers, OLD), [merged])",
+            "pass",
+            WEIGHTS,
+        ),
+        ("default evaluated", 'weights="ema", steps', 'weights="default", steps', WEIGHTS),
+        (
+            "evaluation noise by iteration",
+            "evaluation_seeds(self.seed,",
+            "evaluation_seeds(self.trainer.global_step,",
+            WEIGHTS,
+        ),
+        ("evaluation of one rank", 'total = self.trainer.strategy.reduce(total, reduce_op="sum")', "pass", RANKS),
+        (
+            "default samples",
+            "adapters.using, self.transformer, layers, OLD",
+            "adapters.using, self.transformer, layers, TRAINED",
+            WEIGHTS,
+        ),
+        (
+            "old velocity is the policy's",
+            "self.objective(velocity, old,",
+            "self.objective(velocity, velocity.detach(),",
+            WEIGHTS,
+        ),
+        (
+            "old velocity is the base's",
+            "self.objective(velocity, old,",
+            "self.objective(velocity, self._velocity(self.base, batch),",
+            WEIGHTS,
+        ),
+        ("reference is the old policy", "old, reference, batch.x0", "old, reference and old, batch.x0", WEIGHTS),
+        ("row weights off", "(terms.rows * batch.weight).mean()", "terms.rows.mean()", RANKS),
+        ("old policy stays", "adapters.move_old(self.lora_layers,", "(lambda *_: None)(self.lora_layers,", FOLLOWS),
+        ("old policy not saved", 'if ".lora_" in name', 'if ".default." in name', CHECKPOINT),
+        ("watched rewards explored", "self.rewards.trained, prompts", "self.rewards, prompts", WEIGHTS),
+    ],
+    "solrl_lightning/rollout/advantages.py": [
+        ("no std", "(std + eps)", "1.0", ADVANTAGES),
+        ("mean of all prompts", "rewards.mean(dim=1, keepdim=True)", "rewards.mean()", ADVANTAGES),
+        ("sample std", "(squares / count)", "(squares / (count - 1))", ADVANTAGES),
+        ("std around the rank's mean", "rewards - total / count", "rewards - rewards.mean()", ADVANTAGES),
+        ("float32 advantages", "rewards = rewards.double()", "rewards = rewards.float()", ADVANTAGES),
+    ],
+    "solrl_lightning/rollout/select.py": [
+        ("worst twice", "descending=True, stable=True", "descending=False, stable=True", SELECT),
+        ("halves overlap", "left = finite.scatter(1, best, False)", "left = finite", SELECT),
+        ("NaN is the best", "torch.where(finite, scores, -torch.inf)", "scores", SELECT),
+        ("NaN is the worst", "torch.where(left, scores, torch.inf)", "torch.where(left, scores, -torch.inf)", SELECT),
+    ],
+    "solrl_lightning/rollout/seeds.py": [
+        ("seeds without iteration", 'f"pool/{seed}/{iteration}/{prompt}"', 'f"pool/{seed}/{prompt}"', SEEDS),
+        ("seeds without prompt", 'f"pool/{seed}/{iteration}/{prompt}"', 'f"pool/{seed}/{iteration}"', SEEDS),
+        ("training noise is the sample's", "[_training_seed(seed, timestep) for", "[seed for", SEEDS),
+        ("evaluation of a pool", 'f"evaluation/{seed}/{prompt}"', 'f"pool/{seed}/0/{prompt}"', SEEDS),
+        ("timesteps alike", 'f"timesteps/{seed}"', '"timesteps"', SEEDS),
+    ],
+    "solrl_lightning/rollout/stage.py": [
+        ("conditioning of the first prompt", "prompts.rows(owner[index])", "prompts.rows(0 * owner[index])", STAGE),
+        ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", STAGE),
+        ("noise scored", "partial(score, state.x0,", "partial(score, state.x,", STAGE),
+        ("prefix loses its place", "torch.cat(standing)", "torch.cat(latents)", STAGE),
+        ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", STAGE),
+    ],
+    "solrl_lightning/rollout/training_rows.py": [
+        ("noise level reversed", "torch.lerp(x0, eps,", "torch.lerp(eps, x0,", ROWS),
+        ("filled-up rows count", "(real * self._weight)", "(real**0 * self._weight)", ROWS),
+        ("weight without micro-batches", "share * plan.micro_batches * plan.rows", "share * plan.rows", ROWS),
+        ("rewards for advantages", "self._rollouts.advantages.flatten()", "self._rollouts.rewards.flatten()", ROWS),
+        ("one noise for all timesteps", "training_noise(seeds, steps,", "training_noise(seeds, 0 * steps,", ROWS),
+        ("conditioning shifted", "samples // self._rollouts.seeds.shape[1]", "samples * 0", ROWS),
+    ],
+    "solrl_lightning/objectives/nft.py": [
+        ("no mirror", "((1 + beta) * v_old - beta * v)", "((1 - beta) * v_old + beta * v)", NFT),
+        ("normaliser trained", "error.detach().abs()", "error.abs()", NFT),
+        ("NFT clip off", ".clamp(-advantage_clip, advantage_clip) / advantage_clip / 2", " / advantage_clip / 2", NFT),
+        ("NFT scale", "policy = advantage_clip * (", "policy = (", NFT),
+        ("NFT KL without gradient", "kl_weight * kl).float()", "kl_weight * kl.detach()).float()", NFT),
+        ("NFT old trained", "old_velocity.detach().float()", "old_velocity.float()", NFT),
+        ("NFT sign", "(r * positive + (1 - r) * negative)", "((1 - r) * positive + r * negative)", NFT),
+    ],
+    "solrl_lightning/objectives/awm.py": [
+        ("optimistic clip", "torch.maximum(-a * ratio", "torch.minimum(-a * ratio", AWM),
+        (
+            "ratio inverted",
+            "(log_likelihood - old_log_likelihood).exp()",
+            "(old_log_likelihood - log_likelihood).exp()",
+            AWM,
+        ),
+        ("AWM clip off", ".clamp(-advantage_clip, advantage_clip) / advantage_clip", " / advantage_clip", AWM),
+        ("Huber without sigma", "power * sigma / _HUBER_POWER", "power / _HUBER_POWER", AWM),
+        (
+            "AWM likelihood sign",
+            "log_likelihood = -weighting(_mean_square(v - target)",
+            "log_likelihood = weighting(_mean_square(v - target)",
+            AWM,
+        ),
+    ],
+    "solrl_lightning/sampling/__init__.py": [
+        ("resumed from the first step", "range(state.step, until)", "range(until)", SOLVERS),
+    ],
+    "solrl_lightning/sampling/state.py": [
+        ("history of other rows", "None if self.x0 is None else self.x0[rows]", "None", SOLVERS),
+    ],
+    "solrl_lightning/sampling/euler.py": [
+        ("Euler backwards", "(sigma_next - sigma) * velocity", "(sigma - sigma_next) * velocity", SOLVERS),
+        ("x0 at the next level", "state.x - sigma * velocity", "state.x - sigma_next * velocity", SOLVERS),
+    ],
+    "solrl_lightning/sampling/dpm2.py": [
+        ("dpm2 step ratio", "* h / h_before", "* h_before / h", SOLVERS),
+        ("dpm2 correction doubled", "return 0.5 *", "return 1.0 *", SOLVERS),
+        ("dpm2 extrapolates back", "weight * (after.x0 - state.x0)", "weight * (state.x0 - after.x0)", SOLVERS),
+    ],
+    "solrl_lightning/quantization/nvfp4.py": [
+        ("E2M1 spacing", ".floor_().add_(0.5)", ".floor_().add_(0.25)", NVFP4),
+        ("E4M3 with two fraction bits", "1.5 * 2.0**20", "1.5 * 2.0**21", NVFP4),
+        ("E4M3 subnormals", "clamp_(min=2.0**-6)", "clamp_(min=2.0**-9)", NVFP4),
+        (
+            "nibbles swapped",
+            "code[..., 0::2] | (code[..., 1::2] << 4)",
+            "code[..., 1::2] | (code[..., 0::2] << 4)",
+            NVFP4,
+        ),
+        ("sign lost", "blocks.signbit(), code | 8, code", "blocks.signbit(), code, code", NVFP4),
+        ("global scale", "(amax / (E4M3_MAX * E2M1_MAX))", "(amax / E4M3_MAX)", NVFP4),
+    ],
+    "solrl_lightning/quantization/emulated.py": [
+        ("weight scale lost", "scale * self.weight_scale", "scale", EMULATED),
+        ("bias lost", "y if self.bias is None else y.add_(self.bias)", "y", EMULATED),
+        ("weight scale not refreshed", "self.weight_scale.copy_(scale)", "pass", REFRESH),
+    ],
+    "solrl_lightning/quantization/rowwise.py": [
+        ("negative side of a row", "torch.maximum(high, -low)", "high", CODES),
+        ("row scale not refreshed", "self.weight_scale.copy_(scale.squeeze(-1))", "pass", REFRESH),
+    ],
+    "solrl_lightning/quantization/last_input.py": [
+        ("input changed in place", "self.version != x._version or", "", EMULATED),
+    ],
+    "solrl_lightning/quantization/convert.py": [
+        ("excluded layers quantised", "layer.quantized and", "", "tests/quantization/test_rules.py"),
+    ],
+    "solrl_lightning/policies/adapters.py": [
+        ("merge without alpha / r", "alpha=layer.scaling[TRAINED]", "alpha=1.0", ADAPTERS),
+        ("old decay inverted", "1.0 - decay", "decay", ADAPTERS),
+        ("adapters in BF16", "            weights.float()", "            weights", ADAPTERS),
+        ("old policy trains", "inference_mode=adapter != TRAINED", "inference_mode=False", ADAPTERS),
+    ],
+    "solrl_lightning/policies/replica.py": [
+        ("base overwritten", "layer.weight.detach().clone()", "layer.weight.detach()", REPLICA),
+        ("quantised layers stay", "layer.refresh(weight)", "pass", REPLICA),
+        ("replica of its own", "{id(tensor): tensor for tensor in tensors}", "{}", REPLICA),
+    ],
+    "solrl_lightning/schedules.py": [
+        ("ramp without start", "max(step - self.start, 0)", "max(step, 0)", SCHEDULES),
+        ("type 1 up to 0.9", "slope=0.001, maximum=0.5", "slope=0.001, maximum=0.9", SCHEDULES),
+        ("average of eleven", "(1 + step) / (10 + step)", "(1 + step) / (11 + step)", SCHEDULES),
+    ],
+    "callbacks/ema.py": [
+        ("average inverted", "1.0 - decay", "decay", EMA),
+        ("an update per micro-batch", "if self.updates < trainer.global_step", "if trainer.global_step >= 0", EMA),
+        ("average is the policy", "value.detach().float().clone()", "value.detach().float()", EMA),
+    ],
+    "callbacks/requantize.py": [
+        (
+            "shadow never refreshed",
+            "module_of(pl_module).refresh_shadow()",
+            "pass",
+            "tests/callbacks/test_requantize.py",
+        ),
+    ],
+    "conf/trainer/auto.yaml": [
+        (
+            "gradient clip off",
+            "gradient_clip_val: ${model.max_grad_norm}",
+            "gradient_clip_val: null",
+            PUBLISHED,
+        ),
+    ],
+}
+
+
+class Mutant(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+
+
+class Outcome(NamedTuple):
+    status: int | None  # of pytest; negative after a signal, None after the time limit
+    seconds: float
+    log: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", help="parts of the names or files of mutants; default: all mutants")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants at once")
+    parser.add_argument("--limit", type=float, default=300, help="seconds for one mutant")
+    options = parser.parse_args()
+    mutants = [Mutant(*edit[:1], file, *edit[1:3], edit[3:]) for file, edits in MUTANTS.items() for edit in edits]
+    if options.names:
+        mutants = [m for m in mutants if any(part in m.name or part in m.file for part in options.names)]
+    if not mutants:
+        parser.error(f"no mutant is named {' or '.join(options.names)}")
+    stale = [m for m in mutants if (ROOT / m.file).read_text(encoding="utf-8").count(m.old) != 1]
+    for mutant in stale:
+        print(f"stale      {mutant.name}: {mutant.file} does not have {mutant.old!r} exactly once")
+    if stale:
+        return 1
+    os.environ |= {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.dont_write_bytecode = True
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    targets = tuple(sorted({test for mutant in mutants for test in mutant.tests}))
+    unchanged = Mutant("no mutant", mutants[0].file, "", "", targets)
+    ((_, sound),) = run([unchanged], jobs=1, limit=options.limit * len(targets))
+    if sound.status != 0:
+        print(f"{sound.log}\nthe tests fail without a mutant")
+        return 1
+    print(f"the tests pass without a mutant in {sound.seconds:.0f} s", flush=True)
+    began, killed = time.monotonic(), 0
+    for mutant, outcome in run(mutants, options.jobs, options.limit):
+        verdict = {0: "SURVIVED", 1: "killed"}.get(outcome.status, "UNDECIDED")
+        killed += verdict == "killed"
+        print(f"{verdict:10} {outcome.seconds:4.0f} s  {mutant.file}: {mutant.name}", flush=True)
+        if verdict == "UNDECIDED":
+            print(outcome.log)
+    print(f"{killed} of {len(mutants)} mutants killed in {time.monotonic() - began:.0f} s")
+    return 0 if killed == len(mutants) else 1
+
+
+def run(mutants: list[Mutant], jobs: int, limit: float) -> Iterator[tuple[Mutant, Outcome]]:
+    """Yields every mutant when its tests have ended, ``jobs`` of them at once."""
+    waiting = mutants[::-1]
+    running: dict[int, tuple[Mutant, Path, float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < jobs:
+                mutant, tree = waiting.pop(), Path(folder) / str(len(waiting))
+                plant(mutant, tree)
+                running[start(tree, mutant.tests)] = (mutant, tree, time.monotonic())
+            time.sleep(0.05)
+            for process, (mutant, tree, began) in list(running.items()):
+                seconds = time.monotonic() - began
+                ended, status = os.waitpid(process, os.WNOHANG)
+                if not ended and seconds < limit:
+                    continue
+                if not ended:
+                    os.killpg(process, signal.SIGKILL)
+                    os.waitpid(process, 0)
+                log = "\n".join((tree / "log").read_text(encoding="utf-8").splitlines()[-40:])
+                yield mutant, Outcome(os.waitstatus_to_exitcode(status) if ended else None, seconds, log)
+                del running[process]
+                shutil.rmtree(tree)
+
+
+def plant(mutant: Mutant, tree: Path) -> None:
+    """Writes a copy of the repository with the mutant, its package laid out as it installs."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    for folder in ("solrl_lightning", "tests"):
+        shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
+    for folder in ("callbacks", "conf"):
+        shutil.copytree(ROOT / folder, tree / "solrl_lightning" / folder, ignore=ignored)
+        (tree / folder).symlink_to(tree / "solrl_lightning" / folder)
+    shutil.copy(ROOT / "pyproject.toml", tree)
+    file = tree / mutant.file
+    file.write_text(file.read_text(encoding="utf-8").replace(mutant.old, mutant.new), encoding="utf-8")
+
+
+def start(tree: Path, tests: tuple[str, ...]) -> int:
+    """The process, leader of its own group, that runs the tests in ``tree``; its output goes to ``tree/log``."""
+    process = os.fork()
+    if process:
+        return process
+    status = 3  # pytest's for internal errors
+    try:
+        os.setsid()
+        log = os.open(tree / "log", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.chdir(tree)
+        sys.path.insert(0, str(tree))  # ahead of an editable install
+        os.environ["PYTHONPATH"] = str(tree)
+        imported = ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # before pytest could rewrite their assertions
+        plain = ["-o", "addopts=", "-p", "no:cacheprovider", "-x", "-q", "--tb=line"]
+        status = int(pytest.main([*plain, *imported, *tests]))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
