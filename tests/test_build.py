@@ -25,7 +25,7 @@ from solrl_lightning.build import (
     prepare_device,
     stages_of,
 )
-from solrl_lightning.config import check_optimizer
+from solrl_lightning.config import check_optimizer, check_values
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.adapters import InputDtypeLinear
 from solrl_lightning.policies.flux1 import Flux1
@@ -175,6 +175,18 @@ def test_a_plugin_or_a_strategy_that_changes_the_arithmetic_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         instantiate_trainer(compose("trainer=cpu", "~trainer.precision", argument))
+
+
+@pytest.mark.parametrize(
+    ("argument", "reads"),
+    [("objective.kl_weight=0", False), ("objective.kl_weight=1", True), ("~objective.kl_weight", True)],
+)
+def test_an_objective_without_a_kl_weight_gets_the_reference(
+    compose: Compose, pipeline: str, argument: str, reads: bool
+) -> None:
+    cfg = compose(f"model.pretrained={pipeline}", "precision=bf16", argument)
+    check_values(cfg)
+    assert build_model(cfg, torch.device("cpu")).kl_needs_reference is reads
 
 
 def test_weights_and_pretrained_reach_the_rewards(compose: Compose) -> None:
