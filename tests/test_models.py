@@ -1,6 +1,5 @@
 """Models in families, on small folders in the real layouts: it trains, is evaluated and saves its LoRA."""
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -66,7 +65,8 @@ def test_a_model_trains_in_a_family(
         return compile_fx(graph, inputs) if (model, graphs) == ("flux1", 1) else graph  # the others are only traced
 
     torch._dynamo.reset()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counted))
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kw: compile_with(*args, **(kw | {"backend": counted})))
     own = (f"model={model}", f"model.pretrained={folders[model]}", f"model.embeddings={tmp_path / 'embeddings'}")
     reward = train(compose(*own, *SMALL, f"family={family}", f"family.compile={family == 'compile'}"))
     summary = json.loads((tmp_path / "summary.json").read_text())

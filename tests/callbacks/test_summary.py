@@ -85,11 +85,12 @@ def test_ctrl_c_leaves_a_summary_of_what_was_done_and_says_which_evaluation_it_r
     with pytest.raises(SystemExit):
         fit(tmp_path, stand_in, 5, RaiseIn(3, KeyboardInterrupt()), check_val_every_n_epoch=2)
     summary = read(tmp_path)
-    assert (summary["status"], summary["error"], summary["iterations"]) == ("interrupted", None, 3)
+    assert (summary["status"], summary["error"], summary["iterations"]) == ("interrupted", None, 4)
+    # The optimiser step of the fourth was taken.
     assert summary["final_reward"] == pytest.approx(0.5 + 0.1 * (1 - 0.8**2))
     assert summary["final_reward_iteration"] == 2
     printed = capsys.readouterr().out
-    assert "interrupted after 3 iterations" in printed and "(+0.0360), evaluated after 2 iterations" in printed
+    assert "interrupted after 4 iterations" in printed and "(+0.0360), evaluated after 2 iterations" in printed
 
 
 class Watched(Callback):
