@@ -28,15 +28,20 @@ from solrl_lightning.config import (
     CONFIG_MODULE,
     ConfigTree,
     application_config,
+    check_devices,
     check_needs,
     check_optimizer,
     check_precision,
+    check_prompts,
     check_values,
     first_lines,
+    uses_model,
 )
 from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.hub import check_hub
 from solrl_lightning.launch import check_launched, is_first
 from solrl_lightning.run_folder import (
+    check_iterations_left,
     check_new,
     check_writable,
     finished_runs,
@@ -200,10 +205,21 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[s
         if "runs" in cfg.task:
             finished_runs(cfg.task.runs)
         check_needs(cfg)
+    told = [line for cfg in checked if uses_model(cfg) for line in check_hub(cfg)]
+    for cfg in checked:
+        if uses_model(cfg):
+            check_devices(cfg)
         if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
             check_precision(cfg)
         if "train" in cfg.task.reads:
             check_optimizer(cfg)
+    if resumed.checkpoint is not None and resumed.training:
+        check_iterations_left(resumed.checkpoint, min(cfg.iterations for cfg in checked))
+    if is_first():
+        print(*dict.fromkeys(told), sep="\n", end="\n" * bool(told), flush=True)
+    for cfg in checked:
+        if uses_model(cfg):
+            check_prompts(cfg)
     if resumed.message and is_first():
         print(resumed.message, flush=True)
     names = [_folder_names(tree, resumed.arguments)] if tree.sweeps else []

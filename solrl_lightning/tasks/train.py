@@ -3,14 +3,12 @@
 import logging
 from pathlib import Path
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_loop, build_module, build_trainer, stages_of
 from solrl_lightning.callbacks.summary import base_and_final
 from solrl_lightning.data.loaders import RankShare
-from solrl_lightning.errors import UserError
 from solrl_lightning.run_folder import goes_on, keep_record
 
 log = logging.getLogger(__name__)
@@ -21,8 +19,6 @@ def train(cfg: DictConfig) -> float | None:
 
     Leaves the contents that the README lists in the run folder; an interrupted run leaves them too.
     """
-    if cfg.ckpt is not None:
-        check_iterations_left(cfg.ckpt, cfg.iterations)
     seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
     if goes_on(Path(cfg.run_dir)):
@@ -47,13 +43,3 @@ class _KeepRecord(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             keep_record(self.folder)
-
-
-def check_iterations_left(ckpt: str, iterations: int) -> None:
-    """Raises ``UserError`` when the checkpoint's run is already as long as it is asked to be."""
-    done = torch.load(ckpt, map_location="cpu", weights_only=True)["global_step"]
-    if done >= iterations:
-        raise UserError(
-            f"a resumed run needs iterations left to do; {ckpt} has done {done} and iterations={iterations}. Go on for "
-            f"longer with iterations={done + 10}, say."
-        )
