@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,14 +28,11 @@ from solrl_lightning.config import (
     CONFIG_MODULE,
     ConfigTree,
     application_config,
-    check_devices,
+    check_machine,
     check_needs,
-    check_optimizer,
-    check_precision,
     check_prompts,
     check_values,
     first_lines,
-    uses_model,
 )
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.hub import check_hub
@@ -184,46 +181,54 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> list[s
         if override.key_or_group == "hydra.searchpath" and isinstance(sources, list):
             tree.look_in(sources)
     resumed = resume(tree, flags.overrides, flags.multirun)
-    checked = []
-    for cfg in tree.jobs(resumed.arguments, flags.multirun):
+    jobs = {}
+    composed = tree.jobs(resumed.arguments, flags.multirun)
+    common = set.intersection(*(set(cfg.hydra.overrides.task) for cfg in composed))
+    for cfg in composed:
         home = cfg.hydra.sweep if tree.sweeps else cfg.hydra.run
-        check_launched(OmegaConf.to_yaml(home), cfg.trainer.get("num_nodes") or 1)
+        check_launched(OmegaConf.to_yaml(home), OmegaConf.select(cfg, "trainer.num_nodes") or 1)
         folder = Path(home.dir)
         if folder == Path():
             raise UserError("A run needs a folder of its own; hydra.run.dir is empty. Name one, or leave it out.")
-        checked.append(application_config(cfg, folder))
-        check_values(checked[-1])
+        own = " ".join(override for override in cfg.hydra.overrides.task if override not in common)
+        jobs[own] = application_config(cfg, folder)
+    _each(jobs, check_values)
     other = [argument for argument in arguments if argument not in flags.overrides]
     if flags.help or flags.cfg or flags.info:
         return [*other, *resumed.arguments]
     if is_first():
-        for folder in {Path(cfg.run_dir) for cfg in checked}:
+        for folder in {Path(cfg.run_dir) for cfg in jobs.values()}:
             if folder.resolve() != resumed.folder:
                 check_new(folder)
             check_writable(folder)
-    for cfg in checked:
-        if "runs" in cfg.task:
-            finished_runs(cfg.task.runs)
-        check_needs(cfg)
-    told = [line for cfg in checked if uses_model(cfg) for line in check_hub(cfg)]
-    for cfg in checked:
-        if uses_model(cfg):
-            check_devices(cfg)
-        if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
-            check_precision(cfg)
-        if "train" in cfg.task.reads:
-            check_optimizer(cfg)
+    told: list[str] = []
+    _each(jobs, _check_runs)
+    _each(jobs, check_needs)
+    _each(jobs, lambda cfg: told.extend(check_hub(cfg)))
+    _each(jobs, check_machine)
     if resumed.checkpoint is not None and resumed.training:
-        check_iterations_left(resumed.checkpoint, min(cfg.iterations for cfg in checked))
-    if is_first():
-        print(*dict.fromkeys(told), sep="\n", end="\n" * bool(told), flush=True)
-    for cfg in checked:
-        if uses_model(cfg):
-            check_prompts(cfg)
+        check_iterations_left(resumed.checkpoint, min(cfg.iterations for cfg in jobs.values()))
+    if told and is_first():
+        print(*dict.fromkeys(told), sep="\n", flush=True)
+    _each(jobs, check_prompts)
     if resumed.message and is_first():
         print(resumed.message, flush=True)
     names = [_folder_names(tree, resumed.arguments)] if tree.sweeps else []
     return [*other, *resumed.arguments, *names, *([] if is_first() else _NO_RECORD)]
+
+
+def _each(jobs: dict[str, DictConfig], check: Callable[[DictConfig], None]) -> None:
+    """Checks every job; of a sweep, an error begins with what is the job's own."""
+    for own, cfg in jobs.items():
+        try:
+            check(cfg)
+        except UserError as error:
+            raise UserError(f"{own}: {error}" if own else str(error)) from error
+
+
+def _check_runs(cfg: DictConfig) -> None:
+    if "runs" in cfg.task:
+        finished_runs(cfg.task.runs)
 
 
 def _folder_names(tree: ConfigTree, arguments: list[str]) -> str:

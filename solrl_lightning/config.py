@@ -564,6 +564,16 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def check_machine(cfg: DictConfig) -> None:
+    """UserError for what torch can tell: devices, a precision or an optimiser that cannot be had."""
+    if uses_model(cfg):
+        check_devices(cfg)
+    if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
+        check_precision(cfg)
+    if "train" in cfg.task.reads:
+        check_optimizer(cfg)
+
+
 def check_devices(cfg: DictConfig) -> None:
     """UserError for GPUs that this machine does not have; Lightning would say so, once it is loaded."""
     import torch  # here: --help and mistakes do without
@@ -751,6 +761,8 @@ def prompt_sets(cfg: DictConfig) -> "PromptSets":
 
 def check_prompts(cfg: DictConfig) -> None:
     """UserError for a prompt source that cannot be read, or that has fewer prompts than an iteration takes."""
+    if not uses_model(cfg):
+        return
     if "prompt_file" in cfg.task:
         asked_prompts(cfg)
     available = len(prompt_sets(cfg).train)

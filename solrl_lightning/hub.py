@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 
 from omegaconf import DictConfig, OmegaConf
 
-from solrl_lightning.config import reward_members
+from solrl_lightning.config import reward_members, uses_model
 from solrl_lightning.data.sources import dataset_of
 from solrl_lightning.errors import UserError
 
@@ -29,6 +29,8 @@ def check_hub(cfg: DictConfig) -> list[str]:
     """
     from huggingface_hub import constants, get_token  # here: most command lines do without
 
+    if not uses_model(cfg):
+        return []
     models = {key: name for key, name in _models(cfg).items() if not _is_here(name)}
     sets = [name for name in _sets(cfg) if not _is_here(name)]
     if not models and not sets or constants.HF_HUB_OFFLINE:
