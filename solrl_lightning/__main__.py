@@ -11,7 +11,7 @@ import sys
 import threading
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,17 +30,19 @@ from solrl_lightning.config import (
     CONFIG_MODULE,
     ConfigTree,
     application_config,
+    check_machine,
     check_needs,
-    check_optimizer,
-    check_precision,
+    check_prompts,
     check_values,
     first_lines,
 )
 from solrl_lightning.errors import CheckFailed, NonFiniteError, UserError, WriteError
+from solrl_lightning.hub import check_hub
 from solrl_lightning.launch import check_launched, is_first
 from solrl_lightning.run_folder import (
     LAST,
     check_free,
+    check_iterations_left,
     check_new,
     check_writable,
     claimed,
@@ -206,37 +208,56 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         if override.key_or_group == "hydra.searchpath" and isinstance(sources, list):
             tree.look_in(sources)
     resumed = resume(tree, flags.overrides, flags.multirun)
-    checked = []
-    for cfg in tree.jobs(resumed.arguments, flags.multirun):
+    jobs = {}
+    composed = tree.jobs(resumed.arguments, flags.multirun)
+    common = set.intersection(*(set(cfg.hydra.overrides.task) for cfg in composed))
+    for cfg in composed:
         home = cfg.hydra.sweep if tree.sweeps else cfg.hydra.run
-        check_launched(OmegaConf.to_yaml(home), cfg.trainer.get("num_nodes") or 1)
+        check_launched(OmegaConf.to_yaml(home), OmegaConf.select(cfg, "trainer.num_nodes") or 1)
         folder = Path(home.dir)
         if folder == Path():
             raise UserError("A run needs a folder of its own; hydra.run.dir is empty. Name one, or leave it out.")
-        checked.append(application_config(cfg, folder))
-        check_values(checked[-1])
+        own = " ".join(override for override in cfg.hydra.overrides.task if override not in common)
+        jobs[own] = application_config(cfg, folder)
+    _each(jobs, check_values)
     other = [argument for argument in arguments if argument not in flags.overrides]
     if flags.help or flags.cfg or flags.info:
         return [*other, *resumed.arguments], {}
-    folders = {Path(cfg.run_dir): Path(cfg.run_dir).resolve() != resumed.folder for cfg in checked}
+    folders = {Path(cfg.run_dir): Path(cfg.run_dir).resolve() != resumed.folder for cfg in jobs.values()}
     claims = folders if is_first() else {}
     for folder, new in claims.items():
         check_free(folder)
         if new:
             check_new(folder)
         check_writable(folder)
-    for cfg in checked:
-        if "runs" in cfg.task:
-            finished_runs(cfg.task.runs)
-        check_needs(cfg)
-        if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
-            check_precision(cfg)
-        if "train" in cfg.task.reads:
-            check_optimizer(cfg)
+    told: list[str] = []
+    _each(jobs, _check_runs)
+    _each(jobs, check_needs)
+    _each(jobs, lambda cfg: told.extend(check_hub(cfg)))
+    _each(jobs, check_machine)
+    if resumed.checkpoint is not None and resumed.training:
+        check_iterations_left(resumed.checkpoint, min(cfg.iterations for cfg in jobs.values()))
+    if told and is_first():
+        print(*dict.fromkeys(told), sep="\n", flush=True)
+    _each(jobs, check_prompts)
     if resumed.message and is_first():
         print(resumed.message, flush=True)
     names = [_folder_names(tree, resumed.arguments)] if tree.sweeps else []
     return [*other, *resumed.arguments, *names, *([] if is_first() else _NO_RECORD)], claims
+
+
+def _each(jobs: dict[str, DictConfig], check: Callable[[DictConfig], None]) -> None:
+    """Checks every job; of a sweep, an error begins with what is the job's own."""
+    for own, cfg in jobs.items():
+        try:
+            check(cfg)
+        except UserError as error:
+            raise UserError(f"{own}: {error}" if own else str(error)) from error
+
+
+def _check_runs(cfg: DictConfig) -> None:
+    if "runs" in cfg.task:
+        finished_runs(cfg.task.runs)
 
 
 def _folder_names(tree: ConfigTree, arguments: list[str]) -> str:

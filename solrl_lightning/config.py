@@ -6,6 +6,7 @@ and values (counts, fractions, choices); folders and checkpoints are in ``run_fo
 
 import difflib
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -29,6 +30,7 @@ from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from solrl_lightning.data.sources import check_source
 from solrl_lightning.errors import UserError
 
 if TYPE_CHECKING:
@@ -129,6 +131,12 @@ _CHECKPOINT = (
     ("save_weights_only", ("False",), False),
     ("enable_version_counter", ("False",), True),
 )
+# Side of an image token by architecture, where its files are not here yet.
+_PIXELS_PER_TOKEN = {
+    "solrl_lightning.policies.flux1.Flux1": 16,
+    "solrl_lightning.policies.sd3.SD3": 16,
+    "solrl_lightning.policies.sana.Sana": 32,
+}
 _PROXY_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "decoder"}
 _SEEDS = 2**32  # noise has so many seeds
 _ABSENT = object()  # a key that the chosen options do not have: nothing to check
@@ -558,6 +566,31 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def check_machine(cfg: DictConfig) -> None:
+    """UserError for what torch can tell: devices, a precision or an optimiser that cannot be had."""
+    if uses_model(cfg):
+        check_devices(cfg)
+    if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
+        check_precision(cfg)
+    if "train" in cfg.task.reads:
+        check_optimizer(cfg)
+
+
+def check_devices(cfg: DictConfig) -> None:
+    """UserError for GPUs that this machine does not have; Lightning would say so, once it is loaded."""
+    import torch  # here: --help and mistakes do without
+
+    accelerator, devices = cfg.trainer.get("accelerator"), cfg.trainer.get("devices")
+    there = torch.cuda.device_count()
+    if accelerator == "cuda" or (accelerator == "gpu" and not torch.backends.mps.is_available()):
+        wanted = int(devices) if str(devices).isdigit() else 1
+        if wanted > there:
+            raise UserError(
+                f"trainer.accelerator={accelerator} trainer.devices={devices} is invalid: torch finds {there} GPUs "
+                "on this machine. trainer=auto takes what there is."
+            )
+
+
 def check_precision(cfg: DictConfig) -> None:
     """UserError for a precision or a backend that does not exist, or that the hardware does not have."""
     import torch  # here: --help and mistakes do without
@@ -604,7 +637,7 @@ def check_optimizer(cfg: DictConfig) -> None:
     make("optimizer", cfg.optimizer, [lora], _partial_=False, takes="a list of parameters", kind=kind)
     objective = make("objective", cfg.objective)
     try:
-        signature(objective.func).bind_partial(**objective.keywords)
+        signature(objective.func).bind(*range(7), **objective.keywords)  # 3 velocities, x0, x_t, sigma, advantage
     except TypeError as error:
         raise UserError(
             f"objective: {cfg.objective._target_} does not take its keys: {error}. Leave one out with "
@@ -616,21 +649,59 @@ def check_optimizer(cfg: DictConfig) -> None:
 
 
 def check_needs(cfg: DictConfig) -> None:
-    """UserError where the task was not given what it needs, or a source of prompts cannot be read or is too small."""
+    """UserError where the task was not given what it needs, as far as that can be told without reading or torch."""
     if "ckpt" in cfg.task.reads and cfg.ckpt is None:
         raise UserError("this task takes a checkpoint's weights; name it with ckpt=<file>, or ckpt=last for the newest")
     if "prompt_file" in cfg.task:
         asked_weights(cfg)
         _check_seeds(cfg)
-        asked_prompts(cfg)
+        _asked(cfg)
     if "proxies" in cfg.task:
         _check_proxies(cfg)
-    if cfg.task.reads:
-        check_prompts(cfg)
+    for name in ("train", "eval"):
+        if name in cfg.task.reads:
+            check_source(str(cfg.data[name]))
+    if uses_model(cfg):
+        _check_resolution(cfg)
+
+
+def uses_model(cfg: DictConfig) -> bool:
+    return bool(cfg.task.reads) or "prompt_file" in cfg.task
+
+
+def _check_resolution(cfg: DictConfig) -> None:
+    """As ``PipelinePolicy`` does once it is loaded, from the files of a local folder; those of the hub are not here."""
+    name, side = str(cfg.model.get("pretrained")), cfg.model.get("resolution", 0)
+    folder = files("solrl_lightning") / "assets" / "tiny" if name == "tiny" else Path(name).expanduser()
+    parts = [folder / part / "config.json" for part in ("vae", "transformer")]
+    if not all(part.is_file() for part in parts):
+        pixels = _PIXELS_PER_TOKEN.get(str(OmegaConf.select(cfg, "model.policy._target_")), 1)
+    else:
+        try:
+            vae, transformer = (json.loads(part.read_text()) for part in parts)
+        except ValueError:
+            return  # damaged, as loading it will say
+        halvings = len(vae.get("block_out_channels", vae.get("encoder_block_out_channels", [0]))) - 1
+        packs = transformer.get("_class_name") == "FluxTransformer2DModel"  # its patch_size says 1
+        pixels = 2**halvings * (2 if packs else transformer.get("patch_size", 1))
+    if side % pixels:
+        raise UserError(
+            f"model.resolution must be a multiple of {pixels}, the pixels of one image token of this model; got {side}"
+        )
 
 
 def asked_prompts(cfg: DictConfig) -> list[str]:
     """What task=generate makes pictures of: texts of the command line or of a file."""
+    given = _asked(cfg)
+    if given:
+        return given
+    from solrl_lightning.data.prompts import read_prompts  # here, as below: it imports torch
+
+    return read_prompts(cfg.task.prompt_file, cfg.data.column)
+
+
+def _asked(cfg: DictConfig) -> list[str]:
+    """The texts of the command line; none where a file has them."""
     given, file = OmegaConf.to_container(cfg.task)["prompts"], cfg.task.prompt_file  # type: ignore[call-overload, index]
     example = """for example 'task.prompts=["a red apple", "two dogs"]'"""
     if not isinstance(given, list):
@@ -641,11 +712,9 @@ def asked_prompts(cfg: DictConfig) -> list[str]:
     for prompt in given:
         if not isinstance(prompt, str) or not prompt.strip():
             raise UserError(f"every one of task.prompts must be a text, {example}; got {prompt!r} among them")
-    if given:
-        return given
-    from solrl_lightning.data.prompts import read_prompts  # here, as below: it imports torch
-
-    return read_prompts(file, cfg.data.column)
+    if file is not None:
+        check_source(str(file))
+    return given
 
 
 def asked_weights(cfg: DictConfig) -> dict[str, str]:
@@ -694,6 +763,10 @@ def prompt_sets(cfg: DictConfig) -> "PromptSets":
 
 def check_prompts(cfg: DictConfig) -> None:
     """UserError for a prompt source that cannot be read, or that has fewer prompts than an iteration takes."""
+    if not uses_model(cfg):
+        return
+    if "prompt_file" in cfg.task:
+        asked_prompts(cfg)
     available = len(prompt_sets(cfg).train)
     if "train" in cfg.task.reads and cfg.prompts_per_iteration > available:
         raise UserError(

@@ -76,6 +76,7 @@ class Resumed(NamedTuple):
     arguments: list[str]
     checkpoint: Path | None
     folder: Path | None  # absolute, of the run that is continued in place
+    training: bool
     message: str  # what goes on from where; empty without a checkpoint
 
 
@@ -87,7 +88,7 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     given = tree.parse(arguments)
     chosen = [override for override in given if override.key_or_group == "ckpt"]
     if not chosen or chosen[-1].value() in (None, "null"):
-        return Resumed(list(arguments), None, None, "")
+        return Resumed(list(arguments), None, None, False, "")
     if chosen[-1].is_sweep_override():
         raise UserError(f"ckpt takes one file; got {chosen[-1].input_line}. Start a run for each.")
     value = str(chosen[-1].value())
@@ -125,7 +126,7 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         f"{_listed([*searched(sources), *recorded])}; "
         f"given here: {_listed(given_here)}"
     )
-    return Resumed(merged, checkpoint, source if in_place else None, message)
+    return Resumed(merged, checkpoint, source if in_place else None, training, message)
 
 
 def keep_record(folder: Path) -> None:
@@ -287,6 +288,18 @@ def check_checkpoint(file: Path) -> None:
         raise UserError(f"The checkpoint {file} is damaged at {damaged}. Take another one, or start the run again.")
     if not ours:
         raise UserError(f"{file} is no checkpoint of a training run: those are checkpoints/*.ckpt in the run's folder.")
+
+
+def check_iterations_left(ckpt: Path, iterations: int) -> None:
+    """UserError when the run of a checkpoint is already as long as it is asked to be."""
+    import torch  # here: --help and mistakes do without
+
+    done = torch.load(ckpt, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+    if done >= iterations:
+        raise UserError(
+            f"a resumed run needs iterations left to do; {ckpt} has done {done} and iterations={iterations}. Raise "
+            f"it, as in iterations={done + 10}, or write the LoRA with task=export ckpt={ckpt}."
+        )
 
 
 def check_new(folder: Path) -> None:

@@ -35,7 +35,8 @@ def record(cfg: DictConfig) -> None:
     facts = {"cfg": OmegaConf.to_container(cfg), **program, "cwd": os.getcwd()}
     (folder / "record.json").write_text(json.dumps(facts), encoding="utf-8")
     (folder / "checkpoints").mkdir(exist_ok=True)
-    torch.save({"pytorch-lightning_version": "2.6", "state_dict": {}}, folder / "checkpoints" / "last.ckpt")
+    checkpoint = {"pytorch-lightning_version": "2.6", "state_dict": {}, "global_step": 1}
+    torch.save(checkpoint, folder / "checkpoints" / "last.ckpt")
 
 
 def refuse(cfg: DictConfig) -> None:
@@ -320,6 +321,10 @@ def refused(command: Command, *arguments: str) -> str:
         (["precision.backend=foo"], "precision.backend with precision=nvfp4 must be one of auto"),
         (["precision.backend=transformer_engine", "trainer=cpu"], "needs an NVIDIA GPU"),
         (["hydra.run.dir="], "hydra.run.dir is empty"),
+        (["data.eval=nowhere.csv"], "the path nowhere.csv does not exist"),
+        (["model=sana", "reward=shapes", "data=shapes", "model.resolution=1000"], "a multiple of 32"),
+        (["model=flux1", "reward=shapes", "data=shapes", "model.resolution=500"], "a multiple of 16"),
+        (["optimizer._target_=torch.optim.SGD"], "unexpected keyword argument 'betas'"),
         (["reward.shape.weight=2"], "Did you mean reward.shapes.weight?"),
         (["reward.shapes.weight=0"], "At least one reward needs a weight other than 0"),
         (["family.keep=97"], "keep=97 of pool=96"),
@@ -329,7 +334,11 @@ def refused(command: Command, *arguments: str) -> str:
         (["iterations=4,5"], "add -m"),
         (["data.train=a b=c"], "need quotes"),
         (["-m", "family=sol_rl,solrl"], "Did you mean family=sol_rl?"),
-        (["-m", "family=sol_rl,compile", "family.keep=24,97"], "keep=97 of pool=96"),
+        (["-m", "family=sol_rl,compile", "family.keep=24,97"], "error: family=sol_rl family.keep=97: family.keep must"),
+        (["-m", "seed=1,2", "family.keep=97"], "error: seed=1: family.keep must be"),
+        (["-m", "data.eval=shapes-eval,nowhere.txt"], "error: data.eval=nowhere.txt: prompts come from"),
+        (["-m", "prompts_per_iteration=2,1000000"], "error: prompts_per_iteration=1000000: prompts_per_iteration must"),
+        (["~trainer"], "A run needs a trainer"),
         (["-m", "ckpt=last"], "does not go with -m"),
         (["-m", "ckpt=a.ckpt,b.ckpt"], "ckpt takes one file"),
         (["ckpt=nowhere.ckpt"], "there is no file nowhere.ckpt"),
@@ -556,6 +565,14 @@ def test_a_search_path_is_looked_up_for_names_too(command: Command, own_family: 
     assert "There is no key iteration. Did you mean iterations?" in refused(command, *own, "iteration=2")
 
 
+@pytest.mark.parametrize("arguments", [["ckpt=last"], ["ckpt=run/checkpoints/last.ckpt"], ["ckpt=last", "trainer=cpu"]])
+def test_a_finished_run_does_not_go_on(command: Command, arguments: list[str]) -> None:
+    assert command(RECORD, "iterations=1", "hydra.run.dir=run").status == 0
+    told = refused(command, RECORD, *arguments, *(["hydra.run.dir=run"] if "ckpt=last" in arguments else []))
+    assert "has done 1 and iterations=1. Go on for longer with iterations=11" in told
+    assert command(RECORD, "task=audit", RECORD, "ckpt=run/checkpoints/last.ckpt").status == 0
+
+
 def test_a_folder_name_with_every_awkward_character_goes_on(command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "it's a, (run) = [1]"
     folder.mkdir()
@@ -709,6 +726,8 @@ def test_help_reads_like_a_manual_and_loads_no_library(tmp_path: Path) -> None:
         ("task=generate", "got neither"),
         ("task=compare", "matches nothing"),
         ("task=export", "ckpt=last for the newest"),
+        ("data.train=nowhere.txt", "the path nowhere.txt does not exist"),
+        ("model.resolution=33", "a multiple of 8, the pixels of one image token of this model; got 33"),
     ],
 )
 def test_a_mistake_is_told_from_any_folder_before_a_library_is_loaded(
@@ -719,4 +738,14 @@ def test_a_mistake_is_told_from_any_folder_before_a_library_is_loaded(
     assert message in result.stderr
     assert "Traceback" not in result.stderr
     assert not any(line.endswith((" torch", " diffusers", " lightning")) for line in result.stderr.splitlines())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_gpu_is_told_before_lightning_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    result = python_m(tmp_path, "trainer=gpu", "trainer.accelerator=cuda")
+    assert result.returncode == 2
+    assert "trainer.accelerator=cuda trainer.devices=1 is invalid: torch finds 0 GPUs" in result.stderr
+    loaded = {line.rpartition(" ")[2] for line in result.stderr.splitlines()}
+    assert "torch" in loaded and loaded.isdisjoint({"diffusers", "lightning", "transformers"})
     assert list(tmp_path.iterdir()) == []

@@ -111,6 +111,13 @@ def check_source(source: str) -> None:
         )
 
 
+def dataset_of(source: str) -> str | None:
+    """The owner/name of the hub's data set that ``source`` is, if it is one."""
+    if source.startswith(HUB):
+        return source.removeprefix(HUB).rpartition("/")[0]
+    return PICKAPIC if source.startswith("pickapic-") else None
+
+
 # Files
 
 

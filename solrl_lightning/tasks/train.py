@@ -12,7 +12,6 @@ from solrl_lightning.build import build_loop, build_module, build_trainer, stage
 from solrl_lightning.callbacks.summary import base_and_final
 from solrl_lightning.callbacks.surface import RECORD
 from solrl_lightning.data.loaders import RankShare
-from solrl_lightning.errors import UserError
 from solrl_lightning.optimizer_state import check_fits
 from solrl_lightning.run_folder import LOG, goes_on, keep_record
 
@@ -54,14 +53,8 @@ class _KeepRecord(Callback):
 
 
 def check_continues(cfg: DictConfig) -> None:
-    """Raises ``UserError`` when the run of ``cfg.ckpt`` is as long as asked already, or had another optimiser."""
+    """Raises ``UserError`` when the run of ``cfg.ckpt`` had another optimiser."""
     checkpoint = torch.load(cfg.ckpt, map_location="cpu", weights_only=True)
-    done = checkpoint["global_step"]
-    if done >= cfg.iterations:
-        raise UserError(
-            f"a resumed run needs iterations left to do; {cfg.ckpt} has done {done} and iterations={cfg.iterations}. "
-            f"Raise it, as in iterations={done + 10}, or write the LoRA with task=export ckpt={cfg.ckpt}"
-        )
     optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
     for state in checkpoint["optimizer_states"]:
         check_fits(optimizer, state)

@@ -113,7 +113,7 @@ def test_a_layer_is_held_against_the_exact_product(precision: str) -> None:
         unquantised = largest_error(linear(x), x, linear, precision)
     assert judge_error(SPEED, right, precision).status == OK
     assert right < 2**-7 < min(wrong, without_bias)
-    assert unquantised > 2 * right  # so it is the quantised product that is expected
+    assert unquantised > 1.3 * right  # so it is the quantised product that is expected
     for error in (wrong, without_bias, math.nan):
         row = judge_error(SPEED, error, precision)
         assert row.status == WRONG and "precision.backend=emulated" in row.way_out

@@ -1,0 +1,101 @@
+"""The Hugging Face hub, before anything is loaded: what comes from it is told, and it is asked once whether it answers.
+
+huggingface_hub tries every request six times, and has no option for fewer: half a minute without a network, and a
+minute and a half where a server takes a connection and says nothing.
+"""
+
+import os
+import re
+from functools import cache
+from http.client import HTTPException
+from pathlib import Path
+from ssl import SSLError
+from threading import Thread
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from omegaconf import DictConfig, OmegaConf
+
+from solrl_lightning.config import reward_members, uses_model
+from solrl_lightning.data.sources import dataset_of
+from solrl_lightning.errors import UserError
+
+
+def check_hub(cfg: DictConfig) -> list[str]:
+    """What to tell of the downloads ahead. Where the hub does not answer, its cache has to do: HF_HUB_OFFLINE is set.
+
+    Raises:
+        UserError: the hub does not answer, and a model is not in its cache.
+    """
+    from huggingface_hub import constants, get_token  # here: most command lines do without
+
+    if not uses_model(cfg):
+        return []
+    models = {key: name for key, name in _models(cfg).items() if not _is_here(name)}
+    sets = [name for name in _sets(cfg) if not _is_here(name)]
+    if not models and not sets or constants.HF_HUB_OFFLINE:
+        return []
+    cache = Path(constants.HF_HUB_CACHE)
+    missing = {key: name for key, name in models.items() if not (cache / f"models--{name.replace('/', '--')}").is_dir()}
+    told = []
+    if "model.pretrained" in missing and cfg.model.get("needs"):
+        name, token = missing["model.pretrained"], "found" if get_token() else "none (`hf auth login`)"
+        page = f"https://huggingface.co/{name}"
+        told.append(f"model.pretrained={name} needs {cfg.model.needs}. Its page: {page}; your token: {token}.")
+    silence = _silence(constants.ENDPOINT, float(os.environ.get("HF_HUB_ETAG_TIMEOUT", "8")))
+    if silence and missing:
+        key, name = next(iter(missing.items()))
+        refusal = (
+            f"{key}={name} is not on this machine, and the hub at {constants.ENDPOINT} does not answer: {silence}. "
+            "Check the network and its proxy (HF_HUB_ETAG_TIMEOUT=<seconds> waits longer), or give "
+            f"{key}=<local folder>."
+        )
+        raise UserError("\n".join([refusal, *told]))
+    if silence:
+        told.append(f"the hub at {constants.ENDPOINT} does not answer: {silence}. Its cache {cache} has to do.")
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
+    return told
+
+
+def _models(cfg: DictConfig) -> dict[str, str]:
+    """Names of models by the key that gives them."""
+    keys = ["model.preview_decoder"]
+    if cfg.model.get("weights", "pretrained") == "pretrained":
+        keys += ["model.pretrained", "model.transformer_weights"]
+    if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that scores
+        parts = ("processor", "tokenizer") if cfg.reward.pretrained else ("pretrained", "processor", "tokenizer")
+        keys += ["reward.pretrained", *(f"reward.{name}.{part}" for name in reward_members(cfg) for part in parts)]
+    given = {key: str(OmegaConf.select(cfg, key)) for key in keys}
+    return {key: name for key, name in given.items() if re.fullmatch(r"[\w.-]+/[\w.-]+", name)}
+
+
+def _sets(cfg: DictConfig) -> list[str]:
+    sources = [cfg.data[name] for name in ("train", "eval") if name in cfg.task.reads]
+    return [name for name in map(dataset_of, map(str, sources)) if name is not None]
+
+
+def _is_here(name: str) -> bool:
+    return Path(name).expanduser().exists()
+
+
+@cache
+def _silence(endpoint: str, seconds: float) -> str:
+    """Why the hub does not answer; nothing if it does, whatever it says."""
+    outcome = [f"nothing came within {seconds:g} s"]
+
+    def ask() -> None:
+        try:
+            with urlopen(Request(endpoint, method="HEAD"), timeout=seconds):
+                outcome.append("")
+        except (HTTPError, HTTPException):
+            outcome.append("")
+        except OSError as error:
+            reason = getattr(error, "reason", error)
+            # huggingface_hub has certificates of its own.
+            outcome.append("" if isinstance(reason, SSLError) else str(reason))
+
+    thread = Thread(target=ask, daemon=True)  # looking up a name knows no timeout
+    thread.start()
+    thread.join(seconds)
+    return outcome[-1]
