@@ -569,7 +569,7 @@ def test_a_search_path_is_looked_up_for_names_too(command: Command, own_family: 
 def test_a_finished_run_does_not_go_on(command: Command, arguments: list[str]) -> None:
     assert command(RECORD, "iterations=1", "hydra.run.dir=run").status == 0
     told = refused(command, RECORD, *arguments, *(["hydra.run.dir=run"] if "ckpt=last" in arguments else []))
-    assert "has done 1 and iterations=1. Go on for longer with iterations=11" in told
+    assert "has done 1 and iterations=1. Raise it, as in iterations=11" in told
     assert command(RECORD, "task=audit", RECORD, "ckpt=run/checkpoints/last.ckpt").status == 0
 
 
