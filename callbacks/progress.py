@@ -19,9 +19,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
+from solrl_lightning.callbacks.common import EXTRA_STAGES, RECORD, find, loop_of, module_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
-from solrl_lightning.callbacks.surface import EXTRA_STAGES, RECORD, find, loop_of, module_of
 from solrl_lightning.stopwatch import Stopwatch
 
 _REDRAW_SECONDS = 0.1

@@ -17,10 +17,10 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from solrl_lightning.callbacks.surface import loop_of, module_of
+from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import write_atomically
-from solrl_lightning.rollout.seeds import evaluation_seeds
+from solrl_lightning.seeds import evaluation_seeds
 
 _MIN_CELL, _MAX_CELL = 128, 512  # pixels; smaller images are enlarged by an integer factor, larger ones shrunk
 _GAP = 4  # between images
@@ -143,7 +143,7 @@ class SampleGrid(Callback):
             order = rewards.argsort(descending=True, stable=True)
             rows = []
             for name, chosen in (("best", order[:shown]), ("worst", order[-shown:])):
-                latents = rollouts.latents[0][chosen.to(rollouts.latents.device)].to(pl_module.device)
+                latents = rollouts.x0[0][chosen.to(rollouts.x0.device)].to(pl_module.device)
                 images = torch.cat([module_of(pl_module).policy.decode(x[None]) for x in latents])
                 rows.append(Row(name, [images], [f"{value:.3f}" for value in rewards[chosen].tolist()]))
             title = f"Best and worst samples of iteration {trainer.current_epoch + 1}"

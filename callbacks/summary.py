@@ -20,8 +20,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from solrl_lightning.callbacks.common import RECORD, find, loop_of, module_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
-from solrl_lightning.callbacks.surface import RECORD, find, module_of
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import write_atomically
@@ -122,12 +122,12 @@ class RunSummary(Callback):
             "final_reward_iteration": evaluated_at,
             "improvement": final - base if base is not None and final is not None else None,
             "other_rewards": others,
-            "iterations": trainer.global_step,
+            "iterations": loop_of(trainer).iterations_done,
             "seconds_total": self._seconds(),
             "seconds_before_resume": self._seconds_before,
             "seconds_per_stage": stage_seconds(find(trainer, StageTimings)),
             "rank_fidelity": rank_fidelity(find(trainer, RankCorrelation)),
-            "precision_backend": str(module.precision_backend),
+            "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
             "evaluations": evaluations,
             "config": self.hparams,

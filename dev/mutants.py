@@ -42,7 +42,7 @@ CHECKPOINT = f"{LOOP}::test_a_checkpoint_holds_the_adapters_and_no_other_weights
 WEIGHTS = "tests/test_which_weights.py"
 RANKS = "tests/test_ddp.py"
 ADVANTAGES = "tests/rollout/test_advantages.py"
-SEEDS = "tests/rollout/test_seeds.py"
+SEEDS = "tests/test_seeds.py"
 SELECT = "tests/rollout/test_select.py"
 STAGE = "tests/rollout/test_stage.py"
 ROWS = "tests/rollout/test_training_rows.py"
@@ -142,7 +142,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         ("reference is the old policy", "old, reference, batch.x0", "old, reference and old, batch.x0", WEIGHTS),
         ("row weights off", "(terms.rows * batch.weight).mean()", "terms.rows.mean()", RANKS),
-        ("old policy stays", "adapters.move_old(self.lora_layers,", "(lambda *_: None)(self.lora_layers,", FOLLOWS),
+        ("old policy stays", "adapters.update_old_adapter(self.lora_layers,", "(lambda *_: None)(self.lora_layers,", FOLLOWS),
         ("old policy not saved", 'if ".lora_" in name', 'if ".default." in name', CHECKPOINT),
         ("watched rewards explored", "self.rewards.trained, prompts", "self.rewards, prompts", WEIGHTS),
     ],
@@ -159,7 +159,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("NaN is the best", "torch.where(finite, scores, -torch.inf)", "scores", SELECT),
         ("NaN is the worst", "torch.where(left, scores, torch.inf)", "torch.where(left, scores, -torch.inf)", SELECT),
     ],
-    "solrl_lightning/rollout/seeds.py": [
+    "solrl_lightning/seeds.py": [
         ("seeds without iteration", 'f"pool/{seed}/{iteration}/{prompt}"', 'f"pool/{seed}/{prompt}"', SEEDS),
         ("seeds without prompt", 'f"pool/{seed}/{iteration}/{prompt}"', 'f"pool/{seed}/{iteration}"', SEEDS),
         ("training noise is the sample's", "[_training_seed(seed, timestep) for", "[seed for", SEEDS),
@@ -274,7 +274,7 @@ MUTANTS: dict[str, list[Edit]] = {
     "callbacks/requantize.py": [
         (
             "shadow never refreshed",
-            "module_of(pl_module).refresh_shadow()",
+            "module_of(pl_module).sync_replicas()",
             "pass",
             "tests/callbacks/test_requantize.py",
         ),

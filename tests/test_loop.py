@@ -84,7 +84,7 @@ class Recorder(Callback):
         self.explored: list[tuple[int, list[str], list[list[int]]]] = []
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        for name in ("refresh_shadow", "run_stage", "training_step"):
+        for name in ("sync_replicas", "run_stage", "training_step"):
             setattr(pl_module, name, self._noting(trainer, name, getattr(pl_module, name)))
 
     def _noting(self, trainer: Trainer, name: str, method: Any) -> Any:
@@ -104,7 +104,7 @@ def test_an_iteration_is_requantise_explore_regenerate_train_and_one_step(tmp_pa
     recorder = Recorder()
     module, trainer, loop = make(tmp_path, callbacks=(recorder,), max_epochs=2)
     fit(module, trainer, loop)
-    iteration = ["refresh_shadow", "explore", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
+    iteration = ["sync_replicas", "explore", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
     assert recorder.events == iteration * 2
     assert trainer.global_step == trainer.current_epoch == 2
 
@@ -130,7 +130,7 @@ def test_a_one_stage_family_samples_its_pool_once(tmp_path: Path) -> None:
     recorder = Recorder()
     module, trainer, loop = make(tmp_path, "family=naive_scaling", callbacks=(recorder,), max_epochs=1)
     fit(module, trainer, loop)
-    assert recorder.events == ["refresh_shadow", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
+    assert recorder.events == ["sync_replicas", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
     assert loop.explored is None
     assert torch.equal(loop.rollouts.proxy_rewards, loop.rollouts.rewards)
 
@@ -174,7 +174,7 @@ def test_a_prefix_family_goes_on_with_the_kept_trajectories_and_gets_the_same_pi
     options = ("family=prefix", "model.full_steps=5", "model.prefix_steps=2", "model.solver=dpm2")
     module, trainer, loop = make(tmp_path, *options, callbacks=(check,), max_epochs=1)
     fit(module, trainer, loop)
-    assert "shadow" not in module.replicas
+    assert "shadow" not in module.samplers.replicas
     assert check.rows == 2 * (5 * 2 + 3 * 3)  # 2 prompts; 5 candidates for 2 steps, 3 kept for the other 3
     for seeds, pool in zip(check.rollouts.seeds.tolist(), check.explored.seeds.tolist(), strict=True):
         assert len(set(seeds)) == 3 and set(seeds) <= set(pool)
@@ -208,7 +208,7 @@ def test_a_micro_batch_takes_no_more_forward_passes_than_the_loss_has_terms(tmp_
 
     module.policy.velocity = noted  # type: ignore[method-assign]
     fit(module, trainer, loop)
-    reference = [module.base] if kl_weight else []
+    reference = [module.samplers.reference] if kl_weight else []
     assert passes == [module.transformer, *reference, module.transformer] * MICRO_BATCHES
 
 
@@ -217,7 +217,7 @@ def test_the_old_velocity_is_that_of_the_named_sampler(tmp_path: Path, sampler: 
     module, trainer, loop = make(tmp_path, f"old_velocity={sampler}", max_epochs=1)
     for name, value in module.adapter_state("old").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)  # unlike the trained adapter, whose B is 0
-    module.refresh_shadow()
+    module.samplers.sync()
     prompts = module.encode(module.eval_prompts)
     x, one = module.policy.noise(torch.tensor([5, 6])), torch.ones(2)
     batch = TrainingBatch(0 * x, x, 0.5 * one, one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]))
@@ -231,7 +231,7 @@ def test_the_old_velocity_is_that_of_the_named_sampler(tmp_path: Path, sampler: 
     module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
     module.training_step(batch, 0)
     velocity, old, reference = seen
-    with torch.no_grad(), module.transformer_of[sampler]() as transformer:
+    with torch.no_grad(), module.samplers.use(sampler) as transformer:
         assert torch.equal(old, module.policy.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning))
     assert torch.equal(velocity, reference) and not torch.equal(old, velocity)
 
@@ -244,7 +244,7 @@ def test_the_reference_is_the_model_without_adapters_whatever_they_hold(tmp_path
     for name, value in module.adapter_state("default").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)
     with torch.no_grad():
-        assert torch.equal(module.policy.velocity(module.base, x, sigma, rows.conditioning), before)
+        assert torch.equal(module.policy.velocity(module.samplers.reference, x, sigma, rows.conditioning), before)
         assert not torch.equal(module.policy.velocity(module.transformer, x, sigma, rows.conditioning), before)
 
 
@@ -349,7 +349,7 @@ def test_resume_is_bit_exact_from_a_checkpoint_taken(
 
     folder, uninterrupted, expected = straight
     assert recorder.explored == uninterrupted.explored[1:]
-    assert recorder.events[0] == "refresh_shadow"
+    assert recorder.events[0] == "sync_replicas"
     assert trainer.global_step == trainer.current_epoch == 3
     assert torch.equal(weights(module), expected)
     names, steps = columns(folder, "straight")

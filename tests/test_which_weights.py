@@ -14,8 +14,8 @@ from solrl_lightning.policies import adapters
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.seeds import evaluation_seeds, pool_seeds, train_timesteps
 from solrl_lightning.rollout.training_rows import TrainingBatch
+from solrl_lightning.seeds import evaluation_seeds, pool_seeds, train_timesteps
 
 Tensors = dict[str, Tensor]
 OPTIONS = (
@@ -50,10 +50,10 @@ class Watch(Callback):
         if (trainer.current_epoch, batch_idx) == (1, 0):
             self.rollouts = loop.rollouts
             self.old = copy.deepcopy(pl_module.adapter_state("old"))
-            self.replicas = {name: copy.deepcopy(replica) for name, replica in pl_module.replicas.items()}
+            self.replicas = {name: copy.deepcopy(replica) for name, replica in pl_module.samplers.replicas.items()}
             self.seen.clear()
             with torch.no_grad():
-                transformers = (pl_module.transformer, pl_module.replicas["merged"], pl_module.base)
+                transformers = (pl_module.transformer, pl_module.samplers.replicas["merged"], pl_module.samplers.reference)
                 inputs = (batch.x_t, batch.sigma, batch.conditioning)
                 self.velocities = [pl_module.policy.velocity(transformer, *inputs) for transformer in transformers]
         if trainer.current_epoch == 1:
@@ -76,7 +76,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def merged(module: SolRLModule, state: Tensors) -> Tensors:
-    return dict(adapters.merged_weights(module.lora_layers, state))
+    return dict(adapters.merged_weights(module.samplers.lora_layers, state))
 
 
 def held(layer: nn.Module) -> Tensors:
@@ -103,7 +103,7 @@ def test_an_iteration_samples_and_trains_with_the_old_policy_quantised_or_rounde
 ) -> None:
     module, watch = trained
     transformer = watch.replicas[replica]
-    layers = {name: transformer.get_submodule(name) for name in module.lora_layers}
+    layers = {name: transformer.get_submodule(name) for name in module.samplers.lora_layers}
     assert any(isinstance(layer, QuantizedLinear) for layer in layers.values()) == (replica == "shadow")
     old, base = merged(module, watch.old), merged(module, module.adapter_state("base"))
     assert all(holds(layer, old[name]) for name, layer in layers.items())
@@ -127,9 +127,9 @@ def test_an_evaluation_scores_the_average(trained: Trained) -> None:
 def test_other_weights_are_merged_for_as_long_as_they_are_used(trained: Trained) -> None:
     module = trained.module
     states = {name: merged(module, module.adapter_state(name)) for name in ("default", "old")}
-    module.refresh_shadow()
-    name = next(iter(module.lora_layers))
-    with module.merged_with(module.adapter_state("default")) as transformer:
+    module.samplers.sync()
+    name = next(iter(module.samplers.lora_layers))
+    with module.samplers.merged_with(module.adapter_state("default")) as transformer:
         assert holds(transformer.get_submodule(name), states["default"][name])
         assert not holds(transformer.get_submodule(name), states["old"][name])
     assert all(holds(transformer.get_submodule(name), weight) for name, weight in states["old"].items())
@@ -137,9 +137,9 @@ def test_other_weights_are_merged_for_as_long_as_they_are_used(trained: Trained)
 
 def test_the_policy_samples_with_the_old_adapter(trained: Trained) -> None:
     module = trained.module
-    layer = next(iter(module.lora_layers.values()))
+    layer = next(iter(module.samplers.lora_layers.values()))
     assert layer.active_adapters == ["default"]
-    with module.transformer_of["policy"]():
+    with module.samplers.use("policy"):
         assert layer.active_adapters == ["old"]
     assert layer.active_adapters == ["default"]
 

@@ -65,7 +65,7 @@ def load_state(layers: dict[str, LoraLayer], adapter: str, state: State) -> None
         weight.copy_(state[name])
 
 
-def move_old(layers: dict[str, LoraLayer], decay: float) -> None:
+def update_old_adapter(layers: dict[str, LoraLayer], decay: float) -> None:
     """old <- decay * old + (1 - decay) * default, in place."""
     old, trained = adapter_state(layers, OLD), adapter_state(layers, TRAINED)
     torch._foreach_lerp_(list(old.values()), list(trained.values()), 1.0 - decay)
@@ -80,7 +80,7 @@ def merged_weights(layers: dict[str, LoraLayer], state: State) -> Iterator[tuple
 
 
 @contextmanager
-def using(transformer: nn.Module, layers: dict[str, LoraLayer], adapter: str) -> Iterator[nn.Module]:
+def active_adapter(transformer: nn.Module, layers: dict[str, LoraLayer], adapter: str) -> Iterator[nn.Module]:
     """The transformer under another adapter; "default" is active again afterwards."""
     _activate(layers, adapter)
     try:

@@ -13,7 +13,7 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
 from solrl_lightning.policies.pipeline import Conditioning, PipelinePolicy
-from solrl_lightning.rollout.seeds import noise
+from solrl_lightning.seeds import noise
 
 
 class Flux1(PipelinePolicy):

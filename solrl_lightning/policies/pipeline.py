@@ -28,7 +28,7 @@ from solrl_lightning.policies.embeddings import EmbeddingCache, Row, identity_of
 from solrl_lightning.policies.loading import load_pipeline
 from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
 from solrl_lightning.policies.random_weights import random_pipeline
-from solrl_lightning.rollout.seeds import noise
+from solrl_lightning.seeds import noise
 
 log = logging.getLogger(__name__)
 

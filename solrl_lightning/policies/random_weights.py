@@ -16,7 +16,7 @@ from diffusers import DiffusionPipeline
 from torch import Tensor, nn
 
 from solrl_lightning.policies.architectures import Architecture, Component, build
-from solrl_lightning.rollout.seeds import noise
+from solrl_lightning.seeds import noise
 
 DTYPES = {"transformer": torch.bfloat16, "default": torch.float32}
 _CLIP_TOKENS = 77  # of the CLIP embeddings before those of T5 in Stable Diffusion 3

@@ -25,15 +25,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.build import device_of, lora_config, quantization_rule, stages_of, with_option
 from solrl_lightning.errors import UserError
-from solrl_lightning.module import Stage
 from solrl_lightning.policies import adapters, architectures
 from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.quantization import Backend, LayerPlan, resolve
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
-from solrl_lightning.rollout import training_rows
-from solrl_lightning.rollout.stage import Policy
+from solrl_lightning.rollout.micro_batches import plan_micro_batches
+from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.tasks.report import format_table, write_json
 
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
@@ -140,7 +139,7 @@ def kept_for_backward(module: nn.Module) -> Iterator[list[int]]:
         yield sizes
 
 
-def trace(policy: Policy, lora: LoraConfig, previews: bool = False) -> tuple[Passes, dict[str, LoraLayer]]:
+def trace(policy: PipelinePolicy, lora: LoraConfig, previews: bool = False) -> tuple[Passes, dict[str, LoraLayer]]:
     """The passes of a policy on ``meta``. It gets adapters by this; the adapted layers are returned by name."""
     conditioning = policy.encode(["a prompt"])
     x = policy.noise(torch.zeros(1, dtype=torch.int64))
@@ -218,9 +217,9 @@ def evaluations(family: Family) -> dict[str, int]:
     """Of one prompt, by stage. A trajectory that exploration stopped goes on from there."""
     counts, done, images = {}, 0, family.pool
     for stage in family.stages:
-        end = stage.steps if stage.stop_after is None else stage.stop_after
+        end = stage.steps if stage.stop_step is None else stage.stop_step
         counts[stage.name] = images * (end - done)
-        done = 0 if stage.stop_after is None else end
+        done = 0 if stage.stop_step is None else end
         images = family.keep
     return counts
 
@@ -235,7 +234,8 @@ def work(family: Family, iteration: Iteration, passes: Passes, quantized_macs: i
     counts = evaluations(family)
     prompts = math.ceil(iteration.prompts / iteration.devices)
     timesteps = max(1, int(family.stages[-1].steps * iteration.timestep_fraction))
-    batches = training_rows.plan(iteration.prompts, family.keep, timesteps, iteration.micro_batch, iteration.devices)
+    per_prompt = family.keep * timesteps
+    batches = plan_micro_batches(iteration.prompts, per_prompt, iteration.micro_batch, iteration.devices)
     rows = batches.micro_batches * batches.rows
     images = [family.pool, *[family.keep] * (len(family.stages) - 1)]
     decoding = {"full": passes.decode, "preview": passes.preview}

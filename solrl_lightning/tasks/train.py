@@ -9,8 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_loop, build_module, build_trainer, stages_of
+from solrl_lightning.callbacks.common import RECORD
 from solrl_lightning.callbacks.summary import base_and_final
-from solrl_lightning.callbacks.surface import RECORD
 from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.optimizer_state import check_fits
 from solrl_lightning.run_folder import LOG, goes_on, keep_record
@@ -30,10 +30,10 @@ def train(cfg: DictConfig) -> float | None:
     if goes_on(Path(cfg.run_dir)):
         trainer.callbacks.append(_KeepRecord(Path(cfg.run_dir)))  # type: ignore[attr-defined]
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
-    if module.layer_table:
-        RECORD.info("%s", module.layer_table)
-        log.info("%s; table in %s", module.layer_table.splitlines()[-1].strip(), Path(cfg.run_dir) / LOG)
-    loop = build_loop(cfg, trainer)
+    if module.samplers.layer_table:
+        RECORD.info("%s", module.samplers.layer_table)
+        log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), Path(cfg.run_dir) / LOG)
+    loop = build_loop(cfg, trainer, module.objective)
     held_out = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
     if cfg.ckpt is None:
         trainer.validate(module, held_out, verbose=False)

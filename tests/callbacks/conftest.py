@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, Rollouts
-from solrl_lightning.rollout.seeds import pool_seeds
 from solrl_lightning.rollout.select import select_contrastive
+from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.stopwatch import Stopwatch
 
 POOL, KEEP, SIDE, MICRO_BATCHES = 8, 4, 16, 2
@@ -49,7 +49,7 @@ class StandIn(LightningModule):
         self.events: list[str] = []
         self.sampled: list[str] = []
 
-    def refresh_shadow(self) -> None:
+    def sync_replicas(self) -> None:
         self.events.append("requantize")
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:

@@ -154,11 +154,11 @@ def test_plain_diffusers_loads_the_saved_lora_and_paints_the_merged_replicas_pic
 ) -> None:
     adapted = load_nano(architecture, folder)
     adapted.transformer.float()
-    merged = replica.share(adapted.transformer)
+    merged = replica.clone_sharing_weights(adapted.transformer)
     config = lora_config(rank=4, alpha=12)
     layers = adapters.add_adapters(adapted.transformer, config, seed=0)
     state = random_state(adapters.adapter_state(layers, TRAINED), seed=6)
-    replica.own_weights(merged, layers)
+    replica.untie_weights(merged, layers)
     replica.refresh(merged, adapters.merged_weights(layers, state))
     adapted.save_lora(tmp_path, state, config)
     found, without = (policy.decode(sample(policy, transformer=module)) for module in (merged, None))

@@ -5,8 +5,8 @@ import torch
 from nano import PROMPTS, load_nano
 
 from solrl_lightning.policies.pipeline import PipelinePolicy
-from solrl_lightning.rollout.seeds import noise
 from solrl_lightning.sampling import shifted_sigmas
+from solrl_lightning.seeds import noise
 
 SEEDS = torch.tensor([3, 4])
 

@@ -9,8 +9,8 @@ from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates
-from solrl_lightning.rollout.seeds import evaluation_seeds
 from solrl_lightning.rollout.stage import Batching, Prompts, Trajectory, run_stage, sample_states
+from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.shapes.captions import eval_captions
 from solrl_lightning.shapes.pretrain import build_pipeline
 

@@ -23,9 +23,9 @@ from solrl_lightning.quantization.fp8 import FP8Linear
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Rollouts
-from solrl_lightning.rollout.seeds import pool_seeds
 from solrl_lightning.rollout.stage import Trajectory, sample_states
 from solrl_lightning.rollout.training_rows import Plan, TrainingRows
+from solrl_lightning.seeds import pool_seeds
 
 GPUS = ("cuda", "lazy")  # the second one for autograd, which asks the driver for the first one's context
 WITHOUT_TRANSFORMER_ENGINE = [
@@ -135,11 +135,11 @@ def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
 
 def test_a_chunk_of_a_rollout_stays_on_the_gpu(blackwell: None, folder: str) -> None:
     module = module_on("cuda", folder, backend_of("nvfp4", "torch"))
-    module.refresh_shadow()
+    module.samplers.sync()
     prompts, seeds = module.encode(PROMPTS[:1]), pool_seeds(0, 0, PROMPTS[:1], 2)
     trajectory = Trajectory(module.policy.sigmas(2), "dpm2")
     chunks = list(
-        sample_states(module.policy, module.replicas["shadow"], module.batching["shadow"], prompts, seeds, trajectory)
+        sample_states(module.policy, module.samplers.replicas["shadow"], module.batching["shadow"], prompts, seeds, trajectory)
     )
     (index, state), images = chunks[0], module.policy.decode(chunks[0][1].x)
     assert index.tolist() == [0, 1] and len(chunks) == 1

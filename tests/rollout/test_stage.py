@@ -15,7 +15,6 @@ from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.beside import beside
 from solrl_lightning.rollout.records import Candidates
-from solrl_lightning.rollout.seeds import pool_seeds
 from solrl_lightning.rollout.select import select_contrastive
 from solrl_lightning.rollout.stage import (
     Batching,
@@ -27,6 +26,7 @@ from solrl_lightning.rollout.stage import (
     sample_states,
 )
 from solrl_lightning.sampling import SolverState
+from solrl_lightning.seeds import pool_seeds
 
 SEEDS = pool_seeds(0, 0, PROMPTS, 5)  # 15 candidates of 3 prompts
 TEXTS = [prompt for prompt in PROMPTS for _ in range(5)]

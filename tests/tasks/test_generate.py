@@ -23,7 +23,7 @@ from solrl_lightning.config import (
     check_values,
 )
 from solrl_lightning.errors import UserError
-from solrl_lightning.rollout.seeds import evaluation_seeds
+from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.tasks.generate import asked_seeds, generate, without_training
 
 Compose = Callable[..., DictConfig]

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.rollout.records import Rollouts
-from solrl_lightning.rollout.seeds import pool_seeds, train_timesteps, training_noise
 from solrl_lightning.rollout.stage import Prompts
 from solrl_lightning.rollout.training_rows import Plan, TrainingBatch, TrainingRows, plan
+from solrl_lightning.seeds import pool_seeds, train_timesteps, training_noise
 
 KEEP, STEPS, FRACTION, TIMESTEPS, SHAPE = 3, 4, 0.5, 2, (2, 5)
 SIGMAS = torch.tensor([1.0, 0.9, 0.6, 0.2, 0.0])
