@@ -20,7 +20,6 @@ from torch import Tensor
 
 from solrl_lightning.sampling.dpm2 import dpm2_step
 from solrl_lightning.sampling.euler import euler_step
-from solrl_lightning.sampling.schedules import flux_sigmas, shifted_sigmas, uniform_sigmas
 from solrl_lightning.sampling.state import SolverState, start
 
 __all__ = [
@@ -29,11 +28,8 @@ __all__ = [
     "advance",
     "dpm2_step",
     "euler_step",
-    "flux_sigmas",
     "integrate",
-    "shifted_sigmas",
     "start",
-    "uniform_sigmas",
 ]
 
 Velocity = Callable[[Tensor, Tensor], Tensor]

@@ -6,7 +6,7 @@ from nano import PROMPTS, load_nano
 
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.rollout.seeds import noise
-from solrl_lightning.sampling import shifted_sigmas
+from tests.sigmas import shifted_sigmas
 
 SEEDS = torch.tensor([3, 4])
 

@@ -7,7 +7,8 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from solrl_lightning.sampling import SOLVERS, advance, integrate, shifted_sigmas, start, uniform_sigmas
+from solrl_lightning.sampling import SOLVERS, advance, integrate, start
+from tests.sigmas import shifted_sigmas, uniform_sigmas
 
 MEAN, STD = 2.0, 0.5
 
