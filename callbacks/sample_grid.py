@@ -1,10 +1,11 @@
-"""Pictures for people: base against current model, and the best against the worst of a pool.
+"""Sample grids: base against current model, and the best against the worst of a pool.
 
 Both are PNG files under the run folder's ``samples/`` and, with a TensorBoard logger, images in TensorBoard. Only rank
-0 samples and draws; nothing in here is collective. File names come from the iteration alone: prompts can be any text.
+0 samples and draws; no call is collective. File names contain the iteration only, because prompts can be any text.
 """
 
 import io
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ _WIDE_GAP = 20  # between groups of columns
 _MARGIN = 10
 _MIN_WIDTH = 420  # room for the title
 _FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # Pillow's lacks é
-_INK, _PAPER, _FAINT = (20, 20, 20), (255, 255, 255), (90, 90, 90)
+_TITLE, _TEXT, _LINE = 16, 13, 18  # heights of letters and of a line of text
 
 
 class Row(NamedTuple):
@@ -53,62 +54,37 @@ def to_cell(image: Tensor) -> Image.Image:
     return picture
 
 
-def wrap(text: str, font: Any, width: int, lines: int = 2) -> list[str]:
-    """At most ``lines`` lines of whole words that fit ``width`` pixels; what does not fit ends in an ellipsis."""
-    wrapped = [""]
-    for word in text.split():
-        longer = f"{wrapped[-1]} {word}".strip()
-        if font.getlength(longer) <= width or not wrapped[-1]:
-            wrapped[-1] = longer
-        else:
-            wrapped.append(word)
-    cut = len(wrapped) > lines
-    wrapped = wrapped[:lines]
-    last = wrapped[-1] + ("…" if cut else "")
-    while (length := font.getlength(last)) > width and len(last) > 2:
-        kept = min(int(len(last) * width / length), len(last) - 1)
-        last = last[: kept - 1] + "…"
-    return [*wrapped[:-1], last]
-
-
 def draw_grid(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Image.Image:
-    """A captioned grid; ``headings`` stand above the groups of columns, one for each group of the rows."""
-    title_font, font = (ImageFont.truetype(_FONT, size) for size in (16, 13))
+    """A captioned grid with a heading above each group of columns. Text that does not fit ends in an ellipsis."""
+    title_font, font = (ImageFont.truetype(_FONT, size) for size in (_TITLE, _TEXT))
     cells = [[[to_cell(image) for image in group] for group in row.groups] for row in rows]
     cell_width, cell_height = cells[0][0][0].size
-    starts, x = [], _MARGIN
-    for group in cells[0]:
-        starts.append(x)
-        x += len(group) * (cell_width + _GAP) - _GAP + _WIDE_GAP
-    width = max(x - _WIDE_GAP + _MARGIN, _MIN_WIDTH)
-    captions = [wrap(row.caption, font, width - 2 * _MARGIN) for row in rows]
-    line = 18
-    heights = [
-        len(caption) * line + 4 + cell_height + (line if row.labels else 0) + 12
-        for caption, row in zip(captions, rows, strict=True)
-    ]
-    canvas = Image.new("RGB", (width, _MARGIN + 26 + line + 8 + sum(heights)), _PAPER)
+    widths = [len(group) * (cell_width + _GAP) - _GAP for group in cells[0]]
+    starts = [_MARGIN + sum(widths[:number]) + number * _WIDE_GAP for number in range(len(widths))]
+    width = max(starts[-1] + widths[-1] + _MARGIN, _MIN_WIDTH)
+    captions = [wrap(row.caption, width - 2 * _MARGIN, _TEXT, lines=2) for row in rows]
+    heights = [len(caption) * _LINE + cell_height + _LINE + 2 * _GAP for caption in captions]
+    top = _MARGIN + 3 * _LINE
+    canvas = Image.new("RGB", (width, top + sum(heights)), "white")
     draw = ImageDraw.Draw(canvas)
-    draw.text((_MARGIN, _MARGIN), wrap(title, title_font, width - 2 * _MARGIN, lines=1)[0], _INK, font=title_font)
-    y = _MARGIN + 26
-    for start, heading, group in zip(starts, headings, cells[0], strict=True):
-        room = max(len(group) * (cell_width + _GAP), width - start - _MARGIN if len(starts) == 1 else 0)
-        draw.text((start, y), wrap(heading, font, room, lines=1)[0], _FAINT, font=font)
-    y += line + 8
+    draw.text((_MARGIN, _MARGIN), "\n".join(wrap(title, width - 2 * _MARGIN, _TITLE)), "black", font=title_font)
+    for start, heading, room in zip(starts, headings, widths, strict=True):
+        room = room if len(starts) > 1 else width - 2 * _MARGIN
+        draw.text((start, top - _LINE - _GAP), "\n".join(wrap(heading, room, _TEXT)), "dimgrey", font=font)
     for row, caption, groups, height in zip(rows, captions, cells, heights, strict=True):
-        top = y
-        for text in caption:
-            draw.text((_MARGIN, top), text, _INK, font=font)
-            top += line
-        top += 4
-        labels = iter(row.labels)
+        draw.multiline_text((_MARGIN, top), "\n".join(caption), "black", font=font)
+        images, labels = top + len(caption) * _LINE + _GAP, iter(row.labels)
         for start, group in zip(starts, groups, strict=True):
-            for index, cell in enumerate(group):
-                left = start + index * (cell_width + _GAP)
-                canvas.paste(cell, (left, top))
-                draw.text((left, top + cell_height + 2), next(labels, ""), _INK, font=font)
-        y += height
+            for left, cell in zip(range(start, width, cell_width + _GAP), group, strict=False):
+                canvas.paste(cell, (left, images))
+                draw.text((left, images + cell_height), next(labels, ""), "black", font=font)
+        top += height
     return canvas
+
+
+def wrap(text: str, width: int, size: int, lines: int = 1) -> list[str]:
+    """At most ``lines`` lines for ``width`` pixels in a font of ``size`` pixels, by the mean width of a letter."""
+    return textwrap.wrap(text, max(int(width / (0.62 * size)), 2), max_lines=lines, placeholder="…")
 
 
 class SampleGrid(Callback):

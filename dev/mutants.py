@@ -142,7 +142,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         ("reference is the old policy", "old, reference, batch.x0", "old, reference and old, batch.x0", WEIGHTS),
         ("row weights off", "(terms.rows * batch.weight).mean()", "terms.rows.mean()", RANKS),
-        ("old policy stays", "adapters.update_old_adapter(self.lora_layers,", "(lambda *_: None)(self.lora_layers,", FOLLOWS),
+        (
+            "old policy stays",
+            "adapters.update_old_adapter(self.lora_layers,",
+            "(lambda *_: None)(self.lora_layers,",
+            FOLLOWS,
+        ),
         ("old policy not saved", 'if ".lora_" in name', 'if ".default." in name', CHECKPOINT),
         ("watched rewards explored", "self.rewards.trained, prompts", "self.rewards, prompts", WEIGHTS),
     ],

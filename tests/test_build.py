@@ -155,8 +155,11 @@ def test_adapters_multiply_in_the_dtype_of_their_input_on_a_gpu(
 
     monkeypatch.setattr(build, "instantiate", placed)
     module = build_model(compose(f"model.pretrained={pipeline}", "precision=bf16"), torch.device("cpu"))
-    factors = [f for layer in module.samplers.lora_layers.values() for f in (*layer.lora_A.values(), *layer.lora_B.values())]
+    layers = module.samplers.lora_layers.values()
+    factors = [f for layer in layers for f in (*layer.lora_A.values(), *layer.lora_B.values())]
     assert {type(factor) for factor in factors} == {linear}
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [

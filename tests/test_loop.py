@@ -23,9 +23,11 @@ from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule
+from solrl_lightning.objectives.base import Loss
+from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.rollout.advantages import group_advantages
+from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.rollout.select import select_contrastive
-from solrl_lightning.rollout.training_rows import TrainingBatch
 
 SMALL = [
     "family.pool=5",
@@ -62,7 +64,7 @@ def make(
         callbacks=[Requantize(), WeightEMA(), *callbacks],
     )
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
-    return module, trainer, build_loop(cfg, trainer)
+    return module, trainer, build_loop(cfg, trainer, module.objective)
 
 
 def fit(module: SolRLModule, trainer: Trainer, loop: ExploreTrainLoop, ckpt: Path | None = None) -> None:
@@ -84,8 +86,8 @@ class Recorder(Callback):
         self.explored: list[tuple[int, list[str], list[list[int]]]] = []
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        for name in ("sync_replicas", "run_stage", "training_step"):
-            setattr(pl_module, name, self._noting(trainer, name, getattr(pl_module, name)))
+        for owner, name in ((pl_module.samplers, "sync"), (pl_module, "run_stage"), (pl_module, "training_step")):
+            setattr(owner, name, self._noting(trainer, name, getattr(owner, name)))
 
     def _noting(self, trainer: Trainer, name: str, method: Any) -> Any:
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +106,7 @@ def test_an_iteration_is_requantise_explore_regenerate_train_and_one_step(tmp_pa
     recorder = Recorder()
     module, trainer, loop = make(tmp_path, callbacks=(recorder,), max_epochs=2)
     fit(module, trainer, loop)
-    iteration = ["sync_replicas", "explore", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
+    iteration = ["sync", "explore", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
     assert recorder.events == iteration * 2
     assert trainer.global_step == trainer.current_epoch == 2
 
@@ -130,7 +132,7 @@ def test_a_one_stage_family_samples_its_pool_once(tmp_path: Path) -> None:
     recorder = Recorder()
     module, trainer, loop = make(tmp_path, "family=naive_scaling", callbacks=(recorder,), max_epochs=1)
     fit(module, trainer, loop)
-    assert recorder.events == ["sync_replicas", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
+    assert recorder.events == ["sync", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
     assert loop.explored is None
     assert torch.equal(loop.rollouts.proxy_rewards, loop.rollouts.rewards)
 
@@ -178,7 +180,7 @@ def test_a_prefix_family_goes_on_with_the_kept_trajectories_and_gets_the_same_pi
     assert check.rows == 2 * (5 * 2 + 3 * 3)  # 2 prompts; 5 candidates for 2 steps, 3 kept for the other 3
     for seeds, pool in zip(check.rollouts.seeds.tolist(), check.explored.seeds.tolist(), strict=True):
         assert len(set(seeds)) == 3 and set(seeds) <= set(pool)
-    torch.testing.assert_close(check.rollouts.latents, check.again.latents, rtol=0, atol=0.05)
+    torch.testing.assert_close(check.rollouts.x0, check.again.x0, rtol=0, atol=0.05)
     torch.testing.assert_close(check.rollouts.rewards, check.again.rewards, rtol=0, atol=0.02)
     assert not torch.equal(check.rollouts.proxy_rewards, check.rollouts.rewards)
 
@@ -220,14 +222,16 @@ def test_the_old_velocity_is_that_of_the_named_sampler(tmp_path: Path, sampler: 
     module.samplers.sync()
     prompts = module.encode(module.eval_prompts)
     x, one = module.policy.noise(torch.tensor([5, 6])), torch.ones(2)
-    batch = TrainingBatch(0 * x, x, 0.5 * one, one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]))
+    rest = (one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]))
+    batch = TrainingBatch(0 * x, x, None, one.long(), 0.5 * one, 0 * one, *rest)
     objective, seen = module.objective, []
 
-    def noted(*args: Tensor) -> Any:
-        seen.extend(value.detach() for value in args[:3])
-        return objective(*args)
+    class Noting(NFT):
+        def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
+            seen.extend([velocity.detach(), others["old"], others["reference"]])
+            return super().__call__(velocity, batch, **others)
 
-    module.objective = noted
+    module.objective = Noting(**vars(objective))
     module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
     module.training_step(batch, 0)
     velocity, old, reference = seen
@@ -349,7 +353,7 @@ def test_resume_is_bit_exact_from_a_checkpoint_taken(
 
     folder, uninterrupted, expected = straight
     assert recorder.explored == uninterrupted.explored[1:]
-    assert recorder.events[0] == "sync_replicas"
+    assert recorder.events[0] == "sync"
     assert trainer.global_step == trainer.current_epoch == 3
     assert torch.equal(weights(module), expected)
     names, steps = columns(folder, "straight")
@@ -401,7 +405,7 @@ def test_a_reward_that_is_nan_stops_the_run_and_names_prompt_and_seed(
         fit(module, trainer, loop)
     assert torch.equal(weights(module), before)
     explore, regenerate = loop.stages
-    loop.stages = [explore._replace(name="regenerate", only_ranks=False)]
+    loop.stages = [explore._replace(name="regenerate")]
     with pytest.raises(NonFiniteError, match=r"reward shapes is nan for the prompt 'a .*' with seed \d+"):
         loop.roll_out()
 
@@ -418,7 +422,7 @@ def test_more_devices_than_prompts_is_refused(tmp_path: Path) -> None:
     cfg = composed("prompts_per_iteration=1")
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match="every device needs at least one prompt"):
-        build_loop(cfg, trainer)
+        build_loop(cfg, trainer, NFT(1.0, 0.0, 5.0, 0.5))
 
 
 def test_only_the_policy_moves_and_the_old_policy_follows_it(tmp_path: Path) -> None:

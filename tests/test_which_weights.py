@@ -10,11 +10,14 @@ from test_loop import fit, make
 from torch import Tensor, nn
 
 from solrl_lightning.module import SolRLModule
+from solrl_lightning.objectives.base import Loss
+from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.policies import adapters
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.training_rows import TrainingBatch
+from solrl_lightning.rollout.records import TrainingBatch
+from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.seeds import evaluation_seeds, pool_seeds, train_timesteps
 
 Tensors = dict[str, Tensor]
@@ -37,11 +40,14 @@ class Watch(Callback):
         self.pools: list[tuple[list[str], Tensor]] = []  # the prompts and seeds of each iteration
         self.batches: list[TrainingBatch] = []
         self.seen: list[tuple[Tensor, Tensor, Tensor]] = []  # trained, old and reference velocity
-        self.objective, pl_module.objective = pl_module.objective, self.noted
+        seen = self.seen
 
-    def noted(self, velocity: Tensor, old: Tensor, reference: Tensor, *rest: Tensor) -> Any:
-        self.seen.append((velocity.detach(), old, reference))
-        return self.objective(velocity, old, reference, *rest)
+        class Noting(NFT):
+            def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
+                seen.append((velocity.detach(), others["old"], others["reference"]))
+                return super().__call__(velocity, batch, **others)
+
+        pl_module.objective = Noting(**vars(pl_module.objective))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         loop: Any = trainer.fit_loop
@@ -53,7 +59,8 @@ class Watch(Callback):
             self.replicas = {name: copy.deepcopy(replica) for name, replica in pl_module.samplers.replicas.items()}
             self.seen.clear()
             with torch.no_grad():
-                transformers = (pl_module.transformer, pl_module.samplers.replicas["merged"], pl_module.samplers.reference)
+                samplers = pl_module.samplers
+                transformers = (pl_module.transformer, samplers.replicas["merged"], samplers.reference)
                 inputs = (batch.x_t, batch.sigma, batch.conditioning)
                 self.velocities = [pl_module.policy.velocity(transformer, *inputs) for transformer in transformers]
         if trainer.current_epoch == 1:
@@ -63,6 +70,7 @@ class Watch(Callback):
 class Trained(NamedTuple):
     module: SolRLModule
     watch: Watch
+    stage: Stage
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +80,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     lengths = {"max_epochs": 2, "check_val_every_n_epoch": 2}
     module, trainer, loop = make(tmp_path_factory.mktemp("trained"), *OPTIONS, callbacks=(watch,), **lengths)
     fit(module, trainer, loop)
-    return Trained(module, watch)
+    return Trained(module, watch, loop.stages[-1])
 
 
 def merged(module: SolRLModule, state: Tensors) -> Tensors:
@@ -112,8 +120,8 @@ def test_an_iteration_samples_and_trains_with_the_old_policy_quantised_or_rounde
 
 def test_an_evaluation_scores_the_average(trained: Trained) -> None:
     module = trained.module
-    prompts, steps = module.eval_prompts, module.sampling.eval_steps
-    seeds = evaluation_seeds(module.seed, prompts, module.sampling.eval_images)
+    prompts, steps = module.eval_prompts, module.evaluation.steps
+    seeds = evaluation_seeds(module.seed, prompts, module.evaluation.images)
 
     def reward(weights: str) -> float:
         found = module.score(prompts, seeds, weights=weights, steps=steps, progress=lambda done, total: None)
@@ -191,6 +199,6 @@ def test_rollouts_are_scored_by_the_rewards_with_a_weight_alone(
     two = WeightedRewards({**module.rewards.rewards, "watched": Watched()}, {"shapes": 1.0, "watched": 0.0})
     monkeypatch.setattr(module, "rewards", two)
     texts, seeds = module.eval_prompts[:1], torch.tensor([[3]])
-    assert module.run_stage(module.stages[-1], module.encode(texts), seeds).scores.shape == (1, 1, 1)
+    assert module.run_stage(trained.stage, module.encode(texts), seeds).scores.shape == (1, 1, 1)
     evaluated = module.score(texts, seeds, weights="base", steps=1, progress=lambda done, total: None)
     assert evaluated.scores.shape == (1, 1, 2)

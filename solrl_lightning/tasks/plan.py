@@ -1,16 +1,17 @@
 """task=plan: what a run computes and holds, at the real size of its model, before anything is downloaded.
 
 The policy is built on the device ``meta``, where tensors have shapes and no numbers, and is called as a run calls it.
-So multiply-adds (MACs) are counted by PyTorch's own counter over what really runs: linear layers, convolutions,
-attention. Bytes follow from the same modules. All of it is arithmetic; ``task=benchmark`` measures.
+PyTorch's own counter counts multiply-adds (MACs) of what really runs: linear layers, convolutions, attention. Bytes
+follow from the same modules. All of it is arithmetic; ``task=benchmark`` measures.
 
 Left out: reward models, whose size only their files tell; the text encoders' arithmetic, once per prompt; activations
-of sampling; what CUDA and the allocator take for themselves.
+of sampling; memory of CUDA and the allocator.
 """
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from omegaconf import DictConfig
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.build import device_of, lora_config, quantization_rule, stages_of, with_option
@@ -36,7 +39,7 @@ from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.tasks.report import format_table, write_json
 
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
-PACKED_BITS = {"nvfp4": 4.5, "fp8": 8.0, "int8": 8.0, "bf16": 16.0}  # a weight and its part of a block's scale
+PACKED_BITS = {"nvfp4": 4.5, "fp8": 8.0, "int8": 8.0, "bf16": 16.0}  # of a weight, with its part of a block's scale
 
 Json = dict[str, Any]
 
@@ -45,102 +48,70 @@ class Passes(NamedTuple):
     """MACs of one image."""
 
     forward: int
-    layers: Mapping[str, int]
-    """Of these, those of each linear layer and convolution, by name."""
-    adapted: int
-    """Of a forward pass with LoRA branches."""
-    backward: int
-    """Through the frozen weights to the LoRA's, and what it computes again."""
+    layers: Mapping[str, int]  # those of each linear layer and convolution in a forward pass, by name
+    adapted: int  # of a forward pass with LoRA branches
+    backward: int  # through the frozen weights to the LoRA's, with what gradient checkpointing computes again
     decode: int
-    kept: int
-    """Bytes that a forward pass keeps for its backward pass."""
-    preview: int = 0
-    """Of decoding by the preview decoder, where there is one."""
+    activation_bytes: int  # saved by a forward pass for its backward pass
+    preview: int = 0  # of decoding by the preview decoder, 0 without one
 
 
-class Family(NamedTuple):
-    """A way from a pool to training samples, as data."""
+class Shapes(NamedTuple):
+    """What a model computes and what a run with it holds on one device."""
 
-    name: str
-    stages: Sequence[Stage]
-    pool: int
-    keep: int
-
-
-class Iteration(NamedTuple):
-    """What does not depend on the family."""
-
-    prompts: int
-    """Of all devices together."""
-    devices: int
-    timestep_fraction: float
-    micro_batch: int
-    kl_needs_reference: bool
-    old_velocity: str
-    """The sampler whose velocity is the old policy's in training."""
+    policy: PipelinePolicy  # on ``meta``, with adapters
+    architecture: architectures.Architecture
+    layers: Sequence[LayerPlan]
+    passes: Passes
+    adapted: Mapping[str, LoraLayer]
+    parameters: int
+    bytes: dict[str, int]
 
 
 # Multiply-adds
 
 
 def count_macs(run: Callable[[], Any], module: nn.Module) -> tuple[int, dict[str, int]]:
-    """MACs of ``run()``, and of them those of each linear layer and convolution of ``module``."""
-    layers: dict[str, int] = {}
-
-    def record(name: str) -> Callable[..., None]:
-        def hook(layer: Any, inputs: Any, output: Tensor) -> None:
-            layers[name] = layers.get(name, 0) + output.numel() // layer.weight.shape[0] * layer.weight.numel()
-
-        return hook
-
-    kinds = (nn.Linear, nn.Conv2d)
-    handles = [m.register_forward_hook(record(name)) for name, m in module.named_modules() if isinstance(m, kinds)]
+    """MACs of ``run()``, which calls ``module``, and the part of each linear layer and convolution of ``module``."""
     with FlopCounterMode(display=False) as counter:
         run()
-    for handle in handles:
-        handle.remove()
+    counts, root = counter.get_flop_counts(), type(module).__name__
+    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+    layers = {name: sum(counts[f"{root}.{name}"].values()) // 2 for name in names if f"{root}.{name}" in counts}
     return counter.get_total_flops() // 2, layers
 
 
-@contextmanager
-def fused_attention() -> Iterator[None]:
-    """Attention as a GPU does it. On ``meta`` PyTorch would write out, and keep, the matrix of all pairs of tokens.
+class FusedAttention(TorchFunctionMode):
+    """Runs attention as a GPU does; on ``meta`` PyTorch would write out and save the matrix of all pairs of tokens."""
 
-    Replaces PyTorch's function; a TorchFunctionMode would not reach into what checkpoints compute again.
-    """
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is nn.functional.scaled_dot_product_attention:
+            func = _flash_attention
+        return func(*args, **(kwargs or {}))
 
-    def fused(query: Tensor, key: Tensor, value: Tensor, *unused: Any, **also_unused: Any) -> Tensor:
-        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
 
-    before = nn.functional.scaled_dot_product_attention
-    nn.functional.scaled_dot_product_attention = fused
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = before
+def _flash_attention(query: Tensor, key: Tensor, value: Tensor, **unused: Any) -> Tensor:
+    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
 
 
 @contextmanager
-def kept_for_backward(module: nn.Module) -> Iterator[list[int]]:
-    """Collects the bytes that autograd keeps: each storage once, and none of the parameters of ``module``."""
-    seen = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    alive: list[Any] = []  # so that no address is given twice
-    sizes: list[int] = []
+def saved_for_backward(module: nn.Module) -> Iterator[dict[int, Any]]:
+    """Collects the storages that autograd saves, each once, without those of the parameters of ``module``."""
+    parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    saved: dict[int, Any] = {}  # holds the storages, so that no address is used twice
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage._cdata not in seen:
-            seen.add(storage._cdata)
-            alive.append(storage)
-            sizes.append(storage.nbytes())
+        if storage._cdata not in parameters:
+            saved[storage._cdata] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield sizes
+        yield saved
 
 
 def trace(policy: PipelinePolicy, lora: LoraConfig, previews: bool = False) -> tuple[Passes, dict[str, LoraLayer]]:
-    """The passes of a policy on ``meta``. It gets adapters by this; the adapted layers are returned by name."""
+    """The passes of a policy on ``meta``, and its adapted layers by name. Adds the adapters to the policy."""
     conditioning = policy.encode(["a prompt"])
     x = policy.noise(torch.zeros(1, dtype=torch.int64))
     sigma = torch.ones(1, device=policy.device)
@@ -150,41 +121,42 @@ def trace(policy: PipelinePolicy, lora: LoraConfig, previews: bool = False) -> t
 
     with torch.no_grad():
         forward, layers = count_macs(velocity, policy.transformer)
-        decode, _ = count_macs(lambda: policy.decode(x), policy.transformer)
+        decode = count_macs(lambda: policy.decode(x), policy.transformer)[0]
         preview = count_macs(lambda: policy.preview(x), policy.transformer)[0] if previews else 0
     with torch.device(policy.device):  # PEFT would leave the adapters of layers on meta on the CPU
         adapted_layers = adapters.add_adapters(policy.transformer, lora, seed=0)
     policy.transformer.train()
-    with fused_attention():
-        with kept_for_backward(policy.transformer) as kept, FlopCounterMode(display=False) as there:
+    if policy.transformer.is_gradient_checkpointing:
+        # Tensor.backward runs outside of the mode, so what it computes again enters one of its own.
+        contexts = {"context_fn": lambda: (nullcontext(), FusedAttention())}
+        policy.transformer.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False, **contexts))
+    with FusedAttention():
+        with saved_for_backward(policy.transformer) as saved, FlopCounterMode(display=False) as there:
             loss = velocity().sum()
         with FlopCounterMode(display=False) as back:
             loss.backward()
     adapted, backward = there.get_total_flops() // 2, back.get_total_flops() // 2
-    return Passes(forward, layers, adapted, backward, decode, sum(kept), preview), adapted_layers
+    activations = sum(storage.nbytes() for storage in saved.values())
+    return Passes(forward, layers, adapted, backward, decode, activations, preview), adapted_layers
 
 
-def shares(layers: Sequence[LayerPlan], passes: Passes) -> Json:
-    """How much of the model the shadow quantises, of its linear weights and of all that it computes."""
-    quantized = [p for p in layers if p.quantized]
-    kept = [p for p in layers if not p.quantized]
-    weights, macs = _weights(quantized), sum(passes.layers[p.name] for p in quantized)
+def layer_statistics(layers: Sequence[LayerPlan], passes: Passes) -> Json:
+    """The shares of the linear weights and of a forward pass that the shadow quantises, and the MACs of every pass."""
+    quantized, kept = ([p for p in layers if p.quantized == wanted] for wanted in (True, False))
+    weights, all_weights = (sum(p.in_features * p.out_features for p in part) for part in (quantized, layers))
+    macs, kept_macs = (sum(passes.layers[p.name] for p in part) for part in (quantized, kept))
     return {
         "quantised_layers": len(quantized),
         "kept_layers": len(kept),
-        "share_of_linear_parameters": weights / (weights + _weights(kept)),
+        "share_of_linear_parameters": weights / all_weights,
         "share_of_macs": macs / passes.forward,
         "quantised_macs": macs,
-        "kept_linear_macs": sum(passes.layers[p.name] for p in kept),
+        "kept_linear_macs": kept_macs,
         "forward_macs": passes.forward,
         "decode_macs": passes.decode,
         "train_forward_macs": passes.adapted,
         "train_backward_macs": passes.backward,
     }
-
-
-def _weights(layers: Sequence[LayerPlan]) -> int:
-    return sum(layer.in_features * layer.out_features for layer in layers)
 
 
 # Bytes
@@ -197,7 +169,7 @@ def bytes_of(module: nn.Module) -> int:
 def replica_bytes(
     weights: Mapping[str, Tensor], adapted: Collection[str], quantized: Collection[str] = (), bits: float = 16
 ) -> int:
-    """What a replica owns of the linear ``weights``: the quantised ones at ``bits``, and others that LoRA adapts."""
+    """Bytes of the ``weights`` that a replica owns: the quantised ones at ``bits``, and others that LoRA adapts."""
     packed = sum(weights[name].numel() for name in quantized) * bits / 8
     own = sum(weights[name].numel() * weights[name].itemsize for name in adapted if name not in quantized)
     return math.ceil(packed) + own
@@ -210,78 +182,8 @@ def encoder_bytes(architecture: architectures.Architecture, dtypes: Mapping[str,
     )
 
 
-# Model evaluations: forward passes of the transformer for one image
-
-
-def evaluations(family: Family) -> dict[str, int]:
-    """Of one prompt, by stage. A trajectory that exploration stopped goes on from there."""
-    counts, done, images = {}, 0, family.pool
-    for stage in family.stages:
-        end = stage.steps if stage.stop_step is None else stage.stop_step
-        counts[stage.name] = images * (end - done)
-        done = 0 if stage.stop_step is None else end
-        images = family.keep
-    return counts
-
-
-def work(family: Family, iteration: Iteration, passes: Passes, quantized_macs: int, speedup: float) -> Json:
-    """One iteration's evaluations and MACs; those of quantised layers in the shadow count for 1 / ``speedup``."""
-    cost = {
-        "policy": passes.adapted,
-        "merged": passes.forward,
-        "shadow": passes.forward - quantized_macs + quantized_macs / speedup,
-    }
-    counts = evaluations(family)
-    prompts = math.ceil(iteration.prompts / iteration.devices)
-    timesteps = max(1, int(family.stages[-1].steps * iteration.timestep_fraction))
-    per_prompt = family.keep * timesteps
-    batches = plan_micro_batches(iteration.prompts, per_prompt, iteration.micro_batch, iteration.devices)
-    rows = batches.micro_batches * batches.rows
-    images = [family.pool, *[family.keep] * (len(family.stages) - 1)]
-    decoding = {"full": passes.decode, "preview": passes.preview}
-    macs = {stage.name: prompts * counts[stage.name] * cost[stage.sampler] for stage in family.stages}
-    decoded = [count * decoding[stage.decoder] for count, stage in zip(images, family.stages, strict=True)]
-    macs["decode"] = prompts * sum(decoded)
-    without_gradients = cost[iteration.old_velocity] + iteration.kl_needs_reference * passes.forward
-    macs["train"] = rows * (passes.adapted + passes.backward + without_gradients)
-    return {
-        "family": family.name,
-        "prompt": counts,
-        "all_devices": {name: iteration.prompts * count for name, count in counts.items()},
-        "device": {name: prompts * count for name, count in counts.items()},
-        "decodes": prompts * sum(images),
-        "train_rows": rows,
-        "train_forwards": rows * (2 + iteration.kl_needs_reference),
-        "train_backwards": rows,
-        "macs": macs | {"iteration": sum(macs.values())},
-    }
-
-
-def seconds(macs: dict[str, float], tflops: float, decoder_dtype: torch.dtype) -> dict[str, float]:
-    """Of each stage and their sum, at ``tflops`` in BF16; float32 decoding by TF32 units has half of that rate."""
-    halved = {"decode": 2.0 if decoder_dtype == torch.float32 else 1.0}
-    stages = {name: halved.get(name, 1.0) * 2 * count / (tflops * 1e12) for name, count in macs.items()}
-    stages["iteration"] = sum(value for name, value in stages.items() if name != "iteration")
-    return stages
-
-
-# A run's model without its numbers
-
-
-class Shapes(NamedTuple):
-    """What a model computes and what a run with it holds on one device."""
-
-    policy: PipelinePolicy
-    """On ``meta``, with adapters."""
-    architecture: architectures.Architecture
-    layers: Sequence[LayerPlan]
-    passes: Passes
-    adapted: Mapping[str, LoraLayer]
-    parameters: int
-    bytes: dict[str, int]
-
-
 def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
+    """The run's model without its numbers."""
     policy = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
     architecture = architectures.find(policy.pretrained, policy.pipeline_class)
     layers = plan_layers(policy.transformer, quantization_rule(cfg), backend)
@@ -304,9 +206,64 @@ def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
         "gradients_and_moments": 3 * lora,
         "autoencoder": bytes_of(policy.pipeline.vae),
         "text_encoders": encoder_bytes(architecture, policy.dtypes),
-        "kept_for_backward": cfg.model.micro_batch * passes.kept,
+        "kept_for_backward": cfg.model.micro_batch * passes.activation_bytes,
     }
     return Shapes(policy, architecture, layers, passes, adapted, parameters, size)
+
+
+# An iteration. An evaluation is a forward pass of the transformer for one image.
+
+
+def evaluations(stages: Sequence[Stage], pool: int, keep: int) -> dict[str, int]:
+    """Evaluations of one prompt, by stage. The stage after one with ``stop_after`` resumes its trajectories."""
+    counts, done, images = {}, 0, pool
+    for stage in stages:
+        end = stage.steps if stage.stop_step is None else stage.stop_step
+        counts[stage.name] = images * (end - done)
+        done = 0 if stage.stop_step is None else end
+        images = keep
+    return counts
+
+
+def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json:
+    """Evaluations and MACs of an iteration; MACs of the shadow's quantised layers count for 1 / ``task.speedup``."""
+    stages, pool, keep, devices = stages_of(cfg), cfg.family.pool, cfg.family.keep, cfg.task.devices
+    cost = {
+        "policy": passes.adapted,
+        "merged": passes.forward,
+        "shadow": passes.forward - quantized_macs + quantized_macs / (cfg.task.speedup or 1.0),
+    }
+    counts = evaluations(stages, pool, keep)
+    prompts = math.ceil(cfg.prompts_per_iteration / devices)
+    timesteps = max(1, int(stages[-1].steps * cfg.model.train_timestep_fraction))
+    per_prompt = keep * timesteps
+    batches = plan_micro_batches(cfg.prompts_per_iteration, per_prompt, cfg.model.micro_batch, devices)
+    rows = batches.micro_batches * batches.rows
+    images = [pool, *[keep] * (len(stages) - 1)]
+    decoding = {"full": passes.decode, "preview": passes.preview}
+    macs = {stage.name: prompts * counts[stage.name] * cost[stage.sampler] for stage in stages}
+    macs["decode"] = prompts * sum(n * decoding[stage.decoder] for n, stage in zip(images, stages, strict=True))
+    needs_reference = cfg.objective.get("kl_weight") != 0
+    without_gradients = cost[cfg.old_velocity] + needs_reference * passes.forward
+    macs["train"] = rows * (passes.adapted + passes.backward + without_gradients)
+    return {
+        "prompt": counts,
+        "all_devices": {name: cfg.prompts_per_iteration * count for name, count in counts.items()},
+        "device": {name: prompts * count for name, count in counts.items()},
+        "decodes": prompts * sum(images),
+        "train_rows": rows,
+        "train_forwards": rows * (2 + needs_reference),
+        "train_backwards": rows,
+        "macs": macs | {"iteration": sum(macs.values())},
+    }
+
+
+def seconds(macs: dict[str, float], tflops: float, decoder_dtype: torch.dtype) -> dict[str, float]:
+    """Seconds of each stage and their sum, at ``tflops`` in BF16; float32 decoding by TF32 units has half the rate."""
+    halved = {"decode": 2.0 if decoder_dtype == torch.float32 else 1.0}
+    stages = {name: halved.get(name, 1.0) * 2 * count / (tflops * 1e12) for name, count in macs.items()}
+    stages["iteration"] = sum(value for name, value in stages.items() if name != "iteration")
+    return stages
 
 
 # The task
@@ -317,24 +274,18 @@ def plan(cfg: DictConfig) -> Json:
     _check(cfg.task, cfg.prompts_per_iteration)
     backend = resolve(cfg.precision.name, cfg.precision.backend, device_of(cfg))
     model = on_meta(cfg, backend)
-    policy, layers, passes, size = model.policy, model.layers, model.passes, model.bytes
-    share, held = shares(layers, passes), size["policy"]
-    packed, here = PACKED_BITS[backend.precision], backend.bits_per_weight
-    families = [_family("this run", cfg)]
-    families += [_family(name, with_option(cfg, "family", name)) for name in cfg.task.families]
-    iteration = Iteration(
-        prompts=cfg.prompts_per_iteration,
-        devices=cfg.task.devices,
-        timestep_fraction=cfg.model.train_timestep_fraction,
-        micro_batch=cfg.model.micro_batch,
-        kl_needs_reference=cfg.objective.get("kl_weight") != 0,
-        old_velocity=cfg.old_velocity,
-    )
-    speedup = cfg.task.speedup or 1.0
-    rows = [work(family, iteration, passes, share["quantised_macs"], speedup) for family in families]
-    if cfg.task.tflops is not None:
-        for row in rows:
+    policy, size = model.policy, model.bytes
+    statistics = layer_statistics(model.layers, model.passes)
+    families = []
+    for name, own in [("this run", cfg), *((name, with_option(cfg, "family", name)) for name in cfg.task.families)]:
+        row = {"family": name, **iteration_cost(own, model.passes, statistics["quantised_macs"])}
+        if cfg.task.tflops is not None:
             row["seconds"] = seconds(row["macs"], cfg.task.tflops, policy.pipeline.vae.dtype)
+        families.append(row)
+    copies = {
+        where: (size["policy"] + size["merged"] + size[f"shadow_{where}"]) / size["policy"]
+        for where in ("packed", "here")
+    }
     result = {
         "architecture": model.architecture.name,
         "resolution": policy.resolution,
@@ -342,28 +293,20 @@ def plan(cfg: DictConfig) -> Json:
         "parameters": model.parameters,
         "precision": backend.precision,
         "backend": backend.name,
-        "bits_a_weight": {"packed": packed, "here": here},
-        "layers": share,
+        "bits_a_weight": {"packed": PACKED_BITS[backend.precision], "here": backend.bits_per_weight},
+        "layers": statistics,
         "bytes": size,
-        "weights_to_one_copy": {
-            "packed": (held + size["merged"] + size["shadow_packed"]) / held,
-            "here": (held + size["merged"] + size["shadow_here"]) / held,
-            "published": float(PUBLISHED_COPIES),
-        },
-        "prompts_per_iteration": iteration.prompts,
-        "devices": iteration.devices,
+        "weights_to_one_copy": {**copies, "published": float(PUBLISHED_COPIES)},
+        "prompts_per_iteration": cfg.prompts_per_iteration,
+        "devices": cfg.task.devices,
         "tflops": cfg.task.tflops,
-        "speedup": speedup,
-        "families": rows,
+        "speedup": cfg.task.speedup or 1.0,
+        "families": families,
     }
     path = Path(cfg.run_dir) / "plan.json"
     write_json(path, result)
-    print(f"{format_plan(result, format_layers(layers), cfg.model.micro_batch)}\n  {path}")
+    print(f"{format_plan(result, format_layers(model.layers), cfg.model.micro_batch)}\n  {path}")
     return result
-
-
-def _family(name: str, cfg: DictConfig) -> Family:
-    return Family(name, stages_of(cfg), cfg.family.pool, cfg.family.keep)
 
 
 def _check(options: DictConfig, prompts: int) -> None:
@@ -382,88 +325,68 @@ def _check(options: DictConfig, prompts: int) -> None:
 
 
 def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
-    shape = " x ".join(map(str, result["latents"]))
-    head = (
-        f"{result['architecture']}: {result['parameters'] / 1e9:.2f} billion parameters; {result['resolution']} px, "
-        f"latents {shape}\nThe layers of the shadow, precision={result['precision']}:"
-    )
-    return "\n\n".join(
-        [
-            f"{head}\n{layer_table}",
-            _format_macs(result["layers"]),
-            _format_bytes(result, micro_batch),
-            _format_evaluations(result),
-            _format_work(result),
-        ]
-    )
-
-
-def _format_macs(share: Json) -> str:
-    forward, linear = share["forward_macs"], share["quantised_macs"] + share["kept_linear_macs"]
-    rows = [
-        ("forward pass", forward, 1.0),
-        ("  quantised layers", share["quantised_macs"], share["share_of_macs"]),
-        ("  linear layers that are kept", share["kept_linear_macs"], share["kept_linear_macs"] / forward),
-        ("  attention and other convolutions", forward - linear, (forward - linear) / forward),
-        ("forward pass with LoRA branches", share["train_forward_macs"], None),
-        ("its backward pass", share["train_backward_macs"], None),
-        ("decoding", share["decode_macs"], None),
+    share, bits, ratio = result["layers"], result["bits_a_weight"], result["weights_to_one_copy"]
+    forward, quantised, kept = share["forward_macs"], share["quantised_macs"], share["kept_linear_macs"]
+    parts = {
+        "forward pass": forward,
+        "  quantised layers": quantised,
+        "  linear layers that are kept": kept,
+        "  attention and other convolutions": forward - quantised - kept,
+    }
+    passes = {
+        "forward pass with LoRA branches": share["train_forward_macs"],
+        "its backward pass": share["train_backward_macs"],
+        "decoding": share["decode_macs"],
+    }
+    macs = [[name, _si(value), f"{100 * value / forward:.1f} %"] for name, value in parts.items()]
+    macs += [[name, _si(value), None] for name, value in passes.items()]
+    labels = {
+        "policy": "policy",
+        "merged": "merged replica: layers that LoRA adapts",
+        "shadow_packed": f"shadow, packed at {bits['packed']:g} bits a weight",
+        "shadow_here": f"shadow as {result['backend']} holds it here, {bits['here']:g} bits",
+        "lora": "LoRA adapters in float32, with their average",
+        "gradients_and_moments": "their gradients and AdamW moments",
+        "autoencoder": "autoencoder",
+        "text_encoders": "text encoders: on a GPU only while they encode",
+        "kept_for_backward": f"kept for the backward pass of {micro_batch} rows (uncompiled)",
+    }
+    held = [[label, _si(result["bytes"][key])] for key, label in labels.items() if result["bytes"][key]]
+    counts = [
+        [row["family"], row["prompt"].get("explore"), row["prompt"]["regenerate"]]
+        + [sum(row[scope].values()) for scope in ("prompt", "all_devices", "device")]
+        + [row[name] for name in ("decodes", "train_forwards", "train_backwards")]
+        for row in result["families"]
     ]
-    cells = [[name, _si(macs), None if part is None else f"{100 * part:.1f} %"] for name, macs, part in rows]
-    return "Multiply-adds (MACs) of one image:\n" + format_table(["", "MACs", "share"], cells)
-
-
-def _format_bytes(result: Json, micro_batch: int) -> str:
-    size, ratio, bits = result["bytes"], result["weights_to_one_copy"], result["bits_a_weight"]
-    names = [
-        ("policy", "policy"),
-        ("merged", "merged replica: layers that LoRA adapts"),
-        ("shadow_packed", f"shadow, packed at {bits['packed']:g} bits a weight"),
-        ("shadow_here", f"shadow as {result['backend']} holds it here, {bits['here']:g} bits"),
-        ("lora", "LoRA adapters in float32, with their average"),
-        ("gradients_and_moments", "their gradients and AdamW moments"),
-        ("autoencoder", "autoencoder"),
-        ("text_encoders", "text encoders: on a GPU only while they encode"),
-        ("kept_for_backward", f"kept for the backward pass of {micro_batch} rows (uncompiled)"),
-    ]
-    table = format_table(["", "bytes"], [[name, _si(size[key])] for key, name in names if size[key]])
-    return (
-        f"Bytes on one device (G of 10^9; not counted: reward models, activations of sampling):\n{table}\n"
-        f"  weights of policy, merged replica and shadow: {ratio['packed']:.2f}x one copy if packed, "
-        f"{ratio['here']:.2f}x here; published: {ratio['published']:.0f}x"
-    )
-
-
-def _format_evaluations(result: Json) -> str:
-    columns = ["family", "explore", "regenerate", "a prompt", "all devices", "a device", "decodes", "train", "backward"]
-    rows = []
-    for row in result["families"]:
-        explore, regenerate = row["prompt"].get("explore"), row["prompt"]["regenerate"]
-        totals = [sum(row[scope].values()) for scope in ("prompt", "all_devices", "device")]
-        train = [row["train_forwards"], row["train_backwards"]]
-        rows.append([row["family"], explore, regenerate, *totals, row["decodes"], *train])
-    return (
-        f"Model evaluations (forward passes of one image) of an iteration of {result['prompts_per_iteration']} prompts "
-        f"on {result['devices']} device(s); explore and regenerate for a prompt; decoding and training for a device:\n"
-        + format_table(columns, rows)
-    )
-
-
-def _format_work(result: Json) -> str:
-    columns = ["explore", "regenerate", "decode", "train", "iteration"]
-    timed = result["tflops"] is not None
-    rows = []
-    for row in result["families"]:
-        values = [row["seconds" if timed else "macs"].get(name) for name in columns]
-        rows.append([row["family"], *(v if v is None else f"{v:.1f}" if timed else _si(v) for v in values)])
-    if timed:
-        what = (
+    count_columns = ["explore", "regenerate", "a prompt", "all devices", "a device", "decodes", "train", "backward"]
+    stages = ["explore", "regenerate", "decode", "train", "iteration"]
+    if result["tflops"] is None:
+        work = "MACs of a device in an iteration (task.tflops=, task.speedup= turn them into seconds):"
+        values, as_text = "macs", _si
+    else:
+        work = (
             f"Seconds of a device if it did {result['tflops']:g} TFLOP/s in BF16, half of that in float32 decoding "
             f"(TF32) and {result['speedup']:g} times that in quantised products. Arithmetic, not a measurement:"
         )
-    else:
-        what = "MACs of a device in an iteration (task.tflops=, task.speedup= turn them into seconds):"
-    return f"{what}\n{format_table(['family', *columns], rows)}"
+        values, as_text = "seconds", "{:.1f}".format
+    costs = [
+        [row["family"], *(as_text(row[values][stage]) if stage in row[values] else None for stage in stages)]
+        for row in result["families"]
+    ]
+    return (
+        f"{result['architecture']}: {result['parameters'] / 1e9:.2f} billion parameters; {result['resolution']} px, "
+        f"latents {' x '.join(map(str, result['latents']))}\n"
+        f"The layers of the shadow, precision={result['precision']}:\n{layer_table}\n\n"
+        f"Multiply-adds (MACs) of one image:\n{format_table(['', 'MACs', 'share'], macs)}\n\n"
+        "Bytes on one device (G of 10^9; not counted: reward models, activations of sampling):\n"
+        f"{format_table(['', 'bytes'], held)}\n"
+        f"  weights of policy, merged replica and shadow: {ratio['packed']:.2f}x one copy if packed, "
+        f"{ratio['here']:.2f}x here; published: {ratio['published']:.0f}x\n\n"
+        f"Model evaluations (forward passes of one image) of an iteration of {result['prompts_per_iteration']} prompts "
+        f"on {result['devices']} device(s); explore and regenerate for a prompt; decoding and training for a device:\n"
+        f"{format_table(['family', *count_columns], counts)}\n\n"
+        f"{work}\n{format_table(['family', *stages], costs)}"
+    )
 
 
 def _si(number: float) -> str:

@@ -18,6 +18,7 @@ from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, Rollouts
 from solrl_lightning.rollout.select import select_contrastive
+from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.stopwatch import Stopwatch
 
@@ -42,15 +43,14 @@ class StandIn(LightningModule):
         self.weight = nn.Parameter(torch.zeros(2))
         self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1))
         self.rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
-        self.precision_backend = "nvfp4 (emulated)"
+        self.samplers = SimpleNamespace(
+            precision_backend="nvfp4 (emulated)", sync=lambda: self.events.append("requantize")
+        )
         self.eval_history: list[dict[str, Any]] = []
         self.eval_prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
         self.ema_state: dict[str, Tensor] | None = None
         self.events: list[str] = []
         self.sampled: list[str] = []
-
-    def sync_replicas(self) -> None:
-        self.events.append("requantize")
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         assert name == "default"
@@ -98,7 +98,7 @@ class RollOut(Callback):
 
     def candidates(self, seeds: Tensor, rewards: Tensor) -> Candidates:
         latents = self.latents(seeds)
-        return Candidates(seeds, latents, rewards, rewards[..., None], latents)
+        return Candidates(seeds, SolverState(latents, latents, 1), rewards, rewards[..., None])
 
     def latents(self, seeds: Tensor) -> Tensor:
         return rewards_of(seeds)[..., None, None, None].expand(*seeds.shape, 3, SIDE, SIDE)

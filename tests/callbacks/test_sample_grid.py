@@ -4,7 +4,6 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from solrl_lightning.callbacks import sample_grid
 from solrl_lightning.callbacks.sample_grid import Row, SampleGrid, draw_grid, to_cell, wrap
 from solrl_lightning.errors import UserError
 
@@ -107,15 +106,8 @@ def test_letters_that_are_not_ascii_are_drawn(letter):
     assert drawn(letter) not in (drawn("\uffff"), drawn(""))  # \uffff has no glyph in any font
 
 
-def test_the_title_of_the_pool_is_not_cut(tmp_path, stand_in, monkeypatch):
-    shown = {}
-
-    def recorded(text, *room, **lines):
-        shown[text] = wrap(text, *room, **lines)
-        return shown[text]
-
-    monkeypatch.setattr(sample_grid, "wrap", recorded)
-    trainer = stand_in.trainer(tmp_path, [grid(every=1)], max_epochs=1)
-    trainer.fit(stand_in.Module(), stand_in.micro_batches())
-    title = "Best and worst samples of iteration 1"
-    assert shown[title] == [title]
+def test_text_is_cut_where_it_would_leave_the_picture():
+    title = "Best and worst samples of iteration 100"
+    assert wrap(title, 420 - 2 * 10, 16) == [title]
+    assert wrap("word " * 200, 100, 13) == ["word word…"]
+    assert wrap("", 100, 13) == []

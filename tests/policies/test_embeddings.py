@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.embeddings import EmbeddingCache, identity_of
 from solrl_lightning.policies.pipeline import PipelinePolicy
-from solrl_lightning.rollout.stage import Prompts
+from solrl_lightning.rollout.records import EncodedPrompts
 
 ROW = {"embeds": torch.arange(6).view(2, 3).bfloat16(), "mask": torch.tensor([1, 0]), "half": torch.tensor(0.5)}
 
@@ -160,7 +160,7 @@ def test_rows_of_a_chunk_keep_every_tensor_of_their_prompt(folder_of: Callable[[
         conditioning = policy.encode(texts)
         mask = conditioning["prompt_mask"]
         assert mask.dtype == torch.int64 and mask.sum(1).tolist() == [13, 33]  # a start token and the letters
-        chosen, rows = Prompts(texts, conditioning).rows(torch.tensor([1, 0, 1]))
+        chosen, rows = EncodedPrompts(texts, conditioning).gather(torch.tensor([1, 0, 1]))
         assert chosen == [texts[1], texts[0], texts[1]] and torch.equal(rows["prompt_mask"], mask[[1, 0, 1]])
 
 

@@ -5,8 +5,8 @@ import torch
 from nano import PROMPTS, load_nano
 
 from solrl_lightning.policies.pipeline import PipelinePolicy
-from solrl_lightning.sampling import shifted_sigmas
 from solrl_lightning.seeds import noise
+from tests.sigmas import shifted_sigmas
 
 SEEDS = torch.tensor([3, 4])
 

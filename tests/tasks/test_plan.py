@@ -21,18 +21,17 @@ from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.tasks.plan import (
     PACKED_BITS,
-    Family,
-    Iteration,
+    Json,
     Passes,
     bytes_of,
     count_macs,
     evaluations,
-    kept_for_backward,
+    iteration_cost,
     plan,
     replica_bytes,
+    saved_for_backward,
     seconds,
     trace,
-    work,
 )
 from tests.nano import lora_config as small_lora
 
@@ -53,11 +52,6 @@ def embedded(**options: Any) -> Flux1:
 @pytest.fixture(scope="module")
 def passes() -> Passes:
     return trace(embedded(), small_lora())[0]
-
-
-def family(name: str, cfg: DictConfig) -> Family:
-    own = with_option(cfg, "family", name)
-    return Family(name, stages_of(own), own.family.pool, own.family.keep)
 
 
 def test_macs_are_those_of_every_product() -> None:
@@ -97,7 +91,7 @@ def test_lora_branches_cost_their_rank(passes: Passes) -> None:
 
 def test_checkpoints_keep_less_and_compute_the_blocks_again(passes: Passes) -> None:
     checkpointed = trace(embedded(gradient_checkpointing=True), small_lora())[0]
-    assert checkpointed.kept < passes.kept / 2
+    assert checkpointed.activation_bytes < passes.activation_bytes / 2
     assert (checkpointed.forward, checkpointed.adapted) == (passes.forward, passes.adapted)
     again = checkpointed.backward - passes.backward
     assert 0.9 * passes.adapted < again < passes.adapted
@@ -106,10 +100,10 @@ def test_checkpoints_keep_less_and_compute_the_blocks_again(passes: Passes) -> N
 def test_what_the_backward_pass_needs_is_counted_once_and_without_parameters() -> None:
     linear = nn.Linear(8, 8, bias=False, device="meta")
     x = torch.empty(5, 8, device="meta", requires_grad=True)
-    with kept_for_backward(linear) as sizes:
-        y = linear(x)  # keeps x
-        (y * y).sum()  # keeps y, twice
-    assert sorted(sizes) == [5 * 8 * 4, 5 * 8 * 4]
+    with saved_for_backward(linear) as saved:
+        y = linear(x)  # saves x
+        (y * y).sum()  # saves y, twice
+    assert [storage.nbytes() for storage in saved.values()] == [5 * 8 * 4, 5 * 8 * 4]
 
 
 def test_a_replica_owns_quantised_and_adapted_layers_only() -> None:
@@ -135,7 +129,10 @@ def test_weights_of_flux1_under_sol_rl_take_at_most_half_more_than_one_copy(comp
 
 def test_a_prompt_takes_so_many_evaluations(compose: Compose) -> None:
     cfg = compose("task=plan")
-    counts = {name: evaluations(family(name, cfg)) for name in cfg.task.families}
+    counts = {}
+    for name in cfg.task.families:
+        own = with_option(cfg, "family", name)
+        counts[name] = evaluations(stages_of(own), own.family.pool, own.family.keep)
     assert counts == {
         "diffusionnft": {"regenerate": 240},
         "naive_scaling": {"regenerate": 960},
@@ -147,10 +144,16 @@ def test_a_prompt_takes_so_many_evaluations(compose: Compose) -> None:
 
 
 def test_an_iteration_is_shared_out_and_only_quantised_layers_become_cheaper(compose: Compose) -> None:
-    sizes = Passes(forward=100, layers={}, adapted=110, backward=200, decode=7, kept=0)
-    iteration = Iteration(12, 8, timestep_fraction=0.4, micro_batch=10, kl_needs_reference=True, old_velocity="merged")
-    cfg = compose()
-    sol_rl = work(family("sol_rl", cfg), iteration, sizes, quantized_macs=80, speedup=2.0)
+    sizes = Passes(forward=100, layers={}, adapted=110, backward=200, decode=7, activation_bytes=0, preview=3)
+    composed = compose(
+        "task=plan", "task.devices=8", "task.speedup=2", "prompts_per_iteration=12", "model.micro_batch=10"
+    )
+    composed.model.train_timestep_fraction, composed.old_velocity = 0.4, "merged"
+
+    def cost(family: str = "sol_rl") -> Json:
+        return iteration_cost(with_option(composed, "family", family), sizes, quantized_macs=80)
+
+    sol_rl = cost()
     assert sol_rl["all_devices"] == {"explore": 12 * 576, "regenerate": 12 * 240}
     assert sol_rl["device"] == {"explore": 2 * 576, "regenerate": 2 * 240}  # the busiest device has 2 prompts
     assert sol_rl["decodes"] == 2 * (96 + 24)
@@ -163,15 +166,14 @@ def test_an_iteration_is_shared_out_and_only_quantised_layers_become_cheaper(com
         "train": 200 * (110 + 100 + 100 + 200),  # only the trained policy has LoRA branches
         "iteration": 2 * 576 * 60 + 2 * 240 * 100 + 240 * 7 + 200 * 510,
     }
-    explore, regenerate = stages_of(cfg)
-    previewing = family("sol_rl", cfg)._replace(stages=[explore._replace(decoder="preview"), regenerate])
-    decoded = work(previewing, iteration, sizes._replace(preview=3), 80, 2.0)["macs"]["decode"]
-    assert decoded == 2 * (96 * 3 + 24 * 7)
-    without_kl = work(family("naive_scaling", cfg), iteration._replace(kl_needs_reference=False), sizes, 80, 2.0)
+    composed.family.explore.decoder = "preview"
+    assert iteration_cost(composed, sizes, 80)["macs"]["decode"] == 2 * (96 * 3 + 24 * 7)
+    composed.old_velocity = "policy"
+    assert cost()["macs"]["train"] == 200 * (110 + 110 + 100 + 200)
+    composed.objective.kl_weight = 0
+    without_kl = cost("naive_scaling")
     assert without_kl["macs"]["regenerate"] == 2 * 960 * 110  # eager, with LoRA branches
     assert without_kl["train_forwards"] == 400
-    by_adapter = work(family("sol_rl", cfg), iteration._replace(old_velocity="policy"), sizes, 80, 2.0)
-    assert by_adapter["macs"]["train"] == 200 * (110 + 110 + 100 + 200)
 
 
 def test_float32_decoding_takes_twice_the_seconds_of_bf16() -> None:
