@@ -27,6 +27,7 @@ from solrl_lightning.build import (
 )
 from solrl_lightning.config import check_optimizer, check_values
 from solrl_lightning.errors import UserError
+from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.policies.adapters import InputDtypeLinear
 from solrl_lightning.policies.flux1 import Flux1
 
@@ -224,7 +225,7 @@ def test_what_was_left_out_of_the_prompts_is_logged_once(
     with caplog.at_level(logging.INFO, logger="solrl_lightning"):
         trainer = build_trainer(cfg)
         build_module(cfg, torch.device("cpu"), stages_of(cfg))
-        build_loop(cfg, trainer)
+        build_loop(cfg, trainer, NFT(1.0, 0.0, 5.0, 0.5))
     assert [message for message in caplog.messages if "prompts.txt" in message] == [
         f"{file}: dropped 1 repeated prompts of 2"
     ]

@@ -23,8 +23,9 @@ from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule
-from solrl_lightning.objectives.base import Loss
-from solrl_lightning.objectives.nft import NFT
+from solrl_lightning.objectives.awm import AWMLoss
+from solrl_lightning.objectives.base import Loss, Objective
+from solrl_lightning.objectives.nft import NFT, NFTLoss
 from solrl_lightning.rollout.advantages import group_advantages
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.rollout.select import select_contrastive
@@ -212,6 +213,89 @@ def test_a_micro_batch_takes_no_more_forward_passes_than_the_loss_has_terms(tmp_
     fit(module, trainer, loop)
     reference = [module.samplers.reference] if kl_weight else []
     assert passes == [module.transformer, *reference, module.transformer] * MICRO_BATCHES
+
+
+class Metrics(Callback):
+    """Keeps what is logged at the end of every iteration."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.logged = dict(trainer.callback_metrics)
+
+
+@pytest.mark.parametrize("objective", ["nft", "awm"])
+def test_every_metric_of_the_objective_is_logged(tmp_path: Path, objective: str) -> None:
+    metrics = Metrics()
+    module, trainer, loop = make(tmp_path, f"objective={objective}", callbacks=(metrics,), max_epochs=1)
+    fit(module, trainer, loop)
+    terms = {"nft": NFTLoss, "awm": AWMLoss}[objective]._fields
+    expected = {f"train/{name}" for name in terms if name != "rows"} | {"train/grad_norm"}
+    assert {name for name in metrics.logged if name.startswith("train/")} == expected
+
+
+def test_optimizer_steps_share_the_rows_of_an_iteration(tmp_path: Path) -> None:
+    recorder, moved = Recorder(), []
+    module, trainer, loop = make(tmp_path, "optimizer_steps=3", callbacks=(recorder,), max_epochs=2)
+    decay = module.old_decay
+    module.old_decay = lambda iteration: moved.append(iteration) or decay(iteration)  # type: ignore[func-returns-value]
+    fit(module, trainer, loop)
+    iteration = ["sync", "explore", "regenerate", *["training_step", "step"] * 3]
+    assert recorder.events == iteration * 2
+    assert (trainer.global_step, trainer.current_epoch, loop.iterations_done, moved) == (6, 2, 2, [1, 2])
+
+
+def test_a_run_of_several_optimizer_steps_resumes_exactly(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, "optimizer_steps=2", max_epochs=2)
+    fit(module, trainer, loop)
+    straight = weights(module)
+    module, trainer, loop = make(tmp_path, "optimizer_steps=2", max_epochs=1)
+    fit(module, trainer, loop)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    module, trainer, loop = make(tmp_path, "optimizer_steps=2", max_epochs=2)
+    fit(module, trainer, loop, tmp_path / "one.ckpt")
+    assert torch.equal(weights(module), straight)
+    assert (trainer.global_step, loop.iterations_done) == (4, 2)
+
+
+def test_every_stage_with_keep_selects_for_the_next_one(tmp_path: Path) -> None:
+    check = Regenerated()
+    module, trainer, loop = make(tmp_path, "family=prefix", "model.full_steps=5", callbacks=(check,), max_epochs=1)
+    explore, regenerate = loop.stages
+    first, second = explore._replace(stop_step=1, keep=4), explore._replace(stop_step=3, keep=3)
+    loop.stages = [first, second, regenerate]
+    fit(module, trainer, loop)
+    assert check.rows == 2 * (5 * 1 + 4 * 2 + 3 * 2)  # 2 prompts; the survivors continue from where they are
+    pool = check.explored
+    four = pool.take(select_contrastive(pool.rewards, 4))
+    for kept, among in zip(check.rollouts.seeds.tolist(), four.seeds.tolist(), strict=True):
+        assert len(set(kept)) == 3 and set(kept) <= set(among)
+    torch.testing.assert_close(check.rollouts.x0, check.again.x0, rtol=0, atol=0.05)
+
+
+class Pull(Objective):
+    """A user's objective: the error of the predicted image, weighted by the advantage; reads recorded transitions."""
+
+    timestep_fraction = 0.5
+    needs = ()
+    reads_path = True
+
+    def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
+        assert not others and batch.x_next is not None
+        moved = batch.x_next - batch.x_t - (batch.sigma_next - batch.sigma)[:, None, None] * velocity
+        error = moved.square().flatten(1).mean(1)
+        return Loss(error * batch.advantage.sigmoid(), {"error": error.detach().mean()})
+
+
+def test_an_objective_of_the_user_s_own_trains_on_the_sampler_s_transitions(tmp_path: Path) -> None:
+    metrics = Metrics()
+    own = ("objective._target_=test_loop.Pull", *(f"~objective.{key}" for key in vars(NFT(1, 1, 1, 1))))
+    module, trainer, loop = make(tmp_path, *own, "model.full_steps=4", callbacks=(metrics,), max_epochs=2)
+    before = weights(module)
+    fit(module, trainer, loop)
+    assert loop.rollouts.path is not None and loop.rollouts.path.shape[:3] == (2, 3, 5)
+    assert torch.equal(loop.rollouts.path[:, :, -1], loop.rollouts.x0)
+    assert not torch.equal(weights(module), before)
+    # The first iteration's Euler steps are the trained policy's own velocities, up to the rounding of merged weights.
+    assert 0 < metrics.logged["train/error"] < 1e-3
 
 
 @pytest.mark.parametrize("sampler", ["policy", "merged"])

@@ -66,6 +66,13 @@ class StandIn(LightningModule):
             self.events.append("train")
         return (self.weight - batch).square().sum()
 
+    def on_train_start(self) -> None:
+        self.trainer.fit_loop.iterations_done = self.trainer.global_step
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.trainer.fit_loop.iterations_done += 1
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
@@ -139,6 +146,7 @@ def make_trainer(
     )
     trainer = Trainer(**(defaults | options), callbacks=[*callbacks, roll_out or RollOut()])
     trainer.fit_loop.stopwatch = Stopwatch()
+    trainer.fit_loop.iterations_done = 0
     return trainer
 
 
