@@ -25,7 +25,7 @@ from solrl_lightning.build import (
     prepare_device,
     stages_of,
 )
-from solrl_lightning.config import check_optimizer, check_values
+from solrl_lightning.config import check_optimizer
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.policies.adapters import InputDtypeLinear
@@ -57,7 +57,7 @@ def test_a_reward_that_cannot_be_made_is_told_by_its_name(
         ("+optimizer.momentum=0.9", "unexpected keyword argument 'momentum'"),
         ("optimizer.betas=[0.9,2]", "Invalid beta parameter"),
         ("optimizer._target_=torch.nn.Identity", "it must be a torch.optim.optimizer.Optimizer"),
-        ("+objective.momentum=0.9", "objective: .*nft_loss does not take its keys: .*'momentum'"),
+        ("+objective.momentum=0.9", "objective: .*nft.NFT could not be made: .*'momentum'"),
         ("objective._target_=nowhere.loss", "objective: nowhere.loss could not be made"),
     ],
 )
@@ -179,18 +179,6 @@ def test_a_plugin_or_a_strategy_that_changes_the_arithmetic_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         instantiate_trainer(compose("trainer=cpu", "~trainer.precision", argument))
-
-
-@pytest.mark.parametrize(
-    ("argument", "reads"),
-    [("objective.kl_weight=0", False), ("objective.kl_weight=1", True), ("~objective.kl_weight", True)],
-)
-def test_an_objective_without_a_kl_weight_gets_the_reference(
-    compose: Compose, pipeline: str, argument: str, reads: bool
-) -> None:
-    cfg = compose(f"model.pretrained={pipeline}", "precision=bf16", argument)
-    check_values(cfg)
-    assert build_model(cfg, torch.device("cpu")).kl_needs_reference is reads
 
 
 def test_weights_and_pretrained_reach_the_rewards(compose: Compose) -> None:

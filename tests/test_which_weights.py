@@ -109,7 +109,7 @@ def holds(layer: nn.Module, weight: Tensor) -> bool:
 def test_an_iteration_samples_and_trains_with_the_old_policy_quantised_or_rounded_anew(
     trained: Trained, replica: str
 ) -> None:
-    module, watch = trained
+    module, watch = trained.module, trained.watch
     transformer = watch.replicas[replica]
     layers = {name: transformer.get_submodule(name) for name in module.samplers.lora_layers}
     assert any(isinstance(layer, QuantizedLinear) for layer in layers.values()) == (replica == "shadow")
