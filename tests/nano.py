@@ -29,7 +29,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, Gemma2Conf
 
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.pipeline import PipelinePolicy
-from solrl_lightning.policies.random_weights import initialise
+from solrl_lightning.policies.random_weights import init_random_weights
 from solrl_lightning.policies.sana import Sana
 from solrl_lightning.policies.sd3 import SD3
 from solrl_lightning.shapes.pretrain import MAX_WORDS, build_pipeline
@@ -194,7 +194,7 @@ def save_preview_decoder(folder: Path, *, channels: int, compression: int, seed:
             scaling_factor=0.4,
             shift_factor=0.3,
         )
-    initialise(decoder, seed)
+    init_random_weights(decoder, seed)
     decoder.save_pretrained(folder)
     return str(folder)
 

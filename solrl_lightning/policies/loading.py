@@ -5,6 +5,7 @@ and a warning; here that is an error.
 """
 
 import importlib
+import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,11 @@ from huggingface_hub.errors import (
 from safetensors import SafetensorError
 from torch import nn
 
+from solrl_lightning import policies
 from solrl_lightning.errors import UserError
+from solrl_lightning.policies.config_files import INDEX
 
-INDEX = "model_index.json"
 ONLY_TRANSFORMER_IN_BF16 = {"transformer": torch.bfloat16, "default": torch.float32}
-_MODEL_OF = {"FluxPipeline": "flux1", "StableDiffusion3Pipeline": "sd3", "SanaPipeline": "sana"}
 
 
 def load_pipeline(
@@ -87,11 +88,11 @@ def fetch(
                 f"model.pretrained must be a diffusers pipeline folder or a hub id; {pretrained} holds no "
                 f"{INDEX}. Give the folder that save_pretrained wrote."
             )
-        _check_class(pipeline_class, pretrained, local)
+        check_class(pipeline_class, pretrained, local)
         _check_complete(pipeline_class, pretrained, local, without)
         return local
     index = hub_file(pretrained, INDEX, key="model.pretrained", kind="diffusers pipeline")
-    _check_class(pipeline_class, pretrained, index.parent)
+    check_class(pipeline_class, pretrained, index.parent)
     try:
         left_out = dict.fromkeys(without)
         folder = pipeline_class.download(pretrained, variant=variant, use_safetensors=True, **left_out)
@@ -150,7 +151,7 @@ def hub_file(hub_id: str, name: str, key: str, kind: str) -> Path:
         ) from error
 
 
-def _check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path) -> None:
+def check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path) -> None:
     try:
         found = pipeline_class.load_config(str(folder)).get("_class_name", "pipeline of no class")
     except OSError as error:
@@ -158,8 +159,18 @@ def _check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folde
             f"model.pretrained={pretrained} could not be read: {sentence(error)} Download or save the pipeline again."
         ) from error
     if found != pipeline_class.__name__:
-        fitting = f"Use model={_MODEL_OF[found]} with it" if found in _MODEL_OF else "Give another folder or hub id"
+        model = _model_of(found)
+        fitting = f"Use model={model} with it" if model else "Give another folder or hub id"
         raise UserError(f"this model needs a {pipeline_class.__name__}; {pretrained} is a {found}. {fitting}.")
+
+
+def _model_of(pipeline_class: str) -> str | None:
+    """The name of the policy file whose class has this ``pipeline_class``."""
+    for file in pkgutil.iter_modules(policies.__path__, f"{policies.__name__}."):
+        for value in vars(importlib.import_module(file.name)).values():
+            if getattr(getattr(value, "pipeline_class", None), "__name__", None) == pipeline_class:
+                return file.name.rpartition(".")[2]
+    return None
 
 
 def _check_complete(

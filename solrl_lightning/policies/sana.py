@@ -7,10 +7,12 @@ training. Latents are [B, C, H / 32, W / 32]: the autoencoder (DC-AE) compresses
 from typing import Any
 
 import numpy as np
+import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
 from torch import Tensor, nn
 
-from solrl_lightning.policies.pipeline import Conditioning, PipelinePolicy
+from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.policies.sana_checkpoint import load_linear_ffn
 
 
@@ -40,7 +42,7 @@ class Sana(PipelinePolicy):
             load_linear_ffn(transformer_weights, self.transformer)
         self.flow_shift = flow_shift
 
-    def embed(self, prompts: list[str]) -> Conditioning:
+    def encode_uncached(self, prompts: list[str]) -> Conditioning:
         """``prompt_embeds`` [P, L, D] of Gemma and ``prompt_mask`` int64 [P, L], which is 0 at padding."""
         embeds, mask, _, _ = self.pipeline.encode_prompt(
             prompt=prompts,
@@ -50,6 +52,13 @@ class Sana(PipelinePolicy):
             complex_human_instruction=None,
         )
         return {"prompt_embeds": embeds, "prompt_mask": mask}
+
+    def embedding_like(self) -> Conditioning:
+        length = self.max_sequence_length
+        return {
+            "prompt_embeds": torch.empty(length, self.transformer.config.caption_channels, device="meta"),
+            "prompt_mask": torch.empty(length, dtype=torch.int64, device="meta"),
+        }
 
     def sigmas(self, steps: int) -> Tensor:
         scheduler = FlowMatchEulerDiscreteScheduler(shift=self.flow_shift)
@@ -69,7 +78,7 @@ class Sana(PipelinePolicy):
             output = output.chunk(2, dim=1)[0]
         return output.float()
 
-    def unscaled(self, x: Tensor, vae: Any) -> Tensor:
+    def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
         return x.to(vae.dtype) / vae.config.scaling_factor
 
     def _tile(self) -> None:
