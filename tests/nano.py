@@ -4,6 +4,7 @@ Words of shapes captions are words to their tokenizers. 32 x 32 pixels are 16 im
 """
 
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
+from hydra.utils import get_class, instantiate
+from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
 from torch import Tensor
 from torch.nn import functional as F
@@ -30,8 +33,6 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, Gemma2Conf
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.policies.random_weights import init_random_weights
-from solrl_lightning.policies.sana import Sana
-from solrl_lightning.policies.sd3 import SD3
 from solrl_lightning.shapes.pretrain import MAX_WORDS, build_pipeline
 from solrl_lightning.shapes.world import IMAGE_SIZE
 
@@ -162,11 +163,6 @@ BUILDERS: dict[str, Callable[..., DiffusionPipeline]] = {
     "sd3": build_nano_sd3,
     "sana": build_nano_sana,
 }
-POLICIES: dict[str, tuple[type[PipelinePolicy], dict[str, Any]]] = {
-    "flux1": (Flux1, {"guidance": 1.0}),
-    "sd3": (SD3, {}),
-    "sana": (Sana, {"flow_shift": 1.0}),
-}
 DTYPES = {"transformer": "bfloat16", "default": "float32"}
 
 
@@ -207,11 +203,20 @@ def load_policy(
     return policy_class(folder, IMAGE_SIZE, guidance=guidance, decode_batch=decode_batch, **options)
 
 
-def load_nano(architecture: str, folder: str, **options: Any) -> PipelinePolicy:
-    """The policy of any architecture in a folder that ``save_nano`` wrote."""
-    policy_class, own = POLICIES[architecture]
-    options = dict(max_sequence_length=MAX_WORDS, decode_batch=2, dtypes=DTYPES) | own | options
-    return policy_class(folder, IMAGE_SIZE, **options)
+def load_nano(architecture: str, folder: str, resolution: int = IMAGE_SIZE, **options: Any) -> PipelinePolicy:
+    """The policy of any architecture in a folder that ``save_nano`` wrote, by the options of ``conf/model``."""
+    small = dict(pretrained=folder, resolution=resolution, max_sequence_length=MAX_WORDS, decode_batch=2, dtypes=DTYPES)
+    plain = dict(embeddings=None, gradient_checkpointing=False, variant=None)
+    return instantiate(policy_options(architecture), **(small | plain | options))
+
+
+def policy_class(architecture: str) -> type[PipelinePolicy]:
+    return get_class(policy_options(architecture)._target_)
+
+
+def policy_options(architecture: str) -> DictConfig:
+    model = OmegaConf.load(str(files("solrl_lightning.conf") / f"model/{architecture}.yaml"))
+    return OmegaConf.create({"model": model}).model.policy
 
 
 def lora_config(rank: int = 4, alpha: int = 8) -> LoraConfig:

@@ -265,7 +265,8 @@ class PipelinePolicy(ABC):
     def _cache(self, folder: Path) -> EmbeddingCache:
         dtypes = {name: str(self.dtypes.get(name, self.dtypes["default"])) for name in self.encoders}
         settings: dict[str, object] = {"length": self.max_sequence_length, "variant": self.variant, "dtypes": dtypes}
-        return EmbeddingCache(folder, encoder_fingerprint(Path(self.pipeline.config._name_or_path), self.encoders, settings))
+        source = Path(self.pipeline.config._name_or_path)
+        return EmbeddingCache(folder, encoder_fingerprint(source, self.encoders, settings))
 
     def _check_resolution(self) -> None:
         if self.resolution % self.pixels_per_token:

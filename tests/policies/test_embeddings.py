@@ -102,7 +102,10 @@ def test_an_identity_changes_with_the_encoders_their_place_and_their_settings(
     copied = Path(shutil.copytree(folder_of("flux1"), tmp_path / "copied"))
     encoders = ("text_encoder", "tokenizer")
     settings: dict[str, object] = {"length": 10}
-    seen = [encoder_fingerprint(copied, encoders, settings), encoder_fingerprint(Path(folder_of("flux1")), encoders, settings)]
+    seen = [
+        encoder_fingerprint(copied, encoders, settings),
+        encoder_fingerprint(Path(folder_of("flux1")), encoders, settings),
+    ]
     assert encoder_fingerprint(copied, encoders, settings) == seen[0]
     seen.append(encoder_fingerprint(copied, encoders, {"length": 11}))
     os.utime(copied / "text_encoder" / "model.safetensors", (1, 1))

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from hydra.utils import instantiate
-from nano import POLICIES, PROMPTS
+from nano import PROMPTS, policy_class, policy_options
 from omegaconf import DictConfig, OmegaConf
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
-from solrl_lightning.policies.architectures import SHIPPED, build
+from solrl_lightning.policies.architectures import build_component, find_architecture
 from solrl_lightning.quantization import QuantizationRule, plan, resolve
 
 Compose = Callable[..., DictConfig]
@@ -45,9 +45,12 @@ KEPT = {  # what the rule must not touch
 @pytest.fixture(scope="module")
 def real(architecture: str) -> nn.Module:
     """The transformer at its real size, without memory."""
-    name = POLICIES[architecture][0].pipeline_class.__name__
-    shipped = next(one for one in SHIPPED if one.pipeline == name)
-    return build(shipped.components["transformer"], "meta", torch.bfloat16)
+    return transformer_of(architecture)
+
+
+def transformer_of(model: str) -> nn.Module:
+    shipped = find_architecture(policy_options(model).pretrained, policy_class(model).pipeline_class)
+    return build_component(shipped.components["transformer"], "meta", torch.bfloat16)
 
 
 def test_hyper_parameters_are_the_published_ones(architecture: str, compose: Compose) -> None:
@@ -95,7 +98,7 @@ def test_the_options_make_the_policy_of_a_folder(
         f"model.embeddings={tmp_path}",
     )
     policy = instantiate(cfg.model.policy, device="cpu")
-    assert type(policy) is POLICIES[architecture][0]
+    assert type(policy) is policy_class(architecture)
     options = OmegaConf.to_container(cfg.model.policy)
     assert {key: getattr(policy, key) for key in ("resolution", "decode_batch", "variant")} == {
         key: options[key] for key in ("resolution", "decode_batch", "variant")
