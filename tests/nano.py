@@ -23,7 +23,7 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
 from torch import Tensor
@@ -164,6 +164,8 @@ BUILDERS: dict[str, Callable[..., DiffusionPipeline]] = {
     "sana": build_nano_sana,
 }
 DTYPES = {"transformer": "bfloat16", "default": "float32"}
+NANO: dict[str, Any] = dict(resolution=IMAGE_SIZE, max_sequence_length=MAX_WORDS, decode_batch=2, dtypes=DTYPES)
+NANO |= dict(embeddings=None, gradient_checkpointing=False, variant=None)
 
 
 def save_nano(folder: Path, architecture: str = "flux1", *, seed: int = 0, **options: Any) -> str:
@@ -203,18 +205,21 @@ def load_policy(
     return policy_class(folder, IMAGE_SIZE, guidance=guidance, decode_batch=decode_batch, **options)
 
 
-def load_nano(architecture: str, folder: str, resolution: int = IMAGE_SIZE, **options: Any) -> PipelinePolicy:
+def load_nano(architecture: str, folder: str, **options: Any) -> PipelinePolicy:
     """The policy of any architecture in a folder that ``save_nano`` wrote, by the options of ``conf/model``."""
-    small = dict(pretrained=folder, resolution=resolution, max_sequence_length=MAX_WORDS, decode_batch=2, dtypes=DTYPES)
-    plain = dict(embeddings=None, gradient_checkpointing=False, variant=None)
-    return instantiate(policy_options(architecture), **(small | plain | options))
+    return policy_class(architecture)(**policy_options(architecture) | NANO | dict(pretrained=folder) | options)
 
 
 def policy_class(architecture: str) -> type[PipelinePolicy]:
-    return get_class(policy_options(architecture)._target_)
+    return get_class(_policy(architecture)._target_)
 
 
-def policy_options(architecture: str) -> DictConfig:
+def policy_options(architecture: str) -> dict[str, Any]:
+    options: dict[str, Any] = OmegaConf.to_container(_policy(architecture), resolve=True)  # type: ignore[assignment]
+    return {key: value for key, value in options.items() if key != "_target_"}
+
+
+def _policy(architecture: str) -> DictConfig:
     model = OmegaConf.load(str(files("solrl_lightning.conf") / f"model/{architecture}.yaml"))
     return OmegaConf.create({"model": model}).model.policy
 
