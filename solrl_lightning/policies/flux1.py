@@ -1,6 +1,6 @@
-"""FLUX.1: how its pipeline embeds prompts, shapes and schedules noise, predicts velocities and decodes latents.
+"""FLUX.1.
 
-Latents stay packed, [B, S, C] with S image tokens of C = 4 x latent channels, from the noise to the decoder.
+Latents are packed, [B, S, C] with S image tokens of C = 4 x latent channels, from the noise to the decoder.
 """
 
 import copy
@@ -60,7 +60,7 @@ class Flux1(PipelinePolicy):
         return FluxPipeline._pack_latents(spatial, *spatial.shape).to(self.device)
 
     def sigmas(self, steps: int) -> Tensor:
-        """By the pipeline's own scheduler, with its resolution shift."""
+        """Levels of the pipeline's scheduler, with its resolution shift."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         shift = {
             ours: scheduler.config[theirs]

@@ -1,7 +1,7 @@
-"""Loading a diffusers pipeline, whole or in part, from a folder or from the hub, with errors that say what to do.
+"""Loading a diffusers pipeline, whole or in part, from a folder or from the hub.
 
-Weights are read from safetensors only. diffusers and transformers fill weights that a file lacks with random numbers
-and a warning; here that is an error.
+Weights are read from safetensors only. diffusers and transformers fill missing weights with random numbers and warn;
+here a missing weight is an error.
 """
 
 import importlib
@@ -46,7 +46,7 @@ def load_pipeline(
     Args:
         dtypes: of the components by name; ``default`` for all others.
         variant: components that have files of this name (``model.<variant>.safetensors``) are read from those.
-        given: components that need not be loaded, because they are here already (or None: they are not needed).
+        given: components that are not loaded: modules that exist already, or None for those that are not needed.
 
     Raises:
         UserError: there is no such folder or hub id, it may not be read, holds another kind of pipeline, or is damaged.
@@ -76,10 +76,10 @@ def load_pipeline(
 def fetch(
     pipeline_class: type[DiffusionPipeline], pretrained: str, variant: str | None = None, without: Sequence[str] = ()
 ) -> Path:
-    """The local folder of a pipeline. From the hub only those components come that are not in ``without``.
+    """The local folder of a pipeline; components in ``without`` are not downloaded.
 
     Raises:
-        UserError: as ``load_pipeline``, but the weights are not read yet.
+        UserError: as ``load_pipeline``. Weights are not read.
     """
     local = Path(pretrained).expanduser()
     if local.exists() or local.is_absolute() or pretrained.startswith("."):
@@ -105,7 +105,7 @@ def fetch(
 
 
 def hub_file(hub_id: str, name: str, key: str, kind: str) -> Path:
-    """Downloads a small file that every repository of a ``kind`` has; that shows at once whether it may be read.
+    """Downloads a small file that every repository of a ``kind`` has, which checks access before a large download.
 
     Args:
         key: the option that gave ``hub_id``.
@@ -176,7 +176,7 @@ def _model_of(pipeline_class: str) -> str | None:
 def _check_complete(
     pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path, without: Sequence[str]
 ) -> None:
-    """Every component to load is here; diffusers would look for the folder of one that is not on the hub."""
+    """Checks that all component folders exist; diffusers would look for a missing one on the hub."""
     for name, value in pipeline_class.load_config(str(folder)).items():
         is_component = not name.startswith("_") and isinstance(value, list) and None not in value
         if is_component and name not in without and not (folder / name).is_dir():
@@ -200,7 +200,7 @@ def _module_classes(pipeline_class: type[DiffusionPipeline], folder: Path) -> It
 
 
 def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant: str | None = None) -> Any:
-    """The frozen model of a folder, all of whose weights are in its files."""
+    """The frozen model of a folder. A weight that is missing from its files is an error."""
     has_variant = variant is not None and any(folder.glob(f"*.{variant}[.-]*"))
     module, info = component_class.from_pretrained(
         str(folder),

@@ -1,7 +1,7 @@
-"""What the text-to-image pipelines have in common: loading, prompt embeddings, memory, and saving a LoRA.
+"""Base class of the policies: loading, prompt embeddings, decoding within memory, and saving a LoRA.
 
-A subclass says how *its* pipeline embeds prompts, schedules the noise, predicts a velocity and scales its latents.
-Everything comes from diffusers' pipelines and models; only the denoising loop does not, because the rollout owns it.
+A subclass implements how its pipeline embeds prompts, schedules the noise, predicts a velocity and decodes latents.
+Pipelines and models are those of diffusers; the denoising loop is not, because the rollout owns it.
 
 Shapes: P prompts, L tokens of text, B batch, T solver steps.
 """
@@ -43,20 +43,20 @@ class PipelinePolicy(ABC):
         pretrained: hub id, local folder, or ``tiny`` for the embedded model.
         resolution: side of the square images in pixels.
         max_sequence_length: tokens of the prompt embedding.
-        decode_batch: images that the autoencoder decodes at once; halved for good when memory runs out.
+        decode_batch: images that the autoencoder decodes at once; halved permanently after an out-of-memory error.
         dtypes: names of torch dtypes by component; ``default`` for all others.
-        embeddings: folder of prompt embeddings, or None to keep none; with it, the text encoders are loaded when the
-            first prompt comes that is not there.
-        gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
-        variant: of the weight files, e.g. ``bf16`` for ``model.bf16.safetensors``, where a component has it.
-        weights: ``pretrained``, or ``random`` ones in the same shapes, without text encoders, for plans and timings.
+        embeddings: folder of prompt embeddings, or None to keep none. With a folder, the text encoders are loaded only
+            for a prompt that is not in it.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        variant: of the weight files of components that have it, e.g. ``bf16`` for ``model.bf16.safetensors``.
+        weights: ``pretrained``, or ``random`` in the same shapes, without text encoders, for plans and timings.
         preview_decoder: hub id or local folder of an ``AutoencoderTiny`` of the same latents, for ``preview``;
             ``tiny`` for the embedded model's.
-        device: where the transformer and the autoencoder live; the text encoders visit a GPU and live on the CPU.
+        device: of transformer and autoencoder; text encoders stay on the CPU and move to it only while encoding.
 
     Raises:
         UserError: ``pretrained`` or ``preview_decoder`` cannot be loaded (see ``loading`` and ``preview``), or the
-            autoencoder cannot make the resolution.
+            resolution is not a whole number of image tokens.
     """
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
@@ -183,7 +183,7 @@ class PipelinePolicy(ABC):
         ]
 
     def _load_encoders(self) -> None:
-        """Completes a pipeline that was loaded without its text encoders."""
+        """Loads the text encoders of a pipeline that was loaded without them."""
         if self._component(self.encoders[0]) is None:
             here = {name: module for name, module in self.pipeline.components.items() if name not in self.encoders}
             self.pipeline = self._load(here)
@@ -199,7 +199,7 @@ class PipelinePolicy(ABC):
 
     def preview(self, x: Tensor) -> Tensor:
         """As ``decode``, by the preview decoder."""
-        assert self.preview_decoder is not None  # nobody asks for previews without one: config.check_decoder
+        assert self.preview_decoder is not None  # config.check_decoder
         return self._images(x, self.preview_decoder)
 
     @torch.no_grad()
@@ -218,10 +218,9 @@ class PipelinePolicy(ABC):
         return (torch.cat(images) / 2 + 0.5).clamp(0, 1)
 
     def _save_memory(self, vae: Any) -> bool:
-        """Makes the next decoding smaller, for good, and says so; False if it is as small as it can be.
+        """Permanently halves the number of images decoded at once; False if nothing is left to reduce.
 
-        First fewer images at once; then, of the pipeline's own, one image in overlapping tiles, which may show faint
-        seams.
+        After one image, the pipeline's own autoencoder decodes overlapping tiles, which may show faint seams.
         """
         if self.decode_batch > 1:
             self.decode_batch //= 2
@@ -234,7 +233,7 @@ class PipelinePolicy(ABC):
         return True
 
     def _tile(self) -> None:
-        """Tiles of half the side; diffusers' own default is as large as the whole image here."""
+        """Enables tiles of half the side; the default of diffusers is as large as the image."""
         vae = self.pipeline.vae
         vae.enable_tiling()
         vae.tile_sample_min_size = self.resolution // 2

@@ -1,7 +1,6 @@
-"""SANA: how its pipeline embeds prompts, predicts velocities and decodes latents.
+"""SANA, without classifier-free guidance and the "complex human instruction", as in the published training.
 
-Without classifier-free guidance and without the "complex human instruction" before the prompt, as in the published
-training. Latents are [B, C, H / 32, W / 32]: the autoencoder (DC-AE) compresses 32-fold.
+Latents are [B, C, H / 32, W / 32]: the autoencoder (DC-AE) compresses 32-fold.
 """
 
 from typing import Any
@@ -82,7 +81,7 @@ class Sana(PipelinePolicy):
         return x.to(vae.dtype) / vae.config.scaling_factor
 
     def _tile(self) -> None:
-        """Tiles of half the side that overlap by a quarter, in whole latents."""
+        """Enables tiles of half the side that overlap by a quarter, in whole latents."""
         compression = self.pipeline.vae_scale_factor
         side = max(self.resolution // 2 // compression, 1) * compression
         stride = max(side * 3 // 4 // compression, 1) * compression

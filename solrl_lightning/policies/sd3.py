@@ -1,6 +1,6 @@
-"""Stable Diffusion 3 and 3.5: how its pipeline embeds prompts, schedules noise, predicts velocities and decodes.
+"""Stable Diffusion 3 and 3.5, without classifier-free guidance, as in the published training.
 
-Without classifier-free guidance, as in the published training. Latents are [B, C, H / 8, W / 8].
+Latents are [B, C, H / 8, W / 8].
 """
 
 import copy
@@ -41,7 +41,7 @@ class SD3(PipelinePolicy):
         }
 
     def sigmas(self, steps: int) -> Tensor:
-        """By the pipeline's own scheduler: its shift is 3, and its last level before 0 is that of the training."""
+        """Levels of the pipeline's scheduler: shift 3, and the last level before 0 is that of its training."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         scheduler.set_timesteps(steps)
         return scheduler.sigmas.float()
