@@ -31,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from solrl_lightning.data.sources import check_source
 from solrl_lightning.errors import UserError
+from solrl_lightning.policies.config_files import config_folder
 
 if TYPE_CHECKING:
     from solrl_lightning.data.prompts import PromptSets
@@ -130,12 +131,6 @@ _CHECKPOINT = (
     ("save_weights_only", ("False",), False),
     ("enable_version_counter", ("False",), True),
 )
-# Side of an image token by architecture, where its files are not here yet.
-_PIXELS_PER_TOKEN = {
-    "solrl_lightning.policies.flux1.Flux1": 16,
-    "solrl_lightning.policies.sd3.SD3": 16,
-    "solrl_lightning.policies.sana.Sana": 32,
-}
 _PROXY_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "decoder"}
 _SEEDS = 2**32  # noise has so many seeds
 _ABSENT = object()  # a key that the chosen options do not have: nothing to check
@@ -664,20 +659,17 @@ def uses_model(cfg: DictConfig) -> bool:
 
 
 def _check_resolution(cfg: DictConfig) -> None:
-    """As ``PipelinePolicy`` does once it is loaded, from the files of a local folder; those of the hub are not here."""
-    name, side = str(cfg.model.get("pretrained")), cfg.model.get("resolution", 0)
-    folder = files("solrl_lightning") / "assets" / "tiny" if name == "tiny" else Path(name).expanduser()
-    parts = [folder / part / "config.json" for part in ("vae", "transformer")]
-    if not all(part.is_file() for part in parts):
-        pixels = _PIXELS_PER_TOKEN.get(str(OmegaConf.select(cfg, "model.policy._target_")), 1)
-    else:
-        try:
-            vae, transformer = (json.loads(part.read_text()) for part in parts)
-        except ValueError:
-            return  # damaged, as loading it will say
-        halvings = len(vae.get("block_out_channels", vae.get("encoder_block_out_channels", [0]))) - 1
-        packs = transformer.get("_class_name") == "FluxTransformer2DModel"  # its patch_size says 1
-        pixels = 2**halvings * (2 if packs else transformer.get("patch_size", 1))
+    """As ``PipelinePolicy`` does once it is loaded, where the config files of the model are on this machine."""
+    folder, side = config_folder(str(cfg.model.get("pretrained"))), cfg.model.get("resolution", 0)
+    if folder is None:
+        return
+    try:
+        vae, transformer = (json.loads((folder / part / "config.json").read_text()) for part in ("vae", "transformer"))
+    except (OSError, ValueError):
+        return  # missing or damaged, which loading reports
+    halvings = len(vae.get("block_out_channels", vae.get("encoder_block_out_channels", [0]))) - 1
+    packs = transformer.get("_class_name") == "FluxTransformer2DModel"  # its patch_size says 1
+    pixels = 2**halvings * (2 if packs else transformer.get("patch_size", 1))
     if side % pixels:
         raise UserError(
             f"model.resolution must be a multiple of {pixels}, the pixels of one image token of this model; got {side}"

@@ -16,11 +16,10 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+
+from solrl_lightning.policies.conditioning import Row
 
 log = logging.getLogger(__name__)
-
-Row = dict[str, Tensor]  # what the encoders make of one text
 
 
 class EmbeddingCache:
@@ -62,7 +61,7 @@ class EmbeddingCache:
         os.replace(file.name, self.path(text))
 
 
-def identity_of(folder: Path, components: Sequence[str], settings: dict[str, object]) -> str:
+def encoder_fingerprint(folder: Path, components: Sequence[str], settings: dict[str, object]) -> str:
     """Names the encoders of a pipeline folder: other files or settings give another identity.
 
     A hub snapshot is named by its repository and commit, a local folder by its place and its files' sizes and times.

@@ -28,8 +28,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.build import device_of, lora_config, quantization_rule, stages_of, with_option
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies import adapters, architectures
+from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import TRAINED
+from solrl_lightning.policies.architectures import Architecture, build_component, find_architecture
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.quantization import Backend, LayerPlan, resolve
 from solrl_lightning.quantization import format_table as format_layers
@@ -60,7 +61,7 @@ class Shapes(NamedTuple):
     """What a model computes and what a run with it holds on one device."""
 
     policy: PipelinePolicy  # on ``meta``, with adapters
-    architecture: architectures.Architecture
+    architecture: Architecture
     layers: Sequence[LayerPlan]
     passes: Passes
     adapted: Mapping[str, LoraLayer]
@@ -175,17 +176,17 @@ def replica_bytes(
     return math.ceil(packed) + own
 
 
-def encoder_bytes(architecture: architectures.Architecture, dtypes: Mapping[str, torch.dtype]) -> int:
+def encoder_bytes(architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> int:
     parts = {name: part for name, part in architecture.components.items() if name.startswith("text_encoder")}
     return sum(
-        bytes_of(architectures.build(part, "meta", dtypes.get(name, dtypes["default"]))) for name, part in parts.items()
+        bytes_of(build_component(part, "meta", dtypes.get(name, dtypes["default"]))) for name, part in parts.items()
     )
 
 
 def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
     """The run's model without its numbers."""
     policy = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
-    architecture = architectures.find(policy.pretrained, policy.pipeline_class)
+    architecture = find_architecture(policy.pretrained, policy.pipeline_class)
     layers = plan_layers(policy.transformer, quantization_rule(cfg), backend)
     weights = {layer.name: policy.transformer.get_submodule(layer.name).weight for layer in layers}
     parameters, held = sum(p.numel() for p in policy.transformer.parameters()), bytes_of(policy.transformer)

@@ -9,8 +9,6 @@ import pytest
 import torch
 from diffusers import AutoencoderTiny, DiffusionPipeline, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from nano import (
-    DTYPES,
-    POLICIES,
     PROMPTS,
     load_nano,
     lora_config,
@@ -220,9 +218,8 @@ def test_a_prompts_embeddings_do_not_depend_on_its_companions(policy: PipelinePo
 
 
 def test_a_resolution_that_is_no_whole_number_of_tokens_is_refused(architecture: str, folder: str) -> None:
-    policy_class, own = POLICIES[architecture]
     with pytest.raises(UserError, match="model.resolution must be a multiple of 8, .* got 36"):
-        policy_class(folder, 36, max_sequence_length=10, decode_batch=1, dtypes=DTYPES, **own)
+        load_nano(architecture, folder, resolution=36)
 
 
 def test_a_dtype_that_is_none_is_refused(nano_folder: str) -> None:

@@ -14,7 +14,9 @@ from torch import nn
 
 from solrl_lightning.config import check_values
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies import architectures, replica
+from solrl_lightning.policies import replica
+from solrl_lightning.policies.architectures import read_architecture
+from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
 from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.tasks import doctor_shadow
 from solrl_lightning.tasks.doctor import guarded, iterations, judge_memory, planned_bytes, rewards_of, small, sources
@@ -160,16 +162,17 @@ def test_a_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: p
     assert row.measured == {"graphs": 2, "recompilations": 2, "backend": "eager"}
 
 
-@pytest.mark.parametrize("architecture", architectures.SHIPPED, ids=lambda architecture: architecture.name)
-def test_the_blocks_are_a_few_of_the_model_s_own(
-    architecture: architectures.Architecture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "folder", [index.parent for index in ARCHITECTURES.rglob(INDEX)], ids=lambda folder: folder.name
+)
+def test_the_blocks_are_a_few_of_the_model_s_own(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_shadow, "_BLOCKS", 2)
+    architecture = read_architecture(folder)
     write_short(architecture, tmp_path)
-    short, whole = (a.components["transformer"].config for a in (architectures.read(tmp_path), architecture))
+    short, whole = (a.components["transformer"].config for a in (read_architecture(tmp_path), architecture))
     assert {key for key in whole if short[key] != whole[key]} == {"num_layers", "num_single_layers"} & whole.keys()
     assert short["num_layers"] == 2
-    assert architectures.read(tmp_path).components["vae"].config == architecture.components["vae"].config
+    assert read_architecture(tmp_path).components["vae"].config == architecture.components["vae"].config
 
 
 # Memory and iterations

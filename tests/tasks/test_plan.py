@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from solrl_lightning.build import lora_config, stages_of, with_option
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters
-from solrl_lightning.policies.architectures import SHIPPED, build
+from solrl_lightning.policies.architectures import build_component, find_architecture
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization import plan as plan_layers
@@ -114,7 +114,8 @@ def test_a_replica_owns_quantised_and_adapted_layers_only() -> None:
 
 def test_weights_of_flux1_under_sol_rl_take_at_most_half_more_than_one_copy(compose: Compose) -> None:
     cfg = compose("model=flux1", "family=sol_rl", "precision=nvfp4")
-    transformer = build(SHIPPED[0].components["transformer"], "meta", torch.bfloat16)
+    architecture = find_architecture(cfg.model.pretrained, Flux1.pipeline_class)
+    transformer = build_component(architecture.components["transformer"], "meta", torch.bfloat16)
     copy = bytes_of(transformer)
     rule = QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude))
     layers = plan_layers(transformer, rule, resolve("nvfp4", "emulated", torch.device("cpu")))
