@@ -2,10 +2,9 @@
 
 Lightning's own bar counts micro-batches, of which the first arrives after minutes of exploration, so its rate and its
 ETA mislead. Here the time left is (iterations left) x (median seconds of an iteration + mean seconds that evaluation,
-probes and grids add to one), less what has passed of the current one. Where the output is no terminal there are plain
-lines instead, at most about ``max_lines`` of them. A line gives the seconds of the iteration without evaluation, probe
-and grid (``time/iteration``, and the checkpoint saved before it), then those of what of the three there was; keep this
-callback behind the one that draws grids.
+probes and grids add to one), less the seconds of the current one. Where the output is no terminal, plain lines replace
+the bar. A line gives the seconds of the iteration without evaluation, probe and grid (``time/iteration``, and the
+checkpoint saved before it), then those of the three that ran; keep this callback behind the one that draws grids.
 """
 
 import sys
@@ -25,6 +24,7 @@ from solrl_lightning.callbacks.rollout_stats import RolloutStats
 from solrl_lightning.stopwatch import Stopwatch
 
 _REDRAW_SECONDS = 0.1
+_LINES = 50  # that a run prints, about, where the output is no terminal
 _FORMAT = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
@@ -46,21 +46,16 @@ def seconds_left(
 
 
 class StageProgressBar(ProgressBar):
-    """Shows on rank 0, in a terminal, one bar for the run; elsewhere a line every few iterations.
+    """Shows on rank 0, in a terminal, one bar for the run; elsewhere a line every few iterations."""
 
-    max_lines: about how many lines a run prints where the output is no terminal.
-    """
-
-    def __init__(self, max_lines: int = 50) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.max_lines = max_lines
         self._enabled = True
         self._bar: Any = None  # tqdm, in a terminal
         self._own: list[float] = []
         self._extra: list[float] = []
         self._mark = 0.0  # when the last iteration ended
-        self._stage, self._stage_began, self._charged_until = "", 0.0, 0.0
-        self._observing: dict[str, float] = {}  # seconds of stages that are no part of the iteration's own time
+        self._seconds: dict[str, float] = {}  # the stopwatch's, when the last iteration ended
         self._drawn = 0.0
         self._stopwatch = Stopwatch()
 
@@ -80,7 +75,7 @@ class StageProgressBar(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stopwatch = loop_of(trainer).stopwatch
-        self._mark = self._charged_until = time.perf_counter()
+        self._mark, self._seconds = time.perf_counter(), self._stopwatch.seconds
         if not self._enabled:
             return
         self._stopwatch.on_change.append(self._stage_changed)
@@ -92,9 +87,9 @@ class StageProgressBar(ProgressBar):
             self._mark = time.perf_counter()  # what came before the first iteration is not part of it
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        now = time.perf_counter()
-        self._charge(now)
-        observed, self._observing = self._observing, {}
+        now, spent = time.perf_counter(), self._stopwatch.since(self._seconds)
+        observed = {stage: spent[stage] for stage in EXTRA_STAGES if stage in spent}
+        self._seconds = self._stopwatch.seconds
         self._extra.append(sum(observed.values()))
         self._own.append(now - self._mark - self._extra[-1])
         self._mark = now
@@ -141,9 +136,8 @@ class StageProgressBar(ProgressBar):
     # Drawing.
 
     def _open(self, total: int | None, initial: int, name: str) -> None:
-        self._bar = tqdm(
-            total=total, initial=initial, desc=name, file=sys.stdout, bar_format=_FORMAT, dynamic_ncols=True
-        )
+        options = {"file": sys.stdout, "bar_format": _FORMAT, "dynamic_ncols": True}
+        self._bar = tqdm(total=total, initial=initial, desc=name, **options)
 
     def _close(self) -> None:
         for listener in (self._stage_changed, self._images_evaluated):
@@ -154,18 +148,8 @@ class StageProgressBar(ProgressBar):
             self._bar = None
 
     def _stage_changed(self) -> None:
-        now = time.perf_counter()
-        self._charge(now)
-        if self._bar is not None and now - self._drawn >= _REDRAW_SECONDS:
+        if self._bar is not None and time.perf_counter() - self._drawn >= _REDRAW_SECONDS:
             self._draw()
-
-    def _charge(self, now: float) -> None:
-        """Add up the seconds spent in stages that only observe; the stopwatch's own sums are reset by others."""
-        if self._stage in EXTRA_STAGES:
-            self._observing[self._stage] = self._observing.get(self._stage, 0.0) + now - self._charged_until
-        if self._stage != self._stopwatch.current:
-            self._stage, self._stage_began = self._stopwatch.current, now
-        self._charged_until = now
 
     def _draw(self) -> None:
         self._drawn = time.perf_counter()
@@ -191,12 +175,12 @@ class StageProgressBar(ProgressBar):
         iterations = (self.trainer.max_epochs or 0) - done
         if iterations <= 0:
             return []
-        now, units = time.perf_counter(), self._stopwatch.done
-        stage = (now - self._stage_began) * (self._stopwatch.total - units) / units if units else 0.0
-        left = seconds_left(iterations, self._own, self._extra, now - self._mark, stage)
+        units = self._stopwatch.done
+        stage = self._stopwatch.elapsed * (self._stopwatch.total - units) / units if units else 0.0
+        left = seconds_left(iterations, self._own, self._extra, time.perf_counter() - self._mark, stage)
         return ["ETA ?" if left is None else f"ETA {timedelta(seconds=round(left))}"]
 
     def _line_due(self, trainer: Trainer) -> bool:
         done, total = trainer.current_epoch + 1, trainer.max_epochs or 0
-        every = max(-(-total // self.max_lines), 1)
+        every = max(-(-total // _LINES), 1)
         return done % every == 0 or done == total

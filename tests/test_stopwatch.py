@@ -50,17 +50,19 @@ def test_seconds_are_up_to_date_while_a_stage_runs(clock: Clock) -> None:
         assert stopwatch.seconds == {"explore": 3}
 
 
-def test_reset_forgets_and_a_running_stage_starts_from_zero(clock: Clock) -> None:
+def test_seconds_since_an_earlier_reading_are_of_the_stages_that_ran_since(clock: Clock) -> None:
     stopwatch = Stopwatch(clock)
     with stopwatch.stage("explore"):
         clock.now += 1
-    stopwatch.reset()
-    assert stopwatch.seconds == {}
+    earlier = stopwatch.seconds
     with stopwatch.stage("train"):
         clock.now += 5
-        stopwatch.reset()
-        clock.now += 2
-    assert stopwatch.seconds == {"train": 2}
+        assert stopwatch.since(earlier) == {"train": 5}
+        with stopwatch.stage("evaluate"):
+            clock.now += 2
+        assert stopwatch.elapsed == 7
+    assert stopwatch.since({}) == {"explore": 1, "train": 5, "evaluate": 2}
+    assert stopwatch.elapsed == 0
 
 
 def test_a_stage_that_fails_is_charged_and_left(clock: Clock) -> None:

@@ -15,8 +15,9 @@ import platform
 import resource
 import sys
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -183,48 +184,43 @@ class Lap(NamedTuple):
 
 
 class LapTimer(Callback):
-    """Times iterations and, once it watches the models, their computation. Stands first among the callbacks."""
+    """Reads the loop's stopwatch after every iteration; must be the first of the callbacks.
 
-    def __init__(self, device: torch.device) -> None:
+    watch: the computation of the models is measured too, as a stage ``<stage>/<model>`` within the loop's own.
+    """
+
+    def __init__(self, device: torch.device, watch: bool) -> None:
         self.laps: list[Lap] = []
-        self._device = device
-        self._loop: ExploreTrainLoop
-        self._watches = False
+        self._device, self._watch = device, watch
         self._started: float | None = None
-        self._model_started = 0.0
-        self._models: dict[tuple[str, str], float] = defaultdict(float)
 
-    def watch(self, module: SolRLModule) -> None:
-        """Measures encoding, transformer, decoding and reward; backward and optimiser have hooks of their own."""
-        self._watches = True
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert isinstance(trainer.fit_loop, ExploreTrainLoop) and isinstance(pl_module, SolRLModule)
+        self._stopwatch, self._seconds = trainer.fit_loop.stopwatch, trainer.fit_loop.stopwatch.seconds
+        if not self._watch:
+            return
         methods = {"encode": "encode", "velocity": "transformer", "decode": "decode", "preview": "decode"}
         for method, model in methods.items():
-            setattr(module.policy, method, self._timed(model, getattr(module.policy, method)))
-        rewards: dict[str, Any] = module.rewards.rewards
-        for name, reward in rewards.items():
-            rewards[name] = self._timed("reward", reward)
+            setattr(pl_module.policy, method, self._timed(model, getattr(pl_module.policy, method)))
+        rewards: dict[str, Any] = pl_module.rewards.rewards
+        rewards.update({name: self._timed("reward", reward) for name, reward in rewards.items()})
+        pl_module.backward = self._timed("backward", pl_module.backward)  # type: ignore[method-assign]
+        trainer.optimizers[0].register_step_post_hook(lambda *_: self._optimizer.close())
+
+    def _model(self, name: str) -> AbstractContextManager[None]:
+        return self._stopwatch.stage(f"{self._stopwatch.current}/{name}")
 
     def _timed(self, model: str, compute: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._begin()
-            result = compute(*args, **kwargs)
-            self._end(model)
-            return result
+            with self._model(model):
+                return compute(*args, **kwargs)
 
         return timed
 
-    def _begin(self) -> None:
-        if self._watches:
-            self._model_started = _now(self._device)
-
-    def _end(self, model: str) -> None:
-        if self._watches:
-            self._models[self._loop.stopwatch.current, model] += _now(self._device) - self._model_started
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer.fit_loop, ExploreTrainLoop)
-        self._loop = trainer.fit_loop
-        trainer.optimizers[0].register_step_post_hook(lambda *_: self._end("optimizer"))
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self._optimizer = ExitStack()
+        if self._watch:
+            self._optimizer.enter_context(self._model("optimizer"))  # with gradient norm and clipping
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._lap()
@@ -232,28 +228,22 @@ class LapTimer(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._lap()
 
-    def on_before_backward(self, *args: Any) -> None:
-        self._begin()
-
-    def on_after_backward(self, *args: Any) -> None:
-        self._end("backward")
-
-    def on_before_optimizer_step(self, *args: Any) -> None:
-        self._begin()  # ahead of gradient norm and clipping
-
     def _lap(self) -> None:
-        now = _now(self._device)
+        now, stages, models = _now(self._device), Counter[str](), {}
+        for name, seconds in self._stopwatch.since(self._seconds).items():
+            stage, _, model = name.partition("/")
+            stages[stage] += seconds  # type: ignore[assignment]
+            if model:
+                models[stage, model] = seconds
         if self._started is not None:
-            self.laps.append(Lap(now - self._started, self._loop.stopwatch.seconds, self._models))
-        self._loop.stopwatch.reset()
-        self._models = defaultdict(float)
-        self._started = now
+            self.laps.append(Lap(now - self._started, dict(stages), models))
+        self._started, self._seconds = now, self._stopwatch.seconds
 
 
 def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[Lap]:
     """One iteration of warm-up and ``task.repeats`` others, with nothing around them but the re-quantisation."""
     _release(device)
-    timer = LapTimer(device)
+    timer = LapTimer(device, watch)
     trainer: Trainer = instantiate(
         cfg.trainer,
         logger=False,
@@ -267,8 +257,6 @@ def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[L
         enable_progress_bar=False,
     )
     module = build_module(cfg, device, stages_of(cfg))
-    if watch:
-        timer.watch(module)
     loop = build_loop(cfg, trainer, module.objective)
     trainer.fit(module, loop.loader, RankShare([], 0, 1))
     return timer.laps

@@ -339,7 +339,9 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         "its backward pass": share["train_backward_macs"],
         "decoding": share["decode_macs"],
     }
-    macs = [[name, _si(value), f"{100 * value / forward:.1f} %"] for name, value in parts.items()]
+    macs: list[list[str | None]] = [
+        [name, _si(value), f"{100 * value / forward:.1f} %"] for name, value in parts.items()
+    ]
     macs += [[name, _si(value), None] for name, value in passes.items()]
     labels = {
         "policy": "policy",
