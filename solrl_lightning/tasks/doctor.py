@@ -23,7 +23,7 @@ from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
 from solrl_lightning.tasks.doctor_machine import environment, local_path, locate
 from solrl_lightning.tasks.doctor_shadow import NO_SHADOW, blocks, judge_backend, layers, without_files
 from solrl_lightning.tasks.plan import Json, Shapes, on_meta
-from solrl_lightning.tasks.report import OK, SLOW, WRONG, Row, format_row, write_json
+from solrl_lightning.tasks.report import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
 
 
 def doctor(cfg: DictConfig) -> Json:
@@ -40,7 +40,7 @@ def doctor(cfg: DictConfig) -> Json:
             print(format_row(row), flush=True)
     finally:
         logging.disable(logging.NOTSET)
-    counts = {status: sum(row.status == status for row in rows) for status in (OK, SLOW, WRONG)}
+    counts = {status: sum(row.status == status for row in rows) for status in (OK, SLOW, WRONG, SKIPPED)}
     result = {
         "model": cfg.model.pretrained,
         "weights": cfg.model.weights,
@@ -94,14 +94,17 @@ def arithmetic(cfg: DictConfig) -> Iterator[Row]:
     memory = judge_memory(held(model, cfg.model.weights), total_memory(device), cfg.model, on_gpu)
     yield memory
     absent = [key for key, source in rewards_of(cfg).items() if local_path(source) is None]
-    scored = [] if absent else list(guarded("reward", scores(cfg, device), "reward.pretrained=<folder>"))
+    if absent:
+        scored = [Row("reward", SKIPPED, f"the files of {', '.join(absent)} are not on this machine")]
+    else:
+        scored = list(guarded("reward", scores(cfg, device), "reward.pretrained=<folder>"))
     yield from scored
     count = cfg.task.iterations
     if count is None:
         count = 2 if cfg.model.pretrained == "tiny" or (cfg.model.weights == "random" and on_gpu) else 0
     obstacles = [*absent, *(row.check for row in (memory, *scored) if row.status == WRONG)]
     if count and obstacles:
-        yield Row("iterations", OK, f"not measured, because of {', '.join(obstacles)}: see above")
+        yield Row("iterations", SKIPPED, f"because of {', '.join(obstacles)}: see above")
     elif count:
         rows = iterations(cfg, model, device, count)
         yield from guarded("iterations", rows, "a smaller model.rollout_batch or model.micro_batch, if memory is short")
