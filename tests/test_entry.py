@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,7 @@ def chatter(cfg: DictConfig) -> None:
     """A task in which libraries say what no user of ours can act on, and what is for all."""
     for logger in (_pytree.log, torchao_quantizer.logger):
         logger.warning("between libraries")
+    warnings.warn("The dirpath has changed from 'a' to 'b', therefore", stacklevel=1)
     logging.getLogger("torch.of.interest").warning("for all")
 
 
@@ -433,7 +435,7 @@ def test_the_last_run_goes_on_in_its_folder_with_its_overrides(command: Command,
     cfg = recorded(earlier)["cfg"]
     assert (cfg["iterations"], cfg["seed"], cfg["family"]["regenerate"]["sampler"]) == (4, 5, "merged")
     assert cfg["ckpt"] == str(earlier / "checkpoints" / "last.ckpt")
-    assert f"family=compile seed=5; given here: {RECORD} iterations=4" in result.out
+    assert f"family=compile iterations=2 seed=5; given here, on top of it: {RECORD} iterations=4" in result.out
 
 
 def test_the_last_run_can_go_on_again(command: Command, tmp_path: Path, earlier: Path) -> None:
@@ -506,7 +508,10 @@ def test_a_run_does_not_become_another_experiment_in_its_folder(
 
 def test_what_a_run_was_given_may_be_given_again(command: Command, earlier: Path) -> None:
     same = ["seed=5", "family=compile", "family.pool=96", "data.train=shapes-train", "optimizer.lr=0.001"]
-    assert command(RECORD, "ckpt=last", *same, "iterations=3").status == 0
+    result = command(RECORD, "ckpt=last", *same, "iterations=3")
+    assert result.status == 0
+    assert f"its run was given: {RECORD} family=compile iterations=2 seed=5; given here" in result.out
+    assert result.out.endswith("iterations=3; 1 iterations are done\n")
     assert recorded(earlier)["cfg"]["iterations"] == 3
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from solrl_lightning import IMPORTED
 from solrl_lightning.build import build_rewards, device_of, stages_of, with_option
 from solrl_lightning.callbacks.surface import RECORD
 from solrl_lightning.config import reward_members
@@ -51,10 +52,13 @@ def doctor(cfg: DictConfig) -> Json:
         "rows": [row._asdict() for row in rows],
         "peak_memory": peak_memory(torch.device("cpu"))["bytes"],
         "seconds": time.perf_counter() - start,
+        "seconds_since_process_start": time.perf_counter() - IMPORTED,
     }
     path = Path(cfg.run_dir) / "doctor.json"
     write_json(path, result)
-    print(f"{', '.join(f'{n} {status}' for status, n in counts.items())}, in {result['seconds']:.0f} s\n  {path}")
+    counted = ", ".join(f"{n} {status}" for status, n in counts.items())
+    whole = f"{result['seconds_since_process_start']:.0f} s since the process started"
+    print(f"{counted}, in {result['seconds']:.0f} s ({whole})\n  {path}")
     if counts[WRONG]:
         wrong = dict.fromkeys(row.check for row in rows if row.status == WRONG)
         raise CheckFailed(f"wrong here: {', '.join(wrong)}; the lines above say what to do.")

@@ -77,6 +77,7 @@ def test_the_embedded_model_is_well_and_the_report_says_so_without_the_token(
     assert rows["compilation"]["measured"] == {"graphs": 4, "recompilations": 0, "backend": "eager"}
     assert rows["memory"]["measured"]["planned"] < rows["memory"]["measured"]["total"]
     assert report["peak_memory"] > 50 * 2**20
+    assert 0 < report["seconds"] < report["seconds_since_process_start"]
     lines = finished.out.splitlines()
     assert max(map(len, lines[:-1])) <= 100  # the last one is a path
     for row in rows.values():
