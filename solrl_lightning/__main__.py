@@ -240,7 +240,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     message = resumed.message
     if resumed.checkpoint is not None and resumed.training:
         done = check_iterations_left(resumed.checkpoint, min(cfg.iterations for cfg in jobs.values()))
-        message += f"; {done} iterations are done"
+        message += f"; iterations done: {done}"
     if told and is_first():
         print(*dict.fromkeys(told), sep="\n", flush=True)
     _each(jobs, check_prompts)
