@@ -619,7 +619,7 @@ def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object,
         cause: BaseException = error.__cause__ or error
         if isinstance(cause, UserError):
             raise
-        if unknown := str(cause).startswith("Error loading"):  # Hydra's, which quotes its own cause
+        if unknown := str(cause).startswith(("Error loading", "Expected a callable")):  # Hydra's; it quotes its cause
             cause = cause.__cause__ or cause
         found = " ".join(str(cause).partition("full_key:")[0].split()).rstrip(".?")
         way_out = (
