@@ -20,14 +20,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from solrl_lightning import IMPORTED
 from solrl_lightning.callbacks.common import RECORD, find, loop_of, module_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import write_atomically
+from solrl_lightning.run_folder import LAST, iterations_done
 
 _PATHS = {
-    "last_checkpoint": "checkpoints/last.ckpt",
+    "last_checkpoint": str(LAST),
     "lora": "lora",
     "tensorboard": "tensorboard",
     "samples": "samples",
@@ -123,7 +125,9 @@ class RunSummary(Callback):
             "improvement": final - base if base is not None and final is not None else None,
             "other_rewards": others,
             "iterations": loop_of(trainer).iterations_done,
+            "last_checkpoint_iterations": iterations_done(run / LAST) if (run / LAST).exists() else None,
             "seconds_total": self._seconds(),
+            "seconds_since_process_start": time.perf_counter() - IMPORTED,  # of a sweep, with the jobs before
             "seconds_before_resume": self._seconds_before,
             "seconds_per_stage": stage_seconds(find(trainer, StageTimings)),
             "rank_fidelity": rank_fidelity(find(trainer, RankCorrelation)),
@@ -209,7 +213,11 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     done = f"{facts['status']} after {facts['iterations']} iterations in {facts['seconds_total']:.0f} s"
     if facts["seconds_before_resume"] > 0:
         done += f", {facts['seconds_before_resume']:.0f} s of them before it was resumed"
+    done += f" ({facts['seconds_since_process_start']:.0f} s since the process started)"
     rows = [("status", done if facts["error"] is None else f"{done}: {facts['error']}")]
+    kept = facts["last_checkpoint_iterations"]
+    if kept is not None and kept < facts["iterations"]:
+        rows.append(("last checkpoint", f"after {kept} iterations; ckpt=last repeats what came after it"))
     evaluated_at = facts["final_reward_iteration"]
     when = "" if evaluated_at is None else f", evaluated after {evaluated_at} iterations"
     rows.append((f"{facts['reward']} reward", change(facts["base_reward"], facts["final_reward"]) + when))

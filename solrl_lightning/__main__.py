@@ -170,6 +170,8 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     # A run that goes on finds its own checkpoints there.
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    # A run that starts in a new folder from a checkpoint of another.
+    warnings.filterwarnings("ignore", "The dirpath has changed from")
     # torchao registers classes with torch in a way that newer ones deprecate, and diffusers misses classes that newer
     # torchaos do not have: for models that are stored quantised, which are none of ours. diffusers' AutoencoderTiny
     # wonders at a key of its configuration that it has written itself.
@@ -235,13 +237,15 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     _each(jobs, check_needs)
     _each(jobs, lambda cfg: told.extend(check_hub(cfg)))
     _each(jobs, check_machine)
+    message = resumed.message
     if resumed.checkpoint is not None and resumed.training:
-        check_iterations_left(resumed.checkpoint, min(cfg.iterations for cfg in jobs.values()))
+        done = check_iterations_left(resumed.checkpoint, min(cfg.iterations for cfg in jobs.values()))
+        message += f"; iterations done: {done}"
     if told and is_first():
         print(*dict.fromkeys(told), sep="\n", flush=True)
     _each(jobs, check_prompts)
-    if resumed.message and is_first():
-        print(resumed.message, flush=True)
+    if message and is_first():
+        print(message, flush=True)
     names = [_folder_names(tree, resumed.arguments)] if tree.sweeps else []
     return [*other, *resumed.arguments, *names, *([] if is_first() else _NO_RECORD)], claims
 

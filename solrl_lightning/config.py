@@ -610,14 +610,19 @@ def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object,
     try:
         made = instantiate(node, *given, **options)
     except InstantiationException as error:
-        if isinstance(error.__cause__, UserError):
+        cause: BaseException = error.__cause__ or error
+        if isinstance(cause, UserError):
             raise
-        cause = " ".join(str(error.__cause__ or error).split()).rstrip(".?")
-        raise UserError(
-            f"{key}: {target} could not be made: {cause}. It must be a class that Python finds (PYTHONPATH=<folder of "
-            f"your module>) and take {takes}{takes and ' and '}the keys beside _target_. Leave a key out with "
+        if unknown := str(cause).startswith(("Error loading", "Expected a callable")):  # Hydra's; it quotes its cause
+            cause = cause.__cause__ or cause
+        found = " ".join(str(cause).partition("full_key:")[0].split()).rstrip(".?")
+        way_out = (
+            "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
+            if unknown
+            else f"It must take {takes}{takes and ' and '}the keys beside _target_. Leave a key out with "
             f"~{key}.<name>, add one with +{key}.<name>=<value>."
-        ) from error
+        )
+        raise UserError(f"{key}: {target} could not be made: {found}. {way_out}") from error
     if not isinstance(made, kind):
         raise UserError(f"{key}: {target} is invalid: it must be a {kind.__module__}.{kind.__qualname__}.")
     return made

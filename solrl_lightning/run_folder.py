@@ -121,10 +121,10 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     merged[:0] = searched(sources)
     if in_place or asked is not None:
         merged.append(f"hydra.run.dir={_quoted(source if in_place else asked)}")
+    begun = _recorded(tree, source, training, set())
     message = (
         f"{'continuing' if in_place else 'from'} {checkpoint}, with what its run was given: "
-        f"{_listed([*searched(sources), *recorded])}; "
-        f"given here: {_listed(given_here)}"
+        f"{_listed([*searched(sources), *begun])}; given here, on top of it: {_listed(given_here)}"
     )
     return Resumed(merged, checkpoint, source if in_place else None, training, message)
 
@@ -290,16 +290,22 @@ def check_checkpoint(file: Path) -> None:
         raise UserError(f"{file} is no checkpoint of a training run: those are checkpoints/*.ckpt in the run's folder.")
 
 
-def check_iterations_left(ckpt: Path, iterations: int) -> None:
-    """UserError when the run of a checkpoint is already as long as it is asked to be."""
+def iterations_done(ckpt: Path) -> int:
+    """The iteration that a checkpoint was written after."""
     import torch  # here: --help and mistakes do without
 
-    done = torch.load(ckpt, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+    return torch.load(ckpt, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+
+
+def check_iterations_left(ckpt: Path, iterations: int) -> int:
+    """What the run of a checkpoint has done. UserError when it is already as long as it is asked to be."""
+    done = iterations_done(ckpt)
     if done >= iterations:
         raise UserError(
             f"a resumed run needs iterations left to do; {ckpt} has done {done} and iterations={iterations}. Raise "
             f"it, as in iterations={done + 10}, or write the LoRA with task=export ckpt={ckpt}."
         )
+    return done
 
 
 def check_new(folder: Path) -> None:

@@ -52,7 +52,8 @@ def test_a_reward_that_cannot_be_made_is_told_by_its_name(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("optimizer._target_=torch.optim.Foo", "optimizer: torch.optim.Foo could not be made: .*'Foo' is importable"),
+        ("optimizer._target_=torch.optim.Foo", "Foo could not be made: No module named 'torch.optim.Foo'. Name"),
+        ("optimizer._target_=5", "Expected a callable target, got '5' of type 'int'. Name a class"),
         ("optimizer._target_=torch.optim.SGD", "unexpected keyword argument 'betas'.* with ~optimizer.<name>"),
         ("+optimizer.momentum=0.9", "unexpected keyword argument 'momentum'"),
         ("optimizer.betas=[0.9,2]", "Invalid beta parameter"),
