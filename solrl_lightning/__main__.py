@@ -38,6 +38,7 @@ from solrl_lightning.config import (
 )
 from solrl_lightning.errors import CheckFailed, NonFiniteError, UserError, WriteError
 from solrl_lightning.hub import check_hub
+from solrl_lightning.kinds import check_choices, check_kinds
 from solrl_lightning.launch import check_launched, is_first
 from solrl_lightning.run_folder import (
     LAST,
@@ -57,6 +58,8 @@ _FAILED = 1
 _USER_ERROR = 2  # as argparse
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells report Ctrl-C and SIGTERM
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+_PLACE_ERRORS = {errno.EACCES, errno.EEXIST, errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM}
+_LONGEST = 2000  # characters of a message; more are a value that is no value
 _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _TOLD = (UserError, NonFiniteError, WriteError, CheckFailed)  # what a user can do something about
 _NO_RECORD = ("hydra.output_subdir=null", f"hydra.job_logging.handlers.file.filename={os.devnull}")  # rank 0 has it
@@ -122,7 +125,7 @@ def run(cfg: DictConfig) -> Any:
         if sweeps:
             _quiet()  # a launcher may have started this process
             check_values(cfg)  # a sweeper may have chosen them
-        task = get_method(cfg.task._target_)
+        task = _task(cfg.task._target_)
         with _alone(Path(cfg.run_dir)) if sweeps else nullcontext():
             return task(cfg)
     except Exception as error:
@@ -137,6 +140,16 @@ def run(cfg: DictConfig) -> Any:
         raise
 
 
+def _task(target: str) -> Callable[[DictConfig], Any]:
+    try:
+        return get_method(target)
+    except (ImportError, ValueError, HydraException) as error:
+        raise UserError(
+            f"task._target_={target} is invalid: it must be a function that Python finds ({first_lines(error)}). Leave "
+            "it out, and choose what to do with task=<option>."
+        ) from error
+
+
 def _tell(error: Exception, folder: Path | None = None) -> Exception:
     """Prints and returns the cause that a user can do something about; raises an error without one.
 
@@ -147,6 +160,11 @@ def _tell(error: Exception, folder: Path | None = None) -> Exception:
     disk = next((e for e in _causes(error) if isinstance(e, OSError) and e.errno in _DISK_ERRORS), None)
     if told is None and disk is not None:  # TensorBoard's and Hydra's files, and the log
         told = WriteError.of(disk.filename or folder or "The run's folder", disk)
+    place = next((e for e in _causes(error) if isinstance(e, OSError) and e.errno in _PLACE_ERRORS), None)
+    if told is None and place is not None and place.filename is not None:
+        told = UserError(f"{place.filename}: {place.strerror}. Give a path that this user can read and write.")
+    if told is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):
+        told = UserError(first_lines(error))  # before a job: of an option of Hydra's
     if told is None:
         raise error
     way_out = ""
@@ -157,7 +175,10 @@ def _tell(error: Exception, folder: Path | None = None) -> Exception:
         elif folder is not None:
             again = f"remove {folder} and {again}"
         way_out = f" Free space or make the folder writable, then {again}."
-    print(f"error: {told}{way_out}", file=sys.stderr)
+    message = f"{told}{way_out}"
+    if len(message) > _LONGEST:
+        message = f"{message[: _LONGEST // 2]} [...] {message[-_LONGEST // 2 :]}"
+    print(f"error: {message}", file=sys.stderr)
     return told
 
 
@@ -212,14 +233,21 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     composed = tree.jobs(resumed.arguments, flags.multirun)
     common = set.intersection(*(set(cfg.hydra.overrides.task) for cfg in composed))
     for cfg in composed:
+        check_choices(cfg)
         home = cfg.hydra.sweep if tree.sweeps else cfg.hydra.run
         check_launched(OmegaConf.to_yaml(home), OmegaConf.select(cfg, "trainer.num_nodes") or 1)
         folder = Path(home.dir)
         if folder == Path():
             raise UserError("A run needs a folder of its own; hydra.run.dir is empty. Name one, or leave it out.")
         own = " ".join(override for override in cfg.hydra.overrides.task if override not in common)
+        check_kinds(tree, cfg)
         jobs[own] = application_config(cfg, folder)
     _each(jobs, check_values)
+    if len(jobs) > 1 and not OmegaConf.is_interpolation(home, "subdir"):
+        raise UserError(
+            f"hydra.sweep.subdir={home.subdir} is invalid: every run of a sweep needs a folder of its own. Use "
+            "'hydra.sweep.subdir=${hydra.job.num}', or leave it out."
+        )
     other = [argument for argument in arguments if argument not in flags.overrides]
     if flags.help or flags.cfg or flags.info:
         return [*other, *resumed.arguments], {}

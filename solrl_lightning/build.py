@@ -178,7 +178,7 @@ def build_model(
     """The module alone; without rewards it can only make pictures."""
     prepare_device(device)
     hide_loading_bars()
-    policy = instantiate(cfg.model.policy, device=str(device))
+    policy = make("model.policy", cfg.model.policy, takes="`device`", device=str(device))
     compile_it, why = should_compile(cfg.family.compile, device)
     if stages or compile_it:
         log.info("%s", why)
@@ -196,7 +196,7 @@ def build_model(
         rewards=rewards,
         objective=instantiate(cfg.objective),
         optimizer=instantiate(cfg.optimizer),
-        old_decay=instantiate(cfg.old_policy),
+        old_decay=make("old_policy", cfg.old_policy),
         old_velocity=cfg.old_velocity,
         stages=list(stages),
         sampling=sampling,

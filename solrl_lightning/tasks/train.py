@@ -54,7 +54,7 @@ class _KeepRecord(Callback):
 
 def check_continues(cfg: DictConfig) -> None:
     """Raises ``UserError`` when the run of ``cfg.ckpt`` had another optimiser."""
-    checkpoint = torch.load(cfg.ckpt, map_location="cpu", weights_only=True)
+    checkpoint = read_checkpoint(cfg.ckpt)
     optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
     for state in checkpoint["optimizer_states"]:
         check_fits(optimizer, state)
