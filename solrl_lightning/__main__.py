@@ -38,7 +38,7 @@ from solrl_lightning.config import (
 )
 from solrl_lightning.errors import CheckFailed, NonFiniteError, UserError, WriteError
 from solrl_lightning.hub import check_hub
-from solrl_lightning.kinds import check_choices, check_kinds
+from solrl_lightning.kinds import check_kinds
 from solrl_lightning.launch import check_launched, is_first
 from solrl_lightning.run_folder import (
     LAST,
@@ -58,8 +58,6 @@ _FAILED = 1
 _USER_ERROR = 2  # as argparse
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells report Ctrl-C and SIGTERM
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-_PLACE_ERRORS = {errno.EACCES, errno.EEXIST, errno.EIO, errno.EISDIR, errno.ENAMETOOLONG, errno.ENOTDIR, errno.EPERM}
-_LONGEST = 2000  # characters of a message; more are a value that is no value
 _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
 _TOLD = (UserError, NonFiniteError, WriteError, CheckFailed)  # what a user can do something about
 _NO_RECORD = ("hydra.output_subdir=null", f"hydra.job_logging.handlers.file.filename={os.devnull}")  # rank 0 has it
@@ -157,12 +155,13 @@ def _tell(error: Exception, folder: Path | None = None) -> Exception:
         folder: of the run that ended with it.
     """
     told = next((e for e in _causes(error) if isinstance(e, _TOLD)), None)
-    disk = next((e for e in _causes(error) if isinstance(e, OSError) and e.errno in _DISK_ERRORS), None)
-    if told is None and disk is not None:  # TensorBoard's and Hydra's files, and the log
-        told = WriteError.of(disk.filename or folder or "The run's folder", disk)
-    place = next((e for e in _causes(error) if isinstance(e, OSError) and e.errno in _PLACE_ERRORS), None)
-    if told is None and place is not None and place.filename is not None:
-        told = UserError(f"{place.filename}: {place.strerror}. Give a path that this user can read and write.")
+    place = next((e for e in _causes(error) if isinstance(e, OSError) and (e.filename or e.errno in _DISK_ERRORS)), None)
+    if told is None and place is not None:
+        file = place.filename or folder or "The run's folder"
+        if place.errno in _DISK_ERRORS or (folder is not None and Path(file).absolute().is_relative_to(folder.absolute())):
+            told = WriteError.of(file, place)  # TensorBoard's and Hydra's files, and the log
+        else:
+            told = UserError(f"{file}: {place.strerror}. Give a path that this user can read and write.")
     if told is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):
         told = UserError(first_lines(error))  # before a job: of an option of Hydra's
     if told is None:
@@ -175,10 +174,7 @@ def _tell(error: Exception, folder: Path | None = None) -> Exception:
         elif folder is not None:
             again = f"remove {folder} and {again}"
         way_out = f" Free space or make the folder writable, then {again}."
-    message = f"{told}{way_out}"
-    if len(message) > _LONGEST:
-        message = f"{message[: _LONGEST // 2]} [...] {message[-_LONGEST // 2 :]}"
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {told}{way_out}", file=sys.stderr)
     return told
 
 
@@ -233,14 +229,13 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     composed = tree.jobs(resumed.arguments, flags.multirun)
     common = set.intersection(*(set(cfg.hydra.overrides.task) for cfg in composed))
     for cfg in composed:
-        check_choices(cfg)
+        check_kinds(tree, cfg)
         home = cfg.hydra.sweep if tree.sweeps else cfg.hydra.run
         check_launched(OmegaConf.to_yaml(home), OmegaConf.select(cfg, "trainer.num_nodes") or 1)
         folder = Path(home.dir)
         if folder == Path():
             raise UserError("A run needs a folder of its own; hydra.run.dir is empty. Name one, or leave it out.")
         own = " ".join(override for override in cfg.hydra.overrides.task if override not in common)
-        check_kinds(tree, cfg)
         jobs[own] = application_config(cfg, folder)
     _each(jobs, check_values)
     if len(jobs) > 1 and not OmegaConf.is_interpolation(home, "subdir"):

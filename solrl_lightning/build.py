@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from solrl_lightning.config import make, prompt_sets, reward_members
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import WholeCheckpointIO
+from solrl_lightning.files import WholeCheckpointIO, read_checkpoint
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import Sampling, SolRLModule, Stage
 from solrl_lightning.policies.compilation import should_compile
@@ -81,7 +81,7 @@ def with_option(cfg: DictConfig, group: str, option: str) -> DictConfig:
 
 def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
     """The adapters and their evaluation average, from a checkpoint of a training run."""
-    checkpoint: dict[str, Any] = torch.load(ckpt, map_location=module.policy.device, weights_only=True)
+    checkpoint = read_checkpoint(ckpt, module.policy.device)
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
     average = checkpoint["callbacks"].get("WeightEMA")  # a run without the callback is evaluated as it stands

@@ -293,8 +293,8 @@ def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
         with open_dict(cfg):
             cfg.run_dir = str(run_dir)
             del cfg["hydra"]
-        OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         OmegaConf.resolve(cfg)
+        OmegaConf.to_container(cfg, throw_on_missing=True)
     finally:
         HydraConfig.instance().cfg = before
     return cfg

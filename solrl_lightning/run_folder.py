@@ -240,7 +240,7 @@ def _read_record(file: Path, kind: type[ListConfig] | type[DictConfig]) -> Any:
         record = OmegaConf.load(file)
         whole = isinstance(record, kind) and (kind is ListConfig or "hydra" in record)
         damaged = "" if whole else "it holds something else"
-    except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:
+    except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:  # OSError for a number
         damaged = " ".join(str(error).split())
     if damaged:
         raise UserError(
@@ -308,9 +308,9 @@ def check_checkpoint(file: Path) -> None:
 
 def check_iterations_left(ckpt: Path, iterations: int) -> None:
     """UserError when the run of a checkpoint is already as long as it is asked to be."""
-    import torch  # here: --help and mistakes do without
+    from solrl_lightning.files import read_checkpoint  # here: it imports torch
 
-    done = torch.load(ckpt, map_location="cpu", weights_only=True, mmap=True)["global_step"]
+    done = read_checkpoint(ckpt)["global_step"]
     if done >= iterations:
         raise UserError(
             f"a resumed run needs iterations left to do; {ckpt} has done {done} and iterations={iterations}. Raise "

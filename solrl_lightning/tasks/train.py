@@ -12,6 +12,7 @@ from solrl_lightning.build import build_loop, build_module, build_trainer, stage
 from solrl_lightning.callbacks.summary import base_and_final
 from solrl_lightning.callbacks.surface import RECORD
 from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.files import read_checkpoint
 from solrl_lightning.optimizer_state import check_fits
 from solrl_lightning.run_folder import LOG, goes_on, keep_record
 
