@@ -155,10 +155,14 @@ def _tell(error: Exception, folder: Path | None = None) -> Exception:
         folder: of the run that ended with it.
     """
     told = next((e for e in _causes(error) if isinstance(e, _TOLD)), None)
-    place = next((e for e in _causes(error) if isinstance(e, OSError) and (e.filename or e.errno in _DISK_ERRORS)), None)
+    place = next(
+        (e for e in _causes(error) if isinstance(e, OSError) and (e.filename or e.errno in _DISK_ERRORS)), None
+    )
     if told is None and place is not None:
         file = place.filename or folder or "The run's folder"
-        if place.errno in _DISK_ERRORS or (folder is not None and Path(file).absolute().is_relative_to(folder.absolute())):
+        if place.errno in _DISK_ERRORS or (
+            folder is not None and Path(file).absolute().is_relative_to(folder.absolute())
+        ):
             told = WriteError.of(file, place)  # TensorBoard's and Hydra's files, and the log
         else:
             told = UserError(f"{file}: {place.strerror}. Give a path that this user can read and write.")

@@ -711,8 +711,8 @@ def _check_resolution(cfg: DictConfig) -> None:
         pixels = _PIXELS_PER_TOKEN.get(str(OmegaConf.select(cfg, "model.policy._target_")), 1)
     else:
         try:
-            vae, transformer = (json.loads(part.read_text()) for part in parts)
-        except ValueError:
+            vae, transformer = (dict(json.loads(part.read_text())) for part in parts)
+        except (ValueError, TypeError, RecursionError):
             return  # damaged, as loading it will say
         halvings = len(vae.get("block_out_channels", vae.get("encoder_block_out_channels", [0]))) - 1
         packs = transformer.get("_class_name") == "FluxTransformer2DModel"  # its patch_size says 1

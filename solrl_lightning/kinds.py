@@ -12,7 +12,6 @@ _DELETABLE = ("callbacks", "logger", "trainer", "reward", "optimizer", "objectiv
 _OPEN = ("callbacks", "logger", "trainer")  # where their classes take several kinds, null among them
 _OWN_RULES = ("task.prompts", "family.compile")  # in config.asked_prompts and check_values
 _NULL_IN_SOME = ("family.explore", "family.warning", "model.variant")
-_NULL_OR_LIST = ("family.explore", "task.decoders", "task.precisions")
 
 
 def check_kinds(tree: ConfigTree, cfg: DictConfig) -> None:
@@ -52,7 +51,7 @@ def _check(key: str, known: Any, found: Any) -> None:
         return
     if (expected in ("a text", "null") and scalar) or (found is None and key in _NULL_IN_SOME):
         return
-    if expected == "null" and key in _NULL_OR_LIST:
+    if expected == "null" and (key == "family.explore" or key.startswith("task.")):  # lists, among others
         return
     rule = "a single value" if expected == "null" else expected
     default = "" if known is None or isinstance(known, dict | list) else f" for {key}={known}"

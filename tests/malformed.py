@@ -22,12 +22,27 @@ from pyarrow import parquet
 Case = tuple[str, list[str]]
 
 WHOLE = ("model.lora.rank", "model.micro_batch", "model.rollout_batch", "prompts_per_iteration", "data.eval_images")
-WHOLE += ("iterations", "evaluation.every", "family.pool", "family.explore.steps", "model.full_steps", "model.decode_batch")
+WHOLE += (
+    "iterations",
+    "evaluation.every",
+    "family.pool",
+    "family.explore.steps",
+    "model.full_steps",
+    "model.decode_batch",
+)
 NOT_WHOLE = ("x", "0", "-3", "2.5", "nan", "true", "null", "[1]", "{a:1}", "''")
 NUMBERS = ("optimizer.lr", "optimizer.weight_decay", "optimizer.eps", "objective.beta", "objective.kl_weight")
 NUMBERS += ("model.guidance", "model.max_grad_norm", "model.train_timestep_fraction", "reward.shapes.weight")
 NOT_NUMBERS = ("x", "-inf", "nan", "true", "[1.0]", "{a:1}")
-TEXTS = ("data.train", "data.eval", "data.column", "model.pretrained", "model.variant", "model.solver", "precision.name")
+TEXTS = (
+    "data.train",
+    "data.eval",
+    "data.column",
+    "model.pretrained",
+    "model.variant",
+    "model.solver",
+    "precision.name",
+)
 TEXTS += ("precision.backend", "family.explore.sampler", "family.regenerate.solver", "family.explore.decoder")
 NOT_TEXTS = ("[a,b]", "{a:b}")
 OTHERS = (
@@ -541,12 +556,16 @@ def prompt_files(folder: Path) -> Iterator[Case]:
         (folder / name).write_bytes(content)
         yield name, [f"data.train={name}"]
     table = folder / "good.parquet"
-    parquet.write_table(pyarrow.table({"prompt": ["a red circle"] * 50, "number": [1] * 50, "none": [None] * 50}), table)
+    parquet.write_table(
+        pyarrow.table({"prompt": ["a red circle"] * 50, "number": [1] * 50, "none": [None] * 50}), table
+    )
     content = table.read_bytes()
     for name, part in (("cut.parquet", content[:-40]), ("flipped.parquet", flipped(content, len(content) - 20))):
         (folder / name).write_bytes(part)
         yield name, [f"data.train={name}"]
-    yield from ((f"column {name}", ["data.train=good.parquet", f"data.column={name}"]) for name in ("text", "number", "none"))
+    yield from (
+        (f"column {name}", ["data.train=good.parquet", f"data.column={name}"]) for name in ("text", "number", "none")
+    )
     (folder / "folder.txt").mkdir()
     (folder / "dangling.txt").symlink_to("nowhere")
     for name in ("folder.txt", "dangling.txt", "empty.txt/below.txt"):
@@ -565,7 +584,13 @@ def damaged(content: bytes) -> dict[str, bytes]:
     size = len(content)
     cuts = {f"cut at {share} %": content[: size * share // 100] for share in (1, 50, 99)}
     flips = {f"flipped at {share} %": flipped(content, size * share // 100) for share in (0, 20, 60, 99)}
-    others = {"empty": b"", "byte": b"P", "zeros": bytes(size), "text": b"<html>not found</html>", "longer": content + content}
+    others = {
+        "empty": b"",
+        "byte": b"P",
+        "zeros": bytes(size),
+        "text": b"<html>not found</html>",
+        "longer": content + content,
+    }
     return {**cuts, "cut by a byte": content[:-1], **flips, **others}
 
 
@@ -692,12 +717,25 @@ def reward_files(folder: Path) -> Iterator[Case]:
 
 def records(folder: Path, run: Path) -> Iterator[Case]:
     """Folders of ``run``, a finished one, whose record or summary is spoilt."""
-    for name, content in (("text", b"x: ["), ("list", b"- 'a=b=c'"), ("keys", b"a: 1"), ("number", b"5"), ("binary", b"\xff\x00")):
+    for name, content in (
+        ("text", b"x: ["),
+        ("list", b"- 'a=b=c'"),
+        ("keys", b"a: 1"),
+        ("number", b"5"),
+        ("binary", b"\xff\x00"),
+    ):
         copy = folder / f"record {name}"
         shutil.copytree(run, copy)
         (copy / ".hydra" / "overrides.yaml").write_bytes(content)
         yield f"record {name}", ["ckpt=last", f"hydra.run.dir='record {name}'"]
-    for name, content in (("text", b"x"), ("list", b"[]"), ("empty", b""), ("keys", b"{}"), ("deep", DEEP), ("binary", b"\xff")):
+    for name, content in (
+        ("text", b"x"),
+        ("list", b"[]"),
+        ("empty", b""),
+        ("keys", b"{}"),
+        ("deep", DEEP),
+        ("binary", b"\xff"),
+    ):
         copy = folder / f"summary {name}"
         shutil.copytree(run, copy)
         (copy / "summary.json").write_bytes(content)

@@ -157,6 +157,8 @@ def test_adapters_multiply_in_the_dtype_of_their_input_on_a_gpu(
     module = build_model(compose(f"model.pretrained={pipeline}", "precision=bf16"), torch.device("cpu"))
     factors = [f for layer in module.lora_layers.values() for f in (*layer.lora_A.values(), *layer.lora_B.values())]
     assert {type(factor) for factor in factors} == {linear}
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
