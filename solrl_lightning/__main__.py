@@ -42,8 +42,8 @@ from solrl_lightning.kinds import check_kinds
 from solrl_lightning.launch import check_launched, is_first
 from solrl_lightning.run_folder import (
     LAST,
+    check_contents,
     check_free,
-    check_iterations_left,
     check_new,
     check_writable,
     claimed,
@@ -262,8 +262,9 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     _each(jobs, check_needs)
     _each(jobs, lambda cfg: told.extend(check_hub(cfg)))
     _each(jobs, check_machine)
-    if resumed.checkpoint is not None and resumed.training:
-        check_iterations_left(resumed.checkpoint, min(cfg.iterations for cfg in jobs.values()))
+    if resumed.checkpoint is not None:
+        iterations = min(cfg.iterations for cfg in jobs.values())
+        check_contents(resumed.checkpoint, iterations if resumed.training else None)
     if told and is_first():
         print(*dict.fromkeys(told), sep="\n", flush=True)
     _each(jobs, check_prompts)

@@ -77,7 +77,7 @@ def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dic
     """
     own = "Name one that this program wrote: checkpoints/*.ckpt in a run's folder."
     try:
-        checkpoint = torch.load(file, map_location=device, weights_only=True)
+        checkpoint = torch.load(file, map_location=device, weights_only=True, mmap=True)
     except (RuntimeError, EOFError, UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
         raise UserError(f"ckpt={file} is invalid: it is not made of tensors and numbers ({reason}). {own}") from error

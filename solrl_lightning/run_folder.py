@@ -306,12 +306,12 @@ def check_checkpoint(file: Path) -> None:
         raise UserError(f"{file} is no checkpoint of a training run: those are checkpoints/*.ckpt in the run's folder.")
 
 
-def check_iterations_left(ckpt: Path, iterations: int) -> None:
-    """UserError when the run of a checkpoint is already as long as it is asked to be."""
+def check_contents(ckpt: Path, iterations: int | None) -> None:
+    """UserError for a checkpoint of something else, or of a run that is already as long as it is asked to be."""
     from solrl_lightning.files import read_checkpoint  # here: it imports torch
 
     done = read_checkpoint(ckpt)["global_step"]
-    if done >= iterations:
+    if iterations is not None and done >= iterations:
         raise UserError(
             f"a resumed run needs iterations left to do; {ckpt} has done {done} and iterations={iterations}. Raise "
             f"it, as in iterations={done + 10}, or write the LoRA with task=export ckpt={ckpt}."
