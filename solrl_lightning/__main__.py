@@ -200,6 +200,7 @@ def _quiet() -> None:
         "diffusers.configuration_utils",
     ):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("diffusers.models.modeling_utils").setLevel(logging.CRITICAL)  # it logs what it raises
     logging.getLogger("huggingface_hub").propagate = False  # it prints what it logs itself
     logging.raiseExceptions = False  # a full disk ends the run at its next file; each line of the log is no news
     threading.excepthook = _thread_ended

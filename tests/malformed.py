@@ -22,33 +22,28 @@ from pyarrow import parquet
 
 Case = tuple[str, list[str]]
 
-_WHOLE = ("model.lora.rank", "prompts_per_iteration", "family.explore.steps", "callbacks.sample_grid.every")
-_NOT_WHOLE = ("x", "-3", "true", "[1]", "{a:1}")
+_WHOLE = ("model.lora.rank", "prompts_per_iteration", "family.explore.steps")
+_NOT_WHOLE = ("x", "-3", "[1]")
 _NUMBERS = ("optimizer.lr", "objective.beta", "reward.shapes.weight")
-_NOT_NUMBERS = ("x", "nan", "null", "[1.0]")
-_TEXTS = ("data.train", "model.pretrained", "precision.backend", "family.explore.sampler")
+_NOT_NUMBERS = ("x", "nan", "null")
+_TEXTS = ("data.train", "model.pretrained", "precision.backend")
 _NOT_TEXTS = ("[a,b]", "{a:b}")
 _ONE_ARGUMENT = """
-    iterations=2.5 iterations=1e400 seed=-1 seed=null seed=4294967296 run_dir=x evaluation=null evaluation=3 model.data=null
-    model.lora.target_modules=to_q model.lora.target_modules=null model.dtypes=float32 model.weights=mine model.lora=null
-    model.resolution=31 model.gradient_checkpointing=maybe model.quantization=null model.policy=null
-    model.preview_decoder=./nowhere model.embeddings=[a]
-    family.keep=1 family.keep=97 family.explore=5 family.regenerate=null family.explore.solver=rk4 family.compile=maybe
-    +family.explore.stop_after=6 +family.regenerate.stop_after=2 family.explore.decoder=preview
-    optimizer=null optimizer=sgd optimizer.betas=0.9 optimizer.betas=[2,0.9] optimizer._target_=torch.optim.Nowhere
-    +optimizer.momentum=0.9 ~optimizer.lr=1 old_policy=null objective.advantage_clip=-1 objective._target_=nowhere.loss
-    +objective.typo=1 precision.backend=cuda precision.name=fp3 precision=fp3 reward.shapes=null reward=[] reward=[shapes,no]
-    reward.pretrained=x reward={shapes:1} task=trane task=[train,audit] task._target_=nowhere.task task.reads=train
-    data.train=nowhere.txt data.train=. data.train=/dev/null data.train=hf://a data.train=shapes-trian data.eval=null
-    data.eval_prompts=0 data.eval_prompts=x trainer.accelerator=gpu trainer.num_nodes=0 trainer.num_nodes=x
-    trainer.strategy=teleport trainer.precision=64-false trainer=null logger=tensorbord callbacks.checkpoint.save_top_k=-2
-    callbacks=5 hydra.run.dir= hydra.run.dir=/dev/null/run hydra.run=null hydra.mode=SIDEWAYS hydra/launcher=nowhere
-    iterations =3 iterations==3 iterations=[ iterations={ data.train='a data.train=${ data.train=${a ''=1 family@=sol_rl
-    iterations..x=3 iterations.x=3 /family=sol_rl family/sol_rl family=../model/tiny family= family=5 family=null
-    family=[sol_rl,compile] family={sol_rl:1} experiment=nowhere + ~ ++family=sol_rl ~nothing ~iterations=5 ~seed ~model
-    ~reward ~trainer ~family.pool ~model.lora ~evaluation ~old_policy ~objective.kl_weight ~hydra.run.dir +nothing=1 +ckpt=x
-    seed=${nothing} seed=${seed} seed=${oc.env:NOTHING_OF_THIS_NAME} seed=${nowhere:1} iterations=1,2 iterations=range(1,4)
-    ckpt= ckpt=[a] ckpt=true ckpt=5 ckpt=best ckpt=. ckpt=/dev/null ckpt=last
+    iterations=2.5 iterations=1e400 seed=-1 seed=null seed=4294967296 run_dir=x evaluation=3 model.data=null
+    model.lora.target_modules=to_q model.dtypes=float32 model.weights=mine model.lora=null model.resolution=31
+    model.preview_decoder=./nowhere model.embeddings=[a] callbacks.sample_grid.every=x
+    family.keep=97 family.explore=5 family.regenerate=null family.explore.solver=rk4 family.compile=maybe
+    +family.explore.stop_after=6 family.explore.decoder=preview optimizer=sgd optimizer.betas=0.9
+    optimizer._target_=torch.optim.Nowhere +optimizer.momentum=0.9 old_policy=null objective._target_=nowhere.loss
+    +objective.typo=1 precision.name=fp3 precision=fp3 reward=[] reward=[shapes,no] reward.pretrained=x
+    task=[train,audit] task._target_=nowhere.task data.train=. data.train=hf://a data.train=shapes-trian
+    data.eval_prompts=0 trainer.accelerator=gpu trainer.num_nodes=x trainer.strategy=teleport trainer=null
+    callbacks.checkpoint.save_top_k=-2 hydra.run.dir= hydra.run.dir=/dev/null/run hydra.mode=SIDEWAYS
+    hydra/launcher=nowhere iterations =3 iterations==3 iterations=[ iterations={ data.train='a data.train=${ ''=1
+    iterations..x=3 iterations.x=3 family/sol_rl family=../model/tiny family= family=5 family=null
+    family=[sol_rl,compile] family={sol_rl:1} experiment=nowhere + ~ ~nothing ~iterations=5 ~seed ~model ~reward
+    ~trainer ~family.pool ~model.lora ~evaluation ~objective.kl_weight +nothing=1 +ckpt=x seed=${nothing} seed=${seed}
+    seed=${oc.env:NOTHING_OF_THIS_NAME} iterations=1,2 ckpt= ckpt=[a] ckpt=best ckpt=. ckpt=/dev/null ckpt=last
 """.split()
 _SEVERAL_ARGUMENTS = (
     ["data.train=\x07bell"],
@@ -59,27 +54,23 @@ _SEVERAL_ARGUMENTS = (
     ["-m", "iterations=0,1"],
     ["-m", "family=glob(x*)"],
     ["-m", "seed=range(1,1)"],
-    ["-m", "ckpt=last"],
     ["-m", "hydra/sweeper=nowhere", "seed=1,2"],
-    ["-m", "seed=1,2", "hydra.sweep.dir=null"],
     ["-m", "seed=1,2", "hydra.sweep.subdir=same"],
-    ["--config-dir", "nowhere"],
     ["--config-name", "nowhere"],
     ["--config-path", "nowhere"],
     ["reward=clipscore", "reward.clipscore.pretrained=./nowhere"],
     ["family=prefix", "family.explore.stop_after=10"],
     ["objective=awm", "objective.ratio_clip=-1"],
-    ["model=flux1", "model.pretrained=./nowhere"],
 )
 _TASKS = {
-    "audit": "task.proxies=[] task.proxies=5 task.proxies=[5] task.proxies=[{sampler:shadow,steps:x}] task.keep=97",
-    "benchmark": "task.families=sol_rl task.repeats=0 task.sizes.pool=0 task.sizes=5",
-    "compare": "task.runs=nowhere task.runs=5 task.runs=null task.runs='['",
-    "evaluate": "ckpt=nowhere.ckpt ckpt=/dev/null",
-    "export": "seed=1 ckpt=5",
-    "generate": "seed=1 task.prompts=5 task.prompts=[5] task.prompt_file=. task.base=false task.prompts={a:b}",
-    "plan": "task.tflops=x task.tflops=nan task.families=5",
-    "pretrain": "task.vae_steps=0 task.vae_lr=-1 task.flow_steps=1.5 task.distractors=2 task.folder=null",
+    "audit": "task.proxies=5 task.proxies=[5] task.proxies=[{sampler:shadow,steps:x}]",
+    "benchmark": "task.families=sol_rl task.sizes=5",
+    "compare": "task.runs=5 task.runs='['",
+    "evaluate": "ckpt=nowhere.ckpt",
+    "export": "seed=1",
+    "generate": "seed=1 task.prompts=5 task.prompts=[5] task.prompt_file=.",
+    "plan": "task.tflops=nan",
+    "pretrain": "task.vae_steps=0 task.vae_lr=-1",
 }
 
 
@@ -98,30 +89,24 @@ def command_lines() -> Iterator[list[str]]:
 DEEP = b"[" * 200_000
 PROMPT_FILES = {
     "empty.txt": b"",
-    "blank.txt": b"\n \t\r\n\n",
     "latin1.txt": "caf\u00e9".encode("latin-1"),
     "utf16.txt": "a red circle".encode("utf-16"),
     "binary.txt": bytes(range(256)) * 20,
     "cut.txt": "a red circle\ncaf\u00e9".encode()[:-1],
     "mark.txt": b"\xef\xbb\xbf",
-    "empty.jsonl": b"",
     "text.jsonl": b"a red circle\n",
     "cut.jsonl": b'{"prompt": "a red ci',
     "array.jsonl": b'["a red circle"]\n',
-    "number.jsonl": b"5\n",
     "null.jsonl": b"null\n",
     "key.jsonl": b'{"text": "a red circle"}\n',
-    "list.jsonl": b'{"prompt": ["a red circle"]}\n',
     "none.jsonl": b'{"prompt": null}\n',
     "blank.jsonl": b'{"prompt": " "}\n',
-    "tag.jsonl": b'{"prompt": "a red circle", "tag": 5}\n',
     "second.jsonl": b'{"prompt": "a red circle"}\n{"prompt": 5}\n',
     "deep.jsonl": b'{"prompt": ' + DEEP,
     "latin1.jsonl": '{"prompt": "caf\u00e9"}'.encode("latin-1"),
     "surrogate.jsonl": b'{"prompt": "\\ud800"}\n',
     "empty.parquet": b"",
     "text.parquet": b"a red circle\n",
-    "magic.parquet": b"PAR1PAR1",
     "zeros.parquet": bytes(1000),
 }
 
@@ -201,7 +186,7 @@ def checkpoints(folder: Path, good: bytes) -> Iterator[Case]:
     with zipfile.ZipFile(folder / "zip.ckpt", "w") as archive:
         archive.writestr("archive/data.pkl", b"pytorch-lightning_version")
     yield "zip", ["ckpt=zip.ckpt"]
-    for name in ("code", "no state_dict", "no callbacks", "shape", "cut at 50 %"):
+    for name in ("no state_dict", "shape"):
         for task in ("evaluate", "export"):
             yield f"{task} {name}", [f"task={task}", f"ckpt='{name}.ckpt'"]
 
@@ -220,20 +205,18 @@ def model_folders(folder: Path, good: Path) -> Iterator[Case]:
         "another pipeline": {"model_index.json": json.dumps({**index, "_class_name": "SanaPipeline"}).encode()},
         "class of a number": {"model_index.json": json.dumps({**index, "_class_name": 5}).encode()},
         "unknown component": {"model_index.json": json.dumps({**index, "vae": ["diffusers", "Nothing"]}).encode()},
-        "component of no kind": {"model_index.json": json.dumps({**index, "vae": ["diffusers"]}).encode()},
         "no weights": {weights: None},
         "no tokenizer": {"tokenizer/tokenizer.json": None, "tokenizer/tokenizer_config.json": None},
         "tokenizer of text": {"tokenizer/tokenizer.json": b"tokenizer"},
         "no scheduler": {"scheduler/scheduler_config.json": None},
-        "scheduler of text": {"scheduler/scheduler_config.json": b"x"},
-        "text encoder of nothing": {"text_encoder/config.json": b"{}"},
         "text encoder of text": {"text_encoder/config.json": b"x"},
         "autoencoder of a list": {"vae/config.json": b"[]"},
         "wide transformer": {"transformer/config.json": config_with(good, "attention_head_dim", 64)},
         "transformer of words": {"transformer/config.json": config_with(good, "num_layers", "two")},
     }
     content = (good / weights).read_bytes()
-    changes |= {name: {weights: spoilt} for name, spoilt in damaged(content).items() if name not in _STILL_WEIGHTS}
+    spoilt = damaged(content)  # flips in the numbers are other numbers: safetensors has no checksum
+    changes |= {name: {weights: spoilt[name]} for name in ("cut at 50 %", "flipped at 0 %", "empty", "text")}
     for name, files in changes.items():
         copy = folder / name
         shutil.copytree(good, copy, copy_function=os.symlink)
@@ -242,9 +225,6 @@ def model_folders(folder: Path, good: Path) -> Iterator[Case]:
             if new is not None:
                 (copy / path).write_bytes(new)
         yield name, ["task=generate", "task.prompts=[a red circle]", f"model.pretrained='./{name}'"]
-
-
-_STILL_WEIGHTS = ("flipped at 20 %", "flipped at 60 %", "flipped at 99 %")  # other numbers: safetensors has no checksum
 
 
 def config_with(good: Path, key: str, value: Any) -> bytes:
@@ -257,8 +237,6 @@ def reward_files(folder: Path) -> Iterator[Case]:
         "text": b"config",
         "empty": b"",
         "list": b"[]",
-        "number": b"5",
-        "nothing": b"{}",
         "deep": DEEP,
         "llama": b'{"model_type": "llama"}',
         "clip without weights": b'{"model_type": "clip"}',
