@@ -25,8 +25,8 @@ from solrl_lightning.callbacks.common import RECORD, find, loop_of, module_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import write_atomically
-from solrl_lightning.run_folder import LAST, iterations_done
+from solrl_lightning.files import iterations_done, read_checkpoint, write_atomically
+from solrl_lightning.run_folder import LAST
 
 _PATHS = {
     "last_checkpoint": str(LAST),
@@ -125,7 +125,7 @@ class RunSummary(Callback):
             "improvement": final - base if base is not None and final is not None else None,
             "other_rewards": others,
             "iterations": loop_of(trainer).iterations_done,
-            "last_checkpoint_iterations": iterations_done(run / LAST) if (run / LAST).exists() else None,
+            "last_checkpoint_iterations": saved_iterations(run / LAST),
             "seconds_total": self._seconds(),
             "seconds_since_process_start": time.perf_counter() - IMPORTED,  # of a sweep, with the jobs before
             "seconds_before_resume": self._seconds_before,
@@ -137,6 +137,10 @@ class RunSummary(Callback):
             "config": self.hparams,
             "paths": {"run": str(run), **paths},
         }
+
+
+def saved_iterations(last: Path) -> int | None:
+    return iterations_done(read_checkpoint(last)) if last.exists() else None
 
 
 def base_and_final(

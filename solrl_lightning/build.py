@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from solrl_lightning.config import make, prompt_sets, reward_members
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import WholeCheckpointIO
+from solrl_lightning.files import WholeCheckpointIO, read_checkpoint
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import Evaluation, SolRLModule
 from solrl_lightning.objectives.base import Objective
@@ -84,7 +84,7 @@ def with_option(cfg: DictConfig, group: str, option: str) -> DictConfig:
 
 def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
     """The adapters and their evaluation average, from a checkpoint of a training run."""
-    checkpoint: dict[str, Any] = torch.load(ckpt, map_location=module.policy.device, weights_only=True)
+    checkpoint = read_checkpoint(ckpt, module.policy.device)
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
     average = checkpoint["callbacks"].get("WeightEMA")  # a run without the callback is evaluated as it stands
@@ -182,7 +182,7 @@ def build_model(
     """The module alone; without rewards it can only make pictures."""
     prepare_device(device)
     hide_loading_bars()
-    policy = instantiate(cfg.model.policy, device=str(device))
+    policy = make("model.policy", cfg.model.policy, takes="`device`", device=str(device))
     compile_it, why = should_compile(cfg.family.compile, device)
     if stages or compile_it:
         log.info("%s", why)
@@ -205,7 +205,7 @@ def build_model(
         rewards,
         objective=make("objective", cfg.objective, kind=Objective),
         optimizer=instantiate(cfg.optimizer),
-        old_decay=instantiate(cfg.old_policy),
+        old_decay=make("old_policy", cfg.old_policy),
         old_velocity=cfg.old_velocity,
         evaluation=Evaluation(cfg.model.solver, cfg.model.eval_steps, cfg.data.eval_images),
         eval_prompts=list(eval_prompts),

@@ -47,6 +47,7 @@ DECODERS = ("full", "preview")
 
 # Whole numbers of at least 1.
 _COUNTS = (
+    "trainer.num_nodes",
     "iterations",
     "prompts_per_iteration",
     "family.pool",
@@ -57,7 +58,9 @@ _COUNTS = (
     "model.full_steps",
     "model.preview_steps",
     "model.eval_steps",
+    "model.prefix_steps",
     "model.micro_batch",
+    "model.decode_batch",
     "model.rollout_batch",
     "model.lora.rank",
     "data.eval_images",
@@ -68,13 +71,33 @@ _COUNTS = (
     "task.rounds",
     "task.grid_prompts",
     "task.grid_images",
+    "task.vae_steps",
+    "task.vae_batch",
+    "task.flow_steps",
+    "task.flow_batch",
+    "task.preview_steps",
+    "task.preview_batch",
 )
+# The same, or null.
+_OPTIONAL_COUNTS = ("data.eval_prompts", "task.sizes.pool")
+# Numbers above 0, or null.
+_OPTIONAL_POSITIVE = ("task.tflops", "task.speedup")
 # Numbers above 0.
-_POSITIVE = ("model.max_grad_norm", "model.lora.alpha", "objective.beta", "objective.advantage_clip", "optimizer.lr")
+_POSITIVE = (
+    "model.max_grad_norm",
+    "model.lora.alpha",
+    "objective.beta",
+    "objective.advantage_clip",
+    "objective.ratio_clip",
+    "optimizer.lr",
+    "task.vae_lr",
+    "task.flow_lr",
+    "task.preview_lr",
+)
 # Numbers of at least 0.
-_NON_NEGATIVE = ("model.guidance", "objective.kl_weight", "optimizer.weight_decay")
+_NON_NEGATIVE = ("model.guidance", "objective.kl_weight", "objective.old_weight", "optimizer.weight_decay")
 # Shares, in (0, 1].
-_FRACTIONS = ("model.train_timestep_fraction",)
+_FRACTIONS = ("model.train_timestep_fraction", "task.distractors")
 _KEEP_RULE = "a whole number of at least 2: the best and the worst of a prompt are compared with each other"
 _STRATEGIES = ("auto", "single_device", "ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
 _ONE_STEP = "an iteration takes one optimiser step on the gradients of all its micro-batches"
@@ -188,6 +211,8 @@ class ConfigTree:
                 overrides += parser.parse_overrides([argument])
             except OverrideParseException as error:
                 raise UserError(self._unreadable(argument)) from error
+            if not overrides[-1].key_or_group:
+                raise UserError(self._unreadable(argument))
         return overrides
 
     def _unreadable(self, argument: str) -> str:
@@ -195,6 +220,8 @@ class ConfigTree:
         if not equals:
             homes = [f"{group}={argument}" for group in self.groups() if argument in self.options(group)]
             return f"Cannot read {argument!r}: an option is written key=value.{_did_you_mean(homes)}"
+        if not argument.isprintable():
+            return f"Cannot read {argument!r}: it has characters that cannot be printed. Leave them out."
         quoted = value.strip("'\"")
         return (
             f"Cannot read {argument!r}. Values with spaces, commas, brackets or = need quotes that survive the shell: "
@@ -236,6 +263,8 @@ class ConfigTree:
         else:
             combinations = [[_first_value(override) for override in params + overrides]]
         jobs = [self.compose(combination) for combination in combinations]
+        if not jobs:
+            raise UserError(f"A sweep needs at least one run; {' '.join(str(o.input_line) for o in swept)} names none.")
         for job in jobs:
             check_root(job, params + overrides)
         return jobs
@@ -258,8 +287,8 @@ def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
         with open_dict(cfg):
             cfg.run_dir = str(run_dir)
             del cfg["hydra"]
-        OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         OmegaConf.resolve(cfg)
+        OmegaConf.to_container(cfg, throw_on_missing=True)
     finally:
         HydraConfig.instance().cfg = before
     return cfg
@@ -376,9 +405,9 @@ def _did_you_mean(names: Sequence[str], prefix: str = "") -> str:
 
 
 def first_lines(error: Exception) -> str:
-    """Hydra's and OmegaConf's messages without their notes on object types."""
+    """Hydra's and OmegaConf's messages in one line, without their notes on object types."""
     lines = [line.strip() for line in str(error).splitlines()]
-    return "\n".join(line for line in lines if line and not line.startswith("object_type="))
+    return " ".join(line for line in lines if line and not line.startswith("object_type="))
 
 
 # Values
@@ -391,7 +420,11 @@ def check_values(cfg: DictConfig) -> None:
             raise UserError(f"A run needs a {group}; choose one with {group}=<option>.")
     for key in _COUNTS:
         _check(cfg, key, lambda value: _is_whole(value) and value >= 1, "a whole number of at least 1")
-    _check(cfg, "seed", lambda value: _is_whole(value) and value >= 0, "a whole number of at least 0")
+    for key in _OPTIONAL_COUNTS:
+        _check(cfg, key, lambda value: value is None or _is_whole(value) and value >= 1, "a whole number of at least 1")
+    for key in _OPTIONAL_POSITIVE:
+        _check(cfg, key, lambda value: value is None or _is_number(value) and value > 0, "a number above 0")
+    _check(cfg, "seed", lambda value: _is_whole(value) and 0 <= value < _SEEDS, "a whole number from 0 to 4294967295")
     _check(cfg, "task.iterations", lambda n: n is None or (_is_whole(n) and n >= 0), "a whole number of at least 0")
     for key in ("family.keep", "task.keep"):
         _check(cfg, key, lambda value: _is_whole(value) and value >= 2, _KEEP_RULE)
@@ -669,8 +702,9 @@ def _check_resolution(cfg: DictConfig) -> None:
     if folder is None:
         return
     try:
-        vae, transformer = (json.loads((folder / part / "config.json").read_text()) for part in ("vae", "transformer"))
-    except (OSError, ValueError):
+        parts = [(folder / part / "config.json").read_text() for part in ("vae", "transformer")]
+        vae, transformer = (dict[str, Any](json.loads(text)) for text in parts)
+    except (OSError, ValueError, TypeError, RecursionError):
         return  # missing or damaged, which loading reports
     halvings = len(vae.get("block_out_channels", vae.get("encoder_block_out_channels", [0]))) - 1
     packs = transformer.get("_class_name") == "FluxTransformer2DModel"  # its patch_size says 1

@@ -158,13 +158,10 @@ class ExploreTrainLoop(_FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         return super().on_save_checkpoint() | {"iterations_done": self.iterations_done}
 
-    def on_load_checkpoint(self, state_dict: dict[str, Any]) -> None:
-        super().on_load_checkpoint(state_dict)
-        self.iterations_done = state_dict["iterations_done"]
-
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Continue after the last iteration that is done; one that was cut short is done again."""
         super().load_state_dict(state_dict, prefix)
+        self.iterations_done = state_dict[f"{prefix}state_dict"].get("iterations_done", self.trainer.global_step)
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
             for counter in ("ready", "started", "processed", "completed"):
                 setattr(progress, counter, self.iterations_done)

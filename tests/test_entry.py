@@ -36,7 +36,8 @@ def record(cfg: DictConfig) -> None:
     facts = {"cfg": OmegaConf.to_container(cfg), **program, "cwd": os.getcwd()}
     (folder / "record.json").write_text(json.dumps(facts), encoding="utf-8")
     (folder / "checkpoints").mkdir(exist_ok=True)
-    checkpoint = {"pytorch-lightning_version": "2.6", "state_dict": {}, "global_step": 1}
+    checkpoint = {"pytorch-lightning_version": "2.6", "global_step": 1, "optimizer_states": []}
+    checkpoint |= {"state_dict": {}, "callbacks": {}, "loops": {}}
     torch.save(checkpoint, folder / "checkpoints" / "last.ckpt")
 
 

@@ -16,12 +16,27 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from solrl_lightning.errors import UserError
+
 TRAINED, OLD = "default", "old"
 State = dict[str, Tensor]
 
 
 def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict[str, LoraLayer]:
-    """Adds both adapters, equal and without effect (B = 0), and returns the adapted layers by name."""
+    """Adds both adapters, equal and without effect (B = 0), and returns the adapted layers by name.
+
+    Raises:
+        UserError: a target of ``config`` is no layer of the transformer.
+    """
+    names = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    targets = sorted(map(str, config.target_modules or ()))
+    unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    if unknown or not targets:
+        raise UserError(
+            f"model.lora.target_modules={targets} is invalid: it must list layers of {type(transformer).__name__} by "
+            f"the ends of their names{', which has none named ' + ', '.join(unknown) if unknown else ''}. "
+            "Leave it out for those of the model's file."
+        )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are what we want
         torch.manual_seed(seed)

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from solrl_lightning.errors import WriteError
 from solrl_lightning.policies.conditioning import Row
 
 log = logging.getLogger(__name__)
@@ -54,11 +55,15 @@ class EmbeddingCache:
         return row
 
     def save(self, text: str, row: Row) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         row = {name: value.cpu().contiguous() for name, value in row.items()}
-        with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".tmp", delete=False) as file:
-            file.write(save(row, metadata={"digest": _digest(row)}))
-        os.replace(file.name, self.path(text))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.folder, prefix=".") as own:  # other processes may write this text
+                file = Path(own) / "embedding"
+                file.write_bytes(save(row, metadata={"digest": _digest(row)}))
+                os.replace(file, self.path(text))
+        except OSError as error:
+            raise WriteError.of(self.path(text), error) from error
 
 
 def encoder_fingerprint(folder: Path, components: Sequence[str], settings: dict[str, object]) -> str:

@@ -184,6 +184,11 @@ def _check_complete(
                 f"a pipeline folder has a subfolder for every component that its {INDEX} names; {pretrained} has no "
                 f"{name}/ ({'.'.join(value)}). Download or save the pipeline again, whole."
             )
+        # transformers makes a tokenizer without words of an empty folder.
+        if is_component and name.startswith("tokenizer") and not (folder / name / "tokenizer_config.json").is_file():
+            raise UserError(
+                f"{pretrained} has no {name}/tokenizer_config.json. Download or save the pipeline again, whole."
+            )
 
 
 def _module_classes(pipeline_class: type[DiffusionPipeline], folder: Path) -> Iterator[tuple[str, Any]]:
