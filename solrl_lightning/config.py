@@ -711,9 +711,10 @@ def _check_resolution(cfg: DictConfig) -> None:
         pixels = _PIXELS_PER_TOKEN.get(str(OmegaConf.select(cfg, "model.policy._target_")), 1)
     else:
         try:
-            vae, transformer = (dict(json.loads(part.read_text())) for part in parts)
+            configs: list[dict[str, Any]] = [dict(json.loads(part.read_text())) for part in parts]
         except (ValueError, TypeError, RecursionError):
             return  # damaged, as loading it will say
+        vae, transformer = configs
         halvings = len(vae.get("block_out_channels", vae.get("encoder_block_out_channels", [0]))) - 1
         packs = transformer.get("_class_name") == "FluxTransformer2DModel"  # its patch_size says 1
         pixels = 2**halvings * (2 if packs else transformer.get("patch_size", 1))

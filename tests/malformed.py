@@ -183,7 +183,6 @@ def checkpoints(folder: Path, good: bytes) -> Iterator[Case]:
 def model_folders(folder: Path, good: Path) -> Iterator[Case]:
     """Pipeline folders with one file of ``good`` gone or spoilt."""
     weights = "transformer/diffusion_pytorch_model.safetensors"
-    index: dict[str, Any] = json.loads((good / "model_index.json").read_text())
     changes: dict[str, dict[str, bytes | None]] = {
         "no index": {"model_index.json": None},
         "index of a list": {"model_index.json": b"[]"},
