@@ -225,7 +225,7 @@ def reward_files(folder: Path) -> Iterator[Case]:
     weights = folder / "weights"
     weights.mkdir()
     (weights / "config.json").write_bytes(b'{"model_type": "clip"}')
-    for name, content in (("text", b"weights"), ("header", struct.pack("<Q", 2**60)), ("empty", b"")):
+    for name, content in (("header", struct.pack("<Q", 2**60)),):
         copy = folder / f"weights {name}"
         shutil.copytree(weights, copy)
         (copy / "model.safetensors").write_bytes(content)
@@ -237,7 +237,7 @@ def reward_files(folder: Path) -> Iterator[Case]:
         (folder / f"{name}.pt").write_bytes(content)
     for name in ("whole", "list", *made):
         yield f"hpsv2 {name}", ["reward=hpsv2", f"reward.pretrained=./{name}.pt"]
-    for name, content in configs.items():
+    for name, content in (("empty", b""), ("deep", DEEP)):
         (folder / f"blip {name}").mkdir()
         (folder / f"blip {name}" / "med_config.json").write_bytes(content)
         (folder / f"blip {name}" / "ImageReward.pt").write_bytes(b"x")
