@@ -703,9 +703,10 @@ def _check_resolution(cfg: DictConfig) -> None:
         return
     try:
         parts = [(folder / part / "config.json").read_text() for part in ("vae", "transformer")]
-        vae, transformer = (dict[str, Any](json.loads(text)) for text in parts)
+        configs: list[dict[str, Any]] = [dict(json.loads(text)) for text in parts]
     except (OSError, ValueError, TypeError, RecursionError):
         return  # missing or damaged, which loading reports
+    vae, transformer = configs
     halvings = len(vae.get("block_out_channels", vae.get("encoder_block_out_channels", [0]))) - 1
     packs = transformer.get("_class_name") == "FluxTransformer2DModel"  # its patch_size says 1
     pixels = 2**halvings * (2 if packs else transformer.get("patch_size", 1))

@@ -93,7 +93,7 @@ def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dic
 
 def iterations_done(checkpoint: dict[str, Any]) -> int:
     """The iteration that a checkpoint was written after; without a count of its own, each was one optimiser step."""
-    loop: dict[str, Any] = checkpoint["loops"]["fit_loop"]["state_dict"]
+    loop = checkpoint["loops"].get("fit_loop", {}).get("state_dict", {})
     return loop.get("iterations_done", checkpoint["global_step"])
 
 

@@ -94,3 +94,16 @@ def test_model_folders(command: Command, tmp_path: Path) -> None:
 
 def test_reward_files(command: Command, tmp_path: Path) -> None:
     assert faults(command, tmp_path, list(malformed.reward_files(tmp_path))) == []
+
+
+def test_a_key_that_the_writer_of_a_logger_does_not_take(command: Command, tmp_path: Path) -> None:
+    assert faults(command, tmp_path, [("logger", [*SMALL, "+logger.foo=1"])]) == []
+
+
+def test_a_callback_that_needs_a_logger(command: Command) -> None:
+    monitor = "+callbacks.rate._target_=lightning.pytorch.callbacks.LearningRateMonitor"
+    done = command(*SMALL, "~logger", monitor)
+    assert done.status == 2
+    (line,) = (line for line in done.err.splitlines() if line.startswith("error: "))
+    assert "Cannot use `LearningRateMonitor` callback with `Trainer` that has no logger" in line
+    assert "Traceback" not in done.err
