@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.config import reward_members, uses_model
 from solrl_lightning.data.sources import dataset_of
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, sentence
 
 
 def check_hub(cfg: DictConfig) -> list[str]:
@@ -173,9 +173,3 @@ def _download(hub_id: str, file: str, key: str, kind: str, hint: str) -> Path:
         ]
         reason = next(text for kind_of_error, text in found if isinstance(error, kind_of_error))
         raise UserError(f"{key}={hub_id} {reason}") from error
-
-
-def sentence(error: Exception) -> str:
-    """The first line of an error's text, as a sentence."""
-    text = str(error).strip() or type(error).__name__
-    return f"{text.splitlines()[0].rstrip('. :')}."

@@ -15,9 +15,9 @@ from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError
 from torch import nn
 
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.hub import fetch as fetch_file
-from solrl_lightning.hub import is_path, sentence
+from solrl_lightning.hub import is_path
 
 INDEX = "model_index.json"
 ONLY_TRANSFORMER_IN_BF16 = {"transformer": torch.bfloat16, "default": torch.float32}

@@ -16,8 +16,8 @@ import torch
 from diffusers import SanaTransformer2DModel
 from torch import Tensor
 
-from solrl_lightning.errors import UserError
-from solrl_lightning.hub import fetch, sentence
+from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.hub import fetch
 
 FILE = "SANA_LinearFFN.pth"  # in the hub repository yitongl/SANA_LinearFFN
 UNUSED = {

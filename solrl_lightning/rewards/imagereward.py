@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import InterpolationMode, center_crop, normalize, resize
 from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
-from solrl_lightning.errors import UserError
-from solrl_lightning.hub import fetch, sentence
+from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.hub import fetch
 from solrl_lightning.rewards.base import Reward, distinct
 from solrl_lightning.rewards.loading import check_state_dict_keys, floating_dtype, load_tensors
 

@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from solrl_lightning.errors import UserError
-from solrl_lightning.hub import fetch, is_path, sentence
+from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.hub import fetch, is_path
 from solrl_lightning.rewards.preprocessing import CropToSquare
 
 _BICUBIC = 3  # PIL's number
