@@ -4,87 +4,21 @@ Both are PNG files under the run folder's ``samples/`` and, with a TensorBoard l
 0 samples and draws; no call is collective. File names contain the iteration only, because prompts can be any text.
 """
 
-import io
-import textwrap
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import matplotlib
 import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 from torch import Tensor
 
 from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import write_atomically
+from solrl_lightning.pictures import Row, draw_grid, to_png
 from solrl_lightning.seeds import evaluation_seeds
-
-_MIN_CELL, _MAX_CELL = 128, 512  # pixels; smaller images are enlarged by an integer factor, larger ones shrunk
-_GAP = 4  # between images
-_WIDE_GAP = 20  # between groups of columns
-_MARGIN = 10
-_MIN_WIDTH = 420  # room for the title
-_FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # Pillow's lacks é
-_TITLE, _TEXT, _LINE = 16, 13, 18  # heights of letters and of a line of text
-
-
-class Row(NamedTuple):
-    """One row of a grid: a caption above it, groups of images [n, 3, H, W] in [0, 1], a label under each image."""
-
-    caption: str
-    groups: Sequence[Tensor]
-    labels: Sequence[str] = ()
-
-
-def to_cell(image: Tensor) -> Image.Image:
-    """[3, H, W] in [0, 1] -> a picture whose sides are at least 128 (nearest, whole factor) and at most 512 pixels."""
-    pixels = (image.detach().float().clamp(0, 1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-    picture = Image.fromarray(pixels)
-    shorter, longer = min(picture.size), max(picture.size)
-    if shorter < _MIN_CELL:
-        factor = -(-_MIN_CELL // shorter)
-        return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
-    if longer > _MAX_CELL:
-        size = (picture.width * _MAX_CELL // longer, picture.height * _MAX_CELL // longer)
-        return picture.resize(size, Image.Resampling.LANCZOS)
-    return picture
-
-
-def draw_grid(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Image.Image:
-    """A captioned grid with a heading above each group of columns. Text that does not fit ends in an ellipsis."""
-    title_font, font = (ImageFont.truetype(_FONT, size) for size in (_TITLE, _TEXT))
-    cells = [[[to_cell(image) for image in group] for group in row.groups] for row in rows]
-    cell_width, cell_height = cells[0][0][0].size
-    widths = [len(group) * (cell_width + _GAP) - _GAP for group in cells[0]]
-    starts = [_MARGIN + sum(widths[:number]) + number * _WIDE_GAP for number in range(len(widths))]
-    width = max(starts[-1] + widths[-1] + _MARGIN, _MIN_WIDTH)
-    captions = [wrap(row.caption, width - 2 * _MARGIN, _TEXT, lines=2) for row in rows]
-    heights = [len(caption) * _LINE + cell_height + _LINE + 2 * _GAP for caption in captions]
-    top = _MARGIN + 3 * _LINE
-    canvas = Image.new("RGB", (width, top + sum(heights)), "white")
-    draw = ImageDraw.Draw(canvas)
-    draw.text((_MARGIN, _MARGIN), "\n".join(wrap(title, width - 2 * _MARGIN, _TITLE)), "black", font=title_font)
-    for start, heading, room in zip(starts, headings, widths, strict=True):
-        room = room if len(starts) > 1 else width - 2 * _MARGIN
-        draw.text((start, top - _LINE - _GAP), "\n".join(wrap(heading, room, _TEXT)), "dimgrey", font=font)
-    for row, caption, groups, height in zip(rows, captions, cells, heights, strict=True):
-        draw.multiline_text((_MARGIN, top), "\n".join(caption), "black", font=font)
-        images, labels = top + len(caption) * _LINE + _GAP, iter(row.labels)
-        for start, group in zip(starts, groups, strict=True):
-            for left, cell in zip(range(start, width, cell_width + _GAP), group, strict=False):
-                canvas.paste(cell, (left, images))
-                draw.text((left, images + cell_height), next(labels, ""), "black", font=font)
-        top += height
-    return canvas
-
-
-def wrap(text: str, width: int, size: int, lines: int = 1) -> list[str]:
-    """At most ``lines`` lines for ``width`` pixels in a font of ``size`` pixels, by the mean width of a letter."""
-    return textwrap.wrap(text, max(int(width / (0.62 * size)), 2), max_lines=lines, placeholder="…")
 
 
 class SampleGrid(Callback):
@@ -156,10 +90,8 @@ class SampleGrid(Callback):
         return module_of(pl_module).sample(prompts, seeds, weights=weights, steps=self.steps)
 
     def _publish(self, trainer: Trainer, name: str, picture: Image.Image) -> None:
-        buffer = io.BytesIO()
-        picture.save(buffer, format="PNG")
         done = trainer.current_epoch + 1
-        write_atomically(Path(trainer.default_root_dir) / "samples" / f"{name}_{done:06d}.png", buffer.getvalue())
+        write_atomically(Path(trainer.default_root_dir) / "samples" / f"{name}_{done:06d}.png", to_png(picture))
         for logger in trainer.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_image(f"samples/{name}", np.asarray(picture), done, dataformats="HWC")

@@ -30,3 +30,9 @@ class WriteError(RuntimeError):
 
 class CheckFailed(RuntimeError):
     """A task that checks something is done and found faults, which its report holds; the message counts them."""
+
+
+def sentence(error: Exception) -> str:
+    """The first line of an error's text, as a sentence."""
+    text = str(error).strip() or type(error).__name__
+    return f"{text.splitlines()[0].rstrip('. :')}."

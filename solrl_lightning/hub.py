@@ -1,4 +1,4 @@
-"""The Hugging Face hub, before anything is loaded: what comes from it is told, and it is asked once whether it answers.
+"""The Hugging Face hub: one question at the start whether it answers, and files of a folder or a hub id.
 
 huggingface_hub tries every request six times, and has no option for fewer: half a minute without a network, and a
 minute and a half where a server takes a connection and says nothing.
@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.config import reward_members, uses_model
 from solrl_lightning.data.sources import dataset_of
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, sentence
 
 
 def check_hub(cfg: DictConfig) -> list[str]:
@@ -99,3 +99,77 @@ def _silence(endpoint: str, seconds: float) -> str:
     thread.start()
     thread.join(seconds)
     return outcome[-1]
+
+
+# Files of a folder or of the hub
+
+
+def is_path(name: str) -> bool:
+    """Whether ``name`` is a local path, present or not, and no hub id."""
+    path = Path(name).expanduser()
+    return path.exists() or path.is_absolute() or name.startswith((".", "~")) or path.suffix in (".pt", ".pth")
+
+
+def fetch(name: str, *files: str, key: str, kind: str, hint: str = "Or give a local folder.") -> Path:
+    """The first of ``files`` that the folder ``name`` holds, or the first one of a hub id, from the hub or its cache.
+
+    Args:
+        key, kind: the option that gave ``name`` and what it has to be, for messages.
+        hint: the last sentence of a message: another way to get the file.
+
+    Raises:
+        UserError: there is no such file, or the hub does not give it.
+    """
+    if not is_path(name):
+        return _download(name, files[0], key, kind, hint)
+    folder = Path(name).expanduser()
+    for file in files:
+        if (folder / file).is_file():
+            return folder / file
+    raise UserError(f"{key}={name} must be a hub id or a local folder; it holds no {' or '.join(files)}. {hint}")
+
+
+def _download(hub_id: str, file: str, key: str, kind: str, hint: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(hub_id, file))
+    except (OSError, errors.HTTPError, errors.HFValidationError) as error:
+        page, answer = f"https://huggingface.co/{hub_id}", getattr(error.__cause__, "response", None)
+        token = (
+            "with the account of your token"
+            if huggingface_hub.get_token()
+            else "and give your token with `hf auth login`"
+        )
+        if constants.HF_HUB_OFFLINE:
+            silence = "HF_HUB_OFFLINE is set: unset it for as long as the download takes"
+        elif answer is not None:
+            silence = f"the hub answered {answer.status_code}: try again later"
+        else:
+            silence = "the hub cannot be reached: check the network and its proxy"
+        found = [  # the first that fits, because GatedRepoError and LocalEntryNotFoundError have the next one as base
+            (errors.HFValidationError, f"is neither a local path nor a hub id (owner/name). Check the name. {hint}"),
+            (
+                errors.GatedRepoError,
+                f"is gated: accept its licence at {page} {token}, then give the same command again.",
+            ),
+            (
+                errors.RepositoryNotFoundError,
+                f"is neither a folder here nor a model that you may read on the hub. Check the name at {page}; if it "
+                f"is private, log in with `hf auth login`. {hint}",
+            ),
+            (
+                errors.LocalEntryNotFoundError,
+                f"is neither a folder here nor in the hub's cache {constants.HF_HUB_CACHE}, and {silence}; for a gated "
+                f"model log in with `hf auth login`. {hint}",
+            ),
+            (errors.EntryNotFoundError, f"exists on the hub, but is no {kind}: it holds no {file}. {hint}"),
+            (
+                Exception,
+                f"could not be loaded from the hub: {sentence(error)} Check the network and the token (`hf auth "
+                f"whoami`). {hint}",
+            ),
+        ]
+        reason = next(text for kind_of_error, text in found if isinstance(error, kind_of_error))
+        raise UserError(f"{key}={hub_id} {reason}") from error

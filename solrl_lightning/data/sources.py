@@ -1,7 +1,7 @@
-"""Where prompts are read from: text, JSON lines and parquet files, data sets of the Hugging Face hub, named sources.
+"""Prompt sources: text, JSON lines and parquet files, data sets of the Hugging Face hub, named sources.
 
-Every reader gives all the rows of its source in their order, as they are; ``prompts`` says which of them count, and
-reads a source once in a process. Nothing here is imported before a source needs it.
+A reader returns all rows of its source in order and unchanged; ``prompts`` filters them. Imports are local to the
+readers: ``datasets`` alone takes a second, and files do not need it.
 """
 
 import difflib
@@ -12,13 +12,13 @@ from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, sentence
 
 HUB = "hf://"
 PICKAPIC = "yuvalkirstain/pickapic_v1_no_images"
 PICKAPIC_SPACES = 5  # the published filter: prompts of at least six words
 
-_TABLES = {  # would be prompts line by line as text, their header and commas among them
+_TABLES = {  # how pandas reads tables that are no prompt files
     ".csv": "pd.read_csv('{}')",
     ".tsv": "pd.read_csv('{}', sep='\\t')",
     ".json": "pd.read_json('{}')",
@@ -33,16 +33,10 @@ class Record(NamedTuple):
     tag: str | None = None  # the kind of prompt, in sources that tell kinds apart
 
 
-def _shapes_train() -> list[Record]:
-    from solrl_lightning.shapes.captions import train_captions
+def _shapes(split: str) -> list[Record]:
+    from solrl_lightning.shapes.captions import eval_captions, train_captions
 
-    return [Record(caption) for caption in train_captions()]
-
-
-def _shapes_eval() -> list[Record]:
-    from solrl_lightning.shapes.captions import eval_captions
-
-    return [Record(caption) for caption in eval_captions()]
+    return [Record(caption) for caption in (train_captions() if split == "train" else eval_captions())]
 
 
 def _compositional() -> list[Record]:
@@ -55,13 +49,13 @@ def _pickapic(split: str) -> list[Record]:
 
 
 SOURCES: dict[str, Callable[[], list[Record]]] = {
-    "shapes-train": _shapes_train,
-    "shapes-eval": _shapes_eval,
+    "shapes-train": lambda: _shapes("train"),
+    "shapes-eval": lambda: _shapes("eval"),
     "compositional": _compositional,
     "pickapic-train": lambda: _pickapic("train"),
     "pickapic-test": lambda: _pickapic("test"),
 }
-"""Named sources; a new one is one more entry. A name costs nothing until it is used."""
+"""Named sources by name, read when they are used."""
 
 
 def read_records(source: str | Path, column: str) -> list[Record]:
@@ -85,7 +79,7 @@ def read_records(source: str | Path, column: str) -> list[Record]:
 
 
 def check_source(source: str) -> None:
-    """UserError for what is no named source, data set of the hub or file of a kind that is read here. Reads nothing."""
+    """Raises UserError for anything but a named source, a data set of the hub or a prompt file. Reads nothing."""
     if source in SOURCES:
         return
     if source.startswith(HUB):
@@ -112,7 +106,7 @@ def check_source(source: str) -> None:
 
 
 def dataset_of(source: str) -> str | None:
-    """The owner/name of the hub's data set that ``source`` is, if it is one."""
+    """The owner/name of a source on the hub; None for other sources."""
     if source.startswith(HUB):
         return source.removeprefix(HUB).rpartition("/")[0]
     return PICKAPIC if source.startswith("pickapic-") else None
@@ -122,7 +116,10 @@ def dataset_of(source: str) -> str | None:
 
 
 def _read_lines(path: Path) -> list[str]:
-    data = _bytes_of(path)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"the prompt file {path} cannot be read: {error.strerror}") from error
     text = data.removeprefix(_BYTE_ORDER_MARK)
     try:
         # Only line ends end a prompt: str.splitlines would also cut at form feeds and other rare separators.
@@ -136,15 +133,8 @@ def _read_lines(path: Path) -> list[str]:
         ) from error
 
 
-def _bytes_of(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"the prompt file {path} cannot be read: {error.strerror}") from error
-
-
 def _read_json_lines(path: Path) -> list[Record]:
-    """One object a line in the layout of GenEval: "prompt", perhaps "tag", and whatever else a scorer may want."""
+    """One object a line in the layout of GenEval: "prompt", optionally "tag"; other keys are ignored."""
     numbered = [(number, line) for number, line in enumerate(_read_lines(path), 1) if line.strip()]
     return [_json_record(line, f"{path} line {number}") for number, line in numbered]
 
@@ -157,7 +147,7 @@ def _json_record(line: str, where: str) -> Record:
     except json.JSONDecodeError as error:
         raise UserError(
             f"every line of a .jsonl file must be a JSON object; {where} is none ({error.msg} at character "
-            f"{error.pos + 1}). Mend that line."
+            f"{error.pos + 1}). Correct that line."
         ) from error
     if not isinstance(row, dict):
         raise UserError(f"every line of a .jsonl file must be a JSON object; {where} is {line.strip()[:60]}")
@@ -181,7 +171,7 @@ def _read_parquet(path: Path, column: str) -> list[Record]:
             _check_column(file.schema_arrow.names, column, str(path))
             texts = file.read(columns=[column]).column(0).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as a parquet file: {_sentence(error)} Write it again.") from error
+        raise UserError(f"{path} cannot be read as a parquet file: {sentence(error)} Write it again.") from error
     return _table_records(texts, column, str(path))
 
 
@@ -194,7 +184,7 @@ def _check_column(columns: list[str], column: str, name: str) -> None:
 
 
 def _table_records(values: list[Any], column: str, name: str) -> list[Record]:
-    """Rows without a value become blank prompts, which are dropped as blank lines are."""
+    """Rows without a value become blank prompts, which ``prompts`` drops."""
     for row, value in enumerate(values):
         if value is not None and not isinstance(value, str):
             raise UserError(
@@ -218,22 +208,17 @@ def _read_hub(dataset: str, split: str, column: str) -> list[Record]:
         if "gated" in str(error):
             page = f"https://huggingface.co/datasets/{dataset}"
             step = f"Accept its terms on {page}, then log in with `hf auth login` or set HF_TOKEN."
-        raise UserError(f"the data set {name} could not be had: {_sentence(error)} {step}") from error
+        raise UserError(f"the data set {name} could not be had: {sentence(error)} {step}") from error
     except ConnectionError as error:
         raise UserError(
-            f"the data set {name} is not on this machine yet and the hub cannot be reached: {_sentence(error)} Check "
+            f"the data set {name} is not on this machine yet and the hub cannot be reached: {sentence(error)} Check "
             f"the network and HF_HUB_OFFLINE. Or run `hf download --repo-type dataset {dataset} --local-dir {dataset}` "
             f"where there is a network, and copy the folder {dataset} to where you give the command."
         ) from error
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
         # A missing split is a ValueError that lists those there.
         raise UserError(
-            f"the data set {name} could not be read: {_sentence(error)} It is written {HUB}<owner>/<name>/<split>."
+            f"the data set {name} could not be read: {sentence(error)} It is written {HUB}<owner>/<name>/<split>."
         ) from error
     _check_column(table.column_names, column, name)
     return _table_records(table.data.column(column).to_pylist(), column, name)
-
-
-def _sentence(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return f"{lines[0].rstrip('. ')}."

@@ -12,21 +12,14 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
-from huggingface_hub import constants, get_token, hf_hub_download
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-)
+from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError
 from torch import nn
 
 from solrl_lightning import policies
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.hub import fetch as fetch_file
+from solrl_lightning.hub import is_path
 from solrl_lightning.policies.config_files import INDEX
 
 ONLY_TRANSFORMER_IN_BF16 = {"transformer": torch.bfloat16, "default": torch.float32}
@@ -81,18 +74,12 @@ def fetch(
     Raises:
         UserError: as ``load_pipeline``. Weights are not read.
     """
-    local = Path(pretrained).expanduser()
-    if local.exists() or local.is_absolute() or pretrained.startswith("."):
-        if not (local / INDEX).is_file():
-            raise UserError(
-                f"model.pretrained must be a diffusers pipeline folder or a hub id; {pretrained} holds no "
-                f"{INDEX}. Give the folder that save_pretrained wrote."
-            )
-        check_class(pipeline_class, pretrained, local)
-        _check_complete(pipeline_class, pretrained, local, without)
-        return local
-    index = hub_file(pretrained, INDEX, key="model.pretrained", kind="diffusers pipeline")
+    hint = "Or give a local folder that save_pretrained wrote."
+    index = fetch_file(pretrained, INDEX, key="model.pretrained", kind="diffusers pipeline", hint=hint)
     check_class(pipeline_class, pretrained, index.parent)
+    if is_path(pretrained):
+        _check_complete(pipeline_class, pretrained, index.parent, without)
+        return index.parent
     try:
         left_out = dict.fromkeys(without)
         folder = pipeline_class.download(pretrained, variant=variant, use_safetensors=True, **left_out)
@@ -102,53 +89,6 @@ def fetch(
             "and the free space, and give the same command again: it goes on where it stopped."
         ) from error
     return Path(folder)
-
-
-def hub_file(hub_id: str, name: str, key: str, kind: str) -> Path:
-    """Downloads a small file that every repository of a ``kind`` has, which checks access before a large download.
-
-    Args:
-        key: the option that gave ``hub_id``.
-    """
-    page = f"https://huggingface.co/{hub_id}"
-    try:
-        return Path(hf_hub_download(hub_id, name))
-    except HFValidationError as error:
-        raise UserError(
-            f"{key} must be the local folder or the hub id (owner/name) of a {kind}; {hub_id} is neither. "
-            "Check the name."
-        ) from error
-    except GatedRepoError as error:
-        login = "with the account of your token" if get_token() else "and give your token with `hf auth login`"
-        raise UserError(
-            f"{key}={hub_id} is a gated model: accept its licence at {page} {login}, then give the same command again."
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise UserError(
-            f"{key}={hub_id} is neither a folder here nor a model that you may read on the hub. Check the "
-            f"name at {page}; if the model is private, log in with `hf auth login`."
-        ) from error
-    except LocalEntryNotFoundError as error:
-        if constants.HF_HUB_OFFLINE:
-            reason = "HF_HUB_OFFLINE is set: unset it for as long as the download takes"
-        elif isinstance(error.__cause__, HfHubHTTPError):
-            reason = f"the hub answered {error.__cause__.response.status_code}: try again later"
-        else:
-            reason = "the hub cannot be reached: check the network and its proxy"
-        raise UserError(
-            f"{key}={hub_id} is neither a folder here nor in the hub's cache {constants.HF_HUB_CACHE}, and "
-            f"{reason}; for a gated model log in with `hf auth login`. Or give a local folder."
-        ) from error
-    except EntryNotFoundError as error:
-        raise UserError(
-            f"{key}={hub_id} exists on the hub, but is no {kind}: it holds no {name}. Look "
-            f"for a repository of the same model in the diffusers layout; {page} may name it."
-        ) from error
-    except (OSError, HTTPError) as error:
-        raise UserError(
-            f"{key}={hub_id} could not be loaded from the hub: {sentence(error)} Check the network and "
-            "the token (`hf auth whoami`), or give a local folder."
-        ) from error
 
 
 def check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path) -> None:
@@ -221,7 +161,3 @@ def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant:
             f"them: {', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}. Download or save it again."
         )
     return module.requires_grad_(False).eval()
-
-
-def sentence(error: Exception) -> str:
-    return f"{str(error).rstrip('. ')}."

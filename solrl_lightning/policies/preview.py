@@ -4,7 +4,6 @@
 model's autoencoder. It reads the same latents; its pictures are softer.
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +13,10 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError
 
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.hub import fetch, is_path
 from solrl_lightning.policies.architectures import Component
-from solrl_lightning.policies.loading import hub_file, load_module, sentence
+from solrl_lightning.policies.loading import load_module
 from solrl_lightning.policies.random_weights import random_component
 
 EMBEDDED = "preview_decoder"  # the embedded model's own, in that model's folder
@@ -34,13 +34,11 @@ def load_preview_decoder(pretrained: str, dtype: torch.dtype, channels: int, com
     Raises:
         UserError: there is no such folder or hub id, it holds no AutoencoderTiny for these latents, or is damaged.
     """
-    folder = Path(pretrained).expanduser()
-    on_hub = not (folder.exists() or folder.is_absolute() or pretrained.startswith("."))
     try:
-        if on_hub:
-            folder = hub_file(pretrained, CONFIG, key="model.preview_decoder", kind="AutoencoderTiny").parent
+        hint = "Or do without: model.preview_decoder=null."
+        folder = fetch(pretrained, CONFIG, key="model.preview_decoder", kind="AutoencoderTiny", hint=hint).parent
         _check(AutoencoderTiny.load_config(str(folder)), pretrained, channels, compression)
-        if on_hub:
+        if not is_path(pretrained):
             hf_hub_download(pretrained, SAFETENSORS_WEIGHTS_NAME)  # into the same folder
         return load_module(AutoencoderTiny, folder, dtype)
     except UserError:

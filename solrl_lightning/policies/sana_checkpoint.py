@@ -14,11 +14,10 @@ from pickle import UnpicklingError
 
 import torch
 from diffusers import SanaTransformer2DModel
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError
 from torch import Tensor
 
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.hub import fetch
 
 FILE = "SANA_LinearFFN.pth"  # in the hub repository yitongl/SANA_LinearFFN
 UNUSED = {
@@ -125,14 +124,16 @@ def _listing(kind: str, keys: list[str]) -> str:
 
 
 def _read(source: str) -> dict[str, Tensor]:
-    path = _path(source)
+    path = Path(source).expanduser()
+    if not path.is_file():
+        hint = f"Or give the path of a local {FILE}; yitongl/SANA_LinearFFN has it."
+        path = fetch(source, FILE, key="model.transformer_weights", kind="SANA checkpoint", hint=hint)
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(". :") or type(error).__name__
         raise UserError(
-            f"model.transformer_weights={source}: {path} could not be read as weights: {reason}. Download it again, or "
-            "give another file."
+            f"model.transformer_weights={source}: {path} could not be read as weights: {sentence(error)} Download it "
+            "again, or give another file."
         ) from error
     weights = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
@@ -142,22 +143,3 @@ def _read(source: str) -> dict[str, Tensor]:
             f"state_dict; {path} holds {found}. Give the published {FILE}."
         )
     return weights
-
-
-def _path(source: str) -> Path:
-    local = Path(source).expanduser()
-    if local.is_file():
-        return local
-    if local.is_absolute() or local.is_dir() or local.suffix or source.startswith((".", "~")):
-        raise UserError(
-            f"model.transformer_weights must be a .pth file or a hub id; there is no file {source}. Give the path of "
-            f"{FILE}, or yitongl/SANA_LinearFFN to download it."
-        )
-    try:
-        return Path(hf_hub_download(source, FILE))
-    except (OSError, EntryNotFoundError, HFValidationError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(". :") or type(error).__name__
-        raise UserError(
-            f"model.transformer_weights={source} must be a .pth file or a hub id that holds {FILE}; it could not be "
-            f"had from the hub: {reason}. Check the name and the network, or give the path of a local {FILE}."
-        ) from error

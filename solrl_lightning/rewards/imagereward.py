@@ -15,19 +15,17 @@ Shapes: B images, U different prompts, S text tokens, V image tokens.
 import json
 import re
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HFValidationError
 from torch import Tensor, nn
 from torchvision.transforms.functional import InterpolationMode, center_crop, normalize, resize
 from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.hub import fetch
 from solrl_lightning.rewards.base import Reward, distinct
-from solrl_lightning.rewards.loading import floating_dtype, refuse_unless_all_fit, sentence
+from solrl_lightning.rewards.loading import check_state_dict_keys, floating_dtype, load_tensors
 
 WEIGHTS, TEXT_CONFIG = "ImageReward.pt", "med_config.json"  # in the hub repository
 _RELEASE, _TOKENIZER = "zai-org/ImageReward", "google-bert/bert-base-uncased"
@@ -132,7 +130,7 @@ def load_tokenizer(tokenizer: str, vocab_size: int) -> BertTokenizer:
     Raises:
         UserError: it is not there, or of another size than the model's vocabulary.
     """
-    # Not from_pretrained of a hub id: where it finds no files, transformers 5 makes an empty tokenizer without a word.
+    # Not from_pretrained of a hub id: transformers 5 silently builds an empty tokenizer when files are missing.
     vocabulary = _fetch("tokenizer", tokenizer, "vocab.txt", "tokenizer.json")
     try:
         loaded = BertTokenizer.from_pretrained(vocabulary.parent)
@@ -164,7 +162,7 @@ def rename(weights: dict[str, Tensor], pretrained: str) -> dict[str, Tensor]:
             renamed[ours[0]] = weight
         elif not any(re.fullmatch(pattern, name) for pattern in _UNUSED):
             unknown.append(name)
-    refuse_unless_all_fit(ImageReward.name, pretrained, [], unknown)
+    check_state_dict_keys(ImageReward.name, pretrained, [], unknown)
     return renamed
 
 
@@ -176,7 +174,7 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
     """
     first_layer = "image_tower.encoder.layers.0.mlp.fc1.bias"
     sizes = "image_tower.embeddings.patch_embedding.weight", "image_tower.embeddings.position_embedding", first_layer
-    refuse_unless_all_fit(ImageReward.name, pretrained, [name for name in sizes if name not in weights], [])
+    check_state_dict_keys(ImageReward.name, pretrained, [name for name in sizes if name not in weights], [])
     patches, positions, hidden = (weights[name].shape for name in sizes)  # [D, 3, patch, patch], [1, V, D], [4 D]
     width, patch = patches[0], patches[-1]
     if width % _ATTENTION_HEAD:
@@ -204,7 +202,7 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
         towers = {"image_tower": image_tower, "text_tower": text_tower, "head": head(text.hidden_size)}
     model = nn.ModuleDict(towers)
     own = model.state_dict()
-    refuse_unless_all_fit(ImageReward.name, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys())
+    check_state_dict_keys(ImageReward.name, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys())
     misfits = [name for name in own if own[name].shape != weights[name].shape]
     if misfits:
         name = misfits[0]
@@ -226,25 +224,9 @@ def head(width: int) -> nn.Sequential:
 
 
 def _fetch(argument: str, name: str, *files: str) -> Path:
-    """The first of ``files`` that a folder has, or the first of a hub id (downloaded once, then in the hub's cache)."""
-    download = f"`hf download {_TOKENIZER if argument == 'tokenizer' else _RELEASE} --local-dir <folder>`"
-    local = Path(name).expanduser()
-    if local.exists() or local.is_absolute() or name.startswith((".", "~")):
-        for file in files:
-            if (local / file).is_file():
-                return local / file
-        raise UserError(
-            f"the reward imagereward: {argument}={name} must be a hub id or a folder; it holds no {' or '.join(files)}."
-            f" {download} makes a folder with all it needs."
-        )
-    try:
-        return Path(hf_hub_download(name, files[0]))
-    # No network, no such repository or file, gated: each has its own class, all OSErrors; names that cannot be are not.
-    except (OSError, HFValidationError) as error:
-        raise UserError(
-            f"the reward imagereward: {argument}={name} could not be loaded: {sentence(error)} Check the name and the "
-            f"network, log in with `hf auth login` if it is gated, or give a folder ({download} elsewhere)."
-        ) from error
+    release, kind = (_TOKENIZER, "BERT tokenizer") if argument == "tokenizer" else (_RELEASE, "ImageReward model")
+    hint = f"`hf download {release} --local-dir <folder>` makes a folder with all it needs."
+    return fetch(name, *files, key=f"the reward imagereward: {argument}", kind=kind, hint=hint)
 
 
 def _read_text_config(file: Path) -> dict[str, Any]:
@@ -259,13 +241,7 @@ def _read_text_config(file: Path) -> dict[str, Any]:
 
 
 def _read_weights(file: Path) -> dict[str, Tensor]:
-    try:
-        weights = torch.load(file, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, UnpicklingError) as error:
-        raise UserError(
-            f"the reward imagereward: {file} could not be read as weights: {sentence(error)} Delete it and download it "
-            f"again from {_RELEASE}."
-        ) from error
+    weights = load_tensors(ImageReward.name, file)
     if not isinstance(weights, dict):
         raise UserError(
             f"the reward imagereward: {file} must hold tensors by name; it holds a {type(weights).__name__}. Get it "

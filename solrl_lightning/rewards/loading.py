@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 from zipfile import is_zipfile
 
 import torch
-from huggingface_hub import hf_hub_download
-from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.hub import fetch, is_path
 from solrl_lightning.rewards.preprocessing import CropToSquare
 
 _BICUBIC = 3  # PIL's number
@@ -45,12 +44,11 @@ def load_clip(reward: str, pretrained: str, processor: str) -> CLIPParts:
     # Here, as open_clip below: neither is needed for the other's models.
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
-    folder = "a local folder that save_pretrained wrote"
-    source = _source(reward, "pretrained", pretrained, folder, "config.json")
+    source = _source(reward, "pretrained", pretrained, "config.json")
     try:
         kind = CLIPConfig.get_config_dict(source)[0].get("model_type", "model of no type")
     except (OSError, ValueError) as error:
-        raise _unreachable(reward, "pretrained", pretrained, folder, error) from error
+        raise _unreadable(reward, "pretrained", pretrained, error) from error
     if kind != "clip":
         raise UserError(f"the reward {reward} needs a CLIP model of type clip; pretrained={pretrained} is a {kind}.")
     try:
@@ -63,13 +61,13 @@ def load_clip(reward: str, pretrained: str, processor: str) -> CLIPParts:
         ) from error
     # The numbering of the positions, which older versions saved as a tensor, is no weight.
     unexpected = [key for key in info["unexpected_keys"] if not key.endswith(".embeddings.position_ids")]
-    refuse_unless_all_fit(reward, pretrained, info["missing_keys"], unexpected)
+    check_state_dict_keys(reward, pretrained, info["missing_keys"], unexpected)
 
-    source = _source(reward, "processor", processor, folder, "tokenizer_config.json")
+    source = _source(reward, "processor", processor, "tokenizer_config.json")
     try:
         images, tokenizer = CLIPImageProcessor.from_pretrained(source), CLIPTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
-        raise _unreachable(reward, "processor", processor, folder, error) from error
+        raise _unreadable(reward, "processor", processor, error) from error
     preprocess = _crop_to_square(reward, processor, images)
     side = model.config.vision_config.image_size
     if (preprocess.height, preprocess.width) != (side, side):
@@ -90,7 +88,9 @@ def load_clip(reward: str, pretrained: str, processor: str) -> CLIPParts:
 
 
 def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, device: torch.device) -> nn.Module:
-    """open_clip's ``architecture`` in float32 on the device, with the weights that ``fetch`` finds.
+    """open_clip's ``architecture`` in float32 on the device, with the weights under "state_dict".
+
+    ``pretrained`` is a .pt file, or a folder or hub id with ``file``.
 
     Raises:
         UserError: there is no such architecture or file, or its weights are damaged or do not all fit.
@@ -109,7 +109,18 @@ def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, d
             f"the reward {reward} needs an open_clip architecture with CLIP's own text tower and tokenizer, such as "
             f"ViT-H-14; {architecture} has others."
         )
-    weights = load_state_dict(reward, fetch(reward, pretrained, file))
+    path = Path(pretrained).expanduser()
+    if not path.is_file():
+        hint = f"Or give the path of a local {file}."
+        path = fetch(pretrained, file, key=f"the reward {reward}: pretrained", kind=f"{reward} checkpoint", hint=hint)
+    content = load_tensors(reward, path)
+    weights = content.get("state_dict") if isinstance(content, dict) else None
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        found = f"the keys {sorted(map(str, content))[:5]}" if isinstance(content, dict) else type(content).__name__
+        raise UserError(
+            f"the reward {reward} needs a checkpoint with its tensors under the key state_dict; {path} holds {found}. "
+            "Give the published file."
+        )
     # Not open_clip.create_model, which logs that nothing pretrained was loaded and resizes embeddings that do not fit.
     with device:  # a billion random numbers to overwrite
         model = open_clip.CLIP(**config)
@@ -122,63 +133,24 @@ def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, d
             f"tensors have another shape, such as {key} with {list(weights[key].shape)} for {list(own[key].shape)}. "
             "Name the architecture that the weights are of."
         )
-    refuse_unless_all_fit(reward, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys())
+    check_state_dict_keys(reward, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys())
     model.load_state_dict(weights)
     return model
 
 
-def fetch(reward: str, pretrained: str, file: str) -> Path:
-    """The ``file`` of a hub id (downloaded once, then from the hub's cache) or of a folder, or the .pt file itself.
-
-    Raises:
-        UserError: it is not there, or the hub does not give it.
-    """
-    local = Path(pretrained).expanduser()
-    if local.is_file():
-        return local
-    if local.is_dir() or _is_path(pretrained) or local.suffix == ".pt":
-        if (local / file).is_file():
-            return local / file
-        raise UserError(
-            f"the reward {reward}: pretrained={pretrained} is neither a .pt file nor a folder with {file}. Give the "
-            "path of the weights, or a hub id."
-        )
+def load_tensors(reward: str, file: Path) -> Any:
+    """The content of a checkpoint of torch.save. Raises ``UserError`` if it is damaged or holds code."""
     try:
-        return Path(hf_hub_download(pretrained, file))
-    # No network, no such repository or file, gated: each has its own class, all OSErrors; names that cannot be are not.
-    except (OSError, HFValidationError) as error:
-        raise _unreachable(reward, "pretrained", pretrained, f"the path of a local {file}", error) from error
-
-
-def load_state_dict(reward: str, file: Path) -> dict[str, Tensor]:
-    """The weights under "state_dict" in a .pt file.
-
-    Raises:
-        UserError: it is damaged, holds something else, or more than tensors.
-    """
-    if not is_zipfile(file):  # what torch.save writes since 1.6
-        raise UserError(
-            f"the reward {reward}: {file} is no checkpoint of torch.save, or only a part of one. Delete it and "
-            "download it again, or give another file."
-        )
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+    # The unpickler raises LookupError and ValueError for damaged files, too.
+    except (OSError, RuntimeError, EOFError, LookupError, ValueError, UnpicklingError) as error:
         raise UserError(
             f"the reward {reward}: {file} could not be read as weights: {sentence(error)} Delete it and download it "
             "again, or give another file."
         ) from error
-    weights = content.get("state_dict") if isinstance(content, dict) else None
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        found = f"the keys {sorted(map(str, content))[:5]}" if isinstance(content, dict) else type(content).__name__
-        raise UserError(
-            f"the reward {reward} needs a checkpoint with its tensors under the key state_dict; {file} holds {found}. "
-            "Give the published file."
-        )
-    return weights
 
 
-def refuse_unless_all_fit(reward: str, pretrained: str, missing: Any, unexpected: Any) -> None:
+def check_state_dict_keys(reward: str, pretrained: str, missing: Any, unexpected: Any) -> None:
     """Raises ``UserError`` if weights are missing or left over."""
     for what, keys in (("lacks", missing), ("has, beyond what the model knows,", unexpected)):
         if keys:
@@ -188,35 +160,18 @@ def refuse_unless_all_fit(reward: str, pretrained: str, missing: Any, unexpected
             )
 
 
-def sentence(error: Exception) -> str:
-    """The first line of an error's text, as a sentence."""
-    text = str(error).strip() or type(error).__name__
-    return f"{text.splitlines()[0].rstrip('. :')}."
+def _source(reward: str, argument: str, name: str, file: str) -> str:
+    """The argument of from_pretrained for a hub id or folder that holds ``file``."""
+    hint = "Or give a local folder that save_pretrained wrote."
+    fetch(name, file, key=f"the reward {reward}: {argument}", kind="CLIP model", hint=hint)
+    return str(Path(name).expanduser()) if is_path(name) else name
 
 
-def _is_path(name: str) -> bool:
-    return name.startswith((".", "~")) or Path(name).is_absolute()
-
-
-def _source(reward: str, argument: str, name: str, kind: str, file: str) -> str:
-    """What to hand to from_pretrained: a hub id as it is, a folder once it is known to hold ``file``."""
-    local = Path(name).expanduser()
-    if not local.exists() and not _is_path(name):
-        return name
-    if not (local / file).is_file():
-        raise UserError(
-            f"the reward {reward}: {argument}={name} must be a hub id or {kind}; it holds no {file}. Give the folder "
-            "that holds it."
-        )
-    return str(local)
-
-
-def _unreachable(reward: str, argument: str, name: str, local: str, error: Exception) -> UserError:
-    if Path(name).expanduser().exists():
-        way_out = "A file of the folder is missing or damaged: save or download it again."
-    else:
-        way_out = f"Check the name and the network, log in with `hf auth login` if it is gated, or give {local}."
-    return UserError(f"the reward {reward}: {argument}={name} could not be loaded: {sentence(error)} {way_out}")
+def _unreadable(reward: str, argument: str, name: str, error: Exception) -> UserError:
+    return UserError(
+        f"the reward {reward}: {argument}={name} could not be loaded: {sentence(error)} A file is missing or damaged: "
+        "save or download it again."
+    )
 
 
 def _crop_to_square(reward: str, processor: str, images: Any) -> CropToSquare:

@@ -18,15 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import LightningModule
 from omegaconf import DictConfig
+from PIL import Image
 from torch import Tensor, distributed
 
 from solrl_lightning.build import build_module, instantiate_trainer, load_adapters
-from solrl_lightning.callbacks.sample_grid import Row, draw_grid
 from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.data.prompts import read_tags
 from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.confidence import Mean, mean_of
 from solrl_lightning.module import SolRLModule
+from solrl_lightning.pictures import Row, draw_grid, to_png
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.tasks.report import format_table, write_json
 
@@ -84,7 +85,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
         folder = Path(cfg.run_dir)
         write_json(folder / "evaluate.json", result)
         write_atomically(folder / "evaluate.csv", to_csv(module, models).encode())
-        write_atomically(folder / "evaluate.png", to_png(module, models))
+        write_atomically(folder / "evaluate.png", to_png(draw(module, models)))
         print(format_evaluation(result, folder))
     return result
 
@@ -187,18 +188,15 @@ def to_csv(module: SolRLModule, models: Mapping[str, Scored]) -> str:
     return text.getvalue()
 
 
-def to_png(module: SolRLModule, models: Mapping[str, Scored]) -> bytes:
-    """The very images that were scored: the first prompts as rows, a block of columns per model, the total below."""
+def draw(module: SolRLModule, models: Mapping[str, Scored]) -> Image.Image:
+    """The images that were scored: the first prompts as rows, a block of columns per model, the total below."""
     rows = []
     first = next(iter(models.values()))
     for row, prompt in enumerate(module.eval_prompts[: len(first.pictures)]):
         groups = [scored.pictures[row].float() / 255 for scored in models.values()]
         totals = [value for scored in models.values() for value in scored.scores[row, :, -1].tolist()[: len(groups[0])]]
         rows.append(Row(prompt, groups, [f"{value:.3g}" for value in totals]))
-    buffer = io.BytesIO()
-    title = f"Same held-out prompts, same noise; {module.evaluated[-1]} below"
-    draw_grid(title, list(models), rows).save(buffer, format="PNG")
-    return buffer.getvalue()
+    return draw_grid(f"Same held-out prompts, same noise; {module.evaluated[-1]} below", list(models), rows)
 
 
 def format_evaluation(result: dict[str, Any], folder: Path) -> str:

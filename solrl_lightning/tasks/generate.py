@@ -6,7 +6,6 @@ reward is loaded, and nothing is compiled: for a few pictures the compiler takes
 Shapes: P prompts, n images per prompt.
 """
 
-import io
 import sys
 import time
 from collections.abc import Iterator
@@ -15,15 +14,13 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from PIL import Image
-from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from solrl_lightning.build import build_model, device_of, load_adapters, with_option
-from solrl_lightning.callbacks.sample_grid import Row, draw_grid
 from solrl_lightning.config import asked_prompts, asked_weights
 from solrl_lightning.files import write_atomically
 from solrl_lightning.module import SolRLModule
+from solrl_lightning.pictures import Row, draw_grid, to_image, to_png
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.tasks.report import write_json
 
@@ -48,12 +45,12 @@ def generate(cfg: DictConfig) -> dict[str, Any]:
             for seed, picture in zip(seeds[index].tolist(), pictures, strict=True):
                 facts = {"prompt": prompts[index], "seed": seed, "weights": name, **how_made(cfg, name)}
                 file = f"images/{index:04d}_{seed:010d}_{name}.png"
-                write_atomically(folder / file, to_png(as_image(picture), facts))
+                write_atomically(folder / file, to_png(to_image(picture), facts))
                 images.append({"file": file, **facts})
 
     rows = [Row(prompt, group) for prompt, *group in zip(prompts, *shown.values(), strict=False)]  # the first ones
     title = "Same prompts, same noise" if len(weights) > 1 else "Generated images"
-    write_atomically(folder / "generate.png", to_png(draw_grid(title, list(weights), rows), {}))
+    write_atomically(folder / "generate.png", to_png(draw_grid(title, list(weights), rows)))
     result = {"checkpoint": cfg.ckpt, "images": images, "seconds": time.perf_counter() - started}
     write_json(folder / "generate.json", result)
     print(f"{len(images)} images in {result['seconds']:.0f} s\n  {folder / 'images'}, {folder / 'generate.png'}")
@@ -89,18 +86,3 @@ def sampled(module: SolRLModule, prompts: list[str], seeds: Tensor, name: str, s
 def how_made(cfg: DictConfig, name: str) -> dict[str, Any]:
     facts = {"model": cfg.model.pretrained, "solver": cfg.model.solver, "steps": cfg.model.eval_steps}
     return facts | ({"checkpoint": cfg.ckpt} if name == "trained" else {})
-
-
-def as_image(pixels: Tensor) -> Image.Image:
-    """[3, H, W] in [0, 1] -> a picture of that size."""
-    return Image.fromarray((pixels * 255).round().byte().permute(1, 2, 0).contiguous().numpy())
-
-
-def to_png(image: Image.Image, facts: dict[str, Any]) -> bytes:
-    """A PNG file with the facts as text chunks, in UTF-8 because prompts are any text."""
-    text = PngInfo()
-    for key, value in facts.items():
-        text.add_itxt(key, str(value))
-    buffer = io.BytesIO()
-    image.save(buffer, format="PNG", pnginfo=text)
-    return buffer.getvalue()

@@ -127,10 +127,11 @@ def trace(policy: PipelinePolicy, lora: LoraConfig, previews: bool = False) -> t
     with torch.device(policy.device):  # PEFT would leave the adapters of layers on meta on the CPU
         adapted_layers = adapters.add_adapters(policy.transformer, lora, seed=0)
     policy.transformer.train()
-    if policy.transformer.is_gradient_checkpointing:
+    transformer: Any = policy.transformer  # a ModelMixin of diffusers
+    if transformer.is_gradient_checkpointing:
         # Tensor.backward runs outside of the mode, so what it computes again enters one of its own.
         contexts = {"context_fn": lambda: (nullcontext(), FusedAttention())}
-        policy.transformer.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False, **contexts))
+        transformer.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False, **contexts))
     with FusedAttention():
         with saved_for_backward(policy.transformer) as saved, FlopCounterMode(display=False) as there:
             loss = velocity().sum()

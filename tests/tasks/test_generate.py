@@ -13,7 +13,6 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from solrl_lightning.build import build_model
-from solrl_lightning.callbacks.sample_grid import Row, draw_grid
 from solrl_lightning.config import (
     ConfigTree,
     application_config,
@@ -23,6 +22,7 @@ from solrl_lightning.config import (
     check_values,
 )
 from solrl_lightning.errors import UserError
+from solrl_lightning.pictures import Row, draw_grid
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.tasks.generate import asked_seeds, generate, without_training
 
