@@ -1,5 +1,6 @@
 """More than 200 malformed command lines and files end in one line and status 2, with every file as it was."""
 
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,11 @@ def test_prompt_files(command: Command, tmp_path: Path) -> None:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished run."""
     folder = tmp_path_factory.mktemp("finished") / "run"
+    root = logging.getLogger()
+    handlers, level = list(root.handlers), root.level
     assert entry.main([*SMALL, f"hydra.run.dir={folder}"]) == 0
+    root.handlers[:] = handlers
+    root.setLevel(level)
     return folder
 
 
