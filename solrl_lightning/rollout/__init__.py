@@ -1,1 +1,1 @@
-"""From prompts to training samples: seeds, selection, advantages, and the records that pass between the stages."""
+"""Turn prompts into training samples: stages, selection, advantages, micro-batches, and the records between them."""

@@ -1,7 +1,7 @@
-"""Advantages from the BF16 rewards of the kept samples.
+"""Advantages from the BF16 rewards of the kept samples, in the form of Sol-RL's published code.
 
-The published form: mean per prompt, one standard deviation over everything that is kept, on all ranks. Both are taken
-after selection (over the K kept, not over the pool of N). The clip to +-5 belongs to the losses.
+The mean is per prompt, the standard deviation is global over all ranks; both are over the K kept samples, not over the
+pool of N. The losses clip the advantages.
 
 Shapes: P prompts of this rank, K kept.
 """
@@ -19,10 +19,10 @@ def _one_rank(total: Tensor) -> Tensor:
 def group_advantages(
     rewards: Tensor, eps: float = 1e-4, all_reduce_sum: Callable[[Tensor], Tensor] = _one_rank
 ) -> Tensor:
-    """float32 [P, K]: (reward - mean of its prompt) / (global population std + eps), from rewards [P, K].
+    """Return float32 [P, K]: (reward - mean of its prompt) / (global population std + eps), from rewards [P, K].
 
-    `all_reduce_sum` returns the sum over ranks of a small float64 tensor. Ranks may hold different numbers of prompts,
-    even none. In float64, so that the result does not depend on how prompts are spread over ranks.
+    `all_reduce_sum` returns the sum over ranks of a small float64 tensor; a rank may have no prompts. Computed in
+    float64, so that the result does not depend on the distribution of prompts over ranks.
     """
     rewards = rewards.double()
     count = torch.tensor(float(rewards.numel()), dtype=torch.float64, device=rewards.device)

@@ -1,8 +1,8 @@
-"""The training rows of an iteration, cut into equal micro-batches.
+"""Split the training rows of an iteration into equal micro-batches.
 
-Each rank has the same number of micro-batches of the same size, or the gradient all-reduce would deadlock; missing rows
-are padded with rows of weight 0. Weights are such that the gradient of an optimiser step is the mean over all its real
-rows on all ranks. Step s of S trains on rows s, s + S, s + 2 S, ... of every rank.
+All ranks have the same number of micro-batches, because DDP's all-reduce would deadlock otherwise; padding rows have
+weight 0. The weights make the gradient of an optimiser step the mean over its real rows of all ranks. Step s of S
+trains on rows s, s + S, s + 2 S, ... of every rank.
 
 Shapes: P prompts of this rank, K kept, B micro-batch.
 """
@@ -19,18 +19,18 @@ from solrl_lightning.rollout.records import EncodedPrompts, Rollouts, TrainingBa
 
 
 class MicroBatchPlan(NamedTuple):
-    """How every rank cuts its rows."""
+    """Sizes and row weights of the micro-batches, equal on all ranks."""
 
     optimizer_steps: int
-    micro_batches: int  # of one optimiser step
-    rows: int  # of one micro-batch
-    weights: list[float]  # of a real row, by optimiser step
+    micro_batches: int  # per optimiser step
+    rows: int  # per micro-batch
+    weights: list[float]  # weight of a real row in each optimiser step
 
 
 def plan_micro_batches(
     prompts: int, rows_per_prompt: int, micro_batch: int, ranks: int, optimizer_steps: int = 1
 ) -> MicroBatchPlan:
-    """Plan for ``prompts`` of all ranks together; ``micro_batch`` is the largest number of rows that fits at once."""
+    """Return the plan for ``prompts`` of all ranks together, with at most ``micro_batch`` rows per micro-batch."""
     most = ceil(ceil(prompts / ranks) * rows_per_prompt / optimizer_steps)
     micro_batches = ceil(most / micro_batch)
     rows = ceil(most / micro_batches)
@@ -42,7 +42,7 @@ def plan_micro_batches(
 
 
 class MicroBatches(Sequence[TrainingBatch]):
-    """The micro-batches of one rank, built one at a time."""
+    """Micro-batches of one rank, built on access."""
 
     def __init__(
         self, rollouts: Rollouts, prompts: EncodedPrompts, sigmas: Tensor, objective: Objective, plan: MicroBatchPlan

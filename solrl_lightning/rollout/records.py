@@ -1,4 +1,4 @@
-"""The records of an iteration.
+"""Records of an iteration.
 
 Shapes: P prompts of this rank, N pool, K kept, R rewards, T solver steps, B micro-batch.
 """
@@ -13,7 +13,7 @@ from solrl_lightning.sampling import SolverState
 
 
 class EncodedPrompts(NamedTuple):
-    """P prompts with their embeddings, computed once and gathered by every chunk and micro-batch."""
+    """P prompts with their embeddings, encoded once per iteration."""
 
     texts: list[str]
     conditioning: dict[str, Tensor]  # each [P, ...]
@@ -27,17 +27,17 @@ class EncodedPrompts(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """Generated images of a set of seeds, with their rewards and the solver's state."""
+    """Sampled seeds with their rewards and solver state."""
 
     seeds: Tensor  # [P, N] int64
-    state: SolverState  # [P, N, ...] float32; where a stage stops early, x is noisy and x0 a prediction
+    state: SolverState  # [P, N, ...] float32; after an early stop x is noisy and x0 a prediction
     rewards: Tensor  # [P, N] float32, the weighted sum of `scores`
-    scores: Tensor  # [P, N, R] float32, the value of each reward
-    path: Tensor | None = None  # [P, N, T + 1, ...] float32, x at every level; recorded for objectives that read it
+    scores: Tensor  # [P, N, R] float32, one value per reward
+    path: Tensor | None = None  # [P, N, T + 1, ...] float32, x at every level; see `Objective.reads_path`
 
     @property
     def x0(self) -> Tensor:
-        """[P, N, ...] float32, the image latents, or their prediction where the trajectory was stopped."""
+        """Image latents [P, N, ...] in float32, predicted ones after an early stop."""
         assert self.state.x0 is not None, "a stage takes at least one step"
         return self.state.x0
 
@@ -50,24 +50,24 @@ class Candidates(NamedTuple):
 
 
 class Rollouts(NamedTuple):
-    """The training samples of an iteration."""
+    """Training samples of an iteration."""
 
     prompts: list[str]  # P texts
     seeds: Tensor  # [P, K] int64
     x0: Tensor  # [P, K, ...] float32, the image latents
-    proxy_rewards: Tensor  # [P, K] float32, by which the samples were selected
-    rewards: Tensor  # [P, K] float32, of these very latents
-    scores: Tensor  # [P, K, R] float32, of which `rewards` are the weighted sum
-    advantages: Tensor  # [P, K] float32, from `rewards` alone
+    proxy_rewards: Tensor  # [P, K] float32, used for the selection only
+    rewards: Tensor  # [P, K] float32, of `x0`
+    scores: Tensor  # [P, K, R] float32, one value per reward
+    advantages: Tensor  # [P, K] float32, computed from `rewards`
     path: Tensor | None = None  # [P, K, T + 1, ...] float32, x at every level; see `Objective.reads_path`
 
 
 class TrainingBatch(NamedTuple):
-    """One micro-batch of rows; a row is a kept sample at one noise level."""
+    """Micro-batch of rows; a row is a kept sample at one noise level."""
 
     x0: Tensor  # [B, ...] float32
     x_t: Tensor  # [B, ...] float32, the input of the transformer
-    x_next: Tensor | None  # [B, ...] float32, the sampler's x one step after `x_t`, where the path is recorded
+    x_next: Tensor | None  # [B, ...] float32, the sampler's x one step after `x_t`; None without a recorded path
     step: Tensor  # [B] int64, the solver step i of the noise level
     sigma: Tensor  # [B] float32, sigmas[i]
     sigma_next: Tensor  # [B] float32, sigmas[i + 1]

@@ -1,4 +1,4 @@
-"""Work beside the sampling: while one chunk is decoded and scored, the next one is sampled."""
+"""Workers that decode and score one chunk while the next one is sampled."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,22 +14,22 @@ Submit = Callable[[Callable[[], T]], "Future[T]"]
 
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for the process: the caching allocator reuses a block only on the stream that it was allocated on."""
+    """Return one stream per process; the caching allocator reuses a block only on the stream that allocated it."""
     return torch.cuda.Stream(device)
 
 
 @contextmanager
 def background_worker(device: torch.device) -> Iterator[Submit]:
-    """Yields a function that hands work to one thread, which does it in the order given.
+    """Yield a function that submits work to one thread, which runs it in order.
 
-    On a GPU the thread has a stream of its own. It starts on what the caller's stream has computed when the work is
-    handed over, and a result is there only when it is computed; the caller keeps alive the tensors that the work reads.
+    On a GPU the work runs on a separate stream after everything submitted to the caller's stream so far, and the future
+    completes when the kernels have. The caller must keep the tensors alive that the work reads.
     """
     stream = _side_stream(device) if device.type == "cuda" else None
 
     def do(work: Callable[[], T], ready: torch.cuda.Event | None) -> T:
         own: AbstractContextManager = nullcontext() if stream is None else torch.cuda.stream(stream)
-        with torch.no_grad(), own:  # both hold for a thread
+        with torch.no_grad(), own:  # torch keeps both settings per thread
             if stream is None or ready is None:
                 return work()
             stream.wait_event(ready)
@@ -47,7 +47,7 @@ def background_worker(device: torch.device) -> Iterator[Submit]:
 
 @contextmanager
 def inline_worker() -> Iterator[Submit]:
-    """Yields a function that does the work when it is given."""
+    """Yield a function that runs the work at submission, in the calling thread."""
 
     def submit(work: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()

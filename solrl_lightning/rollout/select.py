@@ -1,8 +1,8 @@
-"""Best/worst selection: the seeds of a pool that carry the strongest contrast.
+"""Select the best and the worst candidates of a pool.
 
-Differs from the published code: the two halves never share a candidate (there, 96 equal scores select the same 12
-twice), and a score that is not finite is never chosen (there, NaN counts as the best). Its other modes (random,
-mean deviation, random extremes) are left out: no result of the paper uses them.
+Differs from the published code: the two halves are disjoint (there, 96 equal scores select the same 12 twice), and a
+non-finite score is never selected (there, NaN counts as the best). The published code's other modes (random, mean
+deviation, random extremes) are left out: no result of the paper uses them.
 
 Shapes: P prompts, N pool, K kept.
 """
@@ -12,10 +12,12 @@ from torch import Tensor
 
 
 def select_contrastive(scores: Tensor, keep: int) -> Tensor:
-    """int64 [P, keep] candidates of scores [P, N]: keep//2 best, best first, then keep - keep//2 worst, worst first.
+    """Return int64 [P, keep] indices into scores [P, N]: keep//2 best, best first, then the worst, worst first.
 
-    All distinct. Equal scores are taken in the order of their index, in both parts; the worst are taken from what the
-    best left over, so keep = N is a permutation of the pool.
+    The indices are distinct, so keep = N gives a permutation. Equal scores are ordered by index in both halves.
+
+    Raises:
+        ValueError: scores is not [P, N] with 1 <= keep <= N, or a row has fewer than ``keep`` finite scores.
     """
     if scores.ndim != 2 or not 1 <= keep <= scores.shape[1]:
         raise ValueError(f"scores must be [P, N] with 1 <= keep <= N; got {list(scores.shape)} and keep={keep}")
@@ -35,5 +37,5 @@ def select_contrastive(scores: Tensor, keep: int) -> Tensor:
 
 
 def take(values: Tensor, chosen: Tensor) -> Tensor:
-    """[P, K, ...]: the chosen [P, K] candidates of values [P, N, ...]."""
+    """Return the candidates ``chosen`` [P, K] of values [P, N, ...] as [P, K, ...]."""
     return values[torch.arange(values.shape[0], device=values.device)[:, None], chosen.to(values.device)]

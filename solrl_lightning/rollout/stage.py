@@ -1,7 +1,7 @@
-"""One stage of a rollout: seeds in, latents and rewards out. Exploring and regenerating differ only in who samples.
+"""Run one stage of a rollout: sample seeds and score the images.
 
-Candidates are flattened over prompts and sampled in chunks, so pools need not divide into anything. Compiled samplers
-get chunks of one fixed size, the last one padded with repetitions, because another size would be another compilation.
+Candidates are flattened over prompts and sampled in chunks. Compiled samplers get chunks of one fixed size, padded with
+repeated candidates, because torch.compile would compile again for another size.
 
 Shapes: P prompts, N pool, B chunk, T solver steps, R rewards.
 """
@@ -40,25 +40,25 @@ _NONFINITE_HINT = (
 
 
 class Stage(NamedTuple):
-    """One pass over candidates: which weights sample them, in how many solver steps, and how many are kept."""
+    """One pass over the candidates."""
 
-    name: str  # EXPLORE or REGENERATE: its stopwatch stage
+    name: str  # EXPLORE or REGENERATE, also the stopwatch's name of it
     sampler: str  # see `Samplers`
     steps: int
     solver: str
-    stop_step: int | None = None  # of these steps, then score the predicted image; the next stage continues from there
-    decoder: str = "full"  # or preview: what the scored images are decoded by
-    keep: int | None = None  # best and worst by reward, for the next stage or for training; null keeps all as they are
+    stop_step: int | None = None  # stop here and score the predicted image; the next stage continues from this state
+    decoder: str = "full"  # or "preview"
+    keep: int | None = None  # best and worst by reward, passed to the next stage or to training; None keeps all
 
     @property
     def only_ranks(self) -> bool:
-        """Whether a candidate that is not finite gets the reward NaN instead of stopping the run."""
+        """True if a non-finite image scores NaN instead of raising NonFiniteError."""
         return self.name == EXPLORE
 
 
 @dataclass
 class BatchSize:
-    """How many candidates go through a transformer at once."""
+    """Candidates per forward pass."""
 
     size: int
     """Halved permanently after an out-of-memory error."""
@@ -75,20 +75,20 @@ class SamplingSpec(NamedTuple):
 
     sigmas: Tensor  # [T + 1]
     solver: str
-    initial_state: SolverState | None = None  # [P, N, ...]; default: the seeds' noise
-    stop_step: int | None = None  # default: T
-    record_path: bool = False  # keep x at every level
+    initial_state: SolverState | None = None  # [P, N, ...]; None: the seeds' noise
+    stop_step: int | None = None  # None: T
+    record_path: bool = False  # return x at every level
 
 
 class Chunk(NamedTuple):
     """Sampled candidates."""
 
-    candidates: Tensor  # int64 [B], into the flattened seeds
+    candidates: Tensor  # int64 [B], indices into the flattened seeds
     state: SolverState  # [B, ...]
     path: Tensor | None  # [B, T + 1, ...], x at every level
 
 
-@torch.no_grad()  # not inference_mode: the latents enter the training graph
+@torch.no_grad()  # autograd does not accept tensors of inference_mode, and training reads the latents
 def iter_sampled_chunks(
     policy: PipelinePolicy,
     transformer: nn.Module,
@@ -97,7 +97,7 @@ def iter_sampled_chunks(
     seeds: Tensor,
     spec: SamplingSpec,
 ) -> Iterator[Chunk]:
-    """Sample seeds [P, N] chunk by chunk."""
+    """Yield the sampled chunks of seeds [P, N]; halves the batch size after an out-of-memory error."""
     count = seeds.numel()
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     flat = seeds.flatten()
@@ -125,7 +125,7 @@ def iter_sampled_chunks(
         padded = torch.arange(first, first + batch_size.size).remainder(count) if batch_size.pad_to_size else index
         sampled = _unless_out_of_memory(integrate, padded)
         if sampled is None:
-            batch_size.halve()  # here, where the memory of the failed pass is free again
+            batch_size.halve()
             continue
         state, path = sampled
         yield Chunk(index, state.take(torch.arange(len(index))), None if path is None else path[: len(index)])
@@ -153,9 +153,9 @@ def score_chunks(
     progress: Progress,
     worker: Callable[[], AbstractContextManager[Submit[Tensor]]],
 ) -> Candidates:
-    """Score the ``chunks`` of seeds [P, N] as they are sampled, in a ``worker``; see ``scoring_worker``.
+    """Return the candidates of the ``chunks`` of seeds [P, N], scored in a ``worker`` while later chunks are sampled.
 
-    Of a trajectory that stops early, the predicted x0 is scored.
+    After an early stop the predicted x0 is scored.
     """
     owner, shape = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1]), tuple(seeds.shape)
     states: list[SolverState] = []
@@ -179,7 +179,7 @@ def score_chunks(
         return torch.cat(tensors).unflatten(0, shape)
 
     x0 = joined(x0s)
-    finished = all(state.x is state.x0 for state in states)  # the last step of a trajectory lands on x0
+    finished = all(state.x is state.x0 for state in states)  # solvers return x0 itself as x of the last step
     x = x0 if finished else joined([state.x for state in states])
     path = joined(paths) if paths else None
     return Candidates(seeds, SolverState(x, x0, states[0].step), rewards.total(each), each, path)
@@ -203,7 +203,7 @@ def score_images(
 def score_images_or_nan(
     decode: Callable[[Tensor], Tensor], rewards: WeightedRewards, x0: Tensor, texts: list[str], seeds: Tensor
 ) -> Tensor:
-    """As `score_images`, but NaN and a warning for a candidate that has no finite score."""
+    """Return float32 [B, R] as `score_images`, with NaN and a warning for candidates that are not finite."""
     images = decode(x0)
     try:
         return rewards(images, texts)
@@ -219,7 +219,7 @@ def score_images_or_nan(
 
 
 def check_selectable(proxy_rewards: Tensor, keep: int, prompts: list[str]) -> None:
-    """Raise ``NonFiniteError`` if a row of ``proxy_rewards`` [P, N] has fewer than ``keep`` finite values."""
+    """Raise NonFiniteError if a row of ``proxy_rewards`` [P, N] has fewer than ``keep`` finite values."""
     finite = proxy_rewards.isfinite().sum(dim=1)
     if (finite < keep).any():
         row = int((finite < keep).nonzero()[0])
@@ -231,7 +231,7 @@ def check_selectable(proxy_rewards: Tensor, keep: int, prompts: list[str]) -> No
 
 
 def check_finite(values: Tensor, what: str, prompts: list[str], seeds: Tensor) -> None:
-    """Raise ``NonFiniteError`` for the first of ``values`` [B] that is NaN or infinite."""
+    """Raise NonFiniteError for the first of ``values`` [B] that is NaN or infinite."""
     finite = values.isfinite().cpu()
     if not finite.all():
         row = int((~finite).nonzero()[0])

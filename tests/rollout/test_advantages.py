@@ -24,13 +24,13 @@ def test_equal_rewards_give_zero_advantages() -> None:
     assert torch.equal(group_advantages(torch.rand(3, 1)), torch.zeros(3, 1))
 
 
-def test_a_large_common_offset_changes_nothing() -> None:
+def test_advantages_are_invariant_to_large_offset() -> None:
     rewards = torch.tensor([[0.25, 0.5, 1.0], [0.125, 0.75, 0.5]])
     torch.testing.assert_close(group_advantages(rewards + 4096), group_advantages(rewards), rtol=1e-6, atol=0)
 
 
 class AllReduce:
-    """A sum over ranks that are threads: every rank offers its part and gets the sum."""
+    """Sum over ranks that run as threads."""
 
     def __init__(self, num_ranks: int) -> None:
         self.parts: list[Tensor] = [torch.empty(0)] * num_ranks
@@ -49,7 +49,7 @@ class AllReduce:
 
 
 @pytest.mark.parametrize("bounds", [[0, 2, 4, 6], [0, 1, 6], [0, 0, 6]])
-def test_spreading_prompts_over_ranks_changes_nothing(bounds: list[int]) -> None:
+def test_advantages_are_independent_of_distribution_over_ranks(bounds: list[int]) -> None:
     rewards = torch.rand(6, 24, generator=torch.Generator().manual_seed(0))
     parts = [rewards[first:last] for first, last in zip(bounds, bounds[1:], strict=False)]
     ranks = AllReduce(len(parts))

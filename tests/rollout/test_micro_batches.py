@@ -1,4 +1,4 @@
-"""Training rows in closed form: which samples, at which noise levels, and with which weights over all ranks."""
+"""Samples, noise levels and weights of the training rows, in closed form over all ranks."""
 
 from fractions import Fraction
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class Rank(NamedTuple):
 
 
 def ranks(prompts: int, world: int, micro_batch: int, optimizer_steps: int = 1) -> list[Rank]:
-    """The ranks of a run as the loop would set them up; latents and advantages are arbitrary but distinct."""
+    """Return the micro-batches of every rank; latents and advantages are arbitrary but distinct."""
     plan = plan_micro_batches(prompts, KEEP * TIMESTEPS, micro_batch, world, optimizer_steps)
     objective = NFT(beta=1.0, kl_weight=0.0, advantage_clip=5.0, timestep_fraction=FRACTION)
     texts = [f"prompt {number}" for number in range(prompts)]
@@ -44,7 +44,7 @@ def real(batch: TrainingBatch) -> Tensor:
 
 
 def value(batch: TrainingBatch) -> Tensor:
-    """[B] some function of a row, as a loss is one."""
+    """Return some function of each row [B] in place of a loss."""
     return batch.x_t.flatten(1).sum(1) * batch.sigma + batch.advantage
 
 
@@ -61,9 +61,7 @@ def value(batch: TrainingBatch) -> Tensor:
         (7, 4, 5, (3, 4)),
     ],
 )
-def test_the_plan_spreads_the_largest_share_evenly(
-    prompts: int, world: int, micro_batch: int, expected: tuple[int, int]
-) -> None:
+def test_plan_balances_micro_batches(prompts: int, world: int, micro_batch: int, expected: tuple[int, int]) -> None:
     found = plan_micro_batches(prompts, KEEP * TIMESTEPS, micro_batch, world)
     assert (found.micro_batches, found.rows) == expected
     largest_share = -(-prompts // world) * KEEP * TIMESTEPS
@@ -72,9 +70,7 @@ def test_the_plan_spreads_the_largest_share_evenly(
 
 
 @pytest.mark.parametrize("prompts, world, micro_batch", [(2, 1, 96), (2, 1, 5), (3, 2, 5), (7, 3, 4), (4, 4, 6)])
-def test_gradients_averaged_over_micro_batches_and_ranks_are_the_mean_over_real_rows(
-    prompts: int, world: int, micro_batch: int
-) -> None:
+def test_averaged_gradient_is_mean_over_real_rows(prompts: int, world: int, micro_batch: int) -> None:
     """Lightning divides each loss by the number of micro-batches, and DDP averages over the ranks."""
     everyone = ranks(prompts, world, micro_batch)
     assert len({(len(rank.rows), len(rank.rows[0].seeds)) for rank in everyone}) == 1
@@ -97,7 +93,7 @@ def test_gradients_averaged_over_micro_batches_and_ranks_are_the_mean_over_real_
     assert float(found) == pytest.approx(sum(rows) / len(rows), rel=1e-5)
 
 
-def test_weights_of_uneven_ranks_in_numbers() -> None:
+def test_weights_of_uneven_ranks() -> None:
     """3 prompts on 2 ranks: 12 and 6 real rows in 3 micro-batches of 4; a row counts 1/18 of the mean."""
     first, second = ranks(prompts=3, world=2, micro_batch=5)
     assert [len(rank.rows) for rank in (first, second)] == [3, 3]
@@ -112,7 +108,7 @@ def test_weights_of_uneven_ranks_in_numbers() -> None:
             assert batch.weight.dtype == torch.float32
 
 
-def test_filled_up_rows_are_real_samples_without_weight() -> None:
+def test_padding_rows_are_samples_of_weight_0() -> None:
     _, second = ranks(prompts=3, world=2, micro_batch=5)
     for batch in second.rows:
         assert set(batch.prompts) == {"prompt 1"}
@@ -121,7 +117,7 @@ def test_filled_up_rows_are_real_samples_without_weight() -> None:
         )
 
 
-def test_the_noised_sample_lies_between_the_sample_and_its_training_noise() -> None:
+def test_x_t_interpolates_sample_and_training_noise() -> None:
     (rank,) = ranks(prompts=2, world=1, micro_batch=5)
     for batch in rank.rows:
         steps = torch.tensor([SIGMAS.tolist().index(sigma) for sigma in batch.sigma.tolist()])
@@ -131,7 +127,7 @@ def test_the_noised_sample_lies_between_the_sample_and_its_training_noise() -> N
         assert {batch.x0.dtype, batch.x_t.dtype, batch.sigma.dtype, batch.advantage.dtype} == {torch.float32}
 
 
-def test_every_sample_is_trained_once_at_each_of_its_distinct_noise_levels() -> None:
+def test_each_sample_is_trained_once_per_noise_level() -> None:
     (rank,) = ranks(prompts=2, world=1, micro_batch=5)
     levels: dict[int, list[float]] = {}
     for batch in rank.rows:
@@ -141,10 +137,10 @@ def test_every_sample_is_trained_once_at_each_of_its_distinct_noise_levels() -> 
     assert sorted(levels) == sorted(rank.rollouts.seeds.flatten().tolist())
     for found in levels.values():
         assert len(found) == len(set(found)) == TIMESTEPS
-        assert set(found) <= set(SIGMAS[:-1].tolist())  # never at sigma 0, where nothing is left to learn
+        assert set(found) <= set(SIGMAS[:-1].tolist())  # never at sigma 0, where x_t is x0
 
 
-def test_a_row_is_one_sample_in_all_its_parts() -> None:
+def test_fields_of_a_row_belong_to_one_sample() -> None:
     for rank in ranks(prompts=5, world=2, micro_batch=4):
         by_seed = {
             int(rank.rollouts.seeds[p, k]): (p, k) for p in range(len(rank.rollouts.prompts)) for k in range(KEEP)
@@ -160,7 +156,7 @@ def test_a_row_is_one_sample_in_all_its_parts() -> None:
                 assert batch.conditioning["embedding"][row].tolist() == [number] * 4
 
 
-def test_the_micro_batch_size_changes_neither_rows_nor_their_order() -> None:
+def test_rows_are_independent_of_micro_batch_size() -> None:
     def flat(micro_batch: int) -> Tensor:
         (rank,) = ranks(prompts=2, world=1, micro_batch=micro_batch)
         return torch.cat([batch.x_t[real(batch)] for batch in rank.rows])
@@ -169,7 +165,7 @@ def test_the_micro_batch_size_changes_neither_rows_nor_their_order() -> None:
     assert torch.equal(flat(96), flat(5)) and torch.equal(flat(96), flat(1))
 
 
-def test_it_is_a_sequence() -> None:
+def test_micro_batches_are_a_sequence() -> None:
     (rank,) = ranks(prompts=2, world=1, micro_batch=5)
     assert len(rank.rows) == len(list(rank.rows)) == 3
     assert torch.equal(rank.rows[2].x_t, list(rank.rows)[2].x_t)
@@ -179,9 +175,7 @@ def test_it_is_a_sequence() -> None:
 
 
 @pytest.mark.parametrize("prompts, world, optimizer_steps", [(2, 1, 2), (3, 2, 2), (3, 1, 4), (5, 3, 5)])
-def test_every_optimiser_step_takes_the_mean_over_rows_of_its_own(
-    prompts: int, world: int, optimizer_steps: int
-) -> None:
+def test_each_optimizer_step_averages_disjoint_rows(prompts: int, world: int, optimizer_steps: int) -> None:
     everyone = ranks(prompts, world, 5, optimizer_steps)
     per_step = len(everyone[0].rows) // optimizer_steps
     seen: list[tuple[int, float]] = []
@@ -196,7 +190,7 @@ def test_every_optimiser_step_takes_the_mean_over_rows_of_its_own(
     assert len(seen) == len(set(seen)) == prompts * KEEP * TIMESTEPS
 
 
-def test_rows_of_a_recorded_path_are_the_sampler_s_own_transitions() -> None:
+def test_rows_of_recorded_path_are_sampler_transitions() -> None:
     (rank,) = ranks(prompts=2, world=1, micro_batch=5)
     path = torch.randn(2, KEEP, STEPS + 1, *SHAPE, generator=torch.Generator().manual_seed(9))
     rows = rank.rows

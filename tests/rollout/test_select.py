@@ -1,4 +1,4 @@
-"""Selection against a slow reference, and the ties and NaNs that the published code gets wrong."""
+"""Selection against a slow reference, and the ties and NaNs that the published code mishandles."""
 
 import random
 
@@ -11,7 +11,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def slow_select(row: list[float], keep: int) -> list[int]:
-    """The contract, one candidate at a time."""
+    """Return the selection by the definition, one candidate at a time."""
     left = [i for i, score in enumerate(row) if score == score and abs(score) != INF]
     best: list[int] = []
     while len(best) < keep // 2:
@@ -24,23 +24,23 @@ def slow_select(row: list[float], keep: int) -> list[int]:
     return best + worst
 
 
-def test_best_come_first_in_descending_order_and_then_the_worst_from_the_bottom_up() -> None:
+def test_order_is_best_descending_then_worst_ascending() -> None:
     scores = torch.tensor([[0.3, 0.9, 0.1, 0.5, 0.7, 0.2]])
     assert select_contrastive(scores, 4).tolist() == [[1, 4, 2, 5]]
     assert select_contrastive(scores, 4).dtype == torch.int64
 
 
-def test_an_odd_number_keeps_one_more_of_the_worst() -> None:
+def test_odd_keep_selects_one_more_of_the_worst() -> None:
     scores = torch.tensor([[0.3, 0.9, 0.1, 0.5, 0.7, 0.2]])
     assert select_contrastive(scores, 5).tolist() == [[1, 4, 2, 5, 0]]
     assert select_contrastive(scores, 1).tolist() == [[2]]
 
 
-def test_equal_scores_give_different_candidates_in_both_halves() -> None:
+def test_equal_scores_select_distinct_candidates() -> None:
     assert select_contrastive(torch.zeros(1, 96), 24).tolist() == [list(range(24))]
 
 
-def test_five_successes_among_zeros_are_all_best_and_never_worst() -> None:
+def test_rare_successes_are_best_and_never_worst() -> None:
     scores = torch.zeros(1, 96)
     scores[0, [3, 20, 40, 60, 95]] = 1.0
     chosen = select_contrastive(scores, 24)[0].tolist()
@@ -52,13 +52,13 @@ def test_negative_zero_equals_zero() -> None:
     assert select_contrastive(torch.tensor([[0.0, -0.0, 0.0, -0.0]]), 4).tolist() == [[0, 1, 2, 3]]
 
 
-def test_scores_that_are_not_finite_are_never_chosen() -> None:
+def test_non_finite_scores_are_never_selected() -> None:
     scores = torch.tensor([[NAN, 1.0, INF, 2.0, -INF, 3.0, 4.0, NAN]])
     assert select_contrastive(scores, 4).tolist() == [[6, 5, 1, 3]]
     assert select_contrastive(scores, 3).tolist() == [[6, 1, 3]]
 
 
-def test_too_few_finite_scores_name_the_row_and_the_counts() -> None:
+def test_too_few_finite_scores_error_names_row_and_counts() -> None:
     scores = torch.ones(4, 8)
     scores[2, :6] = NAN
     scores[3, 2:] = INF
@@ -69,12 +69,12 @@ def test_too_few_finite_scores_name_the_row_and_the_counts() -> None:
 
 
 @pytest.mark.parametrize("keep", [0, -2, 9])
-def test_a_number_kept_outside_the_pool_is_refused(keep: int) -> None:
+def test_keep_outside_pool_raises(keep: int) -> None:
     with pytest.raises(ValueError, match=f"keep={keep}"):
         select_contrastive(torch.ones(2, 8), keep)
 
 
-def test_scores_without_a_prompt_dimension_are_refused() -> None:
+def test_scores_without_prompt_dimension_raise() -> None:
     with pytest.raises(ValueError, match=r"\[P, N\]"):
         select_contrastive(torch.ones(8), 2)
 
@@ -83,7 +83,7 @@ def test_no_prompts_select_nothing() -> None:
     assert select_contrastive(torch.empty(0, 8), 4).shape == (0, 4)
 
 
-def test_any_pool_with_ties_and_holes_agrees_with_the_slow_reference() -> None:
+def test_selection_matches_slow_reference_with_ties_and_nans() -> None:
     generator = random.Random(0)
     for _ in range(300):
         n = generator.randint(1, 30)
@@ -99,13 +99,13 @@ def test_any_pool_with_ties_and_holes_agrees_with_the_slow_reference() -> None:
         assert all(len(set(row)) == keep for row in chosen)
 
 
-def test_keeping_the_whole_pool_is_a_permutation_of_it() -> None:
+def test_keeping_whole_pool_is_a_permutation() -> None:
     scores = torch.randn(5, 24, generator=torch.Generator().manual_seed(0))
     chosen = select_contrastive(scores, 24)
     assert torch.equal(chosen.sort(dim=1).values, torch.arange(24).expand(5, 24))
 
 
-def test_take_gathers_candidates_with_any_trailing_shape() -> None:
+def test_take_gathers_any_trailing_shape() -> None:
     values = torch.arange(2 * 4 * 3).view(2, 4, 3)
     chosen = torch.tensor([[3, 0], [1, 1]])
     assert torch.equal(take(values, chosen), torch.stack([values[0, [3, 0]], values[1, [1, 1]]]))

@@ -1,4 +1,4 @@
-"""One stage of a rollout, on the real classes: chunks, padding, who belongs to which prompt, and broken rewards."""
+"""One stage of a rollout on the real classes: chunks, padding, prompts of candidates, and non-finite rewards."""
 
 import threading
 from collections.abc import Callable
@@ -35,7 +35,7 @@ TEXTS = [prompt for prompt in PROMPTS for _ in range(5)]
 
 
 class Recorder(Flux1):
-    """Remembers the seeds of every chunk and the number of rows of every forward pass."""
+    """Records the seeds of every chunk and the rows of every forward pass."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,7 +67,7 @@ def brightness(images: Tensor, prompts: list[str]) -> Tensor:
 
 
 class Made(Reward):
-    """A reward from a function."""
+    """Reward computed by a function."""
 
     name = "made"
 
@@ -104,7 +104,7 @@ def run(
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 15, 96])
 @pytest.mark.parametrize("fixed_batch", [False, True])
-def test_chunks_and_padding_change_nothing(policy: Recorder, batch: int, fixed_batch: bool) -> None:
+def test_result_is_independent_of_chunks_and_padding(policy: Recorder, batch: int, fixed_batch: bool) -> None:
     whole = run(policy, BatchSize(15, False), "euler")
     policy.seeds, policy.rows = [], []
     found = run(policy, BatchSize(batch, fixed_batch), "euler")
@@ -121,7 +121,7 @@ def test_chunks_and_padding_change_nothing(policy: Recorder, batch: int, fixed_b
     assert policy.rows == [size for size in sizes for _ in range(2)]  # two solver steps each
 
 
-def test_every_candidate_is_its_own_prompts_picture_of_its_own_seed(policy: Recorder) -> None:
+def test_candidate_is_sampled_from_its_prompt_and_seed(policy: Recorder) -> None:
     policy.transformer.float()  # so that rounding does not hide a wrong row
     found = run(policy, BatchSize(4, True), "dpm2")
     for row, prompt in enumerate(PROMPTS):
@@ -133,7 +133,7 @@ def test_every_candidate_is_its_own_prompts_picture_of_its_own_seed(policy: Reco
     assert (wrong_prompt.x0[0, 0] - found.x0[0, 0]).abs().max() > 1e-2
 
 
-def test_the_reward_sees_decoded_pictures_with_their_captions(policy: Recorder) -> None:
+def test_reward_receives_decoded_images_with_their_prompts(policy: Recorder) -> None:
     seen: list[tuple[Tensor, list[str]]] = []
 
     def reward(images: Tensor, prompts: list[str]) -> Tensor:
@@ -149,12 +149,12 @@ def test_the_reward_sees_decoded_pictures_with_their_captions(policy: Recorder) 
     torch.testing.assert_close(found.rewards.flatten(), brightness(images, []), rtol=0, atol=1e-6)
 
 
-def test_the_same_candidates_come_out_again_to_the_bit(policy: Recorder) -> None:
+def test_sampling_is_bit_reproducible(policy: Recorder) -> None:
     one, two = (run(policy, BatchSize(4, False), "euler") for _ in range(2))
     assert torch.equal(one.x0, two.x0) and torch.equal(one.rewards, two.rewards)
 
 
-def test_a_pool_of_other_candidates_does_not_change_the_kept_ones(policy: Recorder) -> None:
+def test_candidate_is_independent_of_the_pool(policy: Recorder) -> None:
     policy.transformer.float()
     kept = torch.tensor([[4, 0], [1, 2], [3, 1]])
     pool = run(policy, BatchSize(4, True), "euler")
@@ -163,7 +163,7 @@ def test_a_pool_of_other_candidates_does_not_change_the_kept_ones(policy: Record
     torch.testing.assert_close(again.x0, expected, rtol=0, atol=1e-4)
 
 
-def test_latents_may_enter_a_training_graph_and_carry_no_graph_themselves(policy: Recorder) -> None:
+def test_latents_are_usable_by_autograd_and_have_no_graph(policy: Recorder) -> None:
     policy.transformer.requires_grad_(True)
     found = run(policy, BatchSize(8, False), "euler")
     assert not found.x0.requires_grad and not found.x0.is_inference()
@@ -184,7 +184,7 @@ def test_chunks_are_yielded_one_at_a_time(policy: Recorder) -> None:
 
 
 @pytest.mark.parametrize("fixed_batch", [False, True])
-def test_progress_rises_from_nothing_to_all_candidates(policy: Recorder, fixed_batch: bool) -> None:
+def test_progress_counts_from_zero_to_all_candidates(policy: Recorder, fixed_batch: bool) -> None:
     steps: list[tuple[int, int]] = []
     run(policy, BatchSize(4, fixed_batch), "euler", progress=lambda done, total: steps.append((done, total)))
     assert steps == [(0, 15), (4, 15), (8, 15), (12, 15), (15, 15)]
@@ -192,7 +192,7 @@ def test_progress_rises_from_nothing_to_all_candidates(policy: Recorder, fixed_b
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("position", [0, 7, 14])
-def test_a_reward_that_is_not_finite_names_its_prompt_and_seed(policy: Recorder, value: float, position: int) -> None:
+def test_non_finite_reward_error_names_prompt_and_seed(policy: Recorder, value: float, position: int) -> None:
     scored = 0
 
     def reward(images: Tensor, prompts: list[str]) -> Tensor:
@@ -211,7 +211,7 @@ def test_a_reward_that_is_not_finite_names_its_prompt_and_seed(policy: Recorder,
     assert "its last checkpoint, if there is one, is intact" in message
 
 
-def test_scoring_beside_the_sampling_changes_nothing(policy: Recorder) -> None:
+def test_background_worker_gives_same_scores_as_inline_worker(policy: Recorder) -> None:
     threads: list[str] = []
 
     def reward(images: Tensor, prompts: list[str]) -> Tensor:
@@ -227,7 +227,7 @@ def test_scoring_beside_the_sampling_changes_nothing(policy: Recorder) -> None:
         run(policy, BatchSize(4, True), "euler", lambda images, prompts: images[:, 0, 0, 0] * torch.nan, overlap=True)
 
 
-def test_the_first_of_several_broken_values_is_named() -> None:
+def test_check_finite_names_first_non_finite_value() -> None:
     values = torch.tensor([0.0, 1.0, float("nan"), float("inf")])
     with pytest.raises(NonFiniteError, match="the loss is nan for the prompt 'c' with seed 12;"):
         check_finite(values, "loss", ["a", "b", "c", "d"], torch.tensor([10, 11, 12, 13]))
@@ -235,7 +235,7 @@ def test_the_first_of_several_broken_values_is_named() -> None:
 
 
 @pytest.mark.parametrize("solver", ["euler", "dpm2"])
-def test_kept_trajectories_go_on_from_where_they_were_stopped(policy: Recorder, solver: str) -> None:
+def test_kept_trajectories_resume_from_their_state(policy: Recorder, solver: str) -> None:
     policy.transformer.float()
     whole = run(policy, BatchSize(4, True), solver, steps=5)
     assert torch.equal(whole.state.x, whole.x0)
@@ -254,7 +254,7 @@ def test_kept_trajectories_go_on_from_where_they_were_stopped(policy: Recorder, 
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_explored_candidate_that_is_not_finite_is_never_selected(
+def test_non_finite_explored_candidate_is_never_selected(
     policy: Recorder, overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = {2: torch.nan, 9: torch.inf}  # candidates: an image, a reward
@@ -285,7 +285,7 @@ def test_an_explored_candidate_that_is_not_finite_is_never_selected(
         run(policy, BatchSize(4, True), "euler", reward, overlap=overlap, decode=decode)
 
 
-def test_a_pool_with_too_few_finite_rewards_names_its_prompt() -> None:
+def test_too_few_finite_rewards_error_names_prompt() -> None:
     rewards = torch.tensor([[1.0, 2.0, 3.0], [1.0, torch.nan, torch.inf]])
     check_selectable(rewards, 1, ["a", "b"])
     with pytest.raises(NonFiniteError, match="1 of 3 explored candidates .* for the prompt 'b', .* family.keep=2"):
@@ -293,7 +293,7 @@ def test_a_pool_with_too_few_finite_rewards_names_its_prompt() -> None:
 
 
 class SmallMemory(Recorder):
-    """Holds no more than three candidates at once."""
+    """Runs out of memory with more than three candidates."""
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: dict[str, Tensor]) -> Tensor:
         if len(x) > 3:
@@ -302,7 +302,7 @@ class SmallMemory(Recorder):
 
 
 @pytest.mark.parametrize("fixed_batch", [False, True])
-def test_a_batch_that_does_not_fit_the_memory_is_halved_for_good_and_changes_no_picture(
+def test_batch_is_halved_permanently_after_out_of_memory(
     folder: str, fixed_batch: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     policy, batch_size = load_policy(folder, policy_class=SmallMemory), BatchSize(8, fixed_batch)
@@ -317,7 +317,7 @@ def test_a_batch_that_does_not_fit_the_memory_is_halved_for_good_and_changes_no_
     torch.testing.assert_close(found.x0, run(roomy, BatchSize(8, False), "euler").x0, rtol=0, atol=1e-4)
 
 
-def test_a_batch_that_fits_once_the_cache_is_empty_is_not_halved(
+def test_batch_is_not_halved_if_it_fits_after_emptying_cache(
     folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     emptied: list[bool] = []
@@ -334,7 +334,7 @@ def test_a_batch_that_fits_once_the_cache_is_empty_is_not_halved(
     assert (batch_size.size, emptied, caplog.records) == (8, [True], [])
 
 
-def test_all_stages_of_a_process_score_on_one_stream_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_share_one_scoring_stream_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
     device = torch.device("cuda", 61)  # of no other test: streams are kept for the process
@@ -344,7 +344,7 @@ def test_all_stages_of_a_process_score_on_one_stream_per_device(monkeypatch: pyt
     assert made == [device]
 
 
-def test_memory_for_not_even_one_candidate_is_an_error(policy: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_out_of_memory_with_one_candidate_raises(policy: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing_fits(*args: Any) -> Tensor:
         raise torch.OutOfMemoryError("nothing fits")
 
@@ -353,7 +353,7 @@ def test_memory_for_not_even_one_candidate_is_an_error(policy: Recorder, monkeyp
         run(policy, BatchSize(4, False), "euler")
 
 
-def test_gather_picks_texts_and_embeddings_alike() -> None:
+def test_gather_selects_texts_and_embeddings() -> None:
     conditioning: dict[str, Any] = {"x": torch.arange(6).view(3, 2), "y": torch.arange(3)}
     texts, rows = EncodedPrompts(["a", "b", "c"], conditioning).gather(torch.tensor([2, 0, 2, 1]))
     assert texts == ["c", "a", "c", "b"]
