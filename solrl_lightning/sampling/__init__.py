@@ -1,16 +1,15 @@
-"""Solvers for rectified flows: whole (`integrate`), stopped and resumed (`advance`), or step by step (`steps`).
+"""Solvers for rectified flows: whole trajectories (`integrate`), ranges of steps (`advance`), single steps (`steps`).
 
 Shapes: B batch, T solver steps. sigma runs from 1 (noise) to 0 (image); x_t = (1 - sigma) x0 + sigma eps;
 the velocity is v = eps - x0, so dx/dsigma = v and the image predicted at any point is x0 = x - sigma v.
 
-A family that explores on a prefix of the trajectory stops after m steps, scores `state.x0`, and continues with the kept
-candidates only:
+A trajectory can be stopped after m steps and resumed for some of its candidates:
 
     state = advance(velocity, start(noise), sigmas, solver="dpm2", stop_step=4)
-    state = state.take(kept)                                   # solver history is kept for exactly these rows
+    state = state.take(kept)                                   # takes the solver history of these candidates too
     images = advance(velocity_of_kept, state, sigmas, solver="dpm2").x
 
-A solver is a function of one step. A stochastic one draws its noise from the `NoiseSource` that it is given.
+A solver is a function that takes one step; a stochastic one draws noise from its `NoiseSource`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +44,11 @@ SOLVERS: dict[str, Solver] = {"euler": euler_step, "dpm2": dpm2_step}
 
 
 def integrate(velocity: Velocity, x: Tensor, sigmas: Tensor, solver: str = "euler") -> Tensor:
-    """Noise [B, ...] -> image latents [B, ...] in float32, along sigmas [T+1] that descend to 0."""
+    """Return image latents [B, ...] in float32 from noise x [B, ...], along sigmas [T+1] that descend to 0.
+
+    Raises:
+        ValueError: as `steps`.
+    """
     return advance(velocity, start(x), sigmas, solver).x
 
 
@@ -57,7 +60,7 @@ def advance(
     stop_step: int | None = None,
     noise: NoiseSource | None = None,
 ) -> SolverState:
-    """Return the last state of `steps`. Stopping and resuming change no bit."""
+    """Return the last state of `steps`; stopping and resuming gives bit-identical results."""
     return reduce(lambda _, later: later, steps(velocity, state, sigmas, solver, stop_step, noise), state)
 
 
@@ -92,7 +95,7 @@ def steps(
 
 
 def _checked(sigmas: Tensor) -> list[float]:
-    """The schedule as Python floats: solver coefficients are computed in double precision."""
+    """Return the schedule as Python floats, in which solvers compute their coefficients in double precision."""
     levels: list[float] = sigmas.tolist()
     descends = all(later < earlier for earlier, later in zip(levels, levels[1:], strict=False))
     if len(levels) < 2 or not descends or levels[0] > 1 or levels[-1] != 0:

@@ -27,7 +27,7 @@ from solrl_lightning.sampling.state import NoiseSource, SolverState
 def dpm2_step(
     state: SolverState, velocity: Tensor, sigmas: Sequence[float], noise: NoiseSource | None = None
 ) -> SolverState:
-    """One step from sigmas[i] to sigmas[i+1], i = state.step, with velocity [B, ...] evaluated at (x, sigmas[i])."""
+    """Return the state at sigmas[i + 1], i = state.step, from velocity [B, ...] at (x, sigmas[i])."""
     after = euler_step(state, velocity, sigmas)
     weight = _correction_weight(sigmas, state.step)
     if state.x0 is None or after.x0 is None or weight == 0:
@@ -36,7 +36,7 @@ def dpm2_step(
 
 
 def _correction_weight(sigmas: Sequence[float], i: int) -> float:
-    """alpha_t (1 - e^-h) h / (2 h_before) for the step from sigmas[i] to sigmas[i+1]; 0 where that is first order."""
+    """Return alpha_t (1 - e^-h) h / (2 h_before) of the step from sigmas[i] to sigmas[i+1]; 0 if it is first order."""
     if i == 0 or sigmas[i - 1] == 1 or sigmas[i + 1] == 0:
         return 0.0
     before, here, after = sigmas[i - 1], sigmas[i], sigmas[i + 1]
@@ -46,5 +46,5 @@ def _correction_weight(sigmas: Sequence[float], i: int) -> float:
 
 
 def _lambda(sigma: float) -> float:
-    """Half the log signal-to-noise ratio, log(alpha / sigma)."""
+    """Return half the log signal-to-noise ratio, log(alpha / sigma)."""
     return math.log1p(-sigma) - math.log(sigma)

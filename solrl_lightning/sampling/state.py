@@ -1,4 +1,4 @@
-"""The state of a solver on its trajectory: all that is needed to continue from there.
+"""State of a solver between two steps.
 
 Shapes: B batch.
 """
@@ -9,26 +9,26 @@ from typing import NamedTuple
 from torch import Tensor
 
 NoiseSource = Callable[[int], Tensor]
-"""Solver step -> standard normal noise [B, ...] of each candidate for that step."""
+"""Solver step -> standard normal noise [B, ...] of that step."""
 
 
 class SolverState(NamedTuple):
-    """A point of the trajectory and the history that a multistep solver needs."""
+    """A point of the trajectory with the history that a multistep solver needs to continue."""
 
     x: Tensor  # [B, ...] float32, the latents at sigmas[step]
-    x0: Tensor | None  # [B, ...] float32, the image predicted by the latest velocity evaluation; None before the first
+    x0: Tensor | None  # [B, ...] float32, predicted by the latest velocity evaluation; None before the first one
     step: int  # solver steps taken
 
     def take(self, index: Tensor | tuple[Tensor, ...]) -> "SolverState":
-        """Return the candidates ``index`` of the leading dimensions, with their history."""
+        """Return the state indexed by ``index`` in the leading dimensions."""
         return self._map(lambda tensor: tensor[index])
 
     def flatten(self) -> "SolverState":
-        """[P, N, ...] -> [P * N, ...]."""
+        """Return the state [P, N, ...] as [P * N, ...]."""
         return self._map(lambda tensor: tensor.flatten(0, 1))
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "SolverState":
-        """Apply ``function`` once to a tensor that is both x and x0, as it is after the last step."""
+        """Apply ``function`` to x and x0, but once if both are one tensor, as they are after the last step."""
         x = function(self.x)
         x0 = None if self.x0 is None else x if self.x0 is self.x else function(self.x0)
         return SolverState(x, x0, self.step)

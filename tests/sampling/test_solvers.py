@@ -1,4 +1,4 @@
-"""The solvers against the exact solution of a Gaussian flow, against diffusers' schedulers, and stopped and resumed."""
+"""Solvers against the exact solution of a Gaussian flow, against diffusers' schedulers, and stopped and resumed."""
 
 import math
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ MEAN, STD = 2.0, 0.5
 
 
 def gaussian_velocity(x: Tensor, sigma: Tensor) -> Tensor:
-    """E[eps - x0 | x_t = x] for data N(MEAN, STD^2), by linear regression of eps and x0 on x_t."""
+    """Return E[eps - x0 | x_t = x] for data N(MEAN, STD^2), by linear regression of eps and x0 on x_t."""
     alpha = 1 - sigma
     offset = (x - alpha * MEAN) / (alpha**2 * STD**2 + sigma**2)
     return sigma * offset - (MEAN + alpha * STD**2 * offset)
 
 
 def curved_velocity(x: Tensor, sigma: Tensor) -> Tensor:
-    """A velocity without symmetry in x or sigma."""
+    """Return a velocity without symmetry in x or sigma."""
     return torch.sin(2 * x + 3 * sigma) + 0.5 * x * sigma
 
 
@@ -32,17 +32,17 @@ def noise(*shape: int) -> Tensor:
 
 
 def gaussian_path(z: Tensor, sigma: Tensor) -> Tensor:
-    """The flow keeps every sample at its quantile z of N((1 - sigma) MEAN, (1 - sigma)^2 STD^2 + sigma^2)."""
+    """Return the sample at quantile z of N((1 - sigma) MEAN, (1 - sigma)^2 STD^2 + sigma^2), which the flow keeps."""
     return (1 - sigma) * MEAN + z * ((1 - sigma) ** 2 * STD**2 + sigma**2).sqrt()
 
 
 def slopes(errors: list[float]) -> list[float]:
-    """Orders of convergence between numbers of steps that double."""
+    """Return the orders of convergence between doubled numbers of steps."""
     return [math.log2(coarse / fine) for coarse, fine in zip(errors, errors[1:], strict=False)]
 
 
 @pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("dpm2", 2)])
-def test_error_on_a_gaussian_flow_falls_with_the_order_of_the_solver(solver: str, order: int) -> None:
+def test_convergence_order_on_gaussian_flow(solver: str, order: int) -> None:
     """Between two noise levels inside (0, 1), where log-SNR is finite, with steps equal in log-SNR."""
     z = noise(256)
     errors = []
@@ -54,8 +54,8 @@ def test_error_on_a_gaussian_flow_falls_with_the_order_of_the_solver(solver: str
 
 
 @pytest.mark.parametrize(("solver", "order"), [("euler", 1.0), ("dpm2", 1.8)])
-def test_whole_trajectories_converge_to_the_exact_image_of_their_noise(solver: str, order: float) -> None:
-    """From sigma = 1 to 0 log-SNR is infinite at both ends, which costs dpm2 a logarithm of its second order."""
+def test_whole_trajectories_converge_to_exact_image(solver: str, order: float) -> None:
+    """log-SNR is infinite at sigma = 1 and 0, which reduces dpm2's second order by a logarithm."""
     z = noise(256)
     exact = gaussian_path(z, torch.zeros(()))
     errors = [
@@ -65,7 +65,7 @@ def test_whole_trajectories_converge_to_the_exact_image_of_their_noise(solver: s
     assert slopes(errors) == pytest.approx([order] * 2, abs=0.15), errors
 
 
-def test_dpm2_is_far_closer_than_euler_with_the_ten_steps_of_a_rollout() -> None:
+def test_dpm2_is_more_accurate_than_euler_at_ten_steps() -> None:
     z = noise(256)
     exact = gaussian_path(z, torch.zeros(()))
     euler, dpm2 = (
@@ -84,7 +84,7 @@ def integrate_with(scheduler: DPMSolverMultistepScheduler | FlowMatchEulerDiscre
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' use of NumPy 2
 @pytest.mark.parametrize("steps", [1, 2, 3, 10, 14, 15, 20])
 @pytest.mark.parametrize("from_pure_noise", [False, True])
-def test_dpm2_agrees_with_the_multistep_scheduler_of_diffusers(steps: int, from_pure_noise: bool) -> None:
+def test_dpm2_matches_diffusers_multistep_scheduler(steps: int, from_pure_noise: bool) -> None:
     theirs = DPMSolverMultistepScheduler(
         algorithm_type="dpmsolver++",
         solver_order=2,
@@ -102,7 +102,7 @@ def test_dpm2_agrees_with_the_multistep_scheduler_of_diffusers(steps: int, from_
 
 
 @pytest.mark.parametrize("steps", [1, 2, 10])
-def test_euler_agrees_with_the_flow_match_scheduler_of_diffusers(steps: int) -> None:
+def test_euler_matches_diffusers_flow_match_scheduler(steps: int) -> None:
     theirs = FlowMatchEulerDiscreteScheduler(shift=3.0)
     theirs.set_timesteps(sigmas=uniform_sigmas(steps)[:-1].tolist())
     x = noise(4, 3, 8, 8)
@@ -111,13 +111,13 @@ def test_euler_agrees_with_the_flow_match_scheduler_of_diffusers(steps: int) -> 
 
 
 @pytest.mark.parametrize("solver", list(SOLVERS))
-def test_one_step_lands_on_the_predicted_image(solver: str) -> None:
+def test_single_step_returns_predicted_image(solver: str) -> None:
     x = noise(5, 3)
     assert torch.equal(integrate(curved_velocity, x, uniform_sigmas(1), solver), x - curved_velocity(x, torch.ones(())))
 
 
 @pytest.mark.parametrize("solver", list(SOLVERS))
-def test_a_straight_flow_is_solved_exactly_from_pure_noise_to_the_image(solver: str) -> None:
+def test_straight_flow_is_solved_exactly(solver: str) -> None:
     eps, x0 = noise(6), torch.arange(6.0)
     image = integrate(lambda x, sigma: eps - x0, eps, uniform_sigmas(7), solver)
     torch.testing.assert_close(image, x0, rtol=0, atol=1e-6)
@@ -125,7 +125,7 @@ def test_a_straight_flow_is_solved_exactly_from_pure_noise_to_the_image(solver: 
 
 @pytest.mark.parametrize("solver", list(SOLVERS))
 @pytest.mark.parametrize("stop", range(11))
-def test_stopping_and_resuming_changes_no_bit(solver: str, stop: int) -> None:
+def test_stop_and_resume_is_bit_exact(solver: str, stop: int) -> None:
     sigmas, x = shifted_sigmas(10, 3.0), noise(8, 5)
     stopped = advance(curved_velocity, start(x), sigmas, solver, stop_step=stop)
     assert stopped.step == stop
@@ -134,7 +134,7 @@ def test_stopping_and_resuming_changes_no_bit(solver: str, stop: int) -> None:
 
 
 @pytest.mark.parametrize("solver", list(SOLVERS))
-def test_kept_candidates_go_on_as_if_they_had_been_alone(solver: str) -> None:
+def test_resumed_candidates_are_independent_of_dropped_ones(solver: str) -> None:
     sigmas, x, kept = shifted_sigmas(10, 3.0), noise(8, 5), torch.tensor([6, 1, 3])
     prefix = advance(curved_velocity, start(x), sigmas, solver, stop_step=4)
     images = advance(curved_velocity, prefix.take(kept), sigmas, solver).x
@@ -144,7 +144,7 @@ def test_kept_candidates_go_on_as_if_they_had_been_alone(solver: str) -> None:
     assert by_mask.x0 is not None and prefix.x0 is not None and torch.equal(by_mask.x0, prefix.x0[:1])
 
 
-def test_a_prefix_predicts_its_image_from_its_latest_velocity() -> None:
+def test_stopped_state_predicts_x0_from_latest_velocity() -> None:
     sigmas, x = uniform_sigmas(10), noise(8)
     before = advance(gaussian_velocity, start(x), sigmas, "dpm2", stop_step=3)
     after = advance(gaussian_velocity, before, sigmas, "dpm2", stop_step=4)
@@ -153,7 +153,7 @@ def test_a_prefix_predicts_its_image_from_its_latest_velocity() -> None:
     torch.testing.assert_close(after.x0, before.x - sigmas[3] * gaussian_velocity(before.x, sigmas[3]))
 
 
-def test_the_velocity_sees_float32_latents_and_a_scalar_level_and_its_dtype_does_not_spread() -> None:
+def test_velocity_gets_float32_latents_and_scalar_sigma() -> None:
     seen: list[float] = []
 
     def velocity(x: Tensor, sigma: Tensor) -> Tensor:
@@ -169,12 +169,12 @@ def test_the_velocity_sees_float32_latents_and_a_scalar_level_and_its_dtype_does
 @pytest.mark.parametrize(
     "sigmas", [[1.0, 0.5], [0.5, 0.5, 0.0], [0.2, 0.6, 0.0], [1.5, 0.5, 0.0], [0.0], [1.0, float("nan"), 0.0]]
 )
-def test_a_schedule_that_does_not_descend_to_zero_is_refused(sigmas: list[float]) -> None:
+def test_sigmas_not_descending_to_zero_raise(sigmas: list[float]) -> None:
     with pytest.raises(ValueError, match="sigmas must descend"):
         integrate(curved_velocity, noise(2), torch.tensor(sigmas))
 
 
-def test_an_unknown_solver_and_an_impossible_stop_are_refused() -> None:
+def test_unknown_solver_and_invalid_stop_step_raise() -> None:
     with pytest.raises(ValueError, match="solver must be one of euler, dpm2; got 'heun'"):
         integrate(curved_velocity, noise(2), uniform_sigmas(2), "heun")
     state = advance(curved_velocity, start(noise(2)), uniform_sigmas(4), stop_step=2)
@@ -183,7 +183,7 @@ def test_an_unknown_solver_and_an_impossible_stop_are_refused() -> None:
             advance(curved_velocity, state, uniform_sigmas(4), stop_step=stop)
 
 
-def test_steps_yields_every_state_of_the_trajectory() -> None:
+def test_steps_yields_every_state() -> None:
     sigmas = uniform_sigmas(4)
     states = list(steps(curved_velocity, start(noise(2)), sigmas, "dpm2"))
     assert [state.step for state in states] == [1, 2, 3, 4]
@@ -192,7 +192,7 @@ def test_steps_yields_every_state_of_the_trajectory() -> None:
         assert torch.equal(state.x, advance(curved_velocity, start(noise(2)), sigmas, "dpm2", state.step).x)
 
 
-def test_a_solver_of_one_s_own_draws_the_noise_of_its_step() -> None:
+def test_custom_solver_draws_noise_of_its_step() -> None:
     """x <- x + (step + 1) noise(step), whatever the velocity."""
 
     def walk(state: SolverState, velocity: Tensor, sigmas: Sequence[float], noise: NoiseSource | None) -> SolverState:
