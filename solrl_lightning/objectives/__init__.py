@@ -1,1 +1,1 @@
-"""Losses, one per file, as functions of tensors. All take velocities [B, ...] and give the mean and its rows [B]."""
+"""Losses, one per file: functions of velocities [B, ...] that return the loss, its terms, and one value per sample."""

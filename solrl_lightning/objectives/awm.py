@@ -61,7 +61,7 @@ class AWM(Objective):
 
 
 class AWMLoss(NamedTuple):
-    """`loss` and `rows` carry gradients; the other terms are detached means over the batch, for logging."""
+    """Terms of `awm_loss`: `loss` and `rows` have gradients, the others are detached batch means for logging."""
 
     loss: Tensor  # scalar, rows.mean()
     rows: Tensor  # [B], policy + kl_weight * kl + old_weight * drift of each sample
@@ -73,22 +73,22 @@ class AWMLoss(NamedTuple):
 
 
 def uniform(error: Tensor, sigma: Tensor) -> Tensor:
-    """[B]: every noise level counts the same."""
+    """Return error [B]: equal weight of all noise levels."""
     return error
 
 
 def by_sigma(error: Tensor, sigma: Tensor) -> Tensor:
-    """[B]: the error of a noise level counts by sigma."""
+    """Return error [B] weighted by sigma."""
     return sigma * error
 
 
 def by_sigma_squared(error: Tensor, sigma: Tensor) -> Tensor:
-    """[B]: the error of a noise level counts by sigma^2, which makes it an x0 error."""
+    """Return error [B] weighted by sigma^2, which makes it an x0 error."""
     return sigma.square() * error
 
 
 def ghuber(error: Tensor, sigma: Tensor) -> Tensor:
-    """[B]: generalised Huber, ((m + c)^p - c^p) sigma / p with p = 1/4; the published default."""
+    """Return the generalised Huber error ((m + c)^p - c^p) sigma / p [B] with p = 1/4, the published default."""
     power: Tensor = (error + _HUBER_OFFSET) ** _HUBER_POWER - _HUBER_OFFSET**_HUBER_POWER
     return power * sigma / _HUBER_POWER
 
@@ -108,9 +108,12 @@ def awm_loss(
     ratio_clip: float,
     weighting: Weighting = ghuber,
 ) -> AWMLoss:
-    """Velocities, x0 and x_t [B, ...]; sigma [B] or scalar, positive; advantage [B].
+    """Return the loss of velocities, x0 and x_t [B, ...]; sigma [B] or scalar, positive; advantage [B].
 
-    Only `velocity` receives gradients. A velocity whose weight is 0 may be None, which spares a forward.
+    Only `velocity` receives gradients. A velocity whose weight is 0 may be None.
+
+    Raises:
+        ValueError: a velocity is None and its weight is not 0.
     """
     if reference_velocity is None and kl_weight != 0:
         raise ValueError(f"kl_weight={kl_weight} needs the reference velocity; pass it or set kl_weight=0")
@@ -142,5 +145,5 @@ def awm_loss(
 
 
 def _mean_square(difference: Tensor) -> Tensor:
-    """float64 [B]."""
+    """Return float64 [B]."""
     return difference.square().mean(dim=tuple(range(1, difference.ndim)), dtype=torch.float64)

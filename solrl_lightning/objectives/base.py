@@ -1,7 +1,7 @@
-"""The interface of an objective: what it reads, which noise levels it trains at, and its loss.
+"""Interface of the objectives.
 
-To add one, write a subclass in a file of its own and a YAML file in ``conf/objective`` (or in the folder of
-``--config-dir``) with its class as ``_target_`` and its arguments as keys.
+To add one, write a subclass, and a YAML file in ``conf/objective`` (or in the folder given by ``--config-dir``) with
+its class as ``_target_`` and its arguments as keys.
 
 Shapes: B micro-batch, M kept samples, T solver steps.
 """
@@ -18,30 +18,30 @@ from solrl_lightning.seeds import train_timesteps, training_noise
 
 
 class Loss(NamedTuple):
-    """The loss of a micro-batch."""
+    """Loss of a micro-batch."""
 
     per_sample: Tensor  # [B] float32, with gradients
     metrics: dict[str, Tensor]  # scalars without gradients; each is logged as train/<name>
 
 
 class Objective(ABC):
-    """A loss of the trained policy's velocity on the kept samples."""
+    """Loss of the trained policy's velocity on the kept samples."""
 
     timestep_fraction: float = 1.0
-    """Share of the T noise levels that a kept sample is trained at."""
+    """Fraction of the T noise levels that each kept sample is trained at."""
 
     @property
     def needs(self) -> Sequence[str]:
-        """The other velocities that the loss reads: of "old" (which sampled) and of "reference" (the base model)."""
+        """Names of the other velocities that the loss reads: "old" (sampling policy), "reference" (base model)."""
         return ("old",)
 
     @property
     def reads_path(self) -> bool:
-        """Whether rows are transitions of the sampler (`x_t`, `x_next`) instead of re-noised images."""
+        """True if rows are transitions of the sampler (`x_t`, `x_next`) instead of re-noised images."""
         return False
 
     def train_steps(self, seeds: Tensor, num_steps: int) -> Tensor:
-        """Return int64 [M, S]: the solver steps that each of the samples ``seeds`` [M] is trained at."""
+        """Return int64 [M, S]: the solver steps that each sample of ``seeds`` [M] is trained at."""
         return train_timesteps(seeds, num_steps, self.timestep_fraction)
 
     def noisy(self, x0: Tensor, seeds: Tensor, steps: Tensor, sigmas: Tensor) -> Tensor:
@@ -52,9 +52,9 @@ class Objective(ABC):
 
     @abstractmethod
     def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
-        """Return the loss of ``velocity`` [B, ...] at ``batch.x_t``; ``others`` has a velocity per name of `needs`."""
+        """Return the loss of ``velocity`` [B, ...] at ``batch.x_t``; ``others`` has the velocities named in `needs`."""
 
 
 def loss_of(terms: Any) -> Loss:
-    """Return the rows and every further term of a loss function's result, but for its scalar ``loss``."""
+    """Return ``terms``, the NamedTuple of a loss function, as a Loss with every term but ``loss`` as a metric."""
     return Loss(terms.rows, {name: value for name, value in terms._asdict().items() if name not in ("loss", "rows")})

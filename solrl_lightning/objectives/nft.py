@@ -21,7 +21,7 @@ from torch import Tensor
 from solrl_lightning.objectives.base import Loss, Objective, loss_of
 from solrl_lightning.rollout.records import TrainingBatch
 
-_MIN_ERROR = 1e-5  # floor of the adaptive weight: an exact x0 prediction must not divide by zero
+_MIN_ERROR = 1e-5  # floor of the adaptive weight, so that an exact x0 prediction does not divide by zero
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class NFT(Objective):
 
 
 class NFTLoss(NamedTuple):
-    """`loss` and `rows` carry gradients; the other terms are detached means over the batch, for logging."""
+    """Terms of `nft_loss`: `loss` and `rows` have gradients, the others are detached batch means for logging."""
 
     loss: Tensor  # scalar, rows.mean()
     rows: Tensor  # [B], policy + kl_weight * kl of each sample
@@ -62,7 +62,7 @@ class NFTLoss(NamedTuple):
     kl: Tensor  # scalar, mean (v - v_ref)^2 before its weight; 0 without a reference
     positive: Tensor  # scalar, L+
     negative: Tensor  # scalar, L-
-    drift: Tensor  # scalar, mean (v - v_old)^2: how far the policy is from the one that sampled
+    drift: Tensor  # scalar, mean (v - v_old)^2
 
 
 def nft_loss(
@@ -78,9 +78,12 @@ def nft_loss(
     kl_weight: float,
     advantage_clip: float,
 ) -> NFTLoss:
-    """Velocities, x0 and x_t [B, ...]; sigma [B] or scalar; advantage [B].
+    """Return the loss of velocities, x0 and x_t [B, ...]; sigma [B] or scalar; advantage [B].
 
-    Only `velocity` receives gradients. `reference_velocity` may be None where kl_weight is 0, which spares a forward.
+    Only `velocity` receives gradients. `reference_velocity` may be None if kl_weight is 0.
+
+    Raises:
+        ValueError: `reference_velocity` is None and kl_weight is not 0.
     """
     if reference_velocity is None and kl_weight != 0:
         raise ValueError(f"kl_weight={kl_weight} needs the reference velocity; pass it or set kl_weight=0")
@@ -109,7 +112,7 @@ def nft_loss(
 
 
 def _normalised_error(prediction: Tensor, x0: Tensor) -> Tensor:
-    """float64 [B]: mean squared error over a constant, the sample's mean absolute error."""
+    """Return float64 [B]: mean squared error over the detached mean absolute error of each sample."""
     error = prediction - x0
     dims = tuple(range(1, error.ndim))
     weight = error.detach().abs().mean(dim=dims, dtype=torch.float64).clamp(min=_MIN_ERROR)
@@ -117,5 +120,5 @@ def _normalised_error(prediction: Tensor, x0: Tensor) -> Tensor:
 
 
 def _mean_square(difference: Tensor) -> Tensor:
-    """float64 [B]."""
+    """Return float64 [B]."""
     return difference.square().mean(dim=tuple(range(1, difference.ndim)), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The AWM loss: the policy gradient on policy, the clip, the weightings, and a number worked out by hand."""
+"""The AWM loss: on-policy gradient, clip, weightings, and a value computed by hand."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def matching_error(v: Tensor, inputs: dict[str, Tensor]) -> Tensor:
     return ((v - target) ** 2).flatten(1).mean(dim=1)
 
 
-def test_on_policy_the_gradient_is_the_advantage_times_that_of_the_matching_error() -> None:
+def test_on_policy_gradient_is_advantage_times_gradient_of_matching_error() -> None:
     inputs = batch()
     result = awm_loss(**inputs | {"old_velocity": None}, **SETTINGS, weighting=uniform)
     ours = torch.autograd.grad(result.loss, inputs["velocity"])[0]
@@ -41,7 +41,7 @@ def test_on_policy_the_gradient_is_the_advantage_times_that_of_the_matching_erro
     assert float(result.ratio) == 1 and float(result.clipped) == 0
 
 
-def test_without_advantage_only_the_pulls_have_gradients() -> None:
+def test_zero_advantage_leaves_only_regulariser_gradients() -> None:
     inputs = batch() | {"advantage": torch.zeros(4)}
     result = awm_loss(**inputs, **SETTINGS | {"kl_weight": 0.5, "old_weight": 0.25})
     v = inputs["velocity"].detach().requires_grad_()
@@ -50,7 +50,7 @@ def test_without_advantage_only_the_pulls_have_gradients() -> None:
     torch.testing.assert_close(torch.autograd.grad(result.loss, inputs["velocity"])[0], expected)
 
 
-def test_loss_of_a_sample_worked_out_by_hand() -> None:
+def test_loss_matches_value_computed_by_hand() -> None:
     """x0 = 1, x_t = 1.5, sigma = 1/2: target 1. v = 0.5 and v_old = 0 have errors 0.25 and 1, so the ratio is e^0.75 =
     2.117; at A/5 = 1/2 and clip 0.2 the clipped branch counts, -0.5 * 1.2. KL to v_ref = 0.1: 0.16; to v_old: 0.25."""
     one = torch.ones(1, 1)
@@ -62,8 +62,8 @@ def test_loss_of_a_sample_worked_out_by_hand() -> None:
     assert values == pytest.approx([-0.334, -0.334, -0.6, 0.16, 0.25, 2.1170000166, 1.0], rel=1e-6)
 
 
-def test_a_ratio_beyond_the_clip_stops_the_gradient_only_where_it_helps() -> None:
-    """Likelier than before: a good sample has had enough, a bad one is still pushed down."""
+def test_clip_stops_gradient_of_positive_advantage_only() -> None:
+    """At a ratio above the clip, positive advantages have no gradient and negative ones keep theirs."""
     one = torch.ones(2, 1)
     v = (0.5 * one).requires_grad_()
     result = awm_loss(
@@ -75,7 +75,7 @@ def test_a_ratio_beyond_the_clip_stops_the_gradient_only_where_it_helps() -> Non
     assert bad == pytest.approx(0.5 * 2.1170000166 / 2, rel=1e-6)  # descent leads away from the target at 1
 
 
-def test_weightings_agree_with_their_formulas() -> None:
+def test_weightings_match_formulas() -> None:
     error = torch.tensor([0.0, 0.5, 4.0], dtype=torch.float64)
     sigma = torch.tensor([0.5, 0.25, 1.0], dtype=torch.float64)
     assert uniform(error, sigma).tolist() == [0.0, 0.5, 4.0]
@@ -86,7 +86,7 @@ def test_weightings_agree_with_their_formulas() -> None:
     assert ghuber(error, sigma).tolist() == pytest.approx(expected, rel=1e-9)
 
 
-def test_gradients_reach_only_the_velocity_of_the_policy_and_rows_average_to_the_loss() -> None:
+def test_only_velocity_has_gradients_and_loss_is_mean_of_rows() -> None:
     inputs = batch()
     for name in ("old_velocity", "reference_velocity"):
         inputs[name] = inputs[name].clone().requires_grad_()
@@ -98,7 +98,7 @@ def test_gradients_reach_only_the_velocity_of_the_policy_and_rows_average_to_the
     assert not any(term.requires_grad for term in result[2:])
 
 
-def test_a_weight_without_its_velocity_is_refused() -> None:
+def test_nonzero_weight_without_velocity_raises() -> None:
     with pytest.raises(ValueError, match="kl_weight=0.1 needs the reference velocity"):
         awm_loss(**batch() | {"reference_velocity": None}, **SETTINGS | {"kl_weight": 0.1})
     with pytest.raises(ValueError, match="old_weight=0.1 needs the old policy's velocity"):

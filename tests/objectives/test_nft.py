@@ -1,4 +1,4 @@
-"""The DiffusionNFT loss: closed forms, a number worked out by hand, and an independent straightforward version."""
+"""The DiffusionNFT loss: closed forms, a value computed by hand, and an independent reference in float64."""
 
 import math
 from dataclasses import replace
@@ -48,7 +48,7 @@ def straightforward(
     advantage: Tensor,
     **settings: float,
 ) -> Tensor:
-    """One sample at a time, in float64, from the equations."""
+    """Return the loss by the equations, one sample at a time in float64."""
     beta, clip = settings["beta"], settings["advantage_clip"]
     total = torch.zeros((), dtype=torch.float64)
     for b in range(len(x0)):
@@ -67,9 +67,7 @@ def straightforward(
 @pytest.mark.parametrize("beta", [1.0, 0.1])
 @pytest.mark.parametrize("kl_weight", [0.0, 1e-4, 0.5])
 @pytest.mark.parametrize("seed", [0, 1])
-def test_loss_and_gradient_agree_with_the_equations_in_double_precision(
-    beta: float, kl_weight: float, seed: int
-) -> None:
+def test_loss_and_gradient_match_equations_in_float64(beta: float, kl_weight: float, seed: int) -> None:
     inputs = batch(seed)
     settings = {"beta": beta, "kl_weight": kl_weight, "advantage_clip": 5.0}
     ours = nft_loss(**inputs, **settings)
@@ -81,7 +79,7 @@ def test_loss_and_gradient_agree_with_the_equations_in_double_precision(
     torch.testing.assert_close(gradient(ours, inputs).double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_loss_of_a_sample_worked_out_by_hand() -> None:
+def test_loss_matches_value_computed_by_hand() -> None:
     """x0 = 1, eps = 2, sigma = 1/2: x_t = 1.5. v_old = 0, v = 0.5: v+ = 0.5, v- = -0.5, so the predictions are 1.25 and
     1.75, their errors 0.25 and 0.75, and error^2 / |error| the same. A = 2.5 gives r = 0.75. Policy: 5 (0.75 * 0.25 +
     0.25 * 0.75) = 1.875. KL with v_ref = 0.1: 0.16, times 0.01."""
@@ -94,7 +92,7 @@ def test_loss_of_a_sample_worked_out_by_hand() -> None:
     assert values == pytest.approx([1.8766, 1.8766, 1.875, 0.16, 0.25, 0.75, 0.25], rel=1e-6)
 
 
-def test_at_the_old_policy_both_branches_are_equal_and_the_value_ignores_the_advantage() -> None:
+def test_at_old_policy_value_is_independent_of_advantage() -> None:
     first = nft_loss(**at_old_policy(), **SETTINGS)
     second = nft_loss(**at_old_policy(advantage=torch.tensor([-3.0, 4.0, 0.0, 1.0])), **SETTINGS)
     assert torch.equal(first.positive, first.negative)
@@ -102,12 +100,12 @@ def test_at_the_old_policy_both_branches_are_equal_and_the_value_ignores_the_adv
     torch.testing.assert_close(first.rows, second.rows, rtol=1e-6, atol=0)
 
 
-def test_at_the_old_policy_a_zero_advantage_has_no_policy_gradient() -> None:
+def test_at_old_policy_zero_advantage_has_no_gradient() -> None:
     inputs = at_old_policy(advantage=torch.zeros(4))
     assert float(gradient(nft_loss(**inputs, **SETTINGS | {"kl_weight": 0.0}), inputs).abs().max()) < 1e-6
 
 
-def test_away_from_the_old_policy_a_zero_advantage_pulls_back_to_it() -> None:
+def test_zero_advantage_pulls_back_to_old_policy() -> None:
     """With r = 1/2 the two mirrored errors are least where the branches meet, if their weights are equal."""
     inputs = batch() | {"advantage": torch.zeros(4)}
     pull = -gradient(nft_loss(**inputs, **SETTINGS | {"kl_weight": 0.0}), inputs)
@@ -115,7 +113,7 @@ def test_away_from_the_old_policy_a_zero_advantage_pulls_back_to_it() -> None:
     assert all(float((pull[b] * away[b]).sum()) < 0 for b in range(4))
 
 
-def test_at_the_old_policy_the_gradient_is_proportional_to_two_r_minus_one() -> None:
+def test_at_old_policy_gradient_is_proportional_to_2r_minus_1() -> None:
     settings = SETTINGS | {"kl_weight": 0.0}
     full = at_old_policy(advantage=torch.full((4,), 5.0))  # r = 1
     unit = gradient(nft_loss(**full, **settings), full)
@@ -125,7 +123,7 @@ def test_at_the_old_policy_the_gradient_is_proportional_to_two_r_minus_one() -> 
         torch.testing.assert_close(ours, advantage / 5 * unit, rtol=1e-5, atol=1e-7)
 
 
-def test_at_the_old_policy_a_good_sample_pulls_the_velocity_to_its_own() -> None:
+def test_at_old_policy_positive_advantage_moves_velocity_to_target() -> None:
     inputs = at_old_policy(advantage=torch.tensor([1.0, 1.0, -1.0, -1.0]))
     descent = -gradient(nft_loss(**inputs, **SETTINGS | {"kl_weight": 0.0}), inputs)
     target = (inputs["x_t"] - inputs["x0"]) / inputs["sigma"][:, None, None]
@@ -134,7 +132,7 @@ def test_at_the_old_policy_a_good_sample_pulls_the_velocity_to_its_own() -> None
 
 
 @pytest.mark.parametrize("beta", [0.1, 0.5, 2.0])
-def test_at_the_old_policy_beta_scales_the_value_and_not_the_gradient(beta: float) -> None:
+def test_at_old_policy_beta_scales_value_and_not_gradient(beta: float) -> None:
     one, other = at_old_policy(), at_old_policy()
     plain = nft_loss(**one, **SETTINGS | {"kl_weight": 0.0})
     scaled = nft_loss(**other, **SETTINGS | {"kl_weight": 0.0, "beta": beta})
@@ -142,13 +140,13 @@ def test_at_the_old_policy_beta_scales_the_value_and_not_the_gradient(beta: floa
     torch.testing.assert_close(gradient(scaled, other), gradient(plain, one), rtol=1e-5, atol=1e-7)
 
 
-def test_advantages_beyond_the_clip_count_as_the_clip() -> None:
+def test_advantages_are_clipped() -> None:
     beyond = nft_loss(**batch() | {"advantage": torch.tensor([9.0, -9.0, math.inf, -math.inf])}, **SETTINGS)
     at_clip = nft_loss(**batch() | {"advantage": torch.tensor([5.0, -5.0, 5.0, -5.0])}, **SETTINGS)
     assert torch.equal(beyond.rows, at_clip.rows)
 
 
-def test_the_clip_multiplies_the_policy_term_so_the_effective_kl_weight_is_divided_by_it() -> None:
+def test_effective_kl_weight_is_divided_by_advantage_clip() -> None:
     """Advantages scaled with the clip give the same r: then loss / clip has its KL weight divided by the clip."""
     at_one = batch() | {"advantage": batch()["advantage"].clamp(-5, 5) / 5}
     with_five = nft_loss(**batch(), beta=1.0, kl_weight=0.5, advantage_clip=5.0)
@@ -156,7 +154,7 @@ def test_the_clip_multiplies_the_policy_term_so_the_effective_kl_weight_is_divid
     torch.testing.assert_close(with_five.loss / 5, with_one.loss, rtol=1e-6, atol=0)
 
 
-def test_rows_average_to_the_loss_and_do_not_see_each_other() -> None:
+def test_rows_are_independent_and_average_to_loss() -> None:
     inputs = batch()
     result = nft_loss(**inputs, **SETTINGS)
     assert torch.equal(result.rows.mean(), result.loss)
@@ -164,7 +162,7 @@ def test_rows_average_to_the_loss_and_do_not_see_each_other() -> None:
     torch.testing.assert_close(alone.rows, result.rows[2:3], rtol=1e-6, atol=0)
 
 
-def test_gradients_reach_only_the_velocity_of_the_policy() -> None:
+def test_only_velocity_has_gradients() -> None:
     inputs = {name: value.detach().clone().requires_grad_() for name, value in batch().items()}
     inputs["sigma"], inputs["x0"], inputs["x_t"] = (inputs[name].detach() for name in ("sigma", "x0", "x_t"))
     result = nft_loss(**inputs, **SETTINGS)
@@ -174,7 +172,7 @@ def test_gradients_reach_only_the_velocity_of_the_policy() -> None:
     assert not any(term.requires_grad for term in result[2:])
 
 
-def test_without_a_kl_weight_the_reference_is_not_needed() -> None:
+def test_reference_is_optional_without_kl_weight() -> None:
     settings = SETTINGS | {"kl_weight": 0.0}
     without = nft_loss(**batch() | {"reference_velocity": None}, **settings)
     assert torch.equal(without.rows, nft_loss(**batch(), **settings).rows)
@@ -183,7 +181,7 @@ def test_without_a_kl_weight_the_reference_is_not_needed() -> None:
         nft_loss(**batch() | {"reference_velocity": None}, **SETTINGS)
 
 
-def test_an_exact_prediction_has_zero_loss_and_a_finite_gradient() -> None:
+def test_exact_prediction_has_zero_loss_and_finite_gradient() -> None:
     inputs = batch()
     target = (inputs["x_t"] - inputs["x0"]) / inputs["sigma"][:, None, None]
     inputs = inputs | {"velocity": target.clone().requires_grad_(), "old_velocity": target}
@@ -192,7 +190,7 @@ def test_an_exact_prediction_has_zero_loss_and_a_finite_gradient() -> None:
     assert gradient(result, inputs).isfinite().all()
 
 
-def test_bfloat16_velocities_are_taken_to_float32_first() -> None:
+def test_bfloat16_velocities_are_cast_to_float32() -> None:
     low = {name: value.detach().bfloat16() if "velocity" in name else value for name, value in batch().items()}
     high = {name: value.float() for name, value in low.items()}
     result = nft_loss(**low, **SETTINGS)
@@ -200,7 +198,7 @@ def test_bfloat16_velocities_are_taken_to_float32_first() -> None:
     assert torch.equal(result.rows, nft_loss(**high, **SETTINGS).rows)
 
 
-def test_a_nan_is_not_hidden() -> None:
+def test_nan_propagates() -> None:
     inputs = {name: value.detach().clone() for name, value in batch().items()}
     inputs["velocity"][1, 0, 0] = math.nan
     rows = nft_loss(**inputs, **SETTINGS).rows
@@ -208,6 +206,6 @@ def test_a_nan_is_not_hidden() -> None:
 
 
 @pytest.mark.parametrize("objective", [NFT(1.0, 0.0, 5.0, 0.6), AWM(0.0, 1.0, 5.0, 1.0, 0.6)])
-def test_the_reference_is_read_where_its_weight_is_not_zero(objective: NFT | AWM) -> None:
+def test_reference_is_needed_if_kl_weight_is_not_zero(objective: NFT | AWM) -> None:
     assert objective.needs == ("old",)
     assert replace(objective, kl_weight=1e-4).needs == ("old", "reference")
