@@ -1,1 +1,1 @@
-"""Measures of how faithfully the proxy ranks a pool, as torchmetrics."""
+"""Rank fidelity of the proxy reward, and confidence intervals of means."""

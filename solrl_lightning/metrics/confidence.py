@@ -1,4 +1,4 @@
-"""How far a mean of few values can be trusted, by Student's t."""
+"""Confidence intervals of means of few values, by Student's t."""
 
 import math
 from collections.abc import Sequence
@@ -8,11 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 _LEVEL = 0.95
-_POINTS = 20_001  # of the numerical integral; the quantile is then right to five digits
+_POINTS = 20_001  # of the numerical integral, for a quantile accurate to five digits
 
 
 class Mean(NamedTuple):
-    """A mean with its 95 % confidence interval; one value has a mean only."""
+    """Mean with its 95 % confidence interval; the other fields are None for a single value."""
 
     mean: float
     std: float | None  # of the sample, n - 1 in the denominator
@@ -22,7 +22,7 @@ class Mean(NamedTuple):
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """The mean of independent values, of which there is at least one."""
+    """Return the mean of at least one independent value."""
     if len(values) == 1:
         return Mean(values[0], None, None, None, None)
     mean, std = fmean(values), stdev(values)
@@ -32,9 +32,9 @@ def mean_of(values: Sequence[float]) -> Mean:
 
 
 def t_quantile(dof: int) -> float:
-    """The t with P(|T| < t) = 0.95 for Student's distribution of ``dof`` degrees of freedom.
+    """Return t with P(|T| < t) = 0.95 for Student's distribution with ``dof`` degrees of freedom.
 
-    With t = sqrt(dof) tan(theta) its density is proportional to cos(theta)^(dof - 1) on (-pi/2, pi/2).
+    Substitutes t = sqrt(dof) tan(theta), which has a density proportional to cos(theta)^(dof - 1) on (-pi/2, pi/2).
     """
     theta = np.linspace(0.0, math.pi / 2, _POINTS)
     density = np.cos(theta) ** (dof - 1)

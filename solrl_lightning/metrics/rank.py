@@ -1,7 +1,6 @@
-"""How well the cheap proxy reward ranks a pool that was also scored by the true (BF16) reward.
+"""Agreement of the proxy reward's ranking of a pool with that of the true (BF16) reward.
 
-Correlations say how well the whole pool is ordered; the other four look only at what selection looks at, the top and
-the bottom.
+The correlations measure the order of the whole pool; the other four metrics measure the selected top and bottom.
 
 Shapes: P prompts, N pool.
 """
@@ -17,16 +16,16 @@ NAMES = ("spearman", "kendall", "top_overlap", "bottom_overlap", "top_mean_rank"
 
 
 class RankFidelity(Metric):
-    """Means over prompts, of all updates and all ranks, of:
+    """Mean over the prompts of all updates and ranks of:
 
-    spearman, kendall           rank correlations of proxy and truth; tau-b, which allows for ties
+    spearman, kendall           rank correlations of proxy and truth; tau-b, which corrects for ties
     top_overlap                 share of the proxy's k best that are among the true k best, k = keep // 2
     bottom_overlap              the same for the k worst
     top_mean_rank               mean true rank of the proxy's k best: 1 is the best candidate, (k + 1) / 2 is perfect
     bottom_mean_rank            mean true rank of the proxy's k worst: N is the worst candidate; tied ranks are averaged
 
-    A prompt whose proxy or truth is constant, or not finite, has no ranks: it is left out of the means and counted as
-    `skipped`. With no prompt left the means are NaN.
+    A prompt whose proxy or truth is constant or not finite is excluded and counted as `skipped`; with no prompt left
+    the means are NaN.
     """
 
     full_state_update = False
@@ -44,7 +43,11 @@ class RankFidelity(Metric):
         self.add_state("skipped", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, proxy: Tensor, truth: Tensor) -> None:
-        """proxy [P, N] and truth [P, N] rewards of the same candidates."""
+        """Add the rewards proxy [P, N] and truth [P, N] of the same candidates.
+
+        Raises:
+            ValueError: the shapes differ, or N is less than 2 * (keep // 2).
+        """
         if proxy.shape != truth.shape or proxy.ndim != 2 or proxy.shape[1] < 2 * self.k:
             raise ValueError(
                 f"proxy and truth must both be [P, N] with N >= {2 * self.k}; "
@@ -58,17 +61,17 @@ class RankFidelity(Metric):
             self.prompts += ranked.sum().to(self.prompts.device)
 
     def compute(self) -> dict[str, Tensor]:
-        """A scalar per name of the class's docstring, and `skipped`."""
+        """Return one scalar per metric of the class docstring, and `skipped`."""
         means = (self.totals / self.prompts).float()
         return {**dict(zip(NAMES, means, strict=True)), "skipped": self.skipped.clone()}
 
 
 def rank_fidelity(proxy: Tensor, truth: Tensor, k: int) -> Tensor:
-    """float64 [P, 6]: the values of each prompt, in the order of NAMES, of float32 rewards [P, N]."""
-    # torchmetrics' tau fails on [N, 1], so one prompt goes in as [N].
+    """Return float64 [P, 6]: the metrics of each prompt in the order of NAMES, from float32 rewards [P, N]."""
+    # torchmetrics' kendall_rank_corrcoef fails on [N, 1] and accepts [N].
     columns = proxy.T.squeeze(1), truth.T.squeeze(1)
     tau = kendall_rank_corrcoef(*columns, variant="b")
-    assert isinstance(tau, Tensor)  # a pair only with a significance test
+    assert isinstance(tau, Tensor)  # torchmetrics returns a pair only for t_test=True
     ranks = _ranks(truth)
     chosen, true = select_contrastive(proxy, 2 * k), select_contrastive(truth, 2 * k)
     return torch.stack(
@@ -85,12 +88,12 @@ def rank_fidelity(proxy: Tensor, truth: Tensor, k: int) -> Tensor:
 
 
 def _has_ranks(values: Tensor) -> Tensor:
-    """bool [P] of values [P, N]."""
+    """Return bool [P]: whether each row of values [P, N] is finite and not constant."""
     return values.isfinite().all(dim=1) & (values != values[:, :1]).any(dim=1)
 
 
 def _ranks(values: Tensor) -> Tensor:
-    """float64 [P, N] of values [P, N]: 1 for the largest; equal values share their mean rank."""
+    """Return ranks float64 [P, N] of values [P, N]: 1 for the largest; equal values share their mean rank."""
     values = values.contiguous()
     ascending = values.sort(dim=1).values
     smaller = torch.searchsorted(ascending, values)
@@ -99,5 +102,5 @@ def _ranks(values: Tensor) -> Tensor:
 
 
 def _overlap(chosen: Tensor, true: Tensor) -> Tensor:
-    """float64 [P]: share of chosen [P, k] found in true [P, k]."""
+    """Return float64 [P]: the share of chosen [P, k] found in true [P, k]."""
     return (chosen[:, :, None] == true[:, None, :]).any(dim=2).double().mean(dim=1)

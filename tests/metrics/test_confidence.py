@@ -7,11 +7,11 @@ from solrl_lightning.metrics.confidence import mean_of, t_quantile
 
 
 @pytest.mark.parametrize("dof", [1, 2, 3, 10, 63, 1000])
-def test_the_quantile_is_that_of_students_distribution(dof: int) -> None:
+def test_quantile_matches_scipy(dof: int) -> None:
     assert t_quantile(dof) == pytest.approx(stats.t.ppf(0.975, dof), rel=1e-5)
 
 
-def test_the_interval_is_that_of_a_t_test() -> None:
+def test_interval_matches_scipy() -> None:
     values = [0.1, 0.4, -0.2, 0.3, 0.25]
     expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
     mean = mean_of(values)
@@ -19,9 +19,9 @@ def test_the_interval_is_that_of_a_t_test() -> None:
     assert (mean.mean, mean.standard_error) == pytest.approx((0.17, stats.sem(values)))
 
 
-def test_one_value_has_a_mean_only() -> None:
+def test_single_value_has_no_interval() -> None:
     assert mean_of([0.3]) == (0.3, None, None, None, None)
 
 
-def test_equal_values_have_an_interval_of_no_width() -> None:
+def test_equal_values_have_zero_width_interval() -> None:
     assert mean_of([0.5, 0.5, 0.5]) == (0.5, 0.0, 0.0, 0.5, 0.5)

@@ -21,10 +21,10 @@ def rewards(prompts: int, pool: int, levels: int | None, seed: int = 0) -> tuple
 
 
 def from_scipy(proxy: Tensor, truth: Tensor, k: int) -> np.ndarray:
-    """[6] of one prompt; ranks and orders by SciPy and NumPy."""
+    """Return the six metrics of one prompt, by SciPy and NumPy."""
     p, t = proxy.double().numpy(), truth.double().numpy()
     top, true_top = (np.argsort(-x, kind="stable")[:k].tolist() for x in (p, t))
-    # The worst come from what the best left over.
+    # The worst are selected from the candidates that are not among the best.
     bottom = [i for i in np.argsort(p, kind="stable").tolist() if i not in top][:k]
     true_bottom = [i for i in np.argsort(t, kind="stable").tolist() if i not in true_top][:k]
     ranks = stats.rankdata(-t)
@@ -42,9 +42,7 @@ def from_scipy(proxy: Tensor, truth: Tensor, k: int) -> np.ndarray:
 
 @pytest.mark.parametrize("levels", [None, 4, 1])
 @pytest.mark.parametrize(("prompts", "pool", "keep"), [(3, 96, 24), (1, 96, 24), (2, 24, 24), (2, 7, 5), (2, 600, 24)])
-def test_every_value_agrees_with_scipy_with_and_without_ties(
-    prompts: int, pool: int, keep: int, levels: int | None
-) -> None:
+def test_metrics_match_scipy_with_and_without_ties(prompts: int, pool: int, keep: int, levels: int | None) -> None:
     proxy, truth = rewards(prompts, pool, levels)
     metric = RankFidelity(keep)
     metric.update(proxy, truth)
@@ -54,21 +52,21 @@ def test_every_value_agrees_with_scipy_with_and_without_ties(
     assert int(ours["skipped"]) == 0
 
 
-def test_a_perfect_proxy_has_perfect_values() -> None:
+def test_perfect_proxy_has_perfect_metrics() -> None:
     truth = torch.randperm(96, generator=torch.Generator().manual_seed(0)).float()[None]
     metric = RankFidelity(keep=24)
     metric.update(truth / 7 + 1, truth)
     assert [float(metric.compute()[name]) for name in NAMES] == pytest.approx([1, 1, 1, 1, 6.5, 90.5], rel=1e-6)
 
 
-def test_a_reversed_proxy_has_the_worst_values() -> None:
+def test_reversed_proxy_has_worst_metrics() -> None:
     truth = torch.arange(96.0)[None]
     metric = RankFidelity(keep=24)
     metric.update(-truth, truth)
     assert [float(metric.compute()[name]) for name in NAMES] == pytest.approx([-1, -1, 0, 0, 90.5, 6.5], rel=1e-6)
 
 
-def test_prompts_without_ranks_are_left_out_and_counted() -> None:
+def test_prompts_without_ranks_are_skipped_and_counted() -> None:
     proxy, truth = rewards(5, 24, None)
     whole = RankFidelity(keep=8)
     whole.update(proxy[:1], truth[:1])
@@ -83,14 +81,14 @@ def test_prompts_without_ranks_are_left_out_and_counted() -> None:
     assert all(torch.equal(ours[name], expected[name]) for name in NAMES)
 
 
-def test_without_a_prompt_that_has_ranks_the_means_are_nan() -> None:
+def test_metrics_are_nan_without_ranked_prompts() -> None:
     metric = RankFidelity(keep=4)
     metric.update(torch.ones(2, 8), torch.rand(2, 8))
     assert all(math.isnan(metric.compute()[name]) for name in NAMES)
     assert int(metric.compute()["skipped"]) == 2
 
 
-def test_updates_and_ranks_add_up_to_the_mean_over_all_prompts() -> None:
+def test_metric_averages_over_updates_and_ranks() -> None:
     proxy, truth = rewards(7, 24, 4)
     whole = RankFidelity(keep=8)
     whole.update(proxy, truth)
@@ -106,7 +104,7 @@ def test_updates_and_ranks_add_up_to_the_mean_over_all_prompts() -> None:
         torch.testing.assert_close(synced[name], value, rtol=1e-6, atol=0)
 
 
-def test_forward_gives_the_values_of_one_iteration_and_reset_forgets_them() -> None:
+def test_forward_returns_batch_values_and_reset_clears_state() -> None:
     proxy, truth = rewards(2, 24, None)
     metric = RankFidelity(keep=8)
     first = metric(proxy[:1], truth[:1])
@@ -117,7 +115,7 @@ def test_forward_gives_the_values_of_one_iteration_and_reset_forgets_them() -> N
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-def test_shapes_that_cannot_be_compared_are_refused() -> None:
+def test_mismatched_shapes_raise() -> None:
     metric = RankFidelity(keep=8)
     for proxy, truth in [((2, 8), (2, 9)), ((8,), (8,)), ((2, 7), (2, 7))]:
         with pytest.raises(ValueError, match=r"must both be \[P, N\] with N >= 8"):
