@@ -100,8 +100,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "cut-short iteration skipped",
-            'self.iterations_done = state_dict["iterations_done"]',
-            'self.iterations_done = state_dict["iterations_done"] + 1',
+            '.get("iterations_done", self.trainer.global_step)',
+            '.get("iterations_done", self.trainer.global_step) + 1',
             RESUME,
         ),
     ],

@@ -60,7 +60,7 @@ def test_rule_without_quantised_layer_error_names_layers() -> None:
 
 @pytest.mark.parametrize("rule", [QuantizationRule(["blok*"]), QuantizationRule(["blocks*"], {"*.nrom": "modulation"})])
 def test_unmatched_pattern_error_names_layers(rule: QuantizationRule) -> None:
-    with pytest.raises(UserError, match=r"'(blok\*|\*\.nrom)' fits none.*Its linear layers are: blocks"):
+    with pytest.raises(UserError, match=r"'(blok\*|\*\.nrom)' matches none.*Its linear layers are: blocks"):
         plan(transformer(), rule, NVFP4)
 
 
