@@ -1,15 +1,15 @@
-"""The errors that a user of the application meets."""
+"""Exceptions whose messages are shown to the user without a traceback."""
 
 
 class UserError(ValueError):
-    """A mistake in what the user asked for; the message states the rule, the value found and the way out."""
+    """Invalid configuration or input; the message states the value, the rule and a fix."""
 
 
 class NonFiniteError(RuntimeError):
-    """A reward or a loss is not finite; the message names the prompt, and the seed where there is one.
+    """Non-finite reward or loss; the message names the prompt and, if known, the seed.
 
     Args:
-        row: which sample of the batch.
+        row: index of the sample in its batch.
     """
 
     def __init__(self, message: str, row: int) -> None:
@@ -17,11 +17,11 @@ class NonFiniteError(RuntimeError):
         self.row = row
 
     def __reduce__(self) -> tuple[type["NonFiniteError"], tuple[str, int]]:
-        return type(self), (str(self), self.row)  # pickle passes on what Exception got: the message alone
+        return type(self), (str(self), self.row)  # Exception pickles the message only
 
 
 class WriteError(RuntimeError):
-    """A file could not be written; the message names it. What was there before is intact."""
+    """Failed write; the message names the file, whose old content is intact."""
 
     @classmethod
     def of(cls, path: object, error: Exception) -> "WriteError":
@@ -29,10 +29,10 @@ class WriteError(RuntimeError):
 
 
 class CheckFailed(RuntimeError):
-    """A task that checks something is done and found faults, which its report holds; the message counts them."""
+    """Faults found by a task that completed; its report lists them, the message counts them."""
 
 
 def sentence(error: Exception) -> str:
-    """The first line of an error's text, as a sentence."""
+    """Return the first line of an error's text as a sentence."""
     text = str(error).strip() or type(error).__name__
     return f"{text.splitlines()[0].rstrip('. :')}."

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all: each is written beside its place and moved there once it is on the disk."""
+"""Atomic writes of files and folders, and reading of checkpoints."""
 
 import io
 import os
@@ -17,10 +17,10 @@ from solrl_lightning.errors import UserError, WriteError
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Readers see the old file or the new one, never a part of it, also after a crash.
+    """Write ``path`` by a temporary file and a rename; after a crash it has its old or its new content.
 
     Raises:
-        WriteError: the disk does not take it; the old file is intact.
+        WriteError: writing fails, for example on a full disk; the old file is intact.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -31,26 +31,26 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        with suppress(OSError):  # the folder may be what is missing
+        with suppress(OSError):  # the folder may not exist
             temporary.unlink()
         raise WriteError.of(path, error) from error
 
 
 @contextmanager
 def written_whole(folder: Path) -> Iterator[Path]:
-    """A folder beside ``folder`` to write into; what is in it on leaving replaces the files of ``folder``.
+    """Yield a temporary folder whose files are moved into ``folder`` on exit.
 
     Raises:
-        WriteError: the disk does not take it; ``folder`` is as it was.
+        WriteError: writing fails, for example on a full disk; ``folder`` is unchanged.
     """
     part = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(part, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(part, ignore_errors=True)  # left by a killed process
     try:
         part.mkdir(parents=True)
         yield part
         files = [file for file in part.rglob("*") if file.is_file()]
         for file in files:
-            file.chmod(part.stat().st_mode & 0o666)  # safetensors creates files that only their owner can read
+            file.chmod(part.stat().st_mode & 0o666)  # safetensors creates files with mode 600
             with open(file, "rb") as written:
                 os.fsync(written.fileno())
         if not folder.exists():
@@ -60,7 +60,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
                 target = folder / file.relative_to(part)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file, target)
-    except (OSError, SafetensorError) as error:  # safetensors raises its own for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors raises SafetensorError for a full disk
         raise WriteError.of(folder, error) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
@@ -70,12 +70,12 @@ _PARTS = {"global_step": int, "state_dict": dict, "callbacks": dict, "loops": di
 
 
 def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
-    """The checkpoint of a training run.
+    """Return the checkpoint of a training run.
 
     Raises:
-        UserError: it holds something else.
+        UserError: the file is no checkpoint of a training run.
     """
-    own = "Name one that this program wrote: checkpoints/*.ckpt in a run's folder."
+    own = "Use a checkpoint of a training run: ckpt=<run folder>/checkpoints/last.ckpt."
     try:
         checkpoint = torch.load(file, map_location=device, weights_only=True, mmap=True)
     except (RuntimeError, EOFError, UnpicklingError) as error:
@@ -85,14 +85,14 @@ def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dic
     wrong = [name for name, kind in _PARTS.items() if not isinstance(found.get(name), kind)]
     if wrong:
         raise UserError(
-            f"ckpt={file} is invalid: the checkpoint of a training run holds {', '.join(_PARTS)}; in this one "
-            f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or of another kind. {own}"
+            f"ckpt={file} is invalid: the checkpoint of a training run has {', '.join(_PARTS)}; in this one "
+            f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or of another type. {own}"
         )
     return found
 
 
 def iterations_done(checkpoint: dict[str, Any]) -> int:
-    """The iteration that a checkpoint was written after; without a count of its own, each was one optimiser step."""
+    """Return the iterations finished before the checkpoint; one without this count took one step per iteration."""
     loop = checkpoint["loops"].get("fit_loop", {}).get("state_dict", {})
     return loop.get("iterations_done", checkpoint["global_step"])
 
@@ -100,8 +100,8 @@ def iterations_done(checkpoint: dict[str, Any]) -> int:
 class WholeCheckpointIO(TorchCheckpointIO):
     """Writes checkpoints with `write_atomically`.
 
-    Lightning's own writes to the system's temporary folder, which need not have the room, and moves the file from
-    there, which between file systems is a copy into place.
+    Lightning writes to the system's temporary folder, which may be too small, and then moves the file, which is not
+    atomic between file systems.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:

@@ -1,7 +1,7 @@
-"""The Hugging Face hub: one question at the start whether it answers, and files of a folder or a hub id.
+"""Check at start that the Hugging Face hub answers, and fetch files from a folder or the hub.
 
-huggingface_hub tries every request six times, and has no option for fewer: half a minute without a network, and a
-minute and a half where a server takes a connection and says nothing.
+huggingface_hub tries every request six times without an option for fewer, which takes half a minute without a network
+and a minute and a half with a server that accepts connections and does not respond.
 """
 
 import os
@@ -22,12 +22,12 @@ from solrl_lightning.errors import UserError, sentence
 
 
 def check_hub(cfg: DictConfig) -> list[str]:
-    """What to tell of the downloads ahead. Where the hub does not answer, its cache has to do: HF_HUB_OFFLINE is set.
+    """Return notes on the downloads of this run; sets HF_HUB_OFFLINE if the hub does not answer.
 
     Raises:
         UserError: the hub does not answer, and a model is not in its cache.
     """
-    from huggingface_hub import constants, get_token  # here: most command lines do without
+    from huggingface_hub import constants, get_token  # imported here because most runs do not use the hub
 
     if not uses_model(cfg):
         return []
@@ -46,24 +46,24 @@ def check_hub(cfg: DictConfig) -> list[str]:
     if silence and missing:
         key, name = next(iter(missing.items()))
         refusal = (
-            f"{key}={name} is not on this machine, and the hub at {constants.ENDPOINT} does not answer: {silence}. "
-            "Check the network and its proxy (HF_HUB_ETAG_TIMEOUT=<seconds> waits longer), or give "
+            f"{key}={name} is invalid: it is not on this machine, and the hub at {constants.ENDPOINT} does not answer: "
+            f"{silence}. Check the network and its proxy (HF_HUB_ETAG_TIMEOUT=<seconds> waits longer), or use "
             f"{key}=<local folder>."
         )
         raise UserError("\n".join([refusal, *told]))
     if silence:
-        told.append(f"the hub at {constants.ENDPOINT} does not answer: {silence}. Its cache {cache} has to do.")
+        told.append(f"the hub at {constants.ENDPOINT} does not answer: {silence}. Using its cache {cache}.")
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
     return told
 
 
 def _models(cfg: DictConfig) -> dict[str, str]:
-    """Names of models by the key that gives them."""
+    """Return the hub ids of the models that this run loads, by configuration key."""
     keys = ["model.preview_decoder"]
     if cfg.model.get("weights", "pretrained") == "pretrained":
         keys += ["model.pretrained", "model.transformer_weights"]
-    if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that scores
+    if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # only these tasks load rewards
         parts = ("processor", "tokenizer") if cfg.reward.pretrained else ("pretrained", "processor", "tokenizer")
         keys += ["reward.pretrained", *(f"reward.{name}.{part}" for name in reward_members(cfg) for part in parts)]
     given = {key: str(OmegaConf.select(cfg, key)) for key in keys}
@@ -81,8 +81,8 @@ def _is_here(name: str) -> bool:
 
 @cache
 def _silence(endpoint: str, seconds: float) -> str:
-    """Why the hub does not answer; nothing if it does, whatever it says."""
-    outcome = [f"nothing came within {seconds:g} s"]
+    """Return why the hub does not answer, or an empty string if it does, with any HTTP status."""
+    outcome = [f"no response within {seconds:g} s"]
 
     def ask() -> None:
         try:
@@ -92,10 +92,10 @@ def _silence(endpoint: str, seconds: float) -> str:
             outcome.append("")
         except OSError as error:
             reason = getattr(error, "reason", error)
-            # huggingface_hub has certificates of its own.
+            # huggingface_hub brings its own certificates, so a failed verification here means nothing.
             outcome.append("" if isinstance(reason, SSLError) else str(reason))
 
-    thread = Thread(target=ask, daemon=True)  # looking up a name knows no timeout
+    thread = Thread(target=ask, daemon=True)  # DNS lookups have no timeout
     thread.start()
     thread.join(seconds)
     return outcome[-1]
@@ -105,20 +105,22 @@ def _silence(endpoint: str, seconds: float) -> str:
 
 
 def is_path(name: str) -> bool:
-    """Whether ``name`` is a local path, present or not, and no hub id."""
+    """Return whether ``name`` is a local path, existing or not, rather than a hub id."""
     path = Path(name).expanduser()
     return path.exists() or path.is_absolute() or name.startswith((".", "~")) or path.suffix in (".pt", ".pth")
 
 
 def fetch(name: str, *files: str, key: str, kind: str, hint: str = "Or give a local folder.") -> Path:
-    """The first of ``files`` that the folder ``name`` holds, or the first one of a hub id, from the hub or its cache.
+    """Return the path of the first of ``files`` in the folder ``name``; of a hub id, download the first of them.
 
     Args:
-        key, kind: the option that gave ``name`` and what it has to be, for messages.
-        hint: the last sentence of a message: another way to get the file.
+        name: local folder or hub id.
+        key: configuration key of ``name``, for messages.
+        kind: what ``name`` must be, for messages.
+        hint: last sentence of a message, with another way to get the file.
 
     Raises:
-        UserError: there is no such file, or the hub does not give it.
+        UserError: the folder has none of the files, or the download fails.
     """
     if not is_path(name):
         return _download(name, files[0], key, kind, hint)
@@ -126,7 +128,9 @@ def fetch(name: str, *files: str, key: str, kind: str, hint: str = "Or give a lo
     for file in files:
         if (folder / file).is_file():
             return folder / file
-    raise UserError(f"{key}={name} must be a hub id or a local folder; it holds no {' or '.join(files)}. {hint}")
+    raise UserError(
+        f"{key}={name} is invalid: it must be a hub id or a local folder; it holds no {' or '.join(files)}. {hint}"
+    )
 
 
 def _download(hub_id: str, file: str, key: str, kind: str, hint: str) -> Path:
@@ -143,12 +147,12 @@ def _download(hub_id: str, file: str, key: str, kind: str, hint: str) -> Path:
             else "and give your token with `hf auth login`"
         )
         if constants.HF_HUB_OFFLINE:
-            silence = "HF_HUB_OFFLINE is set: unset it for as long as the download takes"
+            silence = "HF_HUB_OFFLINE is set: unset it for the download"
         elif answer is not None:
             silence = f"the hub answered {answer.status_code}: try again later"
         else:
             silence = "the hub cannot be reached: check the network and its proxy"
-        found = [  # the first that fits, because GatedRepoError and LocalEntryNotFoundError have the next one as base
+        found = [  # ordered: GatedRepoError and LocalEntryNotFoundError are subclasses of the entry after them
             (errors.HFValidationError, f"is neither a local path nor a hub id (owner/name). Check the name. {hint}"),
             (
                 errors.GatedRepoError,

@@ -1,11 +1,11 @@
 """The training loop: one Lightning epoch is one iteration, explore -> select -> regenerate -> train.
 
-Lightning's private names are used in this file only; ``tests/test_loop.py`` is the tripwire for an upgrade.
+Only this file uses Lightning's private names; ``tests/test_loop.py`` detects changes of them.
 
-1. ``trainer.fit_loop`` is replaced before ``fit``. The rollout runs at the head of the epoch, after
-   ``on_train_epoch_start`` (where the replicas are synchronised) and before the first micro-batch is fetched.
-2. Prompts and seeds are functions of (seed, iteration), so a resume needs only the iteration, and an iteration that was
-   cut short is done again from its start.
+1. ``trainer.fit_loop`` is replaced before ``fit``. The rollout runs at the start of the epoch, after
+   ``on_train_epoch_start`` (which synchronises the replicas) and before the first micro-batch is fetched.
+2. Prompts and seeds are functions of (seed, iteration), so a resume needs only the iteration. An interrupted iteration
+   is repeated from its start.
 """
 
 import time
@@ -32,17 +32,20 @@ from solrl_lightning.stopwatch import Stopwatch
 
 
 class ExploreTrainLoop(_FitLoop):
-    """Runs the family's stages over the pool, then trains on what was kept.
+    """Runs the family's stages over the pool, then trains on the kept candidates.
 
     Args:
         trainer: its fit loop is replaced by this one.
-        schedule: which prompts each iteration trains on, all ranks together.
-        stages: passes over the candidates; a stage with ``keep`` selects those of the next one.
-        pool: N candidates a prompt.
-        objective: which noise levels each kept sample trains at.
-        micro_batch: most rows (sample, noise level) in one forward and backward pass.
-        optimizer_steps: optimiser steps of an iteration, each on an equal share of its rows.
-        seed: of the candidates.
+        schedule: prompts of each iteration, of all ranks together.
+        stages: passes over the candidates; a stage with ``keep`` selects the candidates of the next one.
+        pool: N, candidates per prompt.
+        objective: determines the training rows.
+        micro_batch: maximum number of rows (sample, noise level) in one forward and backward pass.
+        optimizer_steps: optimiser steps per iteration, each on an equal share of its rows.
+        seed: seed of the candidates.
+
+    Raises:
+        UserError: there are fewer prompts per iteration than ranks.
     """
 
     def __init__(
@@ -57,11 +60,11 @@ class ExploreTrainLoop(_FitLoop):
         seed: int,
     ) -> None:
         super().__init__(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
-        self.epoch_loop = trainer.fit_loop.epoch_loop  # it holds the Trainer's max_steps
+        self.epoch_loop = trainer.fit_loop.epoch_loop  # has the Trainer's max_steps
         if schedule.per_iteration < trainer.world_size:
             raise UserError(
-                "every device needs at least one prompt an iteration; "
-                f"prompts_per_iteration={schedule.per_iteration} on {trainer.world_size} devices. Raise it, or lower "
+                f"prompts_per_iteration={schedule.per_iteration} is invalid: every device needs at least one prompt; "
+                f"there are {trainer.world_size} devices. Use prompts_per_iteration={trainer.world_size}, or lower "
                 "trainer.devices."
             )
         self.schedule, self.stages, self.pool, self.seed = schedule, stages, pool, seed
@@ -73,10 +76,10 @@ class ExploreTrainLoop(_FitLoop):
         self.loader: RefilledLoader[TrainingBatch] = RefilledLoader(optimizer_steps * self.plan.micro_batches)
         self.stopwatch = Stopwatch(self._clock)
         self.iterations_done = 0
-        """Iterations whose last optimiser step was taken."""
-        self._steps_taken = 0  # of the current iteration
+        """Iterations that have taken their last optimiser step."""
+        self._steps_taken = 0  # in the current iteration
         self.explored: Candidates | None = None
-        """The whole pool as the first stage scored it; None in families of one stage."""
+        """The whole pool, scored by the first stage; None in families with one stage."""
         self.rollouts: Rollouts
         self._evaluate_every = trainer.check_val_every_n_epoch
         trainer.accumulate_grad_batches = self.plan.micro_batches
@@ -88,8 +91,8 @@ class ExploreTrainLoop(_FitLoop):
 
     def advance(self) -> None:
         last = self.trainer.current_epoch + 1 == self.max_epochs
-        self.trainer.check_val_every_n_epoch = 1 if last else self._evaluate_every  # a run ends with an evaluation
-        # Loggers number an iteration by this count of optimiser steps, less one; so iteration 1 is logged at step 1.
+        self.trainer.check_val_every_n_epoch = 1 if last else self._evaluate_every  # evaluate after the last one
+        # At the end of an epoch Lightning logs at this count of optimiser steps, less 1: iteration 1 at step 1.
         self.epoch_loop._batches_that_stepped = self.iterations_done + 2 - self.plan.optimizer_steps
         self._steps_taken = 0
         self.loader.fill(self.roll_out())
@@ -97,7 +100,7 @@ class ExploreTrainLoop(_FitLoop):
             super().advance()
 
     def roll_out(self) -> MicroBatches:
-        """Run the stages on this rank's prompts, and lay out the training rows."""
+        """Run the stages on this rank's prompts and return the training rows."""
         module, trainer = self._module, self.trainer
         texts = self.schedule.at(trainer.current_epoch)[trainer.global_rank :: trainer.world_size]
         seeds = pool_seeds(self.seed, trainer.current_epoch, texts, self.pool)
@@ -125,7 +128,7 @@ class ExploreTrainLoop(_FitLoop):
         return MicroBatches(self.rollouts, prompts, sigmas, self.objective, self.plan)
 
     def regenerate(self, prompts: list[str], seeds: Tensor) -> Candidates:
-        """Sample and score seeds [P, n] as the last stage does, but from the start: BF16, full steps."""
+        """Return the candidates of seeds [P, n] sampled by the last stage from their noise, and scored."""
         return self._run(self.stages[-1], self._module.encode(prompts), seeds)
 
     def _run(
@@ -145,11 +148,11 @@ class ExploreTrainLoop(_FitLoop):
 
     def _clock(self) -> float:
         if self.trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()  # a stage is charged for the kernels that it launched
+            torch.cuda.synchronize()  # kernels run asynchronously and belong to the stage that launched them
         return time.perf_counter()
 
     def count_step(self) -> bool:
-        """Count an optimiser step, and return whether it is the iteration's last."""
+        """Count an optimiser step and return whether it is the last of the iteration."""
         self._steps_taken += 1
         last = self._steps_taken == self.plan.optimizer_steps
         self.iterations_done += last
@@ -159,11 +162,11 @@ class ExploreTrainLoop(_FitLoop):
         return super().on_save_checkpoint() | {"iterations_done": self.iterations_done}
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Continue after the last iteration that is done; one that was cut short is done again."""
+        """Resume after the last finished iteration; an interrupted one is repeated."""
         super().load_state_dict(state_dict, prefix)
         self.iterations_done = state_dict[f"{prefix}state_dict"].get("iterations_done", self.trainer.global_step)
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
             for counter in ("ready", "started", "processed", "completed"):
                 setattr(progress, counter, self.iterations_done)
-        # _FitLoop's own setter insists on True whenever max_steps is set
+        # _FitLoop's setter forces True if max_steps is set
         _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]

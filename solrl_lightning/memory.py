@@ -1,4 +1,4 @@
-"""What to do when a device runs out of memory."""
+"""Handling of out-of-memory errors."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -9,14 +9,13 @@ T = TypeVar("T")
 
 
 def retry_with_empty_cache(work: Callable[[], T]) -> T:
-    """``work()``, called again with an empty allocator cache if the first call runs out of memory.
+    """Return ``work()``, called a second time with an empty allocator cache if it runs out of memory.
 
-    PyTorch's caching allocator keeps a block for the stream that it was allocated on, so blocks that another stage
-    freed count as used here until the cache is emptied.
+    PyTorch's caching allocator reserves freed blocks for the stream that allocated them until the cache is emptied.
     """
     try:
         return work()
     except torch.OutOfMemoryError:
-        pass  # leave the handler first: the exception's traceback keeps the failed call's tensors alive
+        pass  # the exception's traceback keeps the failed call's tensors alive inside the handler
     torch.cuda.empty_cache()
     return work()

@@ -1,10 +1,8 @@
-"""The LightningModule: trains the BF16 policy, evaluates it, and keeps what a checkpoint holds.
+"""The LightningModule: trains and evaluates the BF16 policy, and saves its adapters.
 
-``transformer``, a registered submodule, is the BF16 policy with its LoRA adapters "default" (trained) and "old". The
-replicas that share its frozen weights (see ``samplers``), the encoders, the autoencoder and the rewards are no
-submodules, so a checkpoint holds the two adapters only.
-
-The old policy is updated inside ``optimizer_step``, so that no checkpoint can fall between the two.
+``transformer``, the only registered submodule, is the BF16 policy with its LoRA adapters "default" (trained) and "old".
+Replicas (see ``samplers``), encoders, autoencoder and rewards are not registered, so a checkpoint holds the adapters
+only. ``optimizer_step`` also updates the old policy, so a checkpoint never separates the two.
 """
 
 from collections.abc import Callable
@@ -42,7 +40,7 @@ from solrl_lightning.stopwatch import Stopwatch
 
 
 class Evaluation(NamedTuple):
-    """How held-out images are sampled."""
+    """Sampling of held-out images."""
 
     solver: str
     steps: int
@@ -50,27 +48,27 @@ class Evaluation(NamedTuple):
 
 
 def no_progress(done: int, total: int) -> None:
-    """Report nothing."""
+    """Ignore progress."""
 
 
 class SolRLModule(LightningModule):
     """Sol-RL on one policy.
 
     Args:
-        policy: the architecture with its loaded weights.
+        policy: architecture with loaded weights.
         samplers: the policy's transformer with its adapters, and its replicas.
-        rewards: score images; rollouts by those with a weight, evaluations by all.
+        rewards: those with a weight score rollouts, all score evaluations.
         objective: the loss.
         optimizer: called with the trained parameters.
         old_decay: decay of the old policy after iteration 1, 2, ...
-        old_velocity: the sampler whose velocity is the old policy's in training: policy (as published) or merged.
-        evaluation: how held-out images are sampled.
+        old_velocity: sampler that computes the old policy's velocity in training: policy (as published) or merged.
+        evaluation: sampling of held-out images.
         eval_prompts: held-out prompts.
-        lora: the configuration of the adapters, saved with them.
-        seed: of the evaluation noise.
+        lora: configuration of the adapters, saved with them.
+        seed: seed of the evaluation noise.
     """
 
-    # Set past nn.Module's registry: see the module docstring.
+    # Not registered with nn.Module: see the module docstring.
     policy: PipelinePolicy
     samplers: Samplers
     rewards: WeightedRewards
@@ -90,7 +88,7 @@ class SolRLModule(LightningModule):
         seed: int,
     ) -> None:
         super().__init__()
-        self.strict_loading = False  # a checkpoint holds the adapters only; on_load_checkpoint checks that it holds all
+        self.strict_loading = False  # a checkpoint holds the adapters only, which on_load_checkpoint checks
         self.objective, self.optimizer_factory, self.old_decay = objective, optimizer, old_decay
         self.evaluation, self.eval_prompts, self.lora, self.seed = evaluation, eval_prompts, lora, seed
         self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
@@ -99,7 +97,7 @@ class SolRLModule(LightningModule):
         for name, value in {"policy": policy, "samplers": samplers, "rewards": rewards}.items():
             object.__setattr__(self, name, value)
         self.velocities_of = {"old": old_velocity, "reference": REFERENCE}  # name in Objective.needs -> sampler
-        on_gpu = policy.device.type == "cuda"  # where a chunk is scored while the next one is sampled
+        on_gpu = policy.device.type == "cuda"
         self.scoring_worker = partial(background_worker, policy.device) if on_gpu else inline_worker
 
     # Rollouts
@@ -116,7 +114,7 @@ class SolRLModule(LightningModule):
         initial_state: SolverState | None = None,
         record_path: bool = False,
     ) -> Candidates:
-        """Sample and score seeds [P, n], from their noise or from ``initial_state``."""
+        """Return the candidates of seeds [P, n], sampled from their noise or from ``initial_state``, and scored."""
         sigmas = self.policy.sigmas(stage.steps)
         spec = SamplingSpec(sigmas, stage.solver, initial_state, stage.stop_step, record_path)
         decode = {"full": self.policy.decode, "preview": self.policy.preview}[stage.decoder]
@@ -128,7 +126,10 @@ class SolRLModule(LightningModule):
 
     @torch.no_grad()
     def score(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int, progress: Progress) -> Candidates:
-        """Sample and score seeds [P, n] with the weights "base", "old", "default" or "ema", by all rewards."""
+        """Return the candidates of seeds [P, n], sampled by the merged replica and scored by all rewards.
+
+        ``weights``: "base", "old", "default" (trained) or "ema".
+        """
         spec = SamplingSpec(self.policy.sigmas(steps), self.evaluation.solver)
         encoded, score = self.encode(prompts), partial(score_images, self.policy.decode)
         with self.samplers.merged_with(self.adapter_state(weights)) as transformer:
@@ -137,7 +138,7 @@ class SolRLModule(LightningModule):
 
     @torch.no_grad()
     def sample(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int) -> Tensor:
-        """[P, n, 3, H, W] images in [0, 1] on the CPU, of weights as in ``score``."""
+        """Return images [P, n, 3, H, W] in [0, 1] on the CPU; ``weights`` as in ``score``."""
         spec = SamplingSpec(self.policy.sigmas(steps), self.evaluation.solver)
         with self.samplers.merged_with(self.adapter_state(weights)) as transformer:
             chunks = self.samplers.chunks(transformer, MERGED, self.encode(prompts), seeds, spec)
@@ -145,7 +146,7 @@ class SolRLModule(LightningModule):
         return torch.cat(images).unflatten(0, tuple(seeds.shape))
 
     def adapter_state(self, name: str) -> State:
-        """Adapter "default" or "old", their average "ema", or "base": no adapter at all."""
+        """Return adapter "default" or "old", "ema" (the average of "default"), or "base" (zeros)."""
         if name == "ema":
             return self.samplers.adapter_state(TRAINED) if self.ema_state is None else self.ema_state
         return self.samplers.adapter_state(name)
@@ -169,7 +170,7 @@ class SolRLModule(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained_parameters() if p.grad is not None])
-        self.log("train/grad_norm", norm, on_step=False, on_epoch=True, batch_size=1)  # equal on all ranks by now
+        self.log("train/grad_norm", norm, on_step=False, on_epoch=True, batch_size=1)  # DDP has reduced the gradients
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -186,11 +187,11 @@ class SolRLModule(LightningModule):
     # Evaluation
 
     def validation_step(self, prompts: list[str], batch_idx: int) -> None:
-        """Scores the evaluation average on this rank's held-out prompts, with the same noise every time."""
+        """Score the evaluation average on this rank's held-out prompts; the noise is the same in every evaluation."""
         stopwatch: Stopwatch = self.trainer.fit_loop.stopwatch  # type: ignore[attr-defined]
         with stopwatch.stage("evaluate"):
             names = self.evaluated
-            total = torch.zeros(1 + len(names), dtype=torch.float64, device=self.device)  # images, sum of each score
+            total = torch.zeros(1 + len(names), dtype=torch.float64, device=self.device)  # image count, sums of scores
             if prompts:
                 seeds = evaluation_seeds(self.seed, prompts, self.evaluation.images)
                 steps = self.evaluation.steps
@@ -200,7 +201,7 @@ class SolRLModule(LightningModule):
             total = self.trainer.strategy.reduce(total, reduce_op="sum")
         means = dict(zip(names, (total[1:] / total[0]).tolist(), strict=True))
         for name, mean in means.items():
-            self.log(f"eval/{name}", mean, batch_size=1, logger=False)  # Lightning would put it one step too early
+            self.log(f"eval/{name}", mean, batch_size=1, logger=False)  # Lightning would log it at iteration - 1
         if not self.trainer.sanity_checking:
             iteration = self.trainer.fit_loop.iterations_done  # type: ignore[attr-defined]
             self.eval_history.append({"iteration": iteration, **means})
@@ -208,16 +209,16 @@ class SolRLModule(LightningModule):
                 logger.log_metrics({f"eval/{name}": mean for name, mean in means.items()}, iteration)
 
     def on_validation_epoch_end(self) -> None:
-        if self.trainer.received_sigterm:  # fit() clears the flag, so a SIGTERM of the first evaluation would be lost
+        if self.trainer.received_sigterm:  # fit() clears this flag after the first evaluation, which validate() runs
             raise SIGTERMException
 
     @property
     def evaluated(self) -> list[str]:
-        """The names of what evaluations report: every reward and, of several, their weighted sum."""
+        """Names of the scores of an evaluation: every reward and, if there are several, their weighted sum."""
         return list(dict.fromkeys([*self.rewards.rewards, self.rewards.name]))
 
     def evaluated_scores(self, scored: Candidates) -> Tensor:
-        """[P, n, len(evaluated)]."""
+        """Return the scores [P, n, len(evaluated)]."""
         several = len(self.evaluated) > scored.scores.shape[-1]
         return torch.cat([scored.scores, scored.rewards[..., None]], dim=-1) if several else scored.scores
 
@@ -231,9 +232,9 @@ class SolRLModule(LightningModule):
         if own != found:
             name = min(name for name in own | found if own.get(name) != found.get(name))
             raise UserError(
-                "the checkpoint's adapters do not fit this model: a run goes on, and is read, with the same model and "
-                f"LoRA (rank, target modules); {name} has {own.get(name, 'no place')} in the model and "
-                f"{found.get(name, 'no values')} in the checkpoint. Use the options of the run that wrote it."
+                "the checkpoint's adapters do not fit this model: model, model.lora.rank and model.lora.target_modules "
+                f"must be those of the run that wrote it; {name} has shape {own.get(name, 'none')} in the model and "
+                f"{found.get(name, 'none')} in the checkpoint. Repeat the options of that run."
             )
 
     def _shapes(self, state: dict[str, Tensor]) -> dict[str, list[int]]:
@@ -243,6 +244,6 @@ class SolRLModule(LightningModule):
         return {name: value for name, value in state.items() if ".lora_" in name}
 
     def save_lora(self, folder: Path, weights: str) -> None:
-        """Writes "ema" or "default" so that plain diffusers loads it with ``pipe.load_lora_weights(folder)``."""
+        """Write adapter "ema" or "default" in the format of diffusers' ``pipe.load_lora_weights(folder)``."""
         state = {name: value.detach().cpu().contiguous() for name, value in self.adapter_state(weights).items()}
         self.policy.save_lora(folder, state, self.lora)

@@ -1,4 +1,4 @@
-"""What a continued run restores of its optimiser: the state. The hyper-parameters are the configured ones."""
+"""Restore an optimiser's state from a checkpoint, with hyper-parameters from the configuration."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,9 +11,9 @@ _CLASS = "class"  # key in the optimiser's state_dict
 
 
 def keep_configured(optimizer: Optimizer) -> Optimizer:
-    """Makes ``optimizer.load_state_dict`` keep every option of the parameter groups as ``optimizer`` was built with.
+    """Make ``optimizer.load_state_dict`` keep the options (lr, betas, ...) that ``optimizer`` was built with.
 
-    torch itself restores lr, betas, weight decay, ... together with the moments.
+    torch's ``load_state_dict`` restores the options together with the state. Returns ``optimizer``.
     """
     optimizer.register_state_dict_post_hook(_record_class)
     optimizer.register_load_state_dict_pre_hook(_with_own_options)
@@ -21,13 +21,13 @@ def keep_configured(optimizer: Optimizer) -> Optimizer:
 
 
 def check_fits(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """UserError if ``state``, written by an optimiser of ``keep_configured``, is that of another class."""
+    """Raise UserError if ``state``, of an optimiser of ``keep_configured``, was written by another class."""
     own = type(optimizer).__name__
     found = state.get(_CLASS, own)
     if found != own:
         raise UserError(
-            f"optimizer._target_={own} is invalid: a continued run restores the state of its optimiser, and the "
-            f"checkpoint holds that of {found}. Leave optimizer._target_ out, or train from the start with ckpt=null."
+            f"optimizer._target_={own} is invalid: a resumed run restores the optimiser's state, and the checkpoint "
+            f"holds that of {found}. Remove optimizer._target_, or start a new run with ckpt=null."
         )
 
 

@@ -1,4 +1,4 @@
-"""Pictures: images of tensors, captioned grids of them, and their PNG files."""
+"""Images from tensors, captioned grids of images, and PNG files."""
 
 import io
 import textwrap
@@ -13,15 +13,15 @@ from torch import Tensor
 
 _MIN_CELL, _MAX_CELL = 128, 512  # pixels; smaller images are enlarged by an integer factor, larger ones shrunk
 _GAP = 4  # between images
-_WIDE_GAP = 20  # between groups of columns
+_WIDE_GAP = 20  # between column groups
 _MARGIN = 10
-_MIN_WIDTH = 420  # room for the title
-_FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # Pillow's lacks é
-_TITLE, _TEXT, _LINE = 16, 13, 18  # heights of letters and of a line of text
+_MIN_WIDTH = 420  # fits the title
+_FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # Pillow's default font lacks é
+_TITLE, _TEXT, _LINE = 16, 13, 18  # font sizes and line height
 
 
 class Row(NamedTuple):
-    """One row of a grid: a caption above it, groups of images [n, 3, H, W] in [0, 1], a label under each image."""
+    """Row of a grid: caption above, groups of images [n, 3, H, W] in [0, 1], label under each image."""
 
     caption: str
     groups: Sequence[Tensor]
@@ -29,13 +29,13 @@ class Row(NamedTuple):
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """[3, H, W] in [0, 1] -> an image of that size."""
+    """Return pixels [3, H, W] in [0, 1] as an 8-bit image."""
     levels = (pixels.detach().float().clamp(0, 1) * 255).round().byte()
     return Image.fromarray(levels.permute(1, 2, 0).contiguous().cpu().numpy())
 
 
 def to_png(image: Image.Image, facts: Mapping[str, Any] | None = None) -> bytes:
-    """A PNG file with the facts as text chunks, in UTF-8 because prompts are any text."""
+    """Return a PNG file with ``facts`` as UTF-8 text chunks."""
     text = PngInfo()
     for key, value in (facts or {}).items():
         text.add_itxt(key, str(value))
@@ -45,7 +45,7 @@ def to_png(image: Image.Image, facts: Mapping[str, Any] | None = None) -> bytes:
 
 
 def to_cell(image: Tensor) -> Image.Image:
-    """[3, H, W] in [0, 1] -> a picture whose sides are at least 128 (nearest, whole factor) and at most 512 pixels."""
+    """Return image [3, H, W] in [0, 1] with sides of at least 128 (by an integer factor) and at most 512 pixels."""
     picture = to_image(image)
     shorter, longer = min(picture.size), max(picture.size)
     if shorter < _MIN_CELL:
@@ -58,7 +58,7 @@ def to_cell(image: Tensor) -> Image.Image:
 
 
 def draw_grid(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Image.Image:
-    """A captioned grid with a heading above each group of columns. Text that does not fit ends in an ellipsis."""
+    """Return a captioned grid with a heading above each column group; long text ends in an ellipsis."""
     title_font, font = (ImageFont.truetype(_FONT, size) for size in (_TITLE, _TEXT))
     cells = [[[to_cell(image) for image in group] for group in row.groups] for row in rows]
     cell_width, cell_height = cells[0][0][0].size
@@ -86,5 +86,5 @@ def draw_grid(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Image
 
 
 def wrap(text: str, width: int, size: int, lines: int = 1) -> list[str]:
-    """At most ``lines`` lines for ``width`` pixels in a font of ``size`` pixels, by the mean width of a letter."""
+    """Return ``text`` in at most ``lines`` lines of ``width`` pixels, estimated by the mean width of a letter."""
     return textwrap.wrap(text, max(int(width / (0.62 * size)), 2), max_lines=lines, placeholder="…")

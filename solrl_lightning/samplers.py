@@ -1,13 +1,13 @@
-"""Which weights sample: the policy with its LoRA adapters, and the replicas that share its frozen weights.
+"""Transformers that sample: the policy with its LoRA adapters, and replicas that share its frozen weights.
 
 | name | weights | transformer |
 |---|---|---|
-| policy | old policy, LoRA branches | the trained one, adapter "old" active |
+| policy | old policy, LoRA branches | the trained one with adapter "old" active |
 | merged | old policy, LoRA merged in float32 and rounded to BF16 | replica |
-| shadow | old policy, merged and quantised | replica, where a stage samples from it |
-| reference | the base model, without adapters | replica |
+| shadow | old policy, merged and quantised | replica, if a stage samples from it |
+| reference | base model without adapters | replica |
 
-Replicas are no submodules of the LightningModule: not in checkpoints, optimisers or DDP.
+Replicas are not submodules of the LightningModule, so checkpoints, optimisers and DDP do not see them.
 """
 
 import logging
@@ -34,16 +34,16 @@ POLICY, MERGED, SHADOW, REFERENCE = "policy", "merged", "shadow", "reference"
 
 
 class Samplers:
-    """The transformers that sample a policy, and how many candidates each takes at once.
+    """Transformers that sample, with the batch size of each.
 
     Args:
-        policy: the architecture with its loaded weights; its transformer gets the adapters.
+        policy: architecture with loaded weights; its transformer gets the adapters.
         lora: rank, alpha and target modules of the adapters.
-        seed: of the adapters.
-        batch_size: candidates in one forward pass.
+        seed: seed of the adapters' initial values.
+        batch_size: candidates per forward pass.
         compile: compile the blocks of the replicas.
         with_shadow: make the quantised replica.
-        backend, rule: its arithmetic and the layers that it covers.
+        backend, rule: arithmetic of the shadow, and the layers to quantise.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Samplers:
         self.reference = replica.clone_sharing_weights(self.transformer).eval()
         names = [MERGED, SHADOW] if with_shadow else [MERGED]
         self.replicas = {name: replica.clone_sharing_weights(self.transformer).eval() for name in names}
-        """Of the old policy, by name."""
+        """Replicas of the old policy by name."""
         self.layer_table = ""
-        """Of the shadow: which linear layers are quantised."""
+        """Table of the shadow's linear layers."""
         self.precision_backend = f"{backend.precision} ({backend.name})" if with_shadow else "no shadow"
         if with_shadow:
             plans = plan_quantization(self.replicas[SHADOW], rule, backend)
@@ -72,7 +72,7 @@ class Samplers:
             self.layer_table = format_table(plans)
             convert(self.replicas[SHADOW], plans, backend)
         self.lora_layers: dict[str, LoraLayer] = adapters.add_adapters(self.transformer, lora, seed)
-        if policy.device.type == "cuda":  # as under the published code's autocast
+        if policy.device.type == "cuda":  # the published code uses autocast there
             adapters.multiply_in_input_dtype(self.lora_layers)
         for module in self.replicas.values():
             replica.untie_weights(module, self.lora_layers)
@@ -85,7 +85,7 @@ class Samplers:
 
     @contextmanager
     def use(self, name: str) -> Iterator[nn.Module]:
-        """The transformer of a sampler; "default" is the policy's active adapter again afterwards."""
+        """Yield the transformer of a sampler; restores "default" as the active adapter."""
         if name == POLICY:
             with adapters.active_adapter(self.transformer, self.lora_layers, OLD) as transformer:
                 yield transformer
@@ -94,7 +94,7 @@ class Samplers:
 
     @contextmanager
     def merged_with(self, state: State) -> Iterator[nn.Module]:
-        """The merged replica with the adapter weights ``state``; those of the old policy are back afterwards."""
+        """Yield the merged replica with the adapter weights ``state``; restores those of the old policy."""
         merged = self.replicas[MERGED]
         self._write(state, [merged])
         try:
@@ -103,15 +103,15 @@ class Samplers:
             self._write(self.adapter_state(OLD), [merged])
 
     def sync(self) -> None:
-        """Write the old policy into the replicas: merged in float32, then rounded or re-quantised, in place."""
+        """Write the old policy, merged in float32 and then rounded or quantised, into the replicas in place."""
         self._write(self.adapter_state(OLD), self.replicas.values())
 
     def update_old(self, decay: float) -> None:
-        """old <- decay * old + (1 - decay) * trained, in place."""
+        """Update the old adapter in place: old <- decay * old + (1 - decay) * trained."""
         adapters.update_old_adapter(self.lora_layers, decay)
 
     def adapter_state(self, name: str) -> State:
-        """Return adapter "default" or "old", or "base": no adapter at all, as zeros."""
+        """Return adapter "default" or "old", or zeros for "base"."""
         if name == "base":
             return {key: torch.zeros_like(value) for key, value in self.adapter_state(TRAINED).items()}
         return adapters.adapter_state(self.lora_layers, name)
@@ -119,7 +119,10 @@ class Samplers:
     def chunks(
         self, transformer: nn.Module, name: str, prompts: EncodedPrompts, seeds: Tensor, spec: SamplingSpec
     ) -> Iterator[Chunk]:
-        """Sample seeds [P, N] with a transformer of `use` or `merged_with`, in the batches of sampler ``name``."""
+        """Yield sampled chunks of seeds [P, N] from a transformer of `use` or `merged_with`.
+
+        ``name`` is the sampler whose batch size is used.
+        """
         return iter_sampled_chunks(self.policy, transformer, self.batch_sizes[name], prompts, seeds, spec)
 
     @torch.no_grad()

@@ -23,7 +23,7 @@ _WORD = np.dtype("<u4")
 
 
 def pool_seeds(seed: int, iteration: int, prompts: Sequence[str], n: int) -> Tensor:
-    """int64 [P, n] in [0, 2^32): the candidates of each prompt, distinct within a prompt.
+    """Return int64 [P, n] in [0, 2^32): the seeds of each prompt's candidates, distinct within a prompt.
 
     Candidate i does not depend on n, nor on the other prompts and their order.
     """
@@ -31,12 +31,12 @@ def pool_seeds(seed: int, iteration: int, prompts: Sequence[str], n: int) -> Ten
 
 
 def evaluation_seeds(seed: int, prompts: Sequence[str], n: int) -> Tensor:
-    """int64 [P, n]: as `pool_seeds`, the same at every iteration and unrelated to any pool."""
+    """Return int64 [P, n] as `pool_seeds`, but equal in all iterations and independent of every pool."""
     return _seed_rows([f"evaluation/{seed}/{prompt}" for prompt in prompts], n)
 
 
 def noise(seeds: Tensor, shape: Sequence[int]) -> Tensor:
-    """float32 [*seeds.shape, *shape] on the CPU: standard normal numbers, each seed's own."""
+    """Return standard normal float32 [*seeds.shape, *shape] on the CPU, a function of each seed."""
     rows = torch.empty(seeds.numel(), *shape, dtype=torch.float32)
     generator = torch.Generator()
     for row, seed in zip(rows, seeds.flatten().tolist(), strict=True):
@@ -45,7 +45,7 @@ def noise(seeds: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 def training_noise(seeds: Tensor, timesteps: Tensor, shape: Sequence[int]) -> Tensor:
-    """float32 [B, *shape]: the noise that takes candidate seeds[b] to the noise level of timesteps[b].
+    """Return float32 [B, *shape]: the noise that takes candidate seeds[b] to the noise level of timesteps[b].
 
     Independent of the candidate's sampling noise and of its other timesteps.
     """
@@ -53,7 +53,7 @@ def training_noise(seeds: Tensor, timesteps: Tensor, shape: Sequence[int]) -> Te
 
 
 def step_noise(seeds: Tensor, step: int, shape: Sequence[int]) -> Tensor:
-    """float32 [B, *shape]: the noise that a stochastic solver adds to candidate seeds[b] in a step.
+    """Return float32 [B, *shape]: the noise that a stochastic solver adds to candidate seeds[b] in a step.
 
     Independent of the candidate's other noises.
     """
@@ -61,30 +61,33 @@ def step_noise(seeds: Tensor, step: int, shape: Sequence[int]) -> Tensor:
 
 
 def train_timesteps(seeds: Tensor, num_steps: int, fraction: float) -> Tensor:
-    """int64 [B, max(1, int(T * fraction))]: the solver steps that each candidate trains on, in its own random order.
+    """Return int64 [B, max(1, int(T * fraction))]: the solver steps that each candidate trains on.
 
-    A permutation of range(T) per candidate, cut to its head.
+    They are the head of a random permutation of range(T) per candidate.
+
+    Raises:
+        ValueError: fraction is not in (0, 1].
     """
     if not 0 < fraction <= 1:
-        raise ValueError(f"the fraction of timesteps must lie in (0, 1]; got {fraction}")
+        raise ValueError(f"the fraction of timesteps must be in (0, 1]; got {fraction}")
     count = max(1, int(num_steps * fraction))
     orders = [permutation(f"timesteps/{seed}", num_steps)[:count] for seed in seeds.tolist()]
     return torch.tensor(np.array(orders, dtype=np.int64).reshape(len(orders), count))
 
 
 def permutation(identity: str, n: int) -> np.ndarray:
-    """int64 [n]: a permutation of range(n) as a function of `identity` alone, whatever the version of any library."""
+    """Return int64 [n]: a permutation of range(n) that depends on `identity` only, not on library versions."""
     return np.argsort(_words(identity, n), kind="stable")
 
 
 def _seed_rows(identities: Sequence[str], n: int) -> Tensor:
-    """int64 [P, n]: a row of distinct words per identity."""
+    """Return int64 [P, n]: a row of distinct words per identity."""
     rows = np.array([_distinct_words(identity, n) for identity in identities], dtype=np.int64)
     return torch.from_numpy(rows.reshape(len(identities), n))
 
 
 def _distinct_words(identity: str, n: int) -> np.ndarray:
-    """The first n different words of the identity's stream; repeats are skipped."""
+    """Return the first n distinct words of the identity's stream."""
     length = n
     while True:
         words = _words(identity, length)
@@ -95,12 +98,12 @@ def _distinct_words(identity: str, n: int) -> np.ndarray:
 
 
 def _words(identity: str, n: int) -> np.ndarray:
-    """uint32 [n]: the head of an endless stream of words that belongs to `identity`."""
+    """Return uint32 [n]: the first words of the infinite stream of `identity`."""
     return np.frombuffer(hashlib.shake_128(identity.encode()).digest(n * _WORD.itemsize), dtype=_WORD)
 
 
 def _derived_seeds(seeds: Sequence[int], numbers: Sequence[int], purpose: bytes) -> Tensor:
-    """int64 [B]: a seed per pair (seed, number), for one purpose."""
+    """Return int64 [B]: one seed per pair (seed, number) and purpose."""
     digests = [
         hashlib.blake2b(struct.pack("<qq", *pair), digest_size=_WORD.itemsize, person=purpose).digest()
         for pair in zip(seeds, numbers, strict=True)

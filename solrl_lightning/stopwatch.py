@@ -1,6 +1,6 @@
-"""Exclusive wall time of nested stages, updated when a stage ends or when ``seconds`` is read.
+"""Exclusive wall time per stage, updated when a stage ends or when ``seconds`` is read.
 
-A GPU runs asynchronously; give a clock that waits for it, so that a stage is charged for the kernels that it launched.
+GPU kernels run asynchronously; a clock that synchronises attributes them to the stage that launched them.
 """
 
 import time
@@ -15,11 +15,11 @@ class _Stage:
 
 
 class Stopwatch:
-    """Seconds of each stage since it was created; the time of an inner stage is not charged to the outer one."""
+    """Seconds of each stage since creation; an outer stage does not count the time of inner ones."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.on_change: list[Callable[[], None]] = []
-        """Called when a stage begins, when it ends, and at each `progress`."""
+        """Functions to call when a stage begins, when it ends, and at each `progress`."""
         self._clock = clock
         self._stack: list[_Stage] = []
         self._seconds: dict[str, float] = {}
@@ -27,38 +27,38 @@ class Stopwatch:
 
     @property
     def current(self) -> str:
-        """The innermost stage; empty between stages."""
+        """Name of the innermost stage; empty between stages."""
         return self._stack[-1].name if self._stack else ""
 
     @property
     def done(self) -> int:
-        """Units of work finished in the current stage."""
+        """Finished units of work in the current stage."""
         return self._stack[-1].done if self._stack else 0
 
     @property
     def total(self) -> int:
-        """Units of work in the current stage; 0 if it was not reported."""
+        """Units of work in the current stage; 0 if not reported."""
         return self._stack[-1].total if self._stack else 0
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the current stage began, with those of stages inside of it."""
+        """Seconds since the current stage began, including inner stages."""
         return self._clock() - self._stack[-1].began if self._stack else 0.0
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each stage up to now, in the order of their first entry."""
+        """Seconds of each stage up to now, in order of first entry."""
         self._charge()
         return dict(self._seconds)
 
     def since(self, earlier: Mapping[str, float]) -> dict[str, float]:
-        """``seconds`` less those of an ``earlier`` reading, of the stages that ran since."""
+        """Return ``seconds`` minus an ``earlier`` reading, for the stages that ran since."""
         spent = {name: value - earlier.get(name, 0.0) for name, value in self.seconds.items()}
         return {name: value for name, value in spent.items() if value > 0}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Charges the time inside to `name`. The seconds of a name that is used again add up."""
+        """Add the time inside to `name`; repeated names accumulate."""
         self._charge()
         self._stack.append(_Stage(name, self._charged_until))
         self._seconds.setdefault(name, 0.0)
@@ -71,9 +71,13 @@ class Stopwatch:
             self._changed()
 
     def progress(self, done: int, total: int) -> None:
-        """Reports `done` of `total` units of work in the current stage."""
+        """Report `done` of `total` units of work in the current stage.
+
+        Raises:
+            RuntimeError: there is no current stage.
+        """
         if not self._stack:
-            raise RuntimeError("progress belongs to a stage; enter one with `with stopwatch.stage(name):` first")
+            raise RuntimeError("progress is only reported inside a stage; enter one by `with stopwatch.stage(name):`")
         self._stack[-1].done, self._stack[-1].total = done, total
         self._changed()
 

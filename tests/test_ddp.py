@@ -1,4 +1,4 @@
-"""Two processes on gloo, started by the command: the same rollouts, advantages and gradient as one process."""
+"""Two processes on gloo, started by the command, compute the rollouts, advantages and gradient of one process."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from solrl_lightning.policies import pipeline
 
-Results = dict[str, dict[str, Any]]  # of each family
+Results = dict[str, dict[str, Any]]  # by family
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*ranks.OPTIONS, f"model.pretrained={save_nano(folder / 'nano')}", f"data.train={folder}/prompts.txt"]
 
 
-def test_two_ranks_take_the_steps_of_one(
+def test_two_ranks_match_one_rank(
     compose: Callable[..., DictConfig], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", f"hydra.run.dir={tmp_path}/two"]
@@ -42,7 +42,7 @@ def test_two_ranks_take_the_steps_of_one(
     alone: Results = ranks.train_all(compose("trainer=cpu", *arguments))
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output
-    assert not list(tmp_path.glob("outputs"))  # the second process has the first one's folder
+    assert not list(tmp_path.glob("outputs"))  # the second process uses the first one's folder
     of_ranks: list[Results] = [torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     for family in ranks.FAMILIES:
         check(alone[family], [results[family] for results in of_ranks])
@@ -68,7 +68,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
 
 
-def test_two_nodes_of_torchrun_leave_one_folder(tmp_path: Path) -> None:
+def test_two_torchrun_nodes_share_one_folder(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

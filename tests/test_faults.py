@@ -1,4 +1,4 @@
-"""Faults from outside: full disks, kills at any moment, damaged files, two runs in one folder, a hub that hangs.
+"""External faults: full disks, kills at any time, damaged files, two runs in one folder, a hub that hangs.
 
 Whatever happens, what was there before is intact, one line says what to do, and no file is there in part.
 """
@@ -36,7 +36,7 @@ def files_of(folder: Path) -> dict[Path, bytes]:
 
 
 def the_line(err: str) -> str:
-    """The only message on a terminal that has no traceback."""
+    """Return the only message of a terminal without a traceback."""
     assert "Traceback" not in err, err
     (line,) = (line for line in err.splitlines() if line.startswith("error: "))
     return line
@@ -46,7 +46,7 @@ def the_line(err: str) -> str:
 
 
 def limit_files(size: int) -> None:
-    """No file of this process grows beyond ``size`` bytes, as on a disk that is full."""
+    """Limit files of this process to ``size`` bytes, as on a full disk."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -76,7 +76,7 @@ def write_lora(folder: Path, size: int) -> None:
     ],
     ids=["file", "checkpoint", "folder"],
 )
-def test_what_the_disk_does_not_take_leaves_the_old_file(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
+def test_failed_write_keeps_old_file(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
     folder = tmp_path / "run"
     write(folder, 10)
     before = files_of(tmp_path)
@@ -87,7 +87,7 @@ def test_what_the_disk_does_not_take_leaves_the_old_file(tmp_path: Path, write: 
     assert files_of(tmp_path).keys() == before.keys() and files_of(tmp_path) != before
 
 
-def test_a_lora_can_be_read_by_whoever_can_read_its_folder(tmp_path: Path) -> None:
+def test_lora_files_have_permissions_of_folder(tmp_path: Path) -> None:
     write_lora(tmp_path / "lora", 10)
     (tmp_path / "plain").touch()
     assert (tmp_path / "lora" / "weights.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
@@ -97,7 +97,7 @@ LONG_SUMMARY = f"+callbacks.summary.hparams.note={'n' * 2**14}"
 
 
 class FillDisk(Callback):
-    """After the first iteration, files have at most ``size`` bytes."""
+    """Limits files to ``size`` bytes after the first iteration."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -116,7 +116,7 @@ class FillDisk(Callback):
         ("summary.json", 2**14, ["~callbacks.checkpoint", "~callbacks.export", LONG_SUMMARY]),
     ],
 )
-def test_a_disk_that_fills_up_ends_the_run_with_one_line_and_no_part_of_a_file(
+def test_full_disk_ends_run_with_one_line_and_no_partial_file(
     command: Command, tmp_path: Path, file: str, size: int, arguments: list[str]
 ) -> None:
     fault = [f"+callbacks.full._target_={__name__}.FillDisk", f"+callbacks.full.size={size}"]
@@ -136,7 +136,7 @@ def test_a_disk_that_fills_up_ends_the_run_with_one_line_and_no_part_of_a_file(
 
 
 class TurnReadOnly(Callback):
-    """After the first iteration the kernel refuses to write below ``folder``, as on a mount that turned read-only.
+    """Makes writes below ``folder`` fail after the first iteration, as on a mount that turns read-only.
 
     Permissions would not do: root may write anywhere.
     """
@@ -160,10 +160,10 @@ class TurnReadOnly(Callback):
         return refused
 
 
-def test_a_folder_that_turns_read_only_ends_the_run_with_one_line_and_its_last_checkpoint(
+def test_read_only_folder_ends_run_with_one_line_and_last_checkpoint(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(builtins, "open", builtins.open)  # what the callback sets is undone
+    monkeypatch.setattr(builtins, "open", builtins.open)  # undoes the callback's patch
     for name in ("mkdir", "replace", "unlink", "rmdir"):
         monkeypatch.setattr(os, name, getattr(os, name))
     fault = [f"+callbacks.full._target_={__name__}.TurnReadOnly", "+callbacks.full.folder=run"]
@@ -187,7 +187,7 @@ def forks() -> Iterator[Forks]:
 
 @pytest.fixture(scope="module")
 def straight(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
-    """The folder of a run that nothing happened to, and how long it took."""
+    """Return the folder of an undisturbed run, and its seconds."""
     folder = tmp_path_factory.mktemp("straight")
     done = forks.run(folder, *SMALL, "hydra.run.dir=run")
     assert done.status == 0, done.output
@@ -202,7 +202,7 @@ def tensors(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
 
 
 def assert_equal_to_the_bit(run: Path, expected: Path) -> None:
-    """Adapters, optimiser and average."""
+    """Return adapters, optimiser state and average."""
     loaded = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (run, expected)]
     assert loaded[0]["global_step"] == loaded[1]["global_step"] == 8
     first, second = map(tensors, loaded)
@@ -210,7 +210,7 @@ def assert_equal_to_the_bit(run: Path, expected: Path) -> None:
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
-def test_a_run_that_is_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_before(
+def test_run_killed_while_saving_resumes_from_previous_checkpoint(
     forks: Forks, straight: tuple[Path, float], tmp_path: Path
 ) -> None:
     assert forks.run(tmp_path, *SMALL, "iterations=2", "hydra.run.dir=run").status == 0
@@ -220,7 +220,7 @@ def test_a_run_that_is_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_
     assert forks.run(tmp_path, *more, file_limit=2**21).status == -signal.SIGXFSZ
     assert checkpoint.read_bytes() == before
     (part,) = (file for file in checkpoint.parent.iterdir() if file != checkpoint)
-    assert part.stat().st_size == 2**21  # the kill came in the middle
+    assert part.stat().st_size == 2**21  # killed in the middle of the write
     done = forks.run(tmp_path, *more)
     assert done.status == 0, done.output
     assert_equal_to_the_bit(tmp_path / "run", straight[0])
@@ -228,10 +228,10 @@ def test_a_run_that_is_killed_while_it_writes_a_checkpoint_goes_on_from_the_one_
 
 
 @pytest.mark.parametrize("number", range(10))
-def test_a_run_that_is_killed_at_a_random_moment_ends_as_if_nothing_had_happened(
+def test_run_killed_at_random_time_resumes_to_same_result(
     forks: Forks, straight: tuple[Path, float], tmp_path: Path, number: int
 ) -> None:
-    moment = (number + random.Random(number).random()) / 10  # one in every tenth of the run
+    moment = (number + random.Random(number).random()) / 10  # one per tenth of the run
     forks.run(tmp_path, *SMALL, "hydra.run.dir=run", kill_after=moment * straight[1])
     resumable = (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
     done = forks.run(tmp_path, "ckpt=last", "hydra.run.dir=run")

@@ -1,4 +1,4 @@
-"""What is told of the hub before anything is loaded, and how long that takes where it does not answer."""
+"""The check of the hub at start: its messages, and its duration when the hub does not answer."""
 
 import os
 import socket
@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A hub that takes connections and says nothing."""
+    """Provide a hub that accepts connections and does not respond."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -43,7 +43,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A hub that answers, though not with a page."""
+    """Provide a hub that answers every request with status 403."""
 
     class Refusing(BaseHTTPRequestHandler):
         def do_HEAD(self) -> None:
@@ -63,27 +63,27 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("silent")
-def test_a_hub_that_says_nothing_is_told_in_time_with_what_a_model_needs(compose: Compose) -> None:
+def test_silent_hub_error_names_model_requirements_in_time(compose: Compose) -> None:
     began = time.monotonic()
-    with pytest.raises(UserError, match="is not on this machine, and the hub at .* does not answer: ") as refusal:
+    with pytest.raises(UserError, match="it is not on this machine, and the hub at .* does not answer: ") as refusal:
         hub.check_hub(compose(*FLUX))
     assert time.monotonic() - began < 5
-    assert NEEDS in str(refusal.value) and "give model.pretrained=<local folder>" in str(refusal.value)
-    with pytest.raises(UserError, match="^reward.pickscore.pretrained=yuvalkirstain/PickScore_v1 is not on this"):
+    assert NEEDS in str(refusal.value) and "use model.pretrained=<local folder>" in str(refusal.value)
+    with pytest.raises(UserError, match="^reward.pickscore.pretrained=yuvalkirstain/PickScore_v1 is invalid: "):
         hub.check_hub(compose("reward=pickscore"))
 
 
 @pytest.mark.usefixtures("silent")
-def test_what_is_in_the_cache_of_a_silent_hub_is_used_without_asking_again(compose: Compose, cache: Path) -> None:
+def test_cache_is_used_if_hub_is_silent(compose: Compose, cache: Path) -> None:
     (cache / "models--black-forest-labs--FLUX.1-dev").mkdir(parents=True)
     (told,) = hub.check_hub(compose(*FLUX))
-    assert told.endswith(f"Its cache {cache} has to do.")
+    assert told.endswith(f"Using its cache {cache}.")
     assert os.environ["HF_HUB_OFFLINE"] == "1" and constants.HF_HUB_OFFLINE
     assert hub.check_hub(compose(*FLUX)) == []
 
 
 @pytest.mark.usefixtures("answering")
-def test_a_hub_that_answers_is_used_and_what_a_model_needs_is_told(compose: Compose, cache: Path) -> None:
+def test_answering_hub_is_used_and_requirements_are_told(compose: Compose, cache: Path) -> None:
     (told,) = hub.check_hub(compose(*FLUX))
     assert told.startswith(NEEDS) and "Its page: https://huggingface.co/black-forest-labs/FLUX.1-dev" in told
     assert not constants.HF_HUB_OFFLINE
@@ -100,14 +100,14 @@ def test_a_hub_that_answers_is_used_and_what_a_model_needs_is_told(compose: Comp
         (("model=flux1", "model.weights=random", "data=shapes", "model.preview_decoder=madebyollin/taef1"), True),
         (("data=pickapic",), True),
         (("data.eval=hf://owner/name/test",), True),
-        (("task=evaluate", "data.train=hf://owner/name/train"), False),  # which it does not read
+        (("task=evaluate", "data.train=hf://owner/name/train"), False),  # evaluate does not read data.train
         (("reward=hpsv2",), True),
         (("reward=hpsv2", "reward.pretrained=.", "task=audit"), False),
         (("task=generate", "reward=hpsv2"), False),
         (("+reward.mine={_target_:a.B,weight:1.0,tokenizer:words}",), False),
     ],
 )
-def test_the_hub_is_asked_only_where_something_comes_from_it(
+def test_hub_is_checked_only_if_needed(
     compose: Compose, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], wanted: bool
 ) -> None:
     asked = []
@@ -116,9 +116,9 @@ def test_the_hub_is_asked_only_where_something_comes_from_it(
     assert bool(asked) == wanted
 
 
-def test_a_hub_that_refuses_connections_is_told_at_once(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_connection_is_reported_at_once(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))  # nobody listens
+        closed.bind(("127.0.0.1", 0))  # bound, but not listening
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
         with pytest.raises(UserError, match="does not answer: .*Connection refused"):
             hub.check_hub(compose(*FLUX))

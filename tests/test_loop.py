@@ -1,4 +1,4 @@
-"""The loop on the embedded model: order of events, exact resumes, failures. The tripwire for a Lightning upgrade."""
+"""The loop on the embedded model: order of events, exact resumes, failures. Detects changes of Lightning's loops."""
 
 import csv
 import functools
@@ -74,13 +74,13 @@ def fit(module: SolRLModule, trainer: Trainer, loop: ExploreTrainLoop, ckpt: Pat
 
 
 def weights(module: SolRLModule) -> Tensor:
-    """All that a run has learnt: the trained, the old and the averaged adapter."""
+    """Return the learned state of a run: the trained, the old and the averaged adapter."""
     states = [module.adapter_state(name) for name in ("default", "old", "ema")]
     return torch.cat([value.flatten() for state in states for value in state.values()])
 
 
 class Recorder(Callback):
-    """Notes the order of events, and which prompts and seeds every iteration explored."""
+    """Records the order of events, and the prompts and seeds that every iteration explored."""
 
     def __init__(self) -> None:
         self.events: list[str] = []
@@ -103,7 +103,7 @@ class Recorder(Callback):
         self.events.append("step")
 
 
-def test_an_iteration_is_requantise_explore_regenerate_train_and_one_step(tmp_path: Path) -> None:
+def test_iteration_requantises_explores_regenerates_and_steps_once(tmp_path: Path) -> None:
     recorder = Recorder()
     module, trainer, loop = make(tmp_path, callbacks=(recorder,), max_epochs=2)
     fit(module, trainer, loop)
@@ -112,9 +112,7 @@ def test_an_iteration_is_requantise_explore_regenerate_train_and_one_step(tmp_pa
     assert trainer.global_step == trainer.current_epoch == 2
 
 
-def test_old_policy_and_average_move_by_the_decays_of_optimiser_steps_1_2_3(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_old_policy_and_average_use_decays_of_steps_1_2_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     averaged = []
 
     def noted(average: Any, current: Any, decay: float) -> None:
@@ -129,7 +127,7 @@ def test_old_policy_and_average_move_by_the_decays_of_optimiser_steps_1_2_3(
     assert averaged == pytest.approx([2 / 11, 3 / 12, 4 / 13])
 
 
-def test_a_one_stage_family_samples_its_pool_once(tmp_path: Path) -> None:
+def test_single_stage_family_samples_pool_once(tmp_path: Path) -> None:
     recorder = Recorder()
     module, trainer, loop = make(tmp_path, "family=naive_scaling", callbacks=(recorder,), max_epochs=1)
     fit(module, trainer, loop)
@@ -138,7 +136,7 @@ def test_a_one_stage_family_samples_its_pool_once(tmp_path: Path) -> None:
     assert torch.equal(loop.rollouts.proxy_rewards, loop.rollouts.rewards)
 
 
-def test_regenerated_samples_keep_their_seeds_and_get_new_rewards(tmp_path: Path) -> None:
+def test_regenerated_samples_have_same_seeds_and_new_rewards(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=1)
     fit(module, trainer, loop)
     assert loop.explored is not None
@@ -153,7 +151,7 @@ def test_regenerated_samples_keep_their_seeds_and_get_new_rewards(tmp_path: Path
 
 
 class Regenerated(Callback):
-    """Samples the kept seeds again from their noise, and counts the rows that the roll-out sent through the model."""
+    """Samples the kept seeds again from their noise, and counts the rows of the rollout's forward passes."""
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         self.rows = 0
@@ -172,7 +170,7 @@ class Regenerated(Callback):
             self.again = loop.regenerate(loop.rollouts.prompts, loop.rollouts.seeds)
 
 
-def test_a_prefix_family_goes_on_with_the_kept_trajectories_and_gets_the_same_pictures(tmp_path: Path) -> None:
+def test_prefix_family_resumes_kept_trajectories(tmp_path: Path) -> None:
     check = Regenerated()
     options = ("family=prefix", "model.full_steps=5", "model.prefix_steps=2", "model.solver=dpm2")
     module, trainer, loop = make(tmp_path, *options, callbacks=(check,), max_epochs=1)
@@ -186,7 +184,7 @@ def test_a_prefix_family_goes_on_with_the_kept_trajectories_and_gets_the_same_pi
     assert not torch.equal(check.rollouts.proxy_rewards, check.rollouts.rewards)
 
 
-def test_micro_batches_accumulate_to_the_gradient_of_one_batch(tmp_path: Path) -> None:
+def test_accumulated_gradient_equals_that_of_one_batch(tmp_path: Path) -> None:
     gradients = []
     for size in (1, 4, 6):
         module, trainer, loop = make(tmp_path, f"model.micro_batch={size}", max_epochs=1, gradient_clip_val=None)
@@ -200,7 +198,7 @@ def test_micro_batches_accumulate_to_the_gradient_of_one_batch(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kl_weight", [0.0, 1e-4])
-def test_a_micro_batch_takes_no_more_forward_passes_than_the_loss_has_terms(tmp_path: Path, kl_weight: float) -> None:
+def test_micro_batch_runs_one_forward_per_velocity(tmp_path: Path, kl_weight: float) -> None:
     module, trainer, loop = make(tmp_path, f"objective.kl_weight={kl_weight}", max_epochs=1)
     velocity, passes = module.policy.velocity, []
 
@@ -216,14 +214,14 @@ def test_a_micro_batch_takes_no_more_forward_passes_than_the_loss_has_terms(tmp_
 
 
 class Metrics(Callback):
-    """Keeps what is logged at the end of every iteration."""
+    """Records the metrics logged at the end of every iteration."""
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
         self.logged = dict(trainer.callback_metrics)
 
 
 @pytest.mark.parametrize("objective", ["nft", "awm"])
-def test_every_metric_of_the_objective_is_logged(tmp_path: Path, objective: str) -> None:
+def test_all_metrics_of_objective_are_logged(tmp_path: Path, objective: str) -> None:
     metrics = Metrics()
     module, trainer, loop = make(tmp_path, f"objective={objective}", callbacks=(metrics,), max_epochs=1)
     fit(module, trainer, loop)
@@ -232,7 +230,7 @@ def test_every_metric_of_the_objective_is_logged(tmp_path: Path, objective: str)
     assert {name for name in metrics.logged if name.startswith("train/")} == expected
 
 
-def test_optimizer_steps_share_the_rows_of_an_iteration(tmp_path: Path) -> None:
+def test_optimizer_steps_split_the_rows(tmp_path: Path) -> None:
     recorder, moved = Recorder(), []
     module, trainer, loop = make(tmp_path, "optimizer_steps=3", callbacks=(recorder,), max_epochs=2)
     decay = module.old_decay
@@ -243,7 +241,7 @@ def test_optimizer_steps_share_the_rows_of_an_iteration(tmp_path: Path) -> None:
     assert (trainer.global_step, trainer.current_epoch, loop.iterations_done, moved) == (6, 2, 2, [1, 2])
 
 
-def test_a_run_of_several_optimizer_steps_resumes_exactly(tmp_path: Path) -> None:
+def test_run_with_several_optimizer_steps_resumes_exactly(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, "optimizer_steps=2", max_epochs=2)
     fit(module, trainer, loop)
     straight = weights(module)
@@ -256,14 +254,14 @@ def test_a_run_of_several_optimizer_steps_resumes_exactly(tmp_path: Path) -> Non
     assert (trainer.global_step, loop.iterations_done) == (4, 2)
 
 
-def test_every_stage_with_keep_selects_for_the_next_one(tmp_path: Path) -> None:
+def test_each_stage_with_keep_selects(tmp_path: Path) -> None:
     check = Regenerated()
     module, trainer, loop = make(tmp_path, "family=prefix", "model.full_steps=5", callbacks=(check,), max_epochs=1)
     explore, regenerate = loop.stages
     first, second = explore._replace(stop_step=1, keep=4), explore._replace(stop_step=3, keep=3)
     loop.stages = [first, second, regenerate]
     fit(module, trainer, loop)
-    assert check.rows == 2 * (5 * 1 + 4 * 2 + 3 * 2)  # 2 prompts; the survivors continue from where they are
+    assert check.rows == 2 * (5 * 1 + 4 * 2 + 3 * 2)  # 2 prompts; the survivors resume from their state
     pool = check.explored
     four = pool.take(select_contrastive(pool.rewards, 4))
     for kept, among in zip(check.rollouts.seeds.tolist(), four.seeds.tolist(), strict=True):
@@ -272,7 +270,7 @@ def test_every_stage_with_keep_selects_for_the_next_one(tmp_path: Path) -> None:
 
 
 class Pull(Objective):
-    """A user's objective: the error of the predicted image, weighted by the advantage; reads recorded transitions."""
+    """A user's objective: error of the predicted image, weighted by the advantage; reads recorded transitions."""
 
     timestep_fraction = 0.5
     needs = ()
@@ -285,7 +283,7 @@ class Pull(Objective):
         return Loss(error * batch.advantage.sigmoid(), {"error": error.detach().mean()})
 
 
-def test_an_objective_of_the_user_s_own_trains_on_the_sampler_s_transitions(tmp_path: Path) -> None:
+def test_custom_objective_trains_on_sampler_transitions(tmp_path: Path) -> None:
     metrics = Metrics()
     own = ("objective._target_=test_loop.Pull", *(f"~objective.{key}" for key in vars(NFT(1, 1, 1, 1))))
     module, trainer, loop = make(tmp_path, *own, "model.full_steps=4", callbacks=(metrics,), max_epochs=2)
@@ -299,10 +297,10 @@ def test_an_objective_of_the_user_s_own_trains_on_the_sampler_s_transitions(tmp_
 
 
 @pytest.mark.parametrize("sampler", ["policy", "merged"])
-def test_the_old_velocity_is_that_of_the_named_sampler(tmp_path: Path, sampler: str) -> None:
+def test_old_velocity_uses_named_sampler(tmp_path: Path, sampler: str) -> None:
     module, trainer, loop = make(tmp_path, f"old_velocity={sampler}", max_epochs=1)
     for name, value in module.adapter_state("old").items():
-        value.fill_(0.1 if "lora_B" in name else 0.2)  # unlike the trained adapter, whose B is 0
+        value.fill_(0.1 if "lora_B" in name else 0.2)  # the trained adapter's B is 0
     module.samplers.sync()
     prompts = module.encode(module.eval_prompts)
     x, one = module.policy.noise(torch.tensor([5, 6])), torch.ones(2)
@@ -324,7 +322,7 @@ def test_the_old_velocity_is_that_of_the_named_sampler(tmp_path: Path, sampler: 
     assert torch.equal(velocity, reference) and not torch.equal(old, velocity)
 
 
-def test_the_reference_is_the_model_without_adapters_whatever_they_hold(tmp_path: Path) -> None:
+def test_reference_is_model_without_adapters(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=1)
     rows = module.encode(module.eval_prompts[:1])
     x, sigma = module.policy.noise(torch.tensor([5])), torch.tensor(0.5)
@@ -336,7 +334,7 @@ def test_the_reference_is_the_model_without_adapters_whatever_they_hold(tmp_path
         assert not torch.equal(module.policy.velocity(module.transformer, x, sigma, rows.conditioning), before)
 
 
-def test_the_preview_decoder_decodes_what_is_explored_and_nothing_else(tmp_path: Path) -> None:
+def test_preview_decoder_is_used_for_exploration_only(tmp_path: Path) -> None:
     tiny = save_preview_decoder(tmp_path / "tiny", channels=8, compression=4)
     chosen = (f"model.preview_decoder={tiny}", "family.explore.decoder=preview")
     module, trainer, loop = make(tmp_path, *chosen, max_epochs=1)
@@ -364,7 +362,7 @@ class _Gradients(Callback):
 
 
 class CrashAt(Callback):
-    """Saves a checkpoint and dies in the middle of iteration 1: while exploring, or between two micro-batches."""
+    """Saves a checkpoint and raises in the middle of iteration 1: while exploring, or between two micro-batches."""
 
     def __init__(self, phase: str) -> None:
         self.phase = phase
@@ -389,7 +387,7 @@ class CrashAt(Callback):
 
 
 def columns(folder: Path, name: str) -> tuple[list[str], list[int]]:
-    """Names of what was logged, and the step of every row."""
+    """Return the names of the logged metrics and the step of every row."""
     with open(folder / f"{name}/version_0/metrics.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     return sorted(rows[0]), [int(row["step"]) for row in rows]
@@ -406,7 +404,7 @@ SAVES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Recorder, Tensor]:
-    """Three iterations without interruption."""
+    """Run three iterations without interruption."""
     folder = tmp_path_factory.mktemp("straight")
     recorder = Recorder()
     logger = CSVLogger(folder, name="straight")
@@ -446,7 +444,7 @@ def test_resume_is_bit_exact_from_a_checkpoint_taken(
     assert resumed_steps == [step for step in steps if step > 1]
 
 
-def test_a_checkpoint_holds_the_adapters_and_no_other_weights(tmp_path: Path) -> None:
+def test_checkpoint_holds_adapters_only(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=1)
     fit(module, trainer, loop)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
@@ -455,7 +453,7 @@ def test_a_checkpoint_holds_the_adapters_and_no_other_weights(tmp_path: Path) ->
     assert sum(value.numel() for value in state.values()) == 2 * sum(p.numel() for p in module.trained_parameters())
 
 
-def test_a_checkpoint_of_another_rank_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_of_another_lora_rank_raises(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=1)
     fit(module, trainer, loop)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
@@ -464,7 +462,7 @@ def test_a_checkpoint_of_another_rank_is_refused(tmp_path: Path) -> None:
         fit(module, trainer, loop, tmp_path / "x.ckpt")
 
 
-def test_a_continued_run_trains_with_the_configured_optimiser_options(tmp_path: Path) -> None:
+def test_resumed_run_uses_configured_optimizer_options(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=1)
     fit(module, trainer, loop)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
@@ -478,9 +476,7 @@ def test_a_continued_run_trains_with_the_configured_optimiser_options(tmp_path: 
     assert {float(of_one["step"]) for of_one in state["state"].values()} == {2.0}
 
 
-def test_a_reward_that_is_nan_stops_the_run_and_names_prompt_and_seed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nan_reward_stops_run_and_names_prompt_and_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=1)
     nan = lambda images, prompts: images[:, 0, 0, 0] * torch.nan  # noqa: E731
     monkeypatch.setattr(module.rewards.rewards["shapes"], "score", nan)
@@ -494,7 +490,7 @@ def test_a_reward_that_is_nan_stops_the_run_and_names_prompt_and_seed(
         loop.roll_out()
 
 
-def test_a_loss_that_is_nan_stops_the_run_before_the_optimiser_steps(tmp_path: Path) -> None:
+def test_nan_loss_stops_run_before_optimizer_step(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=1)
     module.adapter_state("default")["transformer_blocks.0.attn.to_q.lora_A.weight"].fill_(torch.nan)
     with pytest.raises(NonFiniteError, match="loss is nan for the prompt"):
@@ -502,14 +498,14 @@ def test_a_loss_that_is_nan_stops_the_run_before_the_optimiser_steps(tmp_path: P
     assert trainer.global_step == 0
 
 
-def test_more_devices_than_prompts_is_refused(tmp_path: Path) -> None:
+def test_more_devices_than_prompts_raises(tmp_path: Path) -> None:
     cfg = composed("prompts_per_iteration=1")
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
-    with pytest.raises(UserError, match="every device needs at least one prompt"):
+    with pytest.raises(UserError, match="prompts_per_iteration=.* is invalid: every device needs at least one prompt"):
         build_loop(cfg, trainer, NFT(1.0, 0.0, 5.0, 0.5))
 
 
-def test_only_the_policy_moves_and_the_old_policy_follows_it(tmp_path: Path) -> None:
+def test_only_policy_is_trained_and_old_policy_follows(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, "old_policy.decay_type=0", max_epochs=1)
     frozen = {name: p.detach().clone() for name, p in module.named_parameters() if ".lora_" not in name}
     fit(module, trainer, loop)

@@ -1,4 +1,4 @@
-"""Restoring an optimiser: the state comes from the checkpoint, the hyper-parameters from the configuration."""
+"""Resuming an optimiser: state from the checkpoint, hyper-parameters from the configuration."""
 
 import copy
 from typing import Any
@@ -28,7 +28,7 @@ def built(start: Tensor, **options: Any) -> tuple[nn.Parameter, torch.optim.Opti
 
 
 def adamw_step(x: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], step: int, options: Any) -> Tensor:
-    """Loshchilov and Hutter's update, with the moments of the ``step - 1`` updates before."""
+    """Return AdamW's update (Loshchilov and Hutter 2019) from the moments of ``step - 1`` earlier updates."""
     low, high = options["betas"]
     first = low * moments[0] + (1 - low) * gradient
     second = high * moments[1] + (1 - high) * gradient**2
@@ -39,7 +39,7 @@ def adamw_step(x: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], step
 @pytest.mark.parametrize(
     "changed", [{"lr": 1e-3}, {"weight_decay": 0.5}, {"betas": (0.5, 0.9)}, {"eps": 0.3}, {"maximize": True}], ids=str
 )
-def test_a_changed_option_acts_on_the_restored_moments(changed: dict[str, Any]) -> None:
+def test_changed_option_applies_to_restored_state(changed: dict[str, Any]) -> None:
     parameter, optimizer = built(START, **CONFIGURED)
     reached = stepped(parameter, optimizer, GRADIENTS[:2])
     state = copy.deepcopy(optimizer.state_dict())
@@ -53,7 +53,7 @@ def test_a_changed_option_acts_on_the_restored_moments(changed: dict[str, Any]) 
     torch.testing.assert_close(stepped(parameter, optimizer, GRADIENTS[2:]), expected)
 
 
-def test_with_the_options_unchanged_a_restored_optimiser_steps_to_the_same_bits() -> None:
+def test_restored_optimizer_is_bit_exact() -> None:
     straight = stepped(*built(START, **CONFIGURED), GRADIENTS)
     parameter, optimizer = built(START, **CONFIGURED)
     reached, state = stepped(parameter, optimizer, GRADIENTS[:2]), optimizer.state_dict()
@@ -62,9 +62,9 @@ def test_with_the_options_unchanged_a_restored_optimiser_steps_to_the_same_bits(
     assert torch.equal(stepped(parameter, optimizer, GRADIENTS[2:]), straight)
 
 
-def test_the_state_of_another_class_is_refused() -> None:
+def test_state_of_another_optimizer_class_raises() -> None:
     _, optimizer = built(START, **CONFIGURED)
     state = optimizer.state_dict()
     check_fits(optimizer, state)
-    with pytest.raises(UserError, match="optimizer._target_=RMSprop is invalid: .* holds that of AdamW[.] Leave"):
+    with pytest.raises(UserError, match="optimizer._target_=RMSprop is invalid: .* holds that of AdamW[.] Remove"):
         check_fits(torch.optim.RMSprop([nn.Parameter(START.clone())], lr=1e-2), state)

@@ -14,22 +14,22 @@ STEPS = [0, 1, 75, 76, 500, 1000]
         (2, [0, 0, 0, 0.0075, 0.999, 0.999]),
     ],
 )
-def test_published_decays_agree_with_their_tables(decay_type: int, expected: list[float]) -> None:
+def test_published_decays_match_tables(decay_type: int, expected: list[float]) -> None:
     decay = old_policy_decay(decay_type)
     assert [decay(step) for step in STEPS] == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_slower_published_decay_reaches_its_ceiling_at_step_209() -> None:
+def test_decay_type_2_reaches_maximum_at_step_209() -> None:
     decay = old_policy_decay(2)
     assert decay(208) == pytest.approx(0.9975)
     assert decay(209) == 0.999
 
 
-def test_the_default_is_type_one() -> None:
+def test_default_is_decay_type_1() -> None:
     assert old_policy_decay() == old_policy_decay(1)
 
 
-def test_type_three_is_a_ramp_of_ones_own() -> None:
+def test_decay_type_3_is_a_custom_ramp() -> None:
     decay = old_policy_decay(3, start=10, slope=0.05, maximum=0.8)
     assert decay == LinearRamp(10, 0.05, 0.8)
     assert [decay(step) for step in (0, 10, 11, 20, 26, 27)] == pytest.approx([0, 0, 0.05, 0.5, 0.8, 0.8])
@@ -37,19 +37,19 @@ def test_type_three_is_a_ramp_of_ones_own() -> None:
     assert [constant(step) for step in (0, 1, 1000)] == [0.9, 0.9, 0.9]
 
 
-def test_a_wrong_decay_is_refused_with_the_way_out() -> None:
-    with pytest.raises(UserError, match="must be 0, 1, 2 or 3; got 4"):
+def test_invalid_decay_error_names_rule_and_fix() -> None:
+    with pytest.raises(UserError, match="old_policy.decay_type=4 is invalid: it must be 0, 1, 2 or 3"):
         old_policy_decay(4)
-    with pytest.raises(UserError, match="slope, maximum belong to type 3: remove them or set decay_type=3"):
+    with pytest.raises(UserError, match="only type 3 has slope, maximum. Remove them, or use old_policy.decay_type=3"):
         old_policy_decay(1, slope=0.1, maximum=0.2)
-    with pytest.raises(UserError, match="set start, maximum as well"):
+    with pytest.raises(UserError, match="Set old_policy.start, old_policy.maximum"):
         old_policy_decay(3, slope=0.1)
     for slope, maximum in [(-0.1, 0.5), (0.1, 1.0), (0.1, -0.5)]:
-        with pytest.raises(UserError, match=f"slope={slope}, maximum={maximum}"):
+        with pytest.raises(UserError, match=f"old_policy.slope={slope} with old_policy.maximum={maximum} is invalid"):
             old_policy_decay(3, start=0, slope=slope, maximum=maximum)
 
 
-def test_the_evaluated_average_is_quick_at_first_and_then_slow() -> None:
+def test_ema_decay_rises_to_its_maximum() -> None:
     assert [ema_decay(step) for step in (0, 1, 10, 80, 81, 1000)] == pytest.approx(
         [0.1, 2 / 11, 11 / 20, 0.9, 0.9, 0.9]
     )

@@ -1,4 +1,4 @@
-"""Seeds and noise depend on who a candidate is and on nothing else. Golden values catch a change of the hash."""
+"""Seeds and noise are functions of a candidate's identity only. Golden values detect a change of the hash."""
 
 import math
 
@@ -18,14 +18,14 @@ from solrl_lightning.seeds import (
 PROMPTS = ["a red circle above a blue square", "ein grüner Stern", "a red circle"]
 
 
-def test_seeds_are_what_they_were_when_this_test_was_written() -> None:
+def test_seeds_match_golden_values() -> None:
     assert pool_seeds(42, 3, ["a red circle"], 4).tolist() == [[859294094, 3651782488, 1836105458, 793777742]]
     assert evaluation_seeds(42, ["a red circle"], 4).tolist() == [[3279856673, 1745755888, 3525988746, 635168288]]
     assert train_timesteps(torch.tensor([1, 2]), 10, 0.6).tolist() == [[0, 7, 9, 2, 6, 8], [9, 4, 8, 2, 5, 6]]
     assert permutation("x", 8).tolist() == [2, 4, 6, 3, 7, 0, 1, 5]
 
 
-def test_noise_is_what_it_was_when_this_test_was_written() -> None:
+def test_noise_matches_golden_values() -> None:
     # PyTorch's vectorised normal differs in the last bit between kinds of CPU.
     assert noise(torch.tensor([5, 2**32 - 1]), (2,)).flatten().tolist() == pytest.approx(
         [-0.48678076, -0.60382158, 1.21976304, -0.39297947], rel=1e-5
@@ -34,7 +34,7 @@ def test_noise_is_what_it_was_when_this_test_was_written() -> None:
     assert eps == pytest.approx([-0.61125171, -0.92288518, 1.23701894], rel=1e-5)
 
 
-def test_a_candidate_is_the_same_in_a_larger_pool_and_beside_other_prompts() -> None:
+def test_seed_is_independent_of_pool_size_and_other_prompts() -> None:
     pool = pool_seeds(1, 2, PROMPTS, 96)
     assert pool.shape == (3, 96) and pool.dtype == torch.int64
     assert torch.equal(pool_seeds(1, 2, PROMPTS, 24), pool[:, :24])
@@ -42,13 +42,13 @@ def test_a_candidate_is_the_same_in_a_larger_pool_and_beside_other_prompts() -> 
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ranks_together_make_the_pool_of_one_rank(world: int) -> None:
+def test_pools_of_ranks_form_pool_of_one_rank(world: int) -> None:
     whole = pool_seeds(1, 2, PROMPTS, 8)
     for rank in range(world):
         assert torch.equal(pool_seeds(1, 2, PROMPTS[rank::world], 8), whole[rank::world])
 
 
-def test_every_part_of_the_identity_changes_the_seeds() -> None:
+def test_seeds_depend_on_every_part_of_identity() -> None:
     variants = [
         pool_seeds(1, 2, ["a"], 8),
         pool_seeds(2, 1, ["a"], 8),
@@ -62,8 +62,8 @@ def test_every_part_of_the_identity_changes_the_seeds() -> None:
     assert torch.cat(variants).unique().numel() == 8 * len(variants)
 
 
-def test_seeds_of_a_prompt_are_distinct_where_the_raw_stream_repeats_itself() -> None:
-    n = 200_000  # a stream of that many 32-bit words repeats about five
+def test_seeds_of_a_prompt_are_distinct() -> None:
+    n = 200_000  # a stream of this many 32-bit words has about five repeats
     seeds = pool_seeds(0, 0, ["a"], n)
     assert seeds.unique().numel() == n
     assert 0 <= int(seeds.min()) and int(seeds.max()) < 2**32
@@ -77,7 +77,7 @@ def test_no_prompts_give_no_seeds() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1,), (5,), (16,), (17,), (3, 5, 7), (16, 32)])
-def test_noise_of_a_seed_is_the_same_bits_in_any_batch(shape: tuple[int, ...]) -> None:
+def test_noise_is_independent_of_batch(shape: tuple[int, ...]) -> None:
     seeds = pool_seeds(0, 0, ["a", "b"], 7)
     whole = noise(seeds, shape)
     assert whole.shape == (2, 7, *shape)
@@ -89,13 +89,13 @@ def test_noise_of_a_seed_is_the_same_bits_in_any_batch(shape: tuple[int, ...]) -
     assert torch.equal(torch.cat(chunks), whole.flatten(0, 1))
 
 
-def test_noise_is_that_of_a_plain_generator_with_this_seed() -> None:
+def test_noise_matches_torch_generator() -> None:
     seed = int(pool_seeds(3, 1, ["a"], 1))
     plain = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
     assert torch.equal(noise(torch.tensor([seed]), (4, 8))[0], plain)
 
 
-def test_noise_leaves_the_global_generator_alone() -> None:
+def test_noise_does_not_change_global_generator() -> None:
     before = torch.get_rng_state()
     noise(torch.tensor([1, 2]), (32,))
     training_noise(torch.tensor([1, 2]), torch.tensor([0, 1]), (32,))
@@ -110,7 +110,7 @@ def test_noise_is_standard_normal_and_uncorrelated_between_candidates() -> None:
     assert float(correlation.abs().max()) < 6 / math.sqrt(400)
 
 
-def test_training_noise_is_one_draw_per_candidate_and_timestep() -> None:
+def test_training_noise_is_function_of_candidate_and_timestep() -> None:
     seeds = torch.tensor([4, 4, 9, 9])
     timesteps = torch.tensor([0, 1, 0, 1])
     eps = training_noise(seeds, timesteps, (64,))
@@ -121,18 +121,18 @@ def test_training_noise_is_one_draw_per_candidate_and_timestep() -> None:
 
 
 @pytest.mark.parametrize(("num_steps", "fraction", "count"), [(10, 0.6, 6), (10, 0.4, 4), (10, 0.99, 9), (10, 1, 10)])
-def test_trained_timesteps_are_the_published_share_without_repeats(num_steps: int, fraction: float, count: int) -> None:
+def test_train_timesteps_have_published_count_and_are_distinct(num_steps: int, fraction: float, count: int) -> None:
     steps = train_timesteps(torch.arange(50), num_steps, fraction)
     assert steps.shape == (50, count) and steps.dtype == torch.int64
     assert all(len(set(row)) == count and 0 <= min(row) and max(row) < num_steps for row in steps.tolist())
 
 
-def test_a_tiny_share_still_trains_one_timestep() -> None:
+def test_small_fraction_trains_one_timestep() -> None:
     assert train_timesteps(torch.arange(3), 4, 0.1).shape == (3, 1)
     assert train_timesteps(torch.arange(3), 1, 0.5).tolist() == [[0], [0], [0]]
 
 
-def test_trained_timesteps_belong_to_the_candidate_and_cover_all_steps_evenly() -> None:
+def test_train_timesteps_are_function_of_candidate_and_uniform() -> None:
     steps = train_timesteps(torch.arange(3000), 10, 0.6)
     assert torch.equal(train_timesteps(torch.tensor([17, 5]), 10, 0.6), steps[[17, 5]])
     share = np.bincount(steps.flatten().numpy(), minlength=10) / steps.numel()
@@ -142,7 +142,7 @@ def test_trained_timesteps_belong_to_the_candidate_and_cover_all_steps_evenly() 
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, float("nan")])
-def test_a_share_outside_zero_to_one_is_refused(fraction: float) -> None:
+def test_fraction_outside_range_raises(fraction: float) -> None:
     with pytest.raises(ValueError, match="fraction of timesteps"):
         train_timesteps(torch.arange(3), 10, fraction)
 

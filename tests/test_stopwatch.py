@@ -16,7 +16,7 @@ def clock() -> Clock:
     return Clock()
 
 
-def test_time_goes_to_the_innermost_stage_only(clock: Clock) -> None:
+def test_time_counts_for_innermost_stage_only(clock: Clock) -> None:
     stopwatch = Stopwatch(clock)
     clock.now += 50  # before any stage
     with stopwatch.stage("explore"):
@@ -31,7 +31,7 @@ def test_time_goes_to_the_innermost_stage_only(clock: Clock) -> None:
     assert list(stopwatch.seconds) == ["explore", "requantize", "train"]
 
 
-def test_a_stage_that_comes_again_adds_up_also_inside_itself(clock: Clock) -> None:
+def test_repeated_and_nested_stage_accumulates(clock: Clock) -> None:
     stopwatch = Stopwatch(clock)
     for _ in range(3):
         with stopwatch.stage("train"):
@@ -41,7 +41,7 @@ def test_a_stage_that_comes_again_adds_up_also_inside_itself(clock: Clock) -> No
     assert stopwatch.seconds == {"train": 6}
 
 
-def test_seconds_are_up_to_date_while_a_stage_runs(clock: Clock) -> None:
+def test_seconds_are_current_inside_a_stage(clock: Clock) -> None:
     stopwatch = Stopwatch(clock)
     with stopwatch.stage("explore"):
         clock.now += 1
@@ -50,7 +50,7 @@ def test_seconds_are_up_to_date_while_a_stage_runs(clock: Clock) -> None:
         assert stopwatch.seconds == {"explore": 3}
 
 
-def test_seconds_since_an_earlier_reading_are_of_the_stages_that_ran_since(clock: Clock) -> None:
+def test_since_returns_stages_that_ran_since(clock: Clock) -> None:
     stopwatch = Stopwatch(clock)
     with stopwatch.stage("explore"):
         clock.now += 1
@@ -65,7 +65,7 @@ def test_seconds_since_an_earlier_reading_are_of_the_stages_that_ran_since(clock
     assert stopwatch.elapsed == 0
 
 
-def test_a_stage_that_fails_is_charged_and_left(clock: Clock) -> None:
+def test_failed_stage_is_counted_and_left(clock: Clock) -> None:
     stopwatch = Stopwatch(clock)
     with pytest.raises(KeyboardInterrupt), stopwatch.stage("explore"), stopwatch.stage("decode"):
         clock.now += 3
@@ -74,7 +74,7 @@ def test_a_stage_that_fails_is_charged_and_left(clock: Clock) -> None:
     assert stopwatch.current == ""
 
 
-def test_listeners_see_every_change_of_stage_and_progress(clock: Clock) -> None:
+def test_on_change_is_called_for_stages_and_progress(clock: Clock) -> None:
     stopwatch = Stopwatch(clock)
     seen: list[tuple[str, int, int]] = []
     stopwatch.on_change.append(lambda: seen.append((stopwatch.current, stopwatch.done, stopwatch.total)))
@@ -94,12 +94,12 @@ def test_listeners_see_every_change_of_stage_and_progress(clock: Clock) -> None:
     ]
 
 
-def test_progress_outside_a_stage_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="progress belongs to a stage"):
+def test_progress_outside_stage_raises() -> None:
+    with pytest.raises(RuntimeError, match="progress is only reported inside a stage"):
         Stopwatch().progress(1, 2)
 
 
-def test_the_default_clock_runs_forward() -> None:
+def test_default_clock_increases() -> None:
     stopwatch = Stopwatch()
     with stopwatch.stage("train"):
         sum(range(1000))

@@ -1,4 +1,4 @@
-"""Which weights sample, train and are evaluated: "default", "old" and the average differ clearly in these runs."""
+"""Weights used to sample, train and evaluate; "default", "old" and the average differ clearly in these runs."""
 
 import copy
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ OPTIONS = (
 
 
 class Watch(Callback):
-    """Keeps what every iteration explored and, of the second, what it trains on and with which weights."""
+    """Records the pool of every iteration and, of the second one, its training rows and weights."""
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         self.pools: list[tuple[list[str], Tensor]] = []  # the prompts and seeds of each iteration
@@ -75,7 +75,7 @@ class Trained(NamedTuple):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """After two iterations and one evaluation, which would refresh the merged replica in between."""
+    """Train two iterations with one evaluation, which writes into the merged replica."""
     watch = Watch()
     lengths = {"max_epochs": 2, "check_val_every_n_epoch": 2}
     module, trainer, loop = make(tmp_path_factory.mktemp("trained"), *OPTIONS, callbacks=(watch,), **lengths)
@@ -88,27 +88,25 @@ def merged(module: SolRLModule, state: Tensors) -> Tensors:
 
 
 def held(layer: nn.Module) -> Tensors:
-    """The weights of a layer, or its codes and scales; the bias is not adapted."""
+    """Return the weights of a layer, or its codes and scales; the bias is not adapted."""
     return {name: value for name, value in layer.state_dict().items() if name != "bias"}
 
 
 def layer_with(like: nn.Module, weight: Tensor) -> nn.Module:
-    """A layer of the same kind that is made from a float32 weight."""
+    """Return a layer of the same class made from a float32 weight."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=getattr(like, "bias", None) is not None)
     linear.weight = nn.Parameter(weight)
     return type(like).from_linear(linear) if isinstance(like, QuantizedLinear) else linear.bfloat16()
 
 
 def holds(layer: nn.Module, weight: Tensor) -> bool:
-    """Whether the layer's codes, or rounded weights, are to the bit those of a float32 weight."""
+    """Return whether the layer's codes, or rounded weights, equal those of a float32 weight bit for bit."""
     found, expected = held(layer), held(layer_with(layer, weight))
     return found.keys() == expected.keys() and all(value.equal(expected[name]) for name, value in found.items())
 
 
 @pytest.mark.parametrize("replica", ["shadow", "merged"])
-def test_an_iteration_samples_and_trains_with_the_old_policy_quantised_or_rounded_anew(
-    trained: Trained, replica: str
-) -> None:
+def test_replicas_hold_current_old_policy(trained: Trained, replica: str) -> None:
     module, watch = trained.module, trained.watch
     transformer = watch.replicas[replica]
     layers = {name: transformer.get_submodule(name) for name in module.samplers.lora_layers}
@@ -118,7 +116,7 @@ def test_an_iteration_samples_and_trains_with_the_old_policy_quantised_or_rounde
     assert not any(holds(layer, base[name]) for name, layer in layers.items())
 
 
-def test_an_evaluation_scores_the_average(trained: Trained) -> None:
+def test_evaluation_scores_the_average(trained: Trained) -> None:
     module = trained.module
     prompts, steps = module.eval_prompts, module.evaluation.steps
     seeds = evaluation_seeds(module.seed, prompts, module.evaluation.images)
@@ -132,7 +130,7 @@ def test_an_evaluation_scores_the_average(trained: Trained) -> None:
     assert len(set(rewards.values())) == 4
 
 
-def test_other_weights_are_merged_for_as_long_as_they_are_used(trained: Trained) -> None:
+def test_merged_with_restores_old_policy(trained: Trained) -> None:
     module = trained.module
     states = {name: merged(module, module.adapter_state(name)) for name in ("default", "old")}
     module.samplers.sync()
@@ -143,7 +141,7 @@ def test_other_weights_are_merged_for_as_long_as_they_are_used(trained: Trained)
     assert all(holds(transformer.get_submodule(name), weight) for name, weight in states["old"].items())
 
 
-def test_the_policy_samples_with_the_old_adapter(trained: Trained) -> None:
+def test_policy_samples_with_old_adapter(trained: Trained) -> None:
     module = trained.module
     layer = next(iter(module.samplers.lora_layers.values()))
     assert layer.active_adapters == ["default"]
@@ -152,7 +150,7 @@ def test_the_policy_samples_with_the_old_adapter(trained: Trained) -> None:
     assert layer.active_adapters == ["default"]
 
 
-def test_the_loss_compares_the_trained_the_old_and_the_base_policy(trained: Trained) -> None:
+def test_loss_reads_trained_old_and_base_velocities(trained: Trained) -> None:
     velocity, old, reference = trained.watch.seen[0]
     of_default, of_old, of_base = trained.watch.velocities
     assert torch.equal(velocity, of_default) and torch.equal(reference, of_base)
@@ -160,14 +158,14 @@ def test_the_loss_compares_the_trained_the_old_and_the_base_policy(trained: Trai
         assert torch.dist(old, of_old) < 0.2 * torch.dist(other, of_old)  # of_old is rounded to BF16
 
 
-def test_every_iteration_explores_a_pool_of_its_own(trained: Trained) -> None:
+def test_each_iteration_explores_a_different_pool(trained: Trained) -> None:
     pools = trained.watch.pools
     assert len(pools) == 2
     for iteration, (prompts, seeds) in enumerate(pools):
         assert torch.equal(seeds, pool_seeds(trained.module.seed, iteration, prompts, 5))
 
 
-def test_every_kept_sample_trains_at_its_timesteps_with_its_advantage_and_equal_weight(trained: Trained) -> None:
+def test_kept_samples_train_at_their_timesteps_and_advantages(trained: Trained) -> None:
     rollouts, levels = trained.watch.rollouts, trained.module.policy.sigmas(4)
     seeds = rollouts.seeds.flatten()
     found = []
@@ -192,9 +190,7 @@ class Watched(Reward):
         return images.mean((1, 2, 3))
 
 
-def test_rollouts_are_scored_by_the_rewards_with_a_weight_alone(
-    trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollouts_are_scored_by_weighted_rewards_only(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     module = trained.module
     two = WeightedRewards({**module.rewards.rewards, "watched": Watched()}, {"shapes": 1.0, "watched": 0.0})
     monkeypatch.setattr(module, "rewards", two)

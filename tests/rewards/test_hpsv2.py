@@ -158,7 +158,7 @@ def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(
 ) -> None:
     name = name.format(tmp=tmp_path)
     message = message_of(name, open_clip_architecture)
-    assert f"pretrained={name} must be" in message and "it holds no HPS_v2.1_compressed.pt" in message
+    assert f"pretrained={name} is invalid" in message and "it holds no HPS_v2.1_compressed.pt" in message
 
 
 @pytest.mark.parametrize(

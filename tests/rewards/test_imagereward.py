@@ -256,5 +256,5 @@ def test_without_the_hub_the_way_out_is_said(name: str, tokenizer: str, offline:
 def test_without_a_tokenizer_the_way_out_is_said(pretrained: str, offline: Path) -> None:
     with pytest.raises(UserError, match="tokenizer=google-bert/.* is neither .* `hf download google"):
         ImageReward(pretrained, "google-bert/bert-base-uncased")
-    with pytest.raises(UserError, match="tokenizer=./nowhere must be .* holds no vocab.txt or tokenizer.json"):
+    with pytest.raises(UserError, match="tokenizer=./nowhere is invalid: .* holds no vocab.txt or tokenizer.json"):
         ImageReward(pretrained, "./nowhere")

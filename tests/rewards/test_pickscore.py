@@ -63,7 +63,7 @@ def test_the_scale_is_not_rounded_with_the_weights(clip_folder: str, images: Ten
 
 
 def test_its_errors_name_it(clip_folder: str) -> None:
-    with pytest.raises(UserError, match="reward pickscore: pretrained=./missing must be a hub id"):
+    with pytest.raises(UserError, match="reward pickscore: pretrained=./missing is invalid: it must be a hub id"):
         PickScore("./missing", clip_folder)
     with pytest.raises(ValueError, match="reward pickscore .* 1 images and 2 prompts"):
         PickScore(clip_folder, clip_folder)(torch.zeros(1, 3, 8, 8), PROMPTS[:2])
