@@ -7,8 +7,6 @@ it was. Everything is rank 0's own view: after an exception no other rank can be
 
 import json
 import math
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +22,8 @@ from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.surface import RECORD, find, module_of
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import write_atomically
+from solrl_lightning.files import finite_only, write_atomically
+from solrl_lightning.memory import peak_resident_bytes
 
 _PATHS = {
     "last_checkpoint": "checkpoints/last.ckpt",
@@ -175,18 +174,7 @@ def peak_memory(device: torch.device) -> dict[str, int | None]:
     if device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         return {"peak_memory_bytes": allocated, "peak_memory_reserved_bytes": reserved}
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"peak_memory_bytes": resident, "peak_memory_reserved_bytes": None}
-
-
-def finite_only(value: Any) -> Any:
-    """NaN and infinities become null: JSON has no word for them."""
-    if isinstance(value, Mapping):
-        return {str(key): finite_only(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_only(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {"peak_memory_bytes": peak_resident_bytes(), "peak_memory_reserved_bytes": None}
 
 
 def log_hyperparameters(

@@ -12,8 +12,6 @@ With ``model.weights=random`` all of it runs at a model's real size without a fi
 
 import gc
 import platform
-import resource
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -35,6 +33,7 @@ from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.config import check_decoder, check_values
 from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.loop import ExploreTrainLoop
+from solrl_lightning.memory import peak_resident_bytes
 from solrl_lightning.module import SolRLModule, Stage
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
@@ -298,8 +297,7 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
     """The most bytes that tensors took on a GPU since ``_release``, or that the process has taken on a CPU so far."""
     if device.type == "cuda":
         return {"bytes": torch.cuda.max_memory_allocated(device), "of": "the family"}
-    kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"bytes": kept if sys.platform == "darwin" else 1024 * kept, "of": "the process so far"}
+    return {"bytes": peak_resident_bytes(), "of": "the process so far"}
 
 
 def with_speedups(families: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from solrl_lightning.callbacks.summary import finite_only
-from solrl_lightning.files import write_atomically
+from solrl_lightning.files import finite_only, write_atomically
 
 OK, SLOW, WRONG = "ok", "slow", "wrong"
 _WIDTH, _NAME, _STATUS = 100, 20, 7  # columns of a row and of its first two parts
