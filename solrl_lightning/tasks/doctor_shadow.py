@@ -5,7 +5,6 @@ Weights are made up. Shapes: M tokens, D inputs and N outputs of a linear layer.
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from solrl_lightning.policies.compilation import compile_blocks
 from solrl_lightning.quantization import Backend, convert, fp8, int8, nvfp4, resolve, transformer_engine
 from solrl_lightning.quantization.backends import BACKENDS
 from solrl_lightning.rollout.stage import Prompts
+from solrl_lightning.tasks.benchmark import alternate
 from solrl_lightning.tasks.plan import Shapes
 from solrl_lightning.tasks.report import OK, SLOW, WRONG, Row
 
@@ -122,22 +122,8 @@ def judge_error(speed: Row, error: float, precision: str) -> Row:
 
 
 def least_seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
-    """Of calls that take turns, each after a first one; the least, because what else runs here only adds to it."""
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    start = now()
-    for number in range(1 + _ROUNDS):
-        if number > 2 and now() - start > _SECONDS:
-            break
-        for name, call in calls.items():
-            before = now()
-            call()
-            seconds[name].append(now() - before)
+    """The least seconds of each call after a first one, because other load only adds to them."""
+    seconds = alternate(calls, device, 1 + _ROUNDS, limit=_SECONDS)
     return {name: min(values[1:]) for name, values in seconds.items()}
 
 
