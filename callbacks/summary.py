@@ -36,11 +36,11 @@ _STATE = "run_summary"  # key in the checkpoint
 
 
 class RunSummary(Callback):
-    """Writes ``summary.json`` into ``trainer.default_root_dir`` and prints what came of the run.
+    """Writes ``summary.json`` into ``trainer.default_root_dir`` and prints the results of the run.
 
     hparams: the essentials of the configuration, flat; `config` in summary.json.
-    columns: those of them that TensorBoard's HParams table has.
-    Keep it last among the callbacks, so that what the others write is already there.
+    columns: the keys of ``hparams`` that TensorBoard's HParams table shows.
+    Keep it last among the callbacks: it lists the files that the others write.
     """
 
     def __init__(self, hparams: Mapping[str, Any], columns: Sequence[str]) -> None:
@@ -98,7 +98,7 @@ class RunSummary(Callback):
         self._open = False  # an exception after the end does not overwrite the summary of the run
 
     def collect(self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None) -> dict[str, Any]:
-        """Everything that summary.json holds."""
+        """The content of summary.json."""
         module = module_of(pl_module)
         # An iteration that was cut short is redone after a resume, with its evaluation: the later one stands.
         latest = {row["iteration"]: row for row in module.eval_history}
@@ -137,7 +137,7 @@ class RunSummary(Callback):
 def base_and_final(
     evaluations: Sequence[Mapping[str, Any]], reward: str
 ) -> tuple[float | None, float | None, int | None]:
-    """Held-out reward before training (iteration 0), the latest since, and that one's iteration; None without one."""
+    """Held-out reward before training (iteration 0), the latest one since and its iteration; None if missing."""
     scored = [row for row in evaluations if reward in row]
     base = next((float(row[reward]) for row in scored if row["iteration"] == 0), None)
     latest = next((row for row in reversed(scored) if row["iteration"] > 0), None)
@@ -167,9 +167,9 @@ def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
 
 
 def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """Bytes: the process's resident peak on a CPU; on a GPU the peak of all tensors, and what the allocator reserved.
+    """Bytes: the process's resident peak on a CPU; on a GPU the peak of all tensors and of the allocator's reserve.
 
-    A GPU needs the second; it exceeds the first by what is cached and by fragmentation.
+    The reserve is what a GPU must have; it adds cached blocks and fragmentation to the tensors.
     """
     if device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
