@@ -95,8 +95,8 @@ def _identity(prompt: str) -> str:
 class PromptSchedule:
     """The P prompts of each iteration: a pure function of (seed, iteration).
 
-    Each pass over the set is another permutation, cut into iterations. A pass leaves out its remainder, so the prompts of
-    an iteration are unique.
+    Each pass over the set is another permutation, cut into iterations. A pass leaves out its remainder, so the prompts
+    of an iteration are unique.
     """
 
     def __init__(self, prompts: Sequence[str], per_iteration: int, seed: int) -> None:
