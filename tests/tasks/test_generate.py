@@ -54,7 +54,12 @@ def write_checkpoint(cfg: DictConfig, path: Path, trained: float = 0.1, average:
                 value.normal_(generator=generator).mul_(size)
     for key, value in module.adapter_state("default").items():
         value.copy_(states["default"][key])
-    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    checkpoint: dict[str, Any] = {
+        "state_dict": module.state_dict(),
+        "global_step": 0,
+        "loops": {},
+        "optimizer_states": [],
+    }
     module.on_save_checkpoint(checkpoint)
     torch.save(checkpoint | {"callbacks": {"WeightEMA": {"average": states["ema"]}}}, path)
     return path
