@@ -1,4 +1,4 @@
-"""A progress bar over iterations: the stage and how far it is, the mean reward, the rank correlation, and a true ETA.
+"""A progress bar over iterations: the stage and its progress, the mean reward, the rank correlation, and an ETA.
 
 Lightning's own bar counts micro-batches, of which the first arrives after minutes of exploration, so its rate and its
 ETA mislead. Here the time left is (iterations left) x (median seconds of an iteration + mean seconds that evaluation,
@@ -161,7 +161,7 @@ class StageProgressBar(ProgressBar):
         self._bar.set_postfix_str(", ".join([*facts, *self._results(done), *self._eta(done)]), refresh=True)
 
     def _results(self, done: int) -> list[str]:
-        """Of the iteration that ended last, the ``done``-th."""
+        """Reward and rank correlation of the last iteration, the ``done``-th."""
         stats, ranks = find(self.trainer, RolloutStats), find(self.trainer, RankCorrelation)
         facts = []
         if stats is not None and stats.last:
@@ -171,7 +171,7 @@ class StageProgressBar(ProgressBar):
         return facts
 
     def _eta(self, done: int) -> list[str]:
-        """Nothing after the last iteration."""
+        """The time left; empty after the last iteration."""
         iterations = (self.trainer.max_epochs or 0) - done
         if iterations <= 0:
             return []

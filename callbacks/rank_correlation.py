@@ -1,8 +1,8 @@
-"""Does the cheap proxy reward order the candidates as the BF16 reward does?
+"""Rank correlation of the cheap proxy reward with the BF16 reward.
 
 Two measurements. On the kept set both rewards are known at no cost, but the kept seeds are the extremes of the pool, so
-their correlation flatters the proxy. The probe is unbiased: every few iterations the whole pool of this rank's first
-prompt is generated again in BF16, N generations that training does not use.
+their correlation overestimates the proxy. The probe is unbiased: every few iterations the whole pool of this rank's
+first prompt is generated again in BF16, N generations that training does not use.
 """
 
 from typing import Any

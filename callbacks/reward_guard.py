@@ -1,9 +1,9 @@
-"""Notice rewards that cannot teach anything, and say what probably went wrong.
+"""Warns when rewards are nearly constant or saturated.
 
 Two faults are told apart, over all kept samples of all ranks. *Near-constant*: the standard deviation is below 1e-4 of
 the rewards' root mean square, a measure that does not depend on the reward's scale. *Saturated*: at least 95 % of the
 samples sit exactly on the highest or the lowest reward of the iteration. Neither stops the run, and the guard waits for
-several such iterations in a row: a hard prompt can be all zeros for once.
+several such iterations in a row: the rewards of one hard prompt may all be zero.
 """
 
 import torch

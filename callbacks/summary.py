@@ -7,8 +7,6 @@ it was. Everything is rank 0's own view: after an exception no other rank can be
 
 import json
 import math
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +23,8 @@ from solrl_lightning.callbacks.common import RECORD, find, loop_of, module_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import iterations_done, read_checkpoint, write_atomically
+from solrl_lightning.files import finite_only, iterations_done, read_checkpoint, write_atomically
+from solrl_lightning.memory import peak_resident_bytes
 from solrl_lightning.run_folder import LAST
 
 _PATHS = {
@@ -39,11 +38,11 @@ _STATE = "run_summary"  # key in the checkpoint
 
 
 class RunSummary(Callback):
-    """Writes ``summary.json`` into ``trainer.default_root_dir`` and prints what came of the run.
+    """Writes ``summary.json`` into ``trainer.default_root_dir`` and prints the results of the run.
 
     hparams: the essentials of the configuration, flat; `config` in summary.json.
-    columns: those of them that TensorBoard's HParams table has.
-    Keep it last among the callbacks, so that what the others write is already there.
+    columns: the keys of ``hparams`` that TensorBoard's HParams table shows.
+    Keep it last among the callbacks: it lists the files that the others write.
     """
 
     def __init__(self, hparams: Mapping[str, Any], columns: Sequence[str]) -> None:
@@ -101,7 +100,7 @@ class RunSummary(Callback):
         self._open = False  # an exception after the end does not overwrite the summary of the run
 
     def collect(self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None) -> dict[str, Any]:
-        """Everything that summary.json holds."""
+        """The content of summary.json."""
         module = module_of(pl_module)
         # An iteration that was cut short is redone after a resume, with its evaluation: the later one stands.
         latest = {row["iteration"]: row for row in module.eval_history}
@@ -146,7 +145,7 @@ def saved_iterations(last: Path) -> int | None:
 def base_and_final(
     evaluations: Sequence[Mapping[str, Any]], reward: str
 ) -> tuple[float | None, float | None, int | None]:
-    """Held-out reward before training (iteration 0), the latest since, and that one's iteration; None without one."""
+    """Held-out reward before training (iteration 0), the latest one since and its iteration; None if missing."""
     scored = [row for row in evaluations if reward in row]
     base = next((float(row[reward]) for row in scored if row["iteration"] == 0), None)
     latest = next((row for row in reversed(scored) if row["iteration"] > 0), None)
@@ -176,25 +175,14 @@ def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
 
 
 def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """Bytes: the process's resident peak on a CPU; on a GPU the peak of all tensors, and what the allocator reserved.
+    """Bytes: the process's resident peak on a CPU; on a GPU the peak of all tensors and of the allocator's reserve.
 
-    A GPU needs the second; it exceeds the first by what is cached and by fragmentation.
+    The reserve is what a GPU must have; it adds cached blocks and fragmentation to the tensors.
     """
     if device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         return {"peak_memory_bytes": allocated, "peak_memory_reserved_bytes": reserved}
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"peak_memory_bytes": resident, "peak_memory_reserved_bytes": None}
-
-
-def finite_only(value: Any) -> Any:
-    """NaN and infinities become null: JSON has no word for them."""
-    if isinstance(value, Mapping):
-        return {str(key): finite_only(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_only(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {"peak_memory_bytes": peak_resident_bytes(), "peak_memory_reserved_bytes": None}
 
 
 def log_hyperparameters(

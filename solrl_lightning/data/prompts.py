@@ -1,6 +1,6 @@
-"""Prompts: read from their sources, kept apart for training and evaluation, and dealt out to iterations.
+"""Prompts: unique texts of a source, disjoint sets for training and evaluation, and the prompts of an iteration.
 
-A prompt is identified by its text, so every prompt of a set is there once; case and spacing do not tell prompts apart.
+Two prompts are the same if their texts are equal except for case and spacing.
 """
 
 import logging
@@ -18,17 +18,17 @@ logger = logging.getLogger(__name__)
 
 
 class PromptSets(NamedTuple):
-    """What is trained on and what is evaluated: no prompt is in both."""
+    """Training and evaluation prompts; no prompt is in both."""
 
     train: list[str]
     eval: list[str]
-    notes: list[str]  # what was left out of them, for the log
+    notes: list[str]  # on prompts that were left out, for the log
 
 
 def read_prompts(source: str | Path, column: str = "prompt") -> list[str]:
-    """The different prompts of a source (see ``sources.read_records``), in their order.
+    """The unique prompts of a source (see ``sources.read_records``), in order.
 
-    Blank ones are dropped, and so are repetitions but for case and spacing, with their number in the log.
+    Drops blank and repeated prompts and logs the number of repeated ones.
     """
     records, notes = _different(source, column)
     for note in notes:
@@ -37,14 +37,14 @@ def read_prompts(source: str | Path, column: str = "prompt") -> list[str]:
 
 
 def read_tags(source: str | Path, column: str = "prompt") -> dict[str, str]:
-    """The kind of every prompt that `read_prompts` gives, as far as the source tells kinds apart."""
+    """The kind of every prompt of `read_prompts` that has one."""
     return {record.text: record.tag for record in _different(source, column)[0] if record.tag is not None}
 
 
 def read_prompt_sets(train: str | Path | None, held_out: str | Path | None, column: str = "prompt") -> PromptSets:
-    """Both sets; that of no source is empty. What is held out for evaluation is taken out of what is trained on.
+    """Both sets; without a source a set is empty. Evaluation prompts are removed from the training prompts.
 
-    Logs nothing: a start asks for them several times, before it has a log, too.
+    Does not log: called several times at start-up, before logging is configured.
 
     Raises:
         UserError: a source cannot be read, or nothing is left to train on.
@@ -66,14 +66,14 @@ def read_prompt_sets(train: str | Path | None, held_out: str | Path | None, colu
 
 
 def _different(source: str | Path, column: str) -> tuple[Sequence[Record], Sequence[str]]:
-    """The different rows of a source, which a process reads once, and what to say of the others."""
+    """The unique rows of a source, which a process reads once, and notes on the dropped ones."""
     return _read(str(source), column, Path.cwd())
 
 
 @cache
 def _read(source: str, column: str, cwd: Path) -> tuple[Sequence[Record], Sequence[str]]:  # cwd: of relative paths
     rows = read_records(source, column)
-    # Tables of preferences repeat a prompt many times to the letter; that is cheap to find.
+    # Counter first: preference tables repeat a prompt many times verbatim.
     times = Counter(row.text for row in rows)
     tags = {row.text: row.tag for row in reversed(rows)}  # of the first of equal rows
     different: dict[str, Record] = {}
@@ -93,10 +93,10 @@ def _identity(prompt: str) -> str:
 
 
 class PromptSchedule:
-    """Which P prompts an iteration trains on: a pure function of (seed, iteration).
+    """The P prompts of each iteration: a pure function of (seed, iteration).
 
-    The set is walked in passes. Each pass is a permutation of its own, cut into iterations; what is left over at its
-    end waits for another pass, so the prompts of an iteration are always different.
+    Each pass over the set is another permutation, cut into iterations. A pass leaves out its remainder, so the prompts
+    of an iteration are unique.
     """
 
     def __init__(self, prompts: Sequence[str], per_iteration: int, seed: int) -> None:
