@@ -14,13 +14,9 @@ from torch import Tensor
 
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule
-from solrl_lightning.rollout.stage import EXPLORE, REGENERATE
 
 RECORD = logging.getLogger("solrl_lightning.record")
 """Goes to the run's log file only: what the terminal shows as a bar, a line or a table."""
-
-STAGES = ("requantize", EXPLORE, REGENERATE, "train")
-"""Stages of an iteration."""
 
 EXTRA_STAGES = ("evaluate", "probe", "grid")
 """Stages that happen every few iterations: they observe training and are no part of an iteration's own time."""

@@ -25,7 +25,7 @@ from solrl_lightning.rollout.advantages import group_advantages
 from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
 from solrl_lightning.rollout.select import select_contrastive
-from solrl_lightning.rollout.stage import Stage, check_selectable
+from solrl_lightning.rollout.stage import STAGES, Stage, check_selectable, evaluations
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.stopwatch import Stopwatch
@@ -75,6 +75,10 @@ class ExploreTrainLoop(_FitLoop):
         self.iterations_done = 0
         """Iterations whose last optimiser step was taken."""
         self._steps_taken = 0  # of the current iteration
+        self._evaluations = 0  # of the iterations done
+        self._seconds_before = 0.0  # of the runs that this one resumes
+        trained = kept * levels * (1 + len(objective.needs))
+        self._each_iteration = schedule.per_iteration * (sum(evaluations(stages, pool)) + trained)
         self.explored: Candidates | None = None
         """The whole pool as the first stage scored it; None in families of one stage."""
         self.rollouts: Rollouts
@@ -153,15 +157,30 @@ class ExploreTrainLoop(_FitLoop):
         self._steps_taken += 1
         last = self._steps_taken == self.plan.optimizer_steps
         self.iterations_done += last
+        self._evaluations += last * self._each_iteration
         return last
 
+    def cost(self) -> dict[str, float]:
+        """Seconds of the iterations' own stages so far, and evaluations: forward passes for one image, of all ranks.
+
+        Both are without evaluation, probe and pictures.
+        """
+        return {"seconds": self._seconds(), "evaluations": self._evaluations}
+
+    def _seconds(self) -> float:
+        spent = self.stopwatch.seconds
+        return self._seconds_before + sum(spent.get(stage, 0.0) for stage in STAGES)
+
     def on_save_checkpoint(self) -> dict[str, Any]:
-        return super().on_save_checkpoint() | {"iterations_done": self.iterations_done}
+        cost = {"evaluations": self._evaluations, "seconds": self._seconds()}
+        return super().on_save_checkpoint() | {"iterations_done": self.iterations_done} | cost
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Continue after the last iteration that is done; one that was cut short is done again."""
         super().load_state_dict(state_dict, prefix)
-        self.iterations_done = state_dict[f"{prefix}state_dict"].get("iterations_done", self.trainer.global_step)
+        own = state_dict[f"{prefix}state_dict"]
+        self.iterations_done = own.get("iterations_done", self.trainer.global_step)
+        self._evaluations, self._seconds_before = own.get("evaluations", 0), own.get("seconds", 0.0)
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
             for counter in ("ready", "started", "processed", "completed"):
                 setattr(progress, counter, self.iterations_done)

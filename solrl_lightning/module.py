@@ -15,12 +15,13 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from peft import LoraConfig
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.base import Objective
-from solrl_lightning.optimizer_state import keep_configured
+from solrl_lightning.optimizer_state import ConfiguredSchedule, keep_configured
 from solrl_lightning.policies.adapters import TRAINED, State
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -62,6 +63,7 @@ class SolRLModule(LightningModule):
         rewards: score images; rollouts by those with a weight, evaluations by all.
         objective: the loss.
         optimizer: called with the trained parameters.
+        rate_factor: of the learning rate after so many iterations.
         old_decay: decay of the old policy after iteration 1, 2, ...
         old_velocity: the sampler whose velocity is the old policy's in training: policy (as published) or merged.
         evaluation: how held-out images are sampled.
@@ -82,6 +84,7 @@ class SolRLModule(LightningModule):
         rewards: WeightedRewards,
         objective: Objective,
         optimizer: Callable[..., torch.optim.Optimizer],
+        rate_factor: Callable[[float], float],
         old_decay: Callable[[int], float],
         old_velocity: str,
         evaluation: Evaluation,
@@ -91,7 +94,8 @@ class SolRLModule(LightningModule):
     ) -> None:
         super().__init__()
         self.strict_loading = False  # a checkpoint holds the adapters only; on_load_checkpoint checks that it holds all
-        self.objective, self.optimizer_factory, self.old_decay = objective, optimizer, old_decay
+        self.objective, self.optimizer_factory = objective, optimizer
+        self.rate_factor, self.old_decay = rate_factor, old_decay
         self.evaluation, self.eval_prompts, self.lora, self.seed = evaluation, eval_prompts, lora, seed
         self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
         self.ema_state: State | None = None  # set by the EMA callback
@@ -169,7 +173,8 @@ class SolRLModule(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained_parameters() if p.grad is not None])
-        self.log("train/grad_norm", norm, on_step=False, on_epoch=True, batch_size=1)  # equal on all ranks by now
+        values = {"train/grad_norm": norm, "lr": optimizer.param_groups[0]["lr"]}
+        self.log_dict(values, on_step=False, on_epoch=True, batch_size=1)  # equal on all ranks by now
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -180,8 +185,11 @@ class SolRLModule(LightningModule):
     def trained_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return keep_configured(self.optimizer_factory(self.trained_parameters()))
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        optimizer = keep_configured(self.optimizer_factory(self.trained_parameters()))
+        steps = self.trainer.fit_loop.plan.optimizer_steps  # type: ignore[attr-defined]
+        schedule = ConfiguredSchedule(optimizer, lambda step: self.rate_factor(step / steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # Evaluation
 
@@ -202,10 +210,10 @@ class SolRLModule(LightningModule):
         for name, mean in means.items():
             self.log(f"eval/{name}", mean, batch_size=1, logger=False)  # Lightning would put it one step too early
         if not self.trainer.sanity_checking:
-            iteration = self.trainer.fit_loop.iterations_done  # type: ignore[attr-defined]
-            self.eval_history.append({"iteration": iteration, **means})
+            loop: Any = self.trainer.fit_loop
+            self.eval_history.append({"iteration": loop.iterations_done, **loop.cost(), **means})
             for logger in self.loggers:
-                logger.log_metrics({f"eval/{name}": mean for name, mean in means.items()}, iteration)
+                logger.log_metrics({f"eval/{name}": mean for name, mean in means.items()}, loop.iterations_done)
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.received_sigterm:  # fit() clears the flag, so a SIGTERM of the first evaluation would be lost

@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +223,53 @@ class Metrics(Callback):
         self.logged = dict(trainer.callback_metrics)
 
 
+class Rates(Callback):
+    """The learning rate of every optimiser step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume(tmp_path: Path) -> None:
+    options = ("scheduler=cosine", "scheduler.iterations=4", "optimizer.lr=0.01")
+    expected = [0.01 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(3)]
+    straight, first, second = Rates(), Rates(), Rates()
+    module, trainer, loop = make(tmp_path, *options, callbacks=(straight,), max_epochs=3)
+    fit(module, trainer, loop)
+    learnt = weights(module)
+    assert straight.rates == pytest.approx(expected)
+    module, trainer, loop = make(tmp_path, *options, callbacks=(first,), max_epochs=1)
+    fit(module, trainer, loop)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    module, trainer, loop = make(tmp_path, *options, callbacks=(second,), max_epochs=3)
+    fit(module, trainer, loop, tmp_path / "x.ckpt")
+    assert first.rates + second.rates == straight.rates and torch.equal(weights(module), learnt)
+    other = Rates()
+    changed = (*options[:2], "optimizer.lr=0.02")
+    module, trainer, loop = make(tmp_path, *changed, callbacks=(other,), max_epochs=2)
+    fit(module, trainer, loop, tmp_path / "x.ckpt")
+    assert other.rates == pytest.approx([2 * expected[1]])
+
+
+def test_an_evaluation_records_what_was_spent_until_then(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, max_epochs=2)
+    fit(module, trainer, loop)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    # 2 prompts: 5 candidates x 2 steps, 3 kept x 3 steps, and 3 rows of the policy, the old policy and the reference
+    each = 2 * (5 * 2 + 3 * 3 + 3 * 3)
+    assert [row["evaluations"] for row in module.eval_history] == [each, 2 * each]
+    seconds = [row["seconds"] for row in module.eval_history]
+    spent = sum(loop.stopwatch.seconds[stage] for stage in ("requantize", "explore", "regenerate", "train"))
+    assert 0 < seconds[0] < seconds[1] <= spent < seconds[0] * 10
+    module, trainer, loop = make(tmp_path, max_epochs=3)
+    fit(module, trainer, loop, tmp_path / "x.ckpt")
+    (row,) = module.eval_history
+    assert row["evaluations"] == 3 * each and row["seconds"] > seconds[1]
+
+
 @pytest.mark.parametrize("objective", ["nft", "awm"])
 def test_every_metric_of_the_objective_is_logged(tmp_path: Path, objective: str) -> None:
     metrics = Metrics()
@@ -229,6 +277,7 @@ def test_every_metric_of_the_objective_is_logged(tmp_path: Path, objective: str)
     fit(module, trainer, loop)
     terms = {"nft": NFTLoss, "awm": AWMLoss}[objective]._fields
     expected = {f"train/{name}" for name in terms if name != "rows"} | {"train/grad_norm"}
+    assert metrics.logged["lr"] == pytest.approx(1e-3)
     assert {name for name in metrics.logged if name.startswith("train/")} == expected
 
 
