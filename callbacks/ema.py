@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from solrl_lightning.callbacks.surface import module_of
+from solrl_lightning.callbacks.common import module_of
 from solrl_lightning.schedules import ema_decay
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from solrl_lightning.callbacks.surface import module_of
+from solrl_lightning.callbacks.common import module_of
 from solrl_lightning.errors import WriteError
 
 

@@ -18,9 +18,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
+from solrl_lightning.callbacks.common import EXTRA_STAGES, RECORD, find, loop_of, module_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
-from solrl_lightning.callbacks.surface import EXTRA_STAGES, RECORD, find, loop_of, module_of
 from solrl_lightning.stopwatch import Stopwatch
 
 _REDRAW_SECONDS = 0.1
@@ -129,8 +129,9 @@ class StageProgressBar(ProgressBar):
         if trainer.state.fn != "validate" or not self._enabled:
             return
         if not sys.stdout.isatty():
-            scores = {key: value for key, value in module_of(pl_module).eval_history[-1].items() if key != "iteration"}
-            print(" | ".join(["before training", *(f"{key} {value:.4f}" for key, value in scores.items())]), flush=True)
+            module = module_of(pl_module)
+            scores = [f"{name} {module.eval_history[-1][name]:.4f}" for name in module.evaluated]
+            print(" | ".join(["before training", *scores]), flush=True)
         self._close()
 
     # Drawing.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from solrl_lightning.callbacks.surface import log_values, loop_of
+from solrl_lightning.callbacks.common import log_values, loop_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
 

@@ -6,7 +6,7 @@ no checkpoint and has to be made again.
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from solrl_lightning.callbacks.surface import loop_of, module_of
+from solrl_lightning.callbacks.common import loop_of, module_of
 
 
 class Requantize(Callback):
@@ -14,4 +14,4 @@ class Requantize(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with loop_of(trainer).stopwatch.stage("requantize"):
-            module_of(pl_module).refresh_shadow()
+            module_of(pl_module).samplers.sync()

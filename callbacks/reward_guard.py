@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from solrl_lightning.callbacks.surface import Moments, log_values, loop_of, moments, reduced
+from solrl_lightning.callbacks.common import Moments, log_values, loop_of, moments, reduced
 from solrl_lightning.errors import UserError
 
 _NEAR_CONSTANT = 1e-4  # std / root mean square; real rewards have 1e-2 and more, float32 noise of equal images 1e-7

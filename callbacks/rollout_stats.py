@@ -6,7 +6,7 @@ Ranks may hold different numbers of prompts, or none: sums and counts are reduce
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from solrl_lightning.callbacks.surface import log_values, loop_of, module_of, moments
+from solrl_lightning.callbacks.common import log_values, loop_of, module_of, moments
 
 
 class RolloutStats(Callback):

@@ -14,11 +14,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from torch import Tensor
 
-from solrl_lightning.callbacks.surface import loop_of, module_of
+from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import write_atomically
 from solrl_lightning.pictures import Row, draw_grid, to_png
-from solrl_lightning.rollout.seeds import evaluation_seeds
+from solrl_lightning.seeds import evaluation_seeds
 
 
 class SampleGrid(Callback):
@@ -53,7 +53,7 @@ class SampleGrid(Callback):
             order = rewards.argsort(descending=True, stable=True)
             rows = []
             for name, chosen in (("best", order[:shown]), ("worst", order[-shown:])):
-                latents = rollouts.latents[0][chosen.to(rollouts.latents.device)].to(pl_module.device)
+                latents = rollouts.x0[0][chosen.to(rollouts.x0.device)].to(pl_module.device)
                 images = torch.cat([module_of(pl_module).policy.decode(x[None]) for x in latents])
                 rows.append(Row(name, [images], [f"{value:.3f}" for value in rewards[chosen].tolist()]))
             title = f"Best and worst samples of iteration {trainer.current_epoch + 1}"

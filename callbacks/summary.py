@@ -18,15 +18,17 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from solrl_lightning import IMPORTED
+from solrl_lightning.callbacks.common import RECORD, find, loop_of, module_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
-from solrl_lightning.callbacks.surface import RECORD, find, module_of
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import finite_only, write_atomically
+from solrl_lightning.files import finite_only, iterations_done, read_checkpoint, write_atomically
 from solrl_lightning.memory import peak_resident_bytes
+from solrl_lightning.run_folder import LAST
 
 _PATHS = {
-    "last_checkpoint": "checkpoints/last.ckpt",
+    "last_checkpoint": str(LAST),
     "lora": "lora",
     "tensorboard": "tensorboard",
     "samples": "samples",
@@ -121,17 +123,23 @@ class RunSummary(Callback):
             "final_reward_iteration": evaluated_at,
             "improvement": final - base if base is not None and final is not None else None,
             "other_rewards": others,
-            "iterations": trainer.global_step,
+            "iterations": loop_of(trainer).iterations_done,
+            "last_checkpoint_iterations": saved_iterations(run / LAST),
             "seconds_total": self._seconds(),
+            "seconds_since_process_start": time.perf_counter() - IMPORTED,  # of a sweep, with the jobs before
             "seconds_before_resume": self._seconds_before,
             "seconds_per_stage": stage_seconds(find(trainer, StageTimings)),
             "rank_fidelity": rank_fidelity(find(trainer, RankCorrelation)),
-            "precision_backend": str(module.precision_backend),
+            "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
             "evaluations": evaluations,
             "config": self.hparams,
             "paths": {"run": str(run), **paths},
         }
+
+
+def saved_iterations(last: Path) -> int | None:
+    return iterations_done(read_checkpoint(last)) if last.exists() else None
 
 
 def base_and_final(
@@ -197,7 +205,11 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     done = f"{facts['status']} after {facts['iterations']} iterations in {facts['seconds_total']:.0f} s"
     if facts["seconds_before_resume"] > 0:
         done += f", {facts['seconds_before_resume']:.0f} s of them before it was resumed"
+    done += f" ({facts['seconds_since_process_start']:.0f} s since the process started)"
     rows = [("status", done if facts["error"] is None else f"{done}: {facts['error']}")]
+    kept = facts["last_checkpoint_iterations"]
+    if kept is not None and kept < facts["iterations"]:
+        rows.append(("last checkpoint", f"after {kept} iterations; ckpt=last repeats what came after it"))
     evaluated_at = facts["final_reward_iteration"]
     when = "" if evaluated_at is None else f", evaluated after {evaluated_at} iterations"
     rows.append((f"{facts['reward']} reward", change(facts["base_reward"], facts["final_reward"]) + when))

@@ -13,10 +13,10 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from solrl_lightning.callbacks.surface import EXTRA_STAGES, log_values, loop_of
+from solrl_lightning.callbacks.common import EXTRA_STAGES, log_values, loop_of
+from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.stopwatch import Stopwatch
 
-STAGES = ("requantize", "explore", "regenerate", "train")
 _WINDOW = 1000  # iterations of the medians; bounds the size of the checkpoint
 
 

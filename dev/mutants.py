@@ -41,11 +41,13 @@ FOLLOWS = f"{LOOP}::test_only_the_policy_moves_and_the_old_policy_follows_it"
 CHECKPOINT = f"{LOOP}::test_a_checkpoint_holds_the_adapters_and_no_other_weights"
 WEIGHTS = "tests/test_which_weights.py"
 RANKS = "tests/test_ddp.py"
+METRICS = f"{LOOP}::test_every_metric_of_the_objective_is_logged"
+STEPS = f"{LOOP}::test_optimizer_steps_share_the_rows_of_an_iteration"
 ADVANTAGES = "tests/rollout/test_advantages.py"
-SEEDS = "tests/rollout/test_seeds.py"
+SEEDS = "tests/test_seeds.py"
 SELECT = "tests/rollout/test_select.py"
 STAGE = "tests/rollout/test_stage.py"
-ROWS = "tests/rollout/test_training_rows.py"
+ROWS = "tests/rollout/test_micro_batches.py"
 NFT = "tests/objectives/test_nft.py"
 AWM = "tests/objectives/test_awm.py"
 SOLVERS = "tests/sampling/test_solvers.py"
@@ -61,17 +63,16 @@ SCHEDULES = "tests/test_schedules.py"
 
 MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/loop.py": [
-        ("labels from proxies", "group_advantages(kept.rewards,", "group_advantages(proxy_rewards,", REGENERATED),
+        ("labels from proxies", "group_advantages(candidates.rewards,", "group_advantages(proxy_rewards,", REGENERATED),
         ("statistics of one rank", ", all_reduce_sum=self._sum)", ")", RANKS),
         (
             "best and worst swapped",
-            "select_contrastive(pool.rewards,",
-            "select_contrastive(-pool.rewards,",
+            "select_contrastive(candidates.rewards,",
+            "select_contrastive(-candidates.rewards,",
             REGENERATED,
         ),
-        ("other seeds regenerated", "prompts, kept.seeds, begin)", "prompts, kept.seeds + 1, begin)", REGENERATED),
-        ("prefix lost", "SolverState(kept.standing,", "SolverState(kept.latents,", PREFIX),
-        ("loss share of one rank", "self.share = trainer.world_size /", "self.share = 1 /", RANKS),
+        ("other seeds regenerated", "seeds = candidates.seeds\n", "seeds = candidates.seeds + 1\n", REGENERATED),
+        ("prefix lost", "else candidates.state\n", "else candidates.state._replace(x=candidates.x0)\n", PREFIX),
         (
             "one pool for all iterations",
             "pool_seeds(self.seed, trainer.current_epoch,",
@@ -85,7 +86,12 @@ MUTANTS: dict[str, list[Edit]] = {
             "accumulate_grad_batches = 1",
             ITERATION,
         ),
-        ("timesteps of exploration", "int(stages[-1].steps *", "int(stages[0].steps *", WEIGHTS),
+        (
+            "timesteps of exploration",
+            "dtype=torch.int64), stages[-1].steps)",
+            "dtype=torch.int64), stages[0].steps)",
+            WEIGHTS,
+        ),
         (
             "sigmas of exploration",
             "module.policy.sigmas(self.stages[-1].steps)",
@@ -94,26 +100,25 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "cut-short iteration skipped",
-            "done = self.trainer.global_step\n",
-            "done = self.trainer.global_step + 1\n",
+            'self.iterations_done = state_dict["iterations_done"]',
+            'self.iterations_done = state_dict["iterations_done"] + 1',
             RESUME,
         ),
     ],
-    "solrl_lightning/module.py": [
-        ("stale shadow", "OLD), self.replicas.values())", "OLD), [self.replicas['merged']])", WEIGHTS),
+    "solrl_lightning/samplers.py": [
+        ("stale shadow", "OLD), self.replicas.values())", "OLD), [self.replicas[MERGED]])", WEIGHTS),
         ("stale merged replica", "OLD), self.replicas.values())", "OLD), list(self.replicas.values())[1:])", WEIGHTS),
         (
             "shadow of the trained adapter",
-            "lora_layers, OLD), self.replicas",
-            "lora_layers, TRAINED), self.replicas",
+            "adapter_state(OLD), self.replicas",
+            "adapter_state(TRAINED), self.replicas",
             WEIGHTS,
         ),
-        (
-            "merged not restored",
-            "self._refresh(adapters.adapter_state(self.lora_layers, OLD), [merged])",
-            "pass",
-            WEIGHTS,
-        ),
+        ("merged not restored", "self._write(self.adapter_state(OLD), [merged])", "pass", WEIGHTS),
+        ("default samples", "self.lora_layers, OLD) as", "self.lora_layers, TRAINED) as", WEIGHTS),
+        ("old policy stays", "adapters.update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
+    ],
+    "solrl_lightning/module.py": [
         ("default evaluated", 'weights="ema", steps', 'weights="default", steps', WEIGHTS),
         (
             "evaluation noise by iteration",
@@ -122,29 +127,19 @@ MUTANTS: dict[str, list[Edit]] = {
             WEIGHTS,
         ),
         ("evaluation of one rank", 'total = self.trainer.strategy.reduce(total, reduce_op="sum")', "pass", RANKS),
-        (
-            "default samples",
-            "adapters.using, self.transformer, layers, OLD",
-            "adapters.using, self.transformer, layers, TRAINED",
-            WEIGHTS,
-        ),
+        ("old velocity is the base's", '{"old": old_velocity,', '{"old": REFERENCE,', WEIGHTS),
+        ("reference is the old policy", '"reference": REFERENCE}', '"reference": old_velocity}', WEIGHTS),
         (
             "old velocity is the policy's",
-            "self.objective(velocity, old,",
-            "self.objective(velocity, velocity.detach(),",
+            "batch, **others)",
+            "batch, old=self._velocity(self.transformer, batch), reference=others['reference'])",
             WEIGHTS,
         ),
-        (
-            "old velocity is the base's",
-            "self.objective(velocity, old,",
-            "self.objective(velocity, self._velocity(self.base, batch),",
-            WEIGHTS,
-        ),
-        ("reference is the old policy", "old, reference, batch.x0", "old, reference and old, batch.x0", WEIGHTS),
-        ("row weights off", "(terms.rows * batch.weight).mean()", "terms.rows.mean()", RANKS),
-        ("old policy stays", "adapters.move_old(self.lora_layers,", "(lambda *_: None)(self.lora_layers,", FOLLOWS),
+        ("row weights off", "(per_sample * batch.weight).mean()", "per_sample.mean()", RANKS),
+        ("metrics not logged", "for name, value in metrics.items()}", "for name, value in ()}", METRICS),
+        ("old policy moves at every step", "if loop.count_step():", "if loop.count_step() or True:", STEPS),
         ("old policy not saved", 'if ".lora_" in name', 'if ".default." in name', CHECKPOINT),
-        ("watched rewards explored", "self.rewards.trained, prompts", "self.rewards, prompts", WEIGHTS),
+        ("watched rewards explored", "rewards = self.rewards.trained", "rewards = self.rewards", WEIGHTS),
     ],
     "solrl_lightning/rollout/advantages.py": [
         ("no std", "(std + eps)", "1.0", ADVANTAGES),
@@ -159,27 +154,36 @@ MUTANTS: dict[str, list[Edit]] = {
         ("NaN is the best", "torch.where(finite, scores, -torch.inf)", "scores", SELECT),
         ("NaN is the worst", "torch.where(left, scores, torch.inf)", "torch.where(left, scores, -torch.inf)", SELECT),
     ],
-    "solrl_lightning/rollout/seeds.py": [
+    "solrl_lightning/seeds.py": [
         ("seeds without iteration", 'f"pool/{seed}/{iteration}/{prompt}"', 'f"pool/{seed}/{prompt}"', SEEDS),
         ("seeds without prompt", 'f"pool/{seed}/{iteration}/{prompt}"', 'f"pool/{seed}/{iteration}"', SEEDS),
-        ("training noise is the sample's", "[_training_seed(seed, timestep) for", "[seed for", SEEDS),
+        ("training noise is the sample's", 'b"training-noise"), shape)', 'b"step-noise"), shape)', SEEDS),
         ("evaluation of a pool", 'f"evaluation/{seed}/{prompt}"', 'f"pool/{seed}/0/{prompt}"', SEEDS),
         ("timesteps alike", 'f"timesteps/{seed}"', '"timesteps"', SEEDS),
     ],
     "solrl_lightning/rollout/stage.py": [
-        ("conditioning of the first prompt", "prompts.rows(owner[index])", "prompts.rows(0 * owner[index])", STAGE),
+        ("conditioning of the first prompt", "prompts.gather(owner[index])", "prompts.gather(0 * owner[index])", STAGE),
         ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", STAGE),
-        ("noise scored", "partial(score, state.x0,", "partial(score, state.x,", STAGE),
-        ("prefix loses its place", "torch.cat(standing)", "torch.cat(latents)", STAGE),
+        ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", STAGE),
+        ("prefix loses its place", "joined([state.x for state in states])", "x0", STAGE),
         ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", STAGE),
     ],
-    "solrl_lightning/rollout/training_rows.py": [
+    "solrl_lightning/rollout/micro_batches.py": [
+        ("padding counts", "(real * plan.weights", "(real**0 * plan.weights", ROWS),
+        ("weight without micro-batches", "ranks / count * micro_batches * rows for", "ranks / count * rows for", ROWS),
+        ("loss share of one rank", "ranks / count *", "1 / count *", RANKS),
+        ("rewards for advantages", "rollouts.advantages.flatten()", "rollouts.rewards.flatten()", ROWS),
+        ("conditioning shifted", "samples // rollouts.seeds.shape[1]", "samples * 0", ROWS),
+        (
+            "optimiser steps on the same rows",
+            "rows * plan.optimizer_steps + optimizer_step",
+            "rows * plan.optimizer_steps",
+            ROWS,
+        ),
+    ],
+    "solrl_lightning/objectives/base.py": [
         ("noise level reversed", "torch.lerp(x0, eps,", "torch.lerp(eps, x0,", ROWS),
-        ("filled-up rows count", "(real * self._weight)", "(real**0 * self._weight)", ROWS),
-        ("weight without micro-batches", "share * plan.micro_batches * plan.rows", "share * plan.rows", ROWS),
-        ("rewards for advantages", "self._rollouts.advantages.flatten()", "self._rollouts.rewards.flatten()", ROWS),
         ("one noise for all timesteps", "training_noise(seeds, steps,", "training_noise(seeds, 0 * steps,", ROWS),
-        ("conditioning shifted", "samples // self._rollouts.seeds.shape[1]", "samples * 0", ROWS),
     ],
     "solrl_lightning/objectives/nft.py": [
         ("no mirror", "((1 + beta) * v_old - beta * v)", "((1 - beta) * v_old + beta * v)", NFT),
@@ -208,10 +212,10 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
     ],
     "solrl_lightning/sampling/__init__.py": [
-        ("resumed from the first step", "range(state.step, until)", "range(until)", SOLVERS),
+        ("resumed from the first step", "range(state.step, stop_step)", "range(stop_step)", SOLVERS),
     ],
     "solrl_lightning/sampling/state.py": [
-        ("history of other rows", "None if self.x0 is None else self.x0[rows]", "None", SOLVERS),
+        ("history lost", "x if self.x0 is self.x else function(self.x0)", "None", SOLVERS),
     ],
     "solrl_lightning/sampling/euler.py": [
         ("Euler backwards", "(sigma_next - sigma) * velocity", "(sigma - sigma_next) * velocity", SOLVERS),
@@ -274,7 +278,7 @@ MUTANTS: dict[str, list[Edit]] = {
     "callbacks/requantize.py": [
         (
             "shadow never refreshed",
-            "module_of(pl_module).refresh_shadow()",
+            "module_of(pl_module).samplers.sync()",
             "pass",
             "tests/callbacks/test_requantize.py",
         ),

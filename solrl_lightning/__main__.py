@@ -38,11 +38,12 @@ from solrl_lightning.config import (
 )
 from solrl_lightning.errors import CheckFailed, NonFiniteError, UserError, WriteError
 from solrl_lightning.hub import check_hub
+from solrl_lightning.kinds import check_kinds
 from solrl_lightning.launch import check_launched, is_first
 from solrl_lightning.run_folder import (
     LAST,
+    check_contents,
     check_free,
-    check_iterations_left,
     check_new,
     check_writable,
     claimed,
@@ -122,7 +123,7 @@ def run(cfg: DictConfig) -> Any:
         if sweeps:
             _quiet()  # a launcher may have started this process
             check_values(cfg)  # a sweeper may have chosen them
-        task = get_method(cfg.task._target_)
+        task = _task(cfg.task._target_)
         with _alone(Path(cfg.run_dir)) if sweeps else nullcontext():
             return task(cfg)
     except Exception as error:
@@ -137,6 +138,16 @@ def run(cfg: DictConfig) -> Any:
         raise
 
 
+def _task(target: str) -> Callable[[DictConfig], Any]:
+    try:
+        return get_method(target)
+    except (ImportError, ValueError, HydraException) as error:
+        raise UserError(
+            f"task._target_={target} is invalid: it must be a function that Python finds ({first_lines(error)}). Leave "
+            "it out, and choose what to do with task=<option>."
+        ) from error
+
+
 def _tell(error: Exception, folder: Path | None = None) -> Exception:
     """Prints and returns the cause that a user can do something about; raises an error without one.
 
@@ -144,9 +155,19 @@ def _tell(error: Exception, folder: Path | None = None) -> Exception:
         folder: of the run that ended with it.
     """
     told = next((e for e in _causes(error) if isinstance(e, _TOLD)), None)
-    disk = next((e for e in _causes(error) if isinstance(e, OSError) and e.errno in _DISK_ERRORS), None)
-    if told is None and disk is not None:  # TensorBoard's and Hydra's files, and the log
-        told = WriteError.of(disk.filename or folder or "The run's folder", disk)
+    place = next(
+        (e for e in _causes(error) if isinstance(e, OSError) and (e.filename or e.errno in _DISK_ERRORS)), None
+    )
+    if told is None and place is not None:
+        file = place.filename or folder or "The run's folder"
+        if place.errno in _DISK_ERRORS or (
+            folder is not None and Path(file).absolute().is_relative_to(folder.absolute())
+        ):
+            told = WriteError.of(file, place)  # TensorBoard's and Hydra's files, and the log
+        else:
+            told = UserError(f"{file}: {place.strerror}. Give a path that this user can read and write.")
+    if told is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):
+        told = UserError(first_lines(error))  # before a job: of an option of Hydra's
     if told is None:
         raise error
     way_out = ""
@@ -170,6 +191,8 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
     # A run that goes on finds its own checkpoints there.
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    # A run that starts in a new folder from a checkpoint of another.
+    warnings.filterwarnings("ignore", "The dirpath has changed from")
     # torchao registers classes with torch in a way that newer ones deprecate, and diffusers misses classes that newer
     # torchaos do not have: for models that are stored quantised, which are none of ours. diffusers' AutoencoderTiny
     # wonders at a key of its configuration that it has written itself.
@@ -179,6 +202,7 @@ def _quiet() -> None:
         "diffusers.configuration_utils",
     ):
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("diffusers.models.modeling_utils").setLevel(logging.CRITICAL)  # it logs what it raises
     logging.getLogger("huggingface_hub").propagate = False  # it prints what it logs itself
     logging.raiseExceptions = False  # a full disk ends the run at its next file; each line of the log is no news
     threading.excepthook = _thread_ended
@@ -212,6 +236,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     composed = tree.jobs(resumed.arguments, flags.multirun)
     common = set.intersection(*(set(cfg.hydra.overrides.task) for cfg in composed))
     for cfg in composed:
+        check_kinds(tree, cfg)
         home = cfg.hydra.sweep if tree.sweeps else cfg.hydra.run
         check_launched(OmegaConf.to_yaml(home), OmegaConf.select(cfg, "trainer.num_nodes") or 1)
         folder = Path(home.dir)
@@ -220,6 +245,11 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         own = " ".join(override for override in cfg.hydra.overrides.task if override not in common)
         jobs[own] = application_config(cfg, folder)
     _each(jobs, check_values)
+    if len(jobs) > 1 and not OmegaConf.is_interpolation(home, "subdir"):
+        raise UserError(
+            f"hydra.sweep.subdir={home.subdir} is invalid: every run of a sweep needs a folder of its own. Use "
+            "'hydra.sweep.subdir=${hydra.job.num}', or leave it out."
+        )
     other = [argument for argument in arguments if argument not in flags.overrides]
     if flags.help or flags.cfg or flags.info:
         return [*other, *resumed.arguments], {}
@@ -235,13 +265,17 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     _each(jobs, check_needs)
     _each(jobs, lambda cfg: told.extend(check_hub(cfg)))
     _each(jobs, check_machine)
-    if resumed.checkpoint is not None and resumed.training:
-        check_iterations_left(resumed.checkpoint, min(cfg.iterations for cfg in jobs.values()))
+    message = resumed.message
+    if resumed.checkpoint is not None:
+        iterations = min(cfg.iterations for cfg in jobs.values())
+        done = check_contents(resumed.checkpoint, iterations if resumed.training else None)
+        if resumed.training:
+            message += f"; iterations done: {done}"
     if told and is_first():
         print(*dict.fromkeys(told), sep="\n", flush=True)
     _each(jobs, check_prompts)
-    if resumed.message and is_first():
-        print(resumed.message, flush=True)
+    if message and is_first():
+        print(message, flush=True)
     names = [_folder_names(tree, resumed.arguments)] if tree.sweeps else []
     return [*other, *resumed.arguments, *names, *([] if is_first() else _NO_RECORD)], claims
 

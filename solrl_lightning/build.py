@@ -22,12 +22,15 @@ from transformers.utils import logging as transformers_logging
 from solrl_lightning.config import make, prompt_sets, reward_members
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import WholeCheckpointIO
+from solrl_lightning.files import WholeCheckpointIO, read_checkpoint
 from solrl_lightning.loop import ExploreTrainLoop
-from solrl_lightning.module import Sampling, SolRLModule, Stage
+from solrl_lightning.module import Evaluation, SolRLModule
+from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
+from solrl_lightning.samplers import SHADOW, Samplers
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +84,7 @@ def with_option(cfg: DictConfig, group: str, option: str) -> DictConfig:
 
 def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
     """The adapters and their evaluation average, from a checkpoint of a training run."""
-    checkpoint: dict[str, Any] = torch.load(ckpt, map_location=module.policy.device, weights_only=True)
+    checkpoint = read_checkpoint(ckpt, module.policy.device)
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
     average = checkpoint["callbacks"].get("WeightEMA")  # a run without the callback is evaluated as it stands
@@ -115,12 +118,13 @@ def _made_each(group: str, nodes: DictConfig | None, kind: type) -> list[Any]:
 
 def stages_of(cfg: DictConfig) -> list[Stage]:
     """The family's passes over the pool: explore, where it has one, and regenerate."""
-    named = (("explore", cfg.family.explore), ("regenerate", cfg.family.regenerate))
-    return [
-        Stage(name, s.sampler, s.steps, s.solver, s.get("stop_after"), s.get("decoder", "full"), name == "explore")
+    named = [(EXPLORE, cfg.family.explore), (REGENERATE, cfg.family.regenerate)]
+    stages = [
+        Stage(name, s.sampler, s.steps, s.solver, s.get("stop_after"), s.get("decoder", "full"))
         for name, s in named
         if s is not None
     ]
+    return [stages[0]._replace(keep=cfg.family.keep), *stages[1:]]
 
 
 def build_rewards(cfg: DictConfig, device: torch.device) -> WeightedRewards:
@@ -178,33 +182,35 @@ def build_model(
     """The module alone; without rewards it can only make pictures."""
     prepare_device(device)
     hide_loading_bars()
-    policy = instantiate(cfg.model.policy, device=str(device))
+    policy = make("model.policy", cfg.model.policy, takes="`device`", device=str(device))
     compile_it, why = should_compile(cfg.family.compile, device)
     if stages or compile_it:
         log.info("%s", why)
     if cfg.family.warning:
         log.warning("%s", cfg.family.warning)
-    sampling = Sampling(
-        solver=cfg.model.solver,
-        batch=cfg.model.rollout_batch,
+    lora = lora_config(cfg)
+    samplers = Samplers(
+        policy,
+        lora,
+        seed=cfg.seed,
+        batch_size=cfg.model.rollout_batch,
         compile=compile_it,
-        eval_steps=cfg.model.eval_steps,
-        eval_images=cfg.data.eval_images,
-    )
-    return SolRLModule(
-        policy=policy,
-        rewards=rewards,
-        objective=instantiate(cfg.objective),
-        optimizer=instantiate(cfg.optimizer),
-        old_decay=instantiate(cfg.old_policy),
-        old_velocity=cfg.old_velocity,
-        stages=list(stages),
-        sampling=sampling,
-        lora=lora_config(cfg),
+        with_shadow=any(stage.sampler == SHADOW for stage in stages),
         backend=resolve(cfg.precision.name, cfg.precision.backend, device),
         rule=quantization_rule(cfg),
-        kl_needs_reference=cfg.objective.get("kl_weight") != 0,  # without the key, the objective decides
+    )
+    return SolRLModule(
+        policy,
+        samplers,
+        rewards,
+        objective=make("objective", cfg.objective, kind=Objective),
+        optimizer=instantiate(cfg.optimizer),
+        rate_factor=make("scheduler", cfg.scheduler),
+        old_decay=make("old_policy", cfg.old_policy),
+        old_velocity=cfg.old_velocity,
+        evaluation=Evaluation(cfg.model.solver, cfg.model.eval_steps, cfg.data.eval_images),
         eval_prompts=list(eval_prompts),
+        lora=lora,
         seed=cfg.seed,
     )
 
@@ -222,14 +228,14 @@ def quantization_rule(cfg: DictConfig) -> QuantizationRule:
     return QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude))
 
 
-def build_loop(cfg: DictConfig, trainer: Trainer) -> ExploreTrainLoop:
+def build_loop(cfg: DictConfig, trainer: Trainer, objective: Objective) -> ExploreTrainLoop:
     return ExploreTrainLoop(
         trainer,
         schedule=PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed),
         stages=stages_of(cfg),
         pool=cfg.family.pool,
-        keep=cfg.family.keep,
-        timestep_fraction=cfg.model.train_timestep_fraction,
+        objective=objective,
         micro_batch=cfg.model.micro_batch,
+        optimizer_steps=cfg.optimizer_steps,
         seed=cfg.seed,
     )

@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
-from inspect import signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +31,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from solrl_lightning.data.sources import check_source
 from solrl_lightning.errors import UserError
+from solrl_lightning.policies.config_files import config_folder
 
 if TYPE_CHECKING:
     from solrl_lightning.data.prompts import PromptSets
@@ -47,6 +47,7 @@ DECODERS = ("full", "preview")
 
 # Whole numbers of at least 1.
 _COUNTS = (
+    "trainer.num_nodes",
     "iterations",
     "prompts_per_iteration",
     "family.pool",
@@ -57,7 +58,9 @@ _COUNTS = (
     "model.full_steps",
     "model.preview_steps",
     "model.eval_steps",
+    "model.prefix_steps",
     "model.micro_batch",
+    "model.decode_batch",
     "model.rollout_batch",
     "model.lora.rank",
     "data.eval_images",
@@ -68,13 +71,33 @@ _COUNTS = (
     "task.rounds",
     "task.grid_prompts",
     "task.grid_images",
+    "task.vae_steps",
+    "task.vae_batch",
+    "task.flow_steps",
+    "task.flow_batch",
+    "task.preview_steps",
+    "task.preview_batch",
 )
+# The same, or null.
+_OPTIONAL_COUNTS = ("data.eval_prompts", "task.sizes.pool")
+# Numbers above 0, or null.
+_OPTIONAL_POSITIVE = ("task.tflops", "task.speedup")
 # Numbers above 0.
-_POSITIVE = ("model.max_grad_norm", "model.lora.alpha", "objective.beta", "objective.advantage_clip", "optimizer.lr")
+_POSITIVE = (
+    "model.max_grad_norm",
+    "model.lora.alpha",
+    "objective.beta",
+    "objective.advantage_clip",
+    "objective.ratio_clip",
+    "optimizer.lr",
+    "task.vae_lr",
+    "task.flow_lr",
+    "task.preview_lr",
+)
 # Numbers of at least 0.
-_NON_NEGATIVE = ("model.guidance", "objective.kl_weight", "optimizer.weight_decay")
+_NON_NEGATIVE = ("model.guidance", "objective.kl_weight", "objective.old_weight", "optimizer.weight_decay")
 # Shares, in (0, 1].
-_FRACTIONS = ("model.train_timestep_fraction",)
+_FRACTIONS = ("model.train_timestep_fraction", "task.distractors")
 _KEEP_RULE = "a whole number of at least 2: the best and the worst of a prompt are compared with each other"
 _STRATEGIES = ("auto", "single_device", "ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
 _ONE_STEP = "an iteration takes one optimiser step on the gradients of all its micro-batches"
@@ -131,12 +154,6 @@ _CHECKPOINT = (
     ("save_weights_only", ("False",), False),
     ("enable_version_counter", ("False",), True),
 )
-# Side of an image token by architecture, where its files are not here yet.
-_PIXELS_PER_TOKEN = {
-    "solrl_lightning.policies.flux1.Flux1": 16,
-    "solrl_lightning.policies.sd3.SD3": 16,
-    "solrl_lightning.policies.sana.Sana": 32,
-}
 _PROXY_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "decoder"}
 _SEEDS = 2**32  # noise has so many seeds
 _ABSENT = object()  # a key that the chosen options do not have: nothing to check
@@ -194,6 +211,8 @@ class ConfigTree:
                 overrides += parser.parse_overrides([argument])
             except OverrideParseException as error:
                 raise UserError(self._unreadable(argument)) from error
+            if not overrides[-1].key_or_group:
+                raise UserError(self._unreadable(argument))
         return overrides
 
     def _unreadable(self, argument: str) -> str:
@@ -201,6 +220,8 @@ class ConfigTree:
         if not equals:
             homes = [f"{group}={argument}" for group in self.groups() if argument in self.options(group)]
             return f"Cannot read {argument!r}: an option is written key=value.{_did_you_mean(homes)}"
+        if not argument.isprintable():
+            return f"Cannot read {argument!r}: it has characters that cannot be printed. Leave them out."
         quoted = value.strip("'\"")
         return (
             f"Cannot read {argument!r}. Values with spaces, commas, brackets or = need quotes that survive the shell: "
@@ -242,6 +263,8 @@ class ConfigTree:
         else:
             combinations = [[_first_value(override) for override in params + overrides]]
         jobs = [self.compose(combination) for combination in combinations]
+        if not jobs:
+            raise UserError(f"A sweep needs at least one run; {' '.join(str(o.input_line) for o in swept)} names none.")
         for job in jobs:
             check_root(job, params + overrides)
         return jobs
@@ -264,8 +287,8 @@ def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
         with open_dict(cfg):
             cfg.run_dir = str(run_dir)
             del cfg["hydra"]
-        OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         OmegaConf.resolve(cfg)
+        OmegaConf.to_container(cfg, throw_on_missing=True)
     finally:
         HydraConfig.instance().cfg = before
     return cfg
@@ -382,9 +405,9 @@ def _did_you_mean(names: Sequence[str], prefix: str = "") -> str:
 
 
 def first_lines(error: Exception) -> str:
-    """Hydra's and OmegaConf's messages without their notes on object types."""
+    """Hydra's and OmegaConf's messages in one line, without their notes on object types."""
     lines = [line.strip() for line in str(error).splitlines()]
-    return "\n".join(line for line in lines if line and not line.startswith("object_type="))
+    return " ".join(line for line in lines if line and not line.startswith("object_type="))
 
 
 # Values
@@ -397,7 +420,11 @@ def check_values(cfg: DictConfig) -> None:
             raise UserError(f"A run needs a {group}; choose one with {group}=<option>.")
     for key in _COUNTS:
         _check(cfg, key, lambda value: _is_whole(value) and value >= 1, "a whole number of at least 1")
-    _check(cfg, "seed", lambda value: _is_whole(value) and value >= 0, "a whole number of at least 0")
+    for key in _OPTIONAL_COUNTS:
+        _check(cfg, key, lambda value: value is None or _is_whole(value) and value >= 1, "a whole number of at least 1")
+    for key in _OPTIONAL_POSITIVE:
+        _check(cfg, key, lambda value: value is None or _is_number(value) and value > 0, "a number above 0")
+    _check(cfg, "seed", lambda value: _is_whole(value) and 0 <= value < _SEEDS, "a whole number from 0 to 4294967295")
     _check(cfg, "task.iterations", lambda n: n is None or (_is_whole(n) and n >= 0), "a whole number of at least 0")
     for key in ("family.keep", "task.keep"):
         _check(cfg, key, lambda value: _is_whole(value) and value >= 2, _KEEP_RULE)
@@ -616,33 +643,33 @@ def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object,
     try:
         made = instantiate(node, *given, **options)
     except InstantiationException as error:
-        if isinstance(error.__cause__, UserError):
+        cause: BaseException = error.__cause__ or error
+        if isinstance(cause, UserError):
             raise
-        cause = " ".join(str(error.__cause__ or error).split()).rstrip(".?")
-        raise UserError(
-            f"{key}: {target} could not be made: {cause}. It must be a class that Python finds (PYTHONPATH=<folder of "
-            f"your module>) and take {takes}{takes and ' and '}the keys beside _target_. Leave a key out with "
+        if unknown := str(cause).startswith(("Error loading", "Expected a callable")):  # Hydra's; it quotes its cause
+            cause = cause.__cause__ or cause
+        found = " ".join(str(cause).partition("full_key:")[0].split()).rstrip(".?")
+        way_out = (
+            "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
+            if unknown
+            else f"It must take {takes}{takes and ' and '}the keys beside _target_. Leave a key out with "
             f"~{key}.<name>, add one with +{key}.<name>=<value>."
-        ) from error
+        )
+        raise UserError(f"{key}: {target} could not be made: {found}. {way_out}") from error
     if not isinstance(made, kind):
         raise UserError(f"{key}: {target} is invalid: it must be a {kind.__module__}.{kind.__qualname__}.")
     return made
 
 
 def check_optimizer(cfg: DictConfig) -> None:
-    """UserError for an optimiser that cannot be made, or an objective that does not take its keys."""
+    """Raise UserError for an optimiser or an objective that cannot be made."""
     import torch  # here: --help and mistakes do without
+
+    from solrl_lightning.objectives.base import Objective
 
     lora, kind = torch.nn.Parameter(torch.zeros(2, 2)), torch.optim.Optimizer
     make("optimizer", cfg.optimizer, [lora], _partial_=False, takes="a list of parameters", kind=kind)
-    objective = make("objective", cfg.objective)
-    try:
-        signature(objective.func).bind(*range(7), **objective.keywords)  # 3 velocities, x0, x_t, sigma, advantage
-    except TypeError as error:
-        raise UserError(
-            f"objective: {cfg.objective._target_} does not take its keys: {error}. Leave one out with "
-            "~objective.<name>, add one with +objective.<name>=<value>."
-        ) from error
+    make("objective", cfg.objective, kind=Objective)
 
 
 # What a task needs
@@ -670,20 +697,19 @@ def uses_model(cfg: DictConfig) -> bool:
 
 
 def _check_resolution(cfg: DictConfig) -> None:
-    """As ``PipelinePolicy`` does once it is loaded, from the files of a local folder; those of the hub are not here."""
-    name, side = str(cfg.model.get("pretrained")), cfg.model.get("resolution", 0)
-    folder = files("solrl_lightning") / "assets" / "tiny" if name == "tiny" else Path(name).expanduser()
-    parts = [folder / part / "config.json" for part in ("vae", "transformer")]
-    if not all(part.is_file() for part in parts):
-        pixels = _PIXELS_PER_TOKEN.get(str(OmegaConf.select(cfg, "model.policy._target_")), 1)
-    else:
-        try:
-            vae, transformer = (json.loads(part.read_text()) for part in parts)
-        except ValueError:
-            return  # damaged, as loading it will say
-        halvings = len(vae.get("block_out_channels", vae.get("encoder_block_out_channels", [0]))) - 1
-        packs = transformer.get("_class_name") == "FluxTransformer2DModel"  # its patch_size says 1
-        pixels = 2**halvings * (2 if packs else transformer.get("patch_size", 1))
+    """As ``PipelinePolicy`` does once it is loaded, where the config files of the model are on this machine."""
+    folder, side = config_folder(str(cfg.model.get("pretrained"))), cfg.model.get("resolution", 0)
+    if folder is None:
+        return
+    try:
+        parts = [(folder / part / "config.json").read_text() for part in ("vae", "transformer")]
+        configs: list[dict[str, Any]] = [dict(json.loads(text)) for text in parts]
+    except (OSError, ValueError, TypeError, RecursionError):
+        return  # missing or damaged, which loading reports
+    vae, transformer = configs
+    halvings = len(vae.get("block_out_channels", vae.get("encoder_block_out_channels", [0]))) - 1
+    packs = transformer.get("_class_name") == "FluxTransformer2DModel"  # its patch_size says 1
+    pixels = 2**halvings * (2 if packs else transformer.get("patch_size", 1))
     if side % pixels:
         raise UserError(
             f"model.resolution must be a multiple of {pixels}, the pixels of one image token of this model; got {side}"

@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from safetensors import SafetensorError
 
-from solrl_lightning.errors import WriteError
+from solrl_lightning.errors import UserError, WriteError
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
@@ -73,6 +74,37 @@ def written_whole(folder: Path) -> Iterator[Path]:
         raise WriteError.of(folder, error) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+_PARTS = {"global_step": int, "state_dict": dict, "callbacks": dict, "loops": dict, "optimizer_states": list}
+
+
+def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dict[str, Any]:
+    """The checkpoint of a training run.
+
+    Raises:
+        UserError: it holds something else.
+    """
+    own = "Name one that this program wrote: checkpoints/*.ckpt in a run's folder."
+    try:
+        checkpoint = torch.load(file, map_location=device, weights_only=True, mmap=True)
+    except (RuntimeError, EOFError, UnpicklingError) as error:
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"ckpt={file} is invalid: it is not made of tensors and numbers ({reason}). {own}") from error
+    found = checkpoint if isinstance(checkpoint, dict) else {}
+    wrong = [name for name, kind in _PARTS.items() if not isinstance(found.get(name), kind)]
+    if wrong:
+        raise UserError(
+            f"ckpt={file} is invalid: the checkpoint of a training run holds {', '.join(_PARTS)}; in this one "
+            f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or of another kind. {own}"
+        )
+    return found
+
+
+def iterations_done(checkpoint: dict[str, Any]) -> int:
+    """The iteration that a checkpoint was written after; without a count of its own, each was one optimiser step."""
+    loop = checkpoint["loops"].get("fit_loop", {}).get("state_dict", {})
+    return loop.get("iterations_done", checkpoint["global_step"])
 
 
 class WholeCheckpointIO(TorchCheckpointIO):

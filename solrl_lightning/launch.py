@@ -1,11 +1,13 @@
 """Which process of a run this is, and a name for the run's folder that all of them find.
 
-Read from the environment, in Lightning's order: torchrun, srun, Lightning's own launcher. Nothing heavy is loaded yet.
+Read from the environment, in the order of Lightning: torchrun, srun, jsrun, mpirun, its own launcher. Nothing heavy is
+loaded yet.
 """
 
 import os
 from datetime import datetime
 from functools import cache
+from importlib.util import find_spec
 
 from solrl_lightning.errors import UserError
 
@@ -16,6 +18,10 @@ def is_first() -> bool:
         names = ["RANK"]  # torchrun numbers nodes by itself, whatever srun calls them
     elif _srun():
         names = ["SLURM_PROCID"]
+    elif _jsrun():
+        names = ["JSM_NAMESPACE_RANK"]
+    elif _mpirun():
+        names = ["OMPI_COMM_WORLD_RANK", "PMI_RANK"]
     else:
         names = ["RANK", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"]
     return all(int(os.environ.get(name, "0")) == 0 for name in names)
@@ -38,7 +44,11 @@ def check_launched(folders: str, num_nodes: int) -> None:
     way_out = "Name one for all with hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>."
     if _torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         raise UserError(f"torchrun without a store of its own lets the ranks of a run agree on no folder. {way_out}")
-    if num_nodes > 1 and not _torchrun() and not _srun():
+    if _torchrun() or _srun():
+        return
+    if _jsrun() or _mpirun():
+        raise UserError(f"jsrun and mpirun let the ranks of a run agree on no folder. {way_out}")
+    if num_nodes > 1:
         raise UserError(
             f"trainer.num_nodes={num_nodes} is invalid without a folder: on nodes where neither torchrun nor srun "
             f"starts the ranks, every command would choose its own. {way_out}"
@@ -51,6 +61,16 @@ def _torchrun() -> bool:
 
 def _srun() -> bool:
     return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+
+
+def _jsrun() -> bool:
+    return {"LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"} <= os.environ.keys()
+
+
+def _mpirun() -> bool:
+    """Whether Open MPI, MPICH or Intel MPI started several processes; Lightning knows of them by mpi4py."""
+    sizes = (os.environ.get(name, "1") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    return find_spec("mpi4py") is not None and any(int(size) > 1 for size in sizes)
 
 
 @cache

@@ -3,13 +3,12 @@
 Lightning's private names are used in this file only; ``tests/test_loop.py`` is the tripwire for an upgrade.
 
 1. ``trainer.fit_loop`` is replaced before ``fit``. The rollout runs at the head of the epoch, after
-   ``on_train_epoch_start`` (where the shadow is re-quantised) and before the first micro-batch is fetched.
+   ``on_train_epoch_start`` (where the replicas are synchronised) and before the first micro-batch is fetched.
 2. Prompts and seeds are functions of (seed, iteration), so a resume needs only the iteration, and an iteration that was
    cut short is done again from its start.
 """
 
 import time
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -20,14 +19,15 @@ from torch import Tensor
 from solrl_lightning.data.loaders import RefilledLoader
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
-from solrl_lightning.module import SolRLModule, Stage
+from solrl_lightning.module import SolRLModule
+from solrl_lightning.objectives.base import Objective
 from solrl_lightning.rollout.advantages import group_advantages
-from solrl_lightning.rollout.records import Candidates, Rollouts
-from solrl_lightning.rollout.seeds import pool_seeds
+from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
+from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
 from solrl_lightning.rollout.select import select_contrastive
-from solrl_lightning.rollout.stage import Prompts, check_selectable
-from solrl_lightning.rollout.training_rows import TrainingBatch, TrainingRows, plan
+from solrl_lightning.rollout.stage import STAGES, Stage, check_selectable, evaluations
 from solrl_lightning.sampling import SolverState
+from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.stopwatch import Stopwatch
 
 
@@ -37,9 +37,11 @@ class ExploreTrainLoop(_FitLoop):
     Args:
         trainer: its fit loop is replaced by this one.
         schedule: which prompts each iteration trains on, all ranks together.
-        pool, keep: N candidates a prompt, of which K are kept.
-        timestep_fraction: share of the solver steps that each kept sample trains on.
-        micro_batch: most rows (sample, timestep) in one forward and backward pass.
+        stages: passes over the candidates; a stage with ``keep`` selects those of the next one.
+        pool: N candidates a prompt.
+        objective: which noise levels each kept sample trains at.
+        micro_batch: most rows (sample, noise level) in one forward and backward pass.
+        optimizer_steps: optimiser steps of an iteration, each on an equal share of its rows.
         seed: of the candidates.
     """
 
@@ -49,31 +51,39 @@ class ExploreTrainLoop(_FitLoop):
         schedule: PromptSchedule,
         stages: list[Stage],
         pool: int,
-        keep: int,
-        timestep_fraction: float,
+        objective: Objective,
         micro_batch: int,
+        optimizer_steps: int,
         seed: int,
     ) -> None:
         super().__init__(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
         self.epoch_loop = trainer.fit_loop.epoch_loop  # it holds the Trainer's max_steps
-        self._number_iterations(done=0)
         if schedule.per_iteration < trainer.world_size:
             raise UserError(
                 "every device needs at least one prompt an iteration; "
                 f"prompts_per_iteration={schedule.per_iteration} on {trainer.world_size} devices. Raise it, or lower "
                 "trainer.devices."
             )
-        self.schedule, self.stages, self.seed = schedule, stages, seed
-        self.pool, self.keep, self.timestep_fraction = pool, keep, timestep_fraction
-        timesteps = max(1, int(stages[-1].steps * timestep_fraction))
-        self.plan = plan(schedule.per_iteration, keep, timesteps, micro_batch, trainer.world_size)
-        self.share = trainer.world_size / (schedule.per_iteration * keep * timesteps)
-        self.loader: RefilledLoader[TrainingBatch] = RefilledLoader(self.plan.micro_batches)
+        self.schedule, self.stages, self.pool, self.seed = schedule, stages, pool, seed
+        self.objective = objective
+        kept = next((stage.keep for stage in reversed(stages) if stage.keep is not None), pool)
+        levels = objective.train_steps(torch.zeros(1, dtype=torch.int64), stages[-1].steps).shape[1]
+        ranks = trainer.world_size
+        self.plan = plan_micro_batches(schedule.per_iteration, kept * levels, micro_batch, ranks, optimizer_steps)
+        self.loader: RefilledLoader[TrainingBatch] = RefilledLoader(optimizer_steps * self.plan.micro_batches)
         self.stopwatch = Stopwatch(self._clock)
+        self.iterations_done = 0
+        """Iterations whose last optimiser step was taken."""
+        self._steps_taken = 0  # of the current iteration
+        self._evaluations = 0  # of the iterations done
+        self._seconds_before = 0.0  # of the runs that this one resumes
+        trained = kept * levels * (1 + len(objective.needs))
+        self._each_iteration = schedule.per_iteration * (sum(evaluations(stages, pool)) + trained)
         self.explored: Candidates | None = None
+        """The whole pool as the first stage scored it; None in families of one stage."""
         self.rollouts: Rollouts
         self._evaluate_every = trainer.check_val_every_n_epoch
-        trainer.accumulate_grad_batches = self.plan.micro_batches  # one optimiser step per iteration
+        trainer.accumulate_grad_batches = self.plan.micro_batches
         trainer.fit_loop = self
 
     @property
@@ -83,39 +93,55 @@ class ExploreTrainLoop(_FitLoop):
     def advance(self) -> None:
         last = self.trainer.current_epoch + 1 == self.max_epochs
         self.trainer.check_val_every_n_epoch = 1 if last else self._evaluate_every  # a run ends with an evaluation
+        # Loggers number an iteration by this count of optimiser steps, less one; so iteration 1 is logged at step 1.
+        self.epoch_loop._batches_that_stepped = self.iterations_done + 2 - self.plan.optimizer_steps
+        self._steps_taken = 0
         self.loader.fill(self.roll_out())
         with self.stopwatch.stage("train"):
             super().advance()
 
-    def roll_out(self) -> TrainingRows:
-        """Explores and regenerates this rank's prompts, and lays out the training rows."""
+    def roll_out(self) -> MicroBatches:
+        """Run the stages on this rank's prompts, and lay out the training rows."""
         module, trainer = self._module, self.trainer
         texts = self.schedule.at(trainer.current_epoch)[trainer.global_rank :: trainer.world_size]
         seeds = pool_seeds(self.seed, trainer.current_epoch, texts, self.pool)
         with self.stopwatch.stage(self.stages[0].name):
             prompts = module.encode(texts)
-            pool = self._run(self.stages[0], prompts, seeds)
-        check_selectable(pool.rewards, self.keep, texts)
-        kept = pool.take(select_contrastive(pool.rewards, self.keep))
-        proxy_rewards = kept.rewards
-        for before, stage in pairwise(self.stages):
-            stopped = before.stop_after
-            begin = None if stopped is None else SolverState(kept.standing, kept.latents, stopped)
+        initial_state, proxy_rewards = None, None
+        self.explored = None
+        for number, stage in enumerate(self.stages):
+            record_path = self.objective.reads_path and stage is self.stages[-1]
             with self.stopwatch.stage(stage.name):
-                kept = self._run(stage, prompts, kept.seeds, begin)
-        self.explored = pool if len(self.stages) > 1 else None
-        advantages = group_advantages(kept.rewards, all_reduce_sum=self._sum)
-        self.rollouts = Rollouts(texts, kept.seeds, kept.latents, proxy_rewards, kept.rewards, kept.scores, advantages)
+                candidates = self._run(stage, prompts, seeds, initial_state, record_path)
+            if number == 0 and len(self.stages) > 1:
+                self.explored = candidates
+            if stage.keep is not None:
+                check_selectable(candidates.rewards, stage.keep, texts)
+                candidates = candidates.take(select_contrastive(candidates.rewards, stage.keep))
+                proxy_rewards = candidates.rewards
+            seeds = candidates.seeds
+            initial_state = None if stage.stop_step is None else candidates.state
+        assert proxy_rewards is not None, "a family selects at least once"
+        advantages = group_advantages(candidates.rewards, all_reduce_sum=self._sum)
+        kept = (candidates.rewards, candidates.scores, advantages, candidates.path)
+        self.rollouts = Rollouts(texts, seeds, candidates.x0, proxy_rewards, *kept)
         sigmas = module.policy.sigmas(self.stages[-1].steps)
-        return TrainingRows(self.rollouts, prompts, sigmas, self.timestep_fraction, self.plan, self.share)
+        return MicroBatches(self.rollouts, prompts, sigmas, self.objective, self.plan)
 
     def regenerate(self, prompts: list[str], seeds: Tensor) -> Candidates:
-        """Samples and scores seeds [P, n] as the last stage does: BF16, full steps."""
+        """Sample and score seeds [P, n] as the last stage does, but from the start: BF16, full steps."""
         return self._run(self.stages[-1], self._module.encode(prompts), seeds)
 
-    def _run(self, stage: Stage, prompts: Prompts, seeds: Tensor, begin: SolverState | None = None) -> Candidates:
+    def _run(
+        self,
+        stage: Stage,
+        prompts: EncodedPrompts,
+        seeds: Tensor,
+        initial_state: SolverState | None = None,
+        record_path: bool = False,
+    ) -> Candidates:
         with self.trainer.profiler.profile(stage.name):  # type: ignore[attr-defined]
-            return self._module.run_stage(stage, prompts, seeds, self.stopwatch.progress, begin)
+            return self._module.run_stage(stage, prompts, seeds, self.stopwatch.progress, initial_state, record_path)
 
     def _sum(self, value: Tensor) -> Tensor:
         total = self.trainer.strategy.reduce(value.to(self.trainer.strategy.root_device), reduce_op="sum")
@@ -126,17 +152,37 @@ class ExploreTrainLoop(_FitLoop):
             torch.cuda.synchronize()  # a stage is charged for the kernels that it launched
         return time.perf_counter()
 
+    def count_step(self) -> bool:
+        """Count an optimiser step, and return whether it is the iteration's last."""
+        self._steps_taken += 1
+        last = self._steps_taken == self.plan.optimizer_steps
+        self.iterations_done += last
+        self._evaluations += last * self._each_iteration
+        return last
+
+    def cost(self) -> dict[str, float]:
+        """Seconds of the iterations' own stages so far, and evaluations: forward passes for one image, of all ranks.
+
+        Both are without evaluation, probe and pictures.
+        """
+        return {"seconds": self._seconds(), "evaluations": self._evaluations}
+
+    def _seconds(self) -> float:
+        spent = self.stopwatch.seconds
+        return self._seconds_before + sum(spent.get(stage, 0.0) for stage in STAGES)
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        cost = {"evaluations": self._evaluations, "seconds": self._seconds()}
+        return super().on_save_checkpoint() | {"iterations_done": self.iterations_done} | cost
+
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
-        """Continues after the last iteration that stepped; one that was cut short is done again."""
+        """Continue after the last iteration that is done; one that was cut short is done again."""
         super().load_state_dict(state_dict, prefix)
-        done = self.trainer.global_step
+        own = state_dict[f"{prefix}state_dict"]
+        self.iterations_done = own.get("iterations_done", self.trainer.global_step)
+        self._evaluations, self._seconds_before = own.get("evaluations", 0), own.get("seconds", 0.0)
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
             for counter in ("ready", "started", "processed", "completed"):
-                setattr(progress, counter, done)
-        self._number_iterations(done)
+                setattr(progress, counter, self.iterations_done)
         # _FitLoop's own setter insists on True whenever max_steps is set
         _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]
-
-    def _number_iterations(self, done: int) -> None:
-        """Loggers number an iteration by the optimiser steps done when it ends; Lightning's own numbers start at 0."""
-        self.epoch_loop._batches_that_stepped = done + 1

@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from solrl_lightning.config import ConfigTree, application_config
 from solrl_lightning.errors import UserError
@@ -121,10 +123,10 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     merged[:0] = searched(sources)
     if in_place or asked is not None:
         merged.append(f"hydra.run.dir={_quoted(source if in_place else asked)}")
+    begun = _recorded(tree, source, training, set())
     message = (
         f"{'continuing' if in_place else 'from'} {checkpoint}, with what its run was given: "
-        f"{_listed([*searched(sources), *recorded])}; "
-        f"given here: {_listed(given_here)}"
+        f"{_listed([*searched(sources), *begun])}; given here, on top of it: {_listed(given_here)}"
     )
     return Resumed(merged, checkpoint, source if in_place else None, training, message)
 
@@ -223,7 +225,7 @@ def _recorded(tree: ConfigTree, folder: Path, training: bool, overridden: set[st
     file = folder / _RECORD / "overrides.yaml"
     if not file.is_file():
         return []
-    lines = OmegaConf.to_container(OmegaConf.load(file))
+    lines = OmegaConf.to_container(_read_record(file, ListConfig))
     assert isinstance(lines, list)
 
     def holds(key: str) -> bool:
@@ -231,6 +233,21 @@ def _recorded(tree: ConfigTree, folder: Path, training: bool, overridden: set[st
         return key not in overridden and key != "ckpt" and not other_task
 
     return [str(o.input_line) for o in tree.parse(lines) if holds(o.key_or_group)]
+
+
+def _read_record(file: Path, kind: type[ListConfig] | type[DictConfig]) -> Any:
+    try:
+        record = OmegaConf.load(file)
+        whole = isinstance(record, kind) and (kind is ListConfig or "hydra" in record)
+        damaged = "" if whole else "it holds something else"
+    except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:  # OSError for a number
+        damaged = " ".join(str(error).split())
+    if damaged:
+        raise UserError(
+            f"{file}, the record of the run's command line, is damaged: {damaged}. Restore it; or remove it, and give "
+            "all of that command line beside ckpt."
+        )
+    return record
 
 
 def own_sources(hydra: DictConfig) -> list[str]:
@@ -254,8 +271,7 @@ def _recorded_sources(folder: Path) -> list[str]:
     file = folder / _RECORD / "hydra.yaml"
     if not file.is_file():
         return []
-    record = OmegaConf.load(file)
-    sources = own_sources(record.hydra)
+    sources = own_sources(_read_record(file, DictConfig).hydra)
     gone = [source for source in sources if source.startswith("file://") and not Path(source[7:]).is_dir()]
     if gone:
         raise UserError(
@@ -290,16 +306,21 @@ def check_checkpoint(file: Path) -> None:
         raise UserError(f"{file} is no checkpoint of a training run: those are checkpoints/*.ckpt in the run's folder.")
 
 
-def check_iterations_left(ckpt: Path, iterations: int) -> None:
-    """UserError when the run of a checkpoint is already as long as it is asked to be."""
-    import torch  # here: --help and mistakes do without
+def check_contents(ckpt: Path, iterations: int | None) -> int:
+    """The iteration that a checkpoint was written after.
 
-    done = torch.load(ckpt, map_location="cpu", weights_only=True, mmap=True)["global_step"]
-    if done >= iterations:
+    Raises:
+        UserError: the file holds something else, or its run is already as long as it is asked to be.
+    """
+    from solrl_lightning.files import iterations_done, read_checkpoint  # here: it imports torch
+
+    done = iterations_done(read_checkpoint(ckpt))
+    if iterations is not None and done >= iterations:
         raise UserError(
             f"a resumed run needs iterations left to do; {ckpt} has done {done} and iterations={iterations}. Raise "
             f"it, as in iterations={done + 10}, or write the LoRA with task=export ckpt={ckpt}."
         )
+    return done
 
 
 def check_new(folder: Path) -> None:
@@ -328,6 +349,7 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
     Args:
         new: refuse one that holds a run. Another process may have begun and ended it since `check_new`.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / _LOCK, "a") as file:
         _lock(file, folder)
@@ -336,9 +358,11 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
                 check_new(folder)
             yield
         finally:
-            with suppress(OSError):  # a folder that is not empty stays
+            with suppress(OSError):  # the folder may be gone
                 (folder / _LOCK).unlink()
-                folder.rmdir()
+            for path in made:
+                with suppress(OSError):  # one that is not empty stays
+                    path.rmdir()
 
 
 def _lock(file: IO[str], folder: Path) -> None:
@@ -407,7 +431,7 @@ def finished_runs(pattern: str) -> tuple[list[Run], dict[str, str]]:
 
 def matching_runs(pattern: str) -> list[Path]:
     """The run folders among what a glob matches, numbers in their names in numerical order."""
-    folders = [Path(match) for match in glob.glob(pattern)]
+    folders = [Path(match) for match in glob.glob(str(pattern))]
     runs = [folder for folder in folders if any((folder / mark).exists() for mark in _RUN_MARKS)]
     if not runs:
         found = f"{len(folders)} files or folders, none of which is a run's" if folders else "nothing"
@@ -423,7 +447,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     runs, left_out = [], {}
     for folder in folders:
         file = folder / "summary.json"
-        summary = json.loads(file.read_text()) if file.is_file() else {"status": "has no summary.json (yet)"}
+        summary = _read_summary(file) if file.is_file() else {"status": "has no summary.json (yet)"}
         if summary["status"] not in _FINISHED:
             left_out[str(folder)] = summary["status"]
         elif summary["final_reward"] is None:
@@ -433,3 +457,12 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
         else:
             runs.append(Run(str(folder), summary))
     return runs, left_out
+
+
+def _read_summary(file: Path) -> dict[str, Any]:
+    try:
+        summary = json.loads(file.read_text())
+    except (ValueError, RecursionError):  # endless brackets are a RecursionError
+        summary = None
+    whole = isinstance(summary, dict) and summary.keys() >= {"status", "final_reward", "evaluations", "config"}
+    return summary if whole else {"status": "its summary.json is damaged"}

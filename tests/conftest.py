@@ -54,7 +54,7 @@ def command(
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # main sets both for its process
     monkeypatch.setattr(logging, "raiseExceptions", logging.raiseExceptions)
     root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    handlers, level, dtype = list(root.handlers), root.level, torch.get_default_dtype()
 
     def finished(*arguments: str) -> Finished:
         capfd.readouterr()
@@ -69,4 +69,5 @@ def command(
         handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
+    torch.set_default_dtype(dtype)  # transformers leaves that of a model which it failed to make
     HydraConfig.instance().cfg = None

@@ -92,9 +92,10 @@ def _forked(asked: dict[str, Any]) -> Ended:
             os.dup2(output.fileno(), 2)
             _run(asked)
         if asked["kill_after"] is not None:
-            while time.monotonic() < started + asked["kill_after"] and os.waitid(
-                os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT
-            ) is None:
+            while (
+                time.monotonic() < started + asked["kill_after"]
+                and os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+            ):
                 time.sleep(0.005)
             os.kill(process, signal.SIGKILL)  # no harm to one that has ended: it is not waited for yet
         status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])

@@ -4,6 +4,7 @@ Words of shapes captions are words to their tokenizers. 32 x 32 pixels are 16 im
 """
 
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,8 @@ from diffusers import (
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
 )
+from hydra.utils import get_class
+from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
 from torch import Tensor
 from torch.nn import functional as F
@@ -29,9 +32,7 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, Gemma2Conf
 
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.pipeline import PipelinePolicy
-from solrl_lightning.policies.random_weights import initialise
-from solrl_lightning.policies.sana import Sana
-from solrl_lightning.policies.sd3 import SD3
+from solrl_lightning.policies.random_weights import init_random_weights
 from solrl_lightning.shapes.pretrain import MAX_WORDS, build_pipeline
 from solrl_lightning.shapes.world import IMAGE_SIZE
 
@@ -162,12 +163,9 @@ BUILDERS: dict[str, Callable[..., DiffusionPipeline]] = {
     "sd3": build_nano_sd3,
     "sana": build_nano_sana,
 }
-POLICIES: dict[str, tuple[type[PipelinePolicy], dict[str, Any]]] = {
-    "flux1": (Flux1, {"guidance": 1.0}),
-    "sd3": (SD3, {}),
-    "sana": (Sana, {"flow_shift": 1.0}),
-}
 DTYPES = {"transformer": "bfloat16", "default": "float32"}
+NANO: dict[str, Any] = dict(resolution=IMAGE_SIZE, max_sequence_length=MAX_WORDS, decode_batch=2, dtypes=DTYPES)
+NANO |= dict(embeddings=None, gradient_checkpointing=False, variant=None)
 
 
 def save_nano(folder: Path, architecture: str = "flux1", *, seed: int = 0, **options: Any) -> str:
@@ -194,7 +192,7 @@ def save_preview_decoder(folder: Path, *, channels: int, compression: int, seed:
             scaling_factor=0.4,
             shift_factor=0.3,
         )
-    initialise(decoder, seed)
+    init_random_weights(decoder, seed)
     decoder.save_pretrained(folder)
     return str(folder)
 
@@ -208,10 +206,22 @@ def load_policy(
 
 
 def load_nano(architecture: str, folder: str, **options: Any) -> PipelinePolicy:
-    """The policy of any architecture in a folder that ``save_nano`` wrote."""
-    policy_class, own = POLICIES[architecture]
-    options = dict(max_sequence_length=MAX_WORDS, decode_batch=2, dtypes=DTYPES) | own | options
-    return policy_class(folder, IMAGE_SIZE, **options)
+    """The policy of any architecture in a folder that ``save_nano`` wrote, by the options of ``conf/model``."""
+    return policy_class(architecture)(**policy_options(architecture) | NANO | dict(pretrained=folder) | options)
+
+
+def policy_class(architecture: str) -> type[PipelinePolicy]:
+    return get_class(_policy(architecture)._target_)
+
+
+def policy_options(architecture: str) -> dict[str, Any]:
+    options: dict[str, Any] = OmegaConf.to_container(_policy(architecture), resolve=True)  # type: ignore[assignment]
+    return {key: value for key, value in options.items() if key != "_target_"}
+
+
+def _policy(architecture: str) -> DictConfig:
+    model = OmegaConf.load(str(files("solrl_lightning.conf") / f"model/{architecture}.yaml"))
+    return OmegaConf.create({"model": model}).model.policy
 
 
 def lora_config(rank: int = 4, alpha: int = 8) -> LoraConfig:

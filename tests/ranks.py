@@ -65,7 +65,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     trainer = instantiate_trainer(cfg, logger=False, enable_checkpointing=False, callbacks=callbacks)
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
     module.rewards.rewards["shapes"].score = score  # type: ignore[method-assign]
-    loop = build_loop(cfg, trainer)
+    loop = build_loop(cfg, trainer, module.objective)
     held_out = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
     trainer.validate(module, held_out, verbose=False)
     trainer.fit(module, loop.loader, held_out)

@@ -25,8 +25,9 @@ from solrl_lightning.build import (
     prepare_device,
     stages_of,
 )
-from solrl_lightning.config import check_optimizer, check_values
+from solrl_lightning.config import check_optimizer
 from solrl_lightning.errors import UserError
+from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.policies.adapters import InputDtypeLinear
 from solrl_lightning.policies.flux1 import Flux1
 
@@ -51,12 +52,13 @@ def test_a_reward_that_cannot_be_made_is_told_by_its_name(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("optimizer._target_=torch.optim.Foo", "optimizer: torch.optim.Foo could not be made: .*'Foo' is importable"),
+        ("optimizer._target_=torch.optim.Foo", "Foo could not be made: No module named 'torch.optim.Foo'. Name"),
+        ("optimizer._target_=5", "Expected a callable target, got '5' of type 'int'. Name a class"),
         ("optimizer._target_=torch.optim.SGD", "unexpected keyword argument 'betas'.* with ~optimizer.<name>"),
         ("+optimizer.momentum=0.9", "unexpected keyword argument 'momentum'"),
         ("optimizer.betas=[0.9,2]", "Invalid beta parameter"),
         ("optimizer._target_=torch.nn.Identity", "it must be a torch.optim.optimizer.Optimizer"),
-        ("+objective.momentum=0.9", "objective: .*nft_loss does not take its keys: .*'momentum'"),
+        ("+objective.momentum=0.9", "objective: .*nft.NFT could not be made: .*'momentum'"),
         ("objective._target_=nowhere.loss", "objective: nowhere.loss could not be made"),
     ],
 )
@@ -131,7 +133,7 @@ def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
         calls.append("made")
         raise KeyboardInterrupt
 
-    for name, make in (("build_rewards", build_module), ("instantiate", build_model)):
+    for name, make in (("build_rewards", build_module), ("make", build_model)):
         monkeypatch.setattr(build, name, made)
         with pytest.raises(KeyboardInterrupt):
             make(compose(), device, [])
@@ -145,7 +147,7 @@ def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
 def test_adapters_multiply_in_the_dtype_of_their_input_on_a_gpu(
     compose: Compose, monkeypatch: pytest.MonkeyPatch, pipeline: str, device: str, linear: type
 ) -> None:
-    plain = build.instantiate
+    plain = build.make
 
     def placed(*args: Any, **kwargs: Any) -> Any:
         made = plain(*args, **kwargs)
@@ -153,10 +155,13 @@ def test_adapters_multiply_in_the_dtype_of_their_input_on_a_gpu(
             made.device = torch.device(device)
         return made
 
-    monkeypatch.setattr(build, "instantiate", placed)
+    monkeypatch.setattr(build, "make", placed)
     module = build_model(compose(f"model.pretrained={pipeline}", "precision=bf16"), torch.device("cpu"))
-    factors = [f for layer in module.lora_layers.values() for f in (*layer.lora_A.values(), *layer.lora_B.values())]
+    layers = module.samplers.lora_layers.values()
+    factors = [f for layer in layers for f in (*layer.lora_A.values(), *layer.lora_B.values())]
     assert {type(factor) for factor in factors} == {linear}
+
+
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -175,18 +180,6 @@ def test_a_plugin_or_a_strategy_that_changes_the_arithmetic_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=message):
         instantiate_trainer(compose("trainer=cpu", "~trainer.precision", argument))
-
-
-@pytest.mark.parametrize(
-    ("argument", "reads"),
-    [("objective.kl_weight=0", False), ("objective.kl_weight=1", True), ("~objective.kl_weight", True)],
-)
-def test_an_objective_without_a_kl_weight_gets_the_reference(
-    compose: Compose, pipeline: str, argument: str, reads: bool
-) -> None:
-    cfg = compose(f"model.pretrained={pipeline}", "precision=bf16", argument)
-    check_values(cfg)
-    assert build_model(cfg, torch.device("cpu")).kl_needs_reference is reads
 
 
 def test_weights_and_pretrained_reach_the_rewards(compose: Compose) -> None:
@@ -221,7 +214,7 @@ def test_what_was_left_out_of_the_prompts_is_logged_once(
     with caplog.at_level(logging.INFO, logger="solrl_lightning"):
         trainer = build_trainer(cfg)
         build_module(cfg, torch.device("cpu"), stages_of(cfg))
-        build_loop(cfg, trainer)
+        build_loop(cfg, trainer, NFT(1.0, 0.0, 5.0, 0.5))
     assert [message for message in caplog.messages if "prompts.txt" in message] == [
         f"{file}: dropped 1 repeated prompts of 2"
     ]

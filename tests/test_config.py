@@ -312,7 +312,7 @@ def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to()
         ("optimizer.lr", "-1", "optimizer.lr must be a number above 0"),
         ("optimizer.lr", ".nan", "optimizer.lr must be a number above 0"),
         ("objective.kl_weight", "-0.1", "objective.kl_weight must be a number of at least 0"),
-        ("seed", "-1", "seed must be a whole number of at least 0"),
+        ("seed", "-1", "seed must be a whole number from 0 to 4294967295"),
         ("family", "null", "A run needs a family"),
         ("reward.shapes", "3", "reward.shapes must have a _target_ and a weight; got 3"),
         ("reward.shapes.weight", "null", "reward.shapes.weight must be a number"),

@@ -51,7 +51,7 @@ def test_two_ranks_take_the_steps_of_one(
 def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
     for rank, found in enumerate(of_ranks):
         assert found["prompts"] == alone["prompts"][rank::2]
-        for name in ("seeds", "latents", "proxy_rewards", "rewards", "advantages"):
+        for name in ("seeds", "x0", "proxy_rewards", "rewards", "advantages"):
             assert torch.equal(found[name], alone[name][rank::2]), name
     first, second = of_ranks
     for name in ("gradient", "weights", "evaluations"):

@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def record(cfg: DictConfig) -> None:
     facts = {"cfg": OmegaConf.to_container(cfg), **program, "cwd": os.getcwd()}
     (folder / "record.json").write_text(json.dumps(facts), encoding="utf-8")
     (folder / "checkpoints").mkdir(exist_ok=True)
-    checkpoint = {"pytorch-lightning_version": "2.6", "state_dict": {}, "global_step": 1}
+    checkpoint = {"pytorch-lightning_version": "2.6", "global_step": 1, "optimizer_states": []}
+    checkpoint |= {"state_dict": {}, "callbacks": {}, "loops": {}}
     torch.save(checkpoint, folder / "checkpoints" / "last.ckpt")
 
 
@@ -81,6 +83,7 @@ def chatter(cfg: DictConfig) -> None:
     """A task in which libraries say what no user of ours can act on, and what is for all."""
     for logger in (_pytree.log, torchao_quantizer.logger):
         logger.warning("between libraries")
+    warnings.warn("The dirpath has changed from 'a' to 'b', therefore", stacklevel=1)
     logging.getLogger("torch.of.interest").warning("for all")
 
 
@@ -433,7 +436,7 @@ def test_the_last_run_goes_on_in_its_folder_with_its_overrides(command: Command,
     cfg = recorded(earlier)["cfg"]
     assert (cfg["iterations"], cfg["seed"], cfg["family"]["regenerate"]["sampler"]) == (4, 5, "merged")
     assert cfg["ckpt"] == str(earlier / "checkpoints" / "last.ckpt")
-    assert f"family=compile seed=5; given here: {RECORD} iterations=4" in result.out
+    assert f"family=compile iterations=2 seed=5; given here, on top of it: {RECORD} iterations=4" in result.out
 
 
 def test_the_last_run_can_go_on_again(command: Command, tmp_path: Path, earlier: Path) -> None:
@@ -506,7 +509,10 @@ def test_a_run_does_not_become_another_experiment_in_its_folder(
 
 def test_what_a_run_was_given_may_be_given_again(command: Command, earlier: Path) -> None:
     same = ["seed=5", "family=compile", "family.pool=96", "data.train=shapes-train", "optimizer.lr=0.001"]
-    assert command(RECORD, "ckpt=last", *same, "iterations=3").status == 0
+    result = command(RECORD, "ckpt=last", *same, "iterations=3")
+    assert result.status == 0
+    assert f"its run was given: {RECORD} family=compile iterations=2 seed=5; given here" in result.out
+    assert result.out.endswith("iterations=3; iterations done: 1\n")
     assert recorded(earlier)["cfg"]["iterations"] == 3
 
 
@@ -615,6 +621,12 @@ SRUN = {
     "SLURM_NNODES": "2",
     "SLURM_LOCALID": "0",
 }
+JSRUN = {
+    "LSB_JOBID": "4711",
+    "LSB_DJOB_RANKFILE": "hosts",
+    "JSM_NAMESPACE_LOCAL_RANK": "0",
+    "JSM_NAMESPACE_SIZE": "4",
+}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
 OF_RANK_0 = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "solrl_lightning.log"}
 ON_TWO_NODES = ["trainer.num_nodes=2", "trainer.devices=2", "trainer=ddp"]
@@ -647,6 +659,13 @@ def test_commands_one_after_the_other_in_a_slurm_job_have_folders_of_their_own(
     assert len(list(tmp_path.glob("outputs/train/*"))) == 2
 
 
+@pytest.fixture
+def mpi4py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package by which Lightning finds the ranks of mpirun, as far as its name."""
+    (tmp_path / "mpi4py").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("environment", "first"),
     [
@@ -658,10 +677,17 @@ def test_commands_one_after_the_other_in_a_slurm_job_have_folders_of_their_own(
         (SRUN | TORCHRUN | {"SLURM_PROCID": "1", "RANK": "0"}, True),  # torchrun numbers its nodes by itself
         (SRUN | TORCHRUN | {"SLURM_PROCID": "0", "RANK": "2"}, False),
         (SRUN | {"SLURM_JOB_NAME": "bash", "SLURM_PROCID": "2"}, True),
+        (JSRUN | {"JSM_NAMESPACE_RANK": "0"}, True),
+        (JSRUN | {"JSM_NAMESPACE_RANK": "2"}, False),
+        (SRUN | JSRUN | {"SLURM_PROCID": "2", "JSM_NAMESPACE_RANK": "0"}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "0"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "2"}, False),
+        ({"PMI_SIZE": "4", "PMI_RANK": "2"}, False),
+        ({"PMI_SIZE": "1", "PMI_RANK": "0", "LOCAL_RANK": "1"}, False),
     ],
 )
 def test_the_first_process_is_rank_0_of_the_launcher_that_lightning_sees(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], first: bool
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], first: bool, mpi4py: None
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -676,6 +702,16 @@ def test_commands_on_several_nodes_need_the_name_of_their_folder(
         monkeypatch.setenv("NODE_RANK", rank)
         assert command(task(look), *ON_TWO_NODES, "hydra.run.dir=run").status == 0
         assert files(tmp_path / "run") == (OF_RANK_0 if rank == "0" else set())
+
+
+@pytest.mark.parametrize("environment", [JSRUN, {"OMPI_COMM_WORLD_SIZE": "4"}, {"PMI_SIZE": "4"}])
+def test_jsrun_and_mpirun_need_the_name_of_a_folder(
+    command: Command, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], mpi4py: None
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert "jsrun and mpirun let the ranks" in refused(command, RECORD)
+    assert command(task(look), "hydra.run.dir=run").status == 0
 
 
 def test_torchrun_without_its_store_needs_the_name_of_a_folder(

@@ -114,3 +114,11 @@ def test_the_hub_is_asked_only_where_something_comes_from_it(
     monkeypatch.setattr(hub, "_silence", lambda *given: asked.append(given) or "")
     hub.check_hub(compose(*arguments))
     assert bool(asked) == wanted
+
+
+def test_a_hub_that_refuses_connections_is_told_at_once(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # nobody listens
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        with pytest.raises(UserError, match="does not answer: .*Connection refused"):
+            hub.check_hub(compose(*FLUX))

@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule
+from solrl_lightning.objectives.awm import AWMLoss
+from solrl_lightning.objectives.base import Loss, Objective
+from solrl_lightning.objectives.nft import NFT, NFTLoss
 from solrl_lightning.rollout.advantages import group_advantages
+from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.rollout.select import select_contrastive
-from solrl_lightning.rollout.training_rows import TrainingBatch
 
 SMALL = [
     "family.pool=5",
@@ -62,7 +66,7 @@ def make(
         callbacks=[Requantize(), WeightEMA(), *callbacks],
     )
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
-    return module, trainer, build_loop(cfg, trainer)
+    return module, trainer, build_loop(cfg, trainer, module.objective)
 
 
 def fit(module: SolRLModule, trainer: Trainer, loop: ExploreTrainLoop, ckpt: Path | None = None) -> None:
@@ -84,8 +88,8 @@ class Recorder(Callback):
         self.explored: list[tuple[int, list[str], list[list[int]]]] = []
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        for name in ("refresh_shadow", "run_stage", "training_step"):
-            setattr(pl_module, name, self._noting(trainer, name, getattr(pl_module, name)))
+        for owner, name in ((pl_module.samplers, "sync"), (pl_module, "run_stage"), (pl_module, "training_step")):
+            setattr(owner, name, self._noting(trainer, name, getattr(owner, name)))
 
     def _noting(self, trainer: Trainer, name: str, method: Any) -> Any:
         def noting(*args: Any, **kwargs: Any) -> Any:
@@ -104,7 +108,7 @@ def test_an_iteration_is_requantise_explore_regenerate_train_and_one_step(tmp_pa
     recorder = Recorder()
     module, trainer, loop = make(tmp_path, callbacks=(recorder,), max_epochs=2)
     fit(module, trainer, loop)
-    iteration = ["refresh_shadow", "explore", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
+    iteration = ["sync", "explore", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
     assert recorder.events == iteration * 2
     assert trainer.global_step == trainer.current_epoch == 2
 
@@ -130,7 +134,7 @@ def test_a_one_stage_family_samples_its_pool_once(tmp_path: Path) -> None:
     recorder = Recorder()
     module, trainer, loop = make(tmp_path, "family=naive_scaling", callbacks=(recorder,), max_epochs=1)
     fit(module, trainer, loop)
-    assert recorder.events == ["refresh_shadow", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
+    assert recorder.events == ["sync", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
     assert loop.explored is None
     assert torch.equal(loop.rollouts.proxy_rewards, loop.rollouts.rewards)
 
@@ -174,11 +178,11 @@ def test_a_prefix_family_goes_on_with_the_kept_trajectories_and_gets_the_same_pi
     options = ("family=prefix", "model.full_steps=5", "model.prefix_steps=2", "model.solver=dpm2")
     module, trainer, loop = make(tmp_path, *options, callbacks=(check,), max_epochs=1)
     fit(module, trainer, loop)
-    assert "shadow" not in module.replicas
+    assert "shadow" not in module.samplers.replicas
     assert check.rows == 2 * (5 * 2 + 3 * 3)  # 2 prompts; 5 candidates for 2 steps, 3 kept for the other 3
     for seeds, pool in zip(check.rollouts.seeds.tolist(), check.explored.seeds.tolist(), strict=True):
         assert len(set(seeds)) == 3 and set(seeds) <= set(pool)
-    torch.testing.assert_close(check.rollouts.latents, check.again.latents, rtol=0, atol=0.05)
+    torch.testing.assert_close(check.rollouts.x0, check.again.x0, rtol=0, atol=0.05)
     torch.testing.assert_close(check.rollouts.rewards, check.again.rewards, rtol=0, atol=0.02)
     assert not torch.equal(check.rollouts.proxy_rewards, check.rollouts.rewards)
 
@@ -208,8 +212,139 @@ def test_a_micro_batch_takes_no_more_forward_passes_than_the_loss_has_terms(tmp_
 
     module.policy.velocity = noted  # type: ignore[method-assign]
     fit(module, trainer, loop)
-    reference = [module.base] if kl_weight else []
+    reference = [module.samplers.reference] if kl_weight else []
     assert passes == [module.transformer, *reference, module.transformer] * MICRO_BATCHES
+
+
+class Metrics(Callback):
+    """Keeps what is logged at the end of every iteration."""
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.logged = dict(trainer.callback_metrics)
+
+
+class Rates(Callback):
+    """The learning rate of every optimiser step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume(tmp_path: Path) -> None:
+    options = ("scheduler=cosine", "scheduler.iterations=4", "optimizer.lr=0.01")
+    expected = [0.01 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(3)]
+    straight, first, second = Rates(), Rates(), Rates()
+    module, trainer, loop = make(tmp_path, *options, callbacks=(straight,), max_epochs=3)
+    fit(module, trainer, loop)
+    learnt = weights(module)
+    assert straight.rates == pytest.approx(expected)
+    module, trainer, loop = make(tmp_path, *options, callbacks=(first,), max_epochs=1)
+    fit(module, trainer, loop)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    module, trainer, loop = make(tmp_path, *options, callbacks=(second,), max_epochs=3)
+    fit(module, trainer, loop, tmp_path / "x.ckpt")
+    assert first.rates + second.rates == straight.rates and torch.equal(weights(module), learnt)
+    other = Rates()
+    changed = (*options[:2], "optimizer.lr=0.02")
+    module, trainer, loop = make(tmp_path, *changed, callbacks=(other,), max_epochs=2)
+    fit(module, trainer, loop, tmp_path / "x.ckpt")
+    assert other.rates == pytest.approx([2 * expected[1]])
+
+
+def test_an_evaluation_records_what_was_spent_until_then(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, max_epochs=2)
+    fit(module, trainer, loop)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    # 2 prompts: 5 candidates x 2 steps, 3 kept x 3 steps, and 3 rows of the policy, the old policy and the reference
+    each = 2 * (5 * 2 + 3 * 3 + 3 * 3)
+    assert [row["evaluations"] for row in module.eval_history] == [each, 2 * each]
+    seconds = [row["seconds"] for row in module.eval_history]
+    spent = sum(loop.stopwatch.seconds[stage] for stage in ("requantize", "explore", "regenerate", "train"))
+    assert 0 < seconds[0] < seconds[1] <= spent < seconds[0] * 10
+    module, trainer, loop = make(tmp_path, max_epochs=3)
+    fit(module, trainer, loop, tmp_path / "x.ckpt")
+    (row,) = module.eval_history
+    assert row["evaluations"] == 3 * each and row["seconds"] > seconds[1]
+
+
+@pytest.mark.parametrize("objective", ["nft", "awm"])
+def test_every_metric_of_the_objective_is_logged(tmp_path: Path, objective: str) -> None:
+    metrics = Metrics()
+    module, trainer, loop = make(tmp_path, f"objective={objective}", callbacks=(metrics,), max_epochs=1)
+    fit(module, trainer, loop)
+    terms = {"nft": NFTLoss, "awm": AWMLoss}[objective]._fields
+    expected = {f"train/{name}" for name in terms if name != "rows"} | {"train/grad_norm"}
+    assert metrics.logged["lr"] == pytest.approx(1e-3)
+    assert {name for name in metrics.logged if name.startswith("train/")} == expected
+
+
+def test_optimizer_steps_share_the_rows_of_an_iteration(tmp_path: Path) -> None:
+    recorder, moved = Recorder(), []
+    module, trainer, loop = make(tmp_path, "optimizer_steps=3", callbacks=(recorder,), max_epochs=2)
+    decay = module.old_decay
+    module.old_decay = lambda iteration: moved.append(iteration) or decay(iteration)  # type: ignore[func-returns-value]
+    fit(module, trainer, loop)
+    iteration = ["sync", "explore", "regenerate", *["training_step", "step"] * 3]
+    assert recorder.events == iteration * 2
+    assert (trainer.global_step, trainer.current_epoch, loop.iterations_done, moved) == (6, 2, 2, [1, 2])
+
+
+def test_a_run_of_several_optimizer_steps_resumes_exactly(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, "optimizer_steps=2", max_epochs=2)
+    fit(module, trainer, loop)
+    straight = weights(module)
+    module, trainer, loop = make(tmp_path, "optimizer_steps=2", max_epochs=1)
+    fit(module, trainer, loop)
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    module, trainer, loop = make(tmp_path, "optimizer_steps=2", max_epochs=2)
+    fit(module, trainer, loop, tmp_path / "one.ckpt")
+    assert torch.equal(weights(module), straight)
+    assert (trainer.global_step, loop.iterations_done) == (4, 2)
+
+
+def test_every_stage_with_keep_selects_for_the_next_one(tmp_path: Path) -> None:
+    check = Regenerated()
+    module, trainer, loop = make(tmp_path, "family=prefix", "model.full_steps=5", callbacks=(check,), max_epochs=1)
+    explore, regenerate = loop.stages
+    first, second = explore._replace(stop_step=1, keep=4), explore._replace(stop_step=3, keep=3)
+    loop.stages = [first, second, regenerate]
+    fit(module, trainer, loop)
+    assert check.rows == 2 * (5 * 1 + 4 * 2 + 3 * 2)  # 2 prompts; the survivors continue from where they are
+    pool = check.explored
+    four = pool.take(select_contrastive(pool.rewards, 4))
+    for kept, among in zip(check.rollouts.seeds.tolist(), four.seeds.tolist(), strict=True):
+        assert len(set(kept)) == 3 and set(kept) <= set(among)
+    torch.testing.assert_close(check.rollouts.x0, check.again.x0, rtol=0, atol=0.05)
+
+
+class Pull(Objective):
+    """A user's objective: the error of the predicted image, weighted by the advantage; reads recorded transitions."""
+
+    timestep_fraction = 0.5
+    needs = ()
+    reads_path = True
+
+    def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
+        assert not others and batch.x_next is not None
+        moved = batch.x_next - batch.x_t - (batch.sigma_next - batch.sigma)[:, None, None] * velocity
+        error = moved.square().flatten(1).mean(1)
+        return Loss(error * batch.advantage.sigmoid(), {"error": error.detach().mean()})
+
+
+def test_an_objective_of_the_user_s_own_trains_on_the_sampler_s_transitions(tmp_path: Path) -> None:
+    metrics = Metrics()
+    own = ("objective._target_=test_loop.Pull", *(f"~objective.{key}" for key in vars(NFT(1, 1, 1, 1))))
+    module, trainer, loop = make(tmp_path, *own, "model.full_steps=4", callbacks=(metrics,), max_epochs=2)
+    before = weights(module)
+    fit(module, trainer, loop)
+    assert loop.rollouts.path is not None and loop.rollouts.path.shape[:3] == (2, 3, 5)
+    assert torch.equal(loop.rollouts.path[:, :, -1], loop.rollouts.x0)
+    assert not torch.equal(weights(module), before)
+    # The first iteration's Euler steps are the trained policy's own velocities, up to the rounding of merged weights.
+    assert 0 < metrics.logged["train/error"] < 1e-3
 
 
 @pytest.mark.parametrize("sampler", ["policy", "merged"])
@@ -217,21 +352,23 @@ def test_the_old_velocity_is_that_of_the_named_sampler(tmp_path: Path, sampler: 
     module, trainer, loop = make(tmp_path, f"old_velocity={sampler}", max_epochs=1)
     for name, value in module.adapter_state("old").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)  # unlike the trained adapter, whose B is 0
-    module.refresh_shadow()
+    module.samplers.sync()
     prompts = module.encode(module.eval_prompts)
     x, one = module.policy.noise(torch.tensor([5, 6])), torch.ones(2)
-    batch = TrainingBatch(0 * x, x, 0.5 * one, one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]))
+    rest = (one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]))
+    batch = TrainingBatch(0 * x, x, None, one.long(), 0.5 * one, 0 * one, *rest)
     objective, seen = module.objective, []
 
-    def noted(*args: Tensor) -> Any:
-        seen.extend(value.detach() for value in args[:3])
-        return objective(*args)
+    class Noting(NFT):
+        def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
+            seen.extend([velocity.detach(), others["old"], others["reference"]])
+            return super().__call__(velocity, batch, **others)
 
-    module.objective = noted
+    module.objective = Noting(**vars(objective))
     module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
     module.training_step(batch, 0)
     velocity, old, reference = seen
-    with torch.no_grad(), module.transformer_of[sampler]() as transformer:
+    with torch.no_grad(), module.samplers.use(sampler) as transformer:
         assert torch.equal(old, module.policy.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning))
     assert torch.equal(velocity, reference) and not torch.equal(old, velocity)
 
@@ -244,7 +381,7 @@ def test_the_reference_is_the_model_without_adapters_whatever_they_hold(tmp_path
     for name, value in module.adapter_state("default").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)
     with torch.no_grad():
-        assert torch.equal(module.policy.velocity(module.base, x, sigma, rows.conditioning), before)
+        assert torch.equal(module.policy.velocity(module.samplers.reference, x, sigma, rows.conditioning), before)
         assert not torch.equal(module.policy.velocity(module.transformer, x, sigma, rows.conditioning), before)
 
 
@@ -349,7 +486,7 @@ def test_resume_is_bit_exact_from_a_checkpoint_taken(
 
     folder, uninterrupted, expected = straight
     assert recorder.explored == uninterrupted.explored[1:]
-    assert recorder.events[0] == "refresh_shadow"
+    assert recorder.events[0] == "sync"
     assert trainer.global_step == trainer.current_epoch == 3
     assert torch.equal(weights(module), expected)
     names, steps = columns(folder, "straight")
@@ -401,7 +538,7 @@ def test_a_reward_that_is_nan_stops_the_run_and_names_prompt_and_seed(
         fit(module, trainer, loop)
     assert torch.equal(weights(module), before)
     explore, regenerate = loop.stages
-    loop.stages = [explore._replace(name="regenerate", only_ranks=False)]
+    loop.stages = [explore._replace(name="regenerate")]
     with pytest.raises(NonFiniteError, match=r"reward shapes is nan for the prompt 'a .*' with seed \d+"):
         loop.roll_out()
 
@@ -418,7 +555,7 @@ def test_more_devices_than_prompts_is_refused(tmp_path: Path) -> None:
     cfg = composed("prompts_per_iteration=1")
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match="every device needs at least one prompt"):
-        build_loop(cfg, trainer)
+        build_loop(cfg, trainer, NFT(1.0, 0.0, 5.0, 0.5))
 
 
 def test_only_the_policy_moves_and_the_old_policy_follows_it(tmp_path: Path) -> None:

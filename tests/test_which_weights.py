@@ -10,12 +10,15 @@ from test_loop import fit, make
 from torch import Tensor, nn
 
 from solrl_lightning.module import SolRLModule
+from solrl_lightning.objectives.base import Loss
+from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.policies import adapters
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.seeds import evaluation_seeds, pool_seeds, train_timesteps
-from solrl_lightning.rollout.training_rows import TrainingBatch
+from solrl_lightning.rollout.records import TrainingBatch
+from solrl_lightning.rollout.stage import Stage
+from solrl_lightning.seeds import evaluation_seeds, pool_seeds, train_timesteps
 
 Tensors = dict[str, Tensor]
 OPTIONS = (
@@ -37,11 +40,14 @@ class Watch(Callback):
         self.pools: list[tuple[list[str], Tensor]] = []  # the prompts and seeds of each iteration
         self.batches: list[TrainingBatch] = []
         self.seen: list[tuple[Tensor, Tensor, Tensor]] = []  # trained, old and reference velocity
-        self.objective, pl_module.objective = pl_module.objective, self.noted
+        seen = self.seen
 
-    def noted(self, velocity: Tensor, old: Tensor, reference: Tensor, *rest: Tensor) -> Any:
-        self.seen.append((velocity.detach(), old, reference))
-        return self.objective(velocity, old, reference, *rest)
+        class Noting(NFT):
+            def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
+                seen.append((velocity.detach(), others["old"], others["reference"]))
+                return super().__call__(velocity, batch, **others)
+
+        pl_module.objective = Noting(**vars(pl_module.objective))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         loop: Any = trainer.fit_loop
@@ -50,10 +56,11 @@ class Watch(Callback):
         if (trainer.current_epoch, batch_idx) == (1, 0):
             self.rollouts = loop.rollouts
             self.old = copy.deepcopy(pl_module.adapter_state("old"))
-            self.replicas = {name: copy.deepcopy(replica) for name, replica in pl_module.replicas.items()}
+            self.replicas = {name: copy.deepcopy(replica) for name, replica in pl_module.samplers.replicas.items()}
             self.seen.clear()
             with torch.no_grad():
-                transformers = (pl_module.transformer, pl_module.replicas["merged"], pl_module.base)
+                samplers = pl_module.samplers
+                transformers = (pl_module.transformer, samplers.replicas["merged"], samplers.reference)
                 inputs = (batch.x_t, batch.sigma, batch.conditioning)
                 self.velocities = [pl_module.policy.velocity(transformer, *inputs) for transformer in transformers]
         if trainer.current_epoch == 1:
@@ -63,6 +70,7 @@ class Watch(Callback):
 class Trained(NamedTuple):
     module: SolRLModule
     watch: Watch
+    stage: Stage
 
 
 @pytest.fixture(scope="module")
@@ -72,11 +80,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     lengths = {"max_epochs": 2, "check_val_every_n_epoch": 2}
     module, trainer, loop = make(tmp_path_factory.mktemp("trained"), *OPTIONS, callbacks=(watch,), **lengths)
     fit(module, trainer, loop)
-    return Trained(module, watch)
+    return Trained(module, watch, loop.stages[-1])
 
 
 def merged(module: SolRLModule, state: Tensors) -> Tensors:
-    return dict(adapters.merged_weights(module.lora_layers, state))
+    return dict(adapters.merged_weights(module.samplers.lora_layers, state))
 
 
 def held(layer: nn.Module) -> Tensors:
@@ -101,9 +109,9 @@ def holds(layer: nn.Module, weight: Tensor) -> bool:
 def test_an_iteration_samples_and_trains_with_the_old_policy_quantised_or_rounded_anew(
     trained: Trained, replica: str
 ) -> None:
-    module, watch = trained
+    module, watch = trained.module, trained.watch
     transformer = watch.replicas[replica]
-    layers = {name: transformer.get_submodule(name) for name in module.lora_layers}
+    layers = {name: transformer.get_submodule(name) for name in module.samplers.lora_layers}
     assert any(isinstance(layer, QuantizedLinear) for layer in layers.values()) == (replica == "shadow")
     old, base = merged(module, watch.old), merged(module, module.adapter_state("base"))
     assert all(holds(layer, old[name]) for name, layer in layers.items())
@@ -112,8 +120,8 @@ def test_an_iteration_samples_and_trains_with_the_old_policy_quantised_or_rounde
 
 def test_an_evaluation_scores_the_average(trained: Trained) -> None:
     module = trained.module
-    prompts, steps = module.eval_prompts, module.sampling.eval_steps
-    seeds = evaluation_seeds(module.seed, prompts, module.sampling.eval_images)
+    prompts, steps = module.eval_prompts, module.evaluation.steps
+    seeds = evaluation_seeds(module.seed, prompts, module.evaluation.images)
 
     def reward(weights: str) -> float:
         found = module.score(prompts, seeds, weights=weights, steps=steps, progress=lambda done, total: None)
@@ -127,9 +135,9 @@ def test_an_evaluation_scores_the_average(trained: Trained) -> None:
 def test_other_weights_are_merged_for_as_long_as_they_are_used(trained: Trained) -> None:
     module = trained.module
     states = {name: merged(module, module.adapter_state(name)) for name in ("default", "old")}
-    module.refresh_shadow()
-    name = next(iter(module.lora_layers))
-    with module.merged_with(module.adapter_state("default")) as transformer:
+    module.samplers.sync()
+    name = next(iter(module.samplers.lora_layers))
+    with module.samplers.merged_with(module.adapter_state("default")) as transformer:
         assert holds(transformer.get_submodule(name), states["default"][name])
         assert not holds(transformer.get_submodule(name), states["old"][name])
     assert all(holds(transformer.get_submodule(name), weight) for name, weight in states["old"].items())
@@ -137,9 +145,9 @@ def test_other_weights_are_merged_for_as_long_as_they_are_used(trained: Trained)
 
 def test_the_policy_samples_with_the_old_adapter(trained: Trained) -> None:
     module = trained.module
-    layer = next(iter(module.lora_layers.values()))
+    layer = next(iter(module.samplers.lora_layers.values()))
     assert layer.active_adapters == ["default"]
-    with module.transformer_of["policy"]():
+    with module.samplers.use("policy"):
         assert layer.active_adapters == ["old"]
     assert layer.active_adapters == ["default"]
 
@@ -191,6 +199,6 @@ def test_rollouts_are_scored_by_the_rewards_with_a_weight_alone(
     two = WeightedRewards({**module.rewards.rewards, "watched": Watched()}, {"shapes": 1.0, "watched": 0.0})
     monkeypatch.setattr(module, "rewards", two)
     texts, seeds = module.eval_prompts[:1], torch.tensor([[3]])
-    assert module.run_stage(module.stages[-1], module.encode(texts), seeds).scores.shape == (1, 1, 1)
+    assert module.run_stage(trained.stage, module.encode(texts), seeds).scores.shape == (1, 1, 1)
     evaluated = module.score(texts, seeds, weights="base", steps=1, progress=lambda done, total: None)
     assert evaluated.scores.shape == (1, 1, 2)

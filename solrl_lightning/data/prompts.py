@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from solrl_lightning.data.sources import Record, read_records
 from solrl_lightning.errors import UserError
-from solrl_lightning.rollout.seeds import permutation
+from solrl_lightning.seeds import permutation
 
 logger = logging.getLogger(__name__)
 

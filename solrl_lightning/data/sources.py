@@ -142,6 +142,8 @@ def _read_json_lines(path: Path) -> list[Record]:
 def _json_record(line: str, where: str) -> Record:
     try:
         row = json.loads(line)
+    except RecursionError as error:
+        raise UserError(f"every line of a .jsonl file must be a JSON object; {where} is nested too deeply") from error
     except json.JSONDecodeError as error:
         raise UserError(
             f"every line of a .jsonl file must be a JSON object; {where} is none ({error.msg} at character "

@@ -13,16 +13,51 @@ clip are those of PPO, one ratio per noise level.
 Shapes: B batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from solrl_lightning.objectives.base import Loss, Objective, loss_of
+from solrl_lightning.rollout.records import TrainingBatch
+
 _HUBER_POWER = 0.25
 _HUBER_OFFSET = 1e-10  # keeps the power's slope finite at zero error
 
 Weighting = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class AWM(Objective):
+    """`awm_loss` on re-noised images, with the published weighting `ghuber`."""
+
+    kl_weight: float
+    old_weight: float
+    advantage_clip: float
+    ratio_clip: float
+    timestep_fraction: float
+
+    @property
+    def needs(self) -> Sequence[str]:
+        return ("old", "reference") if self.kl_weight else ("old",)
+
+    def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
+        terms = awm_loss(
+            velocity,
+            others["old"],
+            others.get("reference"),
+            batch.x0,
+            batch.x_t,
+            batch.sigma,
+            batch.advantage,
+            kl_weight=self.kl_weight,
+            old_weight=self.old_weight,
+            advantage_clip=self.advantage_clip,
+            ratio_clip=self.ratio_clip,
+        )
+        return loss_of(terms)
 
 
 class AWMLoss(NamedTuple):

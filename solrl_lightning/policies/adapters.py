@@ -16,12 +16,27 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from solrl_lightning.errors import UserError
+
 TRAINED, OLD = "default", "old"
 State = dict[str, Tensor]
 
 
 def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict[str, LoraLayer]:
-    """Adds both adapters, equal and without effect (B = 0), and returns the adapted layers by name."""
+    """Adds both adapters, equal and without effect (B = 0), and returns the adapted layers by name.
+
+    Raises:
+        UserError: a target of ``config`` is no layer of the transformer.
+    """
+    names = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    targets = sorted(map(str, config.target_modules or ()))
+    unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
+    if unknown or not targets:
+        raise UserError(
+            f"model.lora.target_modules={targets} is invalid: it must list layers of {type(transformer).__name__} by "
+            f"the ends of their names{', which has none named ' + ', '.join(unknown) if unknown else ''}. "
+            "Leave it out for those of the model's file."
+        )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are what we want
         torch.manual_seed(seed)
@@ -65,7 +80,7 @@ def load_state(layers: dict[str, LoraLayer], adapter: str, state: State) -> None
         weight.copy_(state[name])
 
 
-def move_old(layers: dict[str, LoraLayer], decay: float) -> None:
+def update_old_adapter(layers: dict[str, LoraLayer], decay: float) -> None:
     """old <- decay * old + (1 - decay) * default, in place."""
     old, trained = adapter_state(layers, OLD), adapter_state(layers, TRAINED)
     torch._foreach_lerp_(list(old.values()), list(trained.values()), 1.0 - decay)
@@ -80,7 +95,7 @@ def merged_weights(layers: dict[str, LoraLayer], state: State) -> Iterator[tuple
 
 
 @contextmanager
-def using(transformer: nn.Module, layers: dict[str, LoraLayer], adapter: str) -> Iterator[nn.Module]:
+def active_adapter(transformer: nn.Module, layers: dict[str, LoraLayer], adapter: str) -> Iterator[nn.Module]:
     """The transformer under another adapter; "default" is active again afterwards."""
     _activate(layers, adapter)
     try:

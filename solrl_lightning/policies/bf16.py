@@ -1,9 +1,8 @@
 """BF16 arithmetic on CPUs that have no BF16 units.
 
-There PyTorch's bfloat16 matrix product is about ten times slower than its float32 product. A bfloat16 product with
-float32 accumulation is the same function: every product of two bfloat16 numbers is exact in float32. So the operands
-are widened, multiplied in float32, and the result is rounded to bfloat16 once, as the hardware does; only the order of
-the sums differs.
+There PyTorch's bfloat16 matrix product is about ten times slower than its float32 product. The product of two bfloat16
+numbers is exact in float32, so operands are widened, multiplied in float32, and the result is rounded to bfloat16 once,
+as the hardware does; only the order of the sums differs.
 """
 
 import torch
@@ -27,7 +26,7 @@ class BF16Linear(nn.Linear):
 
 
 def use_fp32_products(transformer: nn.Module) -> None:
-    """Turns every linear layer of ``transformer`` into a ``BF16Linear`` that keeps its parameters."""
+    """Replaces the class of every linear layer of ``transformer`` by ``BF16Linear``, in place."""
     for module in transformer.modules():
         if type(module) is nn.Linear:
             module.__class__ = BF16Linear

@@ -1,4 +1,4 @@
-"""Compiling rollouts: whether it can be done here, and how."""
+"""Whether rollouts can be compiled on this machine, and compiling them block by block."""
 
 import shutil
 from collections.abc import Callable
@@ -12,12 +12,12 @@ from solrl_lightning.policies.gelu import use_logistic_gelu
 
 
 def can_compile(device: torch.device) -> bool:
-    """A GPU's compiler comes with PyTorch; the CPU's is the system's C++ compiler."""
+    """Whether there is a compiler: PyTorch brings that of a GPU, the system's C++ compiler is that of the CPU."""
     return device.type != "cpu" or any(map(shutil.which, ("g++", "clang++", "c++")))
 
 
 def should_compile(wanted: bool | str, device: torch.device) -> tuple[bool, str]:
-    """(decision, the line to print). ``auto`` compiles on a GPU; on a CPU it asks for nothing and runs eagerly.
+    """(decision, the line to print). ``auto`` compiles on a GPU and runs eagerly on a CPU.
 
     Raises:
         UserError: compilation is asked for and there is no C++ compiler for it.
@@ -37,10 +37,10 @@ def should_compile(wanted: bool | str, device: torch.device) -> tuple[bool, str]
 def compile_blocks(
     transformer: nn.Module, fullgraph: bool = True, backend: str | Callable[..., Any] = "inductor"
 ) -> None:
-    """Compiles the transformer block by block, for one fixed batch size: equal blocks share what is compiled.
+    """Compiles the transformer block by block, for one fixed batch size: equal blocks share their compiled code.
 
-    ``fullgraph=False`` lets layers of another library break a block into several graphs.
-    Not by diffusers' ``compile_repeated_blocks``, which knows FLUX.1's blocks but neither SD3's nor SANA's.
+    ``fullgraph=False`` lets layers of another library break a block into several graphs. ``compile_repeated_blocks`` of
+    diffusers knows the blocks of FLUX.1 but not those of SD3 and SANA.
     """
     if next(transformer.parameters()).device.type == "cpu":
         use_logistic_gelu(transformer)

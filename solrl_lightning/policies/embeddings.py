@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
-from torch import Tensor
+
+from solrl_lightning.errors import WriteError
+from solrl_lightning.policies.conditioning import Row
 
 log = logging.getLogger(__name__)
-
-Row = dict[str, Tensor]  # what the encoders make of one text
 
 
 class EmbeddingCache:
@@ -55,14 +55,18 @@ class EmbeddingCache:
         return row
 
     def save(self, text: str, row: Row) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         row = {name: value.cpu().contiguous() for name, value in row.items()}
-        with tempfile.NamedTemporaryFile(dir=self.folder, suffix=".tmp", delete=False) as file:
-            file.write(save(row, metadata={"digest": _digest(row)}))
-        os.replace(file.name, self.path(text))
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=self.folder, prefix=".") as own:  # other processes may write this text
+                file = Path(own) / "embedding"
+                file.write_bytes(save(row, metadata={"digest": _digest(row)}))
+                os.replace(file, self.path(text))
+        except OSError as error:
+            raise WriteError.of(self.path(text), error) from error
 
 
-def identity_of(folder: Path, components: Sequence[str], settings: dict[str, object]) -> str:
+def encoder_fingerprint(folder: Path, components: Sequence[str], settings: dict[str, object]) -> str:
     """Names the encoders of a pipeline folder: other files or settings give another identity.
 
     A hub snapshot is named by its repository and commit, a local folder by its place and its files' sizes and times.

@@ -1,6 +1,6 @@
-"""FLUX.1: how its pipeline embeds prompts, shapes and schedules noise, predicts velocities and decodes latents.
+"""FLUX.1.
 
-Latents stay packed, [B, S, C] with S image tokens of C = 4 x latent channels, from the noise to the decoder.
+Latents are packed, [B, S, C] with S image tokens of C = 4 x latent channels, from the noise to the decoder.
 """
 
 import copy
@@ -12,8 +12,9 @@ from diffusers import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
-from solrl_lightning.policies.pipeline import Conditioning, PipelinePolicy
-from solrl_lightning.rollout.seeds import noise
+from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.seeds import noise
 
 
 class Flux1(PipelinePolicy):
@@ -40,19 +41,26 @@ class Flux1(PipelinePolicy):
     def pixels_per_token(self) -> int:
         return self.pipeline.vae_scale_factor * 2
 
-    def embed(self, prompts: list[str]) -> Conditioning:
+    def encode_uncached(self, prompts: list[str]) -> Conditioning:
         """``prompt_embeds`` [P, L, D] of T5 and ``pooled`` [P, D'] of CLIP."""
         embeds, pooled, _ = self.pipeline.encode_prompt(
             prompt=prompts, prompt_2=None, device=self.device, max_sequence_length=self.max_sequence_length
         )
         return {"prompt_embeds": embeds, "pooled": pooled}
 
+    def embedding_like(self) -> Conditioning:
+        config, length = self.transformer.config, self.max_sequence_length
+        return {
+            "prompt_embeds": torch.empty(length, config.joint_attention_dim, device="meta"),
+            "pooled": torch.empty(config.pooled_projection_dim, device="meta"),
+        }
+
     def noise(self, seeds: Tensor) -> Tensor:
         spatial = noise(seeds, self._latent_grid)
         return FluxPipeline._pack_latents(spatial, *spatial.shape).to(self.device)
 
     def sigmas(self, steps: int) -> Tensor:
-        """By the pipeline's own scheduler, with its resolution shift."""
+        """Levels of the pipeline's scheduler, with its resolution shift."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         shift = {
             ours: scheduler.config[theirs]
@@ -85,7 +93,6 @@ class Flux1(PipelinePolicy):
         )
         return output[0].float()
 
-    def unscaled(self, x: Tensor, vae: Any) -> Tensor:
-        config = vae.config
-        latents = FluxPipeline._unpack_latents(x, self.resolution, self.resolution, self.pipeline.vae_scale_factor)
-        return latents / config.scaling_factor + config.shift_factor
+    def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
+        factor = self.pipeline.vae_scale_factor
+        return super().unscale_latents(FluxPipeline._unpack_latents(x, self.resolution, self.resolution, factor), vae)

@@ -2,8 +2,8 @@
 
     0.5 x (1 + tanh(u)) = x sigmoid(2u),    u = sqrt(2 / pi) (x + 0.044715 x^3)
 
-PyTorch's vectorised tanh takes some three times as long as its exponential function. Between small matrices that is a
-tenth of a compiled forward pass of the embedded model. Eager code would make seven passes of it: there it is not used.
+PyTorch's vectorised tanh takes some three times as long as its exponential function: a tenth of a compiled forward pass
+of the embedded model. Eager code would make seven passes over the tensor, so it is used in compiled code only.
 """
 
 import math
@@ -35,7 +35,7 @@ class LogisticGELUProjection(GELU):
 
 
 def use_logistic_gelu(transformer: nn.Module) -> None:
-    """Turns every GELU in its tanh form into one of the above, which keep the parameters."""
+    """Replaces the class of every GELU in tanh form, in place."""
     for module in transformer.modules():
         if type(module) is nn.GELU and module.approximate == "tanh":
             module.__class__ = LogisticGELU

@@ -1,10 +1,11 @@
-"""Loading a diffusers pipeline, whole or in part, from a folder or from the hub, with errors that say what to do.
+"""Loading a diffusers pipeline, whole or in part, from a folder or from the hub.
 
-Weights are read from safetensors only. diffusers and transformers fill weights that a file lacks with random numbers
-and a warning; here that is an error.
+Weights are read from safetensors only. diffusers and transformers fill missing weights with random numbers and warn;
+here a missing weight is an error.
 """
 
 import importlib
+import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError
 from torch import nn
 
+from solrl_lightning import policies
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.hub import fetch as fetch_file
 from solrl_lightning.hub import is_path
+from solrl_lightning.policies.config_files import INDEX
 
-INDEX = "model_index.json"
 ONLY_TRANSFORMER_IN_BF16 = {"transformer": torch.bfloat16, "default": torch.float32}
-_MODEL_OF = {"FluxPipeline": "flux1", "StableDiffusion3Pipeline": "sd3", "SanaPipeline": "sana"}
 
 
 def load_pipeline(
@@ -38,7 +39,7 @@ def load_pipeline(
     Args:
         dtypes: of the components by name; ``default`` for all others.
         variant: components that have files of this name (``model.<variant>.safetensors``) are read from those.
-        given: components that need not be loaded, because they are here already (or None: they are not needed).
+        given: components that are not loaded: modules that exist already, or None for those that are not needed.
 
     Raises:
         UserError: there is no such folder or hub id, it may not be read, holds another kind of pipeline, or is damaged.
@@ -68,14 +69,14 @@ def load_pipeline(
 def fetch(
     pipeline_class: type[DiffusionPipeline], pretrained: str, variant: str | None = None, without: Sequence[str] = ()
 ) -> Path:
-    """The local folder of a pipeline. From the hub only those components come that are not in ``without``.
+    """The local folder of a pipeline; components in ``without`` are not downloaded.
 
     Raises:
-        UserError: as ``load_pipeline``, but the weights are not read yet.
+        UserError: as ``load_pipeline``. Weights are not read.
     """
     hint = "Or give a local folder that save_pretrained wrote."
     index = fetch_file(pretrained, INDEX, key="model.pretrained", kind="diffusers pipeline", hint=hint)
-    _check_class(pipeline_class, pretrained, index.parent)
+    check_class(pipeline_class, pretrained, index.parent)
     if is_path(pretrained):
         _check_complete(pipeline_class, pretrained, index.parent, without)
         return index.parent
@@ -90,7 +91,7 @@ def fetch(
     return Path(folder)
 
 
-def _check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path) -> None:
+def check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path) -> None:
     try:
         found = pipeline_class.load_config(str(folder)).get("_class_name", "pipeline of no class")
     except OSError as error:
@@ -98,20 +99,35 @@ def _check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folde
             f"model.pretrained={pretrained} could not be read: {sentence(error)} Download or save the pipeline again."
         ) from error
     if found != pipeline_class.__name__:
-        fitting = f"Use model={_MODEL_OF[found]} with it" if found in _MODEL_OF else "Give another folder or hub id"
+        model = _model_of(found)
+        fitting = f"Use model={model} with it" if model else "Give another folder or hub id"
         raise UserError(f"this model needs a {pipeline_class.__name__}; {pretrained} is a {found}. {fitting}.")
+
+
+def _model_of(pipeline_class: str) -> str | None:
+    """The name of the policy file whose class has this ``pipeline_class``."""
+    for file in pkgutil.iter_modules(policies.__path__, f"{policies.__name__}."):
+        for value in vars(importlib.import_module(file.name)).values():
+            if getattr(getattr(value, "pipeline_class", None), "__name__", None) == pipeline_class:
+                return file.name.rpartition(".")[2]
+    return None
 
 
 def _check_complete(
     pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path, without: Sequence[str]
 ) -> None:
-    """Every component to load is here; diffusers would look for the folder of one that is not on the hub."""
+    """Checks that all component folders exist; diffusers would look for a missing one on the hub."""
     for name, value in pipeline_class.load_config(str(folder)).items():
         is_component = not name.startswith("_") and isinstance(value, list) and None not in value
         if is_component and name not in without and not (folder / name).is_dir():
             raise UserError(
                 f"a pipeline folder has a subfolder for every component that its {INDEX} names; {pretrained} has no "
                 f"{name}/ ({'.'.join(value)}). Download or save the pipeline again, whole."
+            )
+        # transformers makes a tokenizer without words of an empty folder.
+        if is_component and name.startswith("tokenizer") and not (folder / name / "tokenizer_config.json").is_file():
+            raise UserError(
+                f"{pretrained} has no {name}/tokenizer_config.json. Download or save the pipeline again, whole."
             )
 
 
@@ -129,7 +145,7 @@ def _module_classes(pipeline_class: type[DiffusionPipeline], folder: Path) -> It
 
 
 def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant: str | None = None) -> Any:
-    """The frozen model of a folder, all of whose weights are in its files."""
+    """The frozen model of a folder. A weight that is missing from its files is an error."""
     has_variant = variant is not None and any(folder.glob(f"*.{variant}[.-]*"))
     module, info = component_class.from_pretrained(
         str(folder),

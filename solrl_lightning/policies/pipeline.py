@@ -1,16 +1,15 @@
-"""What the text-to-image pipelines have in common: loading, prompt embeddings, memory, and saving a LoRA.
+"""Base class of the policies: loading, prompt embeddings, decoding within memory, and saving a LoRA.
 
-A subclass says how *its* pipeline embeds prompts, schedules the noise, predicts a velocity and scales its latents.
-Everything comes from diffusers' pipelines and models; only the denoising loop does not, because the rollout owns it.
+A subclass implements how its pipeline embeds prompts, schedules the noise, predicts a velocity and decodes latents.
+Pipelines and models are those of diffusers; the denoising loop is not, because the rollout owns it.
 
 Shapes: P prompts, L tokens of text, B batch, T solver steps.
 """
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,19 +21,19 @@ from torch import Tensor, nn
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import written_whole
 from solrl_lightning.memory import retry_with_empty_cache
-from solrl_lightning.policies.architectures import find
+from solrl_lightning.policies.architectures import find_architecture
 from solrl_lightning.policies.bf16 import has_bf16_units, use_fp32_products
-from solrl_lightning.policies.embeddings import EmbeddingCache, Row, identity_of
+from solrl_lightning.policies.conditioning import Conditioning, Row, stack_rows
+from solrl_lightning.policies.config_files import TINY
+from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
 from solrl_lightning.policies.loading import load_pipeline
 from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
-from solrl_lightning.policies.random_weights import random_pipeline
-from solrl_lightning.rollout.seeds import noise
+from solrl_lightning.policies.random_weights import random_pipeline, random_row
+from solrl_lightning.seeds import noise
 
 log = logging.getLogger(__name__)
 
-Conditioning = dict[str, Tensor]
 EMBED_BATCH = 64  # prompts that the text encoders read at once
-TINY = files("solrl_lightning") / "assets" / "tiny"  # the embedded model
 
 
 class PipelinePolicy(ABC):
@@ -44,20 +43,20 @@ class PipelinePolicy(ABC):
         pretrained: hub id, local folder, or ``tiny`` for the embedded model.
         resolution: side of the square images in pixels.
         max_sequence_length: tokens of the prompt embedding.
-        decode_batch: images that the autoencoder decodes at once; halved for good when memory runs out.
+        decode_batch: images that the autoencoder decodes at once; halved permanently after an out-of-memory error.
         dtypes: names of torch dtypes by component; ``default`` for all others.
-        embeddings: folder of prompt embeddings, or None to keep none; with it, the text encoders are loaded when the
-            first prompt comes that is not there.
-        gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
-        variant: of the weight files, e.g. ``bf16`` for ``model.bf16.safetensors``, where a component has it.
-        weights: ``pretrained``, or ``random`` ones in the same shapes, without text encoders, for plans and timings.
+        embeddings: folder of prompt embeddings, or None to keep none. With a folder, the text encoders are loaded only
+            for a prompt that is not in it.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        variant: of the weight files of components that have it, e.g. ``bf16`` for ``model.bf16.safetensors``.
+        weights: ``pretrained``, or ``random`` in the same shapes, without text encoders, for plans and timings.
         preview_decoder: hub id or local folder of an ``AutoencoderTiny`` of the same latents, for ``preview``;
             ``tiny`` for the embedded model's.
-        device: where the transformer and the autoencoder live; the text encoders visit a GPU and live on the CPU.
+        device: of transformer and autoencoder; text encoders stay on the CPU and move to it only while encoding.
 
     Raises:
         UserError: ``pretrained`` or ``preview_decoder`` cannot be loaded (see ``loading`` and ``preview``), or the
-            autoencoder cannot make the resolution.
+            resolution is not a whole number of image tokens.
     """
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
@@ -83,8 +82,10 @@ class PipelinePolicy(ABC):
         self.decode_batch, self.variant, self.device = decode_batch, variant, torch.device(device)
         self.dtypes = {name: _dtype(name, value) for name, value in dtypes.items()}
         self.cache: EmbeddingCache | None = None
-        if weights == "random":
-            self.pipeline = random_pipeline(find(self.pretrained, self.pipeline_class), self.device, self.dtypes)
+        self.random = weights == "random"
+        if self.random:
+            architecture = find_architecture(self.pretrained, self.pipeline_class)
+            self.pipeline = random_pipeline(architecture, self.device, self.dtypes)
         elif weights != "pretrained":
             raise UserError(f"model.weights must be pretrained or random; got {weights}")
         elif embeddings is None:
@@ -102,13 +103,17 @@ class PipelinePolicy(ABC):
         self._check_resolution()
         side = resolution // self.pipeline.vae_scale_factor
         self.latent_shape = (self.transformer.config.in_channels, side, side)
-        self.preview_decoder = None if preview_decoder is None else self._preview_decoder(preview_decoder, weights)
+        self.preview_decoder = None if preview_decoder is None else self._preview_decoder(preview_decoder)
 
-    # What a subclass says
+    # A subclass implements these
 
     @abstractmethod
-    def embed(self, prompts: list[str]) -> Conditioning:
-        """What the text encoders make of P prompts, each [P, ...], in the dtypes that they give."""
+    def encode_uncached(self, prompts: list[str]) -> Mapping[str, Tensor | Sequence[Tensor]]:
+        """Embeddings of P prompts by the text encoders: by name, [P, ...] or P tensors of different lengths."""
+
+    @abstractmethod
+    def embedding_like(self) -> Conditioning:
+        """Tensors on ``meta`` of the names, shapes and dtypes of one prompt's embedding, for random weights."""
 
     @abstractmethod
     def sigmas(self, steps: int) -> Tensor:
@@ -118,20 +123,28 @@ class PipelinePolicy(ABC):
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """float32 [B, *latent_shape] velocity (noise minus image) at latents ``x`` and levels ``sigma`` [B] or []."""
 
-    @abstractmethod
-    def unscaled(self, x: Tensor, vae: Any) -> Tensor:
-        """[B, C, H, W]: latents ``x`` [B, *latent_shape] as ``vae``, the pipeline's or a tiny one, takes them."""
-
-    # Latents are the autoencoder's own [C, H, W], where a subclass does not say otherwise.
+    # A subclass may override these: here latents are the autoencoder's own [C, H, W], scaled and shifted by two numbers
 
     @property
     def pixels_per_token(self) -> int:
-        """Side of the square of pixels that one image token stands for."""
+        """Side in pixels of the square that one image token covers."""
         return self.pipeline.vae_scale_factor * self.transformer.config.patch_size
 
     def noise(self, seeds: Tensor) -> Tensor:
         """float32 [B, *latent_shape] initial latents of the candidates, each a function of its seed alone."""
         return noise(seeds, self.latent_shape).to(self.device)
+
+    def decode_latents(self, x: Tensor, vae: Any) -> Tensor:
+        """[B, 3, H, W] images in [-1, 1] of latents ``x`` [B, *latent_shape].
+
+        Args:
+            vae: the pipeline's autoencoder, or the preview decoder.
+        """
+        return vae.decode(self.unscale_latents(x, vae).to(vae.dtype)).sample
+
+    def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
+        """[B, C, H, W] input of ``vae`` for latents ``x`` [B, *latent_shape]."""
+        return x / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
 
     # Prompts
 
@@ -139,31 +152,38 @@ class PipelinePolicy(ABC):
         """Embeddings of P prompts by name, each [P, ...] on the device; floating ones in the transformer's dtype."""
         rows = {text: self.cache.load(text) if self.cache else None for text in dict.fromkeys(prompts)}
         new = [text for text, row in rows.items() if row is None]
-        for text, row in zip(new, self._embed_rows(new), strict=True):
+        for text, row in zip(new, self._encode_rows(new), strict=True):
             rows[text] = row
             if self.cache:
                 self.cache.save(text, row)
         chosen: list[Row] = [rows[text] for text in prompts]  # type: ignore[misc]  # all are filled in by now
-        stacked = {name: torch.stack([row[name] for row in chosen]).to(self.device) for name in chosen[0]}
+        stacked = {name: value.to(self.device) for name, value in stack_rows(chosen).items()}
         dtype = self.transformer.dtype
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in stacked.items()}
 
     @torch.no_grad()
-    def _embed_rows(self, texts: list[str]) -> list[Row]:
+    def _encode_rows(self, texts: list[str]) -> list[Row]:
+        if self.random:
+            return [random_row(text, self.embedding_like(), self.device) for text in texts]
         if not texts:
             return []
         self._load_encoders()
         modules = [module for module in map(self._component, self.encoders) if isinstance(module, nn.Module)]
         for module in modules:
             module.to(self.device)
-        parts = [self.embed(texts[first : first + EMBED_BATCH]) for first in range(0, len(texts), EMBED_BATCH)]
+        chunks = [texts[first : first + EMBED_BATCH] for first in range(0, len(texts), EMBED_BATCH)]
+        parts = [self.encode_uncached(chunk) for chunk in chunks]
         if self.device.type != "cpu":
             for module in modules:
                 module.to("cpu")
-        return [{name: value[row] for name, value in part.items()} for part in parts for row in range(_length(part))]
+        return [
+            {name: value[row] for name, value in part.items()}
+            for part, chunk in zip(parts, chunks, strict=True)
+            for row in range(len(chunk))
+        ]
 
     def _load_encoders(self) -> None:
-        """Completes a pipeline that was loaded without its text encoders."""
+        """Loads the text encoders of a pipeline that was loaded without them."""
         if self._component(self.encoders[0]) is None:
             here = {name: module for name, module in self.pipeline.components.items() if name not in self.encoders}
             self.pipeline = self._load(here)
@@ -179,18 +199,17 @@ class PipelinePolicy(ABC):
 
     def preview(self, x: Tensor) -> Tensor:
         """As ``decode``, by the preview decoder."""
-        assert self.preview_decoder is not None  # nobody asks for previews without one: config.check_decoder
+        assert self.preview_decoder is not None  # config.check_decoder
         return self._images(x, self.preview_decoder)
 
     @torch.no_grad()
     def _images(self, x: Tensor, vae: Any) -> Tensor:
-        latents = self.unscaled(x, vae).to(vae.dtype)
         images: list[Tensor] = []
         done = 0
-        while done < len(latents):
-            part = latents[done : done + self.decode_batch]
+        while done < len(x):
+            part = x[done : done + self.decode_batch]
             try:
-                images.append(retry_with_empty_cache(partial(vae.decode, part)).sample.float())
+                images.append(retry_with_empty_cache(partial(self.decode_latents, part, vae)).float())
             except torch.OutOfMemoryError:
                 if not self._save_memory(vae):
                     raise
@@ -199,10 +218,9 @@ class PipelinePolicy(ABC):
         return (torch.cat(images) / 2 + 0.5).clamp(0, 1)
 
     def _save_memory(self, vae: Any) -> bool:
-        """Makes the next decoding smaller, for good, and says so; False if it is as small as it can be.
+        """Permanently halves the number of images decoded at once; False if nothing is left to reduce.
 
-        First fewer images at once; then, of the pipeline's own, one image in overlapping tiles, which may show faint
-        seams.
+        After one image, the pipeline's own autoencoder decodes overlapping tiles, which may show faint seams.
         """
         if self.decode_batch > 1:
             self.decode_batch //= 2
@@ -215,7 +233,7 @@ class PipelinePolicy(ABC):
         return True
 
     def _tile(self) -> None:
-        """Tiles of half the side; diffusers' own default is as large as the whole image here."""
+        """Enables tiles of half the side; the default of diffusers is as large as the image."""
         vae = self.pipeline.vae
         vae.enable_tiling()
         vae.tile_sample_min_size = self.resolution // 2
@@ -233,10 +251,10 @@ class PipelinePolicy(ABC):
     def _load(self, given: Mapping[str, Any]) -> DiffusionPipeline:
         return load_pipeline(self.pipeline_class, self.pretrained, self.dtypes, self.variant, given)
 
-    def _preview_decoder(self, pretrained: str, weights: str) -> AutoencoderTiny:
+    def _preview_decoder(self, pretrained: str) -> AutoencoderTiny:
         latents = (self.pipeline.vae.config.latent_channels, self.pipeline.vae_scale_factor)
         dtype = self.pipeline.vae.dtype
-        if weights == "random":
+        if self.random:
             decoder = random_preview_decoder(self.device, dtype, *latents)
         else:
             own = str(TINY / EMBEDDED) if pretrained == "tiny" else pretrained
@@ -246,7 +264,8 @@ class PipelinePolicy(ABC):
     def _cache(self, folder: Path) -> EmbeddingCache:
         dtypes = {name: str(self.dtypes.get(name, self.dtypes["default"])) for name in self.encoders}
         settings: dict[str, object] = {"length": self.max_sequence_length, "variant": self.variant, "dtypes": dtypes}
-        return EmbeddingCache(folder, identity_of(Path(self.pipeline.config._name_or_path), self.encoders, settings))
+        source = Path(self.pipeline.config._name_or_path)
+        return EmbeddingCache(folder, encoder_fingerprint(source, self.encoders, settings))
 
     def _check_resolution(self) -> None:
         if self.resolution % self.pixels_per_token:
@@ -254,10 +273,6 @@ class PipelinePolicy(ABC):
                 f"model.resolution must be a multiple of {self.pixels_per_token}, the pixels of one image token of "
                 f"this model; got {self.resolution}"
             )
-
-
-def _length(conditioning: Conditioning) -> int:
-    return len(next(iter(conditioning.values())))
 
 
 def _dtype(name: str, value: str) -> torch.dtype:

@@ -1,7 +1,7 @@
-"""A tiny autoencoder in place of the model's own, for candidates that are only ranked.
+"""The preview decoder: a tiny autoencoder in place of the model's own, for candidates that are only ranked.
 
-diffusers' ``AutoencoderTiny`` (TAESD, https://github.com/madebyollin/taesd) is a few convolutions that were distilled
-from the model's autoencoder and read the same latents. Its pictures are softer than the real ones.
+``AutoencoderTiny`` of diffusers (TAESD, https://github.com/madebyollin/taesd) is a few convolutions, distilled from the
+model's autoencoder. It reads the same latents; its pictures are softer.
 """
 
 from typing import Any
@@ -28,8 +28,8 @@ def load_preview_decoder(pretrained: str, dtype: torch.dtype, channels: int, com
     """The tiny autoencoder of a folder or hub id, frozen.
 
     Args:
-        channels, compression: of the latents that it is to decode; it is refused before its weights come if it decodes
-            others. Which model it was distilled from its files do not tell.
+        channels, compression: of the latents to decode, checked before its weights are downloaded. Its files do not
+            name the model that it was distilled from.
 
     Raises:
         UserError: there is no such folder or hub id, it holds no AutoencoderTiny for these latents, or is damaged.
@@ -53,7 +53,7 @@ def load_preview_decoder(pretrained: str, dtype: torch.dtype, channels: int, com
 def random_preview_decoder(
     device: torch.device, dtype: torch.dtype, channels: int, compression: int
 ) -> AutoencoderTiny:
-    """One with made-up weights, as large as the published ones."""
+    """An AutoencoderTiny with random weights, as large as the published ones."""
     halvings = compression.bit_length() - 1
     config = {
         "latent_channels": channels,

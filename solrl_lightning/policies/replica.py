@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 
-def share(transformer: nn.Module) -> nn.Module:
+def clone_sharing_weights(transformer: nn.Module) -> nn.Module:
     """A copy of the module tree whose parameters and buffers are the original's tensors."""
     tensors = chain(transformer.parameters(), transformer.buffers())
     return copy.deepcopy(transformer, {id(tensor): tensor for tensor in tensors})
 
 
-def own_weights(replica: nn.Module, names: Iterable[str]) -> None:
+def untie_weights(replica: nn.Module, names: Iterable[str]) -> None:
     """Gives the named linear layers weights of their own, which ``refresh`` may overwrite."""
     for name in names:
         layer = replica.get_submodule(name)

@@ -1,16 +1,17 @@
-"""SANA: how its pipeline embeds prompts, predicts velocities and decodes latents.
+"""SANA, without classifier-free guidance and the "complex human instruction", as in the published training.
 
-Without classifier-free guidance and without the "complex human instruction" before the prompt, as in the published
-training. Latents are [B, C, H / 32, W / 32]: the autoencoder (DC-AE) compresses 32-fold.
+Latents are [B, C, H / 32, W / 32]: the autoencoder (DC-AE) compresses 32-fold.
 """
 
 from typing import Any
 
 import numpy as np
+import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
 from torch import Tensor, nn
 
-from solrl_lightning.policies.pipeline import Conditioning, PipelinePolicy
+from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.policies.sana_checkpoint import load_linear_ffn
 
 
@@ -40,7 +41,7 @@ class Sana(PipelinePolicy):
             load_linear_ffn(transformer_weights, self.transformer)
         self.flow_shift = flow_shift
 
-    def embed(self, prompts: list[str]) -> Conditioning:
+    def encode_uncached(self, prompts: list[str]) -> Conditioning:
         """``prompt_embeds`` [P, L, D] of Gemma and ``prompt_mask`` int64 [P, L], which is 0 at padding."""
         embeds, mask, _, _ = self.pipeline.encode_prompt(
             prompt=prompts,
@@ -50,6 +51,13 @@ class Sana(PipelinePolicy):
             complex_human_instruction=None,
         )
         return {"prompt_embeds": embeds, "prompt_mask": mask}
+
+    def embedding_like(self) -> Conditioning:
+        length = self.max_sequence_length
+        return {
+            "prompt_embeds": torch.empty(length, self.transformer.config.caption_channels, device="meta"),
+            "prompt_mask": torch.empty(length, dtype=torch.int64, device="meta"),
+        }
 
     def sigmas(self, steps: int) -> Tensor:
         scheduler = FlowMatchEulerDiscreteScheduler(shift=self.flow_shift)
@@ -69,11 +77,11 @@ class Sana(PipelinePolicy):
             output = output.chunk(2, dim=1)[0]
         return output.float()
 
-    def unscaled(self, x: Tensor, vae: Any) -> Tensor:
+    def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
         return x.to(vae.dtype) / vae.config.scaling_factor
 
     def _tile(self) -> None:
-        """Tiles of half the side that overlap by a quarter, in whole latents."""
+        """Enables tiles of half the side that overlap by a quarter, in whole latents."""
         compression = self.pipeline.vae_scale_factor
         side = max(self.resolution // 2 // compression, 1) * compression
         stride = max(side * 3 // 4 // compression, 1) * compression

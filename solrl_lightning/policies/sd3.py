@@ -1,15 +1,18 @@
-"""Stable Diffusion 3 and 3.5: how its pipeline embeds prompts, schedules noise, predicts velocities and decodes.
+"""Stable Diffusion 3 and 3.5, without classifier-free guidance, as in the published training.
 
-Without classifier-free guidance, as in the published training. Latents are [B, C, H / 8, W / 8].
+Latents are [B, C, H / 8, W / 8].
 """
 
 import copy
-from typing import Any
 
+import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
-from solrl_lightning.policies.pipeline import Conditioning, PipelinePolicy
+from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.pipeline import PipelinePolicy
+
+CLIP_TOKENS = 77  # of both CLIPs, before those of T5
 
 
 class SD3(PipelinePolicy):
@@ -18,7 +21,7 @@ class SD3(PipelinePolicy):
     pipeline_class = StableDiffusion3Pipeline
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 
-    def embed(self, prompts: list[str]) -> Conditioning:
+    def encode_uncached(self, prompts: list[str]) -> Conditioning:
         """``prompt_embeds`` [P, 77 + L, D]: both CLIPs side by side, then T5; ``pooled`` [P, D'] of both CLIPs."""
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             prompt=prompts,
@@ -30,8 +33,15 @@ class SD3(PipelinePolicy):
         )
         return {"prompt_embeds": embeds, "pooled": pooled}
 
+    def embedding_like(self) -> Conditioning:
+        config, length = self.transformer.config, CLIP_TOKENS + self.max_sequence_length
+        return {
+            "prompt_embeds": torch.empty(length, config.joint_attention_dim, device="meta"),
+            "pooled": torch.empty(config.pooled_projection_dim, device="meta"),
+        }
+
     def sigmas(self, steps: int) -> Tensor:
-        """By the pipeline's own scheduler: its shift is 3, and its last level before 0 is that of the training."""
+        """Levels of the pipeline's scheduler: shift 3, and the last level before 0 is that of its training."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         scheduler.set_timesteps(steps)
         return scheduler.sigmas.float()
@@ -45,7 +55,3 @@ class SD3(PipelinePolicy):
             return_dict=False,
         )
         return output[0].float()
-
-    def unscaled(self, x: Tensor, vae: Any) -> Tensor:
-        config = vae.config
-        return x / config.scaling_factor + config.shift_factor

@@ -3,33 +3,37 @@
 Candidates are flattened over prompts and sampled in chunks, so pools need not divide into anything. Compiled samplers
 get chunks of one fixed size, the last one padded with repetitions, because another size would be another compilation.
 
-Shapes: P prompts, N pool, B chunk, T solver steps.
+Shapes: P prompts, N pool, B chunk, T solver steps, R rewards.
 """
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
-from peft import LoraConfig
 from torch import Tensor, nn
 
 from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.memory import retry_with_empty_cache
+from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.beside import at_once, beside
-from solrl_lightning.rollout.records import Candidates
-from solrl_lightning.sampling import SolverState, advance, start
+from solrl_lightning.rollout.records import Candidates, EncodedPrompts
+from solrl_lightning.rollout.scoring_worker import Submit
+from solrl_lightning.sampling import SolverState, start, steps
+from solrl_lightning.seeds import step_noise
 
 log = logging.getLogger(__name__)
 
-Conditioning = dict[str, Tensor]
+EXPLORE, REGENERATE = "explore", "regenerate"
+STAGES = ("requantize", EXPLORE, REGENERATE, "train")
+"""Stages of an iteration, as the stopwatch names them."""
+
 Progress = Callable[[int, int], None]
-Decoder = Callable[[Tensor], Tensor]  # latents [B, ...] -> images [B, 3, H, W] in [0, 1]
+Scorer = Callable[[WeightedRewards, Tensor, list[str], Tensor], Tensor]
+"""R rewards, latents [B, ...], their prompts and their seeds [B] -> float32 [B, R]."""
 
 _NONFINITE_HINT = (
     "training stopped, and its last checkpoint, if there is one, is intact. Reproduce this with task=generate, then "
@@ -37,103 +41,115 @@ _NONFINITE_HINT = (
 )
 
 
-class Policy(Protocol):
-    """What a text-to-image architecture offers; see ``solrl_lightning.policies``."""
+class Stage(NamedTuple):
+    """One pass over candidates: which weights sample them, in how many solver steps, and how many are kept."""
 
-    transformer: nn.Module
-    device: torch.device
+    name: str  # EXPLORE or REGENERATE: its stopwatch stage
+    sampler: str  # see `Samplers`
+    steps: int
+    solver: str
+    stop_step: int | None = None  # of these steps, then score the predicted image; the next stage continues from there
+    decoder: str = "full"  # or preview: what the scored images are decoded by
+    keep: int | None = None  # best and worst by reward, for the next stage or for training; null keeps all as they are
 
-    def encode(self, prompts: list[str]) -> Conditioning: ...
-
-    def noise(self, seeds: Tensor) -> Tensor: ...
-
-    def sigmas(self, steps: int) -> Tensor: ...
-
-    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor: ...
-
-    def decode(self, x: Tensor) -> Tensor: ...
-
-    def preview(self, x: Tensor) -> Tensor: ...
-
-    def save_lora(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None: ...
+    @property
+    def only_ranks(self) -> bool:
+        """Whether a candidate that is not finite gets the reward NaN instead of stopping the run."""
+        return self.name == EXPLORE
 
 
-class Prompts(NamedTuple):
-    """P prompts with their embeddings, computed once and indexed by every chunk and step."""
-
-    texts: list[str]
-    conditioning: Conditioning  # each [P, ...]
-
-    def rows(self, index: Tensor) -> tuple[list[str], Conditioning]:
-        """The prompts ``index`` [B] of a chunk."""
-        return (
-            [self.texts[i] for i in index.tolist()],
-            {name: value[index.to(value.device)] for name, value in self.conditioning.items()},
-        )
+def evaluations(stages: Sequence[Stage], pool: int) -> list[int]:
+    """Return the model evaluations of each stage for one prompt: forward passes of the transformer for one image."""
+    counts, done, images = [], 0, pool
+    for stage in stages:
+        end = stage.steps if stage.stop_step is None else stage.stop_step
+        counts.append(images * (end - done))
+        done = 0 if stage.stop_step is None else end
+        images = images if stage.keep is None else stage.keep
+    return counts
 
 
 @dataclass
-class Batching:
-    """How many candidates go through the transformer at once."""
+class BatchSize:
+    """How many candidates go through a transformer at once."""
 
     size: int
-    """Halved for good when as many do not fit the memory."""
-    fixed: bool
+    """Halved permanently after an out-of-memory error."""
+    pad_to_size: bool
     """Pad every chunk to ``size``, for compiled transformers."""
 
     def halve(self) -> None:
         self.size //= 2
-        log.warning("out of memory: sampling goes on with %d candidates in one forward pass", self.size)
+        log.warning("out of memory: sampling continues with %d candidates in one forward pass", self.size)
 
 
-class Trajectory(NamedTuple):
-    """The way of the candidates through the noise levels, or a part of it."""
+class SamplingSpec(NamedTuple):
+    """Sigma schedule, solver and range of steps."""
 
     sigmas: Tensor  # [T + 1]
     solver: str
-    begin: SolverState | None = None  # [P, N, ...], where to go on from; the seeds' noise if not said
-    until: int | None = None  # steps after which to stop; all T if not said
+    initial_state: SolverState | None = None  # [P, N, ...]; default: the seeds' noise
+    stop_step: int | None = None  # default: T
+    record_path: bool = False  # keep x at every level
+
+
+class Chunk(NamedTuple):
+    """Sampled candidates."""
+
+    candidates: Tensor  # int64 [B], into the flattened seeds
+    state: SolverState  # [B, ...]
+    path: Tensor | None  # [B, T + 1, ...], x at every level
 
 
 @torch.no_grad()  # not inference_mode: the latents enter the training graph
-def sample_states(
-    policy: Policy,
+def iter_sampled_chunks(
+    policy: PipelinePolicy,
     transformer: nn.Module,
-    batching: Batching,
-    prompts: Prompts,
+    batch_size: BatchSize,
+    prompts: EncodedPrompts,
     seeds: Tensor,
-    trajectory: Trajectory,
-) -> Iterator[tuple[Tensor, SolverState]]:
-    """Yields (flat candidate indices [B], their states [B, ...]) chunk by chunk over seeds [P, N]."""
+    spec: SamplingSpec,
+) -> Iterator[Chunk]:
+    """Sample seeds [P, N] chunk by chunk."""
     count = seeds.numel()
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     flat = seeds.flatten()
 
-    def integrated(index: Tensor) -> SolverState:
-        _, conditioning = prompts.rows(owner[index])
-        begin = trajectory.begin
-        state = start(policy.noise(flat[index])) if begin is None else begin.flatten().take(index)
+    def integrate(index: Tensor) -> tuple[SolverState, Tensor | None]:
+        _, conditioning = prompts.gather(owner[index])
+        initial = spec.initial_state
+        state = start(policy.noise(flat[index])) if initial is None else initial.flatten().take(index)
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             return policy.velocity(transformer, x, sigma, conditioning)
 
-        return advance(velocity, state, trajectory.sigmas, trajectory.solver, trajectory.until)
+        def noise(step: int) -> Tensor:
+            return step_noise(flat[index], step, state.x.shape[1:]).to(state.x.device)
+
+        path = [state.x]
+        for state in steps(velocity, state, spec.sigmas, spec.solver, spec.stop_step, noise):  # noqa: B020
+            if spec.record_path:
+                path.append(state.x)
+        return state, torch.stack(path, dim=1) if spec.record_path else None
 
     first = 0
     while first < count:
-        index = torch.arange(first, min(first + batching.size, count))
-        padded = torch.arange(first, first + batching.size).remainder(count) if batching.fixed else index
-        state = _unless_out_of_memory(integrated, padded)
-        if state is None:
-            batching.halve()  # out here, where the failed pass's memory is free again
+        index = torch.arange(first, min(first + batch_size.size, count))
+        padded = torch.arange(first, first + batch_size.size).remainder(count) if batch_size.pad_to_size else index
+        sampled = _unless_out_of_memory(integrate, padded)
+        if sampled is None:
+            batch_size.halve()  # here, where the memory of the failed pass is free again
             continue
-        yield index, state.take(torch.arange(len(index)))
+        state, path = sampled
+        yield Chunk(index, state.take(torch.arange(len(index))), None if path is None else path[: len(index)])
         first += len(index)
 
 
-def _unless_out_of_memory(integrated: Callable[[Tensor], SolverState], index: Tensor) -> SolverState | None:
+def _unless_out_of_memory(
+    integrate: Callable[[Tensor], tuple[SolverState, Tensor | None]], index: Tensor
+) -> tuple[SolverState, Tensor | None] | None:
     try:
-        return retry_with_empty_cache(partial(integrated, index))
+        return retry_with_empty_cache(partial(integrate, index))
     except torch.OutOfMemoryError:
         if len(index) == 1:
             raise
@@ -141,48 +157,55 @@ def _unless_out_of_memory(integrated: Callable[[Tensor], SolverState], index: Te
 
 
 @torch.no_grad()
-def run_stage(
-    policy: Policy,
-    transformer: nn.Module,
-    batching: Batching,
-    rewards: WeightedRewards,
-    prompts: Prompts,
+def score_chunks(
+    chunks: Iterator[Chunk],
+    prompts: EncodedPrompts,
     seeds: Tensor,
-    trajectory: Trajectory,
+    rewards: WeightedRewards,
+    score: Scorer,
     progress: Progress,
-    overlap: bool = False,
-    decode: Decoder | None = None,
-    only_ranks: bool = False,
+    worker: Callable[[], AbstractContextManager[Submit[Tensor]]],
 ) -> Candidates:
-    """Samples, decodes and scores every candidate of seeds [P, N]; of a trajectory that stops early, its predicted x0.
+    """Score the ``chunks`` of seeds [P, N] as they are sampled, in a ``worker``; see ``scoring_worker``.
 
-    With ``overlap`` a chunk is decoded and scored while the next one is sampled. ``decode`` defaults to the policy's.
-    With ``only_ranks`` a candidate whose image or reward is not finite gets NaN scores and a warning.
+    Of a trajectory that stops early, the predicted x0 is scored.
+    """
+    owner, shape = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1]), tuple(seeds.shape)
+    states: list[SolverState] = []
+    x0s: list[Tensor] = []
+    paths: list[Tensor] = []
+    scores = []
+    progress(0, seeds.numel())
+    with worker() as submit:
+        for index, state, path in chunks:
+            assert state.x0 is not None, "a stage takes at least one step"
+            texts = [prompts.texts[i] for i in owner[index].tolist()]
+            scores.append(submit(partial(score, rewards, state.x0, texts, seeds.flatten()[index])))
+            states.append(state)
+            x0s.append(state.x0)
+            if path is not None:
+                paths.append(path)
+            progress(int(index[-1]) + 1, seeds.numel())
+        each = torch.cat([scored.result() for scored in scores]).unflatten(0, shape)
+
+    def joined(tensors: list[Tensor]) -> Tensor:
+        return torch.cat(tensors).unflatten(0, shape)
+
+    x0 = joined(x0s)
+    finished = all(state.x is state.x0 for state in states)  # the last step of a trajectory lands on x0
+    x = x0 if finished else joined([state.x for state in states])
+    path = joined(paths) if paths else None
+    return Candidates(seeds, SolverState(x, x0, states[0].step), rewards.total(each), each, path)
+
+
+def score_images(
+    decode: Callable[[Tensor], Tensor], rewards: WeightedRewards, x0: Tensor, texts: list[str], seeds: Tensor
+) -> Tensor:
+    """Return float32 [B, R] of latents [B, ...].
 
     Raises:
         NonFiniteError: an image or a reward is NaN or infinite; the message names the prompt and the seed.
     """
-    owner, shape = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1]), tuple(seeds.shape)
-    score = partial(_scored_or_nan if only_ranks else _scored, decode or policy.decode, rewards)
-    latents, standing, scores = [], [], []
-    progress(0, seeds.numel())
-    with beside(policy.device) if overlap else at_once() as submit:
-        for index, state in sample_states(policy, transformer, batching, prompts, seeds, trajectory):
-            assert state.x0 is not None  # at least one step was taken
-            texts = [prompts.texts[i] for i in owner[index].tolist()]
-            scores.append(submit(partial(score, state.x0, texts, seeds.flatten()[index])))
-            latents.append(state.x0)
-            standing.append(state.x)
-            progress(int(index[-1]) + 1, seeds.numel())
-        each = torch.cat([scored.result() for scored in scores]).unflatten(0, shape)
-    stopped = trajectory.until is not None and trajectory.until < len(trajectory.sigmas) - 1
-    x0 = torch.cat(latents).unflatten(0, shape)
-    x = torch.cat(standing).unflatten(0, shape) if stopped else x0
-    return Candidates(seeds, x0, rewards.total(each), each, x)
-
-
-def _scored(decode: Decoder, rewards: WeightedRewards, x0: Tensor, texts: list[str], seeds: Tensor) -> Tensor:
-    """float32 [B, R] of latents [B, ...]."""
     images = decode(x0)
     try:
         return rewards(images, texts)
@@ -190,8 +213,10 @@ def _scored(decode: Decoder, rewards: WeightedRewards, x0: Tensor, texts: list[s
         raise NonFiniteError(f"{error} with seed {int(seeds[error.row])}; {_NONFINITE_HINT}", error.row) from error
 
 
-def _scored_or_nan(decode: Decoder, rewards: WeightedRewards, x0: Tensor, texts: list[str], seeds: Tensor) -> Tensor:
-    """As ``_scored``, but NaN for a candidate that has no finite score."""
+def score_images_or_nan(
+    decode: Callable[[Tensor], Tensor], rewards: WeightedRewards, x0: Tensor, texts: list[str], seeds: Tensor
+) -> Tensor:
+    """As `score_images`, but NaN and a warning for a candidate that has no finite score."""
     images = decode(x0)
     try:
         return rewards(images, texts)
@@ -207,7 +232,7 @@ def _scored_or_nan(decode: Decoder, rewards: WeightedRewards, x0: Tensor, texts:
 
 
 def check_selectable(proxy_rewards: Tensor, keep: int, prompts: list[str]) -> None:
-    """Raises ``NonFiniteError`` if a row of ``proxy_rewards`` [P, N] has fewer than ``keep`` finite values."""
+    """Raise ``NonFiniteError`` if a row of ``proxy_rewards`` [P, N] has fewer than ``keep`` finite values."""
     finite = proxy_rewards.isfinite().sum(dim=1)
     if (finite < keep).any():
         row = int((finite < keep).nonzero()[0])
@@ -219,7 +244,7 @@ def check_selectable(proxy_rewards: Tensor, keep: int, prompts: list[str]) -> No
 
 
 def check_finite(values: Tensor, what: str, prompts: list[str], seeds: Tensor) -> None:
-    """Raises ``NonFiniteError`` for the first of ``values`` [B] that is NaN or infinite."""
+    """Raise ``NonFiniteError`` for the first of ``values`` [B] that is NaN or infinite."""
     finite = values.isfinite().cpu()
     if not finite.all():
         row = int((~finite).nonzero()[0])

@@ -1,69 +1,94 @@
-"""Deterministic ODE solvers for rectified flows, whole (`integrate`) or stopped and resumed (`start`, `advance`).
+"""Solvers for rectified flows: whole (`integrate`), stopped and resumed (`advance`), or step by step (`steps`).
 
 Shapes: B batch, T solver steps. sigma runs from 1 (noise) to 0 (image); x_t = (1 - sigma) x0 + sigma eps;
 the velocity is v = eps - x0, so dx/dsigma = v and the image predicted at any point is x0 = x - sigma v.
 
-A family that explores on a prefix of the trajectory stops after m steps, scores `state.x0`, and goes on with the kept
+A family that explores on a prefix of the trajectory stops after m steps, scores `state.x0`, and continues with the kept
 candidates only:
 
-    state = advance(velocity, start(noise), sigmas, solver="dpm2", until=4)
+    state = advance(velocity, start(noise), sigmas, solver="dpm2", stop_step=4)
     state = state.take(kept)                                   # solver history is kept for exactly these rows
     images = advance(velocity_of_kept, state, sigmas, solver="dpm2").x
 
-Left out: stochastic (SDE) transitions, which the published method has in its code but does not use; third-order and
-adaptive solvers.
+A solver is a function of one step. A stochastic one draws its noise from the `NoiseSource` that it is given.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import reduce
 
 from torch import Tensor
 
 from solrl_lightning.sampling.dpm2 import dpm2_step
 from solrl_lightning.sampling.euler import euler_step
-from solrl_lightning.sampling.state import SolverState, start
+from solrl_lightning.sampling.state import NoiseSource, SolverState, start
 
 __all__ = [
     "SOLVERS",
+    "NoiseSource",
+    "Solver",
     "SolverState",
+    "Velocity",
     "advance",
     "dpm2_step",
     "euler_step",
     "integrate",
     "start",
+    "steps",
 ]
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
-Step = Callable[[SolverState, Tensor, Sequence[float]], SolverState]
+"""x [B, ...] in float32 and sigma, a 0-dim float32 tensor on x's device -> v [B, ...]."""
+Solver = Callable[[SolverState, Tensor, Sequence[float], NoiseSource | None], SolverState]
+"""State at sigmas[i], velocity there, all sigmas, and noise for stochastic solvers -> state at sigmas[i + 1]."""
 
-SOLVERS: dict[str, Step] = {"euler": euler_step, "dpm2": dpm2_step}
+SOLVERS: dict[str, Solver] = {"euler": euler_step, "dpm2": dpm2_step}
 
 
 def integrate(velocity: Velocity, x: Tensor, sigmas: Tensor, solver: str = "euler") -> Tensor:
-    """Noise [B, ...] -> image latents [B, ...] in float32, along sigmas [T+1] that descend to 0.
-
-    `velocity(x, sigma)` gets x [B, ...] in float32 and sigma as a 0-dim float32 tensor on x's device.
-    """
+    """Noise [B, ...] -> image latents [B, ...] in float32, along sigmas [T+1] that descend to 0."""
     return advance(velocity, start(x), sigmas, solver).x
 
 
 def advance(
-    velocity: Velocity, state: SolverState, sigmas: Tensor, solver: str = "euler", until: int | None = None
+    velocity: Velocity,
+    state: SolverState,
+    sigmas: Tensor,
+    solver: str | Solver = "euler",
+    stop_step: int | None = None,
+    noise: NoiseSource | None = None,
 ) -> SolverState:
-    """Take the steps from `state.step` up to `until` (default: all T). Stopping and resuming changes no bit."""
-    if solver not in SOLVERS:
+    """Return the last state of `steps`. Stopping and resuming change no bit."""
+    return reduce(lambda _, later: later, steps(velocity, state, sigmas, solver, stop_step, noise), state)
+
+
+def steps(
+    velocity: Velocity,
+    state: SolverState,
+    sigmas: Tensor,
+    solver: str | Solver = "euler",
+    stop_step: int | None = None,
+    noise: NoiseSource | None = None,
+) -> Iterator[SolverState]:
+    """Yield the state after each step from `state.step` up to `stop_step` (default: T).
+
+    Raises:
+        ValueError: the solver is unknown, sigmas do not descend from at most 1 to 0, or `stop_step` is out of range.
+    """
+    if isinstance(solver, str) and solver not in SOLVERS:
         raise ValueError(f"solver must be one of {', '.join(SOLVERS)}; got {solver!r}")
-    step = SOLVERS[solver]
+    take_step = SOLVERS[solver] if isinstance(solver, str) else solver
     levels = _checked(sigmas)
     num_steps = len(levels) - 1
-    until = num_steps if until is None else until
-    if not state.step <= until <= num_steps:
+    stop_step = num_steps if stop_step is None else stop_step
+    if not state.step <= stop_step <= num_steps:
         raise ValueError(
-            f"until must lie between the state's step and the number of steps, {state.step} to {num_steps}; got {until}"
+            "stop_step must lie between the state's step and the number of steps, "
+            f"{state.step} to {num_steps}; got {stop_step}"
         )
     sigmas = sigmas.to(state.x.device)
-    for i in range(state.step, until):
-        state = step(state, velocity(state.x, sigmas[i]).float(), levels)
-    return state
+    for i in range(state.step, stop_step):
+        state = take_step(state, velocity(state.x, sigmas[i]).float(), levels, noise)
+        yield state
 
 
 def _checked(sigmas: Tensor) -> list[float]:

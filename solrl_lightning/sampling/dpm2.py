@@ -21,10 +21,12 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from solrl_lightning.sampling.euler import euler_step
-from solrl_lightning.sampling.state import SolverState
+from solrl_lightning.sampling.state import NoiseSource, SolverState
 
 
-def dpm2_step(state: SolverState, velocity: Tensor, sigmas: Sequence[float]) -> SolverState:
+def dpm2_step(
+    state: SolverState, velocity: Tensor, sigmas: Sequence[float], noise: NoiseSource | None = None
+) -> SolverState:
     """One step from sigmas[i] to sigmas[i+1], i = state.step, with velocity [B, ...] evaluated at (x, sigmas[i])."""
     after = euler_step(state, velocity, sigmas)
     weight = _correction_weight(sigmas, state.step)

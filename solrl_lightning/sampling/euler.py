@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from solrl_lightning.sampling.state import SolverState
+from solrl_lightning.sampling.state import NoiseSource, SolverState
 
 
-def euler_step(state: SolverState, velocity: Tensor, sigmas: Sequence[float]) -> SolverState:
+def euler_step(
+    state: SolverState, velocity: Tensor, sigmas: Sequence[float], noise: NoiseSource | None = None
+) -> SolverState:
     """One step from sigmas[i] to sigmas[i+1], i = state.step, with velocity [B, ...] evaluated at (x, sigmas[i])."""
     sigma, sigma_next = sigmas[state.step], sigmas[state.step + 1]
     x0 = state.x - sigma * velocity

@@ -1,11 +1,15 @@
-"""Where a solver stands on its trajectory; everything that is needed to go on from there.
+"""The state of a solver on its trajectory: all that is needed to continue from there.
 
 Shapes: B batch.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import Tensor
+
+NoiseSource = Callable[[int], Tensor]
+"""Solver step -> standard normal noise [B, ...] of each candidate for that step."""
 
 
 class SolverState(NamedTuple):
@@ -15,15 +19,21 @@ class SolverState(NamedTuple):
     x0: Tensor | None  # [B, ...] float32, the image predicted by the latest velocity evaluation; None before the first
     step: int  # solver steps taken
 
-    def take(self, rows: Tensor) -> "SolverState":
-        """The candidates `rows` (int64 indices or a bool mask over B) with their history."""
-        return SolverState(self.x[rows], None if self.x0 is None else self.x0[rows], self.step)
+    def take(self, index: Tensor | tuple[Tensor, ...]) -> "SolverState":
+        """Return the candidates ``index`` of the leading dimensions, with their history."""
+        return self._map(lambda tensor: tensor[index])
 
     def flatten(self) -> "SolverState":
         """[P, N, ...] -> [P * N, ...]."""
-        return SolverState(self.x.flatten(0, 1), None if self.x0 is None else self.x0.flatten(0, 1), self.step)
+        return self._map(lambda tensor: tensor.flatten(0, 1))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "SolverState":
+        """Apply ``function`` once to a tensor that is both x and x0, as it is after the last step."""
+        x = function(self.x)
+        x0 = None if self.x0 is None else x if self.x0 is self.x else function(self.x0)
+        return SolverState(x, x0, self.step)
 
 
 def start(x: Tensor) -> SolverState:
-    """The state at the head of the trajectory: x [B, ...] is the noise."""
+    """Return the state before the first step; x [B, ...] is the noise."""
     return SolverState(x.float(), None, 0)

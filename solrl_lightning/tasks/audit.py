@@ -23,9 +23,9 @@ from torch import Tensor
 from solrl_lightning.build import build_module, device_of, load_adapters, with_option
 from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
-from solrl_lightning.module import Stage
-from solrl_lightning.rollout.seeds import pool_seeds
 from solrl_lightning.rollout.select import select_contrastive, take
+from solrl_lightning.rollout.stage import Stage
+from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.report import format_table, write_json
 
 # Of a label in the picture: offset in points, alignment.
@@ -75,9 +75,9 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
                 "backend": proxy.backend,
                 "steps": proxy.stage.steps,
                 "solver": proxy.stage.solver,
-                "stop_after": proxy.stage.stop_after,
+                "stop_after": proxy.stage.stop_step,
                 "decoder": proxy.stage.decoder,
-                "evaluations": proxy.stage.stop_after or proxy.stage.steps,
+                "evaluations": proxy.stage.stop_step or proxy.stage.steps,
                 "reward": proxy.rewards.mean().item(),
                 "seconds": proxy.seconds,
                 "gap": reward_gap(proxy.rewards, truth.rewards, options.keep),
@@ -95,7 +95,7 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
 
 def _stage(proxy: Mapping[str, Any], solver: str) -> Stage:
     own = proxy.get("solver", solver), proxy.get("stop_after"), proxy.get("decoder", "full")
-    return Stage("explore", proxy["sampler"], proxy["steps"], *own)
+    return Stage("proxy", proxy["sampler"], proxy["steps"], *own)
 
 
 def score_pool(cfg: DictConfig, stages: Sequence[Stage]) -> list[Scored]:
@@ -103,17 +103,18 @@ def score_pool(cfg: DictConfig, stages: Sequence[Stage]) -> list[Scored]:
     module = build_module(cfg, device_of(cfg), list(stages))
     if cfg.ckpt is not None:
         load_adapters(module, cfg.ckpt)
-    module.refresh_shadow()
+    module.samplers.sync()
     prompts = module.encode(module.eval_prompts[: cfg.task.prompts])
     seeds = pool_seeds(cfg.seed, 0, prompts.texts, cfg.task.pool)
     scored = []
     for stage in stages:
-        module.run_stage(stage._replace(steps=1, stop_after=None), prompts, seeds[:, :1])
+        module.run_stage(stage._replace(steps=1, stop_step=None), prompts, seeds[:, :1])
         start = time.perf_counter()
         rewards = module.run_stage(stage, prompts, seeds).rewards.cpu()
         seconds = (time.perf_counter() - start) / seeds.numel()
         shadow = stage.sampler == "shadow"
-        precision, backend = (cfg.precision.name, module.precision_backend) if shadow else ("bf16", "no shadow")
+        own = cfg.precision.name, module.samplers.precision_backend
+        precision, backend = own if shadow else ("bf16", "no shadow")
         scored.append(Scored(stage, precision, backend, rewards, seconds))
     return scored
 
@@ -139,7 +140,7 @@ def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
 def name_of(proxy: Scored, solver: str) -> str:
     """The label in the table and the picture, e.g. ``nvfp4 6 steps`` or ``bf16 4 of 10 steps``."""
     stage = proxy.stage
-    steps = f"{stage.steps}" if stage.stop_after is None else f"{stage.stop_after} of {stage.steps}"
+    steps = f"{stage.steps}" if stage.stop_step is None else f"{stage.stop_step} of {stage.steps}"
     unusual = [value for value, usual in ((stage.solver, solver), (stage.decoder, "full")) if value != usual]
     return " ".join([proxy.precision, steps, "steps", *unusual])
 

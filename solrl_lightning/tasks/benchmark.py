@@ -36,10 +36,11 @@ from solrl_lightning.config import check_decoder, check_values
 from solrl_lightning.data.loaders import RankShare
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.memory import peak_resident_bytes
-from solrl_lightning.module import SolRLModule, Stage
+from solrl_lightning.module import SolRLModule
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.emulated import operand_dtype
+from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.tasks.report import format_table, write_json
 
 _WARM_UP, _FORWARDS = 3, 20  # forward passes of each variant; the first compiles
@@ -99,16 +100,17 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     """Median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
     _release(device)
     module = build_module(cfg, device, [Stage("explore", "shadow", steps=1, solver="euler")])
-    module.refresh_shadow()
-    originals = {"bf16": module.replicas["merged"], "shadow": module.replicas["shadow"]}
-    variants: dict[str, nn.Module] = {f"{name} eager": replica.share(own) for name, own in originals.items()}
+    module.samplers.sync()
+    originals = {"bf16": module.samplers.replicas["merged"], "shadow": module.samplers.replicas["shadow"]}
+    clone = replica.clone_sharing_weights
+    variants: dict[str, nn.Module] = {f"{name} eager": clone(own) for name, own in originals.items()}
     if cfg.task.compile and can_compile(device):
         for name, own in originals.items():
-            compiled = replica.share(own)
-            compile_blocks(compiled, fullgraph=name != "shadow" or module.backend.fullgraph)
+            compiled = clone(own)
+            compile_blocks(compiled, fullgraph=name != "shadow" or module.samplers.backend.fullgraph)
             variants[f"{name} compiled"] = compiled
     batch = cfg.model.rollout_batch
-    _, conditioning = module.encode(module.eval_prompts[:1]).rows(torch.zeros(batch, dtype=torch.int64))
+    _, conditioning = module.encode(module.eval_prompts[:1]).gather(torch.zeros(batch, dtype=torch.int64))
     x, sigma = module.policy.noise(torch.arange(batch)), torch.tensor(0.5, device=device)
     with FlopCounterMode(display=False) as counter:
         module.policy.velocity(variants["bf16 eager"], x, sigma, conditioning)
@@ -120,7 +122,7 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     tflops = {name: flops / value / 1e12 for name, value in medians.items()}
     return {
         "batch": batch,
-        "precision_backend": module.precision_backend,
+        "precision_backend": module.samplers.precision_backend,
         "seconds": medians,
         "against": against,
         "ratios": {name: value / medians[against] for name, value in medians.items()},
@@ -266,7 +268,7 @@ def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[L
         enable_progress_bar=False,
     )
     module = build_module(cfg, device, stages_of(cfg))
-    loop = build_loop(cfg, trainer)
+    loop = build_loop(cfg, trainer, module.objective)
     trainer.fit(module, loop.loader, RankShare([], 0, 1))
     return timer.laps
 

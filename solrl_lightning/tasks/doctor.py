@@ -13,8 +13,9 @@ from pathlib import Path
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from solrl_lightning import IMPORTED
 from solrl_lightning.build import build_rewards, device_of, stages_of, with_option
-from solrl_lightning.callbacks.surface import RECORD
+from solrl_lightning.callbacks.common import RECORD
 from solrl_lightning.config import reward_members
 from solrl_lightning.errors import CheckFailed, UserError
 from solrl_lightning.policies.compilation import should_compile
@@ -23,7 +24,7 @@ from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
 from solrl_lightning.tasks.doctor_machine import environment, local_path, locate
 from solrl_lightning.tasks.doctor_shadow import NO_SHADOW, blocks, judge_backend, layers, without_files
 from solrl_lightning.tasks.plan import Json, Shapes, on_meta
-from solrl_lightning.tasks.report import OK, SLOW, WRONG, Row, format_row, write_json
+from solrl_lightning.tasks.report import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
 
 
 def doctor(cfg: DictConfig) -> Json:
@@ -40,7 +41,7 @@ def doctor(cfg: DictConfig) -> Json:
             print(format_row(row), flush=True)
     finally:
         logging.disable(logging.NOTSET)
-    counts = {status: sum(row.status == status for row in rows) for status in (OK, SLOW, WRONG)}
+    counts = {status: sum(row.status == status for row in rows) for status in (OK, SLOW, WRONG, SKIPPED)}
     result = {
         "model": cfg.model.pretrained,
         "weights": cfg.model.weights,
@@ -51,10 +52,13 @@ def doctor(cfg: DictConfig) -> Json:
         "rows": [row._asdict() for row in rows],
         "peak_memory": peak_memory(torch.device("cpu"))["bytes"],
         "seconds": time.perf_counter() - start,
+        "seconds_since_process_start": time.perf_counter() - IMPORTED,
     }
     path = Path(cfg.run_dir) / "doctor.json"
     write_json(path, result)
-    print(f"{', '.join(f'{n} {status}' for status, n in counts.items())}, in {result['seconds']:.0f} s\n  {path}")
+    counted = ", ".join(f"{n} {status}" for status, n in counts.items())
+    whole = f"{result['seconds_since_process_start']:.0f} s since the process started"
+    print(f"{counted}, in {result['seconds']:.0f} s ({whole})\n  {path}")
     if counts[WRONG]:
         wrong = dict.fromkeys(row.check for row in rows if row.status == WRONG)
         raise CheckFailed(f"wrong here: {', '.join(wrong)}; the lines above say what to do.")
@@ -94,14 +98,17 @@ def arithmetic(cfg: DictConfig) -> Iterator[Row]:
     memory = judge_memory(held(model, cfg.model.weights), total_memory(device), cfg.model, on_gpu)
     yield memory
     absent = [key for key, source in rewards_of(cfg).items() if local_path(source) is None]
-    scored = [] if absent else list(guarded("reward", scores(cfg, device), "reward.pretrained=<folder>"))
+    if absent:
+        scored = [Row("reward", SKIPPED, f"the files of {', '.join(absent)} are not on this machine")]
+    else:
+        scored = list(guarded("reward", scores(cfg, device), "reward.pretrained=<folder>"))
     yield from scored
     count = cfg.task.iterations
     if count is None:
         count = 2 if cfg.model.pretrained == "tiny" or (cfg.model.weights == "random" and on_gpu) else 0
     obstacles = [*absent, *(row.check for row in (memory, *scored) if row.status == WRONG)]
     if count and obstacles:
-        yield Row("iterations", OK, f"not measured, because of {', '.join(obstacles)}: see above")
+        yield Row("iterations", SKIPPED, f"because of {', '.join(obstacles)}: see above")
     elif count:
         rows = iterations(cfg, model, device, count)
         yield from guarded("iterations", rows, "a smaller model.rollout_batch or model.micro_batch, if memory is short")

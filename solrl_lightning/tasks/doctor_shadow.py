@@ -22,7 +22,7 @@ from solrl_lightning.policies.bf16 import has_bf16_units, use_fp32_products
 from solrl_lightning.policies.compilation import compile_blocks
 from solrl_lightning.quantization import Backend, convert, fp8, int8, nvfp4, resolve, transformer_engine
 from solrl_lightning.quantization.backends import BACKENDS
-from solrl_lightning.rollout.stage import Prompts
+from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.tasks.benchmark import alternate
 from solrl_lightning.tasks.plan import Shapes
 from solrl_lightning.tasks.report import OK, SLOW, WRONG, Row
@@ -174,18 +174,18 @@ def blocks(
         policy = instantiate(own, pretrained=folder, weights="random", device=str(device))
     modules = dict(policy.transformer.named_modules())
     adapted = [name for name in model.adapted if name in modules]
-    replicas = {"BF16": replica.share(policy.transformer).eval()}
+    replicas = {"BF16": replica.clone_sharing_weights(policy.transformer).eval()}
     if shadow is not None:
-        replicas["shadow"] = replica.share(policy.transformer).eval()
+        replicas["shadow"] = replica.clone_sharing_weights(policy.transformer).eval()
         convert(replicas["shadow"], [plan for plan in model.layers if plan.name in modules], shadow)
     torch.compiler.reset()
     compiler = CountingCompiler("inductor" if compiled else "eager")
     for name, module in replicas.items():
-        replica.own_weights(module, adapted)
+        replica.untie_weights(module, adapted)
         compile_blocks(module, name == "BF16" or shadow is None or shadow.fullgraph, compiler)
     most = cfg.model.rollout_batch
     batch = most if device.type == "cuda" else max(1, min(most, _CPU_MACS // model.passes.forward))
-    _, conditioning = Prompts([""], policy.encode([""])).rows(torch.zeros(batch, dtype=torch.int64))
+    _, conditioning = EncodedPrompts([""], policy.encode([""])).gather(torch.zeros(batch, dtype=torch.int64))
     x, sigma = policy.noise(torch.arange(batch)), torch.tensor(0.5, device=device)
     calls = {name: partial(policy.velocity, module, x, sigma, conditioning) for name, module in replicas.items()}
     graphs = []

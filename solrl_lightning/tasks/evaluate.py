@@ -28,7 +28,7 @@ from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.confidence import Mean, mean_of
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.pictures import Row, draw_grid, to_png
-from solrl_lightning.rollout.seeds import evaluation_seeds
+from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.tasks.report import format_table, write_json
 
 _COLUMNS = ("mean", "standard_error", "low", "high")
@@ -104,19 +104,19 @@ class Scorer(LightningModule):
     def score(self, prompts: list[str], name: str, weights: str) -> Scored:
         module = self.module
         if not prompts:
-            return Scored(torch.empty(0, module.sampling.eval_images, len(module.evaluated)), torch.empty(0))
-        seeds = evaluation_seeds(module.seed, prompts, module.sampling.eval_images)
+            return Scored(torch.empty(0, module.evaluation.images, len(module.evaluated)), torch.empty(0))
+        seeds = evaluation_seeds(module.seed, prompts, module.evaluation.images)
 
         def progress(done: int, total: int) -> None:
             if sys.stderr.isatty() and self.trainer.is_global_zero:
                 end = "\n" if done == total else ""
                 print(f"\r{name}: {done} of {total} images", end=end, file=sys.stderr, flush=True)
 
-        scored = module.score(prompts, seeds, weights=weights, steps=module.sampling.eval_steps, progress=progress)
+        scored = module.score(prompts, seeds, weights=weights, steps=module.evaluation.steps, progress=progress)
         shown = set(module.eval_prompts[: self.grid_prompts])
         pictures = [
             (module.policy.decode(latents[: self.grid_images]) * 255).round().byte().cpu()
-            for prompt, latents in zip(prompts, scored.latents, strict=True)
+            for prompt, latents in zip(prompts, scored.x0, strict=True)
             if prompt in shown
         ]
         scores = module.evaluated_scores(scored).double().cpu()
@@ -176,7 +176,7 @@ def win_rate(ours: Tensor, theirs: Tensor) -> float:
 
 def to_csv(module: SolRLModule, models: Mapping[str, Scored]) -> str:
     """One line per image: prompt, seed, and every score of every model."""
-    seeds = evaluation_seeds(module.seed, module.eval_prompts, module.sampling.eval_images)
+    seeds = evaluation_seeds(module.seed, module.eval_prompts, module.evaluation.images)
     columns = [f"{name} {model}" for name in module.evaluated for model in models]
     text = io.StringIO()
     table = csv.writer(text)

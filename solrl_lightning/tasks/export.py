@@ -24,7 +24,7 @@ def export(cfg: DictConfig) -> None:
     load_adapters(module, cfg.ckpt)
     for name, weights in _LORAS.items():
         module.save_lora(folder / name, weights)
-    with module.merged_with(module.adapter_state("ema")) as transformer:
+    with module.samplers.merged_with(module.adapter_state("ema")) as transformer:
         assert isinstance(transformer, ModelMixin)
         with written_whole(folder / _MERGED) as part:
             transformer.save_pretrained(part)  # shares what LoRA does not adapt with the base

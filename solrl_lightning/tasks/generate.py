@@ -21,7 +21,7 @@ from solrl_lightning.config import asked_prompts, asked_weights
 from solrl_lightning.files import write_atomically
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.pictures import Row, draw_grid, to_image, to_png
-from solrl_lightning.rollout.seeds import evaluation_seeds
+from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.tasks.report import write_json
 
 
@@ -74,10 +74,10 @@ def without_training(cfg: DictConfig) -> DictConfig:
 
 def sampled(module: SolRLModule, prompts: list[str], seeds: Tensor, name: str, state: str) -> Iterator[Tensor]:
     """Yields each prompt's images [n, 3, H, W] in [0, 1]; as many prompts at once as fill a forward pass."""
-    at_once = max(1, module.sampling.batch // seeds.shape[1])
+    at_once = max(1, module.samplers.batch_sizes["merged"].size // seeds.shape[1])
     for first in range(0, len(prompts), at_once):
         part = slice(first, first + at_once)
-        yield from module.sample(prompts[part], seeds[part], weights=state, steps=module.sampling.eval_steps)
+        yield from module.sample(prompts[part], seeds[part], weights=state, steps=module.evaluation.steps)
         if sys.stderr.isatty():
             done = min(first + at_once, len(prompts))
             print(f"{name}: {done} of {len(prompts)} prompts", file=sys.stderr, flush=True)

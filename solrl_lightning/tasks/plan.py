@@ -9,6 +9,7 @@ of sampling; memory of CUDA and the allocator.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -28,15 +29,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.build import device_of, lora_config, quantization_rule, stages_of, with_option
 from solrl_lightning.errors import UserError
-from solrl_lightning.module import Stage
-from solrl_lightning.policies import adapters, architectures
+from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import TRAINED
+from solrl_lightning.policies.architectures import Architecture, build_component, find_architecture
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.quantization import Backend, LayerPlan, resolve
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
-from solrl_lightning.rollout import training_rows
-from solrl_lightning.rollout.stage import Policy
+from solrl_lightning.rollout.micro_batches import plan_micro_batches
+from solrl_lightning.rollout.stage import evaluations
 from solrl_lightning.tasks.report import format_table, write_json
 
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
@@ -61,7 +62,7 @@ class Shapes(NamedTuple):
     """What a model computes and what a run with it holds on one device."""
 
     policy: PipelinePolicy  # on ``meta``, with adapters
-    architecture: architectures.Architecture
+    architecture: Architecture
     layers: Sequence[LayerPlan]
     passes: Passes
     adapted: Mapping[str, LoraLayer]
@@ -111,7 +112,7 @@ def saved_for_backward(module: nn.Module) -> Iterator[dict[int, Any]]:
         yield saved
 
 
-def trace(policy: Policy, lora: LoraConfig, previews: bool = False) -> tuple[Passes, dict[str, LoraLayer]]:
+def trace(policy: PipelinePolicy, lora: LoraConfig, previews: bool = False) -> tuple[Passes, dict[str, LoraLayer]]:
     """The passes of a policy on ``meta``, and its adapted layers by name. Adds the adapters to the policy."""
     conditioning = policy.encode(["a prompt"])
     x = policy.noise(torch.zeros(1, dtype=torch.int64))
@@ -177,17 +178,17 @@ def replica_bytes(
     return math.ceil(packed) + own
 
 
-def encoder_bytes(architecture: architectures.Architecture, dtypes: Mapping[str, torch.dtype]) -> int:
+def encoder_bytes(architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> int:
     parts = {name: part for name, part in architecture.components.items() if name.startswith("text_encoder")}
     return sum(
-        bytes_of(architectures.build(part, "meta", dtypes.get(name, dtypes["default"]))) for name, part in parts.items()
+        bytes_of(build_component(part, "meta", dtypes.get(name, dtypes["default"]))) for name, part in parts.items()
     )
 
 
 def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
     """The run's model without its numbers."""
     policy = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
-    architecture = architectures.find(policy.pretrained, policy.pipeline_class)
+    architecture = find_architecture(policy.pretrained, policy.pipeline_class)
     layers = plan_layers(policy.transformer, quantization_rule(cfg), backend)
     weights = {layer.name: policy.transformer.get_submodule(layer.name).weight for layer in layers}
     parameters, held = sum(p.numel() for p in policy.transformer.parameters()), bytes_of(policy.transformer)
@@ -216,17 +217,6 @@ def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
 # An iteration. An evaluation is a forward pass of the transformer for one image.
 
 
-def evaluations(stages: Sequence[Stage], pool: int, keep: int) -> dict[str, int]:
-    """Evaluations of one prompt, by stage. The stage after one with ``stop_after`` resumes its trajectories."""
-    counts, done, images = {}, 0, pool
-    for stage in stages:
-        end = stage.steps if stage.stop_after is None else stage.stop_after
-        counts[stage.name] = images * (end - done)
-        done = 0 if stage.stop_after is None else end
-        images = keep
-    return counts
-
-
 def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json:
     """Evaluations and MACs of an iteration; MACs of the shadow's quantised layers count for 1 / ``task.speedup``."""
     stages, pool, keep, devices = stages_of(cfg), cfg.family.pool, cfg.family.keep, cfg.task.devices
@@ -235,10 +225,13 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
         "merged": passes.forward,
         "shadow": passes.forward - quantized_macs + quantized_macs / (cfg.task.speedup or 1.0),
     }
-    counts = evaluations(stages, pool, keep)
+    counts: Counter[str] = Counter()
+    for stage, count in zip(stages, evaluations(stages, pool), strict=True):
+        counts[stage.name] += count
     prompts = math.ceil(cfg.prompts_per_iteration / devices)
     timesteps = max(1, int(stages[-1].steps * cfg.model.train_timestep_fraction))
-    batches = training_rows.plan(cfg.prompts_per_iteration, keep, timesteps, cfg.model.micro_batch, devices)
+    per_prompt = keep * timesteps
+    batches = plan_micro_batches(cfg.prompts_per_iteration, per_prompt, cfg.model.micro_batch, devices)
     rows = batches.micro_batches * batches.rows
     images = [pool, *[keep] * (len(stages) - 1)]
     decoding = {"full": passes.decode, "preview": passes.preview}

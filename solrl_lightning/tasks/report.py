@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 from solrl_lightning.files import finite_only, write_atomically
 
-OK, SLOW, WRONG = "ok", "slow", "wrong"
-_WIDTH, _NAME, _STATUS = 100, 20, 7  # columns of a row and of its first two parts
+OK, SLOW, WRONG, SKIPPED = "ok", "slow", "wrong", "skipped"
+_WIDTH, _NAME, _STATUS = 100, 20, 9  # columns of a row and of its first two parts
 
 
 class Row(NamedTuple):
-    """The result of a check; ``slow`` works, and something else would be faster."""
+    """The result of a check; ``slow`` works, and something else would be faster; ``skipped`` was not checked."""
 
     check: str
     status: str

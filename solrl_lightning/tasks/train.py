@@ -2,16 +2,20 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_loop, build_module, build_trainer, stages_of
+from solrl_lightning.callbacks.common import RECORD
 from solrl_lightning.callbacks.summary import base_and_final
-from solrl_lightning.callbacks.surface import RECORD
 from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.errors import UserError
+from solrl_lightning.files import read_checkpoint
 from solrl_lightning.optimizer_state import check_fits
 from solrl_lightning.run_folder import LOG, goes_on, keep_record
 
@@ -23,21 +27,27 @@ def train(cfg: DictConfig) -> float | None:
 
     Leaves the contents that the README lists in the run folder; an interrupted run leaves them too.
     """
-    if cfg.ckpt is not None:
-        check_continues(cfg)
+    checkpoint = None if cfg.ckpt is None else read_checkpoint(cfg.ckpt)
+    if checkpoint is not None:
+        check_continues(cfg, checkpoint)
     seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
     if goes_on(Path(cfg.run_dir)):
         trainer.callbacks.append(_KeepRecord(Path(cfg.run_dir)))  # type: ignore[attr-defined]
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
-    if module.layer_table:
-        RECORD.info("%s", module.layer_table)
-        log.info("%s; table in %s", module.layer_table.splitlines()[-1].strip(), Path(cfg.run_dir) / LOG)
-    loop = build_loop(cfg, trainer)
+    if checkpoint is not None:
+        module.on_load_checkpoint(checkpoint)  # refuses other adapters before the loggers write
+    if module.samplers.layer_table:
+        RECORD.info("%s", module.samplers.layer_table)
+        log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), Path(cfg.run_dir) / LOG)
+    loop = build_loop(cfg, trainer, module.objective)
     held_out = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
-    if cfg.ckpt is None:
-        trainer.validate(module, held_out, verbose=False)
-    trainer.fit(module, loop.loader, held_out, ckpt_path=cfg.ckpt, weights_only=True)
+    try:
+        if cfg.ckpt is None:
+            trainer.validate(module, held_out, verbose=False)
+        trainer.fit(module, loop.loader, held_out, ckpt_path=cfg.ckpt, weights_only=True)
+    except MisconfigurationException as error:  # of a callback that needs a logger, for example
+        raise UserError(f"Lightning cannot run these callbacks, loggers and trainer together: {error}") from error
     return base_and_final(module.eval_history, module.rewards.name)[1]
 
 
@@ -52,9 +62,8 @@ class _KeepRecord(Callback):
             keep_record(self.folder)
 
 
-def check_continues(cfg: DictConfig) -> None:
-    """Raises ``UserError`` when the run of ``cfg.ckpt`` had another optimiser."""
-    checkpoint = torch.load(cfg.ckpt, map_location="cpu", weights_only=True)
+def check_continues(cfg: DictConfig, checkpoint: dict[str, Any]) -> None:
+    """Raises ``UserError`` when the run of ``checkpoint`` had another optimiser."""
     optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
     for state in checkpoint["optimizer_states"]:
         check_fits(optimizer, state)

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, Rollouts
-from solrl_lightning.rollout.seeds import pool_seeds
 from solrl_lightning.rollout.select import select_contrastive
+from solrl_lightning.sampling import SolverState
+from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.stopwatch import Stopwatch
 
 POOL, KEEP, SIDE, MICRO_BATCHES = 8, 4, 16, 2
@@ -42,15 +43,15 @@ class StandIn(LightningModule):
         self.weight = nn.Parameter(torch.zeros(2))
         self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1))
         self.rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
-        self.precision_backend = "nvfp4 (emulated)"
+        self.samplers = SimpleNamespace(
+            precision_backend="nvfp4 (emulated)", sync=lambda: self.events.append("requantize")
+        )
         self.eval_history: list[dict[str, Any]] = []
         self.eval_prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
+        self.evaluated = ["shapes"]
         self.ema_state: dict[str, Tensor] | None = None
         self.events: list[str] = []
         self.sampled: list[str] = []
-
-    def refresh_shadow(self) -> None:
-        self.events.append("requantize")
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         assert name == "default"
@@ -65,6 +66,13 @@ class StandIn(LightningModule):
         if batch_idx == 0:
             self.events.append("train")
         return (self.weight - batch).square().sum()
+
+    def on_train_start(self) -> None:
+        self.trainer.fit_loop.iterations_done = self.trainer.global_step
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        super().optimizer_step(*args, **kwargs)
+        self.trainer.fit_loop.iterations_done += 1
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
@@ -98,7 +106,7 @@ class RollOut(Callback):
 
     def candidates(self, seeds: Tensor, rewards: Tensor) -> Candidates:
         latents = self.latents(seeds)
-        return Candidates(seeds, latents, rewards, rewards[..., None], latents)
+        return Candidates(seeds, SolverState(latents, latents, 1), rewards, rewards[..., None])
 
     def latents(self, seeds: Tensor) -> Tensor:
         return rewards_of(seeds)[..., None, None, None].expand(*seeds.shape, 3, SIDE, SIDE)
@@ -139,6 +147,7 @@ def make_trainer(
     )
     trainer = Trainer(**(defaults | options), callbacks=[*callbacks, roll_out or RollOut()])
     trainer.fit_loop.stopwatch = Stopwatch()
+    trainer.fit_loop.iterations_done = 0
     return trainer
 
 

@@ -69,12 +69,14 @@ def test_a_completed_run_leaves_its_summary_and_prints_it(tmp_path, stand_in, ca
     assert summary["rank_fidelity"]["last"]["iteration"] == 3
     assert summary["seconds_per_stage"]["explore"]["median"] <= summary["seconds_per_stage"]["explore"]["total"]
     assert summary["seconds_per_stage"]["iteration"]["median"] <= summary["seconds_total"]
+    assert summary["seconds_total"] < summary["seconds_since_process_start"] < 86400
     assert summary["peak_memory_bytes"] > 50 * 2**20 and summary["peak_memory_reserved_bytes"] is None
     assert summary["config"] == HPARAMS
     assert summary["paths"] == {"run": str(tmp_path), "lora": str(tmp_path / "lora")}
 
     printed = capsys.readouterr().out
-    assert "completed after 3 iterations" in printed
+    assert re.search(r"completed after 3 iterations in \d+ s \(\d+ s since the process started\)\n", printed)
+    assert "last checkpoint" not in printed
     assert "shapes reward" in printed and "0.5000 -> 0.5488 (+0.0488), evaluated after 3 iterations" in printed
     assert "proxy spearman" in printed and "1.0000 at first, 1.0000 at last" in printed
     assert re.search(rf"run folder +{re.escape(str(tmp_path))}\n +in it +summary.json, lora\n", printed)
@@ -105,6 +107,21 @@ class Watched(Callback):
         row |= {"weighted_sum": row["shapes"], "bright": 0.75 - 0.01 * row["iteration"]}
 
 
+def checkpoints(tmp_path):
+    return ModelCheckpoint(
+        tmp_path / "checkpoints", filename="last", enable_version_counter=False, save_on_train_epoch_end=True
+    )
+
+
+def test_an_interrupted_run_says_which_iteration_its_last_checkpoint_has(tmp_path, stand_in, capsys):
+    with pytest.raises(SystemExit):
+        interrupted = RaiseIn(3, KeyboardInterrupt())
+        fit(tmp_path, stand_in, 5, interrupted, checkpoints(tmp_path), enable_checkpointing=True)
+    assert (read(tmp_path)["iterations"], read(tmp_path)["last_checkpoint_iterations"]) == (4, 3)
+    printed = capsys.readouterr().out
+    assert re.search(r"last checkpoint +after 3 iterations; ckpt=last repeats what came after it\n", printed)
+
+
 def test_every_reward_is_reported_and_a_watched_one_as_such(tmp_path, stand_in, capsys):
     fit(tmp_path, stand_in, 2, Watched())
     shapes, bright = (read(tmp_path)["other_rewards"][name] for name in ("shapes", "bright"))
@@ -133,20 +150,19 @@ def test_a_run_that_cannot_start_leaves_the_summary_of_the_one_before(tmp_path, 
     assert (tmp_path / "summary.json").read_bytes() == before
 
 
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")  # as the command line does
 def test_base_reward_and_times_survive_a_resume(tmp_path, stand_in):
-    def checkpoints():
-        return ModelCheckpoint(tmp_path / "checkpoints", save_last=True, save_top_k=0, save_on_train_epoch_end=True)
-
     last = tmp_path / "checkpoints" / "last.ckpt"
-    fit(tmp_path, stand_in, 2, checkpoints(), enable_checkpointing=True)
+    fit(tmp_path, stand_in, 2, checkpoints(tmp_path), enable_checkpointing=True)
     first = read(tmp_path)
-    fit(tmp_path, stand_in, 4, checkpoints(), enable_checkpointing=True, ckpt_path=last)
+    fit(tmp_path, stand_in, 4, checkpoints(tmp_path), enable_checkpointing=True, ckpt_path=last)
     summary = read(tmp_path)
     assert (summary["base_reward"], summary["iterations"]) == (0.5, 4)
     assert [row["iteration"] for row in summary["evaluations"]] == [0, 1, 2, 3, 4]
     assert summary["rank_fidelity"]["probes"] == 4
     assert summary["seconds_total"] > first["seconds_per_stage"]["explore"]["total"]
     assert summary["paths"]["last_checkpoint"] == str(last)
+    assert summary["last_checkpoint_iterations"] == 4
 
 
 def test_the_chosen_columns_and_the_results_reach_tensorboards_table(tmp_path, stand_in):

@@ -23,7 +23,7 @@ class Work(Callback):
         self.clock = clock
 
     def on_train_start(self, trainer, module):
-        module.refresh_shadow = lambda: setattr(self.clock, "now", self.clock.now + 1)
+        module.samplers.sync = lambda: setattr(self.clock, "now", self.clock.now + 1)
 
     def spend(self, trainer, stage, seconds):
         with trainer.fit_loop.stopwatch.stage(stage):

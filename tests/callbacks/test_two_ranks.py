@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from solrl_lightning.rollout.seeds import pool_seeds
+from solrl_lightning.seeds import pool_seeds
 
 
 def test_two_ranks_with_uneven_prompts_log_what_one_rank_with_all_prompts_would(tmp_path, stand_in):

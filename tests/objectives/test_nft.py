@@ -1,12 +1,14 @@
 """The DiffusionNFT loss: closed forms, a number worked out by hand, and an independent straightforward version."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from solrl_lightning.objectives.nft import NFTLoss, nft_loss
+from solrl_lightning.objectives.awm import AWM
+from solrl_lightning.objectives.nft import NFT, NFTLoss, nft_loss
 
 SETTINGS = {"beta": 1.0, "kl_weight": 1e-4, "advantage_clip": 5.0}
 
@@ -203,3 +205,9 @@ def test_a_nan_is_not_hidden() -> None:
     inputs["velocity"][1, 0, 0] = math.nan
     rows = nft_loss(**inputs, **SETTINGS).rows
     assert rows.isnan().tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("objective", [NFT(1.0, 0.0, 5.0, 0.6), AWM(0.0, 1.0, 5.0, 1.0, 0.6)])
+def test_the_reference_is_read_where_its_weight_is_not_zero(objective: NFT | AWM) -> None:
+    assert objective.needs == ("old",)
+    assert replace(objective, kl_weight=1e-4).needs == ("old", "reference")

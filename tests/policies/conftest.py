@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from nano import POLICIES, save_nano
+from nano import BUILDERS, save_nano
 
 FolderOf = Callable[[str], str]
 
@@ -31,7 +31,7 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
     return written
 
 
-@pytest.fixture(scope="session", params=sorted(POLICIES))
+@pytest.fixture(scope="session", params=sorted(BUILDERS))
 def architecture(request: pytest.FixtureRequest) -> str:
     return request.param
 

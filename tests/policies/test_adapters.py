@@ -65,7 +65,7 @@ def test_the_adapters_start_equal_and_without_effect(adapted: Adapted) -> None:
         assert torch.equal(value, old[name]) and value.data_ptr() != old[name].data_ptr()
         assert ("lora_B" in name) == (not value.any())
     assert torch.equal(adapted.velocity(), adapted.base)
-    with adapters.using(adapted.policy.transformer, adapted.layers, OLD) as transformer:
+    with adapters.active_adapter(adapted.policy.transformer, adapted.layers, OLD) as transformer:
         assert torch.equal(adapted.velocity(transformer), adapted.base)
 
 
@@ -93,10 +93,10 @@ def test_only_the_default_adapter_ever_trains(adapted: Adapted) -> None:
     expected = {f"{name}.lora_{side}.default.weight" for name in ADAPTED for side in "AB"}
     assert adapted.trained() == expected
     for adapter in (OLD, TRAINED):
-        with adapters.using(adapted.policy.transformer, adapted.layers, adapter):
+        with adapters.active_adapter(adapted.policy.transformer, adapted.layers, adapter):
             assert adapted.trained() <= expected
         assert adapted.trained() == expected
-        with pytest.raises(KeyError), adapters.using(adapted.policy.transformer, adapted.layers, adapter):
+        with pytest.raises(KeyError), adapters.active_adapter(adapted.policy.transformer, adapted.layers, adapter):
             raise KeyError
         assert adapted.trained() == expected
 
@@ -104,10 +104,10 @@ def test_only_the_default_adapter_ever_trains(adapted: Adapted) -> None:
 def test_using_an_adapter_lasts_as_long_as_the_block_even_when_it_raises(adapted: Adapted) -> None:
     adapted.load(default=1, old=2)
     trained = adapted.velocity()
-    with adapters.using(adapted.policy.transformer, adapted.layers, OLD) as transformer:
+    with adapters.active_adapter(adapted.policy.transformer, adapted.layers, OLD) as transformer:
         old = adapted.velocity(transformer)
     assert torch.equal(adapted.velocity(), trained)
-    with pytest.raises(KeyError), adapters.using(adapted.policy.transformer, adapted.layers, OLD):
+    with pytest.raises(KeyError), adapters.active_adapter(adapted.policy.transformer, adapted.layers, OLD):
         raise KeyError
     assert torch.equal(adapted.velocity(), trained)
     for one, other in ((trained, old), (trained, adapted.base), (old, adapted.base)):
@@ -117,7 +117,7 @@ def test_using_an_adapter_lasts_as_long_as_the_block_even_when_it_raises(adapted
 def test_gradients_reach_the_default_adapter_and_nothing_else(adapted: Adapted) -> None:
     adapted.load(default=1, old=2)
     x, policy = adapted.policy.noise(torch.tensor([1, 2, 3])), adapted.policy
-    with torch.no_grad(), adapters.using(policy.transformer, adapted.layers, OLD) as transformer:
+    with torch.no_grad(), adapters.active_adapter(policy.transformer, adapted.layers, OLD) as transformer:
         target = policy.velocity(transformer, x, torch.tensor(0.7), adapted.conditioning)
     output = policy.velocity(policy.transformer, x, torch.tensor(0.7), adapted.conditioning)
     (output - target).square().mean().backward()
@@ -129,7 +129,7 @@ def test_gradients_reach_the_default_adapter_and_nothing_else(adapted: Adapted) 
 def test_the_old_adapter_moves_towards_the_trained_one(adapted: Adapted, decay: float) -> None:
     states = adapted.load(default=1, old=2)
     places = {name: value.data_ptr() for name, value in adapters.adapter_state(adapted.layers, OLD).items()}
-    adapters.move_old(adapted.layers, decay)
+    adapters.update_old_adapter(adapted.layers, decay)
     for name, value in adapters.adapter_state(adapted.layers, OLD).items():
         expected = decay * states[OLD][name].double() + (1 - decay) * states[TRAINED][name].double()
         torch.testing.assert_close(value.double(), expected, rtol=0, atol=1e-6)

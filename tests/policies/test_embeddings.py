@@ -12,9 +12,9 @@ from nano import PROMPTS, load_nano, lora_config
 from torch import Tensor, nn
 
 from solrl_lightning.policies import adapters
-from solrl_lightning.policies.embeddings import EmbeddingCache, identity_of
+from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
 from solrl_lightning.policies.pipeline import PipelinePolicy
-from solrl_lightning.rollout.stage import Prompts
+from solrl_lightning.rollout.records import EncodedPrompts
 
 ROW = {"embeds": torch.arange(6).view(2, 3).bfloat16(), "mask": torch.tensor([1, 0]), "half": torch.tensor(0.5)}
 
@@ -102,26 +102,29 @@ def test_an_identity_changes_with_the_encoders_their_place_and_their_settings(
     copied = Path(shutil.copytree(folder_of("flux1"), tmp_path / "copied"))
     encoders = ("text_encoder", "tokenizer")
     settings: dict[str, object] = {"length": 10}
-    seen = [identity_of(copied, encoders, settings), identity_of(Path(folder_of("flux1")), encoders, settings)]
-    assert identity_of(copied, encoders, settings) == seen[0]
-    seen.append(identity_of(copied, encoders, {"length": 11}))
+    seen = [
+        encoder_fingerprint(copied, encoders, settings),
+        encoder_fingerprint(Path(folder_of("flux1")), encoders, settings),
+    ]
+    assert encoder_fingerprint(copied, encoders, settings) == seen[0]
+    seen.append(encoder_fingerprint(copied, encoders, {"length": 11}))
     os.utime(copied / "text_encoder" / "model.safetensors", (1, 1))
-    seen.append(identity_of(copied, encoders, settings))
+    seen.append(encoder_fingerprint(copied, encoders, settings))
     (copied / "tokenizer" / "tokenizer.json").write_text("{}")
-    seen.append(identity_of(copied, encoders, settings))
+    seen.append(encoder_fingerprint(copied, encoders, settings))
     assert len(set(seen)) == len(seen)
     (copied / "vae" / "config.json").write_text("{}")  # not read for an embedding
-    assert identity_of(copied, encoders, settings) == seen[-1]
+    assert encoder_fingerprint(copied, encoders, settings) == seen[-1]
 
 
 def test_a_hub_snapshot_is_known_by_its_commit_even_before_its_encoders_are_there(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--owner--name" / "snapshots" / "c0ffee"
     snapshot.mkdir(parents=True)
-    before = identity_of(snapshot, ("text_encoder",), {})
+    before = encoder_fingerprint(snapshot, ("text_encoder",), {})
     (snapshot / "text_encoder").mkdir()
     (snapshot / "text_encoder" / "model.safetensors").write_bytes(b"weights")
-    assert identity_of(snapshot, ("text_encoder",), {}) == before
-    assert identity_of(snapshot.with_name("decade"), ("text_encoder",), {}) != before
+    assert encoder_fingerprint(snapshot, ("text_encoder",), {}) == before
+    assert encoder_fingerprint(snapshot.with_name("decade"), ("text_encoder",), {}) != before
 
 
 def test_encoders_are_loaded_for_the_first_new_prompt_and_never_for_known_ones(
@@ -160,17 +163,17 @@ def test_rows_of_a_chunk_keep_every_tensor_of_their_prompt(folder_of: Callable[[
         conditioning = policy.encode(texts)
         mask = conditioning["prompt_mask"]
         assert mask.dtype == torch.int64 and mask.sum(1).tolist() == [13, 33]  # a start token and the letters
-        chosen, rows = Prompts(texts, conditioning).rows(torch.tensor([1, 0, 1]))
+        chosen, rows = EncodedPrompts(texts, conditioning).gather(torch.tensor([1, 0, 1]))
         assert chosen == [texts[1], texts[0], texts[1]] and torch.equal(rows["prompt_mask"], mask[[1, 0, 1]])
 
 
 def test_encoders_visit_a_gpu_and_leave_it(architecture: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, events = load_nano(architecture, folder), []
     modules = [m for name, m in policy.pipeline.components.items() if name in policy.encoders and hasattr(m, "to")]
-    embedded = policy.embed(PROMPTS)
+    embedded = policy.encode_uncached(PROMPTS)
     for module in modules:
         monkeypatch.setattr(module, "to", lambda device: events.append(str(device)))
     monkeypatch.setattr(policy, "device", torch.device("cuda"))
-    monkeypatch.setattr(policy, "embed", lambda texts: events.append("embed") or embedded)
-    assert len(policy._embed_rows(PROMPTS)) == 3
+    monkeypatch.setattr(policy, "encode_uncached", lambda texts: events.append("embed") or embedded)
+    assert len(policy._encode_rows(PROMPTS)) == 3
     assert events == ["cuda"] * len(modules) + ["embed"] + ["cpu"] * len(modules) and modules

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from solrl_lightning.policies.bf16 import BF16Linear, has_bf16_units
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.rollout.seeds import noise
 from solrl_lightning.sampling import integrate
+from solrl_lightning.seeds import noise
 from tests.sigmas import flux_sigmas, uniform_sigmas
 
 SEEDS = torch.tensor([3, 4, 2**32 - 1])

@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, FluxPipeline, SanaPipeline
 from fake_hub import COMMIT, REPOSITORY, FakeHub, serving
-from nano import POLICIES, PROMPTS, load_nano
+from nano import BUILDERS, PROMPTS, load_nano, policy_class
 from safetensors.torch import load_file, save_file
 
 from solrl_lightning.errors import UserError
@@ -125,7 +125,7 @@ def test_a_component_without_its_subfolder_is_named_and_not_looked_for_on_the_hu
 
 
 def test_every_architecture_loads_with_every_component(architecture: str, folder: str) -> None:
-    pipeline = load_pipeline(POLICIES[architecture][0].pipeline_class, folder)
+    pipeline = load_pipeline(policy_class(architecture).pipeline_class, folder)
     named = {name for name, value in index_of(folder).items() if isinstance(value, list) and value[0] is not None}
     assert {name for name, part in pipeline.components.items() if part is not None} == named
 
@@ -142,11 +142,11 @@ def test_components_that_are_here_or_not_wanted_are_not_loaded(copied: Path) -> 
     assert load_pipeline(FluxPipeline, str(copied), given=rest | without).text_encoder is None
 
 
-@pytest.mark.parametrize("other", sorted(POLICIES))
+@pytest.mark.parametrize("other", sorted(BUILDERS))
 def test_a_folder_of_another_architecture_names_the_option_that_fits(
     architecture: str, folder: str, other: str
 ) -> None:
-    pipeline_class = POLICIES[other][0].pipeline_class
+    pipeline_class = policy_class(other).pipeline_class
     if other == architecture:
         assert isinstance(load_pipeline(pipeline_class, folder), pipeline_class)
         return

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 from hydra.utils import instantiate
-from nano import POLICIES, PROMPTS
+from nano import PROMPTS, policy_class, policy_options
 from omegaconf import DictConfig, OmegaConf
+from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
-from solrl_lightning.policies.architectures import SHIPPED, build
+from solrl_lightning.policies.architectures import build_component, find_architecture
 from solrl_lightning.quantization import QuantizationRule, plan, resolve
 
 Compose = Callable[..., DictConfig]
@@ -45,9 +46,8 @@ KEPT = {  # what the rule must not touch
 @pytest.fixture(scope="module")
 def real(architecture: str) -> nn.Module:
     """The transformer at its real size, without memory."""
-    name = POLICIES[architecture][0].pipeline_class.__name__
-    shipped = next(one for one in SHIPPED if one.pipeline == name)
-    return build(shipped.components["transformer"], "meta", torch.bfloat16)
+    shipped = find_architecture(policy_options(architecture)["pretrained"], policy_class(architecture).pipeline_class)
+    return build_component(shipped.components["transformer"], "meta", torch.bfloat16)
 
 
 def test_hyper_parameters_are_the_published_ones(architecture: str, compose: Compose) -> None:
@@ -60,8 +60,6 @@ def test_hyper_parameters_are_the_published_ones(architecture: str, compose: Com
 def test_lora_adapts_the_attention_of_every_block_and_nothing_else(
     architecture: str, real: nn.Module, compose: Compose
 ) -> None:
-    from peft import LoraConfig
-
     config = LoraConfig(target_modules=list(compose(f"model={architecture}").model.lora.target_modules))
     adapted = {name for name, _ in real.named_modules() if check_target_module_exists(config, name)}
     assert len(adapted) == LORA_LAYERS[architecture]
@@ -95,7 +93,7 @@ def test_the_options_make_the_policy_of_a_folder(
         f"model.embeddings={tmp_path}",
     )
     policy = instantiate(cfg.model.policy, device="cpu")
-    assert type(policy) is POLICIES[architecture][0]
+    assert type(policy) is policy_class(architecture)
     options = OmegaConf.to_container(cfg.model.policy)
     assert {key: getattr(policy, key) for key in ("resolution", "decode_batch", "variant")} == {
         key: options[key] for key in ("resolution", "decode_batch", "variant")
@@ -104,3 +102,15 @@ def test_the_options_make_the_policy_of_a_folder(
     vae = torch.bfloat16 if architecture == "sana" else torch.float32
     assert policy.pipeline.vae.dtype == vae and policy.pipeline.text_encoder.dtype == torch.bfloat16
     assert policy.transformer.is_gradient_checkpointing
+
+
+def test_medium_is_large_with_another_transformer(compose: Compose) -> None:
+    large, medium = (OmegaConf.to_container(compose(f"model={name}").model) for name in ("sd3", "sd3_medium"))
+    assert isinstance(large, dict) and isinstance(medium, dict)
+    assert {key for key in large if large[key] != medium[key]} == {"pretrained", "needs", "policy"}
+    assert medium["policy"] == large["policy"] | {"pretrained": "stabilityai/stable-diffusion-3.5-medium"}
+    shipped = find_architecture(medium["pretrained"], policy_class("sd3").pipeline_class)
+    transformer = build_component(shipped.components["transformer"], "meta", torch.bfloat16)
+    lora = LoraConfig(target_modules=medium["lora"]["target_modules"])
+    adapted = {name for name, _ in transformer.named_modules() if check_target_module_exists(lora, name)}
+    assert len(adapted) == 24 * 8 - 1 + 13 * 4  # attention of both streams, and the image stream's second one

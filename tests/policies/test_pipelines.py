@@ -9,8 +9,6 @@ import pytest
 import torch
 from diffusers import AutoencoderTiny, DiffusionPipeline, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from nano import (
-    DTYPES,
-    POLICIES,
     PROMPTS,
     load_nano,
     lora_config,
@@ -154,11 +152,11 @@ def test_plain_diffusers_loads_the_saved_lora_and_paints_the_merged_replicas_pic
 ) -> None:
     adapted = load_nano(architecture, folder)
     adapted.transformer.float()
-    merged = replica.share(adapted.transformer)
+    merged = replica.clone_sharing_weights(adapted.transformer)
     config = lora_config(rank=4, alpha=12)
     layers = adapters.add_adapters(adapted.transformer, config, seed=0)
     state = random_state(adapters.adapter_state(layers, TRAINED), seed=6)
-    replica.own_weights(merged, layers)
+    replica.untie_weights(merged, layers)
     replica.refresh(merged, adapters.merged_weights(layers, state))
     adapted.save_lora(tmp_path, state, config)
     found, without = (policy.decode(sample(policy, transformer=module)) for module in (merged, None))
@@ -220,9 +218,8 @@ def test_a_prompts_embeddings_do_not_depend_on_its_companions(policy: PipelinePo
 
 
 def test_a_resolution_that_is_no_whole_number_of_tokens_is_refused(architecture: str, folder: str) -> None:
-    policy_class, own = POLICIES[architecture]
     with pytest.raises(UserError, match="model.resolution must be a multiple of 8, .* got 36"):
-        policy_class(folder, 36, max_sequence_length=10, decode_batch=1, dtypes=DTYPES, **own)
+        load_nano(architecture, folder, resolution=36)
 
 
 def test_a_dtype_that_is_none_is_refused(nano_folder: str) -> None:

@@ -8,16 +8,32 @@ import pytest
 import torch
 from torch import nn
 
-from solrl_lightning.policies.architectures import SHIPPED, Architecture, Component, build, find, read
+from solrl_lightning.errors import UserError
+from solrl_lightning.policies.architectures import (
+    Architecture,
+    Component,
+    build_component,
+    find_architecture,
+    read_architecture,
+)
+from solrl_lightning.policies.config_files import ARCHITECTURES
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.pipeline import PipelinePolicy
-from solrl_lightning.policies.random_weights import random_component, random_pipeline
+from solrl_lightning.policies.random_weights import random_component
 from solrl_lightning.policies.sana import Sana
 from solrl_lightning.policies.sd3 import SD3
 from solrl_lightning.sampling import integrate
 from tests.nano import PROMPTS, load_policy
 
-FLUX1, SD3_LARGE, SANA = SHIPPED
+FLUX1, SD3_LARGE, SD3_MEDIUM, SANA = (
+    read_architecture(ARCHITECTURES / name)._replace(name=name)
+    for name in (
+        "black-forest-labs/FLUX.1-dev",
+        "stabilityai/stable-diffusion-3.5-large",
+        "stabilityai/stable-diffusion-3.5-medium",
+        "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers",
+    )
+)
 # Parameters as the model cards and the weight files have them, in millions.
 PUBLISHED = [
     (FLUX1, "transformer", 11901.4),
@@ -29,6 +45,7 @@ PUBLISHED = [
     (SD3_LARGE, "text_encoder", 123.7),
     (SD3_LARGE, "text_encoder_2", 694.7),
     (SD3_LARGE, "text_encoder_3", 4762.3),
+    (SD3_MEDIUM, "transformer", 2243.2),  # and 226.5 of a buffer, the table of positions
     (SANA, "transformer", 1604.5),
     (SANA, "vae", 312.3),
     (SANA, "text_encoder", 2614.3),
@@ -90,29 +107,40 @@ def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_a_shipped_architecture_has_the_published_number_of_parameters(
     architecture: Architecture, name: str, millions: float
 ) -> None:
-    module = build(architecture.components[name], "meta", torch.bfloat16)
+    module = build_component(architecture.components[name], "meta", torch.bfloat16)
     assert sum(p.numel() for p in module.parameters()) / 1e6 == pytest.approx(millions, abs=0.05)
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
     assert all(p.is_meta for p in module.parameters())
 
 
 def test_the_shipped_schedulers_are_those_of_the_checkpoints() -> None:
-    flux1, sd3, sana = (build(architecture.components["scheduler"], "cpu").config for architecture in SHIPPED)
+    shipped = (FLUX1, SD3_LARGE, SANA)
+    flux1, sd3, sana = (build_component(part.components["scheduler"], "cpu").config for part in shipped)
     assert (flux1.use_dynamic_shifting, flux1.base_shift, flux1.max_shift) == (True, 0.5, 1.15)
     assert (sd3.use_dynamic_shifting, sd3.shift) == (False, 3.0)
     assert (sana.prediction_type, sana.flow_shift) == ("flow_prediction", 3.0)
 
 
-def test_a_hub_id_is_of_the_shipped_architecture_and_a_folder_of_its_own(tmp_path: Path) -> None:
-    assert find("somebody/flux-finetuned", Flux1.pipeline_class) is FLUX1
+def test_an_architecture_is_that_of_the_hub_id_or_of_the_folder(tmp_path: Path) -> None:
+    assert find_architecture("black-forest-labs/FLUX.1-dev", Flux1.pipeline_class) == FLUX1
+    medium = find_architecture("stabilityai/stable-diffusion-3.5-medium", SD3.pipeline_class)
+    parts = {**SD3_LARGE.components, "transformer": medium.components["transformer"]}
+    assert medium.components == parts and medium.components != SD3_LARGE.components
     folder = write(SANA, tmp_path)
-    assert find(folder, Sana.pipeline_class) == SANA._replace(name=folder)
+    assert find_architecture(folder, Sana.pipeline_class) == SANA._replace(name=folder)
+
+
+def test_a_hub_id_that_is_not_in_the_package_is_not_taken_for_another() -> None:
+    with pytest.raises(UserError, match="somebody/finetune is invalid: .* black-forest-labs/FLUX.1-dev, .*hf download"):
+        find_architecture("somebody/finetune", Flux1.pipeline_class)
+    with pytest.raises(UserError, match="needs a FluxPipeline; stab.* is a StableDiffusion3Pipeline. Use model=sd3 "):
+        find_architecture("stabilityai/stable-diffusion-3.5-medium", Flux1.pipeline_class)
 
 
 def test_the_embedded_model_is_built_from_its_config_files() -> None:
     trained = load_policy("tiny").transformer
-    parts = read(Path(load_policy("tiny").pretrained)).components
-    built = build(parts["transformer"], "meta")
+    parts = read_architecture(Path(load_policy("tiny").pretrained)).components
+    built = build_component(parts["transformer"], "meta")
     assert {k: v.shape for k, v in built.state_dict().items()} == {k: v.shape for k, v in trained.state_dict().items()}
     assert set(parts) == {"transformer", "vae", "text_encoder", "text_encoder_2", "scheduler"}
 
@@ -181,9 +209,10 @@ def test_the_embedding_of_a_prompt_depends_on_its_text_alone(policy: PipelinePol
     assert not torch.equal(forwards["prompt_embeds"][0], forwards["prompt_embeds"][1])
 
 
-def test_on_meta_a_pipeline_of_real_size_takes_no_memory() -> None:
-    pipeline = random_pipeline(SANA, "meta")
-    tensors = [*pipeline.transformer.parameters(), *pipeline.vae.parameters()]
+def test_on_meta_a_policy_of_real_size_takes_no_memory() -> None:
+    sizes: dict[str, Any] = dict(max_sequence_length=300, decode_batch=1, dtypes=DTYPES, flow_shift=1.0)
+    policy = Sana(SANA.name, 1024, **sizes, weights="random", device="meta")
+    tensors = [*policy.transformer.parameters(), *policy.pipeline.vae.parameters()]
     assert all(tensor.is_meta for tensor in tensors)
-    embeds, mask, _, _ = pipeline.encode_prompt("a prompt", max_sequence_length=300)
-    assert embeds.shape == (1, 300, 2304) and mask.shape == (1, 300) and embeds.is_meta
+    shapes = {name: (value.shape, value.is_meta) for name, value in policy.encode(["a prompt"]).items()}
+    assert shapes == {"prompt_embeds": ((1, 300, 2304), True), "prompt_mask": ((1, 300), True)}

@@ -22,9 +22,9 @@ def policy(nano_folder: str) -> Flux1:
 @pytest.fixture
 def prepared(policy: Flux1) -> tuple[nn.Module, dict[str, LoraLayer]]:
     """A merged replica of the policy and the policy's adapted layers."""
-    merged = replica.share(policy.transformer)
+    merged = replica.clone_sharing_weights(policy.transformer)
     layers = adapters.add_adapters(policy.transformer, lora_config(), seed=0)
-    replica.own_weights(merged, layers)
+    replica.untie_weights(merged, layers)
     return merged, layers
 
 
@@ -34,7 +34,7 @@ def places(module: nn.Module) -> dict[str, int]:
 
 
 def test_a_replica_shares_all_memory_until_it_owns_weights(policy: Flux1) -> None:
-    copy = replica.share(policy.transformer)
+    copy = replica.clone_sharing_weights(policy.transformer)
     assert places(copy) == places(policy.transformer)
     assert all(one is not other for one, other in zip(copy.modules(), policy.transformer.modules(), strict=True))
 
@@ -73,9 +73,9 @@ def test_refreshing_writes_rounded_weights_in_place_and_spares_the_policy(
 
 def test_the_merged_replica_computes_what_the_adapted_policy_computes(policy: Flux1) -> None:
     policy.transformer.float()
-    merged = replica.share(policy.transformer)
+    merged = replica.clone_sharing_weights(policy.transformer)
     layers = adapters.add_adapters(policy.transformer, lora_config(), seed=0)
-    replica.own_weights(merged, layers)
+    replica.untie_weights(merged, layers)
     state = random_state(adapters.adapter_state(layers, TRAINED), seed=1)
     adapters.load_state(layers, TRAINED, state)
     conditioning, x, sigma = policy.encode(PROMPTS), policy.noise(torch.tensor([1, 2, 3])), torch.tensor(0.4)
@@ -88,10 +88,10 @@ def test_the_merged_replica_computes_what_the_adapted_policy_computes(policy: Fl
 
 
 def test_a_quantised_layer_keeps_its_buffers_and_is_quantised_from_the_float32_weight(policy: Flux1) -> None:
-    shadow = replica.share(policy.transformer)
+    shadow = replica.clone_sharing_weights(policy.transformer)
     shadow.set_submodule(QUANTISED, NVFP4Linear.from_linear(shadow.get_submodule(QUANTISED)))
     layers = adapters.add_adapters(policy.transformer, lora_config(), seed=0)
-    replica.own_weights(shadow, layers)
+    replica.untie_weights(shadow, layers)
     layer = shadow.get_submodule(QUANTISED)
     assert isinstance(layer, NVFP4Linear) and not list(layer.parameters())  # no weight beside the quantised one
     positions = places(shadow)

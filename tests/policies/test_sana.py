@@ -9,7 +9,7 @@ from diffusers import SanaTransformer2DModel
 from nano import PROMPTS, build_nano_sana, load_nano
 
 from solrl_lightning.policies.pipeline import PipelinePolicy
-from solrl_lightning.rollout.seeds import noise
+from solrl_lightning.seeds import noise
 from tests.sigmas import shifted_sigmas, uniform_sigmas
 
 SEEDS = torch.tensor([3, 4, 5])

@@ -1,11 +1,17 @@
 """What is SD3's own: the shift of the noise levels, three text encoders, unpacked latents."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
-from nano import PROMPTS, load_nano
+from diffusers import AutoencoderKLQwenImage
+from nano import NANO, PROMPTS, load_nano, policy_options
+from torch import Tensor
 
 from solrl_lightning.policies.pipeline import PipelinePolicy
-from solrl_lightning.rollout.seeds import noise
+from solrl_lightning.policies.sd3 import SD3
+from solrl_lightning.seeds import noise
 from tests.sigmas import shifted_sigmas
 
 SEEDS = torch.tensor([3, 4])
@@ -47,3 +53,28 @@ def test_decode_unscales_and_maps_to_the_unit_interval(policy: PipelinePolicy) -
     with torch.no_grad():
         decoded = policy.pipeline.vae.decode(latents / 1.5305 + 0.0609).sample
     torch.testing.assert_close(policy.decode(latents), ((decoded + 1) / 2).clamp(0, 1), rtol=0, atol=1e-5)
+
+
+class Framed(SD3):
+    """Decodes with an autoencoder of videos, whose latents have statistics by channel: [B, C, frames, H, W]."""
+
+    def decode_latents(self, x: Tensor, vae: Any) -> Tensor:
+        mean, std = (torch.tensor(vae.config[name]).view(-1, 1, 1) for name in ("latents_mean", "latents_std"))
+        return vae.decode((x * std + mean).unsqueeze(2).to(vae.dtype)).sample[:, :, 0]
+
+
+def test_a_policy_owns_its_decode_call(folder_of: Callable[[str], str]) -> None:
+    policy = Framed(**policy_options("sd3") | NANO | dict(pretrained=folder_of("sd3")))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        vae = AutoencoderKLQwenImage(
+            base_dim=8, z_dim=16, dim_mult=[1, 1, 1], num_res_blocks=1, temperal_downsample=[False, False]
+        )
+    policy.pipeline.vae = vae
+    latents = policy.noise(torch.tensor([3, 4, 5]))
+    mean, std = torch.tensor(vae.config.latents_mean), torch.tensor(vae.config.latents_std)
+    with torch.no_grad():
+        frames = vae.decode((latents * std[:, None, None] + mean[:, None, None])[:, :, None]).sample
+    assert frames.shape == (3, 3, 1, 32, 32) and frames.std() > 0.01
+    expected = (frames[:, :, 0] / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(policy.decode(latents), expected, rtol=0, atol=1e-5)

@@ -1,5 +1,7 @@
 """The embedded model is the one that the recipe builds, and it has learned something but not everything."""
 
+from functools import partial
+
 import pytest
 import torch
 from nano import load_policy
@@ -8,9 +10,10 @@ from solrl_lightning.metrics.rank import rank_fidelity
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.records import Candidates
-from solrl_lightning.rollout.seeds import evaluation_seeds
-from solrl_lightning.rollout.stage import Batching, Prompts, Trajectory, run_stage, sample_states
+from solrl_lightning.rollout.records import Candidates, EncodedPrompts
+from solrl_lightning.rollout.scoring_worker import inline_worker
+from solrl_lightning.rollout.stage import BatchSize, SamplingSpec, iter_sampled_chunks, score_chunks, score_images
+from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.shapes.captions import eval_captions
 from solrl_lightning.shapes.pretrain import build_pipeline
 
@@ -26,11 +29,12 @@ def tiny() -> Flux1:
 def scored(policy: Flux1, captions: list[str]) -> Candidates:
     """Two pictures of each held-out prompt, painted from ``captions``."""
     seeds = evaluation_seeds(0, HELD_OUT, 2)
-    prompts = Prompts(HELD_OUT, policy.encode(captions))
-    trajectory = Trajectory(policy.sigmas(6), "euler")
+    prompts = EncodedPrompts(HELD_OUT, policy.encode(captions))
+    spec = SamplingSpec(policy.sigmas(6), "euler")
     rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
-    rest = (Batching(16, False), rewards, prompts, seeds, trajectory, lambda done, total: None)
-    return run_stage(policy, policy.transformer, *rest)
+    chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(16, False), prompts, seeds, spec)
+    score = partial(score_images, policy.decode)
+    return score_chunks(chunks, prompts, seeds, rewards, score, lambda done, total: None, inline_worker)
 
 
 def test_the_embedded_model_has_the_architecture_of_the_recipe(tiny: Flux1) -> None:
@@ -53,10 +57,10 @@ def test_its_pictures_follow_their_captions_and_leave_room_to_improve(tiny: Flux
 
 def test_its_preview_decoder_paints_nearly_what_its_autoencoder_does_and_ranks_as_it(tiny: Flux1) -> None:
     captions = [caption for caption in HELD_OUT for _ in range(EACH)]
-    encoded = Prompts(HELD_OUT, tiny.encode(HELD_OUT))
-    seeds, trajectory = evaluation_seeds(0, HELD_OUT, EACH), Trajectory(tiny.sigmas(6), "euler")
-    states = sample_states(tiny, tiny.transformer, Batching(48, False), encoded, seeds, trajectory)
-    x = torch.cat([state.x for _, state in states])
+    encoded = EncodedPrompts(HELD_OUT, tiny.encode(HELD_OUT))
+    seeds, spec = evaluation_seeds(0, HELD_OUT, EACH), SamplingSpec(tiny.sigmas(6), "euler")
+    chunks = iter_sampled_chunks(tiny, tiny.transformer, BatchSize(48, False), encoded, seeds, spec)
+    x = torch.cat([chunk.state.x for chunk in chunks])
     pictures, previews = tiny.decode(x), tiny.preview(x)
     assert (previews - pictures).abs().mean() < 0.02
     reward = ShapesReward()

@@ -4,7 +4,6 @@ PyTorch's fake tensors say they are on a GPU and run each operation's own checks
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,17 +14,19 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import solrl_lightning.module
-from solrl_lightning.module import Sampling, SolRLModule, Stage
-from solrl_lightning.objectives.nft import nft_loss
+from solrl_lightning.module import Evaluation, SolRLModule
+from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, resolve
 from solrl_lightning.quantization.backends import BACKENDS
 from solrl_lightning.quantization.fp8 import FP8Linear
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
 from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.rollout.records import Rollouts
-from solrl_lightning.rollout.seeds import pool_seeds
-from solrl_lightning.rollout.stage import Trajectory, sample_states
-from solrl_lightning.rollout.training_rows import Plan, TrainingRows
+from solrl_lightning.rollout.stage import SamplingSpec
+from solrl_lightning.samplers import Samplers
+from solrl_lightning.schedules import constant
+from solrl_lightning.seeds import pool_seeds
 
 GPUS = ("cuda", "lazy")  # the second one for autograd, which asks the driver for the first one's context
 WITHOUT_TRANSFORMER_ENGINE = [
@@ -115,33 +116,33 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
+    policy, lora = load_policy(folder, device=device), lora_config()
+    rule = QuantizationRule(["transformer_blocks.*", "single_transformer_blocks.*"])
+    samplers = Samplers(policy, lora, seed=0, batch_size=2, compile=False, with_shadow=True, backend=backend, rule=rule)
     return SolRLModule(
-        policy=load_policy(folder, device=device),
+        policy,
+        samplers,
         rewards=WeightedRewards({}, {}),
-        objective=partial(nft_loss, beta=1.0, kl_weight=1e-4, advantage_clip=5.0),
+        objective=NFT(beta=1.0, kl_weight=1e-4, advantage_clip=5.0, timestep_fraction=0.5),
         optimizer=torch.optim.AdamW,
+        rate_factor=constant(),
         old_decay=lambda step: 0.5,
         old_velocity="policy",
-        stages=[Stage("explore", "shadow", 2, "dpm2"), Stage("regenerate", "merged", 2, "dpm2")],
-        sampling=Sampling("dpm2", batch=2, compile=False, eval_steps=2, eval_images=1),
-        lora=lora_config(),
-        backend=backend,
-        rule=QuantizationRule(["transformer_blocks.*", "single_transformer_blocks.*"]),
-        kl_needs_reference=True,
+        evaluation=Evaluation("dpm2", steps=2, images=1),
         eval_prompts=[],
+        lora=lora,
         seed=0,
     )
 
 
 def test_a_chunk_of_a_rollout_stays_on_the_gpu(blackwell: None, folder: str) -> None:
     module = module_on("cuda", folder, backend_of("nvfp4", "torch"))
-    module.refresh_shadow()
+    module.samplers.sync()
     prompts, seeds = module.encode(PROMPTS[:1]), pool_seeds(0, 0, PROMPTS[:1], 2)
-    trajectory = Trajectory(module.policy.sigmas(2), "dpm2")
-    chunks = list(
-        sample_states(module.policy, module.replicas["shadow"], module.batching["shadow"], prompts, seeds, trajectory)
-    )
-    (index, state), images = chunks[0], module.policy.decode(chunks[0][1].x)
+    spec = SamplingSpec(module.policy.sigmas(2), "dpm2")
+    with module.samplers.use("shadow") as shadow:
+        chunks = list(module.samplers.chunks(shadow, "shadow", prompts, seeds, spec))
+    (index, state, _), images = chunks[0], module.policy.decode(chunks[0].state.x)
     assert index.tolist() == [0, 1] and len(chunks) == 1
     assert state.x.shape == (2, 16, 32) and images.shape == (2, 3, 32, 32)
     for values in (state.x, images):
@@ -158,8 +159,8 @@ def test_a_training_step_stays_on_the_gpu(
     seeds, scores = pool_seeds(0, 0, PROMPTS[:1], 2), torch.zeros(1, 2)
     latents = torch.empty(1, 2, *module.policy.latent_shape, device=device)  # type: ignore[attr-defined]
     rollouts = Rollouts(PROMPTS[:1], seeds, latents, scores, scores, scores.unsqueeze(-1), scores)
-    sigmas, step = module.policy.sigmas(4), Plan(micro_batches=1, rows=4)
-    (batch,) = TrainingRows(rollouts, module.encode(PROMPTS[:1]), sigmas, fraction=0.5, plan=step, share=1 / 4)
+    sigmas, plan = module.policy.sigmas(4), plan_micro_batches(1, rows_per_prompt=4, micro_batch=4, ranks=1)
+    (batch,) = MicroBatches(rollouts, module.encode(PROMPTS[:1]), sigmas, module.objective, plan)
     loss = module.training_step(batch, 0)
     assert loss.requires_grad and loss.shape == () and loss.dtype == torch.float32 and loss.device.type == device
     if device != "cuda":

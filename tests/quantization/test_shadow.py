@@ -24,8 +24,9 @@ from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear
 from solrl_lightning.quantization.int8 import EmulatedINT8Linear, INT8Linear
 from solrl_lightning.quantization.nvfp4 import fake_quantize, quantize
 from solrl_lightning.quantization.transformer_engine import ROLLOUT_RECIPE, TransformerEngineLinear
-from solrl_lightning.rollout.seeds import pool_seeds
-from solrl_lightning.rollout.stage import Batching, Prompts, Trajectory, sample_states
+from solrl_lightning.rollout.records import EncodedPrompts
+from solrl_lightning.rollout.stage import BatchSize, SamplingSpec, iter_sampled_chunks
+from solrl_lightning.seeds import pool_seeds
 
 HERE = (NVFP4Linear, EmulatedFP8Linear, FP8Linear, EmulatedINT8Linear, INT8Linear)  # the layers that any CPU can run
 
@@ -92,13 +93,14 @@ def tiny() -> Flux1:
 @pytest.mark.parametrize("precision", BACKENDS)
 def test_a_candidate_s_picture_depends_neither_on_its_batch_nor_on_its_place_in_it(tiny: Flux1, precision: str) -> None:
     backend = resolve(precision, "auto" if precision == "bf16" else "emulated", torch.device("cpu"))
-    converted, rule = replica.share(tiny.transformer), QuantizationRule(["transformer_blocks.*", "single_*"])
+    converted = replica.clone_sharing_weights(tiny.transformer)
+    rule = QuantizationRule(["transformer_blocks.*", "single_*"])
     convert(converted, plan(converted, rule, backend), backend)
-    prompts, trajectory = Prompts(PROMPTS, tiny.encode(PROMPTS)), Trajectory(tiny.sigmas(3), "euler")
+    prompts, spec = EncodedPrompts(PROMPTS, tiny.encode(PROMPTS)), SamplingSpec(tiny.sigmas(3), "euler")
 
     def latents(seeds: Tensor, batch: int) -> Tensor:
-        chunks = sample_states(tiny, converted, Batching(batch, fixed=False), prompts, seeds, trajectory)
-        return torch.cat([state.x for _, state in chunks]).unflatten(0, tuple(seeds.shape))
+        chunks = iter_sampled_chunks(tiny, converted, BatchSize(batch, False), prompts, seeds, spec)
+        return torch.cat([chunk.state.x for chunk in chunks]).unflatten(0, tuple(seeds.shape))
 
     seeds = pool_seeds(0, 0, PROMPTS, 4)
     together = latents(seeds, 12)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,20 +14,21 @@ from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.beside import beside
-from solrl_lightning.rollout.records import Candidates
-from solrl_lightning.rollout.seeds import pool_seeds
+from solrl_lightning.rollout.records import Candidates, EncodedPrompts
+from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
 from solrl_lightning.rollout.select import select_contrastive
 from solrl_lightning.rollout.stage import (
-    Batching,
-    Prompts,
-    Trajectory,
+    BatchSize,
+    SamplingSpec,
     check_finite,
     check_selectable,
-    run_stage,
-    sample_states,
+    iter_sampled_chunks,
+    score_chunks,
+    score_images,
+    score_images_or_nan,
 )
 from solrl_lightning.sampling import SolverState
+from solrl_lightning.seeds import pool_seeds
 
 SEEDS = pool_seeds(0, 0, PROMPTS, 5)  # 15 candidates of 3 prompts
 TEXTS = [prompt for prompt in PROMPTS for _ in range(5)]
@@ -78,34 +80,38 @@ class Made(Reward):
 
 def run(
     policy: Flux1,
-    batching: Batching,
+    batch_size: BatchSize,
     solver: str,
     reward: Callable[[Tensor, list[str]], Tensor] = brightness,
     seeds: Tensor = SEEDS,
     texts: list[str] = PROMPTS,
     progress: Callable[[int, int], None] = lambda done, total: None,
     steps: int = 2,
-    begin: SolverState | None = None,
-    until: int | None = None,
+    initial_state: SolverState | None = None,
+    stop_step: int | None = None,
     overlap: bool = False,
-    **kwargs: Any,
+    decode: Callable[[Tensor], Tensor] | None = None,
+    only_ranks: bool = False,
 ) -> Candidates:
-    prompts, rewards = Prompts(texts, policy.encode(texts)), WeightedRewards({"made": Made(reward)}, {"made": 1.0})
-    trajectory = Trajectory(policy.sigmas(steps), solver, begin, until)
-    rest = (rewards, prompts, seeds, trajectory, progress, overlap)
-    return run_stage(policy, policy.transformer, batching, *rest, **kwargs)
+    prompts = EncodedPrompts(texts, policy.encode(texts))
+    spec = SamplingSpec(policy.sigmas(steps), solver, initial_state, stop_step)
+    chunks = iter_sampled_chunks(policy, policy.transformer, batch_size, prompts, seeds, spec)
+    score = partial(score_images_or_nan if only_ranks else score_images, decode or policy.decode)
+    worker = partial(background_worker, policy.device) if overlap else inline_worker
+    rewards = WeightedRewards({"made": Made(reward)}, {"made": 1.0})
+    return score_chunks(chunks, prompts, seeds, rewards, score, progress, worker)
 
 
 @pytest.mark.parametrize("batch", [1, 3, 4, 15, 96])
 @pytest.mark.parametrize("fixed_batch", [False, True])
 def test_chunks_and_padding_change_nothing(policy: Recorder, batch: int, fixed_batch: bool) -> None:
-    whole = run(policy, Batching(15, False), "euler")
+    whole = run(policy, BatchSize(15, False), "euler")
     policy.seeds, policy.rows = [], []
-    found = run(policy, Batching(batch, fixed_batch), "euler")
+    found = run(policy, BatchSize(batch, fixed_batch), "euler")
     assert torch.equal(found.seeds, SEEDS)
-    assert found.latents.shape == (3, 5, 16, 32) and found.latents.dtype == torch.float32
+    assert found.x0.shape == (3, 5, 16, 32) and found.x0.dtype == torch.float32
     assert found.rewards.shape == (3, 5) and found.rewards.dtype == torch.float32
-    assert relative_error(found.latents, whole.latents) < 2**-7
+    assert relative_error(found.x0, whole.x0) < 2**-7
     torch.testing.assert_close(found.rewards, whole.rewards, rtol=0, atol=2**-8)
 
     chunks = [SEEDS.flatten().tolist()[first : first + batch] for first in range(0, 15, batch)]
@@ -117,14 +123,14 @@ def test_chunks_and_padding_change_nothing(policy: Recorder, batch: int, fixed_b
 
 def test_every_candidate_is_its_own_prompts_picture_of_its_own_seed(policy: Recorder) -> None:
     policy.transformer.float()  # so that rounding does not hide a wrong row
-    found = run(policy, Batching(4, True), "dpm2")
+    found = run(policy, BatchSize(4, True), "dpm2")
     for row, prompt in enumerate(PROMPTS):
         for column in range(5):
-            alone = run(policy, Batching(1, False), "dpm2", seeds=SEEDS[row, column].view(1, 1), texts=[prompt])
-            torch.testing.assert_close(alone.latents[0, 0], found.latents[row, column], rtol=0, atol=1e-4)
+            alone = run(policy, BatchSize(1, False), "dpm2", seeds=SEEDS[row, column].view(1, 1), texts=[prompt])
+            torch.testing.assert_close(alone.x0[0, 0], found.x0[row, column], rtol=0, atol=1e-4)
             torch.testing.assert_close(alone.rewards[0, 0], found.rewards[row, column], rtol=0, atol=1e-4)
-    wrong_prompt = run(policy, Batching(1, False), "dpm2", seeds=SEEDS[0, 0].view(1, 1), texts=[PROMPTS[1]])
-    assert (wrong_prompt.latents[0, 0] - found.latents[0, 0]).abs().max() > 1e-2
+    wrong_prompt = run(policy, BatchSize(1, False), "dpm2", seeds=SEEDS[0, 0].view(1, 1), texts=[PROMPTS[1]])
+    assert (wrong_prompt.x0[0, 0] - found.x0[0, 0]).abs().max() > 1e-2
 
 
 def test_the_reward_sees_decoded_pictures_with_their_captions(policy: Recorder) -> None:
@@ -134,53 +140,53 @@ def test_the_reward_sees_decoded_pictures_with_their_captions(policy: Recorder) 
         seen.append((images, prompts))
         return brightness(images, prompts).double()
 
-    found = run(policy, Batching(4, True), "euler", reward)
+    found = run(policy, BatchSize(4, True), "euler", reward)
     assert [len(prompts) for _, prompts in seen] == [4, 4, 4, 3]  # never the padding
     assert [prompt for _, prompts in seen for prompt in prompts] == TEXTS
     images = torch.cat([images for images, _ in seen])
     assert images.shape == (15, 3, 32, 32)
-    torch.testing.assert_close(images, policy.decode(found.latents.flatten(0, 1)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(images, policy.decode(found.x0.flatten(0, 1)), rtol=0, atol=1e-5)
     torch.testing.assert_close(found.rewards.flatten(), brightness(images, []), rtol=0, atol=1e-6)
 
 
 def test_the_same_candidates_come_out_again_to_the_bit(policy: Recorder) -> None:
-    one, two = (run(policy, Batching(4, False), "euler") for _ in range(2))
-    assert torch.equal(one.latents, two.latents) and torch.equal(one.rewards, two.rewards)
+    one, two = (run(policy, BatchSize(4, False), "euler") for _ in range(2))
+    assert torch.equal(one.x0, two.x0) and torch.equal(one.rewards, two.rewards)
 
 
 def test_a_pool_of_other_candidates_does_not_change_the_kept_ones(policy: Recorder) -> None:
     policy.transformer.float()
     kept = torch.tensor([[4, 0], [1, 2], [3, 1]])
-    pool = run(policy, Batching(4, True), "euler")
-    again = run(policy, Batching(4, True), "euler", seeds=SEEDS.gather(1, kept))
-    expected = torch.stack([pool.latents[row, kept[row]] for row in range(3)])
-    torch.testing.assert_close(again.latents, expected, rtol=0, atol=1e-4)
+    pool = run(policy, BatchSize(4, True), "euler")
+    again = run(policy, BatchSize(4, True), "euler", seeds=SEEDS.gather(1, kept))
+    expected = torch.stack([pool.x0[row, kept[row]] for row in range(3)])
+    torch.testing.assert_close(again.x0, expected, rtol=0, atol=1e-4)
 
 
 def test_latents_may_enter_a_training_graph_and_carry_no_graph_themselves(policy: Recorder) -> None:
     policy.transformer.requires_grad_(True)
-    found = run(policy, Batching(8, False), "euler")
-    assert not found.latents.requires_grad and not found.latents.is_inference()
+    found = run(policy, BatchSize(8, False), "euler")
+    assert not found.x0.requires_grad and not found.x0.is_inference()
     weight = torch.ones((), requires_grad=True)
-    (weight * found.latents).sum().backward()
+    (weight * found.x0).sum().backward()
     assert weight.grad is not None
 
 
 def test_chunks_are_yielded_one_at_a_time(policy: Recorder) -> None:
-    prompts = Prompts(PROMPTS, policy.encode(PROMPTS))
-    trajectory = Trajectory(policy.sigmas(1), "euler")
-    chunks = sample_states(policy, policy.transformer, Batching(6, True), prompts, SEEDS, trajectory)
-    index, state = next(chunks)
+    prompts = EncodedPrompts(PROMPTS, policy.encode(PROMPTS))
+    spec = SamplingSpec(policy.sigmas(1), "euler")
+    chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(6, True), prompts, SEEDS, spec)
+    index, state, _ = next(chunks)
     assert index.tolist() == list(range(6)) and len(state.x) == 6 and len(policy.seeds) == 1
     assert torch.is_grad_enabled()  # also between two chunks
-    rest = [(index.tolist(), len(state.x)) for index, state in chunks]
+    rest = [(index.tolist(), len(state.x)) for index, state, _ in chunks]
     assert rest == [(list(range(6, 12)), 6), (list(range(12, 15)), 3)]
 
 
 @pytest.mark.parametrize("fixed_batch", [False, True])
 def test_progress_rises_from_nothing_to_all_candidates(policy: Recorder, fixed_batch: bool) -> None:
     steps: list[tuple[int, int]] = []
-    run(policy, Batching(4, fixed_batch), "euler", progress=lambda done, total: steps.append((done, total)))
+    run(policy, BatchSize(4, fixed_batch), "euler", progress=lambda done, total: steps.append((done, total)))
     assert steps == [(0, 15), (4, 15), (8, 15), (12, 15), (15, 15)]
 
 
@@ -198,7 +204,7 @@ def test_a_reward_that_is_not_finite_names_its_prompt_and_seed(policy: Recorder,
         return scores
 
     with pytest.raises(NonFiniteError) as stopped:
-        run(policy, Batching(4, True), "euler", reward)
+        run(policy, BatchSize(4, True), "euler", reward)
     message = str(stopped.value)
     assert f"reward made is {value}" in message
     assert repr(TEXTS[position]) in message and f"seed {SEEDS.flatten()[position]};" in message
@@ -213,12 +219,12 @@ def test_scoring_beside_the_sampling_changes_nothing(policy: Recorder) -> None:
         threads.append(threading.current_thread().name)
         return brightness(images, prompts)
 
-    plain = run(policy, Batching(4, True), "euler")
-    found = run(policy, Batching(4, True), "euler", reward, overlap=True)
-    assert torch.equal(found.latents, plain.latents) and torch.equal(found.rewards, plain.rewards)
+    plain = run(policy, BatchSize(4, True), "euler")
+    found = run(policy, BatchSize(4, True), "euler", reward, overlap=True)
+    assert torch.equal(found.x0, plain.x0) and torch.equal(found.rewards, plain.rewards)
     assert len(threads) == 4 and len(set(threads)) == 1 and threads[0] != threading.current_thread().name
     with pytest.raises(NonFiniteError, match=rf"reward made is nan .*{TEXTS[0]}.* seed {int(SEEDS[0, 0])};"):
-        run(policy, Batching(4, True), "euler", lambda images, prompts: images[:, 0, 0, 0] * torch.nan, overlap=True)
+        run(policy, BatchSize(4, True), "euler", lambda images, prompts: images[:, 0, 0, 0] * torch.nan, overlap=True)
 
 
 def test_the_first_of_several_broken_values_is_named() -> None:
@@ -231,20 +237,19 @@ def test_the_first_of_several_broken_values_is_named() -> None:
 @pytest.mark.parametrize("solver", ["euler", "dpm2"])
 def test_kept_trajectories_go_on_from_where_they_were_stopped(policy: Recorder, solver: str) -> None:
     policy.transformer.float()
-    whole = run(policy, Batching(4, True), solver, steps=5)
-    assert torch.equal(whole.standing, whole.latents)
-    pool = run(policy, Batching(4, True), solver, steps=5, until=3)
-    assert not torch.equal(pool.standing, pool.latents)  # the noisy latents, and the image that they predict
-    of_image, of_noise = (brightness(policy.decode(x.flatten(0, 1)), []) for x in (pool.latents, pool.standing))
+    whole = run(policy, BatchSize(4, True), solver, steps=5)
+    assert torch.equal(whole.state.x, whole.x0)
+    pool = run(policy, BatchSize(4, True), solver, steps=5, stop_step=3)
+    assert not torch.equal(pool.state.x, pool.x0)  # the noisy latents, and the image that they predict
+    of_image, of_noise = (brightness(policy.decode(x.flatten(0, 1)), []) for x in (pool.x0, pool.state.x))
     torch.testing.assert_close(pool.rewards.flatten(), of_image, rtol=0, atol=1e-6)
     assert (of_image - of_noise).abs().max() > 1e-3
     chosen = torch.tensor([[4, 0], [1, 2], [3, 1]])
     kept, expected = pool.take(chosen), whole.take(chosen)
     policy.rows = []
-    begin = SolverState(kept.standing, kept.latents, 3)
-    found = run(policy, Batching(3, False), solver, seeds=kept.seeds, steps=5, begin=begin)
+    found = run(policy, BatchSize(3, False), solver, seeds=kept.seeds, steps=5, initial_state=kept.state)
     assert policy.rows == [3] * 4  # the two remaining steps of two chunks
-    torch.testing.assert_close(found.latents, expected.latents, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.x0, expected.x0, rtol=0, atol=1e-4)
     torch.testing.assert_close(found.rewards, expected.rewards, rtol=0, atol=1e-4)
 
 
@@ -253,8 +258,8 @@ def test_an_explored_candidate_that_is_not_finite_is_never_selected(
     policy: Recorder, overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = {2: torch.nan, 9: torch.inf}  # candidates: an image, a reward
-    expected = run(policy, Batching(4, True), "euler")
-    decoded = expected.latents.flatten(0, 1)
+    expected = run(policy, BatchSize(4, True), "euler")
+    decoded = expected.x0.flatten(0, 1)
 
     def decode(x: Tensor) -> Tensor:
         images = policy.decode(x)
@@ -266,7 +271,7 @@ def test_an_explored_candidate_that_is_not_finite_is_never_selected(
         scores[(scores - expected.rewards.flatten()[9]).abs() < 1e-6] = torch.inf
         return scores
 
-    found = run(policy, Batching(4, True), "euler", reward, overlap=overlap, decode=decode, only_ranks=True)
+    found = run(policy, BatchSize(4, True), "euler", reward, overlap=overlap, decode=decode, only_ranks=True)
     rewards = found.rewards.flatten()
     assert rewards.isnan().nonzero().flatten().tolist() == list(broken)
     others = ~rewards.isnan()
@@ -277,7 +282,7 @@ def test_an_explored_candidate_that_is_not_finite_is_never_selected(
     chosen = select_contrastive(found.rewards, 4)
     assert not found.take(chosen).rewards.isnan().any()
     with pytest.raises(NonFiniteError, match="NaN for the prompt"):
-        run(policy, Batching(4, True), "euler", reward, overlap=overlap, decode=decode)
+        run(policy, BatchSize(4, True), "euler", reward, overlap=overlap, decode=decode)
 
 
 def test_a_pool_with_too_few_finite_rewards_names_its_prompt() -> None:
@@ -300,16 +305,16 @@ class SmallMemory(Recorder):
 def test_a_batch_that_does_not_fit_the_memory_is_halved_for_good_and_changes_no_picture(
     folder: str, fixed_batch: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy, batching = load_policy(folder, policy_class=SmallMemory), Batching(8, fixed_batch)
+    policy, batch_size = load_policy(folder, policy_class=SmallMemory), BatchSize(8, fixed_batch)
     policy.transformer.float()
-    found = run(policy, batching, "euler")
-    assert batching.size == 2 and [record.message for record in caplog.records] == [
-        "out of memory: sampling goes on with 4 candidates in one forward pass",
-        "out of memory: sampling goes on with 2 candidates in one forward pass",
+    found = run(policy, batch_size, "euler")
+    assert batch_size.size == 2 and [record.message for record in caplog.records] == [
+        "out of memory: sampling continues with 4 candidates in one forward pass",
+        "out of memory: sampling continues with 2 candidates in one forward pass",
     ]
     roomy = load_policy(folder, policy_class=Recorder)
     roomy.transformer.float()
-    torch.testing.assert_close(found.latents, run(roomy, Batching(8, False), "euler").latents, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.x0, run(roomy, BatchSize(8, False), "euler").x0, rtol=0, atol=1e-4)
 
 
 def test_a_batch_that_fits_once_the_cache_is_empty_is_not_halved(
@@ -324,9 +329,9 @@ def test_a_batch_that_fits_once_the_cache_is_empty_is_not_halved(
                 raise torch.OutOfMemoryError("other streams hold the memory")
             return super().velocity(*args)
 
-    policy, batching = load_policy(folder, policy_class=Fragmented), Batching(8, False)
-    run(policy, batching, "euler")
-    assert (batching.size, emptied, caplog.records) == (8, [True], [])
+    policy, batch_size = load_policy(folder, policy_class=Fragmented), BatchSize(8, False)
+    run(policy, batch_size, "euler")
+    assert (batch_size.size, emptied, caplog.records) == (8, [True], [])
 
 
 def test_all_stages_of_a_process_score_on_one_stream_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,7 +339,7 @@ def test_all_stages_of_a_process_score_on_one_stream_per_device(monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
     device = torch.device("cuda", 61)  # of no other test: streams are kept for the process
     for _ in range(3):
-        with beside(device):
+        with background_worker(device):
             pass
     assert made == [device]
 
@@ -345,11 +350,11 @@ def test_memory_for_not_even_one_candidate_is_an_error(policy: Recorder, monkeyp
 
     monkeypatch.setattr(policy, "velocity", nothing_fits)
     with pytest.raises(torch.OutOfMemoryError, match="nothing fits"):
-        run(policy, Batching(4, False), "euler")
+        run(policy, BatchSize(4, False), "euler")
 
 
-def test_rows_picks_texts_and_embeddings_alike() -> None:
+def test_gather_picks_texts_and_embeddings_alike() -> None:
     conditioning: dict[str, Any] = {"x": torch.arange(6).view(3, 2), "y": torch.arange(3)}
-    texts, rows = Prompts(["a", "b", "c"], conditioning).rows(torch.tensor([2, 0, 2, 1]))
+    texts, rows = EncodedPrompts(["a", "b", "c"], conditioning).gather(torch.tensor([2, 0, 2, 1]))
     assert texts == ["c", "a", "c", "b"]
     assert rows["x"].tolist() == [[4, 5], [0, 1], [4, 5], [2, 3]] and rows["y"].tolist() == [2, 0, 2, 1]

@@ -1,13 +1,15 @@
 """The solvers against the exact solution of a Gaussian flow, against diffusers' schedulers, and stopped and resumed."""
 
 import math
+from collections.abc import Sequence
 
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from solrl_lightning.sampling import SOLVERS, advance, integrate, start
+from solrl_lightning.sampling import SOLVERS, NoiseSource, Solver, SolverState, advance, integrate, start, steps
+from solrl_lightning.seeds import step_noise
 from tests.sigmas import shifted_sigmas, uniform_sigmas
 
 MEAN, STD = 2.0, 0.5
@@ -44,10 +46,10 @@ def test_error_on_a_gaussian_flow_falls_with_the_order_of_the_solver(solver: str
     """Between two noise levels inside (0, 1), where log-SNR is finite, with steps equal in log-SNR."""
     z = noise(256)
     errors = []
-    for steps in (32, 64, 128):
-        sigmas = torch.cat([torch.sigmoid(torch.linspace(2.5, -2.5, steps + 1)), torch.zeros(1)])
-        inside = advance(gaussian_velocity, start(gaussian_path(z, sigmas[0])), sigmas, solver, until=steps)
-        errors.append(float((inside.x - gaussian_path(z, sigmas[steps])).square().mean().sqrt()))
+    for count in (32, 64, 128):
+        sigmas = torch.cat([torch.sigmoid(torch.linspace(2.5, -2.5, count + 1)), torch.zeros(1)])
+        inside = advance(gaussian_velocity, start(gaussian_path(z, sigmas[0])), sigmas, solver, stop_step=count)
+        errors.append(float((inside.x - gaussian_path(z, sigmas[count])).square().mean().sqrt()))
     assert slopes(errors) == pytest.approx([order] * 2, abs=0.15), errors
 
 
@@ -125,7 +127,7 @@ def test_a_straight_flow_is_solved_exactly_from_pure_noise_to_the_image(solver: 
 @pytest.mark.parametrize("stop", range(11))
 def test_stopping_and_resuming_changes_no_bit(solver: str, stop: int) -> None:
     sigmas, x = shifted_sigmas(10, 3.0), noise(8, 5)
-    stopped = advance(curved_velocity, start(x), sigmas, solver, until=stop)
+    stopped = advance(curved_velocity, start(x), sigmas, solver, stop_step=stop)
     assert stopped.step == stop
     resumed = advance(curved_velocity, stopped, sigmas, solver)
     assert torch.equal(resumed.x, integrate(curved_velocity, x, sigmas, solver))
@@ -134,7 +136,7 @@ def test_stopping_and_resuming_changes_no_bit(solver: str, stop: int) -> None:
 @pytest.mark.parametrize("solver", list(SOLVERS))
 def test_kept_candidates_go_on_as_if_they_had_been_alone(solver: str) -> None:
     sigmas, x, kept = shifted_sigmas(10, 3.0), noise(8, 5), torch.tensor([6, 1, 3])
-    prefix = advance(curved_velocity, start(x), sigmas, solver, until=4)
+    prefix = advance(curved_velocity, start(x), sigmas, solver, stop_step=4)
     images = advance(curved_velocity, prefix.take(kept), sigmas, solver).x
     assert torch.equal(images, integrate(curved_velocity, x[kept], sigmas, solver))
     by_mask = prefix.take(torch.tensor([True] + [False] * 7))
@@ -144,8 +146,8 @@ def test_kept_candidates_go_on_as_if_they_had_been_alone(solver: str) -> None:
 
 def test_a_prefix_predicts_its_image_from_its_latest_velocity() -> None:
     sigmas, x = uniform_sigmas(10), noise(8)
-    before = advance(gaussian_velocity, start(x), sigmas, "dpm2", until=3)
-    after = advance(gaussian_velocity, before, sigmas, "dpm2", until=4)
+    before = advance(gaussian_velocity, start(x), sigmas, "dpm2", stop_step=3)
+    after = advance(gaussian_velocity, before, sigmas, "dpm2", stop_step=4)
     assert start(x).x0 is None
     assert after.x0 is not None
     torch.testing.assert_close(after.x0, before.x - sigmas[3] * gaussian_velocity(before.x, sigmas[3]))
@@ -175,7 +177,37 @@ def test_a_schedule_that_does_not_descend_to_zero_is_refused(sigmas: list[float]
 def test_an_unknown_solver_and_an_impossible_stop_are_refused() -> None:
     with pytest.raises(ValueError, match="solver must be one of euler, dpm2; got 'heun'"):
         integrate(curved_velocity, noise(2), uniform_sigmas(2), "heun")
-    state = advance(curved_velocity, start(noise(2)), uniform_sigmas(4), until=2)
-    for until in (1, 5):
-        with pytest.raises(ValueError, match=f"2 to 4; got {until}"):
-            advance(curved_velocity, state, uniform_sigmas(4), until=until)
+    state = advance(curved_velocity, start(noise(2)), uniform_sigmas(4), stop_step=2)
+    for stop in (1, 5):
+        with pytest.raises(ValueError, match=f"2 to 4; got {stop}"):
+            advance(curved_velocity, state, uniform_sigmas(4), stop_step=stop)
+
+
+def test_steps_yields_every_state_of_the_trajectory() -> None:
+    sigmas = uniform_sigmas(4)
+    states = list(steps(curved_velocity, start(noise(2)), sigmas, "dpm2"))
+    assert [state.step for state in states] == [1, 2, 3, 4]
+    assert torch.equal(states[-1].x, integrate(curved_velocity, noise(2), sigmas, "dpm2"))
+    for state in states:
+        assert torch.equal(state.x, advance(curved_velocity, start(noise(2)), sigmas, "dpm2", state.step).x)
+
+
+def test_a_solver_of_one_s_own_draws_the_noise_of_its_step() -> None:
+    """x <- x + (step + 1) noise(step), whatever the velocity."""
+
+    def walk(state: SolverState, velocity: Tensor, sigmas: Sequence[float], noise: NoiseSource | None) -> SolverState:
+        assert noise is not None
+        return SolverState(state.x + (state.step + 1) * noise(state.step), state.x, state.step + 1)
+
+    def drawn(step: int) -> Tensor:
+        return step_noise(SEEDS, step, (3,))
+
+    SEEDS = torch.tensor([5, 6])
+    found = walked(walk, drawn)
+    expected = sum((step + 1) * drawn(step) for step in range(4))
+    torch.testing.assert_close(found, expected)
+    assert torch.equal(found[1:], walked(walk, lambda step: step_noise(SEEDS[1:], step, (3,)), rows=1))
+
+
+def walked(solver: Solver, noise: NoiseSource, rows: int = 2) -> Tensor:
+    return advance(curved_velocity, start(torch.zeros(rows, 3)), uniform_sigmas(4), solver, noise=noise).x

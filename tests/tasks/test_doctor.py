@@ -14,10 +14,21 @@ from torch import nn
 
 from solrl_lightning.config import check_values
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies import architectures, replica
+from solrl_lightning.policies import replica
+from solrl_lightning.policies.architectures import read_architecture
+from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
 from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.tasks import doctor_shadow
-from solrl_lightning.tasks.doctor import guarded, iterations, judge_memory, planned_bytes, rewards_of, small, sources
+from solrl_lightning.tasks.doctor import (
+    arithmetic,
+    guarded,
+    iterations,
+    judge_memory,
+    planned_bytes,
+    rewards_of,
+    small,
+    sources,
+)
 from solrl_lightning.tasks.doctor_machine import judge_cuda, judge_transformer_engine, locate
 from solrl_lightning.tasks.doctor_shadow import (
     blocks,
@@ -29,7 +40,7 @@ from solrl_lightning.tasks.doctor_shadow import (
     write_short,
 )
 from solrl_lightning.tasks.plan import on_meta
-from solrl_lightning.tasks.report import OK, SLOW, WRONG, Row, format_row
+from solrl_lightning.tasks.report import OK, SKIPPED, SLOW, WRONG, Row, format_row
 
 Compose = Callable[..., DictConfig]
 CPU = torch.device("cpu")
@@ -58,7 +69,7 @@ def test_the_embedded_model_is_well_and_the_report_says_so_without_the_token(
     assert finished.status == 0, finished.err
     report = json.loads((tmp_path / "out" / "doctor.json").read_text())
     rows = {row["check"]: row for row in report["rows"]}
-    assert report["counts"] == {"ok": len(rows), "slow": 0, "wrong": 0}
+    assert report["counts"] == {"ok": len(rows), "slow": 0, "wrong": 0, "skipped": 0}
     assert all(set(row) == {"check", "status", "found", "way_out", "measured"} for row in rows.values())
     assert {"packages", "cuda", "cpu", "disk", "precision", "layer 128->512", "blocks", "memory", "reward"} <= set(rows)
     assert rows["hub token"]["found"] == "present"
@@ -68,6 +79,7 @@ def test_the_embedded_model_is_well_and_the_report_says_so_without_the_token(
     assert rows["compilation"]["measured"] == {"graphs": 4, "recompilations": 0, "backend": "eager"}
     assert rows["memory"]["measured"]["planned"] < rows["memory"]["measured"]["total"]
     assert report["peak_memory"] > 50 * 2**20
+    assert 0 < report["seconds"] < report["seconds_since_process_start"]
     lines = finished.out.splitlines()
     assert max(map(len, lines[:-1])) <= 100  # the last one is a path
     for row in rows.values():
@@ -86,6 +98,13 @@ def test_what_is_wrong_ends_with_status_1_and_a_whole_report(command: Callable[.
     assert report["counts"]["wrong"] == 1
     (row,) = (row for row in report["rows"] if row["status"] == "wrong")
     assert row["check"] == "set-up" and "Use precision.backend=emulated" in row["found"]
+
+
+def test_what_was_not_checked_is_skipped_and_says_why(compose: Compose) -> None:
+    cfg = compose("task=doctor", "trainer=cpu", "reward=clipscore", "reward.pretrained=nobody/nowhere")
+    skipped = {row.check: row.found for row in arithmetic(cfg) if row.status == SKIPPED}
+    assert skipped.keys() == {"reward", "iterations"}
+    assert all("reward.clipscore.pretrained" in found for found in skipped.values())
 
 
 def test_iterations_are_counted(compose: Compose) -> None:
@@ -160,16 +179,17 @@ def test_a_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: p
     assert row.measured == {"graphs": 2, "recompilations": 2, "backend": "eager"}
 
 
-@pytest.mark.parametrize("architecture", architectures.SHIPPED, ids=lambda architecture: architecture.name)
-def test_the_blocks_are_a_few_of_the_model_s_own(
-    architecture: architectures.Architecture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "folder", [index.parent for index in ARCHITECTURES.rglob(INDEX)], ids=lambda folder: folder.name
+)
+def test_the_blocks_are_a_few_of_the_model_s_own(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_shadow, "_BLOCKS", 2)
+    architecture = read_architecture(folder)
     write_short(architecture, tmp_path)
-    short, whole = (a.components["transformer"].config for a in (architectures.read(tmp_path), architecture))
+    short, whole = (a.components["transformer"].config for a in (read_architecture(tmp_path), architecture))
     assert {key for key in whole if short[key] != whole[key]} == {"num_layers", "num_single_layers"} & whole.keys()
     assert short["num_layers"] == 2
-    assert architectures.read(tmp_path).components["vae"].config == architecture.components["vae"].config
+    assert read_architecture(tmp_path).components["vae"].config == architecture.components["vae"].config
 
 
 # Memory and iterations
@@ -296,5 +316,5 @@ def test_an_error_in_a_check_is_a_row_after_those_before_it() -> None:
 def test_a_row_is_at_most_100_columns_wide_with_the_way_out_on_its_own_line() -> None:
     lines = format_row(Row("memory", WRONG, "too little " * 20, "model.micro_batch=3")).splitlines()
     assert len(lines) > 2 and max(map(len, lines)) <= 100
-    assert lines[0].startswith("memory              wrong  too little")
-    assert lines[-1] == " " * 27 + "-> model.micro_batch=3"
+    assert lines[0].startswith("memory              wrong    too little")
+    assert lines[-1] == " " * 29 + "-> model.micro_batch=3"

@@ -108,6 +108,6 @@ def test_the_merged_folder_has_the_names_and_the_dtype_of_the_base_and_nothing_e
         name: (x.shape, x.dtype) for name, x in base.items()
     }
     changed = {name for name in base if not torch.equal(merged[name], base[name])}
-    assert changed == {f"{name}.weight" for name in module.lora_layers}
+    assert changed == {f"{name}.weight" for name in module.samplers.lora_layers}
     config = json.loads((folder / "transformer" / "config.json").read_text())
     assert config["_class_name"] == "FluxTransformer2DModel"

@@ -23,7 +23,7 @@ from solrl_lightning.config import (
 )
 from solrl_lightning.errors import UserError
 from solrl_lightning.pictures import Row, draw_grid
-from solrl_lightning.rollout.seeds import evaluation_seeds
+from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.tasks.generate import asked_seeds, generate, without_training
 
 Compose = Callable[..., DictConfig]
@@ -54,7 +54,12 @@ def write_checkpoint(cfg: DictConfig, path: Path, trained: float = 0.1, average:
                 value.normal_(generator=generator).mul_(size)
     for key, value in module.adapter_state("default").items():
         value.copy_(states["default"][key])
-    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    checkpoint: dict[str, Any] = {
+        "state_dict": module.state_dict(),
+        "global_step": 0,
+        "loops": {},
+        "optimizer_states": [],
+    }
     module.on_save_checkpoint(checkpoint)
     torch.save(checkpoint | {"callbacks": {"WeightEMA": {"average": states["ema"]}}}, path)
     return path

@@ -15,10 +15,11 @@ from torch.nn import functional as F
 from solrl_lightning.build import lora_config, stages_of, with_option
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters
-from solrl_lightning.policies.architectures import SHIPPED, build
+from solrl_lightning.policies.architectures import build_component, find_architecture
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization import plan as plan_layers
+from solrl_lightning.rollout.stage import evaluations
 from solrl_lightning.tasks.plan import (
     PACKED_BITS,
     Json,
@@ -114,7 +115,8 @@ def test_a_replica_owns_quantised_and_adapted_layers_only() -> None:
 
 def test_weights_of_flux1_under_sol_rl_take_at_most_half_more_than_one_copy(compose: Compose) -> None:
     cfg = compose("model=flux1", "family=sol_rl", "precision=nvfp4")
-    transformer = build(SHIPPED[0].components["transformer"], "meta", torch.bfloat16)
+    architecture = find_architecture(cfg.model.pretrained, Flux1.pipeline_class)
+    transformer = build_component(architecture.components["transformer"], "meta", torch.bfloat16)
     copy = bytes_of(transformer)
     rule = QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude))
     layers = plan_layers(transformer, rule, resolve("nvfp4", "emulated", torch.device("cpu")))
@@ -132,14 +134,14 @@ def test_a_prompt_takes_so_many_evaluations(compose: Compose) -> None:
     counts = {}
     for name in cfg.task.families:
         own = with_option(cfg, "family", name)
-        counts[name] = evaluations(stages_of(own), own.family.pool, own.family.keep)
+        counts[name] = evaluations(stages_of(own), own.family.pool)
     assert counts == {
-        "diffusionnft": {"regenerate": 240},
-        "naive_scaling": {"regenerate": 960},
-        "compile": {"regenerate": 960},
-        "naive_quant": {"regenerate": 960},
-        "sol_rl": {"explore": 576, "regenerate": 240},
-        "prefix": {"explore": 384, "regenerate": 144},
+        "diffusionnft": [240],
+        "naive_scaling": [960],
+        "compile": [960],
+        "naive_quant": [960],
+        "sol_rl": [576, 240],
+        "prefix": [384, 144],
     }
 
 

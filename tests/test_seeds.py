@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from solrl_lightning.rollout.seeds import (
+from solrl_lightning.seeds import (
     evaluation_seeds,
     noise,
     permutation,

@@ -49,8 +49,15 @@ def training_noise(seeds: Tensor, timesteps: Tensor, shape: Sequence[int]) -> Te
 
     Independent of the candidate's sampling noise and of its other timesteps.
     """
-    pairs = zip(seeds.tolist(), timesteps.tolist(), strict=True)
-    return noise(torch.tensor([_training_seed(seed, timestep) for seed, timestep in pairs], dtype=torch.int64), shape)
+    return noise(_derived_seeds(seeds.tolist(), timesteps.tolist(), b"training-noise"), shape)
+
+
+def step_noise(seeds: Tensor, step: int, shape: Sequence[int]) -> Tensor:
+    """float32 [B, *shape]: the noise that a stochastic solver adds to candidate seeds[b] in a step.
+
+    Independent of the candidate's other noises.
+    """
+    return noise(_derived_seeds(seeds.tolist(), [step] * len(seeds), b"step-noise"), shape)
 
 
 def train_timesteps(seeds: Tensor, num_steps: int, fraction: float) -> Tensor:
@@ -92,6 +99,10 @@ def _words(identity: str, n: int) -> np.ndarray:
     return np.frombuffer(hashlib.shake_128(identity.encode()).digest(n * _WORD.itemsize), dtype=_WORD)
 
 
-def _training_seed(seed: int, timestep: int) -> int:
-    digest = hashlib.blake2b(struct.pack("<qq", seed, timestep), digest_size=_WORD.itemsize, person=b"training-noise")
-    return int.from_bytes(digest.digest(), "little")
+def _derived_seeds(seeds: Sequence[int], numbers: Sequence[int], purpose: bytes) -> Tensor:
+    """int64 [B]: a seed per pair (seed, number), for one purpose."""
+    digests = [
+        hashlib.blake2b(struct.pack("<qq", *pair), digest_size=_WORD.itemsize, person=purpose).digest()
+        for pair in zip(seeds, numbers, strict=True)
+    ]
+    return torch.from_numpy(np.frombuffer(b"".join(digests), dtype=_WORD).astype(np.int64))

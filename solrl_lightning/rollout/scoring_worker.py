@@ -19,7 +19,7 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextmanager
-def beside(device: torch.device) -> Iterator[Submit]:
+def background_worker(device: torch.device) -> Iterator[Submit]:
     """Yields a function that hands work to one thread, which does it in the order given.
 
     On a GPU the thread has a stream of its own. It starts on what the caller's stream has computed when the work is
@@ -46,7 +46,7 @@ def beside(device: torch.device) -> Iterator[Submit]:
 
 
 @contextmanager
-def at_once() -> Iterator[Submit]:
+def inline_worker() -> Iterator[Submit]:
     """Yields a function that does the work when it is given."""
 
     def submit(work: Callable[[], T]) -> Future[T]:

@@ -1,4 +1,4 @@
-"""What the callbacks use of the loop and the module, written as types, and the few steps that several of them share.
+"""What several callbacks share: typed access to loop and module, logging, and reductions over ranks.
 
 Callbacks never touch private Lightning names: the iteration's records are read from ``trainer.fit_loop`` and everything
 that a callback reports goes through ``log_values``. Shapes: P prompts of this rank, N pool, K kept.
@@ -6,16 +6,14 @@ that a callback reports goes through ``log_values``. Shapes: P prompts of this r
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.records import Candidates, Rollouts
-from solrl_lightning.stopwatch import Stopwatch
+from solrl_lightning.loop import ExploreTrainLoop
+from solrl_lightning.module import SolRLModule
 
 RECORD = logging.getLogger("solrl_lightning.record")
 """Goes to the run's log file only: what the terminal shows as a bar, a line or a table."""
@@ -26,48 +24,12 @@ EXTRA_STAGES = ("evaluate", "probe", "grid")
 C = TypeVar("C", bound=Callback)
 
 
-class Loop(Protocol):
-    """The part of ``ExploreTrainLoop`` that callbacks use."""
-
-    stopwatch: Stopwatch
-    rollouts: Rollouts
-    explored: Candidates | None  # None in families of one stage, on every rank alike
-
-    def regenerate(self, prompts: list[str], seeds: Tensor) -> Candidates: ...  # seeds [P, n]
+def loop_of(trainer: Trainer) -> ExploreTrainLoop:
+    return cast(ExploreTrainLoop, trainer.fit_loop)
 
 
-class Policy(Protocol):
-    """The part of a policy that callbacks use."""
-
-    def decode(self, x: Tensor) -> Tensor: ...  # latents [B, ...] -> images [B, 3, H, W] in [0, 1]
-
-
-class Module(Protocol):
-    """The part of ``SolRLModule`` that callbacks use."""
-
-    policy: Policy
-    rewards: WeightedRewards
-    precision_backend: object
-    eval_history: list[dict[str, Any]]
-    eval_prompts: list[str]
-    ema_state: dict[str, Tensor] | None
-    device: torch.device
-
-    def refresh_shadow(self) -> None: ...
-
-    def adapter_state(self, name: str) -> dict[str, Tensor]: ...
-
-    def sample(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int) -> Tensor: ...
-
-    def save_lora(self, folder: Path, weights: str) -> None: ...
-
-
-def loop_of(trainer: Trainer) -> Loop:
-    return cast(Loop, trainer.fit_loop)
-
-
-def module_of(pl_module: LightningModule) -> Module:
-    return cast(Module, pl_module)
+def module_of(pl_module: LightningModule) -> SolRLModule:
+    return cast(SolRLModule, pl_module)
 
 
 def find(trainer: Trainer, kind: type[C]) -> C | None:

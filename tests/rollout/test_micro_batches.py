@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from solrl_lightning.rollout.records import Rollouts
-from solrl_lightning.rollout.seeds import pool_seeds, train_timesteps, training_noise
-from solrl_lightning.rollout.stage import Prompts
-from solrl_lightning.rollout.training_rows import Plan, TrainingBatch, TrainingRows, plan
+from solrl_lightning.objectives.nft import NFT
+from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
+from solrl_lightning.rollout.records import EncodedPrompts, Rollouts, TrainingBatch
+from solrl_lightning.seeds import pool_seeds, train_timesteps, training_noise
 
 KEEP, STEPS, FRACTION, TIMESTEPS, SHAPE = 3, 4, 0.5, 2, (2, 5)
 SIGMAS = torch.tensor([1.0, 0.9, 0.6, 0.2, 0.0])
@@ -18,13 +18,13 @@ SIGMAS = torch.tensor([1.0, 0.9, 0.6, 0.2, 0.0])
 
 class Rank(NamedTuple):
     rollouts: Rollouts
-    rows: TrainingRows
+    rows: MicroBatches
 
 
-def ranks(prompts: int, world: int, micro_batch: int) -> list[Rank]:
+def ranks(prompts: int, world: int, micro_batch: int, optimizer_steps: int = 1) -> list[Rank]:
     """The ranks of a run as the loop would set them up; latents and advantages are arbitrary but distinct."""
-    the_plan = plan(prompts, KEEP, TIMESTEPS, micro_batch, world)
-    share = world / (prompts * KEEP * TIMESTEPS)
+    plan = plan_micro_batches(prompts, KEEP * TIMESTEPS, micro_batch, world, optimizer_steps)
+    objective = NFT(beta=1.0, kl_weight=0.0, advantage_clip=5.0, timestep_fraction=FRACTION)
     texts = [f"prompt {number}" for number in range(prompts)]
     found = []
     for rank in range(world):
@@ -34,8 +34,8 @@ def ranks(prompts: int, world: int, micro_batch: int) -> list[Rank]:
         rewards = torch.arange(len(mine) * KEEP, dtype=torch.float32).view(len(mine), KEEP) + 100 * rank
         rollouts = Rollouts(mine, seeds, latents, rewards, rewards, rewards[..., None], rewards - 50)
         identity = torch.tensor([float(text.split()[1]) for text in mine])
-        encoded = Prompts(mine, {"identity": identity, "embedding": identity[:, None].expand(-1, 4)})
-        found.append(Rank(rollouts, TrainingRows(rollouts, encoded, SIGMAS, FRACTION, the_plan, share)))
+        encoded = EncodedPrompts(mine, {"identity": identity, "embedding": identity[:, None].expand(-1, 4)})
+        found.append(Rank(rollouts, MicroBatches(rollouts, encoded, SIGMAS, objective, plan)))
     return found
 
 
@@ -51,19 +51,21 @@ def value(batch: TrainingBatch) -> Tensor:
 @pytest.mark.parametrize(
     "prompts, world, micro_batch, expected",
     [
-        (4, 1, 96, Plan(1, 24)),
-        (4, 1, 24, Plan(1, 24)),
-        (4, 1, 23, Plan(2, 12)),
-        (4, 1, 7, Plan(4, 6)),
-        (4, 1, 1, Plan(24, 1)),
-        (3, 2, 96, Plan(1, 12)),
-        (3, 2, 5, Plan(3, 4)),
-        (7, 4, 5, Plan(3, 4)),
+        (4, 1, 96, (1, 24)),
+        (4, 1, 24, (1, 24)),
+        (4, 1, 23, (2, 12)),
+        (4, 1, 7, (4, 6)),
+        (4, 1, 1, (24, 1)),
+        (3, 2, 96, (1, 12)),
+        (3, 2, 5, (3, 4)),
+        (7, 4, 5, (3, 4)),
     ],
 )
-def test_the_plan_spreads_the_largest_share_evenly(prompts: int, world: int, micro_batch: int, expected: Plan) -> None:
-    found = plan(prompts, KEEP, TIMESTEPS, micro_batch, world)
-    assert found == expected
+def test_the_plan_spreads_the_largest_share_evenly(
+    prompts: int, world: int, micro_batch: int, expected: tuple[int, int]
+) -> None:
+    found = plan_micro_batches(prompts, KEEP * TIMESTEPS, micro_batch, world)
+    assert (found.micro_batches, found.rows) == expected
     largest_share = -(-prompts // world) * KEEP * TIMESTEPS
     assert found.rows <= micro_batch
     assert largest_share <= found.micro_batches * found.rows < largest_share + found.micro_batches
@@ -88,7 +90,7 @@ def test_gradients_averaged_over_micro_batches_and_ranks_are_the_mean_over_real_
             for k in range(KEEP):
                 seed = rank.rollouts.seeds[p, k].view(1)
                 for step in train_timesteps(seed, STEPS, FRACTION)[0]:
-                    sigma, x0 = SIGMAS[step], rank.rollouts.latents[p, k]
+                    sigma, x0 = SIGMAS[step], rank.rollouts.x0[p, k]
                     x_t = (1 - sigma) * x0 + sigma * training_noise(seed, step.view(1), SHAPE)[0]
                     rows.append(float(x_t.sum() * sigma + rank.rollouts.advantages[p, k]))
     assert len(rows) == prompts * KEEP * TIMESTEPS
@@ -150,7 +152,7 @@ def test_a_row_is_one_sample_in_all_its_parts() -> None:
         for batch in rank.rows:
             for row, seed in enumerate(batch.seeds.tolist()):
                 p, k = by_seed[seed]
-                assert torch.equal(batch.x0[row], rank.rollouts.latents[p, k])
+                assert torch.equal(batch.x0[row], rank.rollouts.x0[p, k])
                 assert batch.advantage[row] == rank.rollouts.advantages[p, k]
                 assert batch.prompts[row] == rank.rollouts.prompts[p]
                 number = float(batch.prompts[row].split()[1])
@@ -174,3 +176,38 @@ def test_it_is_a_sequence() -> None:
     for beyond in (3, -1):
         with pytest.raises(IndexError):
             rank.rows[beyond]
+
+
+@pytest.mark.parametrize("prompts, world, optimizer_steps", [(2, 1, 2), (3, 2, 2), (3, 1, 4), (5, 3, 5)])
+def test_every_optimiser_step_takes_the_mean_over_rows_of_its_own(
+    prompts: int, world: int, optimizer_steps: int
+) -> None:
+    everyone = ranks(prompts, world, 5, optimizer_steps)
+    per_step = len(everyone[0].rows) // optimizer_steps
+    seen: list[tuple[int, float]] = []
+    for step in range(optimizer_steps):
+        mean, values = 0.0, []
+        for rank in everyone:
+            for batch in list(rank.rows)[step * per_step : (step + 1) * per_step]:
+                mean += float((value(batch).double() * batch.weight.double()).mean()) / per_step / world
+                values += value(batch)[real(batch)].tolist()
+                seen += zip(batch.seeds[real(batch)].tolist(), batch.sigma[real(batch)].tolist(), strict=True)
+        assert mean == pytest.approx(sum(values) / len(values), rel=1e-5)
+    assert len(seen) == len(set(seen)) == prompts * KEEP * TIMESTEPS
+
+
+def test_rows_of_a_recorded_path_are_the_sampler_s_own_transitions() -> None:
+    (rank,) = ranks(prompts=2, world=1, micro_batch=5)
+    path = torch.randn(2, KEEP, STEPS + 1, *SHAPE, generator=torch.Generator().manual_seed(9))
+    rows = rank.rows
+    recorded = MicroBatches(rank.rollouts._replace(path=path), rows._prompts, SIGMAS, rows._objective, rows._plan)
+    place = {int(seed): divmod(i, KEEP) for i, seed in enumerate(rank.rollouts.seeds.flatten())}
+    for batch in recorded:
+        assert batch.x_next is not None
+        for row, seed in enumerate(batch.seeds.tolist()):
+            p, k = place[seed]
+            step = int(batch.step[row])
+            assert torch.equal(batch.x_t[row], path[p, k, step]) and torch.equal(
+                batch.x_next[row], path[p, k, step + 1]
+            )
+            assert (batch.sigma[row], batch.sigma_next[row]) == (SIGMAS[step], SIGMAS[step + 1])

@@ -1,0 +1,30 @@
+"""Classifier-free guidance (Ho and Salimans 2022, arXiv 2207.12598) of the velocity of any policy.
+
+Shapes: B batch.
+"""
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from solrl_lightning.policies.conditioning import Conditioning
+
+Velocity = Callable[[nn.Module, Tensor, Tensor, Conditioning], Tensor]  # transformer, x, sigma, conditioning -> v
+
+
+def guided(velocity: Velocity, unconditional: Conditioning, scale: float) -> Velocity:
+    """Returns v_uncond + scale * (v_cond - v_uncond), in two forward passes of B; ``velocity`` itself where scale is 1.
+
+    Args:
+        velocity: of a policy.
+        unconditional: its embedding of the empty or negative prompt, each [1, ...].
+    """
+    if scale == 1:
+        return velocity
+
+    def guided_velocity(transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        rows = {name: value.expand(len(x), *value.shape[1:]) for name, value in unconditional.items()}
+        without = velocity(transformer, x, sigma, rows)
+        return without + scale * (velocity(transformer, x, sigma, conditioning) - without)
+
+    return guided_velocity

@@ -1,0 +1,88 @@
+"""The training rows of an iteration, cut into equal micro-batches.
+
+Each rank has the same number of micro-batches of the same size, or the gradient all-reduce would deadlock; missing rows
+are padded with rows of weight 0. Weights are such that the gradient of an optimiser step is the mean over all its real
+rows on all ranks. Step s of S trains on rows s, s + S, s + 2 S, ... of every rank.
+
+Shapes: P prompts of this rank, K kept, B micro-batch.
+"""
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from solrl_lightning.objectives.base import Objective
+from solrl_lightning.rollout.records import EncodedPrompts, Rollouts, TrainingBatch
+
+
+class MicroBatchPlan(NamedTuple):
+    """How every rank cuts its rows."""
+
+    optimizer_steps: int
+    micro_batches: int  # of one optimiser step
+    rows: int  # of one micro-batch
+    weights: list[float]  # of a real row, by optimiser step
+
+
+def plan_micro_batches(
+    prompts: int, rows_per_prompt: int, micro_batch: int, ranks: int, optimizer_steps: int = 1
+) -> MicroBatchPlan:
+    """Plan for ``prompts`` of all ranks together; ``micro_batch`` is the largest number of rows that fits at once."""
+    most = ceil(ceil(prompts / ranks) * rows_per_prompt / optimizer_steps)
+    micro_batches = ceil(most / micro_batch)
+    rows = ceil(most / micro_batches)
+    each = [len(range(rank, prompts, ranks)) * rows_per_prompt for rank in range(ranks)]
+    real = [sum(len(range(step, count, optimizer_steps)) for count in each) for step in range(optimizer_steps)]
+    return MicroBatchPlan(
+        optimizer_steps, micro_batches, rows, [ranks / count * micro_batches * rows for count in real]
+    )
+
+
+class MicroBatches(Sequence[TrainingBatch]):
+    """The micro-batches of one rank, built one at a time."""
+
+    def __init__(
+        self, rollouts: Rollouts, prompts: EncodedPrompts, sigmas: Tensor, objective: Objective, plan: MicroBatchPlan
+    ) -> None:
+        steps = objective.train_steps(rollouts.seeds.flatten(), len(sigmas) - 1)  # [P * K, timesteps]
+        self._rollouts, self._prompts, self._sigmas = rollouts, prompts, sigmas
+        self._objective, self._plan = objective, plan
+        self._steps = steps.flatten()
+        self._samples = torch.arange(steps.shape[0]).repeat_interleave(steps.shape[1])
+
+    def __len__(self) -> int:
+        return self._plan.optimizer_steps * self._plan.micro_batches
+
+    def __getitem__(self, number: int) -> TrainingBatch:  # type: ignore[override]
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        plan, rollouts = self._plan, self._rollouts
+        optimizer_step, micro_batch = divmod(number, plan.micro_batches)
+        rows = torch.arange(micro_batch * plan.rows, (micro_batch + 1) * plan.rows)
+        rows = rows * plan.optimizer_steps + optimizer_step
+        real = rows < len(self._samples)
+        rows = rows.remainder(len(self._samples))
+        samples, steps = self._samples[rows], self._steps[rows]
+        texts, conditioning = self._prompts.gather(samples // rollouts.seeds.shape[1])
+        seeds = rollouts.seeds.flatten()[samples]
+        device = rollouts.x0.device
+        samples_there, steps_there = samples.to(device), steps.to(device)
+        x0 = rollouts.x0.flatten(0, 1)[samples_there]
+        sigmas = self._sigmas.to(device)
+        path = None if rollouts.path is None else rollouts.path.flatten(0, 1)
+        return TrainingBatch(
+            x0=x0,
+            x_t=self._objective.noisy(x0, seeds, steps, sigmas) if path is None else path[samples_there, steps_there],
+            x_next=None if path is None else path[samples_there, steps_there + 1],
+            step=steps,
+            sigma=sigmas[steps_there],
+            sigma_next=sigmas[steps_there + 1],
+            advantage=rollouts.advantages.flatten().to(device)[samples_there],
+            weight=(real * plan.weights[optimizer_step]).to(device, torch.float32),
+            conditioning=conditioning,
+            prompts=texts,
+            seeds=seeds,
+        )
