@@ -26,7 +26,6 @@ from solrl_lightning.tasks.plan import (
     Passes,
     bytes_of,
     count_macs,
-    evaluations,
     iteration_cost,
     plan,
     replica_bytes,
