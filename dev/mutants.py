@@ -53,8 +53,8 @@ AWM = "tests/objectives/test_awm.py"
 SOLVERS = "tests/sampling/test_solvers.py"
 NVFP4 = "tests/quantization/test_nvfp4.py"
 EMULATED = "tests/quantization/test_emulated.py"
-REFRESH = "tests/quantization/test_shadow.py::test_refreshing_changed_layers_never_compiles_again"
-CODES = "tests/quantization/test_rowwise.py::test_codes_and_scales_are_those_of_the_definition"
+REFRESH = "tests/quantization/test_shadow.py::test_requantize_does_not_recompile"
+CODES = "tests/quantization/test_rowwise.py::test_codes_and_scales_match_definition"
 ADAPTERS = "tests/policies/test_adapters.py"
 REPLICA = "tests/policies/test_replica.py"
 EMA = "tests/callbacks/test_ema.py"
@@ -248,7 +248,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("negative side of a row", "torch.maximum(high, -low)", "high", CODES),
         ("row scale not refreshed", "self.weight_scale.copy_(scale.squeeze(-1))", "pass", REFRESH),
     ],
-    "solrl_lightning/quantization/last_input.py": [
+    "solrl_lightning/quantization/cached_quantizer.py": [
         ("input changed in place", "self.version != x._version or", "", EMULATED),
     ],
     "solrl_lightning/quantization/convert.py": [
@@ -262,7 +262,7 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/policies/replica.py": [
         ("base overwritten", "layer.weight.detach().clone()", "layer.weight.detach()", REPLICA),
-        ("quantised layers stay", "layer.refresh(weight)", "pass", REPLICA),
+        ("quantised layers stay", "layer.requantize_(weight)", "pass", REPLICA),
         ("replica of its own", "{id(tensor): tensor for tensor in tensors}", "{}", REPLICA),
     ],
     "solrl_lightning/schedules.py": [

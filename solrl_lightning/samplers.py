@@ -68,7 +68,7 @@ class Samplers:
         self.precision_backend = f"{backend.precision} ({backend.name})" if with_shadow else "no shadow"
         if with_shadow:
             plans = plan_quantization(self.replicas[SHADOW], rule, backend)
-            log.info("%s", backend.line)
+            log.info("%s", backend.description)
             self.layer_table = format_table(plans)
             convert(self.replicas[SHADOW], plans, backend)
         self.lora_layers: dict[str, LoraLayer] = adapters.add_adapters(self.transformer, lora, seed)

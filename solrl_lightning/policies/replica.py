@@ -37,4 +37,4 @@ def refresh(replica: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
         if isinstance(layer, nn.Linear):
             layer.weight.copy_(weight)  # rounds to the layer's dtype
         else:
-            layer.refresh(weight)
+            layer.requantize_(weight)

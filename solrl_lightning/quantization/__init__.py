@@ -1,4 +1,4 @@
-"""NVFP4 and the shadow: the format, which layers are quantised, and the backends that run them."""
+"""Quantisation of the shadow: number formats, the choice of layers, and one backend per kind of hardware."""
 
 from solrl_lightning.quantization.backends import Backend, resolve
 from solrl_lightning.quantization.convert import convert

@@ -1,8 +1,8 @@
-"""From the user's `precision` and `precision.backend` to the layer class that runs the shadow, or a clear refusal.
+"""Choose the layer class that runs the shadow from `precision` and `precision.backend`.
 
-A precision names the numbers, a backend what computes them. `transformer_engine` and `torch` (PyTorch's own scaled and
-integer matrix products) need hardware that multiplies such numbers, and hold the weights packed; `emulated` gives the
-same numbers anywhere with other units, neither faster nor smaller than BF16.
+A precision is a number format, a backend an implementation of it. `transformer_engine` and `torch` (PyTorch's scaled
+and integer matrix products) need hardware that multiplies the format and store packed weights. `emulated` computes the
+same numbers on any hardware, neither faster nor smaller than BF16.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ from solrl_lightning.quantization.transformer_engine import TransformerEngineLin
 
 
 class Backend(NamedTuple):
-    """A way to run the shadow's linear layers."""
+    """One implementation of the shadow's linear layers."""
 
     precision: str
     name: str
     linear_cls: type[QuantizedLinear] | None  # None: no layer is quantised
-    line: str  # what the user reads at start
-    bits_per_weight: float  # held on the device for a weight of a quantised layer
-    fullgraph: bool = True  # whether a block with such layers compiles into one graph
+    description: str  # logged at start
+    bits_per_weight: float  # stored on the device for each weight of a quantised layer
+    fullgraph: bool = True  # whether a block with these layers compiles into one graph
 
 
-class _Real(NamedTuple):
-    """A backend that computes in the precision itself."""
+class _NativeBackend(NamedTuple):
+    """A backend whose hardware multiplies numbers of the precision."""
 
     linear_cls: type[QuantizedLinear]
     bits_per_weight: float
-    capability: tuple[int, int]  # the least of an NVIDIA GPU
-    cpu: bool = False  # also on a CPU with INT8 units
+    capability: tuple[int, int]  # minimum compute capability of an NVIDIA GPU
+    cpu: bool = False  # also runs on a CPU with INT8 units
     fullgraph: bool = True
 
 
-_REAL = {  # best first
+_NATIVE = {  # best first
     "nvfp4": {
-        "transformer_engine": _Real(TransformerEngineLinear, 4.5, (10, 0), fullgraph=False),
-        "torch": _Real(PackedNVFP4Linear, 4.5, (10, 0)),
+        "transformer_engine": _NativeBackend(TransformerEngineLinear, 4.5, (10, 0), fullgraph=False),
+        "torch": _NativeBackend(PackedNVFP4Linear, 4.5, (10, 0)),
     },
-    "fp8": {"torch": _Real(FP8Linear, 8, (8, 9))},
-    "int8": {"torch": _Real(INT8Linear, 8, (8, 0), cpu=True)},
+    "fp8": {"torch": _NativeBackend(FP8Linear, 8, (8, 9))},
+    "int8": {"torch": _NativeBackend(INT8Linear, 8, (8, 0), cpu=True)},
 }
 _EMULATED: dict[str, type[QuantizedLinear]] = {
     "nvfp4": NVFP4Linear,
@@ -56,42 +56,50 @@ _EMULATED: dict[str, type[QuantizedLinear]] = {
     "int8": EmulatedINT8Linear,
 }
 _NAMES = {"nvfp4": "NVFP4", "fp8": "FP8", "int8": "INT8"}
-BACKENDS = {precision: ("auto", *real, "emulated") for precision, real in _REAL.items()} | {"bf16": ("auto",)}
+BACKENDS = {precision: ("auto", *native, "emulated") for precision, native in _NATIVE.items()} | {"bf16": ("auto",)}
 
 
 def resolve(precision: str, backend: str, device: torch.device) -> Backend:
-    """`auto` takes the best backend on `device` and says so in its line; a named one is taken or refused."""
+    """Return the named backend, or for `auto` the fastest one that runs on `device`.
+
+    Raises:
+        UserError: the precision or the backend is unknown, or the backend does not run on `device`.
+    """
     if precision not in BACKENDS:
-        raise UserError(f"precision must be one of {', '.join(BACKENDS)}; got {precision!r}.")
+        raise UserError(f"precision={precision} is invalid: it must be one of {', '.join(BACKENDS)}.")
     if backend not in BACKENDS[precision]:
         known = ", ".join(BACKENDS[precision])
-        raise UserError(f"precision.backend with precision={precision} must be one of {known}; got {backend!r}.")
+        raise UserError(
+            f"precision.backend={backend} is invalid: with precision={precision} it must be one of {known}."
+        )
     if precision == "bf16":
-        return Backend("bf16", bf16.NAME, None, bf16.LINE, 16)
-    real = _REAL[precision]
-    if backend in real and not _runs(real[backend], device):
+        return Backend("bf16", bf16.NAME, None, bf16.DESCRIPTION, 16)
+    native = _NATIVE[precision]
+    if backend in native and not _runs(native[backend], device):
         raise UserError(_refusal(precision, backend, device))
     chosen = backend
     if backend == "auto":
-        chosen = next((name for name, candidate in real.items() if _runs(candidate, device)), "emulated")
+        chosen = next((name for name, candidate in native.items() if _runs(candidate, device)), "emulated")
     if chosen == "emulated":
         bits = 8 * operand_dtype(device).itemsize
-        return Backend(precision, chosen, _EMULATED[precision], _emulation_line(precision, backend, device), bits)
-    found = real[chosen]
-    line = (
-        f"precision.backend={backend}: {_NAMES[precision]} by {chosen} on {describe(device)}, the weights of quantised "
-        f"layers held in {found.bits_per_weight:g} bits"
+        return Backend(
+            precision, chosen, _EMULATED[precision], _emulation_description(precision, backend, device), bits
+        )
+    found = native[chosen]
+    description = (
+        f"precision.backend={backend}: {_NAMES[precision]} by {chosen} on {describe(device)}, weights of quantised "
+        f"layers stored in {found.bits_per_weight:g} bits"
     )
     if found.linear_cls is TransformerEngineLinear and not transformer_engine.has_row_scales():
-        line += (
-            "; the inputs of a batch share one scale, so a candidate's numbers depend a little on the others of its "
-            "batch (Transformer Engine 2.16 gives each token a scale)"
+        description += (
+            "; all inputs of a batch share one scale, so a candidate depends slightly on the rest of its batch "
+            "(Transformer Engine 2.16 and later use one scale per token)"
         )
-    return Backend(precision, chosen, found.linear_cls, line, found.bits_per_weight, found.fullgraph)
+    return Backend(precision, chosen, found.linear_cls, description, found.bits_per_weight, found.fullgraph)
 
 
 def describe(device: torch.device) -> str:
-    """The hardware in words."""
+    """Return the name of the hardware and its abilities."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
@@ -101,14 +109,14 @@ def describe(device: torch.device) -> str:
 
 
 def has_int8_units() -> bool:
-    """Whether this CPU has the integer instructions for which PyTorch's integer matrix product calls oneDNN.
+    """Return whether this CPU has the instructions (AVX512-VNNI) with which `torch._int_mm` calls oneDNN.
 
-    Without them it falls back to plain loops, some sixty times slower than an FP32 product.
+    Without them `torch._int_mm` runs plain loops, about sixty times slower than an FP32 product.
     """
     return torch.backends.mkldnn.is_available() and bool(torch.cpu.get_capabilities().get("avx512_vnni", False))
 
 
-def _runs(candidate: _Real, device: torch.device) -> bool:
+def _runs(candidate: _NativeBackend, device: torch.device) -> bool:
     if candidate.linear_cls is TransformerEngineLinear and not transformer_engine.is_installed():
         return False
     if device.type == "cuda":
@@ -117,23 +125,23 @@ def _runs(candidate: _Real, device: torch.device) -> bool:
 
 
 def _faster(device: torch.device) -> list[str]:
-    """Precisions with units of their own on `device`, fastest first."""
-    return [p for p, real in _REAL.items() if any(_runs(candidate, device) for candidate in real.values())]
+    """Return the precisions with a native backend on `device`, fastest first."""
+    return [p for p, native in _NATIVE.items() if any(_runs(candidate, device) for candidate in native.values())]
 
 
-def _emulation_line(precision: str, backend: str, device: torch.device) -> str:
+def _emulation_description(precision: str, backend: str, device: torch.device) -> str:
     operands = {torch.bfloat16: "BF16", torch.float32: "FP32"}[operand_dtype(device)]
     name, hardware = _NAMES[precision], "this CPU" if device.type == "cpu" else describe(device)
-    line = (
+    description = (
         f"precision.backend={backend}: {name} is emulated by {operands} products on {hardware}: the shadow ranks "
-        f"candidates as {name} does and costs no less time and memory than BF16"
+        f"candidates as {name} does, but saves neither time nor memory over BF16"
     )
     faster = _faster(device) if backend == "auto" and device.type == "cuda" else []
-    return f"{line} (precision={faster[0]} has units on this GPU)" if faster else line
+    return f"{description} (precision={faster[0]} is native on this GPU)" if faster else description
 
 
 def _refusal(precision: str, backend: str, device: torch.device) -> str:
-    wanted = _REAL[precision][backend]
+    wanted = _NATIVE[precision][backend]
     needs = [f"an NVIDIA GPU of compute capability {wanted.capability[0]}.{wanted.capability[1]} or higher"]
     if wanted.cpu:
         needs[0] += " or a CPU with INT8 units (AVX512-VNNI)"
@@ -141,11 +149,12 @@ def _refusal(precision: str, backend: str, device: torch.device) -> str:
     if wanted.linear_cls is TransformerEngineLinear:
         needs.append(f"Transformer Engine with its extension for PyTorch ({transformer_engine.INSTALL}, with nvcc)")
         found += f", Transformer Engine {'' if transformer_engine.is_installed() else 'not '}installed"
-    other = next((name for name, candidate in _REAL[precision].items() if _runs(candidate, device)), "")
+    other = next((name for name, candidate in _NATIVE[precision].items() if _runs(candidate, device)), "")
     ways = [f"precision.backend={other}"] if other else []
     ways += ["precision.backend=emulated (the same numbers, without the speed)"]
     ways += [f"precision={name}" for name in _faster(device) if name != precision][:1]
     return (
-        f"precision.backend={backend} with precision={precision} needs {' and '.join(needs)}; found: {found}. "
+        f"precision.backend={backend} is invalid: with precision={precision} it needs {' and '.join(needs)}; "
+        f"found: {found}. "
         f"Use {', '.join(ways)} or precision=bf16."
     )

@@ -1,4 +1,4 @@
-"""precision=bf16: the shadow keeps every layer as it is, a control of what few steps alone do to the ranking."""
+"""Control, precision=bf16: no layer is quantised, which isolates the effect of fewer solver steps on the ranking."""
 
 NAME = "none"
-LINE = "The shadow runs in BF16: no layer is quantised."
+DESCRIPTION = "The shadow runs in BF16: no layer is quantised."

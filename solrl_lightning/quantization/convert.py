@@ -1,23 +1,23 @@
-"""Turns a replica of a transformer into a shadow."""
+"""Convert a replica of a transformer into a shadow."""
 
 from collections.abc import Iterable
 
 from torch import nn
 
 from solrl_lightning.quantization.backends import Backend
-from solrl_lightning.quantization.pointwise import Pointwise, as_linear
+from solrl_lightning.quantization.pointwise import Conv1x1AsLinear, as_linear
 from solrl_lightning.quantization.rules import LayerPlan
 
 
 def convert(transformer: nn.Module, plans: Iterable[LayerPlan], backend: Backend) -> None:
-    """Replace the planned layers of `transformer`, a replica on its final device, by the backend's, in place.
+    """Replace the planned layers of `transformer` by the backend's, in place and one at a time to save memory.
 
-    Layer by layer, so that no more than one of them exists twice. Move or cast the replica no more after that: the
-    layers hold FP32 scales and operands of the dtype that suits their device.
+    Move or cast the replica before, not after: the layers hold FP32 scales, and operands in a dtype chosen for the
+    device.
     """
     for layer in plans:
         if layer.quantized and backend.linear_cls is not None:
             module = transformer.get_submodule(layer.name)
             quantized = backend.linear_cls.from_linear(as_linear(module))
-            replacement = Pointwise(quantized) if isinstance(module, nn.Conv2d) else quantized
+            replacement = Conv1x1AsLinear(quantized) if isinstance(module, nn.Conv2d) else quantized
             transformer.set_submodule(layer.name, replacement)

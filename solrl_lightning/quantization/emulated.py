@@ -1,17 +1,10 @@
-"""NVFP4 linear layers on hardware without FP4 units: the numerics of the format, not its speed or its memory.
+"""NVFP4 linear layers on hardware without FP4 units: the numerics of the format, not its speed or memory.
 
-What Blackwell does is done with ordinary units: weight and activation are quantised to NVFP4 (the activation at every
-call, with a global scale for each row), the exact products e2m1 * block_scale are accumulated in FP32, both global
-scales and the bias are applied to the FP32 sum, and that is rounded to the dtype of the input.
+The layer computes what Blackwell computes: it quantises weight and activation to NVFP4 (the activation at every call,
+one global scale per row), accumulates the exact products e2m1 * block_scale in FP32, applies both global scales and the
+bias to the FP32 sum, and rounds once to the dtype of the input. Only the order of the FP32 sums differs.
 
-The layer stores its weight as *dequantised* e2m1 * block_scale values (exact in FP32 and BF16), not packed: 2 or 4
-bytes a weight instead of 4.5 bits. Only the order of the FP32 sums is left to the library and differs from the
-hardware's.
-
-`operand_dtype` is the rule for the matrix product. On CUDA the operands are BF16 and the result FP32. A CPU with BF16
-units multiplies BF16 operands too, but its result comes back rounded to BF16 once before the scales are applied (2^-9
-relative, where NVFP4 rounds the operands by up to 2^-2). Any other CPU multiplies in FP32, which is several times
-faster there.
+The weight is stored as e2m1 * block_scale values (exact in FP32 and BF16): 2 or 4 bytes per weight instead of 4.5 bits.
 """
 
 from __future__ import annotations
@@ -23,25 +16,30 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from solrl_lightning.policies.bf16 import has_bf16_units
-from solrl_lightning.quantization.last_input import LastInput
+from solrl_lightning.quantization.cached_quantizer import CachedQuantizer
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.nvfp4 import BLOCK, fake_quantize
 
 
 def operand_dtype(device: torch.device) -> torch.dtype:
-    """The dtype in which the exact operands of the emulated product are stored and multiplied on `device`."""
+    """Return the dtype in which operands of the emulated product are stored and multiplied on `device`.
+
+    CUDA multiplies BF16 operands into FP32. A CPU with BF16 units rounds the product to BF16 before the scales are
+    applied (2^-9 relative, where NVFP4 rounds operands by up to 2^-2). Other CPUs multiply in FP32, which is several
+    times faster there.
+    """
     if device.type == "cuda" or (device.type == "cpu" and has_bf16_units()):
         return torch.bfloat16
     return torch.float32
 
 
-_quantized = LastInput(partial(fake_quantize, per_row=True))
+_quantized = CachedQuantizer(partial(fake_quantize, per_row=True))
 
 
 class NVFP4Linear(QuantizedLinear):
-    """With W and x in NVFP4, as FP32 or BF16 numbers."""
+    """Linear layer with W and x in NVFP4, stored as FP32 or BF16 numbers."""
 
-    multiples = (BLOCK, 1)
+    feature_multiples = (BLOCK, 1)
 
     weight_values: Tensor  # [out, in] e2m1 * block_scale
     weight_scale: Tensor  # float32 [], the weight's global scale
@@ -55,7 +53,7 @@ class NVFP4Linear(QuantizedLinear):
         self.register_buffer("bias", torch.zeros(out_features, device=device) if bias else None)
 
     @torch.no_grad()
-    def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
         values, scale = fake_quantize(weight, self.weight_values.dtype)
         self.weight_values.copy_(values)
         self.weight_scale.copy_(scale)
@@ -69,7 +67,7 @@ class NVFP4Linear(QuantizedLinear):
 
 
 def product(x: Tensor, weight: Tensor) -> Tensor:
-    """[..., in] x [out, in] -> FP32 [..., out]; only CUDA's BF16 product can return its FP32 sums."""
+    """Return x [..., in] times weight [out, in] as FP32 [..., out]; only CUDA's BF16 product returns its FP32 sums."""
     if x.device.type == "cuda":
         return torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32).unflatten(0, x.shape[:-1])
     return F.linear(x, weight).float()

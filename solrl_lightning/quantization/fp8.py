@@ -1,14 +1,13 @@
-"""FP8 (E4M3) linear layers: by PyTorch's row-wise scaled product, and the same numbers without FP8 units.
+"""FP8 (E4M3) linear layers: native by PyTorch's row-wise scaled product, and emulated.
 
-The emulation multiplies the exact E4M3 numbers in FP32 (BF16 on a GPU, which holds them exactly) and sums in FP32. The
-hardware sums in FP32, too, but rounds the result to BF16; on compute capability 9.0 it keeps fewer bits in between
-(``use_fast_accum``), which PyTorch's own FP8 inference uses as well.
+Both multiply exact E4M3 numbers and sum in FP32. The native product rounds the result to BF16; on compute capability
+9.0 it also keeps fewer bits while summing (``use_fast_accum``, which PyTorch's FP8 inference sets too).
 """
 
 import torch
 from torch import Tensor
 
-from solrl_lightning.quantization.last_input import LastInput
+from solrl_lightning.quantization.cached_quantizer import CachedQuantizer
 from solrl_lightning.quantization.nvfp4 import E4M3_MAX, round_e4m3
 from solrl_lightning.quantization.rowwise import EmulatedRowwiseLinear, RowwiseLinear, row_scale
 
@@ -16,7 +15,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """[..., D] -> E4M3 numbers [..., D] in `dtype`, which must hold them exactly, and FP32 scales [..., 1]."""
+    """Return E4M3 numbers [..., D] of x [..., D] in `dtype`, which must represent them, and FP32 scales [..., 1]."""
     x = x.float()
     scale = row_scale(x, E4M3_MAX)
     # x / scale may exceed 448 by its rounding, and a cast to E4M3 does not saturate everywhere.
@@ -25,7 +24,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def scaled_product(codes: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
-    """codes [M, D] with scale [M, 1] times weight [N, D] with weight_scale [N], plus a BF16 bias [N] -> BF16 [M, N]."""
+    """Return BF16 [M, N]: codes [M, D] * scale [M, 1] times (weight [N, D] * weight_scale [N])^T, plus a BF16 bias."""
     # Not F.scaled_mm: torch 2.11 cannot compile it (`fullgraph`), and in 2.15 its fake tensors check no scales.
     return torch._scaled_mm(
         codes,
@@ -39,21 +38,21 @@ def scaled_product(codes: Tensor, weight: Tensor, scale: Tensor, weight_scale: T
 
 
 class FP8Linear(RowwiseLinear):
-    """On FP8 units; the layer holds 8 bits a weight."""
+    """Linear layer on FP8 units; stores 8 bits per weight."""
 
-    multiples = (16, 16)  # of torch._scaled_mm
-    quantized = LastInput(quantize)
+    feature_multiples = (16, 16)  # required by torch._scaled_mm
+    quantized = CachedQuantizer(quantize)
 
     @staticmethod
     def code_dtype(device: torch.device) -> torch.dtype:
         return E4M3
 
     def product(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        bias = None if self.bias is None else self.bias.bfloat16()  # the only dtype that row-wise scaling takes
+        bias = None if self.bias is None else self.bias.bfloat16()  # row-wise scaling accepts no other dtype
         return scaled_product(codes, self.codes, scale, self.weight_scale, bias).to(dtype)
 
 
 class EmulatedFP8Linear(EmulatedRowwiseLinear):
-    """On any device; the layer holds the E4M3 numbers in 16 or 32 bits."""
+    """Linear layer on any device; stores E4M3 numbers in 16 or 32 bits."""
 
-    quantized = LastInput(quantize)
+    quantized = CachedQuantizer(quantize)

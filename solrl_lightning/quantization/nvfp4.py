@@ -39,14 +39,14 @@ _EXPONENT_BITS = 0x7F800000
 
 
 class NVFP4Tensor(NamedTuple):
-    """A quantised tensor [..., D]: value = e2m1 * block_scale * global_scale."""
+    """Quantised tensor [..., D]: value = e2m1 * block_scale * global_scale."""
 
     packed: Tensor  # uint8 [..., D/2], the element of even index in the low nibble
     block_scales: Tensor  # float8_e4m3fn [..., D/16]
-    global_scale: Tensor  # float32 [], or [..., 1] with one for each row
+    global_scale: Tensor  # float32 [], or [..., 1] with one per row
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """[..., D] values, computed in FP32 as e2m1 * (block_scale * global_scale) and then cast to `dtype`."""
+        """Return values [..., D], computed in FP32 as e2m1 * (block_scale * global_scale) and cast to `dtype`."""
         table = torch.tensor(E2M1_VALUES + tuple(-v for v in E2M1_VALUES), device=self.packed.device)
         codes = torch.stack((self.packed & 0xF, self.packed >> 4), dim=-1).flatten(-2)
         scales = self.block_scales.float() * self.global_scale
@@ -55,17 +55,21 @@ class NVFP4Tensor(NamedTuple):
 
 
 def quantize(x: Tensor) -> NVFP4Tensor:
-    """[..., D] of any float dtype -> NVFP4Tensor."""
+    """Return x [..., D], of any float dtype, in NVFP4.
+
+    Raises:
+        ValueError: x is not floating-point, D is no positive multiple of 16, or (in eager mode) a value is not finite.
+    """
     _check(x)
     return encode(x)
 
 
 def encode(x: Tensor, per_row: bool = False) -> NVFP4Tensor:
-    """As ``quantize``, but finiteness is not checked, which on a GPU would wait for the result: one NaN gives NaNs."""
+    """Return ``quantize(x)`` without its checks (the one of finiteness synchronises a GPU); one NaN gives NaNs."""
     blocks = _blocks(x.float())
     scales, encode, global_scale = _scales(blocks, per_row)
     magnitude = round_e2m1(_scaled(blocks, encode)).abs()
-    # The position of 0, .5, 1, 1.5, 2, 3, 4, 6 in the table of values, as three straight lines.
+    # The index in E2M1_VALUES as a piecewise linear function of the value.
     code = torch.minimum(torch.minimum(2 * magnitude, magnitude + 2), 0.5 * magnitude + 4).to(torch.uint8)
     code = torch.where(blocks.signbit(), code | 8, code).flatten(-2)
     packed = code[..., 0::2] | (code[..., 1::2] << 4)
@@ -73,11 +77,11 @@ def encode(x: Tensor, per_row: bool = False) -> NVFP4Tensor:
 
 
 def fake_quantize(x: Tensor, dtype: torch.dtype, per_row: bool = False) -> tuple[Tensor, Tensor]:
-    """[..., D] BF16, FP16 or FP32 -> e2m1 * block_scale [..., D] in `dtype`, and global_scale [] or [..., 1].
+    """Return e2m1 * block_scale [..., D] in `dtype`, and global_scale [] or [..., 1], of x [..., D] (BF16, FP16, FP32).
 
-    The product of a 2-bit and a 4-bit significand has at most 6 bits and lies in [2^-10, 2688]: BF16 and FP32 hold it
-    exactly. The hardware, too, multiplies these numbers, accumulates in FP32 and applies the global scales of both
-    operands to the sum. Finiteness is not checked: one NaN or infinity makes every value of its scale NaN.
+    The values are exact in BF16 and FP32: the product of a 2-bit and a 4-bit significand has at most 6 bits and lies in
+    [2^-10, 2688]. The hardware multiplies the same numbers, accumulates in FP32 and applies both global scales to the
+    sum. Does not check finiteness: a NaN or infinity makes every value under its global scale NaN.
     """
     blocks = _blocks(x)
     scales, encode, global_scale = _scales(blocks, per_row)
@@ -86,22 +90,22 @@ def fake_quantize(x: Tensor, dtype: torch.dtype, per_row: bool = False) -> tuple
 
 
 def round_e2m1(x: Tensor) -> Tensor:
-    """|x| <= 6 in FP32 -> the nearest E2M1 value in FP32 (a zero may lose its sign). Overwrites x.
+    """Round x, FP32 with |x| <= 6, to the nearest E2M1 value, ties to even, in place (a zero may lose its sign).
 
-    A sum is rounded to the spacing of FP32 numbers at the sum. 9 * 2^20 * h moves |x| in [0, 2) to where that spacing
-    is 1/2 (h = 1/2), [2, 4) to where it is 1 (h = 3/2) and [4, 6] to where it is 2 (h = 5/2 or 7/2), just as E2M1 is
-    spaced; a negative x goes to the negative side. Each shift is an even multiple of its spacing, so ties go to even.
-    Exponent bits would give the spacing in fewer steps, but torch.compile does not vectorise integer views on the CPU.
+    An FP32 sum is rounded to the spacing of FP32 numbers at the sum. Adding 9 * 2^20 * h moves |x| in [0, 2) to where
+    that spacing is 1/2 (h = 1/2), [2, 4) to where it is 1 (h = 3/2) and [4, 6] to where it is 2 (h = 5/2 or 7/2), which
+    are the spacings of E2M1; a negative x moves to the negative side. Each shift is an even multiple of its spacing, so
+    ties go to even. Exponent bits would need fewer steps, but torch.compile vectorises no integer views on the CPU.
     """
     h = (0.5 * x).floor_().add_(0.5)
     return x.add_(h, alpha=9 * 2**20).sub_(h, alpha=9 * 2**20)
 
 
 def round_e4m3(x: Tensor) -> Tensor:
-    """|x| <= 448 in FP32 -> the nearest E4M3 value in FP32, subnormals included; faster on a CPU than two casts.
+    """Return x, FP32 with |x| <= 448, rounded to the nearest E4M3 value; faster on a CPU than two casts.
 
-    The power of two in x's exponent bits, but at least that of the smallest normal number 2^-6, gives E4M3's spacing q
-    at x (3 fraction bits); x + 1.5 * 2^23 * q is rounded to a multiple of q, ties to even.
+    The power of two in x's exponent bits, at least that of the smallest normal number 2^-6, gives E4M3's spacing q at x
+    (3 fraction bits); x + 1.5 * 2^23 * q is rounded to a multiple of q, ties to even.
     """
     power = (x.view(torch.int32) & _EXPONENT_BITS).view(torch.float32)
     shift = power.clamp_(min=2.0**-6).mul_(1.5 * 2.0**20)
@@ -113,10 +117,10 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _block_amax(blocks: Tensor) -> Tensor:
-    """[..., D/16, 16] -> [..., D/16, 1] in FP32.
+    """Return the largest magnitude of each block [..., D/16, 16] as FP32 [..., D/16, 1].
 
-    Without their sign bits floats are ordered like the integers of the same bits, NaN last; outside compiled code
-    integers are reduced several times faster on the CPU.
+    Floats without sign bits sort like the integers of the same bits, NaN last; eager mode reduces integers several
+    times faster on the CPU.
     """
     if torch.compiler.is_compiling():
         return blocks.abs().amax(dim=-1, keepdim=True).float()
@@ -126,7 +130,7 @@ def _block_amax(blocks: Tensor) -> Tensor:
 
 
 def _scales(blocks: Tensor, per_row: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """[..., D/16, 16] -> E4M3 block scales in FP32 and factors to E2M1, both [..., D/16, 1], and global_scale."""
+    """Return E4M3 block scales in FP32 and factors to E2M1, both [..., D/16, 1], and global_scale."""
     block_amax = _block_amax(blocks)
     amax = block_amax.amax(dim=-2, keepdim=True) if per_row else block_amax.amax()
     # torch evaluates `number / tensor` as number * reciprocal, which rounds twice.
@@ -134,7 +138,7 @@ def _scales(blocks: Tensor, per_row: bool) -> tuple[Tensor, Tensor, Tensor]:
     decode = encode.reciprocal()
     scales = round_e4m3((block_amax * (encode * (1 / E2M1_MAX))).clamp_(max=E4M3_MAX))
     factors = (scales * decode).reciprocal_().clamp_(max=_FLOAT32_MAX)
-    # Below amax = 2688 / FLT_MAX `encode` is cut off; its inverse is then the scale that decodes.
+    # Below amax = 2688 / FLT_MAX `encode` is clamped, and global_scale is the inverse of the clamped value.
     global_scale = (amax / (E4M3_MAX * E2M1_MAX)).clamp(min=1 / _FLOAT32_MAX)
     return scales, factors, global_scale.squeeze(-1)
 
@@ -151,7 +155,7 @@ def _check(x: Tensor) -> None:
             f"NVFP4 needs a last dimension that is a positive multiple of {BLOCK}; got shape {tuple(x.shape)}. "
             "Pad it with zeros, or leave this tensor unquantised."
         )
-    # A branch on data would break a compiled graph; there a NaN or infinity makes every block scale NaN instead.
+    # torch.compile breaks the graph at a branch on data; compiled, a NaN or infinity makes every block scale NaN.
     if not torch.compiler.is_compiling() and not x.float().isfinite().all():
         count = int((~x.float().isfinite()).sum())
         raise ValueError(

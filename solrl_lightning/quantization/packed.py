@@ -1,11 +1,8 @@
-"""NVFP4 linear layers by PyTorch's own block-scaled product (compute capability 10.0 and newer), packed in 4.5 bits.
+"""NVFP4 linear layers by PyTorch's block-scaled product (compute capability 10.0 and newer), 4.5 bits per weight.
 
-For such hardware without Transformer Engine. Weight and input are quantised by the functions of ``nvfp4``, so that
-codes and scales are those of the emulation to the bit; the product sums e2m1 * block_scale in FP32, then both global
-scales (the input has one for each row) and the bias are applied. Quantising the input takes several passes over it even
-when compiled, where Transformer Engine has a kernel. Checked against PyTorch's shape rules, not yet on such a GPU.
-
-Left out: torchao.prototype.mx_formats, which has the same product in a tensor subclass that it calls a prototype.
+For GPUs without Transformer Engine. ``nvfp4`` quantises weight and input, so codes and scales equal those of the
+emulation bit for bit. The product sums e2m1 * block_scale in FP32; both global scales (one per row of the input) and
+the bias are applied to the sum. Not yet run on such a GPU; checked against PyTorch's shape rules.
 """
 
 from __future__ import annotations
@@ -22,20 +19,20 @@ _TILE = (128, 4)  # rows and block scales of a tile
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """[M, D / 16] block scales -> flat, in the order in which tensor cores read them.
+    """Return block scales [M, D / 16] flattened in the order in which tensor cores read them.
 
-    Tiles of 128 x 4 scales, padded with zeros; in a tile the scales of rows r, r + 32, r + 64, r + 96 stand together:
+    Tiles of 128 x 4 scales, padded with zeros; in a tile the scales of rows r, r + 32, r + 64, r + 96 are adjacent:
     https://docs.nvidia.com/cuda/cublas/index.html#d-block-scaling-factors-layout
     """
     rows, columns = scales.shape
-    # E4M3 has no padding of its own; its bytes do.
+    # F.pad does not support float8_e4m3fn, so the bytes are padded.
     padded = F.pad(scales.view(torch.uint8), (0, -columns % _TILE[1], 0, -rows % _TILE[0]))
     tiles = padded.unflatten(0, (-1, 4, 32)).unflatten(-1, (-1, 4))  # [row tile, r / 32, r % 32, column tile, 4]
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(torch.float8_e4m3fn)
 
 
 def scaled_product(x: NVFP4Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    """x [M, D] times a weight, `packed` [N, D / 2] with swizzled `scales` -> FP32 [M, N], global scales apart."""
+    """Return x [M, D] times `packed` [N, D / 2] with swizzled `scales`: FP32 [M, N], without the global scales."""
     # Not F.scaled_mm: see fp8.scaled_product.
     return torch._scaled_mm(
         x.packed.view(E2M1X2), packed.view(E2M1X2).t(), swizzle(x.block_scales), scales, out_dtype=torch.float32
@@ -43,9 +40,12 @@ def scaled_product(x: NVFP4Tensor, packed: Tensor, scales: Tensor) -> Tensor:
 
 
 class PackedNVFP4Linear(QuantizedLinear):
-    """With W and x in NVFP4, W packed."""
+    """Linear layer with W and x in NVFP4, W packed."""
 
-    multiples = (2 * BLOCK, BLOCK)  # 32 inputs are the 16 bytes to which a row of codes must be aligned
+    feature_multiples = (
+        2 * BLOCK,
+        BLOCK,
+    )  # torch._scaled_mm requires rows of codes aligned to 16 bytes, which are 32 inputs
 
     packed: Tensor  # uint8 [out, in / 2]
     block_scales: Tensor  # float8_e4m3fn, swizzled
@@ -62,7 +62,7 @@ class PackedNVFP4Linear(QuantizedLinear):
         self.register_buffer("bias", torch.zeros(out_features, device=device) if bias else None)
 
     @torch.no_grad()
-    def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
         quantized = encode(weight)
         self.packed.copy_(quantized.packed)
         self.block_scales.copy_(swizzle(quantized.block_scales))

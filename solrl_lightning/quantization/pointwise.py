@@ -1,7 +1,6 @@
-"""1x1 convolutions as the linear layers they are.
+"""Pointwise (1x1) convolutions as linear layers over channels-last tokens.
 
-SANA's feed-forward network has two of them around a depthwise convolution. A 1x1 convolution of stride 1 without groups
-multiplies the channels of each pixel by one matrix: a linear layer over channels-last tokens.
+SANA's feed-forward network has two of them around a depthwise convolution.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether ``module`` is a linear layer, or a convolution that is one."""
+    """Return whether ``module`` is a linear layer or a 1x1 convolution of stride 1 without groups."""
     if isinstance(module, nn.Conv2d):
         return (
             module.kernel_size == (1, 1)
@@ -24,7 +23,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def as_linear(module: nn.Module) -> nn.Linear:
-    """The linear layer that ``module`` is. Of a convolution it shares the tensors."""
+    """Return ``module`` as a linear layer; one made from a convolution shares its tensors."""
     if isinstance(module, nn.Linear):
         return module
     assert isinstance(module, nn.Conv2d) and is_linear(module)
@@ -35,18 +34,17 @@ def as_linear(module: nn.Module) -> nn.Linear:
     return linear
 
 
-class Pointwise(nn.Module):
-    """Runs a linear layer of a backend where a 1x1 convolution stood: [B, C, H, W] -> [B, C', H, W]."""
+class Conv1x1AsLinear(nn.Module):
+    """Runs a 1x1 convolution by a linear layer of a backend: [B, C, H, W] -> [B, C', H, W]."""
 
     def __init__(self, linear: nn.Module) -> None:
         super().__init__()
         self.linear: Any = linear
 
     def forward(self, x: Tensor) -> Tensor:
-        # Copies nothing where the network around it works on channels-last pixels, its tokens. Of a single image in the
-        # other layout the tokens would be columns of a matrix, and a GPU's products take rows.
+        # contiguous() copies only where x is not channels-last; the GPU products require tokens as rows.
         return self.linear(x.movedim(1, -1).contiguous()).movedim(-1, 1)
 
-    def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """As the layer's own, of a convolution's weight [C', C, 1, 1]."""
-        self.linear.refresh(weight.flatten(1), bias)
+    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Quantise the convolution's weight [C', C, 1, 1] into the existing buffers."""
+        self.linear.requantize_(weight.flatten(1), bias)

@@ -1,14 +1,11 @@
-"""FP8 and INT8 linear layers: one scale for each token of the input and for each output row of the weight.
+"""FP8 and INT8 linear layers with one scale per token of the input and one per output row of the weight.
 
     scale = max(amax, 1e-12) / largest      amax over a row; largest = 448 for E4M3, 127 for INT8
     code  = round(x / scale)                to nearest, ties to even, onto the numbers of the format
     y     = (codes_x codes_w^T) * scale_x * scale_w + bias
 
-The input is quantised at every call, so a token's numbers depend on no other token, and not on the batch. A subclass
-says what its codes are and how they are multiplied: ``fp8`` and ``int8`` have one for hardware with such units and one
-that computes the same numbers with others.
-
-Weights are stored as codes, in 8 bits where the hardware multiplies them.
+The input is quantised at every call, so a token depends on no other token of the batch. Subclasses define the codes and
+their product; ``fp8`` and ``int8`` have a native one, which stores codes in 8 bits, and an emulated one.
 """
 
 from __future__ import annotations
@@ -19,25 +16,25 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from solrl_lightning.quantization.cached_quantizer import CachedQuantizer
 from solrl_lightning.quantization.emulated import operand_dtype, product
-from solrl_lightning.quantization.last_input import LastInput
 from solrl_lightning.quantization.linear import QuantizedLinear
 
-_SMALLEST_AMAX = 1e-12  # so that a row of zeros gives zeros
+_SMALLEST_AMAX = 1e-12  # a row of zeros gives zeros
 
 
 def row_scale(x: Tensor, largest: float) -> Tensor:
-    """[..., D] FP32 -> [..., 1]."""
+    """Return the scale [..., 1] of each row of x [..., D], FP32."""
     low, high = x.aminmax(dim=-1, keepdim=True)
-    # A number over a tensor would be rounded twice, as number * reciprocal.
+    # torch.compile turns a division by a Python number into a product with its reciprocal, which rounds twice.
     return torch.maximum(high, -low).clamp(min=_SMALLEST_AMAX) / torch.full_like(high, largest)
 
 
 class RowwiseLinear(QuantizedLinear):
-    """With W and x as 8-bit codes."""
+    """Linear layer with W and x as 8-bit codes."""
 
-    quantized: ClassVar[LastInput]
-    """x [..., D] -> codes [..., D] in a dtype and FP32 scales [..., 1]."""
+    quantized: ClassVar[CachedQuantizer]
+    """(x [..., D], dtype) -> codes [..., D] in that dtype and FP32 scales [..., 1]."""
 
     codes: Tensor  # [out, in]
     weight_scale: Tensor  # float32 [out]
@@ -53,14 +50,14 @@ class RowwiseLinear(QuantizedLinear):
     @staticmethod
     @abstractmethod
     def code_dtype(device: torch.device) -> torch.dtype:
-        """In which codes are stored and multiplied on `device`."""
+        """Return the dtype in which codes are stored and multiplied on `device`."""
 
     @abstractmethod
     def product(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """codes [M, in], scale [M, 1] -> y [M, out] in `dtype`."""
+        """Return y [M, out] in `dtype` of codes [M, in] with scale [M, 1]."""
 
     @torch.no_grad()
-    def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
         codes, scale = self.quantized.quantize(weight, self.codes.dtype)
         self.codes.copy_(codes)
         self.weight_scale.copy_(scale.squeeze(-1))
@@ -73,13 +70,13 @@ class RowwiseLinear(QuantizedLinear):
         return y.unflatten(0, x.shape[:-1])
 
     def scaled(self, sums: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        """Sums of code products [M, out] -> y, rounded once."""
+        """Return y from sums of code products [M, out], rounded once."""
         y = sums.float().mul_(scale).mul_(self.weight_scale)
         return (y if self.bias is None else y.add_(self.bias)).to(dtype)
 
 
 class EmulatedRowwiseLinear(RowwiseLinear):
-    """On any device: the same codes, held as numbers of the dtype that is multiplied there."""
+    """Linear layer on any device, with the same codes stored in ``operand_dtype``."""
 
     @staticmethod
     def code_dtype(device: torch.device) -> torch.dtype:

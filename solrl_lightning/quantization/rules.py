@@ -1,4 +1,4 @@
-"""Which linear layers are quantised: a rule of name patterns, the plan it gives, and the table that is logged."""
+"""Choice of the linear layers to quantise: a rule of name patterns, the plan made from it, and its table."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from solrl_lightning.quantization.pointwise import as_linear, is_linear
 
 @dataclass(frozen=True)
 class QuantizationRule:
-    """Shell patterns over full module names; `*` also crosses dots. An excluded name wins over an included one."""
+    """Shell patterns over full module names; `*` also matches dots, and `exclude` takes precedence."""
 
     include: Sequence[str]
     """Linear layers to quantise, e.g. `transformer_blocks.*`."""
     exclude: Mapping[str, str] = field(default_factory=dict)
-    """Linear layers to keep in BF16 although included: pattern -> the reason, which the table shows."""
+    """Included linear layers to keep in BF16: pattern -> reason, which the table shows."""
 
 
 class LayerPlan(NamedTuple):
-    """What happens to one linear layer, or to a 1x1 convolution, which is one."""
+    """Decision on one linear layer or 1x1 convolution."""
 
     name: str
     in_features: int
@@ -36,16 +36,17 @@ class LayerPlan(NamedTuple):
 
 
 def plan(transformer: nn.Module, rule: QuantizationRule, backend: Backend) -> list[LayerPlan]:
-    """One entry for each linear layer, in module order.
+    """Return one entry per linear layer, in module order.
 
-    A pattern that fits no layer is an error, and so is a rule that quantises nothing.
+    Raises:
+        UserError: a pattern matches no linear layer, or the rule quantises none.
     """
     linears = {name: as_linear(module) for name, module in transformer.named_modules() if is_linear(module)}
     unused = [p for p in (*rule.include, *rule.exclude) if not any(fnmatchcase(name, p) for name in linears)]
     if unused:
         raise UserError(
-            f"Every pattern of a quantisation rule must fit a linear layer; {', '.join(map(repr, unused))} fits none. "
-            f"Correct or remove it. {_known_names(linears)}"
+            f"model.quantization is invalid: every pattern must match a linear layer; {', '.join(map(repr, unused))} "
+            f"matches none. Correct or remove it. {_known_names(linears)}"
         )
     plans = []
     for name, linear in linears.items():
@@ -54,15 +55,15 @@ def plan(transformer: nn.Module, rule: QuantizationRule, backend: Backend) -> li
     if backend.linear_cls is not None and not any(p.quantized for p in plans):
         reasons = sorted({p.reason for p in plans})
         raise UserError(
-            f"precision={backend.precision} must quantise at least one linear layer; the rule quantises none of "
-            f"{len(plans)} ({'; '.join(reasons)}). Widen the rule's include patterns, or use precision=bf16. "
+            f"precision={backend.precision} is invalid: the rule must quantise at least one linear layer; it quantises "
+            f"none of {len(plans)} ({'; '.join(reasons)}). Widen model.quantization.include, or use precision=bf16. "
             f"{_known_names(linears)}"
         )
     return plans
 
 
 def format_table(plans: Sequence[LayerPlan]) -> str:
-    """The plan as text; layers whose names differ in numbers only share a line. Shares are of all linear weights."""
+    """Return the plan as a table; layers whose names differ only in numbers share a row."""
     groups: dict[tuple, list[LayerPlan]] = {}
     for p in plans:
         groups.setdefault((_pattern(p.name), *p[1:]), []).append(p)
@@ -99,7 +100,7 @@ def _reason_to_skip(name: str, linear: nn.Linear, rule: QuantizationRule, backen
             return reason
     if not any(fnmatchcase(name, pattern) for pattern in rule.include):
         return "not included by the rule"
-    return backend.linear_cls.obstacle(linear)
+    return backend.linear_cls.unsupported_reason(linear)
 
 
 def _pattern(name: str) -> str:

@@ -1,23 +1,15 @@
-"""NVFP4 linear layers by Transformer Engine (compute capability 10.0 and newer), packed in 4.5 bits.
+"""NVFP4 linear layers by Transformer Engine (compute capability 10.0 and newer), 4.5 bits per weight.
 
-Not yet run on a GPU. ``make contract`` holds these calls against Transformer Engine's source, from 2.9 on.
-What a rollout needs of it:
+Not yet run on a GPU. ``make contract`` checks these calls against the source of Transformer Engine 2.9 and newer.
 
-1. `quantized_model_init` without gradients: the layer holds row-wise NVFP4 and neither the BF16 weight nor the
-   column-wise copy of the backward pass. Copying an FP32 tensor into the parameter quantises it in place, without
-   rounding it to BF16, once per refresh and not per forward.
-2. A recipe of its own: the defaults are for training. 1 x 16 blocks for weights as for inputs (16 x 16 blocks make W
-   and its transpose agree), no stochastic rounding and no Hadamard transform (both are for gradients), and from 2.16 on
-   a global scale for each row of the input. Said outright, because the defaults come from environment variables.
-3. Rows in multiples of 32: NVFP4 needs multiples of 16, and its fast kernel for BF16 multiples of 32. Rows of zeros
-   change no other row.
-
-Before 2.16 all rows of a batch share one global scale, so a candidate's numbers depend a little on the others of its
-batch, as those of no other backend do.
-
-Transformer Engine's layers run outside compiled graphs: what is around them is compiled, in pieces. Up to 2.19 its
-``Linear`` refuses to be traced. 2.20 traces it (its PR #3053) where PyTorch has the experimental types of which its
-quantisers are, and breaks the graph elsewhere; what happens to quantised parameters is not tried yet.
+1. `quantized_model_init` without gradients stores row-wise NVFP4 only: no BF16 weight and no column-wise copy for the
+   backward pass. Copying an FP32 tensor into the parameter quantises it in place, without rounding it to BF16 first.
+2. The recipe sets every option, because the defaults are for training and depend on environment variables: 1 x 16
+   blocks for weights and inputs, no stochastic rounding, no Hadamard transform, and from 2.16 on one global scale per
+   row of the input. Before 2.16 all rows of a batch share one, so a candidate depends slightly on its batch.
+3. Rows are padded with zeros to a multiple of 32: NVFP4 needs multiples of 16, its fast kernel for BF16 of 32.
+4. The layers run outside compiled graphs, which break around them: up to 2.19 ``te.Linear`` cannot be traced; 2.20
+   traces it (PR #3053) with newer versions of PyTorch, not yet tried with quantised parameters.
 """
 
 from __future__ import annotations
@@ -41,9 +33,9 @@ ROWS = 32
 
 
 def is_installed() -> bool:
-    """Whether Transformer Engine is there with its extension for PyTorch, without which its import fails.
+    """Return whether Transformer Engine is installed with its extension for PyTorch, without which its import fails.
 
-    The extension is a file beside the Python package or in one of its folders, not a module that ``find_spec`` finds.
+    The extension is a file beside the Python package or inside it that ``find_spec`` does not find.
     """
     spec = find_spec("transformer_engine")
     if spec is None or spec.origin is None:
@@ -54,7 +46,7 @@ def is_installed() -> bool:
 
 
 def has_row_scales() -> bool:
-    """Whether the installed version can give each row of the input a global scale of its own."""
+    """Return whether the installed version supports one global scale per row of the input."""
     major, minor = version("transformer_engine").split(".")[:2]
     return (int(major), int(minor)) >= ROW_SCALES_SINCE
 
@@ -68,12 +60,12 @@ def rollout_recipe() -> Any:
 
 
 class TransformerEngineLinear(QuantizedLinear):
-    """With W and x in NVFP4, and y rounded to BF16."""
+    """Linear layer with W and x in NVFP4, and y rounded to BF16."""
 
-    multiples = (16, 16)
+    feature_multiples = (16, 16)
 
     def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device) -> None:
-        # Imported here: it is there only on the hardware that it is for.
+        # Imported here because Transformer Engine is an optional dependency.
         import transformer_engine.pytorch as te
 
         super().__init__(in_features, out_features, bias, device)
@@ -90,8 +82,8 @@ class TransformerEngineLinear(QuantizedLinear):
         self._autocast = te.autocast
 
     @torch.no_grad()
-    def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        self.linear.weight.copy_(weight)  # which quantises it
+    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self.linear.weight.copy_(weight)  # quantises it
         if self.linear.use_bias and bias is not None:
             self.linear.bias.copy_(bias)
 
@@ -100,7 +92,7 @@ class TransformerEngineLinear(QuantizedLinear):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2).bfloat16()
         missing = -len(rows) % ROWS
-        padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows.contiguous()  # F.pad copies even if by nothing
+        padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows.contiguous()  # F.pad always copies
         with self._autocast(enabled=True, recipe=rollout_recipe()):
             y = self.linear(padded)
         return y[: len(rows)].to(x.dtype).unflatten(0, x.shape[:-1])

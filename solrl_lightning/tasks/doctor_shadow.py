@@ -47,7 +47,9 @@ def judge_backend(backend: Backend, device: torch.device, used: bool) -> Row:
     measured = {"precision": backend.precision, "backend": backend.name, "others": others}
     if not used:
         return Row("precision", OK, "none: no stage of this family samples from the shadow", "", measured)
-    found = f"{backend.line.rstrip('.')}. Others here: {', '.join(f'{name} ({by})' for name, by in others.items())}"
+    found = (
+        f"{backend.description.rstrip('.')}. Others here: {', '.join(f'{name} ({by})' for name, by in others.items())}"
+    )
     if backend.name == "emulated" and device.type == "cuda":
         faster = [f"precision={name}" for name, by in others.items() if by != "emulated"]
         return Row("precision", SLOW, found, " or ".join([*faster, NO_SHADOW]), measured)

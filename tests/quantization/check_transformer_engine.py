@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def our_calls() -> Iterator[tuple[str, int, list[str]]]:
-    """(name, number of positional arguments, keywords) of every call of ``te.<name>`` or ``self._<name>``."""
+    """Yield (name, number of positional arguments, keywords) of every call of ``te.<name>`` or ``self._<name>``."""
     calls = [node for node in ast.walk(ast.parse(_OURS.read_text())) if isinstance(node, ast.Call)]
     found = 0
     for call in calls:
@@ -52,7 +52,7 @@ def our_constant(name: str) -> Any:
 
 
 def callable_signature(root: Path, name: str) -> inspect.Signature:
-    """Of a function or class that ``transformer_engine.pytorch`` exports by a plain ``from ... import``."""
+    """Return the signature of a name that ``transformer_engine.pytorch`` exports by a plain ``from ... import``."""
     module = exporting_module(root, "transformer_engine.pytorch", name)
     node = next(n for n in module.body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name)
     if isinstance(node, ast.ClassDef):
@@ -69,7 +69,7 @@ def callable_signature(root: Path, name: str) -> inspect.Signature:
 
 
 def exporting_module(root: Path, package: str, name: str) -> ast.Module:
-    """The parsed module that defines what ``from package import name`` gives."""
+    """Return the parsed module that defines the name of ``from package import name``."""
     parts = package.split(".")[1:]
     folder = root.joinpath(*parts)
     file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
@@ -83,7 +83,7 @@ def exporting_module(root: Path, package: str, name: str) -> ast.Module:
 
 
 def check_recipe(root: Path) -> None:
-    """The recipe takes our arguments, and they make a forward pass of plain 1 x 16 blocks."""
+    """Check that the recipe accepts our arguments and that they select 1 x 16 blocks without further transforms."""
     file = root / "common" / "recipe" / "__init__.py"
     spec = importlib.util.spec_from_file_location("transformer_engine_recipe", file)
     assert spec is not None and spec.loader is not None

@@ -1,4 +1,4 @@
-"""The same arithmetic on every CPU and torch: what is checked here to the last bits must not depend on the machine."""
+"""Fixtures that make arithmetic equal on every CPU and version of torch, for checks to the last bit."""
 
 import pytest
 import torch
@@ -9,13 +9,13 @@ from solrl_lightning.quantization import emulated, fp8
 
 @pytest.fixture(autouse=True)
 def fp32_operands(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Emulated products run in FP32, as on a CPU without BF16 units; a CPU with them rounds each result to BF16."""
+    """Run emulated products in FP32, as on a CPU without BF16 units; a CPU with them rounds each result to BF16."""
     monkeypatch.setattr(emulated, "has_bf16_units", lambda: False)
 
 
 @pytest.fixture(autouse=True)
 def fp8_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU's stand-in for the row-wise FP8 product, which torch 2.11 has for a GPU only."""
+    """Replace the row-wise FP8 product, which torch 2.11 has for a GPU only."""
     on_a_gpu = fp8.scaled_product
 
     def product(codes: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:

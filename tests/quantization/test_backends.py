@@ -1,4 +1,4 @@
-"""Which backend runs a precision on which hardware, what is said of it, and what of one that cannot run."""
+"""The choice of a backend by precision and hardware, its description, and the errors."""
 
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
@@ -18,7 +18,7 @@ Hardware = Callable[..., torch.device]
 
 @pytest.fixture
 def hardware(monkeypatch: pytest.MonkeyPatch) -> Hardware:
-    """hardware("10.0") is an NVIDIA GPU of that compute capability; hardware("") the CPU, of stated abilities."""
+    """Return a function: hardware("10.0") is an NVIDIA GPU of that compute capability, hardware("") the CPU."""
 
     def on(capability: str, te: bool = False, vnni: bool = False) -> torch.device:
         pair = tuple(map(int, capability.split("."))) if capability else (0, 0)
@@ -46,7 +46,7 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> Hardware:
         ("12.0", {"te": True}, "transformer_engine", "torch", "torch"),
     ],
 )
-def test_auto_takes_the_best_that_the_hardware_has(
+def test_auto_selects_fastest_supported_backend(
     hardware: Hardware, capability: str, options: dict[str, bool], nvfp4: str, fp8: str, int8: str
 ) -> None:
     device = hardware(capability, **options)
@@ -56,7 +56,10 @@ def test_auto_takes_the_best_that_the_hardware_has(
         "fp8": fp8,
         "int8": int8,
     }
-    assert all("\n" not in backend.line and "precision.backend=auto: " in backend.line for backend in chosen.values())
+    assert all(
+        "\n" not in backend.description and "precision.backend=auto: " in backend.description
+        for backend in chosen.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -69,17 +72,17 @@ def test_auto_takes_the_best_that_the_hardware_has(
         ("10.0", "emulated", "BF16 products on NVIDIA Test (compute capability 10.0)", ""),
     ],
 )
-def test_an_emulation_says_what_is_computed_what_it_is_for_and_what_it_costs(
+def test_emulation_description_names_operands_and_cost(
     hardware: Hardware, capability: str, backend: str, products: str, advice: str
 ) -> None:
-    line = resolve("nvfp4", backend, hardware(capability, vnni=True)).line
-    assert line == (
-        f"precision.backend={backend}: NVFP4 is emulated by {products}: the shadow ranks candidates as NVFP4 does and "
-        "costs no less time and memory than BF16"
-    ) + (f" (precision={advice} has units on this GPU)" if advice else "")
+    description = resolve("nvfp4", backend, hardware(capability, vnni=True)).description
+    assert description == (
+        f"precision.backend={backend}: NVFP4 is emulated by {products}: the shadow ranks candidates as NVFP4 does, but "
+        "saves neither time nor memory over BF16"
+    ) + (f" (precision={advice} is native on this GPU)" if advice else "")
 
 
-def test_bits_per_weight_are_what_a_layer_holds(hardware: Hardware) -> None:
+def test_bits_per_weight_match_layer_buffers(hardware: Hardware) -> None:
     linear = nn.Linear(512, 256, bias=False)
     device = hardware("", vnni=True)
     for precision, name, bits in (
@@ -117,7 +120,7 @@ def test_only_transformer_engine_breaks_compiled_graphs(hardware: Hardware) -> N
         ("transformer_engine_torch.cpython-311-x86_64-linux-gnu.so", "transformer_engine"),
     ],
 )
-def test_auto_takes_transformer_engine_only_with_its_extension_for_pytorch(
+def test_auto_selects_transformer_engine_only_with_pytorch_extension(
     hardware: Hardware, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extension: str | None, backend: str
 ) -> None:
     is_installed = transformer_engine.is_installed
@@ -133,19 +136,19 @@ def test_auto_takes_transformer_engine_only_with_its_extension_for_pytorch(
     assert resolve("nvfp4", "auto", device).name == "torch"
 
 
-def test_a_transformer_engine_without_row_scales_is_said_to_let_candidates_depend_on_their_batch(
+def test_description_warns_of_batch_dependence_without_row_scales(
     hardware: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, said = hardware("10.0", te=True), "depend a little on the others of its batch"
-    assert not any(said in resolve("nvfp4", name, device).line for name in BACKENDS["nvfp4"])
+    device, said = hardware("10.0", te=True), "depends slightly on the rest of its batch"
+    assert not any(said in resolve("nvfp4", name, device).description for name in BACKENDS["nvfp4"])
     monkeypatch.setattr(transformer_engine, "has_row_scales", lambda: False)
-    assert [name for name in BACKENDS["nvfp4"] if said in resolve("nvfp4", name, device).line] == [
+    assert [name for name in BACKENDS["nvfp4"] if said in resolve("nvfp4", name, device).description] == [
         "auto",
         "transformer_engine",
     ]
 
 
-def test_bf16_quantises_nothing() -> None:
+def test_bf16_quantises_no_layer() -> None:
     assert resolve("bf16", "auto", CPU).linear_cls is None
 
 
@@ -157,7 +160,7 @@ def test_bf16_quantises_nothing() -> None:
             {},
             "nvfp4",
             "transformer_engine",
-            "needs an NVIDIA GPU of compute capability 10.0 or higher and Transformer Engine with its extension for "
+            "it needs an NVIDIA GPU of compute capability 10.0 or higher and Transformer Engine with its extension for "
             "PyTorch (pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9', with nvcc); found: a CPU "
             "without INT8 units, Transformer Engine not installed. Use precision.backend=emulated (the same numbers, "
             "without the speed) or precision=bf16.",
@@ -182,22 +185,24 @@ def test_bf16_quantises_nothing() -> None:
         ("", {}, "int8", "torch", "8.0 or higher or a CPU with INT8 units (AVX512-VNNI); found: a CPU without INT8"),
     ],
 )
-def test_a_backend_that_cannot_run_says_what_was_found_and_what_to_choose(
+def test_unsupported_backend_error_names_hardware_and_alternatives(
     hardware: Hardware, capability: str, options: dict[str, bool], precision: str, backend: str, said: str
 ) -> None:
     device = hardware(capability, **options)
     with pytest.raises(UserError) as error:
         resolve(precision, backend, device)
-    assert str(error.value).startswith(f"precision.backend={backend} with precision={precision} needs ")
+    assert str(error.value).startswith(f"precision.backend={backend} is invalid: with precision={precision} it needs ")
     assert said in str(error.value)
 
 
-def test_unknown_precisions_and_backends_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match="one of nvfp4, fp8, int8, bf16; got 'fp4'"):
+def test_unknown_precision_or_backend_error_lists_known_ones() -> None:
+    with pytest.raises(UserError, match="precision=fp4 is invalid: it must be one of nvfp4, fp8, int8, bf16"):
         resolve("fp4", "auto", CPU)
-    with pytest.raises(UserError, match="nvfp4 must be one of auto, transformer_engine, torch, emulated; got 'cuda'"):
+    with pytest.raises(
+        UserError, match="backend=cuda is invalid: with precision=nvfp4 it must be one of auto, transfor"
+    ):
         resolve("nvfp4", "cuda", CPU)
     with pytest.raises(
-        UserError, match="precision=int8 must be one of auto, torch, emulated; got 'transformer_engine'"
+        UserError, match="backend=transformer_engine is invalid: with precision=int8 it must be one of auto, torch"
     ):
         resolve("int8", "transformer_engine", CPU)

@@ -1,4 +1,4 @@
-"""The emulated NVFP4 linear layer: its numbers and its refresh in place."""
+"""The emulated NVFP4 linear layer: values and requantisation in place."""
 
 import weakref
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from solrl_lightning.quantization.cached_quantizer import CachedQuantizer
 from solrl_lightning.quantization.emulated import NVFP4Linear
-from solrl_lightning.quantization.last_input import LastInput
 from solrl_lightning.quantization.nvfp4 import encode, fake_quantize, quantize
 
 
@@ -17,7 +17,7 @@ def linear(bias: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0)
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_product_is_that_of_the_dequantised_operands(bias: bool) -> None:
+def test_product_equals_that_of_dequantised_operands(bias: bool) -> None:
     layer, x = linear(bias), torch.randn(3, 20, 128)
     y = NVFP4Linear.from_linear(layer)(x)
     exact = encode(x, per_row=True).dequantize(torch.float64) @ quantize(layer.weight).dequantize(torch.float64).T
@@ -27,13 +27,13 @@ def test_the_product_is_that_of_the_dequantised_operands(bias: bool) -> None:
     torch.testing.assert_close(y.double(), exact, rtol=2**-20, atol=2**-20)  # FP32 accumulation of 128 products
 
 
-def test_a_bf16_result_is_the_fp32_result_rounded_once() -> None:
+def test_bf16_result_is_fp32_result_rounded_once() -> None:
     layer, x = NVFP4Linear.from_linear(linear(dtype=torch.bfloat16)), torch.randn(20, 128).bfloat16()
     assert layer(x).dtype == torch.bfloat16
     assert layer(x).equal(layer(x.float()).bfloat16())
 
 
-def test_operands_in_bf16_are_the_same_numbers_as_in_fp32() -> None:
+def test_operands_are_equal_in_bf16_and_fp32() -> None:
     layer, x = NVFP4Linear.from_linear(linear()), torch.randn(20, 128)
     expected = layer(x)
     layer.weight_values = layer.weight_values.bfloat16()  # as on a GPU; here the product is rounded to BF16 too
@@ -41,7 +41,7 @@ def test_operands_in_bf16_are_the_same_numbers_as_in_fp32() -> None:
     assert layer.weight_values.float().equal(NVFP4Linear.from_linear(linear()).weight_values.float())
 
 
-def test_an_input_changed_in_place_is_quantised_again() -> None:
+def test_input_changed_in_place_is_quantised_again() -> None:
     first, second, x = (
         NVFP4Linear.from_linear(linear(seed=1)),
         NVFP4Linear.from_linear(linear(seed=2)),
@@ -53,8 +53,8 @@ def test_an_input_changed_in_place_is_quantised_again() -> None:
     assert second(x).equal(expected)
 
 
-def test_neither_an_input_nor_its_codes_outlive_the_caller_s_input() -> None:
-    quantized, x, other = LastInput(fake_quantize), torch.randn(20, 128), torch.randn(20, 128)
+def test_cache_keeps_neither_input_nor_codes_alive() -> None:
+    quantized, x, other = CachedQuantizer(fake_quantize), torch.randn(20, 128), torch.randn(20, 128)
     first = weakref.ref(quantized(x, torch.float32)[0])
     assert quantized(x, torch.float32)[0] is first()
     second = weakref.ref(quantized(other, torch.float32)[0])
@@ -66,7 +66,7 @@ def test_neither_an_input_nor_its_codes_outlive_the_caller_s_input() -> None:
     assert gone() is None and second() is None
 
 
-def test_layers_with_the_same_input_agree_with_layers_that_get_a_copy() -> None:
+def test_cached_input_gives_same_result_as_copy() -> None:
     layers = [NVFP4Linear.from_linear(linear(seed=seed)) for seed in range(3)]
     x = torch.randn(20, 128)
     for layer in layers:
@@ -75,7 +75,7 @@ def test_layers_with_the_same_input_agree_with_layers_that_get_a_copy() -> None:
         assert layers[0](x.clone()).equal(layers[0](x))
 
 
-def test_refresh_keeps_every_buffer_and_the_compiled_code() -> None:
+def test_requantize_keeps_buffers_and_compiled_code() -> None:
     layer, x = NVFP4Linear.from_linear(linear()), torch.randn(20, 128)
     graphs = []
 
@@ -88,7 +88,7 @@ def test_refresh_keeps_every_buffer_and_the_compiled_code() -> None:
     buffers = dict(layer.named_buffers())
     before = compiled(x)
     other = linear(seed=7)
-    layer.refresh(other.weight, other.bias)
+    layer.requantize_(other.weight, other.bias)
     after = compiled(x)
     assert {name: buffer.data_ptr() for name, buffer in layer.named_buffers()} == addresses
     assert all(buffer is buffers[name] for name, buffer in layer.named_buffers())
@@ -97,7 +97,7 @@ def test_refresh_keeps_every_buffer_and_the_compiled_code() -> None:
     assert not after.equal(before)
 
 
-def test_refresh_without_a_bias_keeps_the_bias() -> None:
+def test_requantize_without_bias_keeps_bias() -> None:
     layer = NVFP4Linear.from_linear(linear())
-    layer.refresh(linear(seed=7).weight)
+    layer.requantize_(linear(seed=7).weight)
     assert layer.bias is not None and layer.bias.equal(linear().bias)

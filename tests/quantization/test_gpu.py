@@ -38,7 +38,7 @@ WITHOUT_TRANSFORMER_ENGINE = [
 
 
 class FakeGPU(FakeTensorMode):
-    """Tensors on a GPU are fake; those on the CPU, like seeds and indices, are real."""
+    """Fake tensors on a GPU; those on the CPU, like seeds and indices, stay real."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -50,7 +50,7 @@ class FakeGPU(FakeTensorMode):
 
 
 def applied(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """nn.Module._apply, which exchanges parameters in a way that fake ones refuse."""
+    """Replace nn.Module._apply, which swaps parameters in a way that fake tensors do not support."""
     for child in module.children():
         applied(child, function)
     for name, parameter in module.named_parameters(recurse=False):
@@ -65,7 +65,7 @@ def applied(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bo
 
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A fake GPU that every backend takes."""
+    """Provide a fake GPU that supports every backend."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
     monkeypatch.setattr(nn.Module, "_apply", applied)
@@ -79,12 +79,12 @@ def backend_of(precision: str, name: str) -> Backend:
 
 @pytest.mark.parametrize(("precision", "name"), WITHOUT_TRANSFORMER_ENGINE)
 @pytest.mark.parametrize(("weight_dtype", "bias"), [(torch.bfloat16, True), (torch.float32, False)])
-def test_products_accept_the_operands_of_any_number_of_tokens(
+def test_products_accept_any_number_of_tokens(
     blackwell: None, precision: str, name: str, weight_dtype: torch.dtype, bias: bool
 ) -> None:
     layer_cls: Any = backend_of(precision, name).linear_cls
     layer = layer_cls.from_linear(nn.Linear(64, 48, bias=bias, device="cuda", dtype=weight_dtype))
-    layer.refresh(torch.empty(48, 64, device="cuda"))  # the merged weight in float32
+    layer.requantize_(torch.empty(48, 64, device="cuda"))  # the merged weight in float32
     assert {buffer.device.type for buffer in layer.buffers()} == {"cuda"}
     for shape in ((1,), (17,), (2, 32), (1, 33)):
         y = layer(torch.empty(*shape, 64, device="cuda", dtype=torch.bfloat16))
@@ -92,19 +92,19 @@ def test_products_accept_the_operands_of_any_number_of_tokens(
 
 
 @pytest.mark.parametrize(("precision", "name"), WITHOUT_TRANSFORMER_ENGINE)
-def test_convolutions_run_as_linear_layers_there(blackwell: None, precision: str, name: str) -> None:
+def test_convolutions_run_as_linear_layers_on_gpu(blackwell: None, precision: str, name: str) -> None:
     backend = backend_of(precision, name)
     block = nn.ModuleDict({"conv": nn.Conv2d(64, 48, 1, device="cuda", dtype=torch.bfloat16)})
     convert(block, plan(block, QuantizationRule(["*"]), backend), backend)
-    block["conv"].refresh(torch.empty(48, 64, 1, 1, device="cuda"))  # type: ignore[operator]
+    block["conv"].requantize_(torch.empty(48, 64, 1, 1, device="cuda"))  # type: ignore[operator]
     for images in (1, 3):
         y = block["conv"](torch.empty(images, 64, 5, 7, device="cuda", dtype=torch.bfloat16))
         assert y.shape == (images, 48, 5, 7) and y.dtype == torch.bfloat16 and y.device.type == "cuda"
 
 
 @pytest.mark.parametrize(("layer_cls", "shape"), [(FP8Linear, (40, 48)), (PackedNVFP4Linear, (64, 40))])
-def test_what_a_product_refuses_is_an_obstacle(blackwell: None, layer_cls: Any, shape: tuple[int, int]) -> None:
-    assert layer_cls.obstacle(nn.Linear(*shape, device="meta"))
+def test_unsupported_shape_has_a_reason(blackwell: None, layer_cls: Any, shape: tuple[int, int]) -> None:
+    assert layer_cls.unsupported_reason(nn.Linear(*shape, device="meta"))
     layer = layer_cls.from_linear(nn.Linear(*shape, device="cuda", dtype=torch.bfloat16))
     with pytest.raises(RuntimeError, match="divisible|multiple"):
         layer(torch.empty(32, shape[0], device="cuda", dtype=torch.bfloat16))
@@ -135,7 +135,7 @@ def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
     )
 
 
-def test_a_chunk_of_a_rollout_stays_on_the_gpu(blackwell: None, folder: str) -> None:
+def test_rollout_chunk_stays_on_gpu(blackwell: None, folder: str) -> None:
     module = module_on("cuda", folder, backend_of("nvfp4", "torch"))
     module.samplers.sync()
     prompts, seeds = module.encode(PROMPTS[:1]), pool_seeds(0, 0, PROMPTS[:1], 2)
@@ -150,9 +150,7 @@ def test_a_chunk_of_a_rollout_stays_on_the_gpu(blackwell: None, folder: str) -> 
 
 
 @pytest.mark.parametrize("device", GPUS)
-def test_a_training_step_stays_on_the_gpu(
-    blackwell: None, folder: str, monkeypatch: pytest.MonkeyPatch, device: str
-) -> None:
+def test_training_step_stays_on_gpu(blackwell: None, folder: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     monkeypatch.setattr(solrl_lightning.module, "check_finite", lambda *arguments: None)  # looks at numbers
     module = module_on(device, folder, backend_of("bf16", "auto"))
     monkeypatch.setattr(module, "log_dict", lambda *arguments, **options: None)  # no trainer

@@ -1,4 +1,4 @@
-"""The format, bit for bit: against its definition in exact arithmetic, against torchao, and compiled against eager.
+"""NVFP4 bit for bit: against its definition in exact arithmetic, against torchao, and compiled against eager.
 
 The slow reference below knows only the tables of representable numbers and "nearest, ties to the even code"; its FP32
 steps are NumPy's.
@@ -27,7 +27,7 @@ E4M3 = np.array(
 
 
 def nearest_code(x: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Index of the nearest entry for x >= 0; of two equally near ones the even index. float64 makes every sum exact."""
+    """Return the index of the nearest entry for x >= 0, ties to the even index; float64 makes every sum exact."""
     x = x.astype(np.float64)
     above = np.clip(np.searchsorted(table, x), 1, len(table) - 1)
     middle = (table[above - 1] + table[above]) / 2
@@ -36,7 +36,7 @@ def nearest_code(x: np.ndarray, table: np.ndarray) -> np.ndarray:
 
 
 def reference(x: Tensor) -> tuple[np.ndarray, np.ndarray, np.float32]:
-    """Codes [..., D], block scales [..., D/16], global scale of FP32 x, by Transformer Engine's FP32 operations."""
+    """Return codes [..., D], block scales [..., D/16] and global scale by Transformer Engine's FP32 operations."""
     blocks = x.numpy().reshape(*x.shape[:-1], -1, 16)
     block_amax = np.abs(blocks).max(-1, keepdims=True)
     largest = np.finfo(F32).max
@@ -51,7 +51,7 @@ def reference(x: Tensor) -> tuple[np.ndarray, np.ndarray, np.float32]:
 
 
 def unpack(packed: Tensor) -> np.ndarray:
-    """Even element in the low nibble."""
+    """Return codes with the even element taken from the low nibble."""
     codes = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=np.int64)
     codes[..., 0::2] = packed.numpy() & 0xF
     codes[..., 1::2] = packed.numpy() >> 4
@@ -63,12 +63,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 def wide(rows: int = 256, decades: float = 5.0) -> Tensor:
-    """Rows of very different size, so that block scales cover E4M3 down to its subnormals and to zero."""
+    """Return rows of very different size, so that block scales cover E4M3 down to its subnormals and zero."""
     return random(rows, 64) * 10 ** -torch.linspace(0, decades, rows).unsqueeze(1)
 
 
 def ties(seed: int = 0) -> Tensor:
-    """Multiples of 1/4 with block maxima of 6 and a tensor maximum of 2688: scales are exact, many codes are ties."""
+    """Return multiples of 1/4 with block maxima of 6 and tensor maximum 2688: scales are exact, many codes are ties."""
     x = torch.randint(-24, 25, (64, 64), generator=torch.Generator().manual_seed(seed)) / 4.0
     x[:, ::16] = 6.0
     x[0] *= 448
@@ -92,7 +92,7 @@ INPUTS = {
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_quantize_agrees_with_the_definition_bit_for_bit(name: str) -> None:
+def test_quantize_matches_definition_bit_for_bit(name: str) -> None:
     x = INPUTS[name]
     ours = quantize(x)
     codes, scales, global_scale = reference(x)
@@ -103,7 +103,7 @@ def test_quantize_agrees_with_the_definition_bit_for_bit(name: str) -> None:
 
 
 @pytest.mark.parametrize("amax", range(1, 65))
-def test_the_order_of_the_fp32_operations_decides_ties_of_coarse_data_as_in_the_reference(amax: int) -> None:
+def test_ties_of_coarse_data_round_as_in_reference(amax: int) -> None:
     x = torch.randint(-8 * amax, 8 * amax + 1, (32, 256), generator=torch.Generator().manual_seed(amax)) / 8.0
     ours, (codes, scales, _) = quantize(x), reference(x)
     assert np.array_equal(ours.block_scales.float().numpy(), scales)
@@ -112,7 +112,7 @@ def test_the_order_of_the_fp32_operations_decides_ties_of_coarse_data_as_in_the_
 
 
 @pytest.mark.parametrize("size", [1e-37, 1e-20, 1.0, 1e20, 1e37])
-def test_tensors_of_any_size_are_decoded_at_their_size(size: float) -> None:
+def test_dequantised_tensor_has_magnitude_of_input(size: float) -> None:
     x = random(16, 64).double() * size
     noise = quantize(x).dequantize(torch.float64) - x
     assert noise.norm() < 0.12 * x.norm()
@@ -131,7 +131,7 @@ def test_dequantize_multiplies_the_three_factors(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", INPUTS)
-def test_fake_quantisation_gives_the_values_of_the_codes_exactly(name: str, dtype: torch.dtype) -> None:
+def test_fake_quantize_equals_values_of_codes(name: str, dtype: torch.dtype) -> None:
     ours = quantize(INPUTS[name])
     values, global_scale = fake_quantize(INPUTS[name], dtype)
     assert values.dtype == dtype
@@ -140,7 +140,7 @@ def test_fake_quantisation_gives_the_values_of_the_codes_exactly(name: str, dtyp
 
 
 @pytest.mark.parametrize("name", INPUTS)
-def test_per_row_each_row_is_quantised_as_if_it_were_alone(name: str) -> None:
+def test_per_row_quantises_each_row_independently(name: str) -> None:
     x = INPUTS[name]
     ours, (values, scales) = encode(x, per_row=True), fake_quantize(x, torch.float32, per_row=True)
     assert ours.global_scale.shape == (*x.shape[:-1], 1) == scales.shape
@@ -153,7 +153,7 @@ def test_per_row_each_row_is_quantised_as_if_it_were_alone(name: str) -> None:
         assert values[index].equal(alone_values) and scales[index].equal(alone_scale[None])
 
 
-def test_e4m3_rounding_is_that_of_torch_for_every_number_every_tie_and_its_neighbours() -> None:
+def test_round_e4m3_matches_torch_at_values_and_ties() -> None:
     grid = torch.arange(0, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     assert np.array_equal(grid.numpy(), E4M3)
     points = torch.cat((grid, (grid[1:] + grid[:-1]) / 2))
@@ -164,7 +164,7 @@ def test_e4m3_rounding_is_that_of_torch_for_every_number_every_tie_and_its_neigh
     assert round_e4m3(points).equal(points.to(torch.float8_e4m3fn).float())
 
 
-def test_e2m1_rounding_is_nearest_even_for_every_number_every_tie_and_its_neighbours() -> None:
+def test_round_e2m1_is_nearest_even_at_values_and_ties() -> None:
     grid = torch.tensor(E2M1_VALUES)
     points = torch.cat((grid, (grid[1:] + grid[:-1]) / 2))
     points = torch.cat((points, *(points.nextafter(torch.tensor(end)) for end in (0.0, 6.0)), torch.rand(10_000) * 6))
@@ -173,8 +173,8 @@ def test_e2m1_rounding_is_nearest_even_for_every_number_every_tie_and_its_neighb
     assert np.array_equal(round_e2m1(points.clone()).numpy(), expected)
 
 
-def test_torchao_gives_the_same_bits_where_it_follows_the_format() -> None:
-    """Not where a block scale is below 2^-6, which torchao raises to that, nor for a zero tensor, which it makes NaN.
+def test_quantize_matches_torchao_bit_for_bit() -> None:
+    """torchao raises block scales below 2^-6 to that and turns a zero tensor into NaN, so neither is compared.
 
     At exact ties, common in coarse data but not here, its other order of FP32 operations may round to the other side.
     """
@@ -206,31 +206,31 @@ def test_zeros_stay_zeros() -> None:
     assert not one_zero_block.dequantize()[:, :16].any() and one_zero_block.dequantize()[:, 16:].any()
 
 
-def test_the_even_element_lies_in_the_low_nibble() -> None:
+def test_even_element_is_in_low_nibble() -> None:
     ours = quantize(torch.tensor([6.0, -0.5] + 14 * [0.0]))
     assert ours.packed[0].item() == 0x7 | 0x9 << 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_any_float_dtype_is_quantised_as_its_fp32_values(dtype: torch.dtype) -> None:
+def test_float_dtypes_are_quantised_as_fp32(dtype: torch.dtype) -> None:
     x = random(8, 64).to(dtype)
     for ours, expected in zip(quantize(x), quantize(x.float()), strict=True):
         assert ours.float().equal(expected.float())
 
 
-def test_round_trip_of_gaussian_data_keeps_20_db() -> None:
+def test_round_trip_of_gaussian_data_has_20_db_snr() -> None:
     x = random(512, 512)
     noise = quantize(x).dequantize() - x
     sqnr = 10 * torch.log10(x.square().sum() / noise.square().sum()).item()
     assert 20 < sqnr < 21.5, f"{sqnr:.2f} dB"
 
 
-def test_quantisation_of_a_dequantised_tensor_changes_nothing() -> None:
+def test_quantize_is_idempotent() -> None:
     once = quantize(random(64, 64)).dequantize()
     assert quantize(once).dequantize().allclose(once, rtol=2**-22, atol=0)
 
 
-def test_compiled_code_gives_the_same_bits_as_eager_code() -> None:
+def test_compiled_matches_eager_bit_for_bit() -> None:
     def all_three(x: Tensor) -> tuple[NVFP4Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         return quantize(x), fake_quantize(x, torch.float32), fake_quantize(x, torch.float32, per_row=True)
 
@@ -246,7 +246,7 @@ def test_compiled_code_gives_the_same_bits_as_eager_code() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_non_finite_input_is_refused_by_quantize_and_spoils_every_fake_quantised_value(bad: float) -> None:
+def test_non_finite_input_raises_in_quantize_and_gives_nan_in_fake_quantize(bad: float) -> None:
     x = random(4, 32)
     x[1, 3] = bad
     with pytest.raises(ValueError, match="1 non-finite"):
@@ -258,11 +258,11 @@ def test_a_non_finite_input_is_refused_by_quantize_and_spoils_every_fake_quantis
 
 
 @pytest.mark.parametrize("x", [torch.ones(4, 24), torch.ones(()), torch.ones(0, 16), torch.ones(4, 0)])
-def test_a_last_dimension_that_is_not_a_multiple_of_16_is_refused(x: Tensor) -> None:
+def test_last_dimension_not_multiple_of_16_raises(x: Tensor) -> None:
     with pytest.raises(ValueError, match="multiple of 16.*Pad it"):
         quantize(x)
 
 
-def test_integers_are_refused() -> None:
+def test_integer_tensor_raises() -> None:
     with pytest.raises(ValueError, match="floating-point"):
         quantize(torch.ones(4, 16, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""Packed NVFP4 by PyTorch's block-scaled product: everything but that product itself, which needs a GPU of its kind."""
+"""Packed NVFP4 by PyTorch's block-scaled product: everything except the product, which needs a Blackwell GPU."""
 
 import pytest
 import torch
@@ -21,20 +21,20 @@ def linear(seed: int = 0, bias: bool = True) -> nn.Linear:
 
 
 @pytest.mark.parametrize("shape", [(128, 4), (256, 8), (1, 1), (48, 8), (200, 6), (130, 5)])
-def test_scales_are_ordered_as_torchao_orders_them(shape: tuple[int, int]) -> None:
+def test_swizzle_matches_torchao(shape: tuple[int, int]) -> None:
     scales = random(*shape).to(torch.float8_e4m3fn)
     assert swizzle(scales).view(torch.uint8).equal(to_blocked(scales.view(torch.uint8)))
 
 
 def unswizzled(flat: Tensor, rows: int, columns: int) -> Tensor:
-    """The inverse, by the formula of cuBLAS' manual for the place of the scale (row, column) in the flat tensor."""
+    """Return the inverse of ``swizzle``, by the cuBLAS manual's formula for the index of scale (row, column)."""
     r, c = torch.arange(rows)[:, None], torch.arange(columns)
     tile = (r // 128) * -(-columns // 4) + c // 4
     return flat.float()[tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4].to(flat.dtype)
 
 
 def product(x: NVFP4Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """What the hardware computes: e2m1 * block_scale of both, summed."""
+    """Return the product of e2m1 * block_scale of both operands, as the hardware computes it."""
     one = torch.ones(())
     assert x.global_scale.shape == (len(x.packed), 1)  # of each row
     weight = NVFP4Tensor(codes, unswizzled(scales, len(codes), codes.shape[1] // 8), one)
@@ -42,19 +42,19 @@ def product(x: NVFP4Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_around_the_product_it_is_the_emulation(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
+def test_packed_layer_equals_emulation_up_to_product(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
     monkeypatch.setattr(packed, "scaled_product", product)
     layer, other, x = PackedNVFP4Linear.from_linear(linear(bias=bias)), linear(seed=7, bias=bias), random(2, 20, 128)
     error = {"rtol": 2**-20, "atol": 2**-20}
     torch.testing.assert_close(layer(x), NVFP4Linear.from_linear(linear(bias=bias))(x), **error)
     assert layer(x.bfloat16()).dtype == torch.bfloat16
     addresses = {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
-    layer.refresh(other.weight, other.bias)
+    layer.requantize_(other.weight, other.bias)
     assert {name: buffer.data_ptr() for name, buffer in layer.named_buffers()} == addresses
     torch.testing.assert_close(layer(x), NVFP4Linear.from_linear(other)(x), **error)
 
 
-def test_codes_and_scales_are_the_format_s() -> None:
+def test_packed_layer_holds_codes_and_scales_of_quantize() -> None:
     layer, expected = PackedNVFP4Linear.from_linear(linear()), quantize(linear().weight)
     assert layer.packed.equal(expected.packed) and layer.weight_scale.equal(expected.global_scale)
     assert unswizzled(layer.block_scales, 48, 8).float().equal(expected.block_scales.float())

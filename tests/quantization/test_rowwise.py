@@ -1,4 +1,4 @@
-"""FP8 and INT8 linear layers: their codes bit for bit, their products, and what they cost in accuracy.
+"""FP8 and INT8 linear layers: codes bit for bit, products, and accuracy.
 
 The layers for hardware with such units run on any CPU, too: PyTorch has its integer product, conftest the FP8 one.
 """
@@ -26,7 +26,7 @@ layers = pytest.mark.parametrize("layer_cls", LAYERS)
 
 
 def nearest_e4m3(x: np.ndarray) -> np.ndarray:
-    """The nearest of the table's numbers, of two equally near ones that of even index."""
+    """Return the nearest number of the table, ties to the even index."""
     magnitude = np.abs(x.astype(np.float64))
     above = np.clip(np.searchsorted(E4M3, magnitude), 1, len(E4M3) - 1)
     middle = (E4M3[above - 1] + E4M3[above]) / 2
@@ -35,7 +35,7 @@ def nearest_e4m3(x: np.ndarray) -> np.ndarray:
 
 
 def reference(x: Tensor, precision: str) -> tuple[np.ndarray, np.ndarray]:
-    """Codes [M, D] and scales [M, 1], by NumPy's FP32 divisions and the definition of each format."""
+    """Return codes [M, D] and scales [M, 1] by NumPy's FP32 division and the definition of each format."""
     values = x.float().numpy()
     largest = F32(448 if precision == "fp8" else 127)
     scale = np.maximum(np.abs(values).max(-1, keepdims=True), F32(1e-12)) / largest
@@ -65,7 +65,7 @@ INPUTS = {
 
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize(("precision", "dtype"), [("fp8", torch.float8_e4m3fn), ("int8", torch.int8)])
-def test_codes_and_scales_are_those_of_the_definition(name: str, precision: str, dtype: torch.dtype) -> None:
+def test_codes_and_scales_match_definition(name: str, precision: str, dtype: torch.dtype) -> None:
     x, quantize = INPUTS[name], {"fp8": fp8, "int8": int8}[precision].quantize
     codes, scale = reference(x, precision)
     for wanted in (dtype, torch.float32, torch.bfloat16):
@@ -74,7 +74,7 @@ def test_codes_and_scales_are_those_of_the_definition(name: str, precision: str,
         assert np.array_equal(found_scale.numpy(), scale)
 
 
-def test_e4m3_is_rounded_like_the_cast_at_every_number_and_beside_every_tie() -> None:
+def test_fp8_codes_match_cast_at_values_and_ties() -> None:
     numbers = torch.from_numpy(E4M3).float()
     ties = (numbers[1:] + numbers[:-1]) / 2
     x = torch.cat([numbers, ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(1e9))])
@@ -84,7 +84,7 @@ def test_e4m3_is_rounded_like_the_cast_at_every_number_and_beside_every_tie() ->
 
 @layers
 @pytest.mark.parametrize("bias", [True, False])
-def test_the_product_is_that_of_the_codes(layer_cls: type[RowwiseLinear], bias: bool) -> None:
+def test_product_equals_that_of_codes(layer_cls: type[RowwiseLinear], bias: bool) -> None:
     layer, x = linear(bias), random(3, 20, 128)
     y = layer_cls.from_linear(layer)(x)
     precision = "fp8" if "FP8" in layer_cls.__name__ else "int8"
@@ -99,25 +99,25 @@ def test_the_product_is_that_of_the_codes(layer_cls: type[RowwiseLinear], bias: 
     torch.testing.assert_close(y.flatten(0, 1).double(), torch.from_numpy(exact), rtol=error, atol=error)
 
 
-def test_integer_units_and_their_emulation_agree_to_the_bit() -> None:
+def test_native_and_emulated_int8_are_bit_equal() -> None:
     x = random(40, 128)
     assert INT8Linear.from_linear(linear())(x).equal(EmulatedINT8Linear.from_linear(linear())(x))
 
 
 @layers
-def test_a_bf16_result_is_the_fp32_result_rounded_once(layer_cls: type[RowwiseLinear]) -> None:
+def test_bf16_result_is_fp32_result_rounded_once(layer_cls: type[RowwiseLinear]) -> None:
     layer, x = layer_cls.from_linear(linear(dtype=torch.bfloat16)), random(40, 128).bfloat16()
     assert layer(x).dtype == torch.bfloat16
     assert layer(x).equal(layer(x.float()).bfloat16())
 
 
 @layers
-def test_refresh_keeps_every_buffer_and_without_a_bias_the_bias(layer_cls: type[RowwiseLinear]) -> None:
+def test_requantize_keeps_buffers_and_absent_bias(layer_cls: type[RowwiseLinear]) -> None:
     layer, x, other = layer_cls.from_linear(linear()), random(40, 128), linear(seed=7)
     before, addresses = layer(x), {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
-    layer.refresh(other.weight)
+    layer.requantize_(other.weight)
     assert layer.bias is not None and layer.bias.equal(linear().bias)
-    layer.refresh(other.weight, other.bias)
+    layer.requantize_(other.weight, other.bias)
     assert {name: buffer.data_ptr() for name, buffer in layer.named_buffers()} == addresses
     assert layer(x).equal(layer_cls.from_linear(other)(x)) and not layer(x).equal(before)
 
@@ -133,15 +133,15 @@ def test_refresh_keeps_every_buffer_and_without_a_bias_the_bias(layer_cls: type[
         (EmulatedINT8Linear, (5, 3), ""),
     ],
 )
-def test_layers_that_the_units_cannot_take_are_left_out(
+def test_unsupported_shapes_have_a_reason(
     layer_cls: type[RowwiseLinear], shape: tuple[int, int], obstacle: str
 ) -> None:
-    assert layer_cls.obstacle(nn.Linear(*shape)) == obstacle
+    assert layer_cls.unsupported_reason(nn.Linear(*shape)) == obstacle
 
 
 @pytest.fixture(scope="module")
 def activations() -> list[tuple[nn.Linear, Tensor]]:
-    """Attention and MLP layers of the embedded model with their inputs, at a noise level in the middle."""
+    """Return attention and MLP layers of the embedded model with their inputs at a middle noise level."""
     folder = files("solrl_lightning") / "assets" / "tiny" / "transformer"
     model = FluxTransformer2DModel.from_pretrained(str(folder)).requires_grad_(False)
     seen: list[tuple[nn.Linear, Tensor]] = []
@@ -166,7 +166,7 @@ def activations() -> list[tuple[nn.Linear, Tensor]]:
 @pytest.mark.parametrize(
     ("layer_cls", "mean", "worst"), [(EmulatedFP8Linear, 0.035, 0.045), (EmulatedINT8Linear, 0.01, 0.015)]
 )
-def test_the_layers_of_the_embedded_model_lose_little(
+def test_quantisation_error_of_embedded_model_is_small(
     activations: list[tuple[nn.Linear, Tensor]], layer_cls: type[RowwiseLinear], mean: float, worst: float
 ) -> None:
     errors = []

@@ -1,4 +1,4 @@
-"""Which layers a rule quantises, the table that says so, and the conversion that carries it out."""
+"""The plan of a quantisation rule, its table, and the conversion."""
 
 import copy
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from solrl_lightning.errors import UserError
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table, plan, resolve
 from solrl_lightning.quantization.emulated import NVFP4Linear
-from solrl_lightning.quantization.pointwise import Pointwise
+from solrl_lightning.quantization.pointwise import Conv1x1AsLinear
 
 CPU = torch.device("cpu")
 NVFP4 = resolve("nvfp4", "emulated", CPU)
@@ -30,7 +30,7 @@ def transformer() -> nn.Module:
     return nn.ModuleDict({"embed": nn.Linear(32, 32), "blocks": nn.ModuleList([Block(), Block()])})
 
 
-def test_the_plan_names_every_linear_layer_with_its_fate() -> None:
+def test_plan_lists_every_linear_layer_with_reason() -> None:
     plans = {p.name: p for p in plan(transformer(), RULE, NVFP4)}
     assert list(plans) == ["embed", *(f"blocks.{i}.{name}" for i in (0, 1) for name in ("norm", "to_q", "odd"))]
     assert [name for name, p in plans.items() if p.quantized] == ["blocks.0.to_q", "blocks.1.to_q"]
@@ -39,7 +39,7 @@ def test_the_plan_names_every_linear_layer_with_its_fate() -> None:
     assert plans["blocks.1.odd"].reason == "in_features 24 is not a multiple of 16"
 
 
-def test_the_table_joins_repeated_blocks_and_adds_up_the_shares() -> None:
+def test_table_merges_repeated_blocks_and_sums_shares() -> None:
     lines = format_table(plan(transformer(), RULE, NVFP4)).splitlines()
     rows = [" ".join(line.split()) for line in lines]
     # Weights: embed 1024, norm 2 x 3072, to_q 2 x 1024, odd 2 x 768, together 10752.
@@ -52,19 +52,19 @@ def test_the_table_joins_repeated_blocks_and_adds_up_the_shares() -> None:
     ]
 
 
-def test_a_rule_that_quantises_nothing_is_an_error_that_names_the_layers() -> None:
+def test_rule_without_quantised_layer_error_names_layers() -> None:
     everything = QuantizationRule(include=["embed"], exclude={"*": "kept"})
     with pytest.raises(UserError, match=r"at least one.*none of 7 \(kept\).*blocks\.\*\.norm, .*, embed\."):
         plan(transformer(), everything, NVFP4)
 
 
 @pytest.mark.parametrize("rule", [QuantizationRule(["blok*"]), QuantizationRule(["blocks*"], {"*.nrom": "modulation"})])
-def test_a_pattern_that_fits_no_layer_is_an_error_that_names_the_layers(rule: QuantizationRule) -> None:
+def test_unmatched_pattern_error_names_layers(rule: QuantizationRule) -> None:
     with pytest.raises(UserError, match=r"'(blok\*|\*\.nrom)' fits none.*Its linear layers are: blocks"):
         plan(transformer(), rule, NVFP4)
 
 
-def test_bf16_plans_nothing_and_changes_nothing() -> None:
+def test_bf16_plans_and_converts_no_layer() -> None:
     model, backend = transformer(), resolve("bf16", "auto", CPU)
     plans = plan(model, RULE, backend)
     convert(model, plans, backend)
@@ -72,7 +72,7 @@ def test_bf16_plans_nothing_and_changes_nothing() -> None:
     assert not any(isinstance(module, NVFP4Linear) for module in model.modules())
 
 
-def test_convert_replaces_the_planned_layers_only() -> None:
+def test_convert_replaces_only_planned_layers() -> None:
     model = transformer()
     expected = NVFP4Linear.from_linear(model.get_submodule("blocks.1.to_q"))
     convert(model, plan(model, RULE, NVFP4), NVFP4)
@@ -83,21 +83,21 @@ def test_convert_replaces_the_planned_layers_only() -> None:
 
 
 class ExactLinear(nn.Module):
-    """A backend's layer that rounds nothing."""
+    """Layer of a backend without rounding."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.weight, self.bias = linear.weight.detach().clone(), linear.bias
 
     @staticmethod
-    def obstacle(linear: nn.Linear) -> str:
+    def unsupported_reason(linear: nn.Linear) -> str:
         return ""
 
     @classmethod
     def from_linear(cls, linear: nn.Linear) -> "ExactLinear":
         return cls(linear)
 
-    def refresh(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight.copy_(weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def velocity(model: nn.Module, dtype: torch.dtype) -> Tensor:
     return model(x.to(dtype), prompt.to(dtype), torch.tensor([200.0, 700.0])).sample
 
 
-def test_convolutions_of_one_pixel_are_planned_as_linear_layers(sana: SanaTransformer2DModel) -> None:
+def test_1x1_convolutions_are_planned_as_linear_layers(sana: SanaTransformer2DModel) -> None:
     plans = {p.name.removeprefix("transformer_blocks.1."): p for p in plan(sana, SANA, NVFP4)}
     assert plans["ff.conv_inverted"][1:4] == (32, 160, True)
     assert plans["ff.conv_point"][1:4] == (80, 32, True)
@@ -143,23 +143,23 @@ def test_convolutions_of_one_pixel_are_planned_as_linear_layers(sana: SanaTransf
 @pytest.mark.parametrize(
     "different", [{"kernel_size": 3, "padding": 1}, {"stride": 2}, {"groups": 2}, {"padding": 1}], ids=str
 )
-def test_other_convolutions_are_not(different: dict[str, int]) -> None:
+def test_other_convolutions_are_not_linear(different: dict[str, int]) -> None:
     model = nn.ModuleDict({"conv": nn.Conv2d(16, 16, **{"kernel_size": 1} | different), "to_q": nn.Linear(16, 16)})
     assert [p.name for p in plan(model, QuantizationRule(["*"]), NVFP4)] == ["to_q"]
 
 
-def test_convolutions_run_by_exact_linear_layers_give_the_same_images(sana: SanaTransformer2DModel) -> None:
+def test_converted_convolution_with_exact_layer_matches_original(sana: SanaTransformer2DModel) -> None:
     original, converted = copy.deepcopy(sana).double(), copy.deepcopy(sana).double()
     plans = plan(converted, SANA, EXACT)
     convert(converted, plans, EXACT)
-    replaced = [name for name, module in converted.named_modules() if isinstance(module, Pointwise)]
+    replaced = [name for name, module in converted.named_modules() if isinstance(module, Conv1x1AsLinear)]
     assert replaced == [f"transformer_blocks.{i}.ff.conv_{name}" for i in (0, 1) for name in ("inverted", "point")]
     assert sum(isinstance(module, ExactLinear) for module in converted.modules()) == sum(p.quantized for p in plans)
     expected = velocity(original, torch.float64)
     torch.testing.assert_close(velocity(converted, torch.float64), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_convolutions_in_nvfp4_keep_the_velocity_close(sana: SanaTransformer2DModel) -> None:
+def test_nvfp4_convolutions_keep_velocity_close(sana: SanaTransformer2DModel) -> None:
     converted, rule = copy.deepcopy(sana), QuantizationRule(include=["*.ff.*"])
     convert(converted, plan(converted, rule, NVFP4), NVFP4)
     expected = velocity(sana, torch.float32)
@@ -167,7 +167,7 @@ def test_convolutions_in_nvfp4_keep_the_velocity_close(sana: SanaTransformer2DMo
     assert 0.001 < error < 0.1
 
 
-def test_a_converted_convolution_is_refreshed_by_a_convolution_s_weight(sana: SanaTransformer2DModel) -> None:
+def test_converted_convolution_requantizes_from_conv_weight(sana: SanaTransformer2DModel) -> None:
     convolution = sana.get_submodule("transformer_blocks.0.ff.conv_inverted")
     other = copy.deepcopy(convolution)
     other.weight.mul_(-2)
@@ -175,5 +175,5 @@ def test_a_converted_convolution_is_refreshed_by_a_convolution_s_weight(sana: Sa
     convert(layers, plan(layers, QuantizationRule(["*"]), NVFP4), NVFP4)
     x = torch.randn(2, 32, 4, 6)
     assert not layers[0](x).equal(layers[1](x))
-    layers[0].refresh(other.weight)
+    layers[0].requantize_(other.weight)
     assert layers[0](x).equal(layers[1](x))

@@ -1,4 +1,4 @@
-"""What all backends owe the shadow: refreshed in place, compiled once, a candidate's numbers independent of its batch.
+"""Properties of all backends: requantised in place, compiled once, a candidate independent of its batch.
 
 What they give a GPU is in test_gpu.
 """
@@ -32,7 +32,7 @@ HERE = (NVFP4Linear, EmulatedFP8Linear, FP8Linear, EmulatedINT8Linear, INT8Linea
 
 
 class Block(nn.Module):
-    """Attention-like and convolution-like uses of linear layers, one input for several of them."""
+    """Uses linear layers as attention and convolutions do, with one input for several of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def shadow(layer_cls: Any, seed: int = 0) -> Block:
 
 
 @pytest.mark.parametrize("layer_cls", HERE)
-def test_refreshing_changed_layers_never_compiles_again(layer_cls: Any) -> None:
+def test_requantize_does_not_recompile(layer_cls: Any) -> None:
     torch._dynamo.reset()
     counters.clear()
     converted, x = shadow(layer_cls), torch.randn(2, 16, 64)
@@ -78,7 +78,7 @@ def test_refreshing_changed_layers_never_compiles_again(layer_cls: Any) -> None:
 
 @pytest.mark.parametrize("layer_cls", HERE)
 @pytest.mark.parametrize("rows", [1, 16, 33])
-def test_a_token_gets_the_same_numbers_in_any_company(layer_cls: Any, rows: int) -> None:
+def test_token_is_independent_of_batch(layer_cls: Any, rows: int) -> None:
     layer, x = layer_cls.from_linear(block().to_q), torch.randn(33, 64)
     alone = layer(x[:rows])
     together = layer(torch.cat((x, 100 * x)).unflatten(0, (2, 33)))
@@ -91,7 +91,7 @@ def tiny() -> Flux1:
 
 
 @pytest.mark.parametrize("precision", BACKENDS)
-def test_a_candidate_s_picture_depends_neither_on_its_batch_nor_on_its_place_in_it(tiny: Flux1, precision: str) -> None:
+def test_candidate_is_independent_of_batch_and_position(tiny: Flux1, precision: str) -> None:
     backend = resolve(precision, "auto" if precision == "bf16" else "emulated", torch.device("cpu"))
     converted = replica.clone_sharing_weights(tiny.transformer)
     rule = QuantizationRule(["transformer_blocks.*", "single_*"])
@@ -110,18 +110,18 @@ def test_a_candidate_s_picture_depends_neither_on_its_batch_nor_on_its_place_in_
     assert relative_error(latents(seeds.flip(1), 12).flip(1), together) < 0.03
 
 
-# Transformer Engine, with a stand-in for it: the same calls, quantised by the emulation.
+# A fake Transformer Engine: the same calls, quantised by the emulation.
 
 
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Records how Transformer Engine is called; refuses what it would refuse (read in its source, see the module)."""
+    """Record calls of a fake Transformer Engine that raises where the real one does, by its source."""
     seen = SimpleNamespace(
         version="2.16.0", recipes=[], rows=[], inputs=[], quantised=0, inside=None, initialising=False
     )
 
     class Quantised(nn.Parameter):
-        """A parameter that is quantised when it is copied into."""
+        """Parameter whose copy_ quantises."""
 
         def copy_(self, source: Tensor) -> Tensor:  # type: ignore[override]
             seen.quantised += 1
@@ -191,9 +191,7 @@ def te_linear(seed: int = 0) -> nn.Linear:
 @pytest.mark.parametrize(
     ("version", "more"), [("2.9.0", {}), ("2.15.1", {}), ("2.20.0.dev0", {"row_scaled_activation": True})]
 )
-def test_transformer_engine_gets_one_recipe_for_rollouts(
-    te: SimpleNamespace, version: str, more: dict[str, bool]
-) -> None:
+def test_transformer_engine_uses_rollout_recipe(te: SimpleNamespace, version: str, more: dict[str, bool]) -> None:
     te.version = version
     for _ in range(2):
         TransformerEngineLinear.from_linear(te_linear())(torch.randn(4, 64))
@@ -206,9 +204,7 @@ def test_transformer_engine_gets_one_recipe_for_rollouts(
 
 
 @pytest.mark.parametrize(("rows", "padded"), [(1, 32), (32, 32), (33, 64)])
-def test_transformer_engine_gets_padded_rows_and_the_result_is_that_of_the_real_ones(
-    te: SimpleNamespace, rows: int, padded: int
-) -> None:
+def test_transformer_engine_pads_rows_and_drops_padding(te: SimpleNamespace, rows: int, padded: int) -> None:
     layer, x = TransformerEngineLinear.from_linear(te_linear()), torch.randn(2, rows, 64).bfloat16()[:1]
     y = layer(x)
     assert te.rows == [padded] and y.shape == (1, rows, 48) and y.dtype == torch.bfloat16
@@ -218,27 +214,27 @@ def test_transformer_engine_gets_padded_rows_and_the_result_is_that_of_the_real_
     assert layer(x.mT.contiguous().mT).equal(y)  # as of a convolution's channels
 
 
-def test_transformer_engine_quantises_a_merged_weight_without_rounding_it_first(te: SimpleNamespace) -> None:
+def test_transformer_engine_quantises_fp32_weight_directly(te: SimpleNamespace) -> None:
     layer, merged = TransformerEngineLinear.from_linear(te_linear()), torch.randn(48, 64)
-    layer.refresh(merged)
+    layer.requantize_(merged)
     torch.testing.assert_close(layer.linear.weight.data, quantize(merged).dequantize())
 
 
-def test_transformer_engine_quantises_once_a_refresh_into_the_same_parameter(te: SimpleNamespace) -> None:
+def test_transformer_engine_requantizes_same_parameter_once(te: SimpleNamespace) -> None:
     layer, x, other = TransformerEngineLinear.from_linear(te_linear()), torch.randn(8, 64), te_linear(seed=7)
     addresses = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
     assert te.quantised == 1 and not any(parameter.requires_grad for parameter in layer.parameters())
     layer(x), layer(x)
     assert te.quantised == 1
-    layer.refresh(other.weight.float())  # a merged weight
+    layer.requantize_(other.weight.float())  # a merged weight
     assert layer.linear.bias.equal(te_linear().bias)
-    layer.refresh(other.weight, other.bias)
+    layer.requantize_(other.weight, other.bias)
     assert te.quantised == 3
     assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == addresses
     assert layer(x).equal(TransformerEngineLinear.from_linear(other)(x))
 
 
-def test_transformer_engine_leaves_layers_out_whose_sides_are_no_multiples_of_16() -> None:
-    assert TransformerEngineLinear.obstacle(nn.Linear(24, 32)) == "in_features 24 is not a multiple of 16"
-    assert TransformerEngineLinear.obstacle(nn.Linear(32, 24)) == "out_features 24 is not a multiple of 16"
-    assert TransformerEngineLinear.obstacle(nn.Linear(32, 48)) == ""
+def test_transformer_engine_requires_multiples_of_16() -> None:
+    assert TransformerEngineLinear.unsupported_reason(nn.Linear(24, 32)) == "in_features 24 is not a multiple of 16"
+    assert TransformerEngineLinear.unsupported_reason(nn.Linear(32, 24)) == "out_features 24 is not a multiple of 16"
+    assert TransformerEngineLinear.unsupported_reason(nn.Linear(32, 48)) == ""

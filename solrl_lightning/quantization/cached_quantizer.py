@@ -1,8 +1,4 @@
-"""Quantises an input once when several layers get one and the same tensor in turn, as to_q, to_k and to_v do.
-
-Only in eager mode, where quantisation costs more than the product of a narrow layer; compiled code is a graph of
-tensors without such a memory, and quantising is cheap there. What is remembered of an input is freed with the input.
-"""
+"""Quantise a tensor once for all layers that read it, as to_q, to_k and to_v do."""
 
 import weakref
 from collections.abc import Callable
@@ -10,11 +6,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-Quantized = tuple[Tensor, Tensor]  # values or codes, and their scale
+Quantized = tuple[Tensor, Tensor]  # values or codes, and scale
 
 
-class LastInput:
-    """A quantiser of tensors to a dtype that remembers its last result as long as the input lives."""
+class CachedQuantizer:
+    """Caches the last result of ``quantize(x, dtype)``; the cache is freed with x.
+
+    Caches in eager mode only. There quantising costs more than the product of a narrow layer; compiled code fuses it.
+    """
 
     def __init__(self, quantize: Callable[[Tensor, torch.dtype], Quantized]) -> None:
         self.quantize = quantize
@@ -24,7 +23,7 @@ class LastInput:
         self.result: Quantized | None = None
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Quantized:
-        # A tensor of inference mode does not count its changes, so nothing is remembered of it.
+        # Inference tensors have no version counter, so an in-place change would go unnoticed.
         if torch.compiler.is_compiling() or x.is_inference():
             return self.quantize(x, dtype)
         if self.result is None or self.x() is not x or self.version != x._version or self.dtype != dtype:
