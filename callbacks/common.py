@@ -16,7 +16,7 @@ from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE
 
-RECORD = logging.getLogger("solrl_lightning.record")
+file_logger = logging.getLogger("solrl_lightning.record")
 """Goes to the run's log file only: what the terminal shows as a bar, a line or a table."""
 
 STAGES = ("requantize", EXPLORE, REGENERATE, "train")
@@ -36,7 +36,7 @@ def module_of(pl_module: LightningModule) -> SolRLModule:
     return cast(SolRLModule, pl_module)
 
 
-def find(trainer: Trainer, kind: type[C]) -> C | None:
+def find_callback(trainer: Trainer, kind: type[C]) -> C | None:
     """The trainer's first callback of a kind, or None when the configuration leaves it out."""
     return next((c for c in trainer.callbacks if isinstance(c, kind)), None)  # type: ignore[attr-defined]
 

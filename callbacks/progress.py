@@ -18,7 +18,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
-from solrl_lightning.callbacks.common import EXTRA_STAGES, RECORD, find, loop_of, module_of
+from solrl_lightning.callbacks.common import EXTRA_STAGES, file_logger, find_callback, loop_of, module_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
 from solrl_lightning.stopwatch import Stopwatch
@@ -99,7 +99,7 @@ class StageProgressBar(ProgressBar):
         if observed:
             seconds += f" + {self._extra[-1]:.1f} s {', '.join(observed)}"
         facts = [f"iteration {done}/{trainer.max_epochs}", *self._results(done), seconds, *self._eta(done)]
-        RECORD.info(" | ".join(facts))
+        file_logger.info(" | ".join(facts))
         if self._bar is not None:
             self._bar.update(1)
             self._draw()
@@ -162,7 +162,7 @@ class StageProgressBar(ProgressBar):
 
     def _results(self, done: int) -> list[str]:
         """Of the iteration that ended last, the ``done``-th."""
-        stats, ranks = find(self.trainer, RolloutStats), find(self.trainer, RankCorrelation)
+        stats, ranks = find_callback(self.trainer, RolloutStats), find_callback(self.trainer, RankCorrelation)
         facts = []
         if stats is not None and stats.last:
             facts.append(f"reward {stats.last['reward/mean']:.4f}")

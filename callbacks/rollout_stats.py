@@ -25,7 +25,7 @@ class RolloutStats(Callback):
         loop = loop_of(trainer)
         kept = moments(trainer, loop.rollouts.rewards)
         self.last = {"reward/mean": kept.mean, "reward/std": kept.std}
-        names = list(module_of(pl_module).rewards.trained.rewards)
+        names = list(module_of(pl_module).rewards.for_training.rewards)
         if len(names) > 1:
             each = loop.rollouts.scores.flatten(0, 1)
             self.last |= {f"reward/{name}": moments(trainer, each[:, i]).mean for i, name in enumerate(names)}

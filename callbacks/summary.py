@@ -21,7 +21,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning import IMPORTED
-from solrl_lightning.callbacks.common import RECORD, find, loop_of, module_of
+from solrl_lightning.callbacks.common import file_logger, find_callback, loop_of, module_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
@@ -97,7 +97,7 @@ class RunSummary(Callback):
         write_atomically(path, (json.dumps(finite_only(facts), indent=2, default=str) + "\n").encode())
         log_hyperparameters(trainer, self.hparams, self.columns, facts)
         print(format_summary(facts), flush=True)
-        RECORD.info(format_summary(facts))
+        file_logger.info(format_summary(facts))
         self._open = False  # an exception after the end does not overwrite the summary of the run
 
     def collect(self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None) -> dict[str, Any]:
@@ -129,8 +129,8 @@ class RunSummary(Callback):
             "seconds_total": self._seconds(),
             "seconds_since_process_start": time.perf_counter() - IMPORTED,  # of a sweep, with the jobs before
             "seconds_before_resume": self._seconds_before,
-            "seconds_per_stage": stage_seconds(find(trainer, StageTimings)),
-            "rank_fidelity": rank_fidelity(find(trainer, RankCorrelation)),
+            "seconds_per_stage": stage_seconds(find_callback(trainer, StageTimings)),
+            "rank_fidelity": rank_fidelity(find_callback(trainer, RankCorrelation)),
             "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
             "evaluations": evaluations,

@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class RefilledLoader(Generic[T]):
+class RolloutLoader(Generic[T]):
     """Train batches, a fixed number, that the loop refills every iteration: a rank trains on what it rolled out."""
 
     def __init__(self, length: int) -> None:
@@ -25,7 +25,7 @@ class RefilledLoader(Generic[T]):
         yield from self._batches
 
 
-class RankShare:
+class RankPrompts:
     """Evaluation prompts: one batch with this rank's share, so that every prompt is scored once over all ranks."""
 
     def __init__(self, prompts: Sequence[str], rank: int, ranks: int) -> None:

@@ -109,7 +109,7 @@ class PromptSchedule:
         self.per_iteration = per_iteration
         self.seed = seed
 
-    def at(self, iteration: int) -> list[str]:
+    def for_iteration(self, iteration: int) -> list[str]:
         """P prompts of all ranks together; rank r of w takes [r::w]."""
         if iteration < 0:
             raise ValueError(f"iterations are counted from 0; got {iteration}")

@@ -156,30 +156,30 @@ PROMPTS = [f"prompt {i}" for i in range(23)]
 
 def test_an_iteration_has_different_prompts_that_depend_on_seed_and_iteration_alone() -> None:
     schedule = PromptSchedule(PROMPTS, 5, seed=1)
-    backwards = [schedule.at(i) for i in reversed(range(20))][::-1]
-    assert [PromptSchedule(PROMPTS, 5, seed=1).at(i) for i in range(20)] == backwards
+    backwards = [schedule.for_iteration(i) for i in reversed(range(20))][::-1]
+    assert [PromptSchedule(PROMPTS, 5, seed=1).for_iteration(i) for i in range(20)] == backwards
     assert all(len(set(prompts)) == 5 for prompts in backwards)
-    assert PromptSchedule(PROMPTS, 5, seed=2).at(0) != schedule.at(0)
+    assert PromptSchedule(PROMPTS, 5, seed=2).for_iteration(0) != schedule.for_iteration(0)
 
 
 def test_a_pass_uses_no_prompt_twice_and_the_next_pass_has_another_order() -> None:
     schedule = PromptSchedule(PROMPTS, 5, seed=1)
-    passes = [[prompt for i in range(4) for prompt in schedule.at(4 * n + i)] for n in range(3)]
+    passes = [[prompt for i in range(4) for prompt in schedule.for_iteration(4 * n + i)] for n in range(3)]
     assert all(len(set(prompts)) == 20 for prompts in passes)
     assert passes[0] != passes[1] != passes[2]
 
 
 def test_over_many_passes_every_prompt_comes_equally_often() -> None:
     schedule = PromptSchedule(PROMPTS, 5, seed=1)
-    counts = Counter(prompt for i in range(4 * 400) for prompt in schedule.at(i))
+    counts = Counter(prompt for i in range(4 * 400) for prompt in schedule.for_iteration(i))
     assert set(counts) == set(PROMPTS)
     assert all(count / 400 == pytest.approx(20 / 23, abs=0.08) for count in counts.values())
 
 
 def test_an_iteration_may_use_the_whole_set() -> None:
     schedule = PromptSchedule(PROMPTS, 23, seed=0)
-    assert sorted(schedule.at(0)) == sorted(schedule.at(1)) == sorted(PROMPTS)
-    assert schedule.at(0) != schedule.at(1)
+    assert sorted(schedule.for_iteration(0)) == sorted(schedule.for_iteration(1)) == sorted(PROMPTS)
+    assert schedule.for_iteration(0) != schedule.for_iteration(1)
 
 
 @pytest.mark.parametrize("per_iteration", [0, -1, 24])
@@ -190,4 +190,4 @@ def test_more_prompts_an_iteration_than_there_are_is_refused(per_iteration: int)
 
 def test_iterations_before_the_first_are_refused() -> None:
     with pytest.raises(ValueError, match="counted from 0; got -1"):
-        PromptSchedule(PROMPTS, 5, seed=0).at(-1)
+        PromptSchedule(PROMPTS, 5, seed=0).for_iteration(-1)
