@@ -7,8 +7,6 @@ are those of rank 0, because collectives are not possible after an exception.
 
 import json
 import math
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,7 +23,8 @@ from solrl_lightning.callbacks.common import file_logger, find_callback, loop_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import iterations_done, read_checkpoint, write_atomically
+from solrl_lightning.files import finite_only, iterations_done, read_checkpoint, write_atomically
+from solrl_lightning.memory import peak_resident_bytes
 from solrl_lightning.run_folder import LAST
 
 _PATHS = {
@@ -183,25 +182,14 @@ def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
 
 
 def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """Bytes: the process's resident peak on a CPU; on a GPU the peak of all tensors, and what the allocator reserved.
+    """Bytes: the process's resident peak on a CPU; on a GPU the peak of all tensors and of the allocator's reserve.
 
-    A GPU needs the second; it exceeds the first by what is cached and by fragmentation.
+    The reserve is what a GPU must have; it adds cached blocks and fragmentation to the tensors.
     """
     if device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         return {"peak_memory_bytes": allocated, "peak_memory_reserved_bytes": reserved}
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"peak_memory_bytes": resident, "peak_memory_reserved_bytes": None}
-
-
-def finite_only(value: Any) -> Any:
-    """NaN and infinities become null: JSON has no word for them."""
-    if isinstance(value, Mapping):
-        return {str(key): finite_only(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_only(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {"peak_memory_bytes": peak_resident_bytes(), "peak_memory_reserved_bytes": None}
 
 
 def log_hyperparameters(

@@ -1,5 +1,7 @@
-"""What to do when a device runs out of memory."""
+"""Memory: a retry when a device runs out of it, and the peak of this process."""
 
+import resource
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -20,3 +22,9 @@ def retry_with_empty_cache(work: Callable[[], T]) -> T:
         pass  # leave the handler first: the exception's traceback keeps the failed call's tensors alive
     torch.cuda.empty_cache()
     return work()
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has held so far."""
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,4 +1,4 @@
-"""How slowly two copies of the policy follow it: the old policy, which samples, and the average, which is evaluated."""
+"""EMA decay schedules of the old policy and of the evaluation weights."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def old_policy_decay(
 ) -> Callable[[int], float]:
     """The decay d(step) of old <- d old + (1 - d) policy, after each iteration.
 
-    Types 0 to 2 are fixed tables. Type 3 is a ramp of one's own by `start`, `slope` and `maximum`; a constant d is the
+    Types 0 to 2 are fixed tables. Type 3 is the ramp given by `start`, `slope` and `maximum`; a constant d is the
     ramp start=-1, slope=d, maximum=d. d = 1 would freeze the sampling policy, so `maximum` stays below it.
     """
     given = {"start": start, "slope": slope, "maximum": maximum}

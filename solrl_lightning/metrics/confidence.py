@@ -1,4 +1,4 @@
-"""How far a mean of few values can be trusted, by Student's t."""
+"""Confidence intervals of means of few values, by Student's t."""
 
 import math
 from collections.abc import Sequence
