@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops import _FitLoop, _Loop
 from torch import Tensor
 
-from solrl_lightning.data.loaders import RefilledLoader
+from solrl_lightning.data.loaders import RolloutLoader
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
 from solrl_lightning.module import SolRLModule
@@ -70,7 +70,7 @@ class ExploreTrainLoop(_FitLoop):
         levels = objective.train_steps(torch.zeros(1, dtype=torch.int64), stages[-1].steps).shape[1]
         ranks = trainer.world_size
         self.plan = plan_micro_batches(schedule.per_iteration, kept * levels, micro_batch, ranks, optimizer_steps)
-        self.loader: RefilledLoader[TrainingBatch] = RefilledLoader(optimizer_steps * self.plan.micro_batches)
+        self.loader: RolloutLoader[TrainingBatch] = RolloutLoader(optimizer_steps * self.plan.micro_batches)
         self.stopwatch = Stopwatch(self._clock)
         self.iterations_done = 0
         """Iterations whose last optimiser step was taken."""
@@ -103,7 +103,7 @@ class ExploreTrainLoop(_FitLoop):
     def roll_out(self) -> MicroBatches:
         """Run the stages on this rank's prompts, and lay out the training rows."""
         module, trainer = self._module, self.trainer
-        texts = self.schedule.at(trainer.current_epoch)[trainer.global_rank :: trainer.world_size]
+        texts = self.schedule.for_iteration(trainer.current_epoch)[trainer.global_rank :: trainer.world_size]
         seeds = pool_seeds(self.seed, trainer.current_epoch, texts, self.pool)
         with self.stopwatch.stage(self.stages[0].name):
             prompts = module.encode(texts)

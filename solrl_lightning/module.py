@@ -127,7 +127,7 @@ class SolRLModule(LightningModule):
         score = score_images_or_nan if stage.only_ranks else score_images
         with self.samplers.use(stage.sampler) as transformer:
             chunks = self.samplers.chunks(transformer, stage.sampler, prompts, seeds, spec)
-            rewards = self.rewards.trained
+            rewards = self.rewards.for_training
             return score_chunks(chunks, prompts, seeds, rewards, partial(score, decode), progress, self.scoring_worker)
 
     @torch.no_grad()

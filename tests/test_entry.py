@@ -339,7 +339,10 @@ def refused(command: Command, *arguments: str) -> str:
         (["-m", "family=sol_rl,solrl"], "Did you mean family=sol_rl?"),
         (["-m", "family=sol_rl,compile", "family.keep=24,97"], "error: family=sol_rl family.keep=97: family.keep must"),
         (["-m", "seed=1,2", "family.keep=97"], "error: seed=1: family.keep must be"),
-        (["-m", "data.eval=shapes-eval,nowhere.txt"], "error: data.eval=nowhere.txt: prompts come from"),
+        (
+            ["-m", "data.eval=shapes-eval,nowhere.txt"],
+            "error: data.eval=nowhere.txt: the prompt source nowhere.txt is invalid",
+        ),
         (["-m", "prompts_per_iteration=2,1000000"], "error: prompts_per_iteration=1000000: prompts_per_iteration must"),
         (["~trainer"], "A run needs a trainer"),
         (["-m", "ckpt=last"], "does not go with -m"),

@@ -20,7 +20,7 @@ from solrl_lightning.build import build_loop, build_module, stages_of
 from solrl_lightning.callbacks import ema
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
-from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule
@@ -70,7 +70,7 @@ def make(
 
 
 def fit(module: SolRLModule, trainer: Trainer, loop: ExploreTrainLoop, ckpt: Path | None = None) -> None:
-    held_out = RankShare(module.eval_prompts, 0, 1)
+    held_out = RankPrompts(module.eval_prompts, 0, 1)
     trainer.fit(module, loop.loader, held_out, ckpt_path=ckpt, weights_only=True)
 
 

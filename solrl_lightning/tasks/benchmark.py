@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from solrl_lightning.build import build_loop, build_module, device_of, stages_of, with_option
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.config import check_decoder, check_values
-from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.memory import peak_resident_bytes
 from solrl_lightning.module import SolRLModule
@@ -269,7 +269,7 @@ def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[L
     )
     module = build_module(cfg, device, stages_of(cfg))
     loop = build_loop(cfg, trainer, module.objective)
-    trainer.fit(module, loop.loader, RankShare([], 0, 1))
+    trainer.fit(module, loop.loader, RankPrompts([], 0, 1))
     return timer.laps
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, distributed
 
 from solrl_lightning.build import build_module, instantiate_trainer, load_adapters
-from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import read_tags
 from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.confidence import Mean, mean_of
@@ -54,7 +54,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
         load_adapters(module, cfg.ckpt)
         weights["trained"] = "ema"
     scorer = Scorer(module, weights, cfg.task.grid_prompts, cfg.task.grid_images)
-    share = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
+    share = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     found: Any = trainer.predict(scorer, share, return_predictions=True)
     models = in_order(gathered(found[0]))
     tags = read_tags(cfg.data.eval, cfg.data.column)

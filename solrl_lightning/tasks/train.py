@@ -11,9 +11,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_loop, build_module, build_trainer, stages_of
-from solrl_lightning.callbacks.common import RECORD
+from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.callbacks.summary import base_and_final
-from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import read_checkpoint
 from solrl_lightning.optimizer_state import check_fits
@@ -38,10 +38,10 @@ def train(cfg: DictConfig) -> float | None:
     if checkpoint is not None:
         module.on_load_checkpoint(checkpoint)  # refuses other adapters before the loggers write
     if module.samplers.layer_table:
-        RECORD.info("%s", module.samplers.layer_table)
+        file_logger.info("%s", module.samplers.layer_table)
         log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), Path(cfg.run_dir) / LOG)
     loop = build_loop(cfg, trainer, module.objective)
-    held_out = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
+    held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     try:
         if cfg.ckpt is None:
             trainer.validate(module, held_out, verbose=False)
