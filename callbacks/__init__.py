@@ -1,1 +1,1 @@
-"""Lightning callbacks that watch, record and refresh around the loop; installed as ``solrl_lightning.callbacks``."""
+"""Lightning callbacks around the training loop. Installed as ``solrl_lightning.callbacks``."""

@@ -1,7 +1,7 @@
-"""What several callbacks share: typed access to loop and module, logging, and reductions over ranks.
+"""Functions that several callbacks use: typed access to loop and module, logging, and reductions over ranks.
 
-Callbacks never touch private Lightning names: the iteration's records are read from ``trainer.fit_loop`` and everything
-that a callback reports goes through ``log_values``. Shapes: P prompts of this rank, N pool, K kept.
+Callbacks use no private Lightning names. They read the iteration's records from ``trainer.fit_loop`` and log with
+``log_values``. Shapes: P prompts of this rank, N pool, K kept.
 """
 
 import logging
@@ -14,42 +14,40 @@ from torch import Tensor
 
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule
-from solrl_lightning.rollout.stage import EXPLORE, REGENERATE
 
-RECORD = logging.getLogger("solrl_lightning.record")
-"""Goes to the run's log file only: what the terminal shows as a bar, a line or a table."""
-
-STAGES = ("requantize", EXPLORE, REGENERATE, "train")
-"""Stages of an iteration."""
+file_logger = logging.getLogger("solrl_lightning.record")
+"""Writes to the run's log file only. Use it for text that the terminal shows as a bar, a line or a table."""
 
 EXTRA_STAGES = ("evaluate", "probe", "grid")
-"""Stages that happen every few iterations: they observe training and are no part of an iteration's own time."""
+"""Stages of some iterations that only observe training. ``time/iteration`` excludes them."""
 
 C = TypeVar("C", bound=Callback)
 
 
 def loop_of(trainer: Trainer) -> ExploreTrainLoop:
+    """The trainer's fit loop with its type."""
     return cast(ExploreTrainLoop, trainer.fit_loop)
 
 
 def module_of(pl_module: LightningModule) -> SolRLModule:
+    """The module with its type."""
     return cast(SolRLModule, pl_module)
 
 
-def find(trainer: Trainer, kind: type[C]) -> C | None:
-    """The trainer's first callback of a kind, or None when the configuration leaves it out."""
+def find_callback(trainer: Trainer, kind: type[C]) -> C | None:
+    """The trainer's first callback of a class, or None if the configuration has none."""
     return next((c for c in trainer.callbacks if isinstance(c, kind)), None)  # type: ignore[attr-defined]
 
 
 def log_values(pl_module: LightningModule, values: Mapping[str, float]) -> None:
-    """Log at the end of an epoch, averaged over ranks; every rank has to call this with the same names."""
+    """Log values as means over ranks at the end of the epoch. Collective: every rank must pass the same names."""
     for name, value in values.items():
-        # batch_size=1: otherwise Lightning guesses a weight from the last micro-batch.
+        # Without batch_size Lightning weights the value by the size of the last micro-batch.
         pl_module.log(name, float(value), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
 
 
 class Moments(NamedTuple):
-    """Number, mean and population standard deviation over all ranks; mean and std are NaN when nothing was counted."""
+    """Number, mean and population standard deviation of values of all ranks; mean and std of no values are NaN."""
 
     samples: int
     mean: float
@@ -57,7 +55,7 @@ class Moments(NamedTuple):
 
 
 def moments(trainer: Trainer, values: Tensor) -> Moments:
-    """Moments of the values of all ranks, of which any may hold none. Collective: every rank has to call it."""
+    """Moments of the values of all ranks. Collective: a rank without values must call it with an empty tensor."""
     values = values.detach().flatten().double()
     sums = torch.stack([torch.tensor(float(values.numel()), device=values.device), values.sum(), values.square().sum()])
     count, total, squares = reduced(trainer, sums, "sum").tolist()
@@ -68,5 +66,5 @@ def moments(trainer: Trainer, values: Tensor) -> Moments:
 
 
 def reduced(trainer: Trainer, values: Tensor, operation: str) -> Tensor:
-    """``values`` reduced over ranks by "sum", "min" or "max"."""
+    """``values`` reduced over ranks by "sum", "min" or "max". Collective."""
     return trainer.strategy.reduce(values.to(trainer.strategy.root_device), reduce_op=operation)

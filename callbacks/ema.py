@@ -1,8 +1,8 @@
-"""Exponential moving average of the trained adapter, the weights that evaluation and export use.
+"""Exponential moving average of the trained adapter. Evaluation and export use it.
 
-DiffusionNFT's published code (train_nft_sd3.py): after optimiser step t = 1, 2, ... the average moves with decay
-min((1 + t) / (10 + t), 0.9). The average is float32 whatever the adapter's dtype, and lies in the callback's state, not
-in the module's.
+The decay after optimiser step t = 1, 2, ... is min((1 + t) / (10 + t), 0.9), as in DiffusionNFT's published code
+(train_nft_sd3.py). The average is float32 for any dtype of the adapter. A checkpoint holds it in the callback's state,
+not in the module's.
 """
 
 from typing import Any
@@ -17,20 +17,20 @@ from solrl_lightning.schedules import ema_decay
 
 @torch.no_grad()
 def update_average(average: dict[str, Tensor], current: dict[str, Tensor], decay: float) -> None:
-    """average <- decay * average + (1 - decay) * current, in place; ``average`` is float32."""
+    """Update in place: average <- decay * average + (1 - decay) * current. ``average`` is float32."""
     for name, value in current.items():
         average[name].lerp_(value.detach().to(average[name]), 1.0 - decay)
 
 
 class WeightEMA(Callback):
-    """Averages adapter "default" after every optimiser step and shows the average as ``module.ema_state``."""
+    """Averages adapter "default" after every optimiser step and assigns the average to ``module.ema_state``."""
 
     def __init__(self) -> None:
-        self.updates = 0  # optimiser steps that the average has seen
+        self.updates = 0  # optimiser steps in the average
         self._average: dict[str, Tensor] = {}
 
     def state(self) -> dict[str, Tensor]:
-        """The average, name -> float32 tensor; it goes on changing with training."""
+        """The average, name -> float32 tensor. Later steps change it in place."""
         return self._average
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -38,8 +38,8 @@ class WeightEMA(Callback):
         current = module.adapter_state("default")
         if self._average:
             self._average = {name: value.to(current[name].device) for name, value in self._average.items()}
-            # A checkpoint taken between the optimiser step and on_train_batch_end lacks this one update; its weights
-            # are those right after the step, so the update can still be made exactly.
+            # A checkpoint saved between the optimiser step and on_train_batch_end lacks this update. It holds the
+            # weights after the step, so the update here is exact.
             self._catch_up(trainer, pl_module)
         else:
             self._average = {name: value.detach().float().clone() for name, value in current.items()}
@@ -52,7 +52,7 @@ class WeightEMA(Callback):
         self._catch_up(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._average:  # restored for an evaluation without training
+        if self._average:  # a checkpoint was loaded for an evaluation without training
             module_of(pl_module).ema_state = self._average
 
     def _catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -1,4 +1,4 @@
-"""The trained LoRA in diffusers' format, at the end of a run and when it is interrupted."""
+"""Exports the trained LoRA in diffusers' format when a run ends or is interrupted."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from solrl_lightning.errors import WriteError
 
 
 class ExportLoRA(Callback):
-    """Writes the evaluation average to ``<run>/lora``; load it with ``pipe.load_lora_weights("<run>/lora")``."""
+    """Writes the average of the adapter to ``<run>/lora``. Load it with ``pipe.load_lora_weights("<run>/lora")``."""
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._export(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # Before the first step there is nothing to export, on a full disk no room, and a second error hides the first.
+        # A WriteError means that the disk is full; a second error here would hide the first.
         if trainer.training and trainer.global_step > 0 and not isinstance(exception, WriteError):
             self._export(trainer, pl_module)
 

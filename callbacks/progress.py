@@ -1,10 +1,14 @@
-"""A progress bar over iterations: the stage and how far it is, the mean reward, the rank correlation, and a true ETA.
+"""Progress bar over iterations with the stage, the mean reward, the rank correlation and the ETA.
 
-Lightning's own bar counts micro-batches, of which the first arrives after minutes of exploration, so its rate and its
-ETA mislead. Here the time left is (iterations left) x (median seconds of an iteration + mean seconds that evaluation,
-probes and grids add to one), less the seconds of the current one. Where the output is no terminal, plain lines replace
-the bar. A line gives the seconds of the iteration without evaluation, probe and grid (``time/iteration``, and the
-checkpoint saved before it), then those of the three that ran; keep this callback behind the one that draws grids.
+Lightning's own bar counts micro-batches. The first one comes after minutes of exploration, so its rate and ETA are
+wrong. Here
+
+    time left = (iterations left) x (median seconds of an iteration + mean seconds of evaluation, probes and grids)
+                - seconds of the current iteration.
+
+If the output is no terminal, plain lines replace the bar. A line has the seconds of the iteration (``time/iteration``
+and the checkpoint saved before it), then the seconds of evaluation, probe and grid together. This callback must follow
+the one that draws grids.
 """
 
 import sys
@@ -18,25 +22,30 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
-from solrl_lightning.callbacks.common import EXTRA_STAGES, RECORD, find, loop_of, module_of
+from solrl_lightning.callbacks.common import EXTRA_STAGES, file_logger, find_callback, loop_of, module_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
 from solrl_lightning.stopwatch import Stopwatch
 
 _REDRAW_SECONDS = 0.1
-_LINES = 50  # that a run prints, about, where the output is no terminal
+_LINES = 50  # approximate number of lines of a run without a terminal
 _FORMAT = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 def seconds_left(
     iterations: int, own: Sequence[float], extra: Sequence[float], elapsed: float = 0.0, stage: float = 0.0
 ) -> float | None:
-    """Seconds until ``iterations`` more are done, of which the first has been running for ``elapsed`` seconds.
+    """Seconds until ``iterations`` more are done; None before the first ends, and when the last exceeds the estimate.
 
-    own, extra: seconds of each finished iteration, and what evaluation, probes and grids added to it. The median keeps
-    a first iteration that compiled out of it; the mean spreads what happens only every few iterations.
-    stage: seconds that the running stage still takes, where that is known.
-    None where nothing is known: before the first iteration is done, and once the last one takes longer than expected.
+    The median of ``own`` ignores a first iteration that compiles. The mean of ``extra`` spreads evaluations, which run
+    every few iterations.
+
+    Args:
+        iterations: number of iterations left, with the current one.
+        own: seconds of each finished iteration without evaluation, probe and grid.
+        extra: seconds of evaluation, probe and grid in each finished iteration.
+        elapsed: seconds since the current iteration started.
+        stage: estimate of the seconds that the current stage still takes; 0 if unknown.
     """
     if not own:
         return None
@@ -46,7 +55,7 @@ def seconds_left(
 
 
 class StageProgressBar(ProgressBar):
-    """Shows on rank 0, in a terminal, one bar for the run; elsewhere a line every few iterations."""
+    """Shows one bar for the run on rank 0; without a terminal, prints a line every few iterations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +64,7 @@ class StageProgressBar(ProgressBar):
         self._own: list[float] = []
         self._extra: list[float] = []
         self._mark = 0.0  # when the last iteration ended
-        self._seconds: dict[str, float] = {}  # the stopwatch's, when the last iteration ended
+        self._seconds: dict[str, float] = {}  # of the stopwatch, when the last iteration ended
         self._drawn = 0.0
         self._stopwatch = Stopwatch()
 
@@ -84,7 +93,7 @@ class StageProgressBar(ProgressBar):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._own:
-            self._mark = time.perf_counter()  # what came before the first iteration is not part of it
+            self._mark = time.perf_counter()  # the first iteration starts here, not at on_train_start
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         now, spent = time.perf_counter(), self._stopwatch.since(self._seconds)
@@ -99,7 +108,7 @@ class StageProgressBar(ProgressBar):
         if observed:
             seconds += f" + {self._extra[-1]:.1f} s {', '.join(observed)}"
         facts = [f"iteration {done}/{trainer.max_epochs}", *self._results(done), seconds, *self._eta(done)]
-        RECORD.info(" | ".join(facts))
+        file_logger.info(" | ".join(facts))
         if self._bar is not None:
             self._bar.update(1)
             self._draw()
@@ -112,7 +121,7 @@ class StageProgressBar(ProgressBar):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self._close()
 
-    # Evaluation alone; inside a run it is a stage like the others.
+    # Evaluation without training; in a training run it is a stage.
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._enabled and trainer.state.fn == "validate" and sys.stdout.isatty():
@@ -129,8 +138,9 @@ class StageProgressBar(ProgressBar):
         if trainer.state.fn != "validate" or not self._enabled:
             return
         if not sys.stdout.isatty():
-            scores = {key: value for key, value in module_of(pl_module).eval_history[-1].items() if key != "iteration"}
-            print(" | ".join(["before training", *(f"{key} {value:.4f}" for key, value in scores.items())]), flush=True)
+            module = module_of(pl_module)
+            scores = [f"{name} {module.eval_history[-1][name]:.4f}" for name in module.evaluated]
+            print(" | ".join(["before training", *scores]), flush=True)
         self._close()
 
     # Drawing.
@@ -161,8 +171,8 @@ class StageProgressBar(ProgressBar):
         self._bar.set_postfix_str(", ".join([*facts, *self._results(done), *self._eta(done)]), refresh=True)
 
     def _results(self, done: int) -> list[str]:
-        """Of the iteration that ended last, the ``done``-th."""
-        stats, ranks = find(self.trainer, RolloutStats), find(self.trainer, RankCorrelation)
+        """Reward and rank correlation of the last finished iteration, number ``done``."""
+        stats, ranks = find_callback(self.trainer, RolloutStats), find_callback(self.trainer, RankCorrelation)
         facts = []
         if stats is not None and stats.last:
             facts.append(f"reward {stats.last['reward/mean']:.4f}")
@@ -171,7 +181,7 @@ class StageProgressBar(ProgressBar):
         return facts
 
     def _eta(self, done: int) -> list[str]:
-        """Nothing after the last iteration."""
+        """The ETA; empty after the last iteration."""
         iterations = (self.trainer.max_epochs or 0) - done
         if iterations <= 0:
             return []

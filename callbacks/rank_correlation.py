@@ -1,8 +1,9 @@
-"""Does the cheap proxy reward order the candidates as the BF16 reward does?
+"""Measures how well the proxy reward orders candidates, with the BF16 reward as the reference.
 
-Two measurements. On the kept set both rewards are known at no cost, but the kept seeds are the extremes of the pool, so
-their correlation flatters the proxy. The probe is unbiased: every few iterations the whole pool of this rank's first
-prompt is generated again in BF16, N generations that training does not use.
+1. On the kept set both rewards are known without extra cost. The kept seeds are the extremes of the pool, so this
+   correlation is biased upwards.
+2. The probe is unbiased. Every few iterations it generates the whole pool of this rank's first prompt in BF16: N
+   generations that training does not use.
 """
 
 from typing import Any
@@ -18,14 +19,22 @@ from solrl_lightning.metrics.rank import NAMES, RankFidelity
 class RankCorrelation(Callback):
     """Logs ``rank/kept_spearman``, ``rank/kept_kendall`` every iteration and the other ``rank/*`` tags at each probe.
 
-    ``time/probe`` is a probe's seconds (mean over ranks); ``time/iteration`` leaves them out.
-    probe_every: iterations from one probe to the next, the first in the first iteration; 0 never probes.
-    Families of one stage have no proxy and log nothing.
+    ``time/probe`` is the seconds of a probe (mean over ranks); ``time/iteration`` excludes them. Families of one stage
+    have no proxy and log nothing.
+
+    Args:
+        probe_every: iterations from one probe to the next, from the first iteration on; 0 never probes.
+
+    Raises:
+        UserError: ``probe_every`` is negative.
     """
 
     def __init__(self, probe_every: int) -> None:
         if probe_every < 0:
-            raise UserError(f"probe_every has to be 0 (never) or a number of iterations, got {probe_every}.")
+            raise UserError(
+                f"callbacks.rank_correlation.probe_every={probe_every} is invalid: it must be a number of iterations, "
+                "or 0 (never). Set callbacks.rank_correlation.probe_every=0."
+            )
         self.probe_every = probe_every
         self.history: list[dict[str, float]] = []  # one row per probe: iteration and the values without "rank/"
         self.last_kept: dict[str, float] = {}
@@ -34,24 +43,24 @@ class RankCorrelation(Callback):
 
     @property
     def last(self) -> dict[str, float]:
-        """The latest probe's values, empty before the first."""
+        """Values of the latest probe; empty before the first."""
         return self.history[-1] if self.history else {}
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        # Before the first micro-batch: the optimiser step moves the old policy away from the one that explored.
+        # optimizer_step updates the old policy, so the probe must run before the first micro-batch.
         loop = loop_of(trainer)
         due = self.probe_every > 0 and trainer.current_epoch % self.probe_every == 0
         if batch_idx != 0 or loop.explored is None or not due:
             return
         proxy, seeds, prompts = loop.explored.rewards[:1], loop.explored.seeds[:1], list(loop.rollouts.prompts[:1])
-        truth = proxy  # [0, N]: a rank without prompts joins the metric with an empty update
+        reference = proxy  # [0, N] on a rank without prompts: torchmetrics needs an update on every rank
         before = loop.stopwatch.seconds.get("probe", 0.0)
         with loop.stopwatch.stage("probe"), torch.no_grad():
             if prompts:
-                truth = loop.regenerate(prompts, seeds).rewards
+                reference = loop.regenerate(prompts, seeds).rewards
         self._seconds = loop.stopwatch.seconds["probe"] - before
         self._probe = RankFidelity(keep=loop.rollouts.rewards.shape[1]).to(trainer.strategy.root_device)
-        self._probe.update(proxy.to(trainer.strategy.root_device), truth.to(trainer.strategy.root_device))
+        self._probe.update(proxy.to(trainer.strategy.root_device), reference.to(trainer.strategy.root_device))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = loop_of(trainer)
@@ -77,6 +86,6 @@ class RankCorrelation(Callback):
 
 
 def measured(fidelity: RankFidelity) -> dict[str, float]:
-    """The metric over all ranks, as numbers; NaN where no prompt had ranks. Collective."""
+    """Values of the metric over all ranks; NaN if no prompt has ranks. Collective."""
     values = fidelity.compute()
     return {name: float(values[name]) for name in NAMES}

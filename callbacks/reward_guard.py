@@ -1,9 +1,12 @@
-"""Notice rewards that cannot teach anything, and say what probably went wrong.
+"""Warns when rewards are nearly constant or saturated.
 
-Two faults are told apart, over all kept samples of all ranks. *Near-constant*: the standard deviation is below 1e-4 of
-the rewards' root mean square, a measure that does not depend on the reward's scale. *Saturated*: at least 95 % of the
-samples sit exactly on the highest or the lowest reward of the iteration. Neither stops the run, and the guard waits for
-several such iterations in a row: a hard prompt can be all zeros for once.
+Both faults are measured over the kept samples of all ranks:
+
+1. Near-constant: the standard deviation is at most 1e-4 of the rewards' root mean square, for any scale of the reward.
+2. Saturated: at least 95 % of the samples have exactly the highest or the lowest reward of the iteration.
+
+A fault does not stop the run. The guard warns after several such iterations in a row, because a single hard prompt can
+have only zeros.
 """
 
 import torch
@@ -19,9 +22,14 @@ _SATURATED = 0.95  # share of samples on one extreme value
 
 
 def find_fault(kept: Moments, lowest: float, highest: float, at_lowest: float, at_highest: float) -> str | None:
-    """What is wrong with an iteration's rewards and the likely cause, or None.
+    """Description of the fault of an iteration's rewards with its likely cause, or None.
 
-    lowest, highest: extreme rewards; at_lowest, at_highest: share of the samples that are exactly there.
+    Args:
+        kept: moments of the kept rewards of all ranks.
+        lowest: the lowest reward.
+        highest: the highest reward.
+        at_lowest: share of the samples with exactly the lowest reward.
+        at_highest: share of the samples with exactly the highest reward.
     """
     if kept.samples < 2:
         return None
@@ -46,21 +54,27 @@ def find_fault(kept: Moments, lowest: float, highest: float, at_lowest: float, a
 
 
 def zero_spread(rewards: Tensor) -> Tensor:
-    """[P, K] rewards -> [P] bool: prompts whose kept rewards are all equal, so that none of their samples counts."""
+    """bool [P] of rewards [P, K]: True for a prompt whose rewards are all equal, so that its advantages are 0."""
     return (rewards == rewards[:, :1]).all(dim=1)
 
 
 class RewardGuard(Callback):
-    """Warns once when rewards are near-constant or saturated in ``patience`` iterations running.
+    """Warns once when rewards are near-constant or saturated in ``patience`` consecutive iterations.
 
     Logs ``reward/zero_std_fraction``: the share of prompts whose kept rewards are all equal.
+
+    Raises:
+        UserError: ``patience`` is less than 1.
     """
 
     def __init__(self, patience: int = 3) -> None:
         if patience < 1:
-            raise UserError(f"patience has to be at least 1 iteration, got {patience}.")
+            raise UserError(
+                f"callbacks.reward_guard.patience={patience} is invalid: it must be at least 1 iteration. Set "
+                "callbacks.reward_guard.patience=3."
+            )
         self.patience = patience
-        self._faulty = 0  # iterations running
+        self._faulty = 0  # consecutive iterations with a fault
         self._warned = False
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -68,7 +82,7 @@ class RewardGuard(Callback):
         log_values(pl_module, {"reward/zero_std_fraction": moments(trainer, zero_spread(rewards)).mean})
 
         flat = rewards.flatten()
-        infinity = flat.new_full((1,), float("inf"))  # keeps ranks without prompts out of min and max
+        infinity = flat.new_full((1,), float("inf"))  # a rank without prompts has no rewards for min and max
         lowest = reduced(trainer, torch.cat([flat, infinity]).min(), "min")
         highest = reduced(trainer, torch.cat([flat, -infinity]).max(), "max")
         at_lowest, at_highest = (moments(trainer, flat == extreme.to(flat)).mean for extreme in (lowest, highest))
@@ -77,4 +91,6 @@ class RewardGuard(Callback):
         self._faulty = self._faulty + 1 if fault else 0
         if fault and self._faulty >= self.patience and not self._warned:
             self._warned = True
-            rank_zero_warn(f"For {self._faulty} iterations running, up to {trainer.current_epoch + 1}: {fault}.")
+            rank_zero_warn(
+                f"In {self._faulty} consecutive iterations up to iteration {trainer.current_epoch + 1}, {fault}."
+            )

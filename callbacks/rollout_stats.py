@@ -1,6 +1,6 @@
-"""Log what the rewards of an iteration look like, over the samples of all ranks.
+"""Logs mean and spread of an iteration's rewards over the samples of all ranks.
 
-Ranks may hold different numbers of prompts, or none: sums and counts are reduced, not means.
+Ranks may hold different numbers of prompts, or none, so sums and counts are reduced, not means.
 """
 
 import torch
@@ -12,10 +12,9 @@ from solrl_lightning.callbacks.common import log_values, loop_of, module_of, mom
 class RolloutStats(Callback):
     """Logs ``reward/mean`` and ``reward/std`` of the kept samples and ``explore/proxy_reward``, the mean of the pool.
 
-    Of several rewards these are the weighted sum's; each one's own mean over the kept samples is ``reward/<name>``.
-
-    ``reward/std`` is the population standard deviation over all kept samples, the number that scales the advantages.
-    Families of one stage explore nothing and log no ``explore/proxy_reward``.
+    With several rewards these are statistics of the weighted sum, and ``reward/<name>`` is the mean of one reward over
+    the kept samples. ``reward/std`` is the population standard deviation over all kept samples, which scales the
+    advantages. Families of one stage log no ``explore/proxy_reward``.
     """
 
     def __init__(self) -> None:
@@ -25,12 +24,12 @@ class RolloutStats(Callback):
         loop = loop_of(trainer)
         kept = moments(trainer, loop.rollouts.rewards)
         self.last = {"reward/mean": kept.mean, "reward/std": kept.std}
-        names = list(module_of(pl_module).rewards.trained.rewards)
+        names = list(module_of(pl_module).rewards.for_training.rewards)
         if len(names) > 1:
             each = loop.rollouts.scores.flatten(0, 1)
             self.last |= {f"reward/{name}": moments(trainer, each[:, i]).mean for i, name in enumerate(names)}
         if loop.explored is not None:
             pool = loop.explored.rewards
-            finite = pool[torch.isfinite(pool)]  # a candidate whose proxy is not finite was not chosen either
+            finite = pool[torch.isfinite(pool)]  # selection skips candidates whose proxy reward is not finite
             self.last["explore/proxy_reward"] = moments(trainer, finite).mean
         log_values(pl_module, self.last)

@@ -1,7 +1,7 @@
-"""Sample grids: base against current model, and the best against the worst of a pool.
+"""Draws sample grids: base and current model side by side, and the best and worst samples of a prompt.
 
-Both are PNG files under the run folder's ``samples/`` and, with a TensorBoard logger, images in TensorBoard. Only rank
-0 samples and draws; no call is collective. File names contain the iteration only, because prompts can be any text.
+Writes PNG files to the run folder's ``samples/`` and, with a TensorBoard logger, images to TensorBoard. Only rank 0
+samples and draws, so no call may be collective. File names hold the iteration only, because prompts can be any text.
 """
 
 from pathlib import Path
@@ -24,18 +24,24 @@ from solrl_lightning.seeds import evaluation_seeds
 class SampleGrid(Callback):
     """Writes ``samples/grid_<iterations>.png`` and ``pool_<iterations>.png`` every few iterations and at the end.
 
-    every: iterations from one picture to the next; 0 writes none.
-    prompts: number of held-out prompts (``module.eval_prompts``) in the first grid.
-    seeds_per_prompt: images per prompt and model in the first grid; best and worst samples shown in the second.
-    steps: solver steps of the first grid's images.
-    seed: names the noise; the same in every picture of a run.
+    Args:
+        every: iterations from one picture to the next; 0 writes none.
+        prompts: number of held-out prompts (``module.eval_prompts``) in the first grid.
+        seeds_per_prompt: images per prompt and model in the first grid; number of best and of worst samples in the
+            second.
+        steps: solver steps of the first grid's images.
+        seed: of the noise, which is the same in every picture of a run.
+
+    Raises:
+        UserError: a number is too small.
     """
 
     def __init__(self, every: int, prompts: int, seeds_per_prompt: int, steps: int, seed: int) -> None:
         if every < 0 or prompts < 1 or seeds_per_prompt < 1 or steps < 1:
             raise UserError(
-                "sample grids need every >= 0 and prompts, seeds_per_prompt and steps >= 1, got "
-                f"every={every}, prompts={prompts}, seeds_per_prompt={seeds_per_prompt}, steps={steps}."
+                f"callbacks.sample_grid with every={every}, prompts={prompts}, seeds_per_prompt={seeds_per_prompt}, "
+                f"steps={steps} is invalid: every must be at least 0, and the others at least 1. To draw no grids, set "
+                "callbacks.sample_grid.every=0."
             )
         self.every, self.prompts, self.seeds_per_prompt = every, prompts, seeds_per_prompt
         self.steps, self.seed = steps, seed
@@ -43,7 +49,7 @@ class SampleGrid(Callback):
         self._pool: Image.Image | None = None
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Draw the pool while its latents are fresh: the loop may drop them once they are trained on."""
+        """Draw the best and worst samples of this rank's first prompt."""
         rollouts = loop_of(trainer).rollouts
         if batch_idx != 0 or not self._due(trainer) or not rollouts.prompts:
             return

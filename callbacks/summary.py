@@ -1,14 +1,12 @@
-"""The end of a run: ``summary.json``, TensorBoard's HParams, and a short table on the terminal.
+"""Summarises a run when it ends: ``summary.json``, TensorBoard's HParams, and a table on the terminal.
 
-Written when the run completes, when a callback or ``trainer.max_time`` stops it early, when it is interrupted (Ctrl-C,
-SIGTERM) and when it fails, from the moment training has started; a run that cannot start leaves an earlier summary as
-it was. Everything is rank 0's own view: after an exception no other rank can be asked.
+The summary is written when the run completes, is stopped early by a callback or ``trainer.max_time``, is interrupted
+(Ctrl-C, SIGTERM) or fails. A run that fails before training starts does not overwrite an earlier summary. All values
+are those of rank 0, because collectives are not possible after an exception.
 """
 
 import json
 import math
-import resource
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,11 +19,12 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning import IMPORTED
-from solrl_lightning.callbacks.common import RECORD, find, loop_of, module_of
+from solrl_lightning.callbacks.common import file_logger, find_callback, loop_of, module_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import iterations_done, read_checkpoint, write_atomically
+from solrl_lightning.files import finite_only, iterations_done, read_checkpoint, write_atomically
+from solrl_lightning.memory import peak_resident_bytes
 from solrl_lightning.run_folder import LAST
 
 _PATHS = {
@@ -39,11 +38,16 @@ _STATE = "run_summary"  # key in the checkpoint
 
 
 class RunSummary(Callback):
-    """Writes ``summary.json`` into ``trainer.default_root_dir`` and prints what came of the run.
+    """Writes ``summary.json`` into ``trainer.default_root_dir`` and prints the summary.
 
-    hparams: the essentials of the configuration, flat; `config` in summary.json.
-    columns: those of them that TensorBoard's HParams table has.
-    Keep it last among the callbacks, so that what the others write is already there.
+    Must be the last callback, because it lists the files that the others write.
+
+    Args:
+        hparams: name -> value of selected configuration keys; `config` in summary.json.
+        columns: keys of ``hparams`` in TensorBoard's HParams table.
+
+    Raises:
+        UserError: a column is no key of ``hparams``.
     """
 
     def __init__(self, hparams: Mapping[str, Any], columns: Sequence[str]) -> None:
@@ -54,15 +58,15 @@ class RunSummary(Callback):
             )
         self.hparams, self.columns = dict(hparams), list(columns)
         self._started: float | None = None
-        self._open = False  # training has started and its summary is not written yet
+        self._open = False  # True from the start of training until the summary is written
         self._seconds_before = 0.0  # of the runs that this one resumes
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if self._started is None:  # also by an evaluation ahead of the training
+        if self._started is None:  # the evaluation before training calls setup, too
             self._started = time.perf_counter()
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._open = True  # by the evaluation ahead of the training; a run that goes on has none
+        self._open = True  # the evaluation before training; a resumed run has none
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open = True
@@ -82,7 +86,8 @@ class RunSummary(Callback):
         checkpoint[_STATE] = {"seconds": self._seconds(), "eval_history": list(history)}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        state = checkpoint.get(_STATE, {"seconds": 0.0, "eval_history": []})  # a checkpoint made without this callback
+        # A checkpoint saved without this callback has no such key.
+        state = checkpoint.get(_STATE, {"seconds": 0.0, "eval_history": []})
         self._seconds_before = state["seconds"]
         module_of(pl_module).eval_history[:0] = state["eval_history"]
 
@@ -97,13 +102,13 @@ class RunSummary(Callback):
         write_atomically(path, (json.dumps(finite_only(facts), indent=2, default=str) + "\n").encode())
         log_hyperparameters(trainer, self.hparams, self.columns, facts)
         print(format_summary(facts), flush=True)
-        RECORD.info(format_summary(facts))
-        self._open = False  # an exception after the end does not overwrite the summary of the run
+        file_logger.info(format_summary(facts))
+        self._open = False  # a later exception must not overwrite the summary
 
     def collect(self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None) -> dict[str, Any]:
-        """Everything that summary.json holds."""
+        """The content of summary.json."""
         module = module_of(pl_module)
-        # An iteration that was cut short is redone after a resume, with its evaluation: the later one stands.
+        # A resume repeats an interrupted iteration and its evaluation: keep the later one.
         latest = {row["iteration"]: row for row in module.eval_history}
         evaluations = [latest[iteration] for iteration in sorted(latest)]
         reward = module.rewards.name
@@ -127,10 +132,10 @@ class RunSummary(Callback):
             "iterations": loop_of(trainer).iterations_done,
             "last_checkpoint_iterations": saved_iterations(run / LAST),
             "seconds_total": self._seconds(),
-            "seconds_since_process_start": time.perf_counter() - IMPORTED,  # of a sweep, with the jobs before
+            "seconds_since_process_start": time.perf_counter() - IMPORTED,  # in a sweep, includes the earlier jobs
             "seconds_before_resume": self._seconds_before,
-            "seconds_per_stage": stage_seconds(find(trainer, StageTimings)),
-            "rank_fidelity": rank_fidelity(find(trainer, RankCorrelation)),
+            "seconds_per_stage": stage_seconds(find_callback(trainer, StageTimings)),
+            "rank_fidelity": rank_fidelity(find_callback(trainer, RankCorrelation)),
             "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
             "evaluations": evaluations,
@@ -140,13 +145,14 @@ class RunSummary(Callback):
 
 
 def saved_iterations(last: Path) -> int | None:
+    """Iterations done in a checkpoint file; None if there is no file."""
     return iterations_done(read_checkpoint(last)) if last.exists() else None
 
 
 def base_and_final(
     evaluations: Sequence[Mapping[str, Any]], reward: str
 ) -> tuple[float | None, float | None, int | None]:
-    """Held-out reward before training (iteration 0), the latest since, and that one's iteration; None without one."""
+    """(reward of iteration 0, latest reward after it, iteration of the latest) on held-out prompts; None if missing."""
     scored = [row for row in evaluations if reward in row]
     base = next((float(row[reward]) for row in scored if row["iteration"] == 0), None)
     latest = next((row for row in reversed(scored) if row["iteration"] > 0), None)
@@ -154,7 +160,7 @@ def base_and_final(
 
 
 def stage_seconds(timings: StageTimings | None) -> dict[str, dict[str, float | None]]:
-    """stage -> total seconds of the run, and the median of an iteration for the stages of every iteration."""
+    """stage -> total seconds of the run and median seconds of an iteration; None if not recorded."""
     if timings is None:
         return {}
     totals, medians = timings.totals(), timings.medians()
@@ -163,7 +169,7 @@ def stage_seconds(timings: StageTimings | None) -> dict[str, dict[str, float | N
 
 
 def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
-    """First, last and mean of the probes, and the latest correlation on the kept set; None if there was no proxy."""
+    """First, last and mean of the probes, and the latest correlation on the kept set; None without a proxy."""
     if ranks is None or not (ranks.history or ranks.last_kept):
         return None
     fidelity: dict[str, Any] = {"probes": len(ranks.history), **ranks.last_kept}
@@ -176,31 +182,20 @@ def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
 
 
 def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """Bytes: the process's resident peak on a CPU; on a GPU the peak of all tensors, and what the allocator reserved.
+    """Bytes: the process's resident peak on a CPU; on a GPU the peak of all tensors and of the allocator's reserve.
 
-    A GPU needs the second; it exceeds the first by what is cached and by fragmentation.
+    The reserve is what a GPU must have; it adds cached blocks and fragmentation to the tensors.
     """
     if device.type == "cuda":
         allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         return {"peak_memory_bytes": allocated, "peak_memory_reserved_bytes": reserved}
-    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"peak_memory_bytes": resident, "peak_memory_reserved_bytes": None}
-
-
-def finite_only(value: Any) -> Any:
-    """NaN and infinities become null: JSON has no word for them."""
-    if isinstance(value, Mapping):
-        return {str(key): finite_only(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite_only(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {"peak_memory_bytes": peak_resident_bytes(), "peak_memory_reserved_bytes": None}
 
 
 def log_hyperparameters(
     trainer: Trainer, hparams: Mapping[str, Any], columns: Sequence[str], facts: Mapping[str, Any]
 ) -> None:
-    """Gives every logger the configuration; TensorBoard its HParams table of ``columns`` and the results."""
+    """Log the configuration to every logger. TensorBoard gets ``columns`` and the results as its HParams table."""
     results = {name: facts[name] for name in ("final_reward", "improvement", "base_reward", "seconds_total")}
     results["rank_spearman"] = ((facts["rank_fidelity"] or {}).get("last") or {}).get("spearman")
     known = {name: value for name, value in results.items() if value is not None and math.isfinite(value)}
@@ -213,7 +208,7 @@ def log_hyperparameters(
 
 
 def format_summary(facts: Mapping[str, Any]) -> str:
-    """The table that ends a run."""
+    """The table that a run prints at its end."""
     done = f"{facts['status']} after {facts['iterations']} iterations in {facts['seconds_total']:.0f} s"
     if facts["seconds_before_resume"] > 0:
         done += f", {facts['seconds_before_resume']:.0f} s of them before it was resumed"
@@ -221,7 +216,7 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     rows = [("status", done if facts["error"] is None else f"{done}: {facts['error']}")]
     kept = facts["last_checkpoint_iterations"]
     if kept is not None and kept < facts["iterations"]:
-        rows.append(("last checkpoint", f"after {kept} iterations; ckpt=last repeats what came after it"))
+        rows.append(("last checkpoint", f"after {kept} iterations; ckpt=last repeats the later ones"))
     evaluated_at = facts["final_reward_iteration"]
     when = "" if evaluated_at is None else f", evaluated after {evaluated_at} iterations"
     rows.append((f"{facts['reward']} reward", change(facts["base_reward"], facts["final_reward"]) + when))
@@ -250,9 +245,11 @@ def format_summary(facts: Mapping[str, Any]) -> str:
 
 
 def change(base: float | None, final: float | None) -> str:
+    """``base -> final (difference)``; "-" for None."""
     difference = "" if base is None or final is None else f" ({final - base:+.4f})"
     return f"{number(base)} -> {number(final)}{difference}"
 
 
 def number(value: float | None) -> str:
+    """Four decimals; "-" for None."""
     return "-" if value is None else f"{value:.4f}"

@@ -1,9 +1,9 @@
-"""Seconds per stage, per iteration and for the whole run.
+"""Records seconds per stage, per iteration and for the whole run.
 
-``time/iteration`` runs from the start of the Lightning epoch to its end without the stages that only observe training
-(evaluation, rank probe, sample grids); the probe's seconds are ``time/probe``. Saving the checkpoint, which Lightning
-does after every other callback, is not in it either. Stage times are exclusive: a nested stage is not counted in the
-stage around it.
+``time/iteration`` is the duration of the Lightning epoch without the stages that only observe training (evaluation,
+rank probe, sample grids). ``time/probe`` is the duration of the probe. ``time/iteration`` excludes saving the
+checkpoint, because Lightning saves after all other callbacks. Stage times are exclusive: the time of a nested stage
+does not count for the outer stage.
 """
 
 import time
@@ -13,10 +13,11 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from solrl_lightning.callbacks.common import EXTRA_STAGES, STAGES, log_values, loop_of
+from solrl_lightning.callbacks.common import EXTRA_STAGES, log_values, loop_of
+from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.stopwatch import Stopwatch
 
-_WINDOW = 1000  # iterations of the medians; bounds the size of the checkpoint
+_WINDOW = 1000  # iterations in the medians; limits the size of the checkpoint
 
 
 class StageTimings(Callback):
@@ -30,7 +31,7 @@ class StageTimings(Callback):
         self._stopwatch = Stopwatch()
         self._resumed: Counter[str] = Counter()  # seconds per stage of the runs that this one resumes
         self._last: dict[str, float] = {}  # the stopwatch's seconds when the last iteration ended
-        self._first: dict[str, float] = {}  # and when this one began
+        self._first: dict[str, float] = {}  # the stopwatch's seconds when this iteration began
         self._started = 0.0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -44,17 +45,17 @@ class StageTimings(Callback):
         spent, own = self._stopwatch.since(self._last), self._stopwatch.since(self._first)
         stages = {stage: spent.get(stage, 0.0) for stage in STAGES}
         iteration = time.perf_counter() - self._started - sum(own.get(stage, 0.0) for stage in EXTRA_STAGES)
-        iteration += sum(stages[stage] - own.get(stage, 0.0) for stage in STAGES)  # of callbacks before this one
+        iteration += sum(stages[stage] - own.get(stage, 0.0) for stage in STAGES)  # hooks of callbacks before this one
         self.history.append(stages | {"iteration": iteration})
         log_values(pl_module, {f"time/{name}": value for name, value in self.history[-1].items()})
         self._last = self._stopwatch.seconds
 
     def totals(self) -> dict[str, float]:
-        """Seconds per stage since the run began, over resumes and with the current iteration."""
+        """Seconds per stage of the run, with those before a resume and of the current iteration."""
         return dict(self._resumed + Counter(self._stopwatch.seconds))
 
     def medians(self) -> dict[str, float]:
-        """Median seconds per iteration of every logged stage and of the iteration; empty before the first one ends."""
+        """Median seconds of every logged stage and of the iteration; empty before the first iteration ends."""
         return {name: median(row[name] for row in self.history) for name in self.history[0]} if self.history else {}
 
     def state_dict(self) -> dict[str, Any]:

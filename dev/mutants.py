@@ -139,7 +139,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("metrics not logged", "for name, value in metrics.items()}", "for name, value in ()}", METRICS),
         ("old policy moves at every step", "if loop.count_step():", "if loop.count_step() or True:", STEPS),
         ("old policy not saved", 'if ".lora_" in name', 'if ".default." in name', CHECKPOINT),
-        ("watched rewards explored", "rewards = self.rewards.trained", "rewards = self.rewards", WEIGHTS),
+        ("watched rewards explored", "rewards = self.rewards.for_training", "rewards = self.rewards", WEIGHTS),
     ],
     "solrl_lightning/rollout/advantages.py": [
         ("no std", "(std + eps)", "1.0", ADVANTAGES),

@@ -10,15 +10,14 @@ import os
 import sys
 import threading
 import warnings
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -86,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
             return None  # Hydra would print more around it
 
     try:
-        _quiet()
+        silence_libraries()
         sys.argv[1:], claims = prepare(sys.argv[1:] if arguments is None else arguments)
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us instead of being printed by Hydra
         with ExitStack() as held:
@@ -107,7 +106,7 @@ def main(arguments: list[str] | None = None) -> int:
         return _INTERRUPTED
     except Exception as error:
         if error not in failed:
-            failed.append(_tell(error))
+            failed.append(report_error(error))
     return max((_USER_ERROR if isinstance(error, UserError) else _FAILED for error in failed), default=0)
 
 
@@ -121,14 +120,14 @@ def run(cfg: DictConfig) -> Any:
     sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
     try:
         if sweeps:
-            _quiet()  # a launcher may have started this process
+            silence_libraries()  # a launcher may have started this process
             check_values(cfg)  # a sweeper may have chosen them
         task = _task(cfg.task._target_)
-        with _alone(Path(cfg.run_dir)) if sweeps else nullcontext():
+        with isolated_sweep_job(Path(cfg.run_dir)) if sweeps else nullcontext():
             return task(cfg)
     except Exception as error:
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
-        told = _tell(error, Path(cfg.run_dir))
+        told = report_error(error, Path(cfg.run_dir))
         if isinstance(told, UserError) and is_first():
             remove_unused(Path(cfg.run_dir))
         raise told from None
@@ -148,7 +147,7 @@ def _task(target: str) -> Callable[[DictConfig], Any]:
         ) from error
 
 
-def _tell(error: Exception, folder: Path | None = None) -> Exception:
+def report_error(error: Exception, folder: Path | None = None) -> Exception:
     """Prints and returns the cause that a user can do something about; raises an error without one.
 
     Args:
@@ -182,7 +181,7 @@ def _tell(error: Exception, folder: Path | None = None) -> Exception:
     return told
 
 
-def _quiet() -> None:
+def silence_libraries() -> None:
     """Leaves out what libraries say to each other, and nothing that a user of ours can act on.
 
     ``build.hide_loading_bars`` does it for their bars.
@@ -208,14 +207,34 @@ def _quiet() -> None:
     threading.excepthook = _thread_ended
 
 
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. --hydra-help lists the flags.")
+
+
+def _flags() -> ArgumentParser:
+    """The flags of Hydra's command line, as documented in https://hydra.cc/docs/1.3/advanced/hydra-command-line-flags."""
+    parser = _Parser(add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    for names in ("--help -h", "--hydra-help", "--version", "--resolve", "--run -r", "--multirun -m"):
+        parser.add_argument(*names.split(), action="store_true")
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    for names in ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd", "--experimental-rerun"):
+        parser.add_argument(*names.split())
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    info = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    parser.add_argument("--info", "-i", nargs="?", const="all", choices=info)
+    return parser
+
+
 def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
     """Checks a command line. Returns it with its checkpoint resolved, and the folders to claim: whether each is new.
 
     Raises:
         UserError: a run that it asks for cannot be.
     """
-    flags = get_args_parser().parse_intermixed_args(arguments)  # -m may stand anywhere
-    if flags.hydra_help or flags.shell_completion or flags.experimental_rerun:
+    flags = _flags().parse_intermixed_args(arguments)  # -m may stand anywhere
+    if flags.hydra_help or flags.version or flags.shell_completion or flags.experimental_rerun:
         return arguments, {}
     if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
         raise UserError(f"--config-dir must be a folder; there is none at {flags.config_dir}.")
@@ -302,7 +321,7 @@ def _folder_names(tree: ConfigTree, arguments: list[str]) -> str:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def isolated_sweep_job(folder: Path) -> Iterator[None]:
     """Shows a job of a sweep to Lightning as a run of its own, in a folder that it claims.
 
     Lightning starts further ranks with this process's program and command line, which may be a launcher's, in the

@@ -205,6 +205,7 @@ def build_model(
         rewards,
         objective=make("objective", cfg.objective, kind=Objective),
         optimizer=instantiate(cfg.optimizer),
+        rate_factor=make("scheduler", cfg.scheduler),
         old_decay=make("old_policy", cfg.old_policy),
         old_velocity=cfg.old_velocity,
         evaluation=Evaluation(cfg.model.solver, cfg.model.eval_steps, cfg.data.eval_images),

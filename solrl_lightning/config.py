@@ -12,19 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hydra import compose, initialize_config_module
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
-from hydra._internal.hydra import Hydra
 from hydra.core.config_loader import ConfigLoader
-from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, InstantiationException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 CONFIG_MODULE = "solrl_lightning.conf"
 
 _OWN = "command-line"  # Hydra's name for the source that --config-dir adds
-_BASIC_SWEEPER = f"{BasicSweeper.__module__}.{BasicSweeper.__name__}"
 
 SAMPLERS = ("shadow", "merged", "policy")
 SOLVERS = ("euler", "dpm2")
@@ -159,15 +158,26 @@ _SEEDS = 2**32  # noise has so many seeds
 _ABSENT = object()  # a key that the chosen options do not have: nothing to check
 
 
-class ConfigTree:
-    """The configuration tree of the package, and of the folders on ``--config-dir``, opened for composing and looking.
+class _OwnOptions(SearchPathPlugin):
+    """Adds folders of the user's own to the places where an opened `ConfigTree` finds options."""
 
-    A context manager: Hydra's state is global, and is as it was on leaving.
+    sources: ClassVar[tuple[str, ...]] = ()
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for source in self.sources:
+            search_path.append(_OWN, source)
+
+
+class ConfigTree:
+    """The configuration tree of the package and of the folders of ``--config-dir`` and ``hydra.searchpath``.
+
+    A context manager that restores Hydra's global state on exit.
     """
 
     def __init__(self, config_name: str | None = None, config_dir: str | None = None) -> None:
         self.config_name = config_name or "config"
         self.sweeps = False
+        Plugins.instance().register(_OwnOptions)
         self._context = initialize_config_module(CONFIG_MODULE, version_base="1.3")
         if config_dir:
             self.look_in([f"file://{Path(config_dir).resolve()}"])
@@ -177,6 +187,7 @@ class ConfigTree:
         return self
 
     def __exit__(self, *error: Any) -> None:
+        _OwnOptions.sources = ()
         self._context.__exit__(*error)
 
     @property
@@ -184,17 +195,15 @@ class ConfigTree:
         return GlobalHydra.instance().config_loader()
 
     @property
-    def own_sources(self) -> list[str]:
+    def own_sources(self) -> tuple[str, ...]:
         """Where else than in the package options are looked up."""
-        return [source.path for source in self.loader.get_search_path().get_path() if source.provider == _OWN]
+        return _OwnOptions.sources
 
     def look_in(self, sources: Iterable[str]) -> None:
         """Looks up options in more places, written as in ``hydra.searchpath``: ``file://<folder>``."""
-        search_path = self.loader.get_search_path()
-        for source in sources:
-            search_path.prepend(_OWN, source, anchor=SearchPathQuery(provider="schema"))
+        _OwnOptions.sources += tuple(sources)
         GlobalHydra.instance().clear()
-        Hydra.create_main_hydra2(CONFIG_MODULE, search_path)
+        initialize_config_module(CONFIG_MODULE, version_base="1.3")
 
     def groups(self) -> list[str]:
         return [g for g in self.loader.get_group_options("", ObjectType.GROUP) if g != "hydra"]
@@ -258,10 +267,9 @@ class ConfigTree:
             check_root(cfg, overrides)
             return [cfg]
         params = self.parse(f"{key}={value}" for key, value in (cfg.hydra.sweeper.get("params") or {}).items())
-        if cfg.hydra.sweeper._target_ == _BASIC_SWEEPER:
-            (combinations,) = BasicSweeper.split_arguments(params + overrides, max_batch_size=None)
-        else:
-            combinations = [[_first_value(override) for override in params + overrides]]
+        basic = cfg.hydra.runtime.choices["hydra/sweeper"] == "basic"
+        values = {o.get_key_element(): _swept_values(o, every=basic) for o in params + overrides}
+        combinations = itertools.product(*values.values())
         jobs = [self.compose(combination) for combination in combinations]
         if not jobs:
             raise UserError(f"A sweep needs at least one run; {' '.join(str(o.input_line) for o in swept)} names none.")
@@ -270,12 +278,17 @@ class ConfigTree:
         return jobs
 
 
-def _first_value(override: Override) -> str:
+def _swept_values(override: Override, every: bool) -> list[str]:
+    """The arguments that a sweep makes of ``override``: one for ``every`` value, or for the first value alone."""
     if not override.is_sweep_override():
-        return str(override.input_line)
+        return [str(override.input_line)]
     value = override.value()
-    first = value.start if isinstance(value, IntervalSweep) else next(override.sweep_string_iterator())
-    return f"{override.get_key_element()}={first}"
+    if not every:
+        first = value.start if isinstance(value, IntervalSweep) else next(override.sweep_string_iterator())
+        return [f"{override.get_key_element()}={first}"]
+    if not override.is_discrete_sweep():
+        raise UserError(f"{override.input_line} has no list of values: Hydra's basic sweeper cannot go through it.")
+    return [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
 
 
 def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
@@ -680,9 +693,9 @@ def check_needs(cfg: DictConfig) -> None:
     if "ckpt" in cfg.task.reads and cfg.ckpt is None:
         raise UserError("this task takes a checkpoint's weights; name it with ckpt=<file>, or ckpt=last for the newest")
     if "prompt_file" in cfg.task:
-        asked_weights(cfg)
+        requested_weights(cfg)
         _check_seeds(cfg)
-        _asked(cfg)
+        _requested_texts(cfg)
     if "proxies" in cfg.task:
         _check_proxies(cfg)
     for name in ("train", "eval"):
@@ -716,9 +729,9 @@ def _check_resolution(cfg: DictConfig) -> None:
         )
 
 
-def asked_prompts(cfg: DictConfig) -> list[str]:
+def requested_prompts(cfg: DictConfig) -> list[str]:
     """What task=generate makes pictures of: texts of the command line or of a file."""
-    given = _asked(cfg)
+    given = _requested_texts(cfg)
     if given:
         return given
     from solrl_lightning.data.prompts import read_prompts  # here, as below: it imports torch
@@ -726,7 +739,7 @@ def asked_prompts(cfg: DictConfig) -> list[str]:
     return read_prompts(cfg.task.prompt_file, cfg.data.column)
 
 
-def _asked(cfg: DictConfig) -> list[str]:
+def _requested_texts(cfg: DictConfig) -> list[str]:
     """The texts of the command line; none where a file has them."""
     given, file = OmegaConf.to_container(cfg.task)["prompts"], cfg.task.prompt_file  # type: ignore[call-overload, index]
     example = """for example 'task.prompts=["a red apple", "two dogs"]'"""
@@ -743,7 +756,7 @@ def _asked(cfg: DictConfig) -> list[str]:
     return given
 
 
-def asked_weights(cfg: DictConfig) -> dict[str, str]:
+def requested_weights(cfg: DictConfig) -> dict[str, str]:
     """The name of each model in task=generate, and its name in ``SolRLModule.sample``."""
     if not cfg.task.base and cfg.ckpt is None:
         raise UserError("task.base=false leaves the trained weights only; name them with ckpt=<file> or ckpt=last")
@@ -792,7 +805,7 @@ def check_prompts(cfg: DictConfig) -> None:
     if not uses_model(cfg):
         return
     if "prompt_file" in cfg.task:
-        asked_prompts(cfg)
+        requested_prompts(cfg)
     available = len(prompt_sets(cfg).train)
     if "train" in cfg.task.reads and cfg.prompts_per_iteration > available:
         raise UserError(

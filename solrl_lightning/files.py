@@ -1,9 +1,10 @@
 """Atomic writes of files and folders, and reading of checkpoints."""
 
 import io
+import math
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
@@ -34,6 +35,15 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         with suppress(OSError):  # the folder may not exist
             temporary.unlink()
         raise WriteError.of(path, error) from error
+
+
+def finite_only(value: Any) -> Any:
+    """``value`` with null for NaN and infinities, which JSON cannot represent."""
+    if isinstance(value, Mapping):
+        return {str(key): finite_only(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite_only(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

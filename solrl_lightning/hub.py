@@ -141,39 +141,27 @@ def _download(hub_id: str, file: str, key: str, kind: str, hint: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(hub_id, file))
     except (OSError, errors.HTTPError, errors.HFValidationError) as error:
         page, answer = f"https://huggingface.co/{hub_id}", getattr(error.__cause__, "response", None)
-        token = (
-            "with the account of your token"
-            if huggingface_hub.get_token()
-            else "and give your token with `hf auth login`"
-        )
+        login = "with the account of your token"
+        if not huggingface_hub.get_token():
+            login = "and give your token with `hf auth login`"
         if constants.HF_HUB_OFFLINE:
             silence = "HF_HUB_OFFLINE is set: unset it for the download"
         elif answer is not None:
             silence = f"the hub answered {answer.status_code}: try again later"
         else:
             silence = "the hub cannot be reached: check the network and its proxy"
-        found = [  # ordered: GatedRepoError and LocalEntryNotFoundError are subclasses of the entry after them
-            (errors.HFValidationError, f"is neither a local path nor a hub id (owner/name). Check the name. {hint}"),
-            (
-                errors.GatedRepoError,
-                f"is gated: accept its licence at {page} {token}, then give the same command again.",
-            ),
-            (
-                errors.RepositoryNotFoundError,
-                f"is neither a folder here nor a model that you may read on the hub. Check the name at {page}; if it "
-                f"is private, log in with `hf auth login`. {hint}",
-            ),
-            (
-                errors.LocalEntryNotFoundError,
-                f"is neither a folder here nor in the hub's cache {constants.HF_HUB_CACHE}, and {silence}; for a gated "
-                f"model log in with `hf auth login`. {hint}",
-            ),
-            (errors.EntryNotFoundError, f"exists on the hub, but is no {kind}: it holds no {file}. {hint}"),
-            (
-                Exception,
-                f"could not be loaded from the hub: {sentence(error)} Check the network and the token (`hf auth "
-                f"whoami`). {hint}",
-            ),
-        ]
-        reason = next(text for kind_of_error, text in found if isinstance(error, kind_of_error))
+        # The first class that fits: GatedRepoError and LocalEntryNotFoundError derive from the class below them.
+        reasons: dict[type[Exception], str] = {
+            errors.HFValidationError: f"is neither a local path nor a hub id (owner/name). Check the name. {hint}",
+            errors.GatedRepoError: f"is gated: accept its licence at {page} {login}, then give the same command again.",
+            errors.RepositoryNotFoundError: "is neither a folder here nor a model that you may read on the hub. Check "
+            f"the name at {page}; if it is private, log in with `hf auth login`. {hint}",
+            errors.LocalEntryNotFoundError: "is neither a folder here nor in the hub's cache "
+            f"{constants.HF_HUB_CACHE}, and {silence}; for a gated model log in with `hf auth login`. {hint}",
+            errors.EntryNotFoundError: f"exists on the hub, but is no {kind}: it holds no {file}. Look for a "
+            f"repository that does; {page} may name it. {hint}",
+            Exception: f"could not be loaded from the hub: {sentence(error)} Check the network and the token (`hf auth "
+            f"whoami`). {hint}",
+        }
+        reason = next(text for kind_of_error, text in reasons.items() if isinstance(error, kind_of_error))
         raise UserError(f"{key}={hub_id} {reason}") from error

@@ -10,7 +10,7 @@ from solrl_lightning.errors import UserError
 _ONE_EACH = ("task", "model", "data", "family", "objective", "precision", "trainer")  # groups of which a run has one
 _DELETABLE = ("callbacks", "logger", "trainer", "reward", "optimizer", "objective", "model.quantization.exclude")
 _OPEN = ("callbacks", "logger", "trainer")  # where their classes take several kinds, null among them
-_OWN_RULES = ("task.prompts", "family.compile")  # in config.asked_prompts and check_values
+_OWN_RULES = ("task.prompts", "family.compile")  # in config.requested_prompts and check_values
 _NULL_IN_SOME = ("family.explore", "family.warning", "model.variant")
 
 

@@ -16,7 +16,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops import _FitLoop, _Loop
 from torch import Tensor
 
-from solrl_lightning.data.loaders import RefilledLoader
+from solrl_lightning.data.loaders import RolloutLoader
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
 from solrl_lightning.module import SolRLModule
@@ -25,7 +25,7 @@ from solrl_lightning.rollout.advantages import group_advantages
 from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
 from solrl_lightning.rollout.select import select_contrastive
-from solrl_lightning.rollout.stage import Stage, check_selectable
+from solrl_lightning.rollout.stage import STAGES, Stage, check_selectable, evaluations
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.stopwatch import Stopwatch
@@ -73,11 +73,15 @@ class ExploreTrainLoop(_FitLoop):
         levels = objective.train_steps(torch.zeros(1, dtype=torch.int64), stages[-1].steps).shape[1]
         ranks = trainer.world_size
         self.plan = plan_micro_batches(schedule.per_iteration, kept * levels, micro_batch, ranks, optimizer_steps)
-        self.loader: RefilledLoader[TrainingBatch] = RefilledLoader(optimizer_steps * self.plan.micro_batches)
+        self.loader: RolloutLoader[TrainingBatch] = RolloutLoader(optimizer_steps * self.plan.micro_batches)
         self.stopwatch = Stopwatch(self._clock)
         self.iterations_done = 0
         """Iterations that have taken their last optimiser step."""
         self._steps_taken = 0  # in the current iteration
+        self._evaluations = 0  # in finished iterations
+        self._seconds_before = 0.0  # in the runs that this one resumes
+        trained = kept * levels * (1 + len(objective.needs))
+        self._each_iteration = schedule.per_iteration * (sum(evaluations(stages, pool)) + trained)
         self.explored: Candidates | None = None
         """The whole pool, scored by the first stage; None in families with one stage."""
         self.rollouts: Rollouts
@@ -102,7 +106,7 @@ class ExploreTrainLoop(_FitLoop):
     def roll_out(self) -> MicroBatches:
         """Run the stages on this rank's prompts and return the training rows."""
         module, trainer = self._module, self.trainer
-        texts = self.schedule.at(trainer.current_epoch)[trainer.global_rank :: trainer.world_size]
+        texts = self.schedule.for_iteration(trainer.current_epoch)[trainer.global_rank :: trainer.world_size]
         seeds = pool_seeds(self.seed, trainer.current_epoch, texts, self.pool)
         with self.stopwatch.stage(self.stages[0].name):
             prompts = module.encode(texts)
@@ -156,15 +160,30 @@ class ExploreTrainLoop(_FitLoop):
         self._steps_taken += 1
         last = self._steps_taken == self.plan.optimizer_steps
         self.iterations_done += last
+        self._evaluations += last * self._each_iteration
         return last
 
+    def cost(self) -> dict[str, float]:
+        """Seconds of the iterations' own stages so far, and evaluations: forward passes for one image, of all ranks.
+
+        Both are without evaluation, probe and pictures.
+        """
+        return {"seconds": self._seconds(), "evaluations": self._evaluations}
+
+    def _seconds(self) -> float:
+        spent = self.stopwatch.seconds
+        return self._seconds_before + sum(spent.get(stage, 0.0) for stage in STAGES)
+
     def on_save_checkpoint(self) -> dict[str, Any]:
-        return super().on_save_checkpoint() | {"iterations_done": self.iterations_done}
+        cost = {"evaluations": self._evaluations, "seconds": self._seconds()}
+        return super().on_save_checkpoint() | {"iterations_done": self.iterations_done} | cost
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Resume after the last finished iteration; an interrupted one is repeated."""
         super().load_state_dict(state_dict, prefix)
-        self.iterations_done = state_dict[f"{prefix}state_dict"].get("iterations_done", self.trainer.global_step)
+        own = state_dict[f"{prefix}state_dict"]
+        self.iterations_done = own.get("iterations_done", self.trainer.global_step)
+        self._evaluations, self._seconds_before = own.get("evaluations", 0), own.get("seconds", 0.0)
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
             for counter in ("ready", "started", "processed", "completed"):
                 setattr(progress, counter, self.iterations_done)

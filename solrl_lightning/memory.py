@@ -1,5 +1,7 @@
-"""Handling of out-of-memory errors."""
+"""Handling of out-of-memory errors, and the peak memory of this process."""
 
+import resource
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -19,3 +21,9 @@ def retry_with_empty_cache(work: Callable[[], T]) -> T:
         pass  # the exception's traceback keeps the failed call's tensors alive inside the handler
     torch.cuda.empty_cache()
     return work()
+
+
+def peak_resident_bytes() -> int:
+    """The most memory that this process has held so far."""
+    unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

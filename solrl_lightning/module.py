@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from peft import LoraConfig
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.base import Objective
-from solrl_lightning.optimizer_state import keep_configured
+from solrl_lightning.optimizer_state import ConfiguredSchedule, keep_configured
 from solrl_lightning.policies.adapters import TRAINED, State
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -60,6 +61,7 @@ class SolRLModule(LightningModule):
         rewards: those with a weight score rollouts, all score evaluations.
         objective: the loss.
         optimizer: called with the trained parameters.
+        rate_factor: of the learning rate after so many iterations.
         old_decay: decay of the old policy after iteration 1, 2, ...
         old_velocity: sampler that computes the old policy's velocity in training: policy (as published) or merged.
         evaluation: sampling of held-out images.
@@ -80,6 +82,7 @@ class SolRLModule(LightningModule):
         rewards: WeightedRewards,
         objective: Objective,
         optimizer: Callable[..., torch.optim.Optimizer],
+        rate_factor: Callable[[float], float],
         old_decay: Callable[[int], float],
         old_velocity: str,
         evaluation: Evaluation,
@@ -89,7 +92,8 @@ class SolRLModule(LightningModule):
     ) -> None:
         super().__init__()
         self.strict_loading = False  # a checkpoint holds the adapters only, which on_load_checkpoint checks
-        self.objective, self.optimizer_factory, self.old_decay = objective, optimizer, old_decay
+        self.objective, self.optimizer_factory = objective, optimizer
+        self.rate_factor, self.old_decay = rate_factor, old_decay
         self.evaluation, self.eval_prompts, self.lora, self.seed = evaluation, eval_prompts, lora, seed
         self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
         self.ema_state: State | None = None  # set by the EMA callback
@@ -121,7 +125,7 @@ class SolRLModule(LightningModule):
         score = score_images_or_nan if stage.only_ranks else score_images
         with self.samplers.use(stage.sampler) as transformer:
             chunks = self.samplers.chunks(transformer, stage.sampler, prompts, seeds, spec)
-            rewards = self.rewards.trained
+            rewards = self.rewards.for_training
             return score_chunks(chunks, prompts, seeds, rewards, partial(score, decode), progress, self.scoring_worker)
 
     @torch.no_grad()
@@ -170,7 +174,8 @@ class SolRLModule(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained_parameters() if p.grad is not None])
-        self.log("train/grad_norm", norm, on_step=False, on_epoch=True, batch_size=1)  # DDP has reduced the gradients
+        values = {"train/grad_norm": norm, "lr": optimizer.param_groups[0]["lr"]}
+        self.log_dict(values, on_step=False, on_epoch=True, batch_size=1)  # DDP has reduced the gradients
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
@@ -181,8 +186,11 @@ class SolRLModule(LightningModule):
     def trained_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return keep_configured(self.optimizer_factory(self.trained_parameters()))
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
+        optimizer = keep_configured(self.optimizer_factory(self.trained_parameters()))
+        steps = self.trainer.fit_loop.plan.optimizer_steps  # type: ignore[attr-defined]
+        schedule = ConfiguredSchedule(optimizer, lambda step: self.rate_factor(step / steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # Evaluation
 
@@ -203,10 +211,10 @@ class SolRLModule(LightningModule):
         for name, mean in means.items():
             self.log(f"eval/{name}", mean, batch_size=1, logger=False)  # Lightning would log it at iteration - 1
         if not self.trainer.sanity_checking:
-            iteration = self.trainer.fit_loop.iterations_done  # type: ignore[attr-defined]
-            self.eval_history.append({"iteration": iteration, **means})
+            loop: Any = self.trainer.fit_loop
+            self.eval_history.append({"iteration": loop.iterations_done, **loop.cost(), **means})
             for logger in self.loggers:
-                logger.log_metrics({f"eval/{name}": mean for name, mean in means.items()}, iteration)
+                logger.log_metrics({f"eval/{name}": mean for name, mean in means.items()}, loop.iterations_done)
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.received_sigterm:  # fit() clears this flag after the first evaluation, which validate() runs

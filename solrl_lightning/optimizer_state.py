@@ -1,9 +1,10 @@
-"""Restore an optimiser's state from a checkpoint, with hyper-parameters from the configuration."""
+"""Restore the state of optimiser and schedule from a checkpoint, with hyper-parameters from the configuration."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from solrl_lightning.errors import UserError
 
@@ -18,6 +19,18 @@ def keep_configured(optimizer: Optimizer) -> Optimizer:
     optimizer.register_state_dict_post_hook(_record_class)
     optimizer.register_load_state_dict_pre_hook(_with_own_options)
     return optimizer
+
+
+class ConfiguredSchedule(LambdaLR):
+    """A learning rate schedule whose base rate, after ``load_state_dict``, is the configured one."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the number of steps, and set the rates of the parameter groups."""
+        super().load_state_dict(state_dict | {"base_lrs": self.base_lrs})
+        factors = [factor(self.last_epoch) for factor in self.lr_lambdas]
+        self._last_lr = [base * factor for base, factor in zip(self.base_lrs, factors, strict=True)]
+        for group, rate in zip(self.optimizer.param_groups, self._last_lr, strict=True):
+            group["lr"] = rate
 
 
 def check_fits(optimizer: Optimizer, state: Mapping[str, Any]) -> None:

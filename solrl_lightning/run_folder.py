@@ -37,7 +37,7 @@ _NEXT_RECORD = _RECORD / "next"  # what a run that is to go on was given, until 
 
 # In the folder of a run these keys and those below them may change: its length, what watches it, and how it is
 # computed. All else makes it another experiment.
-_MAY_CHANGE = (
+RESUMABLE_KEYS = (
     "iterations",
     "evaluation",
     "callbacks",
@@ -131,15 +131,15 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     return Resumed(merged, checkpoint, source if in_place else None, training, message)
 
 
-def keep_record(folder: Path) -> None:
+def commit_overrides(folder: Path) -> None:
     """What the run in ``folder`` goes on with becomes its record."""
     for file in (folder / _NEXT_RECORD).iterdir():
         os.replace(file, folder / _RECORD / file.name)
     (folder / _NEXT_RECORD).rmdir()
 
 
-def goes_on(folder: Path) -> bool:
-    """Whether a run in ``folder`` is to go on and `keep_record` has not been called yet."""
+def is_resuming(folder: Path) -> bool:
+    """Whether a run in ``folder`` is to go on and `commit_overrides` has not been called yet."""
     return (folder / _NEXT_RECORD).is_dir()
 
 
@@ -149,21 +149,20 @@ def _check_as_begun(
     """UserError if ``arguments``, of which ``own`` are given anew, change what the run in ``folder`` has to keep."""
     begun = _recorded(tree, folder, True, set())
     fresh = [o for o in own if o.input_line not in begun and not o.is_sweep_override()]
-    suspects = [o for o in fresh if not below_any(_dotted(o), _MAY_CHANGE)]
+    suspects = [o for o in fresh if not is_subkey_of_any(_dotted(o), RESUMABLE_KEYS)]
     if not suspects or not (folder / _RECORD / "overrides.yaml").is_file():
         return
     plain = [str(o.input_line) for o in tree.parse(arguments) if not o.is_sweep_override()]
     changed = _differences(tree, folder, begun, plain)
-    changed = [key for key in changed if not below_any(key, _MAY_CHANGE)]
+    changed = [key for key in changed if not is_subkey_of_any(key, RESUMABLE_KEYS)]
     if not changed:
         return
-    named = [o for o in suspects if any(_below(key, _dotted(o)) or _below(_dotted(o), key) for key in changed)]
+    named = [o for o in suspects if any(is_subkey(key, _dotted(o)) or is_subkey(_dotted(o), key) for key in changed)]
     culprits = _listed(o.input_line for o in named or suspects)  # an experiment changes keys of any name
     examples = f"{', '.join(changed[:3])}{' and more' if len(changed) > 3 else ''}"
     raise UserError(
-        f"A run goes on in its folder as it was begun: only {', '.join(_MAY_CHANGE)} may differ from what {folder} was "
-        f"given; got {culprits}, which changes {examples}. Leave it out, or start a new folder from that state: "
-        f"ckpt={checkpoint} {culprits}"
+        f"Cannot resume {folder}: {culprits} changes {examples}. Leave it out, or start a new folder from that state: "
+        f"ckpt={checkpoint} {culprits}. Keys that may change: {', '.join(RESUMABLE_KEYS)}."
     )
 
 
@@ -192,12 +191,12 @@ def _dotted(override: Override) -> str:
     return override.key_or_group.replace("/", ".")
 
 
-def _below(key: str, root: str) -> bool:
+def is_subkey(key: str, root: str) -> bool:
     return key == root or key.startswith(f"{root}.")
 
 
-def below_any(key: str, roots: Iterable[str]) -> bool:
-    return any(_below(key, root) for root in roots)
+def is_subkey_of_any(key: str, roots: Iterable[str]) -> bool:
+    return any(is_subkey(key, root) for root in roots)
 
 
 def _listed(overrides: Iterable[object]) -> str:

@@ -1,5 +1,6 @@
-"""EMA decay schedules of the old policy and of the evaluation weights."""
+"""Schedules of the learning rate, and EMA decays of the old policy and of the evaluation weights."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,3 +66,30 @@ def old_policy_decay(
 def ema_decay(step: int) -> float:
     """Return the decay of the evaluation weights after optimiser step 1, 2, ...: 2/11, 3/12, ... up to 0.9."""
     return min((1 + step) / (10 + step), 0.9)
+
+
+Factor = Callable[[float], float]
+"""Iterations done (a fraction within an iteration of several optimiser steps) -> factor of the learning rate."""
+
+
+def constant(warmup: float = 0) -> Factor:
+    """Return factor 1 after a linear rise over ``warmup`` iterations, of which none has rate 0."""
+    return lambda done: _risen(done, warmup)
+
+
+def linear(iterations: float, warmup: float = 0) -> Factor:
+    """Return a factor that falls linearly from 1, after the warm-up, to 0 at ``iterations``."""
+    return lambda done: _risen(done, warmup) * (1 - _progress(done, iterations, warmup))
+
+
+def cosine(iterations: float, warmup: float = 0) -> Factor:
+    """Return a factor that falls along half a cosine from 1, after the warm-up, to 0 at ``iterations``."""
+    return lambda done: _risen(done, warmup) * (1 + math.cos(math.pi * _progress(done, iterations, warmup))) / 2
+
+
+def _risen(done: float, warmup: float) -> float:
+    return (done + 1) / (warmup + 1) if done < warmup else 1.0
+
+
+def _progress(done: float, iterations: float, warmup: float) -> float:
+    return min(max(done - warmup, 0.0) / max(iterations - warmup, 1e-9), 1.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from solrl_lightning.build import build_loop, build_module, instantiate_trainer, stages_of, with_option
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
-from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.policies import pipeline
 
 FAMILIES = ("diffusionnft", "sol_rl", "prefix")
@@ -66,7 +66,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
     module.rewards.rewards["shapes"].score = score  # type: ignore[method-assign]
     loop = build_loop(cfg, trainer, module.objective)
-    held_out = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
+    held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     trainer.validate(module, held_out, verbose=False)
     trainer.fit(module, loop.loader, held_out)
     states = [module.adapter_state(name) for name in ("default", "old", "ema")]

@@ -133,7 +133,7 @@ def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
         calls.append("made")
         raise KeyboardInterrupt
 
-    for name, make in (("build_rewards", build_module), ("instantiate", build_model)):
+    for name, make in (("build_rewards", build_module), ("make", build_model)):
         monkeypatch.setattr(build, name, made)
         with pytest.raises(KeyboardInterrupt):
             make(compose(), device, [])
@@ -147,7 +147,7 @@ def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
 def test_adapters_multiply_in_the_dtype_of_their_input_on_a_gpu(
     compose: Compose, monkeypatch: pytest.MonkeyPatch, pipeline: str, device: str, linear: type
 ) -> None:
-    plain = build.instantiate
+    plain = build.make
 
     def placed(*args: Any, **kwargs: Any) -> Any:
         made = plain(*args, **kwargs)
@@ -155,7 +155,7 @@ def test_adapters_multiply_in_the_dtype_of_their_input_on_a_gpu(
             made.device = torch.device(device)
         return made
 
-    monkeypatch.setattr(build, "instantiate", placed)
+    monkeypatch.setattr(build, "make", placed)
     module = build_model(compose(f"model.pretrained={pipeline}", "precision=bf16"), torch.device("cpu"))
     layers = module.samplers.lora_layers.values()
     factors = [f for layer in layers for f in (*layer.lora_A.values(), *layer.lora_B.values())]

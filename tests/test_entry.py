@@ -339,7 +339,10 @@ def refused(command: Command, *arguments: str) -> str:
         (["-m", "family=sol_rl,solrl"], "Did you mean family=sol_rl?"),
         (["-m", "family=sol_rl,compile", "family.keep=24,97"], "error: family=sol_rl family.keep=97: family.keep must"),
         (["-m", "seed=1,2", "family.keep=97"], "error: seed=1: family.keep must be"),
-        (["-m", "data.eval=shapes-eval,nowhere.txt"], "error: data.eval=nowhere.txt: prompts come from"),
+        (
+            ["-m", "data.eval=shapes-eval,nowhere.txt"],
+            "error: data.eval=nowhere.txt: the prompt source nowhere.txt is invalid",
+        ),
         (["-m", "prompts_per_iteration=2,1000000"], "error: prompts_per_iteration=1000000: prompts_per_iteration must"),
         (["~trainer"], "A run needs a trainer"),
         (["-m", "ckpt=last"], "does not go with -m"),
@@ -501,8 +504,8 @@ def test_a_run_does_not_become_another_experiment_in_its_folder(
     before = {file: file.read_bytes() for file in earlier.rglob("*") if file.is_file()}
     result = command(RECORD, "ckpt=last", *arguments)
     assert result.status == 2
-    assert "A run goes on in its folder as it was begun" in result.err
-    assert f"got {culprits}, which changes {changes}" in result.err
+    assert f"{culprits} changes {changes}" in result.err
+    assert f"Cannot resume {earlier}: " in result.err
     assert f"a new folder from that state: ckpt=outputs/train/{earlier.name}/checkpoints/last.ckpt" in result.err
     assert {file: file.read_bytes() for file in earlier.rglob("*") if file.is_file()} == before
 

@@ -2,6 +2,7 @@
 
 import csv
 import functools
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from solrl_lightning.build import build_loop, build_module, stages_of
 from solrl_lightning.callbacks import ema
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
-from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule
@@ -69,7 +70,7 @@ def make(
 
 
 def fit(module: SolRLModule, trainer: Trainer, loop: ExploreTrainLoop, ckpt: Path | None = None) -> None:
-    held_out = RankShare(module.eval_prompts, 0, 1)
+    held_out = RankPrompts(module.eval_prompts, 0, 1)
     trainer.fit(module, loop.loader, held_out, ckpt_path=ckpt, weights_only=True)
 
 
@@ -220,6 +221,53 @@ class Metrics(Callback):
         self.logged = dict(trainer.callback_metrics)
 
 
+class Rates(Callback):
+    """The learning rate of every optimiser step."""
+
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+
+def test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume(tmp_path: Path) -> None:
+    options = ("scheduler=cosine", "scheduler.iterations=4", "optimizer.lr=0.01")
+    expected = [0.01 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(3)]
+    straight, first, second = Rates(), Rates(), Rates()
+    module, trainer, loop = make(tmp_path, *options, callbacks=(straight,), max_epochs=3)
+    fit(module, trainer, loop)
+    learnt = weights(module)
+    assert straight.rates == pytest.approx(expected)
+    module, trainer, loop = make(tmp_path, *options, callbacks=(first,), max_epochs=1)
+    fit(module, trainer, loop)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    module, trainer, loop = make(tmp_path, *options, callbacks=(second,), max_epochs=3)
+    fit(module, trainer, loop, tmp_path / "x.ckpt")
+    assert first.rates + second.rates == straight.rates and torch.equal(weights(module), learnt)
+    other = Rates()
+    changed = (*options[:2], "optimizer.lr=0.02")
+    module, trainer, loop = make(tmp_path, *changed, callbacks=(other,), max_epochs=2)
+    fit(module, trainer, loop, tmp_path / "x.ckpt")
+    assert other.rates == pytest.approx([2 * expected[1]])
+
+
+def test_an_evaluation_records_what_was_spent_until_then(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, max_epochs=2)
+    fit(module, trainer, loop)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    # 2 prompts: 5 candidates x 2 steps, 3 kept x 3 steps, and 3 rows of the policy, the old policy and the reference
+    each = 2 * (5 * 2 + 3 * 3 + 3 * 3)
+    assert [row["evaluations"] for row in module.eval_history] == [each, 2 * each]
+    seconds = [row["seconds"] for row in module.eval_history]
+    spent = sum(loop.stopwatch.seconds[stage] for stage in ("requantize", "explore", "regenerate", "train"))
+    assert 0 < seconds[0] < seconds[1] <= spent < seconds[0] * 10
+    module, trainer, loop = make(tmp_path, max_epochs=3)
+    fit(module, trainer, loop, tmp_path / "x.ckpt")
+    (row,) = module.eval_history
+    assert row["evaluations"] == 3 * each and row["seconds"] > seconds[1]
+
+
 @pytest.mark.parametrize("objective", ["nft", "awm"])
 def test_all_metrics_of_objective_are_logged(tmp_path: Path, objective: str) -> None:
     metrics = Metrics()
@@ -227,6 +275,7 @@ def test_all_metrics_of_objective_are_logged(tmp_path: Path, objective: str) -> 
     fit(module, trainer, loop)
     terms = {"nft": NFTLoss, "awm": AWMLoss}[objective]._fields
     expected = {f"train/{name}" for name in terms if name != "rows"} | {"train/grad_norm"}
+    assert metrics.logged["lr"] == pytest.approx(1e-3)
     assert {name for name in metrics.logged if name.startswith("train/")} == expected
 
 

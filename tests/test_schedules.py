@@ -1,7 +1,12 @@
+from collections.abc import Callable
+
 import pytest
+import torch
+from diffusers.optimization import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+from torch.optim.lr_scheduler import LRScheduler
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.schedules import LinearRamp, ema_decay, old_policy_decay
+from solrl_lightning.schedules import Factor, LinearRamp, constant, cosine, ema_decay, linear, old_policy_decay
 
 STEPS = [0, 1, 75, 76, 500, 1000]
 
@@ -54,3 +59,23 @@ def test_ema_decay_rises_to_its_maximum() -> None:
         [0.1, 2 / 11, 11 / 20, 0.9, 0.9, 0.9]
     )
     assert ema_decay(79) < 0.9
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(linear, get_linear_schedule_with_warmup), (cosine, get_cosine_schedule_with_warmup)]
+)
+def test_rates_without_warmup_are_those_of_diffusers(
+    ours: Callable[..., Factor], theirs: Callable[..., LRScheduler]
+) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.5)
+    schedule = theirs(optimizer, num_warmup_steps=0, num_training_steps=7)
+    for step in range(8):  # up to the end; the cosine of diffusers rises again after it
+        assert 0.5 * ours(7)(step) == pytest.approx(schedule.get_last_lr()[0], abs=1e-12)
+        optimizer.step()
+        schedule.step()
+
+
+@pytest.mark.parametrize("factor", [constant(3), linear(9, 3), cosine(9, 3)])
+def test_the_rate_rises_over_the_warmup_and_is_never_zero_before_the_end(factor: Factor) -> None:
+    assert [factor(step) for step in range(4)] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert all(factor(step) > 0 for step in range(9))

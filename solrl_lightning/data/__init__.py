@@ -1,1 +1,1 @@
-"""Where prompts come from, and which of them an iteration gets."""
+"""Prompt sources, the sets for training and evaluation, and the prompts of an iteration."""

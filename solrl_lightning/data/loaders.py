@@ -1,4 +1,4 @@
-"""The two dataloaders. Neither is a ``DataLoader``: Lightning would shard that again and start workers for it."""
+"""The dataloaders of a run. Neither is a ``DataLoader``: Lightning would shard it again and start workers for it."""
 
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
@@ -6,14 +6,15 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class RefilledLoader(Generic[T]):
-    """Train batches, a fixed number, that the loop refills every iteration: a rank trains on what it rolled out."""
+class RolloutLoader(Generic[T]):
+    """A fixed number of training batches, which the loop replaces in every iteration by the rank's own rollouts."""
 
     def __init__(self, length: int) -> None:
         self._length = length
         self._batches: Sequence[T] = ()
 
     def fill(self, batches: Sequence[T]) -> None:
+        """Replace the batches."""
         assert len(batches) == self._length, "ranks that disagree on the length deadlock in the gradient all-reduce"
         self._batches = batches
 
@@ -21,18 +22,18 @@ class RefilledLoader(Generic[T]):
         return self._length
 
     def __iter__(self) -> Iterator[T]:
-        # A generator on purpose: Lightning calls iter() before the first fill and next() after it.
+        # This must be a generator: Lightning calls iter() before the first fill and next() after it.
         yield from self._batches
 
 
-class RankShare:
-    """Evaluation prompts: one batch with this rank's share, so that every prompt is scored once over all ranks."""
+class RankPrompts:
+    """Evaluation prompts of one rank in one batch: prompt i belongs to rank i modulo ``ranks``."""
 
     def __init__(self, prompts: Sequence[str], rank: int, ranks: int) -> None:
-        self._share = list(prompts[rank::ranks])
+        self._prompts = list(prompts[rank::ranks])
 
     def __len__(self) -> int:
         return 1
 
     def __iter__(self) -> Iterator[list[str]]:
-        yield self._share
+        yield self._prompts

@@ -1,6 +1,6 @@
-"""Prompts: read from their sources, kept apart for training and evaluation, and dealt out to iterations.
+"""Reads the prompt sets for training and evaluation, and assigns prompts to iterations.
 
-A prompt is identified by its text, so every prompt of a set is there once; case and spacing do not tell prompts apart.
+A prompt's identity is its text without regard to case and spacing. A set holds every prompt once.
 """
 
 import logging
@@ -18,74 +18,80 @@ logger = logging.getLogger(__name__)
 
 
 class PromptSets(NamedTuple):
-    """What is trained on and what is evaluated: no prompt is in both."""
+    """Prompts for training and for evaluation. No prompt is in both."""
 
     train: list[str]
     eval: list[str]
-    notes: list[str]  # what was left out of them, for the log
+    notes: list[str]  # numbers of the prompts that were dropped, for the log
 
 
 def read_prompts(source: str | Path, column: str = "prompt") -> list[str]:
-    """The different prompts of a source (see ``sources.read_records``), in their order.
+    """The unique prompts of a source (see ``sources.read_records``), stripped, in the order of the source.
 
-    Blank ones are dropped, and so are repetitions but for case and spacing, with their number in the log.
+    Drops blank prompts and repetitions, and logs the number of repetitions.
+
+    Raises:
+        UserError: the source cannot be read, or has no prompt.
     """
-    records, notes = _different(source, column)
+    records, notes = _unique_records(source, column)
     for note in notes:
         logger.info("%s", note)
     return [record.text for record in records]
 
 
 def read_tags(source: str | Path, column: str = "prompt") -> dict[str, str]:
-    """The kind of every prompt that `read_prompts` gives, as far as the source tells kinds apart."""
-    return {record.text: record.tag for record in _different(source, column)[0] if record.tag is not None}
+    """prompt -> tag, for those prompts of ``read_prompts`` that have a tag."""
+    return {record.text: record.tag for record in _unique_records(source, column)[0] if record.tag is not None}
 
 
 def read_prompt_sets(train: str | Path | None, held_out: str | Path | None, column: str = "prompt") -> PromptSets:
-    """Both sets; that of no source is empty. What is held out for evaluation is taken out of what is trained on.
+    """Both sets. A source of None gives an empty set. Prompts of ``held_out`` are removed from the training set.
 
-    Logs nothing: a start asks for them several times, before it has a log, too.
+    Does not log: called several times at start-up, before logging is configured. The caller logs ``notes``.
 
     Raises:
-        UserError: a source cannot be read, or nothing is left to train on.
+        UserError: a source cannot be read, or every training prompt is held out.
     """
     (given, notes), (evaluated, more) = (
-        ((), ()) if source is None else _different(source, column) for source in (train, held_out)
+        ((), ()) if source is None else _unique_records(source, column) for source in (train, held_out)
     )
-    prompts, kept_out = ([record.text for record in records] for records in (given, evaluated))
-    identities = {_identity(prompt) for prompt in kept_out}
+    prompts, eval_prompts = ([record.text for record in records] for records in (given, evaluated))
+    identities = {_identity(prompt) for prompt in eval_prompts}
     left = [prompt for prompt in prompts if _identity(prompt) not in identities]
     if prompts and not left:
         raise UserError(
-            f"training needs prompts that are not evaluated on; all {len(prompts)} of data.train={train} are in "
-            f"data.eval={held_out} too. Name another source for one of them."
+            f"data.train={train} is invalid: all of its {len(prompts)} prompts are also in data.eval={held_out}, and "
+            "held-out prompts are not trained on. Set data.train or data.eval to another source."
         )
     taken = len(prompts) - len(left)
-    overlap = [f"{train}: left out {taken} of {len(prompts)} prompts that {held_out} evaluates on"] if taken else []
-    return PromptSets(left, kept_out, [*notes, *more, *overlap])
+    overlap = [f"{train}: dropped {taken} of {len(prompts)} prompts that are held out in {held_out}"] if taken else []
+    return PromptSets(left, eval_prompts, [*notes, *more, *overlap])
 
 
-def _different(source: str | Path, column: str) -> tuple[Sequence[Record], Sequence[str]]:
-    """The different rows of a source, which a process reads once, and what to say of the others."""
+def _unique_records(source: str | Path, column: str) -> tuple[Sequence[Record], Sequence[str]]:
+    """The unique rows of a source, and notes about the dropped rows. A process reads a source once."""
     return _read(str(source), column, Path.cwd())
 
 
 @cache
-def _read(source: str, column: str, cwd: Path) -> tuple[Sequence[Record], Sequence[str]]:  # cwd: of relative paths
+def _read(source: str, column: str, cwd: Path) -> tuple[Sequence[Record], Sequence[str]]:  # cwd: a part of the key
     rows = read_records(source, column)
-    # Tables of preferences repeat a prompt many times to the letter; that is cheap to find.
+    # Preference tables such as Pick-a-Pic repeat a prompt many times: count equal texts before normalising them.
     times = Counter(row.text for row in rows)
-    tags = {row.text: row.tag for row in reversed(rows)}  # of the first of equal rows
-    different: dict[str, Record] = {}
+    tags = {row.text: row.tag for row in reversed(rows)}  # the first of equal rows wins
+    unique: dict[str, Record] = {}
     for text in times:
         if text.strip():
-            different.setdefault(_identity(text), Record(text.strip(), tags[text]))
-    if not different:
-        raise UserError(f"a prompt source needs at least one line with text; {source} has none")
+            unique.setdefault(_identity(text), Record(text.strip(), tags[text]))
+    if not unique:
+        raise UserError(
+            f"the prompt source {source} is invalid: it must have at least one line with text, and has none. Write one "
+            "prompt a line."
+        )
     total = sum(count for text, count in times.items() if text.strip())
-    repeated = total - len(different)
+    repeated = total - len(unique)
     notes = (f"{source}: dropped {repeated} repeated prompts of {total}",) if repeated else ()
-    return tuple(different.values()), notes
+    return tuple(unique.values()), notes
 
 
 def _identity(prompt: str) -> str:
@@ -93,26 +99,38 @@ def _identity(prompt: str) -> str:
 
 
 class PromptSchedule:
-    """Which P prompts an iteration trains on: a pure function of (seed, iteration).
+    """The P training prompts of every iteration: a pure function of (seed, iteration).
 
-    The set is walked in passes. Each pass is a permutation of its own, cut into iterations; what is left over at its
-    end waits for another pass, so the prompts of an iteration are always different.
+    Iterations take consecutive slices of a permutation of the set. Each pass over the set uses another permutation.
+    A pass skips the prompts that do not fill an iteration, so the prompts of an iteration are always unique.
+
+    Args:
+        prompts: unique training prompts.
+        per_iteration: P, prompts of all ranks together.
+        seed: of the permutations.
+
+    Raises:
+        UserError: there are fewer prompts than an iteration needs.
     """
 
     def __init__(self, prompts: Sequence[str], per_iteration: int, seed: int) -> None:
         if not 1 <= per_iteration <= len(prompts):
             raise UserError(
-                f"prompts_per_iteration must lie between 1 and the number of different training prompts, "
-                f"{len(prompts)}; got {per_iteration}"
+                f"prompts_per_iteration={per_iteration} is invalid: it must be between 1 and the number of unique "
+                f"training prompts, {len(prompts)}. Lower prompts_per_iteration, or set data.train to a larger source."
             )
         self.prompts = list(prompts)
         self.per_iteration = per_iteration
         self.seed = seed
 
-    def at(self, iteration: int) -> list[str]:
-        """P prompts of all ranks together; rank r of w takes [r::w]."""
+    def for_iteration(self, iteration: int) -> list[str]:
+        """The P prompts of an iteration, counted from 0. Rank r of w takes [r::w].
+
+        Raises:
+            ValueError: the iteration is negative.
+        """
         if iteration < 0:
-            raise ValueError(f"iterations are counted from 0; got {iteration}")
+            raise ValueError(f"iteration={iteration} is invalid: iterations are counted from 0.")
         number, position = divmod(iteration, len(self.prompts) // self.per_iteration)
         order = permutation(f"prompts/{self.seed}/{number}", len(self.prompts))
         first = position * self.per_iteration

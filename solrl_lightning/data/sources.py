@@ -1,7 +1,7 @@
-"""Prompt sources: text, JSON lines and parquet files, data sets of the Hugging Face hub, named sources.
+"""Reads prompt sources: text, JSON lines and parquet files, data sets of the Hugging Face hub, named sources.
 
-A reader returns all rows of its source in order and unchanged; ``prompts`` filters them. Imports are local to the
-readers: ``datasets`` alone takes a second, and files do not need it.
+A reader returns all rows of its source in order and unchanged; ``prompts`` filters them. Readers import libraries
+locally, because ``datasets`` takes a second to import and files do not need it.
 """
 
 import difflib
@@ -18,7 +18,7 @@ HUB = "hf://"
 PICKAPIC = "yuvalkirstain/pickapic_v1_no_images"
 PICKAPIC_SPACES = 5  # the published filter: prompts of at least six words
 
-_TABLES = {  # how pandas reads tables that are no prompt files
+_TABLES = {  # suffix -> pandas call that reads a table in an unsupported format
     ".csv": "pd.read_csv('{}')",
     ".tsv": "pd.read_csv('{}', sep='\\t')",
     ".json": "pd.read_json('{}')",
@@ -30,7 +30,7 @@ class Record(NamedTuple):
     """One row of a source."""
 
     text: str
-    tag: str | None = None  # the kind of prompt, in sources that tell kinds apart
+    tag: str | None = None  # the kind of prompt; None where the source has no kinds
 
 
 def _shapes(split: str) -> list[Record]:
@@ -55,13 +55,16 @@ SOURCES: dict[str, Callable[[], list[Record]]] = {
     "pickapic-train": lambda: _pickapic("train"),
     "pickapic-test": lambda: _pickapic("test"),
 }
-"""Named sources by name, read when they are used."""
+"""name -> reader of a named source."""
 
 
 def read_records(source: str | Path, column: str) -> list[Record]:
     """All rows of a named source, of ``hf://owner/name/split``, or of a .txt, .jsonl or .parquet file.
 
-    ``column`` names the prompts of a table, which is what data sets of the hub and parquet files are.
+    ``column`` is the column with the prompts in data sets of the hub and in parquet files; other sources ignore it.
+
+    Raises:
+        UserError: the source does not exist, cannot be read, or has another format.
     """
     name = str(source)
     check_source(name)
@@ -79,34 +82,37 @@ def read_records(source: str | Path, column: str) -> list[Record]:
 
 
 def check_source(source: str) -> None:
-    """Raises UserError for anything but a named source, a data set of the hub or a prompt file. Reads nothing."""
+    """Raise UserError unless ``source`` names a named source, a data set of the hub or a file. Reads no prompts."""
     if source in SOURCES:
         return
     if source.startswith(HUB):
         parts = source.removeprefix(HUB).split("/")
         if len(parts) != 3 or not all(parts):
-            raise UserError(f"a data set of the hub is written {HUB}<owner>/<name>/<split>; got {source}")
+            raise UserError(
+                f"the prompt source {source} is invalid: a data set of the hub is written "
+                f"{HUB}<owner>/<name>/<split>, such as {HUB}{PICKAPIC}/train."
+            )
         return
     path = Path(source)
     if not path.is_file():
         problem = "is not a file" if path.exists() else "does not exist"
         near = difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.5)
-        hint = f" (did you mean {near[0]}?)" if near else ""
+        hint = f" Did you mean {near[0]}?" if near else ""
         raise UserError(
-            f"prompts come from a file, a named source or {HUB}<owner>/<name>/<split>; the path {path} {problem} "
-            f"(looked in {Path.cwd()}) and it is not one of the named sources: {', '.join(SOURCES)}{hint}"
+            f"the prompt source {source} is invalid: it must be a file, {HUB}<owner>/<name>/<split> or a named source; "
+            f"the path {path} {problem} (looked in {Path.cwd()}), and the named sources are {', '.join(SOURCES)}.{hint}"
         )
     if path.suffix.lower() in _TABLES:
         convert = _TABLES[path.suffix.lower()].format(path) + f".to_parquet('{path.with_suffix('.parquet')}')"
         raise UserError(
-            f"the prompt file {path} is invalid: a table must be a .parquet file, other prompts .jsonl, or text with "
-            "one a line. Convert it, and name its column with data.column=<name>: "
+            f"the prompt file {path} is invalid: a table must be a .parquet file, and other prompts a .jsonl file or "
+            "text with one prompt a line. Convert it, and set data.column=<name>: "
             f'python -c "import pandas as pd; {convert}"'
         )
 
 
 def dataset_of(source: str) -> str | None:
-    """The owner/name of a source on the hub; None for other sources."""
+    """owner/name of the data set of the hub that a source reads; None for other sources."""
     if source.startswith(HUB):
         return source.removeprefix(HUB).rpartition("/")[0]
     return PICKAPIC if source.startswith("pickapic-") else None
@@ -119,22 +125,22 @@ def _read_lines(path: Path) -> list[str]:
     try:
         data = path.read_bytes()
     except OSError as error:
-        raise UserError(f"the prompt file {path} cannot be read: {error.strerror}") from error
+        raise UserError(f"the prompt file {path} cannot be read: {error.strerror}. Check its permissions.") from error
     text = data.removeprefix(_BYTE_ORDER_MARK)
     try:
-        # Only line ends end a prompt: str.splitlines would also cut at form feeds and other rare separators.
+        # str.splitlines would also split at form feeds and other separators that are not line ends.
         return re.split(r"\r\n|\r|\n", text.decode("utf-8"))
     except UnicodeDecodeError as error:
         line = len(re.findall(rb"\r\n|\r|\n", text[: error.start])) + 1
         offset = error.start + len(data) - len(text)
         raise UserError(
-            f"a prompt file must be UTF-8; {path} has the byte 0x{data[offset]:02x} at offset {offset} (line {line}), "
-            "which is not: save the file as UTF-8"
+            f"the prompt file {path} is invalid: it must be UTF-8, and has the byte 0x{data[offset]:02x} at offset "
+            f"{offset} (line {line}). Save the file as UTF-8."
         ) from error
 
 
 def _read_json_lines(path: Path) -> list[Record]:
-    """One object a line in the layout of GenEval: "prompt", optionally "tag"; other keys are ignored."""
+    """Records of a file with one JSON object a line, in GenEval's layout: "prompt", optionally "tag"."""
     numbered = [(number, line) for number, line in enumerate(_read_lines(path), 1) if line.strip()]
     return [_json_record(line, f"{path} line {number}") for number, line in numbered]
 
@@ -143,22 +149,29 @@ def _json_record(line: str, where: str) -> Record:
     try:
         row = json.loads(line)
     except RecursionError as error:
-        raise UserError(f"every line of a .jsonl file must be a JSON object; {where} is nested too deeply") from error
+        raise UserError(
+            f"{where} is invalid: every line of a .jsonl file must be a JSON object, and this one is nested too deeply."
+            " Correct that line."
+        ) from error
     except json.JSONDecodeError as error:
         raise UserError(
-            f"every line of a .jsonl file must be a JSON object; {where} is none ({error.msg} at character "
+            f"{where} is invalid: every line of a .jsonl file must be a JSON object ({error.msg} at character "
             f"{error.pos + 1}). Correct that line."
         ) from error
     if not isinstance(row, dict):
-        raise UserError(f"every line of a .jsonl file must be a JSON object; {where} is {line.strip()[:60]}")
+        raise UserError(
+            f"{where} is invalid: every line of a .jsonl file must be a JSON object; got {line.strip()[:60]}. Correct "
+            "that line."
+        )
     prompt, tag = row.get("prompt"), row.get("tag")
     if not isinstance(prompt, str):
         raise UserError(
-            f'every line of a .jsonl file must have a text under "prompt"; {where} has '
-            f"{'no such key' if 'prompt' not in row else repr(prompt)} (its keys: {', '.join(row) or 'none'})"
+            f'{where} is invalid: every line of a .jsonl file must have a string under "prompt"; this one has '
+            f"{'no such key' if 'prompt' not in row else repr(prompt)} (its keys: {', '.join(row) or 'none'}). Correct "
+            "that line."
         )
     if tag is not None and not isinstance(tag, str):
-        raise UserError(f'the "tag" of a prompt must be a text; {where} has {tag!r}')
+        raise UserError(f'{where} is invalid: the "tag" of a prompt must be a string; got {tag!r}. Correct that line.')
     return Record(prompt, tag)
 
 
@@ -171,25 +184,25 @@ def _read_parquet(path: Path, column: str) -> list[Record]:
             _check_column(file.schema_arrow.names, column, str(path))
             texts = file.read(columns=[column]).column(0).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as a parquet file: {sentence(error)} Write it again.") from error
+        raise UserError(f"{path} cannot be read as a parquet file: {sentence(error)} Write the file again.") from error
     return _table_records(texts, column, str(path))
 
 
 def _check_column(columns: list[str], column: str, name: str) -> None:
     if column not in columns:
         raise UserError(
-            f"data.column must name the column with the prompts; {name} has no {column!r}, it has "
-            f"{', '.join(columns)}. Choose one of them with data.column=<name>."
+            f"data.column={column} is invalid: it must name the column with the prompts, and the columns of {name} are "
+            f"{', '.join(columns)}. Set data.column=<name>."
         )
 
 
 def _table_records(values: list[Any], column: str, name: str) -> list[Record]:
-    """Rows without a value become blank prompts, which ``prompts`` drops."""
+    """Records of a column's values. A row without a value becomes a blank prompt, which ``prompts`` drops."""
     for row, value in enumerate(values):
         if value is not None and not isinstance(value, str):
             raise UserError(
-                f"the column that data.column names must hold texts; {column} of {name} holds {value!r} in row {row}. "
-                "Choose another with data.column=<name>."
+                f"data.column={column} is invalid: the column must hold strings; {name} holds {value!r} in row {row}. "
+                "Set data.column=<name> to another column."
             )
     return [Record(value or "") for value in values]
 
@@ -208,17 +221,17 @@ def _read_hub(dataset: str, split: str, column: str) -> list[Record]:
         if "gated" in str(error):
             page = f"https://huggingface.co/datasets/{dataset}"
             step = f"Accept its terms on {page}, then log in with `hf auth login` or set HF_TOKEN."
-        raise UserError(f"the data set {name} could not be had: {sentence(error)} {step}") from error
+        raise UserError(f"the data set {name} cannot be accessed: {sentence(error)} {step}") from error
     except ConnectionError as error:
         raise UserError(
-            f"the data set {name} is not on this machine yet and the hub cannot be reached: {sentence(error)} Check "
-            f"the network and HF_HUB_OFFLINE. Or run `hf download --repo-type dataset {dataset} --local-dir {dataset}` "
-            f"where there is a network, and copy the folder {dataset} to where you give the command."
+            f"the data set {name} is not on this machine and the hub cannot be reached: {sentence(error)} Check the "
+            f"network and HF_HUB_OFFLINE. Or run `hf download --repo-type dataset {dataset} --local-dir {dataset}` "
+            f"where there is a network, and copy the folder {dataset} into the working directory."
         ) from error
     except (datasets.exceptions.DatasetsError, OSError, ValueError, RuntimeError) as error:
-        # A missing split is a ValueError that lists those there.
+        # datasets raises a ValueError that lists the splits for a missing split.
         raise UserError(
-            f"the data set {name} could not be read: {sentence(error)} It is written {HUB}<owner>/<name>/<split>."
+            f"the data set {name} cannot be read: {sentence(error)} Name it as {HUB}<owner>/<name>/<split>."
         ) from error
     _check_column(table.column_names, column, name)
     return _table_records(table.data.column(column).to_pylist(), column, name)

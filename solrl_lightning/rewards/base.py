@@ -87,7 +87,7 @@ def check_scores(name: str, scores: Tensor, prompts: list[str]) -> None:
         raise NonFiniteError(f"the reward {name} is {float(scores[row])} for the prompt {prompts[row]!r}", row)
 
 
-def distinct(prompts: list[str]) -> tuple[list[str], Tensor]:
+def unique_prompts(prompts: list[str]) -> tuple[list[str], Tensor]:
     """The U different prompts, and int64 [B] the place of each prompt among them: a group's text is encoded once."""
     place: dict[str, int] = {}
     index = [place.setdefault(prompt, len(place)) for prompt in prompts]

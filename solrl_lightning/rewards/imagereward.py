@@ -24,7 +24,7 @@ from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisio
 
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.hub import fetch
-from solrl_lightning.rewards.base import Reward, distinct
+from solrl_lightning.rewards.base import Reward, unique_prompts
 from solrl_lightning.rewards.loading import check_state_dict_keys, floating_dtype, load_tensors
 
 WEIGHTS, TEXT_CONFIG = "ImageReward.pt", "med_config.json"  # in the hub repository
@@ -100,7 +100,7 @@ class ImageReward(Reward):
         self.head = model["head"].to(self.device)
 
     def score(self, images: Tensor, prompts: list[str]) -> Tensor:
-        texts, place = distinct(prompts)
+        texts, place = unique_prompts(prompts)
         tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=_TOKENS, return_tensors="pt")
         rows = images, tokens["input_ids"][place], tokens["attention_mask"][place]
         batches = zip(*(part.split(self.batch) for part in rows), strict=True)

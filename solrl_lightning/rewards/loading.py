@@ -1,4 +1,4 @@
-"""Loading reward models from a hub id or the disk, every weight accounted for, with errors that say what to do."""
+"""Loads reward models from a hub id or the disk and checks that every weight is used."""
 
 from difflib import get_close_matches
 from pathlib import Path
@@ -20,7 +20,7 @@ _OTHER_TEXT = {"hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs"}
 
 
 class CLIPParts(NamedTuple):
-    """A transformers CLIP and what prepares its inputs."""
+    """A CLIP of transformers, its tokenizer and its preprocessing."""
 
     model: Any  # CLIPModel, float32, on the CPU
     tokenizer: Any
@@ -28,7 +28,7 @@ class CLIPParts(NamedTuple):
 
 
 def floating_dtype(reward: str, dtype: str | torch.dtype) -> torch.dtype:
-    """The dtype of that name. Raises ``UserError`` for one that no reward model can have."""
+    """The dtype of a name. Raises ``UserError`` if it is not float32, bfloat16 or float16."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or found not in (torch.float32, torch.bfloat16, torch.float16):
         raise UserError(f"the reward {reward} runs in dtype float32, bfloat16 or float16; got {dtype}.")
@@ -175,7 +175,7 @@ def _unreadable(reward: str, argument: str, name: str, error: Exception) -> User
 
 
 def _crop_to_square(reward: str, processor: str, images: Any) -> CropToSquare:
-    """The parameters of a CLIPImageProcessor. Raises ``UserError`` for one that does other things than CLIP's."""
+    """The parameters of a CLIPImageProcessor. Raises ``UserError`` if it has other steps than CLIP's."""
     steps = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
     skipped = [step for step in steps if not getattr(images, step)]
     size, crop = dict(images.size), dict(images.crop_size)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from solrl_lightning.rewards.base import Reward, distinct
+from solrl_lightning.rewards.base import Reward, unique_prompts
 from solrl_lightning.rewards.loading import floating_dtype, load_clip
 
 _CHUNK = 32  # images or texts per forward pass; so many images of 1024 x 1024 are 0.4 GB in float32
@@ -35,7 +35,7 @@ class TwoTowers(Reward):
 
     def cosine(self, images: Tensor, prompts: list[str]) -> Tensor:
         """float32 [B]: each image against its prompt; equal prompts are embedded once."""
-        texts, place = distinct(prompts)
+        texts, place = unique_prompts(prompts)
         seen = torch.cat([self.embed_images(part.to(self.device)).float() for part in images.split(_CHUNK)])
         parts = [texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK)]
         meant = torch.cat([self.embed_texts(part).float() for part in parts])[place.to(self.device)]

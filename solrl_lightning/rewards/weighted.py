@@ -26,7 +26,7 @@ class WeightedRewards:
         self.name = next(iter(self.rewards)) if len(self.rewards) == 1 else "weighted_sum"
 
     @property
-    def trained(self) -> "WeightedRewards":
+    def for_training(self) -> "WeightedRewards":
         """Those that rollouts score: the ones with a weight."""
         names = [name for name, weight in self.weights.items() if weight != 0]
         chosen = WeightedRewards({name: self.rewards[name] for name in names}, self.weights)

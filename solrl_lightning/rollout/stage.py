@@ -7,7 +7,7 @@ Shapes: P prompts, N pool, B chunk, T solver steps, R rewards.
 """
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +28,8 @@ from solrl_lightning.seeds import step_noise
 log = logging.getLogger(__name__)
 
 EXPLORE, REGENERATE = "explore", "regenerate"
+STAGES = ("requantize", EXPLORE, REGENERATE, "train")
+"""Stages of an iteration, as the stopwatch names them."""
 
 Progress = Callable[[int, int], None]
 Scorer = Callable[[WeightedRewards, Tensor, list[str], Tensor], Tensor]
@@ -54,6 +56,17 @@ class Stage(NamedTuple):
     def only_ranks(self) -> bool:
         """True if a non-finite image scores NaN instead of raising NonFiniteError."""
         return self.name == EXPLORE
+
+
+def evaluations(stages: Sequence[Stage], pool: int) -> list[int]:
+    """Return the model evaluations of each stage for one prompt: forward passes of the transformer for one image."""
+    counts, done, images = [], 0, pool
+    for stage in stages:
+        end = stage.steps if stage.stop_step is None else stage.stop_step
+        counts.append(images * (end - done))
+        done = 0 if stage.stop_step is None else end
+        images = images if stage.keep is None else stage.keep
+    return counts
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""task=audit: how well do cheap proxies order the candidates, and what do they cost?
+"""task=audit: rank fidelity and cost of cheap proxies.
 
 Every proxy scores the same pool as BF16 at full steps does; their rankings are compared prompt by prompt. A proxy is a
 sampler (the shadow in some precision, or BF16), a number of steps, a solver, a decoder, and perhaps a step after which
@@ -33,7 +33,7 @@ _SIDES = ((5, 3, "left", "bottom"), (-5, -3, "right", "top"), (-5, 3, "right", "
 
 
 class Scored(NamedTuple):
-    """A pool as one sampler sees it."""
+    """A pool scored by one sampler."""
 
     stage: Stage
     precision: str
@@ -99,7 +99,7 @@ def _stage(proxy: Mapping[str, Any], solver: str) -> Stage:
 
 
 def score_pool(cfg: DictConfig, stages: Sequence[Stage]) -> list[Scored]:
-    """Samples and scores the pool with every stage, each after a warm-up, in which compiled samplers compile."""
+    """Samples and scores the pool with every stage, after a warm-up in which compiled samplers compile."""
     module = build_module(cfg, device_of(cfg), list(stages))
     if cfg.ckpt is not None:
         load_adapters(module, cfg.ckpt)
@@ -130,7 +130,7 @@ def fidelity(proxy: Tensor, truth: Tensor, keep: int) -> dict[str, float]:
 def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
     """True mean reward of the best half minus that of the worst half of what the proxy [P, N] keeps.
 
-    It is the contrast that training gets; the truth as its own proxy gives the most there is.
+    This is the contrast that training gets. It is largest for the truth as its own proxy.
     """
     kept = take(truth, select_contrastive(proxy, keep))
     best, worst = kept[:, : keep // 2], kept[:, keep // 2 :]
@@ -138,7 +138,7 @@ def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
 
 
 def name_of(proxy: Scored, solver: str) -> str:
-    """As the table and the picture call it, e.g. ``nvfp4 6 steps`` or ``bf16 4 of 10 steps``."""
+    """The label in the table and the picture, e.g. ``nvfp4 6 steps`` or ``bf16 4 of 10 steps``."""
     stage = proxy.stage
     steps = f"{stage.steps}" if stage.stop_step is None else f"{stage.stop_step} of {stage.steps}"
     unusual = [value for value, usual in ((stage.solver, solver), (stage.decoder, "full")) if value != usual]
@@ -186,7 +186,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     figure.legend(loc="outside upper center", ncols=5)
-    figure.draw_without_rendering()  # now it is known where things are
+    figure.draw_without_rendering()  # sets the positions that annotate reads
     annotate(axes, labels)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=150)
@@ -194,7 +194,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def annotate(axes: Axes, labels: Sequence[tuple[str, tuple[float, float]]]) -> None:
-    """Labels beside their points, each on the side where it covers least of the points and the other labels."""
+    """Puts labels beside their points, on the side where they cover the fewest points and other labels."""
     marks = [axes.transData.transform(point) for _, point in labels]
     taken = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in marks]
     for text, point in labels:

@@ -1,9 +1,9 @@
-"""task=benchmark: what a forward pass, a family's iteration, and everything around the models cost.
+"""task=benchmark: seconds of a forward pass, of a family's iteration, and of everything around the models.
 
-Three measurements, each after a warm-up and within one process, so that their ratios mean something:
+Three measurements, each after a warm-up, in one process, so that their ratios are comparable:
 
-1. forward    one forward pass of the transformer, BF16 and shadow, eager and compiled, taken in turn, beside the
-              largest rate of matrix products that this device was seen to reach
+1. forward    one forward pass of the transformer, BF16 and shadow, eager and compiled, alternating, beside the
+              largest rate of matrix products measured on this device
 2. families   iterations of real training, family by family and stage by stage, and the memory that they take
 3. overhead   the share of an iteration of ``family=`` that is spent outside the models' own computation
 
@@ -11,13 +11,13 @@ With ``model.weights=random`` all of it runs at a model's real size without a fi
 """
 
 import gc
+import math
 import platform
-import resource
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -33,8 +33,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from solrl_lightning.build import build_loop, build_module, device_of, stages_of, with_option
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.config import check_decoder, check_values
-from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.loop import ExploreTrainLoop
+from solrl_lightning.memory import peak_resident_bytes
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
@@ -75,7 +76,7 @@ def benchmark(cfg: DictConfig) -> dict[str, Any]:
 
 
 def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfig]:
-    """The configuration of every row, by its name: the family and, where rows differ in them, precision and decoder."""
+    """The configuration of every row; its name is the family, with precision and decoder if the task lists them."""
     configs: dict[str, DictConfig] = {}
     for family in cfg.task.families:
         own = _family(cfg, family, device)
@@ -96,7 +97,7 @@ def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfi
 
 @torch.no_grad()
 def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
-    """Median seconds of a forward pass of ``model.rollout_batch`` candidates; the variants take turns."""
+    """Median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
     _release(device)
     module = build_module(cfg, device, [Stage("explore", "shadow", steps=1, solver="euler")])
     module.samplers.sync()
@@ -114,12 +115,8 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     with FlopCounterMode(display=False) as counter:
         module.policy.velocity(variants["bf16 eager"], x, sigma, conditioning)
     flops, peak = counter.get_total_flops(), matmul_peak(device)
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(_WARM_UP + _FORWARDS):
-        for name, transformer in variants.items():
-            start = _now(device)
-            module.policy.velocity(transformer, x, sigma, conditioning)
-            seconds[name].append(_now(device) - start)
+    calls = {name: partial(module.policy.velocity, own, x, sigma, conditioning) for name, own in variants.items()}
+    seconds = alternate(calls, device, _WARM_UP + _FORWARDS)
     medians = {name: median(values[_WARM_UP:]) for name, values in seconds.items()}
     against = "bf16 compiled" if "bf16 compiled" in medians else "bf16 eager"
     tflops = {name: flops / value / 1e12 for name, value in medians.items()}
@@ -136,16 +133,30 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     }
 
 
+def alternate(
+    calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, limit: float = math.inf
+) -> dict[str, list[float]]:
+    """Seconds of each call, round by round, so that a disturbance affects all calls.
+
+    limit: seconds after which no round but the first three begins.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds):
+        if number > 2 and sum(map(sum, seconds.values())) > limit:
+            break
+        for name, call in calls.items():
+            start = _now(device)
+            call()
+            seconds[name].append(_now(device) - start)
+    return seconds
+
+
 @torch.no_grad()
 def matmul_peak(device: torch.device) -> dict[str, Any]:
-    """The rate of one large square product, in BF16 or, on a CPU without BF16 units, in the FP32 that stands for it."""
+    """The rate of one large square product, in BF16 or, on a CPU without BF16 units, in FP32."""
     size, dtype = _PRODUCT_SIZE[device.type], operand_dtype(device)
     left, right = torch.randn(2, size, size, device=device, dtype=dtype)
-    seconds = []
-    for _ in range(_WARM_UP + _PRODUCTS):
-        start = _now(device)
-        left @ right
-        seconds.append(_now(device) - start)
+    seconds = alternate({"product": lambda: left @ right}, device, _WARM_UP + _PRODUCTS)["product"]
     tflops = 2 * size**3 / median(seconds[_WARM_UP:]) / 1e12
     return {"tflops": tflops, "size": size, "dtype": str(dtype).removeprefix("torch.")}
 
@@ -176,7 +187,7 @@ def format_forward(result: dict[str, Any]) -> str:
 
 
 class Lap(NamedTuple):
-    """One iteration, from the start of its epoch to the start of the next."""
+    """One iteration, from the start of its epoch to the start of the next one."""
 
     seconds: float
     stages: dict[str, float]
@@ -241,7 +252,7 @@ class LapTimer(Callback):
 
 
 def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[Lap]:
-    """One iteration of warm-up and ``task.repeats`` others, with nothing around them but the re-quantisation."""
+    """One iteration of warm-up and ``task.repeats`` others, without callbacks except the re-quantisation."""
     _release(device)
     timer = LapTimer(device, watch)
     trainer: Trainer = instantiate(
@@ -258,12 +269,12 @@ def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[L
     )
     module = build_module(cfg, device, stages_of(cfg))
     loop = build_loop(cfg, trainer, module.objective)
-    trainer.fit(module, loop.loader, RankShare([], 0, 1))
+    trainer.fit(module, loop.loader, RankPrompts([], 0, 1))
     return timer.laps
 
 
 def times_of_families(families: dict[str, DictConfig], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """The times of each row; through the rows forth and back in turn, so that a slow drift falls on all of them."""
+    """The times of each row. Alternates the order, so that slow drift affects all rows equally."""
     laps: dict[str, list[Lap]] = {name: [] for name in families}
     warm_ups: dict[str, float] = {}
     memory: dict[str, Any] = {}
@@ -280,7 +291,7 @@ def times_of_families(families: dict[str, DictConfig], rounds: int, device: torc
 
 
 def family_times(cfg: DictConfig, laps: list[Lap], device: torch.device) -> dict[str, Any]:
-    """Median seconds of an iteration of ``cfg.family`` and of its stages; a stage that it lacks takes none."""
+    """Median seconds of an iteration of ``cfg.family`` and of its stages, 0 for a stage that it lacks."""
     stages = {stage: median(lap.stages.get(stage, 0.0) for lap in laps) for stage in _STAGES}
     rollout = median(sum(lap.stages.get(stage, 0.0) for stage in _ROLLOUT) for lap in laps)
     iteration = median(lap.seconds for lap in laps)
@@ -300,12 +311,11 @@ def peak_memory(device: torch.device) -> dict[str, Any]:
     """The most bytes that tensors took on a GPU since ``_release``, or that the process has taken on a CPU so far."""
     if device.type == "cuda":
         return {"bytes": torch.cuda.max_memory_allocated(device), "of": "the family"}
-    kept = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return {"bytes": kept if sys.platform == "darwin" else 1024 * kept, "of": "the process so far"}
+    return {"bytes": peak_resident_bytes(), "of": "the process so far"}
 
 
 def with_speedups(families: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """How many times faster than each baseline a family rolls out, and goes through an iteration."""
+    """``families`` with the speedup of the rollout and of the iteration over each baseline."""
     baselines = [name for name in _BASELINES if name in families]
     spans = ("rollout", "iteration")
     return {
@@ -344,7 +354,7 @@ def format_families(families: dict[str, dict[str, Any]], repeats: int) -> str:
 
 
 def overhead(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
-    """Where an iteration's seconds are spent (means), and the share outside the models (median over iterations)."""
+    """Mean seconds of an iteration by stage and model, and the median share outside the models."""
     _, *laps = run_iterations(cfg, device, watch=True)
     stages: dict[str, dict[str, float]] = {}
     for stage in _STAGES:
@@ -369,10 +379,10 @@ def format_overhead(result: dict[str, Any]) -> str:
 
 
 def _family(cfg: DictConfig, name: str, device: torch.device) -> DictConfig:
-    """The configuration with another family, of the sizes that ``task.sizes`` asks for.
+    """The configuration with another family and the sizes of ``task.sizes``.
 
-    Families that leave compilation open get it as ``task.compile`` says, on a CPU too: compared with the family
-    ``compile`` they would else be charged for their eager products.
+    ``task.compile`` decides for families with ``compile=auto``, on a CPU too; otherwise their eager products would be
+    compared with the compiled ones of the family ``compile``.
     """
     changed = _sized(with_option(cfg, "family", name))
     if changed.family.compile == "auto":
@@ -388,7 +398,7 @@ def _sized(cfg: DictConfig) -> DictConfig:
 
 
 def _release(device: torch.device) -> None:
-    """Frees what the measurement before has left, compiled code too: each compiles for itself."""
+    """Frees memory and compiled code of the previous measurement."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":
@@ -397,7 +407,7 @@ def _release(device: torch.device) -> None:
 
 
 def _now(device: torch.device) -> float:
-    """Seconds, when everything that was launched before is done."""
+    """Seconds on the clock after all launched work is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

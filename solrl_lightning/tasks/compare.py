@@ -1,7 +1,7 @@
 """task=compare: one table from finished runs.
 
-Runs are grouped by their resolved configurations, without the seed and what only watches or places a run. Runs of two
-groups with one seed share prompts, adapters' start and evaluation noise, so their difference is taken seed by seed.
+Runs are grouped by their resolved configurations, without the seed and keys that only observe or place a run. Two
+groups share prompts, initial adapters and evaluation noise at equal seeds, so their difference is taken seed by seed.
 """
 
 import io
@@ -17,10 +17,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.confidence import mean_of
-from solrl_lightning.run_folder import RECORDED_CONFIG, Run, below_any, finished_runs, leaves
+from solrl_lightning.run_folder import RECORDED_CONFIG, Run, finished_runs, is_subkey_of_any, leaves
 from solrl_lightning.tasks.report import format_table, write_json
 
-# These keys and those below them make no other experiment.
+# Keys, with those below them, in which runs of one experiment may differ.
 _SAME_EXPERIMENT = (
     "seed",
     "ckpt",
@@ -47,7 +47,7 @@ class Group(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """What makes a run an experiment: dotted key -> value."""
+    """The configuration that identifies an experiment: dotted key -> value."""
 
     options: dict[str, Any]  # config group -> the option chosen of it
     written: dict[str, Any]  # with interpolations as they are
@@ -55,7 +55,7 @@ class Settings(NamedTuple):
 
 
 def compare(cfg: DictConfig) -> dict[str, Any]:
-    """The table of the runs that match ``cfg.task.runs``; writes compare.json and the learning curves, compare.png.
+    """Prints the table of the runs that match ``cfg.task.runs``; writes compare.json and compare.png (learning curves).
 
     Raises:
         UserError: no run matches, or none of them is finished.
@@ -77,7 +77,7 @@ def compare(cfg: DictConfig) -> dict[str, Any]:
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
-    """Groups in the order of their first run; and the runs that a later one of their group and seed replaces."""
+    """Groups in the order of their first run, and runs that a later one of the same group and seed replaces."""
     settings = [read_settings(run) for run in runs]
     differing = [key for key in _keys(s.resolved for s in settings) if _differs(key, (s.resolved for s in settings))]
     shown = shown_keys(settings, differing)
@@ -103,7 +103,7 @@ def read_settings(run: Run) -> Settings:
     for group in ("callbacks", "logger"):  # their interpolations need Hydra
         cfg.pop(group, None)
     written, resolved = (leaves(OmegaConf.to_container(cfg, resolve=resolve)) for resolve in (False, True))
-    keys = [key for key in resolved if not below_any(key, _SAME_EXPERIMENT)]
+    keys = [key for key in resolved if not is_subkey_of_any(key, _SAME_EXPERIMENT)]
     groups = {key.partition(".")[0] for key in keys if "." in key}
     options = {key: value for key, value in run.summary["config"].items() if key in groups}
     return Settings(options, {key: written.get(key) for key in keys}, {key: _plain(resolved[key]) for key in keys})
@@ -175,7 +175,7 @@ def _probe(summary: Mapping[str, Any], which: str) -> float | None:
 
 
 def _summarised(group: Group, read: Callable[[Mapping[str, Any]], float | None]) -> dict[str, float | None] | None:
-    """Mean and sample standard deviation of what the runs of a group have of it; None where none has any."""
+    """Mean and sample standard deviation over the runs of a group that have the value; None if none has it."""
     values = [value for run in group.runs if (value := read(run.summary)) is not None]
     if not values:
         return None

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from solrl_lightning import IMPORTED
 from solrl_lightning.build import build_rewards, device_of, stages_of, with_option
-from solrl_lightning.callbacks.common import RECORD
+from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.config import reward_members
 from solrl_lightning.errors import CheckFailed, UserError
 from solrl_lightning.policies.compilation import should_compile
@@ -78,7 +78,7 @@ def guarded(check: str, rows: Iterator[Row], way_out: str) -> Iterator[Row]:
     except UserError as error:  # which names its way out
         yield Row(check, WRONG, str(error))
     except Exception as error:
-        RECORD.exception("%s", check)
+        file_logger.exception("%s", check)
         yield Row(check, WRONG, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", way_out)
 
 

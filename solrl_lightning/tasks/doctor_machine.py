@@ -1,4 +1,4 @@
-"""What this machine has, and where the files of a run are: the rows of task=doctor that need no model."""
+"""The rows of task=doctor about the machine and the files of a run, which need no model."""
 
 import os
 import platform
@@ -23,7 +23,7 @@ _TIMEOUT = 5.0  # seconds that the hub has for an answer
 
 
 def environment(run_dir: str) -> Iterator[Row]:
-    """Software and hardware. Of the hub's token it says whether there is one."""
+    """Rows on software and hardware. The hub's token is not shown, only whether there is one."""
     system = {"solrl_lightning": __version__, "Python": platform.python_version()}
     yield Row("system", OK, f"{_listed(system)}, {platform.platform()}", "", system)
     packages = versions(_PACKAGES)
@@ -67,7 +67,7 @@ def versions(names: Sequence[str]) -> dict[str, str | None]:
 
 
 def judge_transformer_engine(found: Mapping[str, str | None]) -> Row:
-    """The first package without the second imports and cannot compute."""
+    """The row on Transformer Engine: its first package without the second imports and cannot compute."""
     half = len({version is None for version in found.values()}) > 1
     way_out = "pip install 'transformer-engine[pytorch]', which builds the missing one" if half else ""
     return Row("transformer engine", WRONG if half else OK, _listed(found), way_out, dict(found))
@@ -83,7 +83,7 @@ def nvidia_smi() -> list[str]:
 
 
 def judge_cuda(seen: Sequence[str], built_for: str | None, available: bool) -> Row:
-    """What the driver has ``seen``, against the CUDA that torch is ``built_for`` and whether torch finds a GPU."""
+    """Compares the GPUs ``seen`` by the driver with the CUDA that torch is ``built_for`` and ``available``."""
     found = f"torch is built for {f'CUDA {built_for}' if built_for else 'the CPU only'}; "
     found += f"the driver sees {'; '.join(seen)}" if seen else "nvidia-smi sees no GPU"
     measured = {"built_for": built_for, "driver": list(seen), "available": available}
@@ -95,12 +95,12 @@ def judge_cuda(seen: Sequence[str], built_for: str | None, available: bool) -> R
 
 
 def free_bytes(folder: Path) -> int:
-    """Of the file system that the folder is on, or will be."""
+    """Free bytes of the file system of a folder, which may not exist yet."""
     return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
 
 
 def local_path(source: str) -> Path | None:
-    """Where a local path or hub id is on this machine; None if it is not."""
+    """The path of a local path or cached hub id; None if its files are not on this machine."""
     path = Path(source).expanduser()
     if path.exists():
         return path
@@ -111,7 +111,7 @@ def local_path(source: str) -> Path | None:
 
 
 def locate(key: str, source: str) -> Row:
-    """Whether the files of ``key=source`` are here or can be read on the hub, which has a few seconds for an answer."""
+    """Checks that the files of ``key=source`` are here or readable on the hub, within a few seconds."""
     path = local_path(source)
     if path is not None:
         return Row("files", OK, f"{key}={source} is here: {path}")

@@ -1,11 +1,10 @@
-"""What the shadow's layers and blocks compute and cost: the rows of task=doctor that run the model's real shapes.
+"""The rows of task=doctor that run layers and blocks of the shadow in the model's real shapes.
 
-Weights are made up. Shapes: M tokens, D inputs and N outputs of a linear layer.
+Weights are random. Shapes: M tokens, D inputs and N outputs of a linear layer.
 """
 
 import json
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,6 +23,7 @@ from solrl_lightning.policies.compilation import compile_blocks
 from solrl_lightning.quantization import Backend, convert, fp8, int8, nvfp4, resolve, transformer_engine
 from solrl_lightning.quantization.backends import BACKENDS
 from solrl_lightning.rollout.records import EncodedPrompts
+from solrl_lightning.tasks.benchmark import alternate
 from solrl_lightning.tasks.plan import Shapes
 from solrl_lightning.tasks.report import OK, SLOW, WRONG, Row
 
@@ -58,7 +58,7 @@ def judge_backend(backend: Backend, device: torch.device, used: bool) -> Row:
 
 @torch.no_grad()
 def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, compiled: bool) -> Iterator[Row]:
-    """One layer of each shape that the shadow quantises: its numbers and its speed."""
+    """Checks the numbers and the speed of one layer of each shape that the shadow quantises."""
     assert backend.linear_cls is not None
     tokens: dict[tuple[int, int], int] = {}  # of one image
     for plan in model.layers:
@@ -88,7 +88,7 @@ def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, co
 def largest_error(
     y: Tensor, x: Tensor, linear: nn.Linear, precision: str, quantize_input: Quantizer | None = None
 ) -> float:
-    """Of y [M, N], against the exact product of the quantised x [M, D] and weight, as a share of the largest output."""
+    """Largest error of y [M, N] against the exact product of quantised x [M, D] and weight, over the largest output."""
     step = max(1, len(x) // _COMPARED)
     values, scale = (quantize_input or _QUANTIZE_INPUT[precision])(x, torch.float32)
     weight, weight_scale = _QUANTIZE[precision](linear.weight, torch.float32)
@@ -98,7 +98,7 @@ def largest_error(
 
 
 def judge_speed(check: str, backend: Backend, seconds: float, bf16: float, compiled: bool) -> Row:
-    """Only units of the precision have to be faster than BF16; of an emulation its slowness is told."""
+    """The row on a layer's speed. Hardware units must be faster than BF16; an emulation need not."""
     how = "compiled" if compiled else "eager"
     found = f"{_time(seconds)}, {seconds / bf16:.2f} x BF16's {_time(bf16)}, {how}"
     measured = {"seconds": seconds, "bf16_seconds": bf16, "compiled": compiled}
@@ -124,22 +124,8 @@ def judge_error(speed: Row, error: float, precision: str) -> Row:
 
 
 def least_seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
-    """Of calls that take turns, each after a first one; the least, because what else runs here only adds to it."""
-
-    def now() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter()
-
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    start = now()
-    for number in range(1 + _ROUNDS):
-        if number > 2 and now() - start > _SECONDS:
-            break
-        for name, call in calls.items():
-            before = now()
-            call()
-            seconds[name].append(now() - before)
+    """The least seconds of each call after a first one, because other load only adds to them."""
+    seconds = alternate(calls, device, 1 + _ROUNDS, limit=_SECONDS)
     return {name: min(values[1:]) for name, values in seconds.items()}
 
 
@@ -159,7 +145,7 @@ class CountingCompiler:
 
 
 def without_files(cfg: DictConfig) -> DictConfig:
-    """With a policy that reads config files at most."""
+    """A copy whose policy reads config files only."""
     changed = cfg.copy()
     for name in {"embeddings", "preview_decoder", "transformer_weights"} & changed.model.policy.keys():
         changed.model.policy[name] = None
@@ -167,7 +153,7 @@ def without_files(cfg: DictConfig) -> DictConfig:
 
 
 def write_short(architecture: Architecture, folder: Path) -> None:
-    """The config files of the same pipeline with a few blocks of each kind."""
+    """Writes the config files of the same pipeline with a few blocks of each kind."""
     index: dict[str, Any] = {"_class_name": architecture.pipeline}
     for name in ("transformer", "vae", "scheduler"):
         library, cls, config = architecture.components[name]

@@ -1,8 +1,8 @@
 """task=evaluate: the base against a checkpoint, on held-out prompts, by any number of rewards.
 
-Both make their images from the same noise, so what is compared is the same picture before and after training. Prompts
-are the independent unit: images of one prompt are averaged first, and errors are over prompts. Every prompt is scored
-once, however many devices share the work.
+Both make their images from the same noise, so each picture is compared before and after training. Prompts are the
+independent unit: images of one prompt are averaged first, and errors are over prompts. Every prompt is scored once over
+all devices.
 
 Shapes: P prompts, n images per prompt, R reported scores (every reward and, of several, their weighted sum).
 """
@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor, distributed
 
 from solrl_lightning.build import build_module, instantiate_trainer, load_adapters
-from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import read_tags
 from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.confidence import Mean, mean_of
@@ -35,7 +35,7 @@ _COLUMNS = ("mean", "standard_error", "low", "high")
 
 
 class Scored(NamedTuple):
-    """What one model made of the prompts."""
+    """Scores and pictures of one model."""
 
     scores: Tensor  # [P, n, R] float64 on the CPU
     pictures: Tensor  # [p, n', 3, H, W] uint8, of the first of these prompts and images
@@ -54,7 +54,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
         load_adapters(module, cfg.ckpt)
         weights["trained"] = "ema"
     scorer = Scorer(module, weights, cfg.task.grid_prompts, cfg.task.grid_images)
-    share = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
+    share = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     found: Any = trainer.predict(scorer, share, return_predictions=True)
     models = in_order(gathered(found[0]))
     tags = read_tags(cfg.data.eval, cfg.data.column)
@@ -91,7 +91,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
 
 
 class Scorer(LightningModule):
-    """Scores this rank's prompts with each of the weights; under ``Trainer.predict``, which places it on devices."""
+    """Scores this rank's prompts with each of the weights. ``Trainer.predict`` places it on devices."""
 
     def __init__(self, module: SolRLModule, weights: Mapping[str, str], grid_prompts: int, grid_images: int) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Scorer(LightningModule):
 
 
 def gathered(own: dict[str, Scored]) -> list[dict[str, Scored]]:
-    """What every rank found, in the order of ranks. Collective."""
+    """The results of all ranks, in their order. Collective."""
     if not distributed.is_initialized():
         return [own]
     found: list[Any] = [None] * distributed.get_world_size()
@@ -133,7 +133,7 @@ def gathered(own: dict[str, Scored]) -> list[dict[str, Scored]]:
 
 
 def in_order(ranks: Sequence[Mapping[str, Scored]]) -> dict[str, Scored]:
-    """The prompts of all ranks as they were before rank r of w took [r::w]."""
+    """The results of all ranks in the order of the prompts, of which rank r of w took [r::w]."""
 
     def interleaved(parts: Sequence[Tensor]) -> Tensor:
         rows = [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
@@ -147,7 +147,7 @@ def in_order(ranks: Sequence[Mapping[str, Scored]]) -> dict[str, Scored]:
 def by_reward(
     module: SolRLModule, models: Mapping[str, Scored], rows: Sequence[int] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """``compared`` for every reported score, on some of the prompts or on all."""
+    """``compared`` for every reported score, on the prompts ``rows`` or on all."""
     chosen = slice(None) if rows is None else list(rows)
     return {
         name: compared({model: scored.scores[chosen, :, i] for model, scored in models.items()})
@@ -156,7 +156,7 @@ def by_reward(
 
 
 def compared(scores: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Means of scores [P, n] by model and, where there are two, how the trained one differs from the base."""
+    """Means of scores [P, n] by model and, of two models, the difference of the trained one to the base."""
     result: dict[str, Any] = {name: over_prompts(values)._asdict() for name, values in scores.items()}
     if "trained" in scores:
         result["difference"] = over_prompts(scores["trained"] - scores["base"])._asdict()

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from solrl_lightning.build import build_model, device_of, load_adapters, with_option
-from solrl_lightning.config import asked_prompts, asked_weights
+from solrl_lightning.config import requested_prompts, requested_weights
 from solrl_lightning.files import write_atomically
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.pictures import Row, draw_grid, to_image, to_png
@@ -28,9 +28,9 @@ from solrl_lightning.tasks.report import write_json
 def generate(cfg: DictConfig) -> dict[str, Any]:
     """Writes images/*.png, whose text chunks say how each was made, their list generate.json, and generate.png."""
     started = time.perf_counter()
-    prompts = asked_prompts(cfg)
+    prompts = requested_prompts(cfg)
     seeds = asked_seeds(cfg, prompts)
-    weights = asked_weights(cfg)
+    weights = requested_weights(cfg)
     folder = Path(cfg.run_dir)
     module = build_model(without_training(cfg), device_of(cfg))
     if cfg.ckpt is not None:

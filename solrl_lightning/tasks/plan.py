@@ -9,6 +9,7 @@ of sampling; memory of CUDA and the allocator.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -36,7 +37,7 @@ from solrl_lightning.quantization import Backend, LayerPlan, resolve
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.rollout.micro_batches import plan_micro_batches
-from solrl_lightning.rollout.stage import Stage
+from solrl_lightning.rollout.stage import evaluations
 from solrl_lightning.tasks.report import format_table, write_json
 
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
@@ -216,17 +217,6 @@ def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
 # An iteration. An evaluation is a forward pass of the transformer for one image.
 
 
-def evaluations(stages: Sequence[Stage], pool: int, keep: int) -> dict[str, int]:
-    """Evaluations of one prompt, by stage. The stage after one with ``stop_after`` resumes its trajectories."""
-    counts, done, images = {}, 0, pool
-    for stage in stages:
-        end = stage.steps if stage.stop_step is None else stage.stop_step
-        counts[stage.name] = images * (end - done)
-        done = 0 if stage.stop_step is None else end
-        images = keep
-    return counts
-
-
 def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json:
     """Evaluations and MACs of an iteration; MACs of the shadow's quantised layers count for 1 / ``task.speedup``."""
     stages, pool, keep, devices = stages_of(cfg), cfg.family.pool, cfg.family.keep, cfg.task.devices
@@ -235,7 +225,9 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
         "merged": passes.forward,
         "shadow": passes.forward - quantized_macs + quantized_macs / (cfg.task.speedup or 1.0),
     }
-    counts = evaluations(stages, pool, keep)
+    counts: Counter[str] = Counter()
+    for stage, count in zip(stages, evaluations(stages, pool), strict=True):
+        counts[stage.name] += count
     prompts = math.ceil(cfg.prompts_per_iteration / devices)
     timesteps = max(1, int(stages[-1].steps * cfg.model.train_timestep_fraction))
     per_prompt = keep * timesteps

@@ -1,4 +1,4 @@
-"""What the tasks that measure leave behind: a JSON file in the run folder and a table on the terminal."""
+"""Reports of tasks: a JSON file in the run folder and a table on the terminal."""
 
 import json
 import textwrap
@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from solrl_lightning.callbacks.summary import finite_only
-from solrl_lightning.files import write_atomically
+from solrl_lightning.files import finite_only, write_atomically
 
 OK, SLOW, WRONG, SKIPPED = "ok", "slow", "wrong", "skipped"
 _WIDTH, _NAME, _STATUS = 100, 20, 9  # columns of a row and of its first two parts
@@ -28,7 +27,7 @@ def write_json(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Columns as wide as they need; the first one, names, to the left and all others to the right. None is a dash."""
+    """A table with the first column, names, aligned left and the others right. None is a dash."""
     cells = [list(columns), *([_cell(value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     lines = []
@@ -39,7 +38,7 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> st
 
 
 def format_row(row: Row) -> str:
-    """The way out starts a line of its own."""
+    """The row in ``_WIDTH`` columns; the way out starts a new line."""
     parts = [row.found, *([f"-> {row.way_out}"] if row.way_out else [])]
     indent = _NAME + _STATUS
     lines = [line for part in parts for line in textwrap.wrap(part, _WIDTH - indent, break_on_hyphens=False)]

@@ -11,13 +11,13 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_loop, build_module, build_trainer, stages_of
-from solrl_lightning.callbacks.common import RECORD
+from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.callbacks.summary import base_and_final
-from solrl_lightning.data.loaders import RankShare
+from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import read_checkpoint
 from solrl_lightning.optimizer_state import check_fits
-from solrl_lightning.run_folder import LOG, goes_on, keep_record
+from solrl_lightning.run_folder import LOG, commit_overrides, is_resuming
 
 log = logging.getLogger(__name__)
 
@@ -32,16 +32,16 @@ def train(cfg: DictConfig) -> float | None:
         check_continues(cfg, checkpoint)
     seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
-    if goes_on(Path(cfg.run_dir)):
-        trainer.callbacks.append(_KeepRecord(Path(cfg.run_dir)))  # type: ignore[attr-defined]
+    if is_resuming(Path(cfg.run_dir)):
+        trainer.callbacks.append(_CommitOverrides(Path(cfg.run_dir)))  # type: ignore[attr-defined]
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
     if checkpoint is not None:
         module.on_load_checkpoint(checkpoint)  # refuses other adapters before the loggers write
     if module.samplers.layer_table:
-        RECORD.info("%s", module.samplers.layer_table)
+        file_logger.info("%s", module.samplers.layer_table)
         log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), Path(cfg.run_dir) / LOG)
     loop = build_loop(cfg, trainer, module.objective)
-    held_out = RankShare(module.eval_prompts, trainer.global_rank, trainer.world_size)
+    held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     try:
         if cfg.ckpt is None:
             trainer.validate(module, held_out, verbose=False)
@@ -51,7 +51,7 @@ def train(cfg: DictConfig) -> float | None:
     return base_and_final(module.eval_history, module.rewards.name)[1]
 
 
-class _KeepRecord(Callback):
+class _CommitOverrides(Callback):
     """A run that goes on in ``folder`` replaces the record of its command line once its checkpoint has been loaded."""
 
     def __init__(self, folder: Path) -> None:
@@ -59,7 +59,7 @@ class _KeepRecord(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
-            keep_record(self.folder)
+            commit_overrides(self.folder)
 
 
 def check_continues(cfg: DictConfig, checkpoint: dict[str, Any]) -> None:

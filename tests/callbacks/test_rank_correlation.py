@@ -55,7 +55,7 @@ def test_probe_every_zero_never_probes(tmp_path, stand_in):
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     assert (roll_out.regenerated, ranks.last) == ([], {})
     assert set(trainer.callback_metrics) == KEPT_TAGS
-    with pytest.raises(UserError, match="got -1"):
+    with pytest.raises(UserError, match="probe_every=-1 is invalid"):
         RankCorrelation(probe_every=-1)
 
 

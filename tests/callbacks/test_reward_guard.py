@@ -14,7 +14,7 @@ def warned(tmp_path, stand_in, rewards_of, iterations, guard, prompts="ab") -> l
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(stand_in.Module(), stand_in.micro_batches())
-    return [str(w.message) for w in caught if "iterations running" in str(w.message)]
+    return [str(w.message) for w in caught if "consecutive iterations" in str(w.message)]
 
 
 @pytest.mark.parametrize("value", [0.0, 0.51, -1.7])
@@ -23,7 +23,7 @@ def test_a_reward_model_with_random_weights_is_reported_once_with_the_likely_cau
         return value * (1 + 1e-6 * stand_in.rewards_of(seeds))
 
     (message,) = warned(tmp_path, stand_in, constant, 5, RewardGuard(patience=3))
-    assert "For 3 iterations running, up to 3" in message
+    assert "3 consecutive iterations up to iteration 3" in message
     assert "nearly equal" in message
     assert "reward model did not load" in message
 
@@ -73,5 +73,5 @@ def test_the_share_of_prompts_without_spread_is_logged(tmp_path, stand_in):
 
 
 def test_a_patience_of_no_iteration_is_refused():
-    with pytest.raises(UserError, match="at least 1 iteration, got 0"):
+    with pytest.raises(UserError, match="reward_guard.patience=0 is invalid: it must be at least 1 iteration"):
         RewardGuard(patience=0)

@@ -119,7 +119,7 @@ def test_an_interrupted_run_says_which_iteration_its_last_checkpoint_has(tmp_pat
         fit(tmp_path, stand_in, 5, interrupted, checkpoints(tmp_path), enable_checkpointing=True)
     assert (read(tmp_path)["iterations"], read(tmp_path)["last_checkpoint_iterations"]) == (4, 3)
     printed = capsys.readouterr().out
-    assert re.search(r"last checkpoint +after 3 iterations; ckpt=last repeats what came after it\n", printed)
+    assert re.search(r"last checkpoint +after 3 iterations; ckpt=last repeats the later ones\n", printed)
 
 
 def test_every_reward_is_reported_and_a_watched_one_as_such(tmp_path, stand_in, capsys):

@@ -1,4 +1,4 @@
-"""The bundled compositional prompts: what the metadata says is what the words say."""
+"""The metadata of the bundled compositional prompts agrees with their text."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def words(prompt: str) -> list[str]:
 
 
 def before(prompt: str, noun: str) -> list[set[str]]:
-    """The few words before every place where the noun stands, in either number."""
+    """Sets of the words before each occurrence of the noun, singular or plural."""
     found = words(prompt)
     places = [i for i, word in enumerate(found) if word in (noun, f"{noun}s", f"{noun}es")]
     return [set(found[max(0, place - REACH) : place]) for place in places]
@@ -31,47 +31,47 @@ def objects(tag: str) -> list[tuple[str, dict[str, Any]]]:
     return [(row["prompt"], thing) for row in ROWS if row["tag"] == tag for thing in row["include"]]
 
 
-def test_there_are_sixty_different_prompts_of_each_kind() -> None:
+def test_each_kind_has_sixty_unique_prompts() -> None:
     assert Counter(row["tag"] for row in ROWS) == dict.fromkeys(TAGS, 60)
-    assert read_prompts("compositional") == [row["prompt"] for row in ROWS]  # so none is dropped as a repetition
+    assert read_prompts("compositional") == [row["prompt"] for row in ROWS]  # none is dropped as a repetition
     assert len({tuple(sorted(words(row["prompt"]))) for row in ROWS}) == len(ROWS)
 
 
-def test_the_named_source_tells_the_kinds_apart() -> None:
+def test_named_source_has_the_tags() -> None:
     assert read_tags("compositional") == {row["prompt"]: row["tag"] for row in ROWS}
 
 
-def test_every_object_stands_in_its_prompt() -> None:
+def test_every_object_is_in_its_prompt() -> None:
     for row in ROWS:
         assert row["include"], row
         for thing in row["include"]:
             assert before(row["prompt"], thing["class"]), row
 
 
-def test_every_count_stands_before_its_object() -> None:
+def test_every_count_precedes_its_object() -> None:
     for prompt, thing in objects("counting"):
         assert any(NUMBERS[thing["count"] - 1] & near for near in before(prompt, thing["class"])), prompt
         assert (thing["count"] == 1) == (thing["class"] in words(prompt)), prompt  # singular exactly for one
 
 
-def test_every_number_word_of_the_counting_prompts_is_counted() -> None:
+def test_every_number_word_of_a_counting_prompt_is_in_its_metadata() -> None:
     for row in (row for row in ROWS if row["tag"] == "counting"):
         said = sum(word in set().union(*NUMBERS[1:]) for word in words(row["prompt"]))
         assert said == sum(thing["count"] > 1 for thing in row["include"]), row
 
 
-def test_every_colour_and_attribute_stands_before_its_object() -> None:
+def test_every_colour_and_attribute_precedes_its_object() -> None:
     for tag, key in (("colours", "color"), ("attributes", "attribute")):
         for prompt, thing in objects(tag):
             assert any(thing[key] in near for near in before(prompt, thing["class"])), prompt
 
 
-def test_prompts_of_colours_and_attributes_bind_at_least_two() -> None:
+def test_prompts_of_colours_and_attributes_have_at_least_two_objects() -> None:
     for row in (row for row in ROWS if row["tag"] in ("colours", "attributes")):
         assert len(row["include"]) >= 2, row
 
 
-def test_every_relation_stands_between_its_two_objects() -> None:
+def test_every_relation_is_between_its_two_objects() -> None:
     for row in (row for row in ROWS if row["tag"] == "relations"):
         other, subject = row["include"]
         relation, index = subject["position"]

@@ -15,19 +15,19 @@ def write(folder: Path, data: bytes) -> Path:
     return path
 
 
-def test_a_file_gives_one_prompt_a_line_without_blank_lines(tmp_path: Path) -> None:
+def test_text_file_has_one_prompt_a_line_and_blank_lines_are_dropped(tmp_path: Path) -> None:
     path = write(tmp_path, "a red circle\n\n  ein grüner Stern \t\n   \nlast".encode())
     assert read_prompts(path) == ["a red circle", "ein grüner Stern", "last"]
     assert read_prompts(str(path)) == read_prompts(path)
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
-def test_line_ends_of_any_system_and_a_byte_order_mark_are_no_part_of_a_prompt(tmp_path: Path, newline: str) -> None:
+def test_line_ends_of_any_system_and_a_byte_order_mark_are_removed(tmp_path: Path, newline: str) -> None:
     path = write(tmp_path, b"\xef\xbb\xbf" + newline.join(["one", "two\u2028still two", ""]).encode())
     assert read_prompts(path) == ["one", "two\u2028still two"]
 
 
-def test_repetitions_but_for_case_and_spacing_are_dropped_and_counted(
+def test_repetitions_up_to_case_and_spacing_are_dropped_and_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write(tmp_path, b"A  red circle\nblue\na red CIRCLE \nblue\nA red circle.\n")
@@ -36,20 +36,21 @@ def test_repetitions_but_for_case_and_spacing_are_dropped_and_counted(
     assert caplog.messages == [f"{path}: dropped 2 repeated prompts of 5"]
 
 
-def test_a_file_without_repetitions_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_without_repetitions_logs_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         read_prompts(write(tmp_path, b"one\ntwo\n"))
     assert caplog.messages == []
 
 
 @pytest.mark.parametrize("data", [b"", b"\n \n\t\n", b"\xef\xbb\xbf"])
-def test_an_empty_file_is_refused(tmp_path: Path, data: bytes) -> None:
-    with pytest.raises(UserError, match="at least one line with text; .*prompts.txt has none"):
+def test_empty_file_is_an_error(tmp_path: Path, data: bytes) -> None:
+    with pytest.raises(UserError, match="prompts.txt is invalid: it must have at least one line with text, and has"):
         read_prompts(write(tmp_path, data))
 
 
-def test_a_file_that_is_not_utf8_is_refused_with_the_place(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"must be UTF-8; .*prompts.txt has the byte 0xfc at offset 10 \(line 2\)"):
+def test_error_about_encoding_names_the_byte_and_the_line(tmp_path: Path) -> None:
+    message = r"prompts.txt is invalid: it must be UTF-8, and has the byte 0xfc at offset 10 \(line 2\)"
+    with pytest.raises(UserError, match=message):
         read_prompts(write(tmp_path, "ok\r\nein grüner\n".encode("latin-1")))
     with pytest.raises(UserError, match=r"byte 0xff at offset 3 \(line 1\)"):
         read_prompts(write(tmp_path, b"\xef\xbb\xbf\xff"))
@@ -57,7 +58,7 @@ def test_a_file_that_is_not_utf8_is_refused_with_the_place(tmp_path: Path) -> No
         read_prompts(write(tmp_path, "a circle".encode("utf-16")))
 
 
-def test_a_missing_file_names_the_folder_and_the_nearest_source(
+def test_error_about_a_missing_file_names_the_folder_and_the_nearest_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -65,22 +66,22 @@ def test_a_missing_file_names_the_folder_and_the_nearest_source(
         read_prompts("shapes_trian")
     message = str(caught.value)
     assert "shapes_trian does not exist" in message and str(tmp_path) in message
-    assert "shapes-train, shapes-eval, compositional" in message and "(did you mean shapes-train?)" in message
-    with pytest.raises(UserError, match="pickapic-test$"):
+    assert "shapes-train, shapes-eval, compositional" in message and "Did you mean shapes-train?" in message
+    with pytest.raises(UserError, match=r"pickapic-test\.$"):
         read_prompts("prompts.csv")
 
 
-def test_a_folder_is_not_a_prompt_file(tmp_path: Path) -> None:
+def test_folder_is_not_a_prompt_file(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is not a file"):
         read_prompts(tmp_path)
 
 
-def test_a_named_source_is_called_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_named_source_is_read_by_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(SOURCES, "colours", lambda: [Record("red"), Record("Red"), Record("blue")])
     assert read_prompts("colours") == ["red", "blue"]
 
 
-def test_tags_belong_to_the_prompts_that_are_read(tmp_path: Path) -> None:
+def test_tags_belong_to_the_prompts_that_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "tagged.jsonl"
     path.write_text(
         '{"prompt": " three owls ", "tag": "counting"}\n{"prompt": "Three  Owls", "tag": "twice"}\n{"prompt": "fog"}\n',
@@ -91,7 +92,7 @@ def test_tags_belong_to_the_prompts_that_are_read(tmp_path: Path) -> None:
     assert read_tags("shapes-eval") == {}
 
 
-def test_what_is_evaluated_is_never_trained_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_held_out_prompts_are_removed_from_the_training_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train, held_out = tmp_path / "train.txt", tmp_path / "eval.txt"
     train.write_text("a red circle\na star\nA  STAR\nfog\nrain\n", encoding="utf-8")
     held_out.write_text("snow\na STAR\n Fog\n", encoding="utf-8")
@@ -101,22 +102,22 @@ def test_what_is_evaluated_is_never_trained_on(tmp_path: Path, caplog: pytest.Lo
     assert sets.eval == ["snow", "a STAR", "Fog"]
     assert sets.notes == [
         f"{train}: dropped 1 repeated prompts of 5",
-        f"{train}: left out 2 of 4 prompts that {held_out} evaluates on",
+        f"{train}: dropped 2 of 4 prompts that are held out in {held_out}",
     ]
-    assert caplog.messages == []  # who asks decides whether and when to say it
+    assert caplog.messages == []  # the caller logs the notes
 
 
-def test_sets_without_a_common_prompt_stay_whole_without_a_note() -> None:
+def test_disjoint_sets_are_unchanged_and_have_no_notes() -> None:
     sets = read_prompt_sets("shapes-train", "shapes-eval")
     assert (len(sets.train), len(sets.eval), sets.notes) == (1016, 64, [])
 
 
-def test_a_set_without_a_source_is_empty() -> None:
+def test_set_without_a_source_is_empty() -> None:
     assert read_prompt_sets(None, "shapes-eval") == ([], read_prompts("shapes-eval"), [])
     assert read_prompt_sets(None, None) == ([], [], [])
 
 
-def test_a_source_is_read_once_by_a_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_reads_a_source_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     def counted(source: str, column: str) -> list[Record]:
@@ -135,59 +136,60 @@ def test_a_source_is_read_once_by_a_process(tmp_path: Path, monkeypatch: pytest.
     assert read_prompts("a.txt") == [f"a.txt in {tmp_path / 'elsewhere'}"]
 
 
-def test_a_run_with_nothing_left_to_train_on_is_refused(tmp_path: Path) -> None:
+def test_training_set_without_prompts_that_are_not_held_out_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path, b"one\ntwo\n")
-    with pytest.raises(UserError, match="all 2 of data.train=.*prompts.txt are in data.eval=.*prompts.txt too"):
+    message = "data.train=.*prompts.txt is invalid: all of its 2 prompts are also in data.eval=.*prompts.txt"
+    with pytest.raises(UserError, match=message):
         read_prompt_sets(path, path)
 
 
 @pytest.mark.parametrize("name", ["shapes-train", "shapes-eval"])
-def test_the_embedded_captions_are_named_sources(name: str) -> None:
+def test_embedded_captions_are_named_sources(name: str) -> None:
     prompts = read_prompts(name)
     assert len(prompts) > 0 and all(isinstance(prompt, str) for prompt in prompts)
 
 
-def test_the_embedded_evaluation_captions_are_held_out() -> None:
+def test_embedded_evaluation_captions_are_held_out() -> None:
     assert not set(read_prompts("shapes-train")) & set(read_prompts("shapes-eval"))
 
 
 PROMPTS = [f"prompt {i}" for i in range(23)]
 
 
-def test_an_iteration_has_different_prompts_that_depend_on_seed_and_iteration_alone() -> None:
+def test_prompts_of_an_iteration_are_unique_and_depend_on_seed_and_iteration_alone() -> None:
     schedule = PromptSchedule(PROMPTS, 5, seed=1)
-    backwards = [schedule.at(i) for i in reversed(range(20))][::-1]
-    assert [PromptSchedule(PROMPTS, 5, seed=1).at(i) for i in range(20)] == backwards
+    backwards = [schedule.for_iteration(i) for i in reversed(range(20))][::-1]
+    assert [PromptSchedule(PROMPTS, 5, seed=1).for_iteration(i) for i in range(20)] == backwards
     assert all(len(set(prompts)) == 5 for prompts in backwards)
-    assert PromptSchedule(PROMPTS, 5, seed=2).at(0) != schedule.at(0)
+    assert PromptSchedule(PROMPTS, 5, seed=2).for_iteration(0) != schedule.for_iteration(0)
 
 
-def test_a_pass_uses_no_prompt_twice_and_the_next_pass_has_another_order() -> None:
+def test_pass_uses_no_prompt_twice_and_the_next_pass_has_another_order() -> None:
     schedule = PromptSchedule(PROMPTS, 5, seed=1)
-    passes = [[prompt for i in range(4) for prompt in schedule.at(4 * n + i)] for n in range(3)]
+    passes = [[prompt for i in range(4) for prompt in schedule.for_iteration(4 * n + i)] for n in range(3)]
     assert all(len(set(prompts)) == 20 for prompts in passes)
     assert passes[0] != passes[1] != passes[2]
 
 
-def test_over_many_passes_every_prompt_comes_equally_often() -> None:
+def test_every_prompt_is_used_equally_often_over_many_passes() -> None:
     schedule = PromptSchedule(PROMPTS, 5, seed=1)
-    counts = Counter(prompt for i in range(4 * 400) for prompt in schedule.at(i))
+    counts = Counter(prompt for i in range(4 * 400) for prompt in schedule.for_iteration(i))
     assert set(counts) == set(PROMPTS)
     assert all(count / 400 == pytest.approx(20 / 23, abs=0.08) for count in counts.values())
 
 
-def test_an_iteration_may_use_the_whole_set() -> None:
+def test_iteration_may_use_the_whole_set() -> None:
     schedule = PromptSchedule(PROMPTS, 23, seed=0)
-    assert sorted(schedule.at(0)) == sorted(schedule.at(1)) == sorted(PROMPTS)
-    assert schedule.at(0) != schedule.at(1)
+    assert sorted(schedule.for_iteration(0)) == sorted(schedule.for_iteration(1)) == sorted(PROMPTS)
+    assert schedule.for_iteration(0) != schedule.for_iteration(1)
 
 
 @pytest.mark.parametrize("per_iteration", [0, -1, 24])
-def test_more_prompts_an_iteration_than_there_are_is_refused(per_iteration: int) -> None:
-    with pytest.raises(UserError, match=f"between 1 and .* 23; got {per_iteration}"):
+def test_invalid_number_of_prompts_per_iteration_is_an_error(per_iteration: int) -> None:
+    with pytest.raises(UserError, match=rf"prompts_per_iteration={per_iteration} is invalid: .* between 1 and .* 23\."):
         PromptSchedule(PROMPTS, per_iteration, seed=0)
 
 
-def test_iterations_before_the_first_are_refused() -> None:
-    with pytest.raises(ValueError, match="counted from 0; got -1"):
-        PromptSchedule(PROMPTS, 5, seed=0).at(-1)
+def test_negative_iteration_is_an_error() -> None:
+    with pytest.raises(ValueError, match="iteration=-1 is invalid: iterations are counted from 0"):
+        PromptSchedule(PROMPTS, 5, seed=0).for_iteration(-1)

@@ -1,4 +1,4 @@
-"""Every kind of source by the libraries that users have; the hub's data sets lie in local folders here."""
+"""Reads every kind of source with the real libraries. Local folders hold the data sets of the hub."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def write_table(path: Path, **columns: list[Any]) -> Path:
 # JSON lines
 
 
-def test_json_lines_in_the_layout_of_geneval_are_prompts_with_tags(tmp_path: Path) -> None:
+def test_json_lines_in_the_layout_of_geneval_give_prompts_and_tags(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path,
         '{"tag": "counting", "include": [{"class": "owl", "count": 3}], "prompt": "three owls – drei Käuze"}',
@@ -42,23 +42,23 @@ def test_json_lines_in_the_layout_of_geneval_are_prompts_with_tags(tmp_path: Pat
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"prompt": "a cat"', r"line 2 is none \(Expecting ',' delimiter at character 19\)"),
-        ("a cat", "line 2 is none"),
-        ('["a cat"]', r'line 2 is \["a cat"\]'),
-        ('{"caption": "a cat", "tag": "x"}', r"line 2 has no such key \(its keys: caption, tag\)"),
-        ('{"prompt": 7}', "line 2 has 7"),
-        ('{"prompt": "a cat", "tag": 7}', '"tag" of a prompt must be a text; .* line 2 has 7'),
+        ('{"prompt": "a cat"', r"must be a JSON object \(Expecting ',' delimiter at character 19\)"),
+        ("a cat", "must be a JSON object"),
+        ('["a cat"]', r'must be a JSON object; got \["a cat"\]'),
+        ('{"caption": "a cat", "tag": "x"}', r"this one has no such key \(its keys: caption, tag\)"),
+        ('{"prompt": 7}', "this one has 7"),
+        ('{"prompt": "a cat", "tag": 7}', 'the "tag" of a prompt must be a string; got 7'),
     ],
 )
-def test_a_malformed_json_line_is_refused_with_its_number(tmp_path: Path, line: str, message: str) -> None:
-    with pytest.raises(UserError, match=f"prompts.jsonl {message}" if message[0] == "l" else message):
+def test_error_about_a_malformed_json_line_names_the_line(tmp_path: Path, line: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"prompts.jsonl line 2 is invalid: .*{message}"):
         read_records(write_lines(tmp_path, '{"prompt": "a dog"}', line), "prompt")
 
 
 # Tables
 
 
-def test_a_parquet_file_gives_the_column_and_rows_without_text_are_dropped(tmp_path: Path) -> None:
+def test_parquet_file_gives_the_column_and_rows_without_text_are_dropped(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.parquet", caption=["a cat", None, "", "a dog", "A cat"], votes=[1, 2, 3, 4, 5])
     assert read_prompts(path, "caption") == ["a cat", "a dog"]
 
@@ -71,7 +71,7 @@ def test_a_parquet_file_gives_the_column_and_rows_without_text_are_dropped(tmp_p
         ("prompts.json", '[{"prompt": "one, two"}, {"prompt": "three"}]'),
     ],
 )
-def test_another_kind_of_table_is_refused_with_the_command_that_converts_it(
+def test_error_about_another_table_format_has_the_command_that_converts_it(
     tmp_path: Path, name: str, content: str
 ) -> None:
     file = tmp_path / name
@@ -82,15 +82,16 @@ def test_another_kind_of_table_is_refused_with_the_command_that_converts_it(
     assert [record.text for record in read_records(file.with_suffix(".parquet"), "prompt")] == ["one, two", "three"]
 
 
-def test_a_column_that_a_table_lacks_is_refused_with_those_it_has(tmp_path: Path) -> None:
+def test_error_about_a_column_names_the_columns_of_the_table(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.parquet", caption=["a cat"], votes=[1])
-    with pytest.raises(UserError, match=r"a.parquet has no 'prompt', it has caption, votes\. .*data.column=<name>"):
+    message = r"data.column=prompt is invalid: .* of .*a.parquet are caption, votes\. Set data.column=<name>"
+    with pytest.raises(UserError, match=message):
         read_prompts(path)
-    with pytest.raises(UserError, match="votes of .*a.parquet holds 1 in row 0"):
+    with pytest.raises(UserError, match="data.column=votes is invalid: .*a.parquet holds 1 in row 0"):
         read_prompts(path, "votes")
 
 
-def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
+def test_damaged_parquet_file_is_an_error(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.parquet", prompt=["a cat"])
     path.write_bytes(path.read_bytes()[:-4])
     with pytest.raises(UserError, match="a.parquet cannot be read as a parquet file: "):
@@ -102,7 +103,7 @@ def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder in which `owner/name` is looked for before the hub is asked; there is no network."""
+    """A working directory in which ``datasets`` finds `owner/name`; the hub is offline."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -110,25 +111,25 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_data_set_of_the_hub_is_read_by_split_and_column(hub: Path) -> None:
+def test_data_set_of_the_hub_is_read_by_split_and_column(hub: Path) -> None:
     write_table(hub / "owner/name/data/train-00000-of-00001.parquet", caption=["a cat", None, "a dog"], votes=[1, 2, 3])
     write_table(hub / "owner/name/data/test-00000-of-00001.parquet", caption=["fog"], votes=[1])
     assert read_prompts("hf://owner/name/train", "caption") == ["a cat", "a dog"]
     assert read_prompts("hf://owner/name/test", "caption") == ["fog"]
-    with pytest.raises(UserError, match="hf://owner/name/train has no 'prompt', it has caption, votes"):
+    with pytest.raises(UserError, match="the columns of hf://owner/name/train are caption, votes"):
         read_prompts("hf://owner/name/train")
-    with pytest.raises(UserError, match=r"validation could not be read: Unknown split .*'train', 'test'"):
+    with pytest.raises(UserError, match=r"validation cannot be read: Unknown split .*'train', 'test'"):
         read_prompts("hf://owner/name/validation", "caption")
 
 
-def test_a_data_set_of_the_hub_is_loaded_once_by_a_process(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_process_loads_a_data_set_of_the_hub_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(hub / "owner/name/train.parquet", prompt=["a cat"])
     first = read_prompts("hf://owner/name/train")
     monkeypatch.delattr(datasets, "load_dataset")
     assert read_prompts("hf://owner/name/train") == first == ["a cat"]
 
 
-def test_pick_a_pic_keeps_prompts_of_six_words(hub: Path) -> None:
+def test_pick_a_pic_keeps_prompts_of_at_least_six_words(hub: Path) -> None:
     captions = ["a cat on a mat", "a cat on a red mat", "a cat on a red mat", None, "fog"]
     write_table(hub / PICKAPIC / "data/train-00000-of-00001.parquet", caption=captions, ranking_id=[1, 2, 3, 4, 5])
     write_table(
@@ -138,7 +139,7 @@ def test_pick_a_pic_keeps_prompts_of_six_words(hub: Path) -> None:
     assert read_prompts("pickapic-test") == ["six owls in a bare tree"]
 
 
-def test_without_a_network_the_next_step_is_said(hub: Path) -> None:
+def test_error_without_a_network_has_the_download_command(hub: Path) -> None:
     with pytest.raises(UserError, match=r"hub cannot be reached: .* `hf download --repo-type dataset no/where"):
         read_prompts("hf://no/where/train")
 
@@ -153,19 +154,19 @@ def test_without_a_network_the_next_step_is_said(hub: Path) -> None:
         ),
     ],
 )
-def test_a_missing_or_gated_data_set_says_what_to_do(
+def test_error_about_a_missing_or_gated_data_set_names_the_next_step(
     hub: Path, monkeypatch: pytest.MonkeyPatch, answer: str, step: str
 ) -> None:
-    def refused(*args: Any, **kwargs: Any) -> None:
+    def not_found(*args: Any, **kwargs: Any) -> None:
         raise datasets.exceptions.DatasetNotFoundError(answer)
 
-    monkeypatch.setattr(datasets, "load_dataset", refused)
+    monkeypatch.setattr(datasets, "load_dataset", not_found)
     with pytest.raises(UserError) as caught:
         read_prompts("hf://o/n/train")
     assert answer in str(caught.value) and step in str(caught.value)
 
 
 @pytest.mark.parametrize("source", ["hf://name/train", "hf://owner/name", "hf://owner/name/a/b", "hf://owner//train"])
-def test_a_name_of_the_hub_without_owner_or_split_is_refused(source: str) -> None:
-    with pytest.raises(UserError, match=f"written hf://<owner>/<name>/<split>; got {source}"):
+def test_name_of_the_hub_without_owner_or_split_is_an_error(source: str) -> None:
+    with pytest.raises(UserError, match=f"{source} is invalid: .* is written hf://<owner>/<name>/<split>"):
         read_prompts(source)

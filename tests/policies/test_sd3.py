@@ -11,8 +11,8 @@ from torch import Tensor
 
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.policies.sd3 import SD3
-from solrl_lightning.sampling import shifted_sigmas
 from solrl_lightning.seeds import noise
+from tests.sigmas import shifted_sigmas
 
 SEEDS = torch.tensor([3, 4])
 

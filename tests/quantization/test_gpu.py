@@ -25,6 +25,7 @@ from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batch
 from solrl_lightning.rollout.records import Rollouts
 from solrl_lightning.rollout.stage import SamplingSpec
 from solrl_lightning.samplers import Samplers
+from solrl_lightning.schedules import constant
 from solrl_lightning.seeds import pool_seeds
 
 GPUS = ("cuda", "lazy")  # the second one for autograd, which asks the driver for the first one's context
@@ -124,6 +125,7 @@ def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
         rewards=WeightedRewards({}, {}),
         objective=NFT(beta=1.0, kl_weight=1e-4, advantage_clip=5.0, timestep_fraction=0.5),
         optimizer=torch.optim.AdamW,
+        rate_factor=constant(),
         old_decay=lambda step: 0.5,
         old_velocity="policy",
         evaluation=Evaluation("dpm2", steps=2, images=1),

@@ -13,7 +13,7 @@ from torch import Tensor
 import solrl_lightning.rewards
 from solrl_lightning.config import ConfigTree
 from solrl_lightning.errors import NonFiniteError, UserError
-from solrl_lightning.rewards.base import Reward, distinct
+from solrl_lightning.rewards.base import Reward, unique_prompts
 
 
 class Brightness(Reward):
@@ -104,7 +104,7 @@ def test_a_reward_scores_any_prompt_unless_it_says_otherwise() -> None:
 
 def test_distinct_prompts_lead_back_to_all_prompts() -> None:
     prompts = ["b", "a", "b", "c", "a", "b"]
-    texts, place = distinct(prompts)
+    texts, place = unique_prompts(prompts)
     assert texts == ["b", "a", "c"]
     assert [texts[index] for index in place] == prompts
 

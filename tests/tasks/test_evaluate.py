@@ -30,7 +30,12 @@ def write_checkpoint(cfg: DictConfig, path: Path, strength: float) -> Path:
     for name, value in average.items():
         if ".lora_B." in name:
             value.normal_(generator=generator).mul_(strength)
-    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    checkpoint: dict[str, Any] = {
+        "state_dict": module.state_dict(),
+        "global_step": 0,
+        "loops": {},
+        "optimizer_states": [],
+    }
     module.on_save_checkpoint(checkpoint)
     torch.save(checkpoint | {"callbacks": {"WeightEMA": {"average": average}}}, path)
     return path

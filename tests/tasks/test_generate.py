@@ -16,10 +16,10 @@ from solrl_lightning.build import build_model
 from solrl_lightning.config import (
     ConfigTree,
     application_config,
-    asked_prompts,
-    asked_weights,
     check_needs,
     check_values,
+    requested_prompts,
+    requested_weights,
 )
 from solrl_lightning.errors import UserError
 from solrl_lightning.pictures import Row, draw_grid
@@ -54,7 +54,12 @@ def write_checkpoint(cfg: DictConfig, path: Path, trained: float = 0.1, average:
                 value.normal_(generator=generator).mul_(size)
     for key, value in module.adapter_state("default").items():
         value.copy_(states["default"][key])
-    checkpoint: dict[str, Any] = {"state_dict": module.state_dict()}
+    checkpoint: dict[str, Any] = {
+        "state_dict": module.state_dict(),
+        "global_step": 0,
+        "loops": {},
+        "optimizer_states": [],
+    }
     module.on_save_checkpoint(checkpoint)
     torch.save(checkpoint | {"callbacks": {"WeightEMA": {"average": states["ema"]}}}, path)
     return path
@@ -177,6 +182,6 @@ def test_what_cannot_be_is_refused(alone: DictConfig, asked: dict[str, Any], mes
 
 def test_prompts_of_the_command_line_may_have_commas_and_spaces(compose: Compose) -> None:
     cfg = compose("task=generate", 'task.prompts=[a red apple, "two, or three, dogs"]')
-    assert asked_prompts(cfg) == ["a red apple", "two, or three, dogs"]
+    assert requested_prompts(cfg) == ["a red apple", "two, or three, dogs"]
     assert asked_seeds(cfg, ["a", "b"]).shape == (2, 4)
-    assert asked_weights(cfg) == {"base": "base"}
+    assert requested_weights(cfg) == {"base": "base"}

@@ -19,13 +19,13 @@ from solrl_lightning.policies.architectures import build_component, find_archite
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization import plan as plan_layers
+from solrl_lightning.rollout.stage import evaluations
 from solrl_lightning.tasks.plan import (
     PACKED_BITS,
     Json,
     Passes,
     bytes_of,
     count_macs,
-    evaluations,
     iteration_cost,
     plan,
     replica_bytes,
@@ -133,14 +133,14 @@ def test_a_prompt_takes_so_many_evaluations(compose: Compose) -> None:
     counts = {}
     for name in cfg.task.families:
         own = with_option(cfg, "family", name)
-        counts[name] = evaluations(stages_of(own), own.family.pool, own.family.keep)
+        counts[name] = evaluations(stages_of(own), own.family.pool)
     assert counts == {
-        "diffusionnft": {"regenerate": 240},
-        "naive_scaling": {"regenerate": 960},
-        "compile": {"regenerate": 960},
-        "naive_quant": {"regenerate": 960},
-        "sol_rl": {"explore": 576, "regenerate": 240},
-        "prefix": {"explore": 384, "regenerate": 144},
+        "diffusionnft": [240],
+        "naive_scaling": [960],
+        "compile": [960],
+        "naive_quant": [960],
+        "sol_rl": [576, 240],
+        "prefix": [384, 144],
     }
 
 
