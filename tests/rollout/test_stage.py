@@ -288,9 +288,7 @@ def test_an_explored_candidate_that_is_not_finite_is_never_selected(
 def test_a_pool_with_too_few_finite_rewards_names_its_prompt() -> None:
     rewards = torch.tensor([[1.0, 2.0, 3.0], [1.0, torch.nan, torch.inf]])
     check_selectable(rewards, 1, ["a", "b"])
-    with pytest.raises(
-        NonFiniteError, match="1 of 3 explored candidates .* for the prompt 'b', .* fewer than the 2 to keep"
-    ):
+    with pytest.raises(NonFiniteError, match="1 of 3 explored candidates .* for the prompt 'b', fewer than the 2"):
         check_selectable(rewards, 2, ["a", "b"])
 
 
