@@ -61,7 +61,7 @@ class SolRLModule(LightningModule):
         rewards: those with a weight score rollouts, all score evaluations.
         objective: the loss.
         optimizer: called with the trained parameters.
-        rate_factor: of the learning rate after so many iterations.
+        rate_factor: factor of the learning rate after a number of iterations.
         old_decay: decay of the old policy after iteration 1, 2, ...
         old_velocity: sampler that computes the old policy's velocity in training: policy (as published) or merged.
         evaluation: sampling of held-out images.

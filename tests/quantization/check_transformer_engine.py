@@ -1,10 +1,10 @@
-"""Checks what we call of Transformer Engine against the source of the one that is installed.
+"""Check our calls of Transformer Engine against the source of the installed version.
 
     python tests/quantization/check_transformer_engine.py
 
-Python files are enough: ours and theirs are read, not imported, for theirs take a CUDA library to import. So this runs
-anywhere (``make contract`` does it with the oldest version that we support and with the newest), and is no test of
-pytest's, because a test environment must not hold such a half of a package: peft would import it.
+Parses the Python files of both without importing them, because Transformer Engine needs a CUDA library to import; so it
+runs anywhere. ``make contract`` runs it with the oldest supported version and the newest. It is not a pytest test,
+because peft would import the incomplete package from a test environment.
 """
 
 import ast

@@ -1,6 +1,6 @@
 """Properties of all backends: requantised in place, compiled once, a candidate independent of its batch.
 
-What they give a GPU is in test_gpu.
+test_gpu checks their operands on a GPU.
 """
 
 import sys
