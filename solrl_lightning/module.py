@@ -217,7 +217,7 @@ class SolRLModule(LightningModule):
                 logger.log_metrics({f"eval/{name}": mean for name, mean in means.items()}, loop.iterations_done)
 
     def on_validation_epoch_end(self) -> None:
-        if self.trainer.received_sigterm:  # fit() clears this flag after the first evaluation, which validate() runs
+        if self.trainer.received_sigterm:  # fit() clears this flag, and with it a SIGTERM of the initial evaluation
             raise SIGTERMException
 
     @property

@@ -88,7 +88,7 @@ def check_recipe(root: Path) -> None:
     spec = importlib.util.spec_from_file_location("transformer_engine_recipe", file)
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look up their annotations
+    sys.modules[spec.name] = module  # dataclasses look up annotations there
     spec.loader.exec_module(module)
     has_row_scales = tuple(map(int, version("transformer_engine").split(".")[:2])) >= our_constant("ROW_SCALES_SINCE")
     arguments = our_constant("ROLLOUT_RECIPE") | ({"row_scaled_activation": True} if has_row_scales else {})
