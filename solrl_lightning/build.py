@@ -1,7 +1,7 @@
 """From a composed configuration to objects. Only this file and the tasks read ``cfg``; all else takes arguments."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -118,13 +118,21 @@ def _made_each(group: str, nodes: DictConfig | None, kind: type) -> list[Any]:
 
 def stages_of(cfg: DictConfig) -> list[Stage]:
     """The family's passes over the pool: explore, where it has one, and regenerate."""
-    named = [(EXPLORE, cfg.family.explore), (REGENERATE, cfg.family.regenerate)]
-    stages = [
-        Stage(name, s.sampler, s.steps, s.solver, s.get("stop_after"), s.get("decoder", "full"))
-        for name, s in named
-        if s is not None
-    ]
-    return [stages[0]._replace(keep=cfg.family.keep), *stages[1:]]
+    last = cfg.family.regenerate
+    regenerate = Stage(REGENERATE, last.sampler, last.steps, last.solver)
+    first = cfg.family.explore
+    if first is None:
+        return [regenerate._replace(keep=cfg.family.keep)]
+    rungs = first.get("rungs") or [{"step": first.get("stop_after"), "keep": cfg.family.keep}]
+    return [*explorers(first, rungs), regenerate]
+
+
+def explorers(stage: Mapping[str, Any], rungs: Sequence[Mapping[str, Any]], name: str = EXPLORE) -> list[Stage]:
+    """Return a stage per rung; one whose step is null, or the last of ``steps``, goes to the end of the trajectory."""
+    way = stage["sampler"], stage["steps"], stage["solver"]
+    stops = [None if rung["step"] == stage["steps"] else rung["step"] for rung in rungs]
+    decoder = stage.get("decoder", "full")
+    return [Stage(name, *way, stop, decoder, rung["keep"]) for stop, rung in zip(stops, rungs, strict=True)]
 
 
 def build_rewards(cfg: DictConfig, device: torch.device) -> WeightedRewards:

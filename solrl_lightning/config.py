@@ -27,7 +27,7 @@ from hydra.errors import HydraException, InstantiationException, OverrideParseEx
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 
 from solrl_lightning.data.sources import check_source
 from solrl_lightning.errors import UserError
@@ -153,7 +153,7 @@ _CHECKPOINT = (
     ("save_weights_only", ("False",), False),
     ("enable_version_counter", ("False",), True),
 )
-_PROXY_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "decoder"}
+_PROXY_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "rungs", "decoder"}
 _SEEDS = 2**32  # noise has so many seeds
 _ABSENT = object()  # a key that the chosen options do not have: nothing to check
 
@@ -458,7 +458,7 @@ def check_values(cfg: DictConfig) -> None:
     _check_rewards(cfg)
     _check_folders(cfg)
     _check_stages(cfg.family)
-    _check_prefix(cfg.family)
+    _check_rungs(cfg.family)
     _check_decoders(cfg)
     _check_kept(cfg.family, "family")
     if "pool" in cfg.task and "keep" in cfg.task:
@@ -546,24 +546,53 @@ def _check_stages(family: DictConfig) -> None:
                 raise UserError(f"family.{name}.{key} must be one of {', '.join(known)}; got {stage[key]!r}.")
 
 
-def _check_prefix(family: DictConfig) -> None:
-    """A trajectory that exploration stops is gone on with as it was begun."""
+def _check_rungs(family: DictConfig) -> None:
+    """Raise UserError for steps to stop after that no race or prefix can have."""
     explore, regenerate = family.get("explore"), family.regenerate
     if regenerate.get("stop_after") is not None:
         raise UserError("family.regenerate goes to the end of its trajectories: stop_after belongs to family.explore.")
-    if explore is None or explore.get("stop_after") is None:
+    if explore is None:
         return
-    if not _is_whole(explore.stop_after) or not 1 <= explore.stop_after < explore.steps:
-        raise UserError(
-            f"family.explore.stop_after must be at least 1 and below family.explore.steps={explore.steps}; got "
-            f"{explore.stop_after}."
-        )
+    if explore.get("rungs") is not None:
+        check_race("family.explore.rungs", explore.rungs, explore.steps, family.pool, family.keep)
+        last = explore.rungs[-1].step
+    elif explore.get("stop_after") is not None:
+        last = explore.stop_after
+        if not _is_whole(last) or not 1 <= last < explore.steps:
+            raise UserError(
+                f"family.explore.stop_after={last} is invalid: it must be at least 1 and below "
+                f"family.explore.steps={explore.steps}."
+            )
+    else:
+        return
     ways = [[stage[key] for key in ("sampler", "steps", "solver")] for stage in (explore, regenerate)]
-    if ways[0] != ways[1]:
+    if ways[0] != ways[1] and explore.sampler == regenerate.sampler:
         raise UserError(
-            "with family.explore.stop_after, regeneration goes on along the same trajectories, so sampler, steps and "
-            f"solver must agree; got {', '.join(map(str, ways[0]))} and {', '.join(map(str, ways[1]))}."
+            "family.explore stops its trajectories and family.regenerate samples with the same weights, so it must "
+            f"continue them with the same steps and solver; got {', '.join(map(str, ways[0]))} and "
+            f"{', '.join(map(str, ways[1]))}."
         )
+    if ways[0] == ways[1] and last == explore.steps:
+        raise UserError(
+            f"family.explore.rungs={explore.rungs} is invalid: its last step is the end of the trajectory, of which "
+            "nothing is left to regenerate. End it earlier."
+        )
+
+
+def check_race(key: str, rungs: Any, steps: int, pool: int, keep: int) -> None:
+    """Raise UserError unless rungs {step, keep} take more steps and keep fewer candidates each, at last ``keep``."""
+    rule = (
+        f"{key}={rungs} is invalid: each rung must have a step above the one before it, up to {steps}, and a keep not "
+        f"above that of the one before it, from the pool of {pool} down to {keep} in the last one"
+    )
+    known = isinstance(rungs, ListConfig | list) and rungs and all(hasattr(rung, "keys") for rung in rungs)
+    if not known or any(set(rung.keys()) != {"step", "keep"} for rung in rungs):
+        raise UserError(f"{rule}. Give them as '{key}=[{{step:2,keep:{pool // 2}}},{{step:4,keep:{keep}}}]'.")
+    numbers = [(rung["step"], rung["keep"]) for rung in rungs]
+    whole = all(_is_whole(number) for pair in numbers for number in pair)
+    ordered = whole and all(a < b and n >= m for (a, n), (b, m) in itertools.pairwise([(0, pool), *numbers]))
+    if not ordered or numbers[-1][0] > steps or numbers[-1][1] != keep:
+        raise UserError(f"{rule}. Give them as '{key}=[{{step:2,keep:{pool // 2}}},{{step:4,keep:{keep}}}]'.")
 
 
 def _check_decoders(cfg: DictConfig) -> None:
@@ -787,8 +816,11 @@ def _check_proxies(cfg: DictConfig) -> None:
         if not known or not _is_whole(steps) or steps < 1 or not stops:
             raise UserError(
                 f"a proxy has a sampler ({', '.join(SAMPLERS)}), at least 1 step and, where they are not the run's, a "
-                f"precision, a solver ({', '.join(SOLVERS)}) and a step below the last to stop_after; got {proxy}"
+                f"precision, a solver ({', '.join(SOLVERS)}) and rungs, or a step below the last to stop_after; got "
+                f"{proxy}"
             )
+        if proxy.get("rungs") is not None:
+            check_race(f"task.proxies.{number}.rungs", proxy.rungs, steps, cfg.task.pool, cfg.task.keep)
         check_decoder(cfg, f"task.proxies.{number}.decoder", proxy.get("decoder", "full"))
 
 

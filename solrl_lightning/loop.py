@@ -22,10 +22,10 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.rollout.advantages import group_advantages
+from solrl_lightning.rollout.explore import run_stages
 from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
-from solrl_lightning.rollout.select import select_contrastive
-from solrl_lightning.rollout.stage import STAGES, Stage, check_selectable, evaluations
+from solrl_lightning.rollout.stage import STAGES, Stage, evaluations
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.stopwatch import Stopwatch
@@ -83,7 +83,7 @@ class ExploreTrainLoop(_FitLoop):
         trained = kept * levels * (1 + len(objective.needs))
         self._each_iteration = schedule.per_iteration * (sum(evaluations(stages, pool)) + trained)
         self.explored: Candidates | None = None
-        """The whole pool, scored by the first stage; None in families with one stage."""
+        """The whole pool with its proxy rewards; None in families of one stage."""
         self.rollouts: Rollouts
         self._evaluate_every = trainer.check_val_every_n_epoch
         trainer.accumulate_grad_batches = self.plan.micro_batches
@@ -110,24 +110,16 @@ class ExploreTrainLoop(_FitLoop):
         seeds = pool_seeds(self.seed, trainer.current_epoch, texts, self.pool)
         with self.stopwatch.stage(self.stages[0].name):
             prompts = module.encode(texts)
-        initial_state, proxy_rewards = None, None
-        self.explored = None
-        for number, stage in enumerate(self.stages):
-            record_path = self.objective.reads_path and stage is self.stages[-1]
+
+        def run(stage: Stage, seeds: Tensor, initial_state: SolverState | None) -> Candidates:
             with self.stopwatch.stage(stage.name):
-                candidates = self._run(stage, prompts, seeds, initial_state, record_path)
-            if number == 0 and len(self.stages) > 1:
-                self.explored = candidates
-            if stage.keep is not None:
-                check_selectable(candidates.rewards, stage.keep, texts)
-                candidates = candidates.take(select_contrastive(candidates.rewards, stage.keep))
-                proxy_rewards = candidates.rewards
-            seeds = candidates.seeds
-            initial_state = None if stage.stop_step is None else candidates.state
-        assert proxy_rewards is not None, "a family selects at least once"
-        advantages = group_advantages(candidates.rewards, all_reduce_sum=self._sum)
-        kept = (candidates.rewards, candidates.scores, advantages, candidates.path)
-        self.rollouts = Rollouts(texts, seeds, candidates.x0, proxy_rewards, *kept)
+                return self._run(stage, prompts, seeds, initial_state)
+
+        pool, kept, proxy_rewards = run_stages(self.stages, seeds, texts, run)
+        self.explored = pool if len(self.stages) > 1 else None
+        advantages = group_advantages(kept.rewards, all_reduce_sum=self._sum)
+        rewards = (proxy_rewards, kept.rewards, kept.scores, advantages)
+        self.rollouts = Rollouts(texts, kept.seeds, kept.x0, *rewards, kept.path)
         sigmas = module.policy.sigmas(self.stages[-1].steps)
         return MicroBatches(self.rollouts, prompts, sigmas, self.objective, self.plan)
 
@@ -141,8 +133,8 @@ class ExploreTrainLoop(_FitLoop):
         prompts: EncodedPrompts,
         seeds: Tensor,
         initial_state: SolverState | None = None,
-        record_path: bool = False,
     ) -> Candidates:
+        record_path = self.objective.reads_path and stage is self.stages[-1]
         with self.trainer.profiler.profile(stage.name):  # type: ignore[attr-defined]
             return self._module.run_stage(stage, prompts, seeds, self.stopwatch.progress, initial_state, record_path)
 

@@ -18,7 +18,19 @@ from solrl_lightning.errors import UserError
 
 CONF = Path(str(solrl_lightning.conf.__file__)).parent
 REPOSITORY = Path(__file__).parents[1]
-GROUPS = ("task", "model", "reward", "family", "objective", "precision", "data", "trainer", "logger", "callbacks")
+GROUPS = (
+    "task",
+    "model",
+    "reward",
+    "family",
+    "objective",
+    "scheduler",
+    "precision",
+    "data",
+    "trainer",
+    "logger",
+    "callbacks",
+)
 OPTIONS = sorted(
     (file.parent.name, file.stem) for file in CONF.glob("*/*.yaml") if file.parent.name in (*GROUPS, "experiment")
 )
@@ -58,7 +70,9 @@ def test_families_go_with_objectives_and_precisions(family: str, objective: str,
 def test_the_groups_and_names_of_the_contract_exist() -> None:
     with ConfigTree() as tree:
         assert set(tree.groups()) == {*GROUPS, "experiment"}
-    assert set(options("family")) == {"diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl", "prefix"}
+    published = {"diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl"}
+    assert set(options("family")) == published | {"prefix", "race"}
+    assert set(options("scheduler")) == {"constant", "linear", "cosine"}
 
 
 @pytest.mark.parametrize(
@@ -236,8 +250,8 @@ def test_known_names_pass() -> None:
 @pytest.mark.parametrize(
     ("argument", "hint"),
     [
-        ("+scheduler._target_=torch.optim.lr_scheduler.StepLR", "so nothing reads it"),
-        ("+scheduler=cosine", "so nothing reads it"),
+        ("+rater._target_=torch.optim.lr_scheduler.StepLR", "so nothing reads it"),
+        ("+rater=cosine", "so nothing reads it"),
         ("++iteration=3", "Did you mean iterations?"),
         ("+lr=1e-4", "Did you mean optimizer.lr?"),
     ],
@@ -316,8 +330,7 @@ def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to()
         ("family", "null", "A run needs a family"),
         ("reward.shapes", "3", "reward.shapes must have a _target_ and a weight; got 3"),
         ("reward.shapes.weight", "null", "reward.shapes.weight must be a number"),
-        ("family.explore.stop_after", "6", "must be at least 1 and below family.explore.steps=6; got 6"),
-        ("family.explore.stop_after", "2", "must agree; got shadow, 6, euler and merged, 10, euler"),
+        ("family.explore.stop_after", "6", "family.explore.stop_after=6 is invalid: it must be at least 1 and below"),
         ("family.regenerate.stop_after", "2", "stop_after belongs to family.explore"),
         ("family.explore.decoder", "half", "must be one of full, preview; got 'half'"),
         ("family.explore.decoder", "preview", "model.preview_decoder names none"),
@@ -453,3 +466,32 @@ def test_an_audit_keeps_at_least_a_best_and_a_worst() -> None:
 def test_an_audit_keeps_no_more_than_its_pool() -> None:
     with pytest.raises(UserError, match="task.keep must be at most task.pool"):
         check_values(compose("task=audit", "task.pool=12"))
+
+
+@pytest.mark.parametrize(
+    "rungs",
+    [
+        "[]",
+        "5",
+        "[{step:2}]",
+        "[{step:2,keep:60,more:1}]",
+        "[{step:4,keep:60},{step:2,keep:24}]",
+        "[{step:2,keep:24},{step:4,keep:36}]",
+        "[{step:2,keep:97},{step:4,keep:24}]",
+        "[{step:2,keep:60},{step:4,keep:23}]",
+        "[{step:2,keep:60},{step:11,keep:24}]",
+        "[{step:0,keep:24}]",
+        "[{step:1.5,keep:24}]",
+    ],
+)
+def test_rungs_that_cannot_be_raced_are_refused_with_their_rule(rungs: str) -> None:
+    with pytest.raises(UserError, match=r"family.explore.rungs=.* is invalid: each rung must have a step above"):
+        check_values(compose("family=race", f"family.explore.rungs={rungs}"))
+
+
+def test_a_race_ends_before_its_trajectories_do() -> None:
+    with pytest.raises(UserError, match="nothing is left to regenerate"):
+        check_values(compose("family=race", "family.explore.rungs=[{step:10,keep:24}]"))
+    check_values(compose("family=sol_rl", "+family.explore.rungs=[{step:3,keep:48},{step:6,keep:24}]"))
+    with pytest.raises(UserError, match="with the same weights, so it must continue them"):
+        check_values(compose("family=race", "family.regenerate.steps=20"))

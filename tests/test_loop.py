@@ -303,18 +303,43 @@ def test_run_with_several_optimizer_steps_resumes_exactly(tmp_path: Path) -> Non
     assert (trainer.global_step, loop.iterations_done) == (4, 2)
 
 
-def test_each_stage_with_keep_selects(tmp_path: Path) -> None:
-    check = Regenerated()
-    module, trainer, loop = make(tmp_path, "family=prefix", "model.full_steps=5", callbacks=(check,), max_epochs=1)
-    explore, regenerate = loop.stages
-    first, second = explore._replace(stop_step=1, keep=4), explore._replace(stop_step=3, keep=3)
-    loop.stages = [first, second, regenerate]
+class Stages(Callback):
+    """Keeps what every stage of the roll-out returned."""
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        run_stage, self.found = pl_module.run_stage, []
+
+        def noted(*args: Any) -> Any:
+            self.found.append(run_stage(*args))
+            return self.found[-1]
+
+        pl_module.run_stage = noted
+
+
+def test_a_race_advances_its_survivors_from_rung_to_rung_and_finishes_the_last_ones(tmp_path: Path) -> None:
+    stages, check = Stages(), Regenerated()
+    rungs = "family.explore.rungs=[{step:1,keep:4},{step:3,keep:3}]"
+    options = ("family=race", rungs, "model.full_steps=5", "model.solver=dpm2")
+    module, trainer, loop = make(tmp_path, *options, callbacks=(stages, check), max_epochs=1)
     fit(module, trainer, loop)
-    assert check.rows == 2 * (5 * 1 + 4 * 2 + 3 * 2)  # 2 prompts; the survivors resume from their state
-    pool = check.explored
-    four = pool.take(select_contrastive(pool.rewards, 4))
-    for kept, among in zip(check.rollouts.seeds.tolist(), four.seeds.tolist(), strict=True):
-        assert len(set(kept)) == 3 and set(kept) <= set(among)
+    assert check.rows == 2 * (5 * 1 + 4 * 2 + 3 * 2)  # 2 prompts
+    first, second, last = stages.found[:3]
+    four = first.take(select_contrastive(first.rewards, 4))
+    assert torch.equal(second.seeds, four.seeds)
+    assert torch.equal(last.seeds, second.take(select_contrastive(second.rewards, 3)).seeds)
+    torch.testing.assert_close(check.rollouts.x0, check.again.x0, rtol=0, atol=0.05)
+    # The pool's proxy rewards are those of the first rung, in the order of the latest: selecting by them is the race.
+    chosen = select_contrastive(check.explored.rewards, 3)
+    assert torch.equal(check.explored.seeds.gather(1, chosen), check.rollouts.seeds)
+    assert torch.equal(check.explored.rewards.sort(1).values, first.rewards.sort(1).values)
+
+
+def test_a_shadow_that_stops_early_is_followed_by_a_regeneration_from_the_noise(tmp_path: Path) -> None:
+    check = Regenerated()
+    options = ("+family.explore.stop_after=1", "model.full_steps=5", "model.preview_steps=3")
+    module, trainer, loop = make(tmp_path, *options, callbacks=(check,), max_epochs=1)
+    fit(module, trainer, loop)
+    assert check.rows == 2 * (5 * 1 + 3 * 5)
     torch.testing.assert_close(check.rollouts.x0, check.again.x0, rtol=0, atol=0.05)
 
 

@@ -1,7 +1,6 @@
-"""Rewards: images and prompts in, one float32 score per image out.
+"""Rewards: functions from images and prompts to one float32 score per image.
 
-The classes that people name in scripts and configurations are found here, each imported when it is first asked for: a
-run loads the libraries of its own rewards only.
+This package imports a reward's module on first access to its class, so a run imports only the libraries that it needs.
 """
 
 from importlib import import_module

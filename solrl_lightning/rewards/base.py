@@ -1,6 +1,6 @@
-"""What every reward does around its model: refuse bad input, score in batches of its own, refuse bad scores.
+"""Reward base class: validates images, calls ``score``, validates scores.
 
-Shapes: B images, U different prompts.
+Shapes: B images, U unique prompts.
 """
 
 import math
@@ -13,9 +13,12 @@ from solrl_lightning.errors import NonFiniteError, UserError
 
 
 class Reward(ABC):
-    """A frozen scorer of images; called as ``reward(images, prompts)``.
+    """A frozen scorer of images, called as ``reward(images, prompts)``.
 
-    Subclasses say how images and prompts become scores; ``name`` stands in curves, tables and messages.
+    Subclasses define ``score`` and ``name``, which labels curves, tables and messages.
+
+    Args:
+        device: where to score.
     """
 
     name: str
@@ -25,11 +28,11 @@ class Reward(ABC):
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """float32 [B] of images [B, 3, H, W] in [0, 1], one prompt each.
+        """Scores, float32 [B], of images [B, 3, H, W] in [0, 1] with one prompt each.
 
         Raises:
-            ValueError: the images or the number of prompts are not as said.
-            UserError: ``score`` returned something else than one number per image.
+            ValueError: the images have another shape, dtype or range, or the number of prompts is not B.
+            UserError: ``score`` did not return a tensor [B].
             NonFiniteError: an image has NaN, or a score is NaN or infinite.
         """
         check_images(self.name, images, prompts)
@@ -37,8 +40,8 @@ class Reward(ABC):
         if not isinstance(scores, Tensor) or scores.shape != (len(prompts),):
             found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise UserError(
-                f"the reward {self.name} must return one score per image, a tensor [{len(prompts)}]; its score() "
-                f"returned {found}."
+                f"the reward {self.name} is invalid: it must return one score per image, a tensor [{len(prompts)}]; "
+                f"its score() returned {found}. Correct score()."
             )
         scores = scores.float()
         check_scores(self.name, scores, prompts)
@@ -46,27 +49,28 @@ class Reward(ABC):
 
     @abstractmethod
     def score(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """[B] of images [B, 3, H, W] in [0, 1] that have been checked."""
+        """Scores [B] of images [B, 3, H, W] in [0, 1], which are already validated."""
 
     def check_prompts(self, prompts: list[str]) -> None:  # noqa: B027  (most rewards can score any text)
-        """Raises ``UserError`` for a prompt that cannot be scored."""
+        """Raise ``UserError`` for a prompt that the reward cannot score."""
 
 
 def check_images(name: str, images: Tensor, prompts: list[str]) -> None:
-    """Raises ``ValueError`` unless images are [B, 3, H, W] floats in [0, 1], one for each of the prompts.
+    """Raise ``ValueError`` unless images are floats [B, 3, H, W] in [0, 1] and there are B prompts.
 
-    An image with NaN is a ``NonFiniteError``: the model made it, not the caller.
+    An image with NaN raises ``NonFiniteError`` instead: the model's numbers are at fault, not the caller.
     """
     if images.ndim != 4 or images.shape[1] != 3 or not images.is_floating_point():
         raise ValueError(
-            f"the reward {name} scores float images [B, 3, H, W]; got {images.dtype} {list(images.shape)}. Divide "
-            "images of uint8 by 255, and stack them with the channels first."
+            f"the images of the reward {name} are invalid: they must be floats [B, 3, H, W]; got {images.dtype} "
+            f"{list(images.shape)}. Divide uint8 images by 255, and stack them with the channels first."
         )
     if len(images) != len(prompts):
         raise ValueError(
-            f"the reward {name} takes one prompt per image; got {len(images)} images and {len(prompts)} prompts"
+            f"the prompts of the reward {name} are invalid: there must be one per image; got {len(images)} images and "
+            f"{len(prompts)} prompts."
         )
-    lowest, highest = images.amin((1, 2, 3)), images.amax((1, 2, 3))  # NaN if there is one
+    lowest, highest = images.amin((1, 2, 3)), images.amax((1, 2, 3))  # torch returns NaN if an image has one
     inside = (lowest >= 0) & (highest <= 1)
     if not inside.all():
         row = int((~inside).nonzero()[0])
@@ -74,13 +78,13 @@ def check_images(name: str, images: Tensor, prompts: list[str]) -> None:
         if math.isnan(low):
             raise NonFiniteError(f"the image given to the reward {name} has NaN for the prompt {prompts[row]!r}", row)
         raise ValueError(
-            f"the reward {name} scores images in [0, 1]; image {row} of {len(images)} (prompt {prompts[row]!r}) spans "
-            f"{low:.3g} to {high:.3g}. Clamp or rescale what the decoder returns."
+            f"the images of the reward {name} are invalid: values must be in [0, 1]; image {row} of {len(images)} "
+            f"(prompt {prompts[row]!r}) spans {low:.3g} to {high:.3g}. Clamp or rescale the decoder's output."
         )
 
 
 def check_scores(name: str, scores: Tensor, prompts: list[str]) -> None:
-    """Raises ``NonFiniteError`` for the first of scores [B] that is NaN or infinite."""
+    """Raise ``NonFiniteError`` for the first of scores [B] that is NaN or infinite."""
     finite = scores.isfinite()
     if not finite.all():
         row = int((~finite).nonzero()[0])
@@ -88,7 +92,7 @@ def check_scores(name: str, scores: Tensor, prompts: list[str]) -> None:
 
 
 def unique_prompts(prompts: list[str]) -> tuple[list[str], Tensor]:
-    """The U different prompts, and int64 [B] the place of each prompt among them: a group's text is encoded once."""
+    """The U unique prompts, and the index int64 [B] of each prompt in them. Rewards encode equal prompts once."""
     place: dict[str, int] = {}
     index = [place.setdefault(prompt, len(place)) for prompt in prompts]
     return list(place), torch.tensor(index)

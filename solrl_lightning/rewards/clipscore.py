@@ -1,9 +1,10 @@
-"""CLIPScore: how well an image matches its prompt, as OpenAI's CLIP ViT-L/14 sees it.
+"""CLIPScore: the match of image and prompt by OpenAI's CLIP ViT-L/14.
 
     reward = cosine(image, prompt)
 
-The published Sol-RL presets divide CLIP's logit by 100, its logit scale, which is this cosine. Hessel et al. 2021, who
-named the metric, report 2.5 max(cosine, 0) of ViT-B/32; a positive factor changes no ranking and no advantage.
+The published Sol-RL presets divide CLIP's logit by its logit scale 100, which gives this cosine. Hessel et al. 2021
+(arXiv 2104.08718), who named the metric, report 2.5 max(cosine, 0) of ViT-B/32. A positive factor does not change
+rankings or advantages.
 """
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from solrl_lightning.rewards.towers import TransformersCLIP
 
 
 class CLIPScore(TransformersCLIP):
-    """See the module docstring; the arguments are those of ``TransformersCLIP``."""
+    """CLIPScore, with the arguments of ``TransformersCLIP``."""
 
     name = "clipscore"
 

@@ -1,13 +1,13 @@
-"""HPSv2: how much people would like an image for a prompt, after Wu et al. 2023 (Human Preference Score v2).
+"""HPSv2: human preference for an image, given a prompt (Wu et al. 2023, Human Preference Score v2, arXiv 2306.09341).
 
     reward = cosine(image, prompt)
 
-A CLIP ViT-H/14 fine-tuned on people's rankings, here in version 2.1. The weights load into open_clip's own model, whose
-686 tensors have the same names and shapes; the published ``hpsv2`` package carries an old copy of open_clip, and its
-wheel lacks the BPE vocabulary. Images are padded to a square, not cropped. What differs: torchvision before 0.17
-resized tensors without antialiasing, here it is always on.
+The model is a CLIP ViT-H/14, fine-tuned on human rankings, in version 2.1. The weights load into open_clip's model,
+whose 686 tensors have the same names and shapes. The published ``hpsv2`` package is not used: it has an old copy of
+open_clip, and its wheel lacks the BPE vocabulary. Images are padded to a square, not cropped. Unlike torchvision before
+0.17, resizing is always antialiased.
 
-Shapes: B images, U different prompts, D numbers per embedding.
+Shapes: B images, U unique prompts, D numbers per embedding.
 """
 
 from typing import Any
@@ -23,13 +23,16 @@ WEIGHTS = "HPS_v2.1_compressed.pt"  # in the hub repository
 
 
 class HPSv2(TwoTowers):
-    """See the module docstring.
+    """HPSv2 with open_clip's model.
 
     Args:
-        pretrained: hub id of a repository with ``WEIGHTS``, or a .pt file with a state_dict.
-        architecture: open_clip's name of the model that the weights are of.
+        pretrained: hub id or folder with ``WEIGHTS``, or a .pt file with a state_dict.
+        architecture: open_clip's name of the weights' architecture.
         device: where to score.
         dtype: of weights and activations.
+
+    Raises:
+        UserError: see ``load_open_clip`` and ``floating_dtype``.
     """
 
     name = "hpsv2"

@@ -1,15 +1,15 @@
-"""ImageReward v1.0 (Xu et al. 2023, arXiv 2304.05977) on current transformers: one image and one joint pass per image.
+"""ImageReward v1.0 (Xu et al. 2023, arXiv 2304.05977) with transformers' BLIP: one image and one joint pass per image.
 
     reward = (head(joint(text, image)[CLS]) - 0.1672) / 1.0333
 
-A BLIP of transformers' own classes, whose text tower attends to the image, and a head of five linear layers.
-docs/rewards/imagereward.md says why this is not the ``image-reward`` package, and how the two were compared.
+The text tower attends to the image; the head has five linear layers. docs/rewards/imagereward.md explains why the
+``image-reward`` package is not used, and compares the two.
 
-What must be as in training: LayerNorm eps 1e-6 in the image tower and the configured one (1e-12) in the text tower,
-exact GELU, text padded to and cut at 35 tokens, [CLS] in front (BLIP's matching head puts [ENC] there, ImageReward does
-not), no activations inside the head.
+As in training: LayerNorm eps is 1e-6 in the image tower and the configured one (1e-12) in the text tower; GELU is
+exact; text is padded to and truncated at 35 tokens; the first token is [CLS] (BLIP's matching head uses [ENC]); the
+head has no activations.
 
-Shapes: B images, U different prompts, S text tokens, V image tokens.
+Shapes: B images, U unique prompts, S text tokens, V image tokens.
 """
 
 import json
@@ -31,12 +31,12 @@ WEIGHTS, TEXT_CONFIG = "ImageReward.pt", "med_config.json"  # in the hub reposit
 _RELEASE, _TOKENIZER = "zai-org/ImageReward", "google-bert/bert-base-uncased"
 _SCORE_MEAN, _SCORE_STD = 0.16717362830052426, 1.0333394966054072  # of the head's output, fixed with the release
 _TOKENS = 35  # S
-_ADDED_TOKENS = ["[DEC]", "[ENC]"]  # BLIP's two, behind BERT's vocabulary in this order
+_ADDED_TOKENS = ["[DEC]", "[ENC]"]  # BLIP appends them to BERT's vocabulary in this order
 _PIXEL_MEAN, _PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 _ATTENTION_HEAD = 64  # numbers per attention head of the image tower
 _HEAD_WIDTHS = (1024, 128, 64, 16, 1)
 
-# Each name in ImageReward.pt matches a pattern of one of these tables: what it is called here, or why it is left out.
+# Each name in ImageReward.pt matches one pattern: of _RENAMED, pattern -> name here, or of _UNUSED, pattern -> reason.
 _RENAMED = {
     r"blip\.visual_encoder\.cls_token": r"image_tower.embeddings.class_embedding",
     r"blip\.visual_encoder\.pos_embed": r"image_tower.embeddings.position_embedding",
@@ -50,7 +50,7 @@ _RENAMED = {
     r"mlp\.layers\.(\d\.\w+)": r"head.\1",
 }
 _UNUSED = {
-    r"blip\.text_encoder\.embeddings\.position_ids": "the numbers 0, 1, 2, ... which transformers makes itself",
+    r"blip\.text_encoder\.embeddings\.position_ids": "the numbers 0, 1, 2, ..., which transformers computes",
     r"blip\.(vision|text)_proj\.(weight|bias)": "projections of BLIP's contrastive loss, which the score does not use",
 }
 _TEXT_KEYS = (
@@ -67,17 +67,17 @@ _TEXT_KEYS = (
 
 
 class ImageReward(Reward):
-    """See the module docstring.
+    """ImageReward v1.0.
 
     Args:
-        pretrained: hub id, or folder with ``WEIGHTS`` and ``TEXT_CONFIG``.
+        pretrained: hub id or folder with ``WEIGHTS`` and ``TEXT_CONFIG``.
         tokenizer: hub id or folder of BERT's uncased tokenizer.
         device: where to score.
         dtype: of weights and activations of the two towers; the head stays in float32.
         batch: images per forward pass.
 
     Raises:
-        UserError: a file is not there, is damaged, is not ImageReward's, or does not fit the others.
+        UserError: a file is missing, is damaged, is not ImageReward's, or does not fit the others.
     """
 
     name = "imagereward"
@@ -107,7 +107,7 @@ class ImageReward(Reward):
         return torch.cat([self._score_batch(*batch) for batch in batches])
 
     def _score_batch(self, images: Tensor, tokens: Tensor, mask: Tensor) -> Tensor:
-        """float32 [B] of images [B, 3, H, W] and the tokens [B, S] of their prompts, mask 0 where padded."""
+        """Scores, float32 [B], of images [B, 3, H, W] and tokens [B, S]; mask [B, S] is 0 at padding."""
         pixels = preprocess(images.to(self.device), self.image_tower.config.image_size)
         seen = self.image_tower(pixels.to(self.dtype)).last_hidden_state  # [B, V, width of the image tower]
         joint = self.text_tower(tokens.to(self.device), mask.to(self.device), encoder_hidden_states=seen)
@@ -116,19 +116,19 @@ class ImageReward(Reward):
 
 
 def preprocess(images: Tensor, size: int) -> Tensor:
-    """float32 [B, 3, size, size] of images in [0, 1]: shortest side to ``size``, its middle, normalised.
+    """Images in [0, 1] resized, cropped and normalised to float32 [B, 3, size, size].
 
-    By torchvision's functions, as in the package: they round the middle of an odd rest to even, others round it down.
+    Uses torchvision's functions, as the package does: their crop rounds an odd margin to even, others round down.
     """
     resized = resize(images.float(), [size], interpolation=InterpolationMode.BICUBIC, antialias=True)
     return normalize(center_crop(resized, [size]).clamp(0, 1), _PIXEL_MEAN, _PIXEL_STD)
 
 
 def load_tokenizer(tokenizer: str, vocab_size: int) -> BertTokenizer:
-    """BERT's tokenizer and BLIP's two tokens behind it.
+    """BERT's tokenizer with BLIP's two additional tokens.
 
     Raises:
-        UserError: it is not there, or of another size than the model's vocabulary.
+        UserError: its files are missing, or its size is not ``vocab_size``.
     """
     # Not from_pretrained of a hub id: transformers 5 silently builds an empty tokenizer when files are missing.
     vocabulary = _fetch("tokenizer", tokenizer, "vocab.txt", "tokenizer.json")
@@ -136,24 +136,24 @@ def load_tokenizer(tokenizer: str, vocab_size: int) -> BertTokenizer:
         loaded = BertTokenizer.from_pretrained(vocabulary.parent)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"the reward imagereward: tokenizer={tokenizer} could not be read: {sentence(error)} Delete {vocabulary} "
-            f"and download {_TOKENIZER} again."
+            f"reward.imagereward.tokenizer={tokenizer} is invalid: it cannot be read: {sentence(error)} Delete "
+            f"{vocabulary} and download {_TOKENIZER} again."
         ) from error
     loaded.add_tokens(_ADDED_TOKENS, special_tokens=True)
     if len(loaded) != vocab_size:
         raise UserError(
-            f"the reward imagereward: its model has {vocab_size} tokens, but tokenizer={tokenizer} has {len(loaded)}, "
-            f"with {' and '.join(_ADDED_TOKENS)}. Give the tokenizer that it was trained with, {_TOKENIZER} for the "
-            "release."
+            f"reward.imagereward.tokenizer={tokenizer} is invalid: the model has {vocab_size} tokens, and this "
+            f"tokenizer has {len(loaded)} with {' and '.join(_ADDED_TOKENS)}. Set reward.imagereward.tokenizer to the "
+            f"tokenizer of the training, which is {_TOKENIZER} for the release."
         )
     return loaded
 
 
 def rename(weights: dict[str, Tensor], pretrained: str) -> dict[str, Tensor]:
-    """The weights of ImageReward.pt under the names of ``build``'s modules, without those that no score needs.
+    """The weights of ImageReward.pt under the names of ``build``'s modules, without the unused ones.
 
     Raises:
-        UserError: a name is in neither of the two tables.
+        UserError: a name matches no pattern of ``_RENAMED`` and ``_UNUSED``.
     """
     renamed, unknown = {}, []
     for name, weight in weights.items():
@@ -167,10 +167,10 @@ def rename(weights: dict[str, Tensor], pretrained: str) -> dict[str, Tensor]:
 
 
 def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: str) -> nn.ModuleDict:
-    """image_tower, text_tower and head, holding the renamed weights in float32; the image tower's size follows them.
+    """image_tower, text_tower and head in float32 with the renamed weights, which determine the image tower's size.
 
     Raises:
-        UserError: weights are missing, left over, or of other shapes than med_config.json says.
+        UserError: weights are missing or unexpected, or their shapes differ from med_config.json.
     """
     first_layer = "image_tower.encoder.layers.0.mlp.fc1.bias"
     sizes = "image_tower.embeddings.patch_embedding.weight", "image_tower.embeddings.position_embedding", first_layer
@@ -179,8 +179,9 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
     width, patch = patches[0], patches[-1]
     if width % _ATTENTION_HEAD:
         raise UserError(
-            f"the reward imagereward: the width of the image tower must be a multiple of {_ATTENTION_HEAD}; in "
-            f"{WEIGHTS} of pretrained={pretrained} it is {width}. Give the published weights, {_RELEASE}."
+            f"reward.imagereward.pretrained={pretrained} is invalid: the width of the image tower must be a multiple "
+            f"of {_ATTENTION_HEAD}, and is {width} in {WEIGHTS}. Set reward.imagereward.pretrained={_RELEASE}, the "
+            "published weights."
         )
     layers = {name.split(".")[3] for name in weights if name.startswith("image_tower.encoder.layers.")}
     vision = BlipVisionConfig(
@@ -193,10 +194,10 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
         layer_norm_eps=1e-6,
         hidden_act="gelu",
     )
-    # is_decoder gives the layers attention to the image; text looks both ways unless the call says is_decoder, too.
-    start = text_config["vocab_size"] - len(_ADDED_TOKENS)  # [DEC], unused; the default fits one vocabulary only
+    # is_decoder adds cross-attention to the image; self-attention is causal only if the call sets is_decoder, too.
+    start = text_config["vocab_size"] - len(_ADDED_TOKENS)  # [DEC], unused; transformers' default fits one vocabulary
     text = BlipTextConfig(**text_config, bos_token_id=start, encoder_hidden_size=width, is_decoder=True)
-    with torch.device("meta"):  # no memory, no random numbers: all weights come from the file
+    with torch.device("meta"):  # needs no memory and draws no random numbers; all weights come from the file
         text_tower: Any = BlipTextModel(text, add_pooling_layer=False)
         image_tower = BlipVisionModel(vision)
         towers = {"image_tower": image_tower, "text_tower": text_tower, "head": head(text.hidden_size)}
@@ -207,17 +208,17 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
     if misfits:
         name = misfits[0]
         raise UserError(
-            f"the reward imagereward: {WEIGHTS} and {TEXT_CONFIG} of pretrained={pretrained} do not fit each other: "
-            f"{len(misfits)} tensors have another shape, such as {name} with {list(weights[name].shape)} for "
-            f"{list(own[name].shape)}. Get both from {_RELEASE}."
+            f"reward.imagereward.pretrained={pretrained} is invalid: its {WEIGHTS} and {TEXT_CONFIG} do not fit each "
+            f"other: {len(misfits)} tensors have another shape, such as {name} with {list(weights[name].shape)} for "
+            f"{list(own[name].shape)}. Download both again: `hf download {_RELEASE}`."
         )
     model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
-    text_tower.embeddings.position_ids = torch.arange(text.max_position_embeddings)[None]  # the one that no file has
+    text_tower.embeddings.position_ids = torch.arange(text.max_position_embeddings)[None]  # not in the file
     return model
 
 
 def head(width: int) -> nn.Sequential:
-    """Five linear layers. The dropouts that training had between them keep their places, so the file's names fit."""
+    """Five linear layers with the dropouts of training between them, so that indices agree with the file's names."""
     widths = zip((width, *_HEAD_WIDTHS), _HEAD_WIDTHS, strict=False)
     first, second, third, fourth, fifth = (nn.Linear(rows, columns) for rows, columns in widths)
     return nn.Sequential(first, nn.Dropout(0.2), second, nn.Dropout(0.2), third, nn.Dropout(0.1), fourth, fifth)
@@ -225,8 +226,8 @@ def head(width: int) -> nn.Sequential:
 
 def _fetch(argument: str, name: str, *files: str) -> Path:
     release, kind = (_TOKENIZER, "BERT tokenizer") if argument == "tokenizer" else (_RELEASE, "ImageReward model")
-    hint = f"`hf download {release} --local-dir <folder>` makes a folder with all it needs."
-    return fetch(name, *files, key=f"the reward imagereward: {argument}", kind=kind, hint=hint)
+    hint = f"`hf download {release} --local-dir <folder>` makes a folder with all files."
+    return fetch(name, *files, key=f"reward.imagereward.{argument}", kind=kind, hint=hint)
 
 
 def _read_text_config(file: Path) -> dict[str, Any]:
@@ -235,8 +236,9 @@ def _read_text_config(file: Path) -> dict[str, Any]:
         return {key: config[key] for key in _TEXT_KEYS}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"the reward imagereward: {file} must be JSON with the text tower's {', '.join(_TEXT_KEYS)}; reading it "
-            f"stopped at {sentence(error)} Get it again from {_RELEASE}."
+            f"the file {file} of the reward imagereward is invalid: it must be JSON with the text tower's "
+            f"{', '.join(_TEXT_KEYS)}; reading stopped at {sentence(error)} Download it again: `hf download "
+            f"{_RELEASE}`."
         ) from error
 
 
@@ -244,7 +246,7 @@ def _read_weights(file: Path) -> dict[str, Tensor]:
     weights = load_tensors(ImageReward.name, file)
     if not isinstance(weights, dict):
         raise UserError(
-            f"the reward imagereward: {file} must hold tensors by name; it holds a {type(weights).__name__}. Get it "
-            f"again from {_RELEASE}."
+            f"the file {file} of the reward imagereward is invalid: it must hold tensors by name; it holds a "
+            f"{type(weights).__name__}. Download it again: `hf download {_RELEASE}`."
         )
     return weights

@@ -1,19 +1,19 @@
-"""PickScore: which image people would pick for a prompt, after Kirstain et al. 2023 (Pick-a-Pic).
+"""PickScore: human preference for an image, given a prompt (Kirstain et al. 2023, Pick-a-Pic, arXiv 2305.01569).
 
     reward = exp(logit_scale) * cosine(image, prompt) / 26
 
-A CLIP ViT-H/14 that was fine-tuned on pairs of images of which users preferred one.
+The model is a CLIP ViT-H/14, fine-tuned on users' choices between two images.
 """
 
 from torch import Tensor
 
 from solrl_lightning.rewards.towers import TransformersCLIP
 
-_SCALE = 26.0  # brings usual scores near 1; Flow-GRPO's convention, which DiffusionNFT and Sol-RL share
+_SCALE = 26.0  # Flow-GRPO, DiffusionNFT and Sol-RL divide by it; typical scores are near 1
 
 
 class PickScore(TransformersCLIP):
-    """See the module docstring; the arguments are those of ``TransformersCLIP``."""
+    """PickScore, with the arguments of ``TransformersCLIP``."""
 
     name = "pickscore"
 

@@ -1,13 +1,11 @@
-"""Images as the towers of CLIP models want them: on tensors, in batches, on the images' device.
+"""Preprocesses batches of image tensors for CLIP models, on the images' device.
 
-Two ways, as published:
+1. ``CropToSquare``, CLIP's preprocessing: resizes the shortest side to the model's size and crops the middle square.
+2. ``pad_to_square``, HPSv2's preprocessing: resizes the longest side to the model's size and pads with zeros.
 
-1. ``CropToSquare``: CLIP's own; the shortest side to the model's size, the middle square of that.
-2. ``pad_to_square``: HPSv2's; the longest side to the model's size, zeros around that.
-
-Both start from images rounded to 8 bits, so that an image scores as the PNG file does that it is saved to. PIL, the
-reference of the first, resizes columns, then rows, and rounds to 8 bits after each; scores without those roundings are
-ten times and more further from it. The reference of the second resizes floats.
+Both round images to 8 bits first, so an image and the PNG file saved from it have the same score. PIL, the reference of
+the first, resizes the width, then the height, and rounds to 8 bits after each; without those roundings the distance
+from the reference is at least ten times as large. The reference of the second resizes floats.
 
 Shapes: B images of H x W pixels, S the model's side.
 """
@@ -20,12 +18,12 @@ from torch import Tensor
 
 
 def eight_bits(images: Tensor) -> Tensor:
-    """float32 of images, clipped to [0, 1] and rounded to multiples of 1/255."""
+    """Images in float32, clipped to [0, 1] and rounded to multiples of 1/255."""
     return (images.float().clamp(0, 1) * 255).round() / 255
 
 
 def resize(images: Tensor, height: int, width: int) -> Tensor:
-    """float32 [B, 3, height, width] of images [B, 3, H, W]: antialiased bicubic, the kernel that PIL has, too."""
+    """Images [B, 3, H, W] resized to float32 [B, 3, height, width]: antialiased bicubic, PIL's kernel."""
     return F.interpolate(images, (height, width), mode="bicubic", antialias=True, align_corners=False)
 
 
@@ -45,10 +43,10 @@ class CropToSquare(NamedTuple):
     std: tuple[float, ...]
 
     def __call__(self, images: Tensor) -> Tensor:
-        """float32 [B, 3, height, width] of images [B, 3, H, W] in [0, 1], normalised."""
+        """Images [B, 3, H, W] in [0, 1] resized, cropped and normalised to float32 [B, 3, height, width]."""
         old_high, old_wide = images.shape[-2:]
         short = min(old_high, old_wide)
-        # The longer side is rounded down, as transformers and torchvision do.
+        # transformers and torchvision round the longer side down.
         high, wide = self.shortest * old_high // short, self.shortest * old_wide // short
         columns = eight_bits(resize(eight_bits(images), old_high, wide))
         resized = eight_bits(resize(columns, high, wide))
@@ -57,9 +55,9 @@ class CropToSquare(NamedTuple):
 
 
 def pad_to_square(images: Tensor, side: int) -> Tensor:
-    """float32 [B, 3, S, S] of images [B, 3, H, W] in [0, 1]: the longest side is S, the rest black and centred.
+    """Images [B, 3, H, W] in [0, 1] resized and padded to float32 [B, 3, S, S].
 
-    Black before normalisation; the published preprocessing pads then, too.
+    The longest side becomes S, and black fills the rest on both sides. Normalisation comes after padding, as published.
     """
     scale = side / max(images.shape[-2:])
     high, wide = (max(1, round(pixels * scale)) for pixels in images.shape[-2:])  # the thinnest strip is one pixel

@@ -1,15 +1,16 @@
-"""The programmatic reward of the embedded world: does the picture show what its caption says?
+"""Programmatic reward of the embedded world: agreement of a picture with its caption.
 
     reward = purity * (0.6 * (object_1 + object_2) / 2 + 0.4 * relation)        in [0, 1]
 
-1. Every pixel is softly assigned to the background or to one of the six colours, by its squared distance in RGB.
-2. object_i: the mask of the caption's i-th colour against the named shape of the same centroid and area, by soft
-   intersection over union, times (1 + softmax of that overlap among the three shapes) / 2 (a perfect square is worth
-   half as a circle), times a smooth window on the area (nothing there, or far too large: 0).
-3. relation: a sigmoid of how far the first centroid lies from the second in the named direction, times both windows.
-4. purity: decays with the area of colours that the caption does not name.
+1. A softmax over squared RGB distances assigns every pixel to the background or to one of the six colours.
+2. object_i is the product of three factors: the soft intersection over union of the mask of the caption's i-th colour
+   with the named shape of the same centroid and area; (1 + softmax of that overlap among the three shapes) / 2, so a
+   perfect square gets half the credit for a circle; and a smooth window on the area, 0 for no or a far too large area.
+3. relation is a sigmoid of the distance from the second to the first centroid in the named direction, times both
+   windows.
+4. purity decays with the area of colours that the caption does not name.
 
-Each step is smooth in the pixels, so better pictures score higher even when both are imperfect.
+Each step is smooth in the pixels, so the score ranks imperfect pictures.
 """
 
 import torch
@@ -28,14 +29,14 @@ from solrl_lightning.shapes.world import (
 )
 
 _COLOUR_VARIANCE = 0.02  # squared RGB distance at which a colour's share falls to 1/e
-_OVERLAP_TEMPERATURE = 0.04  # circle and square of one area overlap by 0.83, so the right one wins by e^4
-_COLOUR_CREDIT = 0.5  # what an object of the right colour and the wrong shape is worth
+_OVERLAP_TEMPERATURE = 0.04  # circle and square of equal area overlap by 0.83, so their softmax ratio is e^4
+_COLOUR_CREDIT = 0.5  # of an object with the right colour and the wrong shape
 _RELATION_MARGIN, _RELATION_WIDTH = 4.0, 1.5  # pixels; rendered objects are at least 14 apart
-_STRAY_FREE, _STRAY_SCALE = 12.0, 80.0  # pixels of other colours: antialiased edges stay below the first
+_STRAY_FREE, _STRAY_SCALE = 12.0, 80.0  # pixels of other colours; antialiased edges have fewer than the first
 
 
 class ShapesReward(Reward):
-    """Scores [B, 3, 32, 32] images in [0, 1] against shapes captions; see the module docstring for the formula."""
+    """Scores images [B, 3, 32, 32] in [0, 1] by their shapes captions; the module docstring has the formula."""
 
     name = "shapes"
 
@@ -44,12 +45,12 @@ class ShapesReward(Reward):
         self._palette = torch.tensor([*COLOURS.values(), BACKGROUND], device=self.device)  # [7, 3]
 
     def check_prompts(self, prompts: list[str]) -> None:
-        """Raises ``UserError`` for a prompt that is no shapes caption."""
+        """Raise ``UserError`` for a prompt that is no shapes caption."""
         for prompt in prompts:
             parse_caption(prompt)
 
     def score(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """float32 [B]. Raises ``UserError`` for a prompt that is no shapes caption."""
+        """Scores, float32 [B] in [0, 1]. Raises ``UserError`` for a prompt that is no shapes caption."""
         images = images.to(self.device, torch.float32)
         scenes = [parse_caption(prompt) for prompt in prompts]
         names = list(COLOURS)
@@ -87,6 +88,6 @@ class ShapesReward(Reward):
 
 
 def _rise(x: Tensor, low: float, high: float) -> Tensor:
-    """A smooth step (3 u^2 - 2 u^3) from 0 at ``low`` to 1 at ``high``."""
+    """Smooth step, 3 u^2 - 2 u^3, from 0 at ``low`` to 1 at ``high``."""
     u = ((x - low) / (high - low)).clamp(0, 1)
     return u * u * (3 - 2 * u)

@@ -1,6 +1,6 @@
-"""What rewards made of two towers, one for images and one for text, share: the cosine of the two embeddings.
+"""Base classes of rewards with an image tower and a text tower: the cosine of the two embeddings.
 
-Shapes: B images, U different prompts, D numbers per embedding.
+Shapes: B images, U unique prompts, D numbers per embedding.
 """
 
 from abc import abstractmethod
@@ -13,13 +13,13 @@ from torch import Tensor
 from solrl_lightning.rewards.base import Reward, unique_prompts
 from solrl_lightning.rewards.loading import floating_dtype, load_clip
 
-_CHUNK = 32  # images or texts per forward pass; so many images of 1024 x 1024 are 0.4 GB in float32
+_CHUNK = 32  # images or texts per forward pass; 32 images of 1024 x 1024 take 0.4 GB in float32
 
 
 class TwoTowers(Reward):
     """A reward that is a function of the cosine between an image's and a text's embedding.
 
-    Not a ``Module``: train() of the run's LightningModule, its checkpoints and its optimiser never reach the weights.
+    Not a ``Module``, so train() of the LightningModule, its checkpoints and its optimiser do not include the weights.
     """
 
     device: torch.device
@@ -27,14 +27,14 @@ class TwoTowers(Reward):
 
     @abstractmethod
     def embed_images(self, images: Tensor) -> Tensor:
-        """[B, D] of images [B, 3, H, W] in [0, 1] on the reward's device."""
+        """Embeddings [B, D] of images [B, 3, H, W] in [0, 1] on the reward's device."""
 
     @abstractmethod
     def embed_texts(self, prompts: list[str]) -> Tensor:
-        """[U, D]."""
+        """Embeddings [U, D] of prompts."""
 
     def cosine(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """float32 [B]: each image against its prompt; equal prompts are embedded once."""
+        """Cosines, float32 [B], of each image with its prompt. Embeds equal prompts once."""
         texts, place = unique_prompts(prompts)
         seen = torch.cat([self.embed_images(part.to(self.device)).float() for part in images.split(_CHUNK)])
         parts = [texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK)]
@@ -43,13 +43,16 @@ class TwoTowers(Reward):
 
 
 class TransformersCLIP(TwoTowers):
-    """The two towers of a transformers CLIP, with its processor's preprocessing.
+    """A CLIP of transformers with the preprocessing of its processor.
 
     Args:
         pretrained: hub id or folder of the weights.
         processor: hub id or folder of the image processor and the tokenizer.
         device: where to score.
         dtype: of weights and activations.
+
+    Raises:
+        UserError: see ``load_clip`` and ``floating_dtype``.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class TransformersCLIP(TwoTowers):
     ) -> None:
         self.device, self.dtype = torch.device(device), floating_dtype(self.name, dtype)
         model, self._tokenizer, self._preprocess = load_clip(self.name, pretrained, processor)
-        # Read before the cast: in bfloat16 the published scale of 100 would be 98.9.
+        # Read the scale before the cast: bfloat16 rounds the published 100 to 98.9.
         self.logit_scale = float(model.logit_scale.detach().exp())
         self.model: Any = model.eval().requires_grad_(False).to(self.device, self.dtype)
 

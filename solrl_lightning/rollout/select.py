@@ -36,6 +36,20 @@ def select_contrastive(scores: Tensor, keep: int) -> Tensor:
     return torch.cat([best, ascending[:, : keep - keep // 2]], dim=1)
 
 
+def rerank(scores: Tensor, places: Tensor, rewards: Tensor) -> Tensor:
+    """Return scores [P, N] in which the candidates ``places`` [P, K] swap their scores into the order of ``rewards``.
+
+    So candidates that a later, better look reorders stay as far from the middle as they were together, and selecting
+    from the result is selecting by the latest rewards [P, K]. Those that are not finite get the scores in the middle.
+    """
+    places = places.to(scores.device)
+    finite = torch.where(rewards.isfinite(), rewards, torch.nan)
+    rewards = torch.where(finite.isnan(), finite.nanmedian(dim=1, keepdim=True).values, finite)
+    own = scores.gather(1, places).sort(dim=1, descending=True, stable=True).values
+    order = rewards.argsort(dim=1, descending=True, stable=True).to(scores.device)
+    return scores.scatter(1, places.gather(1, order), own)
+
+
 def take(values: Tensor, chosen: Tensor) -> Tensor:
     """Return the candidates ``chosen`` [P, K] of values [P, N, ...] as [P, K, ...]."""
     return values[torch.arange(values.shape[0], device=values.device)[:, None], chosen.to(values.device)]

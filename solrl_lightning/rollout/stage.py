@@ -48,9 +48,14 @@ class Stage(NamedTuple):
     sampler: str  # see `Samplers`
     steps: int
     solver: str
-    stop_step: int | None = None  # stop here and score the predicted image; the next stage continues from this state
+    stop_step: int | None = None  # stop here and score the predicted image
     decoder: str = "full"  # or "preview"
     keep: int | None = None  # best and worst by reward, passed to the next stage or to training; None keeps all
+
+    def continues_in(self, following: "Stage") -> bool:
+        """Whether the next stage continues these trajectories; otherwise it starts from the noise of its seeds."""
+        same = (self.sampler, self.steps, self.solver) == (following.sampler, following.steps, following.solver)
+        return self.stop_step is not None and same
 
     @property
     def only_ranks(self) -> bool:
@@ -60,13 +65,20 @@ class Stage(NamedTuple):
 
 def evaluations(stages: Sequence[Stage], pool: int) -> list[int]:
     """Return the model evaluations of each stage for one prompt: forward passes of the transformer for one image."""
-    counts, done, images = [], 0, pool
-    for stage in stages:
+    counts, done = [], 0
+    for stage, following, images in zip(stages, [*stages[1:], None], candidates(stages, pool), strict=True):
         end = stage.steps if stage.stop_step is None else stage.stop_step
         counts.append(images * (end - done))
-        done = 0 if stage.stop_step is None else end
-        images = images if stage.keep is None else stage.keep
+        done = end if following is not None and stage.continues_in(following) else 0
     return counts
+
+
+def candidates(stages: Sequence[Stage], pool: int) -> list[int]:
+    """Return how many candidates of one prompt each stage samples."""
+    kept = [pool]
+    for stage in stages[:-1]:
+        kept.append(kept[-1] if stage.keep is None else stage.keep)
+    return kept
 
 
 @dataclass
@@ -238,7 +250,7 @@ def check_selectable(proxy_rewards: Tensor, keep: int, prompts: list[str]) -> No
         row = int((finite < keep).nonzero()[0])
         raise NonFiniteError(
             f"{int(finite[row])} of {proxy_rewards.shape[1]} explored candidates have a finite reward for the prompt "
-            f"{prompts[row]!r}, fewer than family.keep={keep}; {_NONFINITE_HINT}",
+            f"{prompts[row]!r}, fewer than the {keep} to keep; {_NONFINITE_HINT}",
             row,
         )
 

@@ -1,1 +1,1 @@
-"""The embedded world: two coloured shapes in a relation, their renderer, captions, and the model pretrained on them."""
+"""The embedded world: scenes of two coloured shapes, their captions, renderer, and the recipe of the embedded model."""

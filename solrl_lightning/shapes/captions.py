@@ -1,4 +1,4 @@
-"""Training and held-out captions: disjoint, and every colour, shape and relation occurs in both."""
+"""Training and held-out captions. They are disjoint; both have every colour, shape and relation."""
 
 from functools import cache
 
@@ -10,7 +10,7 @@ NUM_EVAL = 64
 _SPLIT_SEED = 20260406
 
 
-@cache  # pretraining asks for every batch
+@cache  # pretraining calls it for every batch
 def _shuffled() -> tuple[str, ...]:
     captions = [scene.caption() for scene in all_scenes()]
     order = torch.randperm(len(captions), generator=torch.Generator().manual_seed(_SPLIT_SEED)).tolist()
@@ -18,10 +18,10 @@ def _shuffled() -> tuple[str, ...]:
 
 
 def eval_captions() -> list[str]:
-    """64 captions on which the model is evaluated; neither pretraining nor post-training sees them."""
+    """The 64 held-out captions. Pretraining and post-training do not use them."""
     return list(_shuffled()[:NUM_EVAL])
 
 
 def train_captions() -> list[str]:
-    """The other 1016 captions."""
+    """The 1016 training captions."""
     return list(_shuffled()[NUM_EVAL:])

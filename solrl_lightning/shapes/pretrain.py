@@ -1,14 +1,15 @@
 """Builds and trains the embedded model: a ``FluxPipeline`` of the real classes, small enough for two CPU cores.
 
-1. The autoencoder learns to reconstruct renderings (L1 plus a little KL). It turns an 8 x 8 pixel patch into one token
-   of 32 numbers: narrower than the transformer's 128, without which the transformer cannot predict full-rank noise.
-2. The transformer and both text encoders learn flow matching together: x_t = (1 - sigma) x0 + sigma eps, target
-   eps - x0, sigma from a logit-normal distribution (Esser et al. 2024, arXiv 2403.03206, eq. 19).
-3. A tiny autoencoder's decoder learns to paint what the autoencoder paints (L1), also of latents with a little noise
-   on them, as few steps leave it. Its encoder is not trained: nobody asks it.
+1. The autoencoder is trained to reconstruct renderings (L1 loss and 1e-4 KL). It encodes a patch of 8 x 8 pixels as one
+   token of 32 numbers. A token must be narrower than the transformer's width of 128, or the transformer cannot predict
+   full-rank noise.
+2. The transformer and both text encoders are trained together by flow matching: x_t = (1 - sigma) x0 + sigma eps,
+   target eps - x0, sigma from a logit-normal distribution (Esser et al. 2024, arXiv 2403.03206, eq. 19).
+3. The decoder of a tiny autoencoder is trained to reproduce the images of the autoencoder (L1 loss), also from noisy
+   latents, because few solver steps leave noise. Its encoder is not trained.
 
-Only training captions are rendered. Everything follows from the seed; renderings come from a CPU generator, so a GPU
-run sees the same scenes.
+Training uses training captions only. The model is a function of the seed. Renderings come from a CPU generator, so a
+GPU run has the same scenes.
 """
 
 import copy
@@ -39,7 +40,7 @@ from solrl_lightning.policies.preview import EMBEDDED
 from solrl_lightning.shapes.captions import train_captions
 from solrl_lightning.shapes.world import COLOURS, IMAGE_SIZE, RELATIONS, SHAPES, parse_caption, render
 
-MAX_WORDS = 10  # "a red circle left of a blue square" and the end token take nine
+MAX_WORDS = 10  # the longest caption, "a red circle left of a blue square", has nine tokens with the end token
 WIDTH = 128
 _TEXT_WIDTH = 64
 _PREVIEW_WIDTH = 16
@@ -47,7 +48,7 @@ _LARGEST_NOISE = 0.5  # standard deviation, on latents of unit variance
 
 
 class Recipe(NamedTuple):
-    """How long and how fast the three parts are trained."""
+    """Steps, batch sizes and peak learning rates of the three trainings."""
 
     seed: int = 0
     vae_steps: int = 1200
@@ -57,7 +58,7 @@ class Recipe(NamedTuple):
     flow_batch: int = 64
     flow_lr: float = 1e-3
     distractors: float = 0.4
-    """Share of the flow's pictures with a third object that the caption does not mention: a flaw to be trained away."""
+    """Share of the flow's images with a third object that is not in the caption, a flaw that post-training removes."""
     preview_steps: int = 2500
     preview_batch: int = 32
     preview_lr: float = 3e-3
@@ -101,12 +102,12 @@ def build_pipeline(seed: int) -> FluxPipeline:
 
 
 def _clip_tokenizer(words: list[str]) -> CLIPTokenizer:
-    """A byte-pair tokenizer in which every word of the grammar is one token and any other text falls into letters."""
+    """A byte-pair tokenizer with one token per word of the grammar; it splits other text into letters."""
     special = ["<|startoftext|>", "<|endoftext|>"]
     letters = [chr(c) for c in range(ord("!"), ord("~") + 1)]
     tokenizer = Tokenizer(BPE(end_of_word_suffix="</w>"))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    # All letters are listed beforehand: those that the trainer finds by itself are numbered in the order of a hash map.
+    # BpeTrainer numbers letters that are not listed in the order of a hash map, which varies.
     alphabet = [*special, *letters, *(f"{letter}</w>" for letter in letters)]
     trainer = BpeTrainer(special_tokens=alphabet, end_of_word_suffix="</w>", show_progress=False)
     tokenizer.train_from_iterator([*words, *letters], trainer)
@@ -116,7 +117,7 @@ def _clip_tokenizer(words: list[str]) -> CLIPTokenizer:
 
 
 def train_autoencoder(vae: AutoencoderKL, recipe: Recipe, device: torch.device) -> None:
-    """Trains ``vae`` in place and writes the latents' mean and 1/std into its shift and scaling factors."""
+    """Train ``vae`` in place, and set its shift and scaling factors to the latents' mean and 1/std."""
     vae.to(device).train()
     generator = torch.Generator().manual_seed(recipe.seed + 1)
 
@@ -135,7 +136,7 @@ def train_autoencoder(vae: AutoencoderKL, recipe: Recipe, device: torch.device) 
 
 
 def train_flow(pipeline: FluxPipeline, recipe: Recipe, device: torch.device) -> None:
-    """Trains the transformer and the text encoders of ``pipeline`` in place; leaves the average of the last weights."""
+    """Train the transformer and the text encoders of ``pipeline`` in place. The result is an average over the steps."""
     trained = nn.ModuleList([pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2]).to(device).train()
     averaged = copy.deepcopy(trained)
     generator = torch.Generator().manual_seed(recipe.seed + 2)
@@ -167,7 +168,7 @@ def train_flow(pipeline: FluxPipeline, recipe: Recipe, device: torch.device) -> 
 
 
 def train_preview_decoder(vae: AutoencoderKL, recipe: Recipe, device: torch.device) -> AutoencoderTiny:
-    """A decoder of the trained autoencoder's scaled latents, many times quicker than its own."""
+    """A tiny autoencoder whose decoder decodes the scaled latents of ``vae`` many times faster."""
     torch.manual_seed(recipe.seed + 3)
     tiny = AutoencoderTiny(
         latent_channels=vae.config.latent_channels,
@@ -190,9 +191,9 @@ def train_preview_decoder(vae: AutoencoderKL, recipe: Recipe, device: torch.devi
 
 
 def pretrain_pipeline(folder: Path, recipe: Recipe, device: torch.device) -> FluxPipeline:
-    """Runs the whole recipe and saves the pipeline: transformer in bfloat16, everything else in float32.
+    """Run the recipe, and save the pipeline with its transformer in bfloat16 and all other components in float32.
 
-    The preview decoder, which no pipeline knows of, goes into a folder of its own in there.
+    The preview decoder is no component of the pipeline; it is saved in the subfolder ``EMBEDDED``.
     """
     pipeline = build_pipeline(recipe.seed)
     pipeline.set_progress_bar_config(disable=True)
@@ -208,7 +209,7 @@ def pretrain_pipeline(folder: Path, recipe: Recipe, device: torch.device) -> Flu
 
 
 def _minimise(loss: Callable[[], Tensor], module: nn.Module, steps: int, lr: float, name: str) -> None:
-    """Steps of AdamW on the losses of as many batches; ``lr`` is the peak of a one-cycle schedule."""
+    """Take ``steps`` steps of AdamW on ``loss``; ``lr`` is the peak of a one-cycle schedule."""
     optimizer = torch.optim.AdamW(module.parameters(), lr=lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps, pct_start=0.1)
     progress = tqdm(range(steps), desc=name, mininterval=2)
@@ -224,7 +225,7 @@ def _minimise(loss: Callable[[], Tensor], module: nn.Module, steps: int, lr: flo
 def _batch(
     size: int, generator: torch.Generator, device: torch.device, distractors: float = 0.0
 ) -> tuple[Tensor, list[str]]:
-    """[B, 3, 32, 32] renderings in [-1, 1] of random training captions."""
+    """Renderings [B, 3, 32, 32] in [-1, 1] of random training captions, and the captions."""
     pool = train_captions()
     captions = [pool[i] for i in torch.randint(len(pool), (size,), generator=generator).tolist()]
     images = render([parse_caption(caption) for caption in captions], generator, distractors)
@@ -233,7 +234,7 @@ def _batch(
 
 @torch.no_grad()
 def _scaled_latents(vae: AutoencoderKL, images: Tensor) -> Tensor:
-    """[B, 8, 8, 8] as the transformer takes them, of mean 0 and variance 1."""
+    """Latents [B, 8, 8, 8] with mean 0 and variance 1, the scale of the transformer's input."""
     return (vae.encode(images).latent_dist.mode() - vae.config.shift_factor) * vae.config.scaling_factor
 
 

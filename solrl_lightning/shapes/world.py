@@ -1,8 +1,8 @@
 """Scenes of two coloured shapes: the caption grammar and the renderer.
 
-A caption reads ``a <colour> <shape> <relation> a <colour> <shape>``, for example "a red circle above a blue square".
-The two colours differ, so that a pixel's colour says which object it belongs to. Lengths are in pixels of a 32 x 32
-image, the origin is the upper left corner, and y grows downwards.
+A caption is ``a <colour> <shape> <relation> a <colour> <shape>``, for example "a red circle above a blue square". The
+two colours differ, so a pixel's colour identifies its object. Lengths are in pixels of a 32 x 32 image. The origin is
+the upper left corner, and y increases downwards.
 """
 
 import re
@@ -25,13 +25,13 @@ COLOURS = {
     "cyan": (0.10, 0.80, 0.85),
 }
 SHAPES = ("circle", "square", "triangle")
-RELATIONS = {  # the direction from the second object to the first, as (x, y)
+RELATIONS = {  # name -> direction (x, y) from the second object to the first
     "above": (0, -1),
     "below": (0, 1),
     "left of": (-1, 0),
     "right of": (1, 0),
 }
-MIN_RADIUS, MAX_RADIUS = 3.8, 5.6  # of the disc of equal area: all three shapes of one radius cover the same area
+MIN_RADIUS, MAX_RADIUS = 3.8, 5.6  # of the disc of equal area
 DISTRACTOR_RADIUS = (3.0, 4.0)
 _CAPTION = re.compile(
     r"an? (?P<c1>{c}) (?P<s1>{s}) (?P<rel>{r}) an? (?P<c2>{c}) (?P<s2>{s})".format(
@@ -41,7 +41,7 @@ _CAPTION = re.compile(
 
 
 class Scene(NamedTuple):
-    """What a caption says: two (colour, shape) objects and where the first lies as seen from the second."""
+    """The content of a caption: two (colour, shape) objects and the relation of the first to the second."""
 
     first: tuple[str, str]
     relation: str
@@ -52,19 +52,23 @@ class Scene(NamedTuple):
 
 
 def parse_caption(caption: str) -> Scene:
-    """The scene of a caption. Raises ``UserError`` for text outside the grammar."""
+    """The scene of a caption, regardless of case, spaces and a final full stop.
+
+    Raises:
+        UserError: the text is not in the grammar.
+    """
     match = _CAPTION.fullmatch(" ".join(caption.lower().split()).rstrip("."))
     if match is None or match["c1"] == match["c2"]:
         raise UserError(
-            f"a shapes caption reads 'a <colour> <shape> <relation> a <colour> <shape>' with two different colours out "
-            f"of {', '.join(COLOURS)}; shapes {', '.join(SHAPES)}; relations {', '.join(RELATIONS)}; got {caption!r}. "
-            "Use such captions, or another reward for free text."
+            f"the prompt {caption!r} is invalid: a shapes caption must be 'a <colour> <shape> <relation> a <colour> "
+            f"<shape>' with two different colours of {', '.join(COLOURS)}; shapes are {', '.join(SHAPES)}; relations "
+            f"are {', '.join(RELATIONS)}. Use such captions, or another reward for free text: reward=pickscore."
         )
     return Scene((match["c1"], match["s1"]), match["rel"], (match["c2"], match["s2"]))
 
 
 def all_scenes() -> list[Scene]:
-    """Every scene of the grammar, 30 ordered colour pairs x 9 shape pairs x 4 relations = 1080, in a fixed order."""
+    """All 1080 scenes of the grammar (30 ordered colour pairs x 9 shape pairs x 4 relations) in a fixed order."""
     return [
         Scene((c1, s1), relation, (c2, s2))
         for (c1, c2), s1, s2, relation in product(permutations(COLOURS, 2), SHAPES, SHAPES, RELATIONS)
@@ -72,10 +76,13 @@ def all_scenes() -> list[Scene]:
 
 
 def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size: int = IMAGE_SIZE) -> Tensor:
-    """[B, size, size] share of each pixel that lies inside a shape, from its signed distance (antialiased).
+    """Share [B, size, size] of each pixel inside a shape, by the signed distance of the pixel's centre (antialiased).
 
-    ``shape`` [B] indexes ``SHAPES``, ``centre`` [B, 2] is the centroid as (x, y), ``radius`` [B] that of the disc of
-    equal area.
+    Args:
+        shape: indices [B] into ``SHAPES``.
+        centre: centroids [B, 2] as (x, y), in pixels.
+        radius: radii [B] of the discs of equal area, in pixels.
+        size: of the square image, in pixels.
     """
     axis = torch.arange(size, device=centre.device, dtype=centre.dtype) + 0.5
     dx = axis[None, None, :] - centre[:, 0, None, None]
@@ -91,10 +98,9 @@ def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size: int = IMAGE_SI
 
 
 def render(scenes: list[Scene], generator: torch.Generator, distractors: float = 0.0) -> Tensor:
-    """[B, 3, 32, 32] images in [0, 1] of the scenes, with sizes and positions drawn from ``generator``.
+    """Images [B, 3, 32, 32] in [0, 1] of the scenes, with sizes and positions drawn from ``generator``.
 
-    A share ``distractors`` of the pictures has a third, smaller object that its caption does not mention, as pictures
-    on the web do.
+    A share ``distractors`` of the images has a third, smaller object that the caption does not mention.
     """
     batch = len(scenes)
     radius = MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * torch.rand(batch, 2, generator=generator)
@@ -116,7 +122,7 @@ def render(scenes: list[Scene], generator: torch.Generator, distractors: float =
 def _add_distractors(
     image: Tensor, scenes: list[Scene], centre: Tensor, share: float, generator: torch.Generator
 ) -> Tensor:
-    """Draws the third objects: in another colour, where there is most room among 8 random places."""
+    """Draw third objects in another colour, each at the most distant of 8 random places."""
     batch = len(scenes)
     places = 4 + (IMAGE_SIZE - 8) * torch.rand(batch, 8, 2, generator=generator)
     room = torch.cdist(places, centre).amin(2)  # [B, 8]

@@ -2,8 +2,9 @@
 
 Every proxy scores the same pool as BF16 at full steps does; their rankings are compared prompt by prompt. A proxy is a
 sampler (the shadow in some precision, or BF16), a number of steps, a solver, a decoder, and perhaps a step after which
-it stops and scores the predicted image, as ``family=prefix`` does. Its cost is given in seconds per candidate, decoding
-and reward included, and in model evaluations.
+it stops and scores the predicted image, as ``family=prefix`` does, or rungs after which some continue, as in
+``family=race``. Its cost is given in seconds per candidate of the pool, decoding and reward included, and in model
+evaluations of a pool.
 
 Shapes: P prompts, N pool.
 """
@@ -20,11 +21,15 @@ from matplotlib.transforms import Bbox
 from omegaconf import DictConfig
 from torch import Tensor
 
-from solrl_lightning.build import build_module, device_of, load_adapters, with_option
+from solrl_lightning.build import build_module, device_of, explorers, load_adapters, with_option
 from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
+from solrl_lightning.rollout.explore import run_stages
+from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import select_contrastive, take
-from solrl_lightning.rollout.stage import Stage
+from solrl_lightning.rollout.stage import Stage, evaluations
+from solrl_lightning.samplers import SHADOW
+from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.report import format_table, write_json
 
@@ -35,11 +40,11 @@ _SIDES = ((5, 3, "left", "bottom"), (-5, -3, "right", "top"), (-5, 3, "right", "
 class Scored(NamedTuple):
     """A pool scored by one sampler."""
 
-    stage: Stage
+    stages: list[Stage]  # one, or the rungs of a race
     precision: str
     backend: str  # of the shadow, where it is one
-    rewards: Tensor  # [P, N] on the CPU
-    seconds: float  # per candidate
+    rewards: Tensor  # [P, N] on the CPU; those of a race are reordered by its later rungs
+    seconds: float  # per candidate of the pool
 
 
 def audit(cfg: DictConfig) -> dict[str, Any]:
@@ -51,8 +56,10 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
     scored: list[Scored] = []
     for precision in dict.fromkeys(proxy.get("precision") for proxy in options.proxies):
         own = cfg if precision is None else with_option(cfg, "precision", precision)
-        stages = [_stage(p, cfg.model.solver) for p in options.proxies if p.get("precision") == precision]
-        first = [] if scored else [Stage("regenerate", "merged", cfg.model.full_steps, cfg.model.solver)]
+        stages = [_stages(p, cfg) for p in options.proxies if p.get("precision") == precision]
+        first = (
+            [] if scored else [[Stage("proxy", "merged", cfg.model.full_steps, cfg.model.solver, keep=options.keep)]]
+        )
         scored += score_pool(own, [*first, *stages])
     truth, *proxies = scored
     result = {
@@ -61,8 +68,8 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
         "keep": options.keep,
         "checkpoint": cfg.ckpt,
         "truth": {
-            "steps": truth.stage.steps,
-            "solver": truth.stage.solver,
+            "steps": truth.stages[0].steps,
+            "solver": truth.stages[0].solver,
             "reward": truth.rewards.mean().item(),
             "seconds": truth.seconds,
             "gap": reward_gap(truth.rewards, truth.rewards, options.keep),
@@ -70,14 +77,14 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
         "proxies": [
             {
                 "name": name_of(proxy, cfg.model.solver),
-                "sampler": proxy.stage.sampler,
+                "sampler": proxy.stages[0].sampler,
                 "precision": proxy.precision,
                 "backend": proxy.backend,
-                "steps": proxy.stage.steps,
-                "solver": proxy.stage.solver,
-                "stop_after": proxy.stage.stop_step,
-                "decoder": proxy.stage.decoder,
-                "evaluations": proxy.stage.stop_step or proxy.stage.steps,
+                "steps": proxy.stages[0].steps,
+                "solver": proxy.stages[0].solver,
+                "rungs": [{"step": stage.stop_step, "keep": stage.keep} for stage in proxy.stages],
+                "decoder": proxy.stages[0].decoder,
+                "evaluations": sum(evaluations(proxy.stages, options.pool)),
                 "reward": proxy.rewards.mean().item(),
                 "seconds": proxy.seconds,
                 "gap": reward_gap(proxy.rewards, truth.rewards, options.keep),
@@ -93,29 +100,33 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
     return result
 
 
-def _stage(proxy: Mapping[str, Any], solver: str) -> Stage:
-    own = proxy.get("solver", solver), proxy.get("stop_after"), proxy.get("decoder", "full")
-    return Stage("proxy", proxy["sampler"], proxy["steps"], *own)
+def _stages(proxy: Mapping[str, Any], cfg: DictConfig) -> list[Stage]:
+    rungs = proxy.get("rungs") or [{"step": proxy.get("stop_after"), "keep": cfg.task.keep}]
+    return explorers({"solver": cfg.model.solver, **proxy}, rungs, name="proxy")
 
 
-def score_pool(cfg: DictConfig, stages: Sequence[Stage]) -> list[Scored]:
-    """Samples and scores the pool with every stage, after a warm-up in which compiled samplers compile."""
-    module = build_module(cfg, device_of(cfg), list(stages))
+def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
+    """Sample and score the pool with every proxy, each after a warm-up in which compiled samplers compile."""
+    module = build_module(cfg, device_of(cfg), [stage for stages in proxies for stage in stages])
     if cfg.ckpt is not None:
         load_adapters(module, cfg.ckpt)
     module.samplers.sync()
     prompts = module.encode(module.eval_prompts[: cfg.task.prompts])
     seeds = pool_seeds(cfg.seed, 0, prompts.texts, cfg.task.pool)
+
+    def run(stage: Stage, seeds: Tensor, state: SolverState | None) -> Candidates:
+        return module.run_stage(stage, prompts, seeds, initial_state=state)
+
     scored = []
-    for stage in stages:
-        module.run_stage(stage._replace(steps=1, stop_step=None), prompts, seeds[:, :1])
+    for stages in proxies:
+        module.run_stage(stages[0]._replace(steps=1, stop_step=None), prompts, seeds[:, :1])
         start = time.perf_counter()
-        rewards = module.run_stage(stage, prompts, seeds).rewards.cpu()
+        rewards = run_stages(stages, seeds, prompts.texts, run).pool.rewards.cpu()
         seconds = (time.perf_counter() - start) / seeds.numel()
-        shadow = stage.sampler == "shadow"
+        shadow = stages[0].sampler == SHADOW
         own = cfg.precision.name, module.samplers.precision_backend
         precision, backend = own if shadow else ("bf16", "no shadow")
-        scored.append(Scored(stage, precision, backend, rewards, seconds))
+        scored.append(Scored(stages, precision, backend, rewards, seconds))
     return scored
 
 
@@ -138,10 +149,11 @@ def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
 
 
 def name_of(proxy: Scored, solver: str) -> str:
-    """The label in the table and the picture, e.g. ``nvfp4 6 steps`` or ``bf16 4 of 10 steps``."""
-    stage = proxy.stage
-    steps = f"{stage.steps}" if stage.stop_step is None else f"{stage.stop_step} of {stage.steps}"
-    unusual = [value for value, usual in ((stage.solver, solver), (stage.decoder, "full")) if value != usual]
+    """The label in the table and the picture: ``nvfp4 6 steps``, ``bf16 4 of 10 steps``, ``bf16 2/4/6 of 10 steps``."""
+    first = proxy.stages[0]
+    stops = [stage.steps if stage.stop_step is None else stage.stop_step for stage in proxy.stages]
+    steps = f"{first.steps}" if stops == [first.steps] else f"{'/'.join(map(str, stops))} of {first.steps}"
+    unusual = [value for value, usual in ((first.solver, solver), (first.decoder, "full")) if value != usual]
     return " ".join([proxy.precision, steps, "steps", *unusual])
 
 
@@ -160,11 +172,18 @@ def format_audit(result: dict[str, Any]) -> str:
         for row in result["proxies"]
     ]
     ranks = [f"{(k + 1) / 2:.1f}", f"{pool - (k - 1) / 2:.1f}"]
-    perfect = ["the truth itself", *["1.000"] * 4, *ranks, "100 %", truth["steps"], f"{1000 * truth['seconds']:.1f}"]
+    perfect = [
+        "the truth itself",
+        *["1.000"] * 4,
+        *ranks,
+        "100 %",
+        truth["steps"] * pool,
+        f"{1000 * truth['seconds']:.1f}",
+    ]
     return (
         f"against BF16 at {truth['steps']} steps, mean reward {truth['reward']:.4f}: {result['prompts']} prompts x "
         f"{pool} seeds\noverlap of the {k} best and of the {k} worst, their mean true rank, share of the true reward "
-        "gap between both that is kept, model evaluations and milliseconds a candidate\n"
+        "gap between both that is kept, model evaluations a prompt and milliseconds a candidate\n"
         + format_table(columns, [*rows, perfect])
     )
 

@@ -37,7 +37,7 @@ from solrl_lightning.quantization import Backend, LayerPlan, resolve
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.rollout.micro_batches import plan_micro_batches
-from solrl_lightning.rollout.stage import evaluations
+from solrl_lightning.rollout.stage import candidates, evaluations
 from solrl_lightning.tasks.report import format_table, write_json
 
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
@@ -233,9 +233,11 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
     per_prompt = keep * timesteps
     batches = plan_micro_batches(cfg.prompts_per_iteration, per_prompt, cfg.model.micro_batch, devices)
     rows = batches.micro_batches * batches.rows
-    images = [pool, *[keep] * (len(stages) - 1)]
+    images = candidates(stages, pool)
     decoding = {"full": passes.decode, "preview": passes.preview}
-    macs = {stage.name: prompts * counts[stage.name] * cost[stage.sampler] for stage in stages}
+    macs = {
+        stage.name: prompts * counts[stage.name] * cost[stage.sampler] for stage in stages
+    }  # a race has one sampler
     macs["decode"] = prompts * sum(n * decoding[stage.decoder] for n, stage in zip(images, stages, strict=True))
     needs_reference = cfg.objective.get("kl_weight") != 0
     without_gradients = cost[cfg.old_velocity] + needs_reference * passes.forward

@@ -1,7 +1,7 @@
-"""A stand-in for the module and the loop with the surface that callbacks use: one weight, rewards known in closed form.
+"""A module and a roll-out with the attributes that callbacks use: one weight, rewards known in closed form.
 
-The roll-out is done by a callback, so that Lightning's stock loop drives everything else: the hooks, their order, the
-loggers and the checkpoints are the real ones, as are the stopwatch and the rank fidelity.
+A callback does the roll-out and Lightning's own loop runs everything else, so hooks, their order, loggers, checkpoints,
+the stopwatch and the rank fidelity are the real ones.
 """
 
 from collections.abc import Iterator, Sequence
@@ -79,7 +79,7 @@ class StandIn(LightningModule):
 
 
 class Evaluated(StandIn):
-    """With an evaluation: the reward is 0.5 + 0.1 weight; iteration 0 is the base."""
+    """Adds an evaluation with the reward 0.5 + 0.1 weight; iteration 0 is the base."""
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         pass
@@ -90,7 +90,7 @@ class Evaluated(StandIn):
 
 
 class RollOut(Callback):
-    """Explores, selects and regenerates at the start of an iteration. Stands after the callbacks under test."""
+    """Explores, selects and regenerates at the start of an iteration. Follows the callbacks under test."""
 
     def __init__(self, prompts: Sequence[str] = ("a", "b"), two_stages: bool = True) -> None:
         self.prompts, self.two_stages = list(prompts), two_stages
@@ -152,7 +152,7 @@ def make_trainer(
 
 
 class MicroBatches:
-    """A loader without workers; Lightning would take a plain list for several loaders."""
+    """A loader without workers. Lightning takes a plain list for several loaders."""
 
     def __len__(self) -> int:
         return MICRO_BATCHES
@@ -163,7 +163,7 @@ class MicroBatches:
 
 @pytest.fixture
 def stand_in() -> SimpleNamespace:
-    """The names of this file, for tests of any import mode."""
+    """The classes of this file; a fixture, because pytest's import modes do not all import conftest by name."""
     return SimpleNamespace(
         Module=StandIn,
         Evaluated=Evaluated,

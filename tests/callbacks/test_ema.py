@@ -6,7 +6,7 @@ from solrl_lightning.callbacks.ema import WeightEMA, update_average
 
 
 def closed_form(iterations: int) -> float:
-    """The average after n steps of a weight that is 1 - 0.8^t after step t, starting from 0."""
+    """The average after n steps, from 0, of a weight that is 1 - 0.8^t after step t."""
     average = 0.0
     for t in range(iterations):
         decay = min((2 + t) / (11 + t), 0.9)
@@ -15,7 +15,7 @@ def closed_form(iterations: int) -> float:
 
 
 class SaveAt(Callback):
-    """Saves one checkpoint in iteration 1, at a hook."""
+    """Saves one checkpoint in iteration 1, in the given hook."""
 
     def __init__(self, path, hook: str, batch_idx: int) -> None:
         self.path, self.batch_idx = path, batch_idx
@@ -34,7 +34,7 @@ def test_update_average_is_the_weighted_mean_in_float32_and_in_place():
     torch.testing.assert_close(alias, torch.tensor([1.5, 3.0]))
 
 
-def test_the_average_follows_the_published_decay_one_update_per_optimiser_step(tmp_path, stand_in):
+def test_average_has_the_published_decay_and_one_update_per_optimiser_step(tmp_path, stand_in):
     ema, module = WeightEMA(), stand_in.Module()
     stand_in.trainer(tmp_path, [ema], max_epochs=5).fit(module, stand_in.micro_batches())
     assert ema.updates == 5
@@ -48,7 +48,7 @@ def test_the_average_follows_the_published_decay_one_update_per_optimiser_step(t
     [("on_train_batch_end", 1, True), ("on_train_batch_end", 0, False), ("on_train_batch_end", 1, False)],
     ids=["after the step, before the average", "between micro-batches", "after the average"],
 )
-def test_resume_is_bit_exact_from_a_checkpoint_taken_anywhere(tmp_path, stand_in, hook, batch_idx, ahead):
+def test_resume_is_bit_exact_from_a_checkpoint_of_any_hook(tmp_path, stand_in, hook, batch_idx, ahead):
     path = tmp_path / "x.ckpt"
     straight, saver = WeightEMA(), SaveAt(path, hook, batch_idx)
     callbacks = [saver, straight] if ahead else [straight, saver]
@@ -59,7 +59,7 @@ def test_resume_is_bit_exact_from_a_checkpoint_taken_anywhere(tmp_path, stand_in
     state = saved["callbacks"]["WeightEMA"]
     assert (saved["global_step"], state["updates"]) == {True: (2, 1), False: (1 + batch_idx, 1 + batch_idx)}[ahead]
 
-    # What the loop of the package does, and the stock loop does not: start anew after the last step that was taken.
+    # Resume after the last optimiser step, as ExploreTrainLoop does and Lightning's loop does not.
     resumed, module = WeightEMA(), stand_in.Module()
     module.weight.data.copy_(saved["state_dict"]["weight"])
     resumed.load_state_dict(state)
@@ -70,7 +70,7 @@ def test_resume_is_bit_exact_from_a_checkpoint_taken_anywhere(tmp_path, stand_in
 
 
 def restart_at(trainer, ema, step):
-    """Count optimiser steps from ``step``, as a resumed trainer does."""
+    """Make the trainer count optimiser steps from ``step``, as a resumed trainer does."""
     plain = type(trainer).global_step.fget
 
     class Resumed(type(trainer)):
@@ -79,7 +79,7 @@ def restart_at(trainer, ema, step):
     trainer.__class__ = Resumed
 
 
-def test_a_checkpoint_without_an_average_starts_one_from_its_weights(tmp_path, stand_in):
+def test_checkpoint_without_an_average_starts_one_from_its_weights(tmp_path, stand_in):
     module, trainer = stand_in.Module(), stand_in.trainer(tmp_path, [], max_epochs=3)
     trainer.fit(module, stand_in.micro_batches())
     trainer.save_checkpoint(tmp_path / "x.ckpt")
@@ -91,7 +91,7 @@ def test_a_checkpoint_without_an_average_starts_one_from_its_weights(tmp_path, s
     torch.testing.assert_close(ema.state()["lora"], torch.full((2,), expected))
 
 
-def test_an_evaluation_of_a_checkpoint_sees_its_average(tmp_path, stand_in):
+def test_evaluation_of_a_checkpoint_uses_its_average(tmp_path, stand_in):
     trained = WeightEMA()
     trainer = stand_in.trainer(tmp_path, [trained], max_epochs=3)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())

@@ -16,25 +16,25 @@ class Terminal(io.StringIO):
 
 
 class HalfExplored(Callback):
-    """Reports progress in the middle of an exploration."""
+    """Reports progress during an exploration."""
 
     def on_train_epoch_start(self, trainer, module):
         with trainer.fit_loop.stopwatch.stage("explore"):
             trainer.fit_loop.stopwatch.progress(1, 4)
 
 
-def test_seconds_left_are_whole_iterations_with_evaluation_spread_over_them():
-    # A first iteration of 60 s that compiled; then 10 s each; an evaluation of 8 s every other iteration.
+def test_seconds_left_are_iterations_times_median_plus_mean_evaluation():
+    # The first iteration compiles for 60 s, the others take 10 s; every second iteration has an evaluation of 8 s.
     own, extra = [60.0, 10.0, 10.0, 10.0], [0.0, 8.0, 0.0, 8.0]
     assert seconds_left(5, own, extra) == 5 * (10 + 4)
     assert seconds_left(5, own, extra, elapsed=6.0) == 5 * (10 + 4) - 6
     assert seconds_left(5, [], []) is None
 
 
-def test_no_end_is_promised_that_has_passed():
+def test_seconds_left_are_none_when_the_estimate_has_passed():
     own, extra = [10.0, 10.0], [0.0, 0.0]
     assert seconds_left(1, own, extra, elapsed=12.0) is None
-    # The first evaluation of a run, in its last iteration, half done after 8 s.
+    # The last iteration has the first evaluation of the run, which is half done after 8 s.
     assert seconds_left(1, own, extra, elapsed=18.0, stage=8.0) == 8.0
     assert seconds_left(3, own, extra, elapsed=18.0) == 20.0
 
@@ -43,7 +43,7 @@ def lines(capsys) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("iteration ")]
 
 
-def test_without_a_terminal_there_is_a_line_per_iteration_with_its_results(tmp_path, stand_in, capsys):
+def test_without_a_terminal_every_iteration_prints_a_line_with_its_results(tmp_path, stand_in, capsys):
     callbacks = [RolloutStats(), RankCorrelation(probe_every=2), StageProgressBar()]
     trainer = stand_in.trainer(tmp_path, callbacks, max_epochs=3, enable_progress_bar=True)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
@@ -55,7 +55,7 @@ def test_without_a_terminal_there_is_a_line_per_iteration_with_its_results(tmp_p
     assert re.fullmatch(rf"iteration 3/3 \| {reward} \| spearman 1\.000 \| {seconds} \+ {seconds} probe", last)
 
 
-def test_a_long_run_prints_about_fifty_lines_and_always_the_last(tmp_path, stand_in, capsys):
+def test_long_run_prints_at_most_fifty_lines_and_always_the_last(tmp_path, stand_in, capsys):
     trainer = stand_in.trainer(tmp_path, [StageProgressBar()], max_epochs=120, enable_progress_bar=True)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     printed = lines(capsys)
@@ -64,7 +64,7 @@ def test_a_long_run_prints_about_fifty_lines_and_always_the_last(tmp_path, stand
     assert printed[-1].startswith("iteration 120/120")
 
 
-def test_a_terminal_gets_one_bar_over_iterations_that_names_the_stage(tmp_path, stand_in, monkeypatch):
+def test_terminal_shows_one_bar_over_iterations_with_the_stage(tmp_path, stand_in, monkeypatch):
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     monkeypatch.setattr("solrl_lightning.callbacks.progress._REDRAW_SECONDS", 0.0)
     callbacks = [RolloutStats(), StageProgressBar(), HalfExplored()]
@@ -77,7 +77,7 @@ def test_a_terminal_gets_one_bar_over_iterations_that_names_the_stage(tmp_path, 
     assert trainer.fit_loop.stopwatch.on_change == []
 
 
-def test_a_resumed_bar_starts_at_the_iteration_of_the_checkpoint(tmp_path, stand_in, monkeypatch):
+def test_resumed_bar_starts_at_the_iteration_of_the_checkpoint(tmp_path, stand_in, monkeypatch):
     trainer = stand_in.trainer(tmp_path, [], max_epochs=2)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     trainer.save_checkpoint(tmp_path / "x.ckpt")
@@ -89,7 +89,7 @@ def test_a_resumed_bar_starts_at_the_iteration_of_the_checkpoint(tmp_path, stand
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_an_evaluation_alone_shows_its_images(tmp_path, stand_in, monkeypatch, terminal):
+def test_evaluation_without_training_shows_its_images(tmp_path, stand_in, monkeypatch, terminal):
     class Chunks(stand_in.Module):
         """Evaluates 6 images in chunks of 4."""
 

@@ -15,11 +15,11 @@ PROBE_TAGS = {
 KEPT_TAGS = {"rank/kept_spearman", "rank/kept_kendall"}
 
 
-def test_the_probe_regenerates_the_whole_pool_of_one_prompt_before_the_optimiser_has_stepped(tmp_path, stand_in):
+def test_probe_regenerates_the_whole_pool_of_one_prompt_before_the_optimiser_step(tmp_path, stand_in):
     roll_out, ranks = stand_in.RollOut(), RankCorrelation(probe_every=2)
     trainer = stand_in.trainer(tmp_path, [ranks], roll_out, max_epochs=4)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
-    # Iterations 0 and 2, with the weight that explored: 1 - 0.8^n after n steps.
+    # The probes of iterations 0 and 2 use the weight that explored: 1 - 0.8^n after n steps.
     assert [prompts for prompts, _ in roll_out.regenerated] == [["a"], ["a"]]
     assert [weight for _, weight in roll_out.regenerated] == pytest.approx([0.0, 1 - 0.8**2])
     assert [row["iteration"] for row in ranks.history] == [1, 3]
@@ -27,7 +27,7 @@ def test_the_probe_regenerates_the_whole_pool_of_one_prompt_before_the_optimiser
     assert 0 < of_the_last < trainer.fit_loop.stopwatch.seconds["probe"]
 
 
-def test_a_proxy_in_the_right_order_has_perfect_values_under_the_published_tags(tmp_path, stand_in):
+def test_proxy_in_the_order_of_the_reward_has_perfect_values_under_every_tag(tmp_path, stand_in):
     trainer = stand_in.trainer(tmp_path, [RankCorrelation(probe_every=1)], max_epochs=1)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     values = {name: float(value) for name, value in trainer.callback_metrics.items()}
@@ -39,7 +39,7 @@ def test_a_proxy_in_the_right_order_has_perfect_values_under_the_published_tags(
     assert values == pytest.approx({name: 1.0 for name in PROBE_TAGS | KEPT_TAGS} | expected)
 
 
-def test_a_reversed_proxy_correlates_at_minus_one(tmp_path, stand_in):
+def test_reversed_proxy_has_correlation_minus_one(tmp_path, stand_in):
     roll_out = stand_in.RollOut()
     roll_out.rewards_of = lambda seeds: -stand_in.rewards_of(seeds)
     trainer = stand_in.trainer(tmp_path, [RankCorrelation(probe_every=1)], roll_out, max_epochs=1)
@@ -59,14 +59,14 @@ def test_probe_every_zero_never_probes(tmp_path, stand_in):
         RankCorrelation(probe_every=-1)
 
 
-def test_a_family_of_one_stage_has_no_rank_correlation(tmp_path, stand_in):
+def test_family_of_one_stage_has_no_rank_correlation(tmp_path, stand_in):
     roll_out = stand_in.RollOut(two_stages=False)
     trainer = stand_in.trainer(tmp_path, [RankCorrelation(probe_every=1)], roll_out, max_epochs=1)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     assert (roll_out.regenerated, trainer.callback_metrics) == ([], {})
 
 
-def test_a_pool_of_equal_rewards_logs_nan_and_does_not_stop_the_run(tmp_path, stand_in):
+def test_pool_of_equal_rewards_logs_nan_and_does_not_stop_the_run(tmp_path, stand_in):
     roll_out, ranks = stand_in.RollOut(), RankCorrelation(probe_every=1)
     roll_out.rewards_of = lambda seeds: torch.full(seeds.shape, 0.5)
     trainer = stand_in.trainer(tmp_path, [ranks], roll_out, max_epochs=1)
@@ -74,7 +74,7 @@ def test_a_pool_of_equal_rewards_logs_nan_and_does_not_stop_the_run(tmp_path, st
     assert torch.isnan(trainer.callback_metrics["rank/spearman"])
 
 
-def test_the_history_of_probes_survives_a_resume(tmp_path, stand_in):
+def test_resume_restores_the_history_of_probes(tmp_path, stand_in):
     trainer = stand_in.trainer(tmp_path, [RankCorrelation(probe_every=1)], max_epochs=2)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     trainer.save_checkpoint(tmp_path / "x.ckpt")

@@ -1,7 +1,7 @@
 from solrl_lightning.callbacks.requantize import Requantize
 
 
-def test_the_shadow_is_refreshed_before_every_exploration_and_first_after_a_resume(tmp_path, stand_in):
+def test_replicas_are_synchronised_before_every_exploration_and_after_a_resume(tmp_path, stand_in):
     module, trainer = stand_in.Module(), stand_in.trainer(tmp_path, [Requantize()], max_epochs=2)
     trainer.fit(module, stand_in.micro_batches())
     assert module.events == ["requantize", "explore", "train"] * 2

@@ -18,7 +18,7 @@ def warned(tmp_path, stand_in, rewards_of, iterations, guard, prompts="ab") -> l
 
 
 @pytest.mark.parametrize("value", [0.0, 0.51, -1.7])
-def test_a_reward_model_with_random_weights_is_reported_once_with_the_likely_cause(tmp_path, stand_in, value):
+def test_nearly_constant_rewards_are_reported_once_with_the_likely_cause(tmp_path, stand_in, value):
     def constant(seeds):
         return value * (1 + 1e-6 * stand_in.rewards_of(seeds))
 
@@ -29,28 +29,28 @@ def test_a_reward_model_with_random_weights_is_reported_once_with_the_likely_cau
 
 
 @pytest.mark.parametrize(("extreme", "cause"), [(1.0, "too easy"), (0.0, "black or broken")])
-def test_rewards_on_one_extreme_value_are_reported(tmp_path, stand_in, extreme, cause):
+def test_saturated_rewards_are_reported(tmp_path, stand_in, extreme, cause):
     def saturated(seeds):
         rewards = torch.full(seeds.shape, extreme)
         rewards[0, 0] = 0.5
         return rewards
 
-    # One sample is off the extreme: of 2 prompts 7 in 8 = 87.5 % are on it, of 6 prompts 23 in 24 = 95.8 %.
+    # One sample is not extreme: with 2 prompts 7 of 8 = 87.5 % are, with 6 prompts 23 of 24 = 95.8 %.
     assert warned(tmp_path, stand_in, saturated, 3, RewardGuard(patience=2), prompts="ab") == []
     (message,) = warned(tmp_path, stand_in, saturated, 3, RewardGuard(patience=2), prompts="abcdef")
     assert cause in message
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
-def test_rewards_that_differ_are_not_reported_whatever_their_scale(tmp_path, stand_in, scale):
-    # PickScore-like: a spread of a few percent around a common level.
+def test_rewards_that_differ_are_not_reported_at_any_scale(tmp_path, stand_in, scale):
+    # PickScore varies by a few percent around its mean.
     def pickscore(seeds):
         return scale * (0.8 + 0.02 * stand_in.rewards_of(seeds))
 
     assert warned(tmp_path, stand_in, pickscore, 4, RewardGuard(patience=1)) == []
 
 
-def test_faulty_iterations_have_to_follow_one_another(tmp_path, stand_in):
+def test_guard_counts_consecutive_iterations_only(tmp_path, stand_in):
     calls = []
 
     def every_other(seeds):
@@ -61,7 +61,7 @@ def test_faulty_iterations_have_to_follow_one_another(tmp_path, stand_in):
     assert len(calls) == 6
 
 
-def test_the_share_of_prompts_without_spread_is_logged(tmp_path, stand_in):
+def test_share_of_prompts_with_equal_rewards_is_logged(tmp_path, stand_in):
     def first_prompt_constant(seeds):
         return torch.where(torch.arange(len(seeds))[:, None] == 0, torch.tensor(0.3), stand_in.rewards_of(seeds))
 
@@ -72,6 +72,6 @@ def test_the_share_of_prompts_without_spread_is_logged(tmp_path, stand_in):
     assert float(trainer.callback_metrics["reward/zero_std_fraction"]) == 0.25
 
 
-def test_a_patience_of_no_iteration_is_refused():
+def test_patience_of_zero_is_an_error():
     with pytest.raises(UserError, match="reward_guard.patience=0 is invalid: it must be at least 1 iteration"):
         RewardGuard(patience=0)

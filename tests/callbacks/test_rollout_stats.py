@@ -4,7 +4,7 @@ import torch
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
 
 
-def test_mean_and_std_are_those_of_all_kept_samples(tmp_path, stand_in):
+def test_mean_and_std_are_over_all_kept_samples(tmp_path, stand_in):
     trainer = stand_in.trainer(tmp_path, [RolloutStats()], max_epochs=1)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     kept, pool = trainer.fit_loop.rollouts.rewards, trainer.fit_loop.explored.rewards
@@ -13,7 +13,7 @@ def test_mean_and_std_are_those_of_all_kept_samples(tmp_path, stand_in):
     assert float(trainer.callback_metrics["explore/proxy_reward"]) == pytest.approx(float(pool.mean()))
 
 
-def test_a_proxy_reward_that_is_not_finite_is_left_out_of_the_mean(tmp_path, stand_in):
+def test_mean_of_the_proxy_excludes_values_that_are_not_finite(tmp_path, stand_in):
     stats = RolloutStats()
     trainer = stand_in.trainer(tmp_path, [stats], max_epochs=1)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
@@ -28,7 +28,7 @@ def test_a_proxy_reward_that_is_not_finite_is_left_out_of_the_mean(tmp_path, sta
     assert from_hook["explore/proxy_reward"] == pytest.approx(float(rest.mean()))
 
 
-def test_a_family_of_one_stage_logs_no_proxy_reward(tmp_path, stand_in):
+def test_family_of_one_stage_logs_no_proxy_reward(tmp_path, stand_in):
     trainer = stand_in.trainer(tmp_path, [RolloutStats()], stand_in.RollOut(two_stages=False), max_epochs=1)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     assert set(trainer.callback_metrics) == {"reward/mean", "reward/std"}

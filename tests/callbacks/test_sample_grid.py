@@ -26,7 +26,7 @@ def test_pictures_are_written_every_few_iterations_and_at_the_end(tmp_path, stan
     assert trainer.fit_loop.stopwatch.seconds["grid"] > 0
 
 
-def test_the_first_grid_shows_base_on_the_left_and_the_averaged_weights_on_the_right(tmp_path, stand_in):
+def test_first_grid_has_the_base_on_the_left_and_the_average_on_the_right(tmp_path, stand_in):
     trainer = stand_in.trainer(tmp_path, [grid(every=1)], max_epochs=1)
     module = stand_in.Module()
     trainer.fit(module, stand_in.micro_batches())
@@ -40,7 +40,7 @@ def test_the_first_grid_shows_base_on_the_left_and_the_averaged_weights_on_the_r
         assert picture.crop((0, 0, middle, picture.size[1])).getpixel((20, 150)) == (51, 51, 51)
 
 
-def test_the_second_grid_shows_the_images_that_were_scored(tmp_path, stand_in):
+def test_second_grid_shows_the_images_that_were_scored(tmp_path, stand_in):
     trainer = stand_in.trainer(tmp_path, [grid(every=1)], max_epochs=1)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     rewards = trainer.fit_loop.rollouts.rewards[0].sort(descending=True).values
@@ -50,13 +50,13 @@ def test_the_second_grid_shows_the_images_that_were_scored(tmp_path, stand_in):
     assert {(grey, grey, grey) for grey in greys} <= colours
 
 
-def test_a_rank_without_prompts_draws_no_pool(tmp_path, stand_in):
+def test_rank_without_prompts_draws_no_pool(tmp_path, stand_in):
     trainer = stand_in.trainer(tmp_path, [grid(every=1)], stand_in.RollOut(prompts=()), max_epochs=1)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     assert files(tmp_path) == ["grid_000001.png"]
 
 
-def test_base_images_are_made_again_after_a_resume(tmp_path, stand_in):
+def test_resume_samples_the_base_images_again(tmp_path, stand_in):
     trainer = stand_in.trainer(tmp_path, [grid()], max_epochs=2)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     trainer.save_checkpoint(tmp_path / "x.ckpt")
@@ -88,7 +88,7 @@ def test_tensorboard_shows_the_pictures(tmp_path, stand_in):
     ("size", "expected"),
     [((16, 16), (128, 128)), ((48, 48), (144, 144)), ((256, 256), (256, 256)), ((1024, 512), (256, 512))],
 )
-def test_small_images_are_enlarged_by_a_whole_factor_and_large_ones_shrunk(size, expected):
+def test_small_images_are_enlarged_by_an_integer_factor_and_large_ones_shrunk(size, expected):
     assert to_cell(torch.rand(3, *size)).size == expected
 
 
@@ -107,7 +107,7 @@ def test_letters_that_are_not_ascii_are_drawn(letter):
     assert drawn(letter) not in (drawn("\uffff"), drawn(""))  # \uffff has no glyph in any font
 
 
-def test_text_is_cut_where_it_would_leave_the_picture():
+def test_text_is_cut_at_the_edge_of_the_picture():
     title = "Best and worst samples of iteration 100"
     assert wrap(title, 420 - 2 * 10, 16) == [title]
     assert wrap("word " * 200, 100, 13) == ["word word…"]

@@ -9,9 +9,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
-from solrl_lightning.callbacks.summary import RunSummary, base_and_final, finite_only, format_summary, peak_memory
+from solrl_lightning.callbacks.summary import RunSummary, base_and_final, format_summary, peak_memory
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
+from solrl_lightning.files import finite_only
 from solrl_lightning.loggers import TensorBoard
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -29,7 +30,7 @@ class RaiseIn(Callback):
 
 
 class Stop(Callback):
-    """As EarlyStopping and Timer do."""
+    """Stops the run as EarlyStopping and Timer do."""
 
     def __init__(self, iterations: int) -> None:
         self.iterations = iterations
@@ -39,7 +40,7 @@ class Stop(Callback):
 
 
 def fit(tmp_path, stand_in, iterations, *extra, ckpt_path=None, **options):
-    """A run whose base is evaluated first, as the train task does."""
+    """Evaluates the base, then trains, as task=train does."""
     summary = RunSummary(HPARAMS, columns=["seed", "family"])
     callbacks = [StageTimings(), RankCorrelation(probe_every=1), *extra, summary]
     module, trainer = stand_in.Evaluated(), stand_in.trainer(tmp_path, callbacks, max_epochs=iterations, **options)
@@ -53,7 +54,7 @@ def read(tmp_path):
     return json.loads((tmp_path / "summary.json").read_text())
 
 
-def test_a_completed_run_leaves_its_summary_and_prints_it(tmp_path, stand_in, capsys):
+def test_completed_run_writes_and_prints_its_summary(tmp_path, stand_in, capsys):
     (tmp_path / "lora").mkdir()
     fit(tmp_path, stand_in, 3)
     summary = read(tmp_path)
@@ -83,12 +84,12 @@ def test_a_completed_run_leaves_its_summary_and_prints_it(tmp_path, stand_in, ca
     assert "s an iteration, without evaluation, probe, grid" in printed
 
 
-def test_ctrl_c_leaves_a_summary_of_what_was_done_and_says_which_evaluation_it_reports(tmp_path, stand_in, capsys):
+def test_interrupted_run_writes_a_summary_with_the_iteration_of_its_evaluation(tmp_path, stand_in, capsys):
     with pytest.raises(SystemExit):
         fit(tmp_path, stand_in, 5, RaiseIn(3, KeyboardInterrupt()), check_val_every_n_epoch=2)
     summary = read(tmp_path)
     assert (summary["status"], summary["error"], summary["iterations"]) == ("interrupted", None, 4)
-    # The optimiser step of the fourth was taken.
+    # The fourth optimiser step was taken; the last evaluation was after the second.
     assert summary["final_reward"] == pytest.approx(0.5 + 0.1 * (1 - 0.8**2))
     assert summary["final_reward_iteration"] == 2
     printed = capsys.readouterr().out
@@ -96,7 +97,7 @@ def test_ctrl_c_leaves_a_summary_of_what_was_done_and_says_which_evaluation_it_r
 
 
 class Watched(Callback):
-    """A second reward that is only evaluated and falls by 0.01 an iteration."""
+    """Adds a second reward of weight 0 that falls by 0.01 an iteration."""
 
     def setup(self, trainer, module, stage):
         shapes = ShapesReward()
@@ -113,7 +114,7 @@ def checkpoints(tmp_path):
     )
 
 
-def test_an_interrupted_run_says_which_iteration_its_last_checkpoint_has(tmp_path, stand_in, capsys):
+def test_interrupted_run_prints_the_iteration_of_its_last_checkpoint(tmp_path, stand_in, capsys):
     with pytest.raises(SystemExit):
         interrupted = RaiseIn(3, KeyboardInterrupt())
         fit(tmp_path, stand_in, 5, interrupted, checkpoints(tmp_path), enable_checkpointing=True)
@@ -122,7 +123,7 @@ def test_an_interrupted_run_says_which_iteration_its_last_checkpoint_has(tmp_pat
     assert re.search(r"last checkpoint +after 3 iterations; ckpt=last repeats the later ones\n", printed)
 
 
-def test_every_reward_is_reported_and_a_watched_one_as_such(tmp_path, stand_in, capsys):
+def test_every_reward_is_reported_and_one_of_weight_0_is_marked(tmp_path, stand_in, capsys):
     fit(tmp_path, stand_in, 2, Watched())
     shapes, bright = (read(tmp_path)["other_rewards"][name] for name in ("shapes", "bright"))
     assert shapes == {"weight": 1.0, "base": 0.5, "final": read(tmp_path)["final_reward"]}
@@ -135,14 +136,14 @@ def test_every_reward_is_reported_and_a_watched_one_as_such(tmp_path, stand_in, 
     ]
 
 
-def test_a_failed_run_leaves_its_error(tmp_path, stand_in):
+def test_failed_run_writes_its_error(tmp_path, stand_in):
     with pytest.raises(RuntimeError, match="loss is not finite"):
         fit(tmp_path, stand_in, 5, RaiseIn(1, RuntimeError("loss is not finite")))
     summary = read(tmp_path)
     assert (summary["status"], summary["error"]) == ("failed", "RuntimeError: loss is not finite")
 
 
-def test_a_run_that_cannot_start_leaves_the_summary_of_the_one_before(tmp_path, stand_in):
+def test_run_that_fails_to_start_keeps_the_earlier_summary(tmp_path, stand_in):
     fit(tmp_path, stand_in, 1)
     before = (tmp_path / "summary.json").read_bytes()
     with pytest.raises(FileNotFoundError):
@@ -151,7 +152,7 @@ def test_a_run_that_cannot_start_leaves_the_summary_of_the_one_before(tmp_path, 
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")  # as the command line does
-def test_base_reward_and_times_survive_a_resume(tmp_path, stand_in):
+def test_resume_restores_base_reward_and_times(tmp_path, stand_in):
     last = tmp_path / "checkpoints" / "last.ckpt"
     fit(tmp_path, stand_in, 2, checkpoints(tmp_path), enable_checkpointing=True)
     first = read(tmp_path)
@@ -165,7 +166,7 @@ def test_base_reward_and_times_survive_a_resume(tmp_path, stand_in):
     assert summary["last_checkpoint_iterations"] == 4
 
 
-def test_the_chosen_columns_and_the_results_reach_tensorboards_table(tmp_path, stand_in):
+def test_columns_and_results_are_in_tensorboards_hparams_table(tmp_path, stand_in):
     logger = TensorBoard(tmp_path, name="", version="tensorboard", default_hp_metric=False)
     fit(tmp_path, stand_in, 2, logger=logger)
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
@@ -180,17 +181,17 @@ def test_the_chosen_columns_and_the_results_reach_tensorboards_table(tmp_path, s
     assert "epoch" not in events.Tags()["scalars"]
 
 
-def test_a_column_that_is_no_hyperparameter_is_refused():
+def test_column_that_is_no_hyperparameter_is_an_error():
     with pytest.raises(UserError, match=r"columns=\['family', 'rank'\] is invalid: .*hparams.rank=<value>"):
         RunSummary(HPARAMS, columns=["family", "rank"])
 
 
-def test_a_run_that_a_callback_stops_is_not_called_completed(tmp_path, stand_in):
+def test_run_that_a_callback_stops_is_stopped_early(tmp_path, stand_in):
     fit(tmp_path, stand_in, 5, Stop(2))
     assert (read(tmp_path)["status"], read(tmp_path)["iterations"]) == ("stopped early", 2)
 
 
-def test_on_a_gpu_the_reserved_memory_is_reported_too(tmp_path, stand_in, monkeypatch, capsys):
+def test_summary_of_a_gpu_run_has_the_reserved_memory(tmp_path, stand_in, monkeypatch, capsys):
     fit(tmp_path, stand_in, 1)
     assert "reserved by" not in capsys.readouterr().out
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 3 * 2**30)
@@ -200,10 +201,10 @@ def test_on_a_gpu_the_reserved_memory_is_reported_too(tmp_path, stand_in, monkey
     assert "3.00 GiB, 5.00 GiB reserved by the allocator" in format_summary(read(tmp_path) | memory)
 
 
-def test_without_an_evaluation_there_is_no_reward_to_report():
+def test_base_and_final_are_none_without_an_evaluation():
     assert base_and_final([], "shapes") == (None, None, None)
     assert base_and_final([{"iteration": 4, "shapes": 0.7}], "shapes") == (None, 0.7, 4)
 
 
-def test_json_has_no_nan():
+def test_finite_only_replaces_nan_and_infinity_by_none():
     assert finite_only({"a": [float("nan"), 1.0], "b": {"c": float("inf")}}) == {"a": [None, 1.0], "b": {"c": None}}

@@ -7,7 +7,7 @@ from solrl_lightning.stopwatch import Stopwatch
 
 
 class Clock:
-    """Stands still but for the stages of ``Work``."""
+    """A clock that only the stages of ``Work`` advance."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -17,7 +17,7 @@ class Clock:
 
 
 class Work(Callback):
-    """Spends known seconds: 1 to requantise, 5 to explore, 3 to train, 2 to evaluate, and 7 for a grid at the end."""
+    """Spends known seconds: 1 to requantise, 5 to explore, 3 to train, 2 to evaluate, 7 for the grid."""
 
     def __init__(self, clock) -> None:
         self.clock = clock
@@ -54,7 +54,7 @@ def run(tmp_path, stand_in, monkeypatch, iterations, timings, ckpt_path=None, pl
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_stages_are_exclusive_and_an_iteration_leaves_out_what_only_observes(tmp_path, stand_in, monkeypatch, place):
+def test_stages_are_exclusive_and_an_iteration_excludes_observing_stages(tmp_path, stand_in, monkeypatch, place):
     timings = StageTimings()
     trainer = run(tmp_path, stand_in, monkeypatch, 3, timings, place=place)
     assert {name: float(value) for name, value in trainer.callback_metrics.items()} == {
@@ -67,7 +67,7 @@ def test_stages_are_exclusive_and_an_iteration_leaves_out_what_only_observes(tmp
     assert timings.medians()["iteration"] == 9.0
 
 
-def test_totals_hold_every_stage_of_the_run_and_survive_a_resume(tmp_path, stand_in, monkeypatch):
+def test_totals_have_every_stage_and_resume(tmp_path, stand_in, monkeypatch):
     timings = StageTimings()
     trainer = run(tmp_path, stand_in, monkeypatch, 2, timings)
     expected = {"requantize": 2.0, "explore": 10.0, "train": 6.0, "evaluate": 4.0, "grid": 14.0}

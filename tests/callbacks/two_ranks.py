@@ -1,6 +1,6 @@
-"""Two processes on gloo with uneven prompts: ``python two_ranks.py FOLDER`` writes the logged values to metrics.json.
+"""Trains on two gloo ranks with uneven prompts: ``python two_ranks.py FOLDER`` writes logged values to metrics.json.
 
-Iteration 0: rank 0 has no prompt and rank 1 two. Iteration 1: one and two. Every callback of the package takes part.
+Rank 0 and rank 1 have 0 and 2 prompts in iteration 0, 1 and 2 prompts in iteration 1. All callbacks of the package run.
 """
 
 import json
@@ -30,7 +30,7 @@ class UnevenRollOut(RollOut):
 
 
 class Metrics(Callback):
-    """Writes what rank 0 logged, a row per iteration."""
+    """Writes the values that rank 0 logs, a row per iteration."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -58,7 +58,7 @@ def main(folder: Path) -> None:
         RunSummary({"seed": 0}, columns=["seed"]),
         Metrics(folder / "metrics.json"),
     ]
-    # Forked: the second process needs no second import of everything.
+    # ddp_fork: the second process does not import everything again.
     options = dict(devices=2, strategy="ddp_fork", max_epochs=2, enable_progress_bar=True)
     trainer = make_trainer(folder, callbacks, UnevenRollOut(), **options)
     trainer.fit(StandIn(), MicroBatches())

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nano import lora_config
+from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
@@ -101,7 +101,7 @@ def test_peft_wraps_the_layer_and_trains_through_it() -> None:
 
     model = Attention().bfloat16().requires_grad_(False)
     use_fp32_products(model)
-    adapted = adapters.add_adapters(model, lora_config(), seed=0)
+    adapted = adapters.add_adapters(model, LoraConfig(r=4, lora_alpha=8, target_modules=["to_q"]), seed=0)
     assert list(adapted) == ["to_q"] and isinstance(model.to_q, LoraLayer)
     assert type(model.to_q.get_base_layer()) is BF16Linear
     output = model.to_q(torch.randn(2, 16).bfloat16())

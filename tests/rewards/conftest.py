@@ -1,4 +1,4 @@
-"""Small CLIP models of the real classes, saved in the real file layouts, and images to score."""
+"""Fixtures: small CLIP models of the real classes, saved in the real file layouts, and images."""
 
 import json
 from collections.abc import Callable
@@ -20,7 +20,7 @@ SIZES = [(224, 224), (400, 400), (300, 450), (401, 263), (100, 60)]  # height, w
 
 
 def spread_out(model: nn.Module, seed: int) -> None:
-    """Random weights so large that scores differ clearly between images and texts; as initialised they hardly do."""
+    """Replace the weights by large random ones, so that scores differ clearly between images and texts."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name == "logit_scale":
@@ -31,7 +31,7 @@ def spread_out(model: nn.Module, seed: int) -> None:
 
 @pytest.fixture(scope="session")
 def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with a transformers CLIP, its image processor and its tokenizer, as save_pretrained writes them."""
+    """A folder with a transformers CLIP, its image processor and its tokenizer, saved by save_pretrained."""
     folder = tmp_path_factory.mktemp("clip")
     bpe = Tokenizer(models.BPE(end_of_word_suffix="</w>"))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,7 +61,7 @@ def clip_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def open_clip_architecture(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The name of a small architecture that open_clip knows."""
+    """The name of a small architecture, registered in open_clip."""
     config = {
         "embed_dim": 24,
         "vision_cfg": {"image_size": 224, "layers": 2, "width": 32, "head_width": 8, "patch_size": 32},
@@ -75,7 +75,7 @@ def open_clip_architecture(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def hps_file(open_clip_architecture: str, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A checkpoint laid out as the published one: float16 tensors under "state_dict"."""
+    """A checkpoint in the published layout: float16 tensors under "state_dict"."""
     model = open_clip.CLIP(**open_clip.get_model_config(open_clip_architecture))
     spread_out(model, seed=2)
     file = tmp_path_factory.mktemp("hps") / "HPS_v2.1_compressed.pt"
@@ -91,20 +91,20 @@ def pictures(request: pytest.FixtureRequest) -> list[Image.Image]:
 
 @pytest.fixture(scope="session")
 def pil_processor(clip_folder: str) -> Any:
-    """CLIP's image processor that works in PIL and numpy."""
+    """CLIP's image processor based on PIL and numpy."""
     # From some version on, the class of the plain name works on tensors, and this one in PIL.
     return getattr(transformers, "CLIPImageProcessorPil", CLIPImageProcessor).from_pretrained(clip_folder)
 
 
 @pytest.fixture(scope="session")
 def images() -> Tensor:
-    """[4, 3, 96, 128] in [0, 1]."""
+    """Random images [4, 3, 96, 128] in [0, 1]."""
     return torch.stack([as_tensor(drawn(96, 128, seed)) for seed in range(4)])
 
 
 @pytest.fixture
 def rows_of() -> Callable[[nn.Module], list[int]]:
-    """rows_of(module) is a list that grows by the number of rows of the module's input at each of its calls."""
+    """rows_of(module) returns a list to which each call of the module appends the number of its input rows."""
 
     def watched(module: nn.Module) -> list[int]:
         rows: list[int] = []
@@ -120,7 +120,7 @@ def rows_of() -> Callable[[nn.Module], list[int]]:
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No network, in an empty folder."""
+    """An empty working directory without a network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     return tmp_path

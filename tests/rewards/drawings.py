@@ -1,4 +1,4 @@
-"""Pictures and prompts to score."""
+"""Pictures and prompts for the tests of rewards."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ PROMPTS = ["a red circle above a blue square", "a photo of two cats", "an oil pa
 
 
 def drawn(height: int, width: int, seed: int) -> Image.Image:
-    """A picture with what resizing gets wrong: gradients, fine texture and hard edges between black and white."""
+    """A picture that is sensitive to resizing: gradients, fine texture, hard edges between black and white."""
     generator = torch.Generator().manual_seed(seed)
     y, x = torch.meshgrid(torch.linspace(0, 1, height), torch.linspace(0, 1, width), indexing="ij")
     pixels = torch.empty(3, height, width)
@@ -25,13 +25,13 @@ def drawn(height: int, width: int, seed: int) -> Image.Image:
 
 
 def as_tensor(picture: Image.Image) -> Tensor:
-    """float32 [3, H, W] in [0, 1]."""
+    """A picture as float32 [3, H, W] in [0, 1]."""
     pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
     return pixels.view(picture.height, picture.width, 3).permute(2, 0, 1) / 255
 
 
 def all_pairs(reward: Callable[[Tensor, list[str]], Tensor], pictures: list[Image.Image]) -> Tensor:
-    """[B, U]: the scores of B pictures of one size for each of PROMPTS."""
+    """Scores [B, U] of B pictures of one size for each of PROMPTS."""
     images = torch.stack([as_tensor(picture) for picture in pictures])
     columns = [reward(images, [prompt] * len(pictures)) for prompt in PROMPTS]
     return torch.stack(columns, dim=1)

@@ -1,4 +1,4 @@
-"""CLIPScore, and with it what PickScore shares: towers, batches, text, loading and its errors."""
+"""CLIPScore, and the code that PickScore shares with it: towers, batches, text, loading and its errors."""
 
 import json
 import shutil
@@ -29,7 +29,7 @@ def reward(clip_folder: str) -> CLIPScore:
 
 @pytest.fixture
 def copied(clip_folder: str, tmp_path: Path) -> Path:
-    """A folder to change."""
+    """A copy of ``clip_folder`` that a test may change."""
     return Path(shutil.copytree(clip_folder, tmp_path / "copied"))
 
 
@@ -46,16 +46,16 @@ def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], object]) ->
 
 
 def message_of(pretrained: str | Path, processor: str | Path) -> str:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as caught:
         CLIPScore(str(pretrained), str(processor))
-    message = str(refused.value)
-    assert "reward clipscore" in message and message.endswith(".") and ".." not in message.replace("../", "")
+    message = str(caught.value)
+    assert "clipscore" in message and message.endswith(".") and ".." not in message.replace("../", "")
     return message
 
 
 @pytest.fixture(scope="module")
 def published(clip_folder: str, pil_processor: Any) -> Callable[[list[Image.Image], list[str]], Tensor]:
-    """published(pictures, prompts) is [B, U]: the cosines of transformers' own processor and forward pass."""
+    """published(pictures, prompts) returns cosines [B, U] of transformers' own processor and forward pass."""
     model = CLIPModel.from_pretrained(clip_folder)
     tokenizer = CLIPProcessor.from_pretrained(clip_folder).tokenizer
 
@@ -68,7 +68,7 @@ def published(clip_folder: str, pil_processor: Any) -> Callable[[list[Image.Imag
     return cosines
 
 
-def test_scores_are_those_of_the_published_pipeline_on_pil_images(
+def test_scores_equal_the_published_pipeline_on_pil_images(
     reward: CLIPScore, published: Callable[..., Tensor], pictures: list[Image.Image]
 ) -> None:
     scores, reference = all_pairs(reward, pictures), published(pictures, PROMPTS)
@@ -88,12 +88,12 @@ def test_text_is_cut_at_77_tokens_with_the_end_token_kept(
     assert (reward(images[:1], [LONG]) - reward(images[:1], [LONG[:40]])).abs() > 1e-3
 
 
-def test_a_prompt_scores_the_same_beside_longer_ones(reward: CLIPScore, images: Tensor) -> None:
+def test_score_does_not_depend_on_the_other_prompts_of_the_batch(reward: CLIPScore, images: Tensor) -> None:
     alone = reward(images[:1], [PROMPTS[0]])
     torch.testing.assert_close(reward(images[:2], [PROMPTS[0], LONG])[:1], alone, rtol=0, atol=1e-6)
 
 
-def test_a_group_s_text_is_encoded_once_and_each_image_once(
+def test_equal_prompts_are_encoded_once_and_each_image_once(
     clip_folder: str, images: Tensor, rows_of: Callable[[nn.Module], list[int]]
 ) -> None:
     reward = CLIPScore(clip_folder, clip_folder)
@@ -105,7 +105,7 @@ def test_a_group_s_text_is_encoded_once_and_each_image_once(
     torch.testing.assert_close(scores, torch.cat(one_by_one), rtol=0, atol=1e-6)
 
 
-def test_a_large_batch_goes_through_the_towers_in_parts(
+def test_large_batch_is_split_into_chunks(
     clip_folder: str, images: Tensor, rows_of: Callable[[nn.Module], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reward = CLIPScore(clip_folder, clip_folder)
@@ -117,7 +117,7 @@ def test_a_large_batch_goes_through_the_towers_in_parts(
     assert texts == pictures == [3, 1]
 
 
-def test_the_model_is_frozen_and_train_does_not_reach_it(clip_folder: str, images: Tensor) -> None:
+def test_model_is_frozen_and_no_submodule(clip_folder: str, images: Tensor) -> None:
     holder = nn.Module()
     holder.reward = CLIPScore(clip_folder, clip_folder)
     holder.train()
@@ -129,7 +129,7 @@ def test_the_model_is_frozen_and_train_does_not_reach_it(clip_folder: str, image
 
 
 @pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 2e-2), (torch.float16, 2e-3)])
-def test_weights_are_in_the_dtype_asked_for_and_scores_in_float32(
+def test_weights_have_the_requested_dtype_and_scores_are_float32(
     reward: CLIPScore, clip_folder: str, images: Tensor, dtype: str | torch.dtype, tolerance: float
 ) -> None:
     low = CLIPScore(clip_folder, clip_folder, dtype=dtype)
@@ -141,15 +141,15 @@ def test_weights_are_in_the_dtype_asked_for_and_scores_in_float32(
 
 
 @pytest.mark.parametrize("dtype", ["float64", "int8", "half-ish", torch.int32])
-def test_a_dtype_that_cannot_score_is_refused(clip_folder: str, dtype: str | torch.dtype) -> None:
-    with pytest.raises(UserError, match="reward clipscore runs in dtype float32, bfloat16 or float16"):
+def test_invalid_dtype_is_an_error(clip_folder: str, dtype: str | torch.dtype) -> None:
+    with pytest.raises(UserError, match=r"reward\.clipscore\.dtype=.* is invalid: it must be float32, bfloat16 or f"):
         CLIPScore(clip_folder, clip_folder, dtype=dtype)
 
 
-def test_a_folder_as_transformers_4_wrote_it_scores_the_same(
+def test_folder_of_transformers_4_gives_the_same_scores(
     reward: CLIPScore, clip_folder: str, copied: Path, images: Tensor
 ) -> None:
-    """As openai/clip-vit-large-patch14 lies on the hub: sizes as numbers, the end token as 2, positions as tensors."""
+    """openai/clip-vit-large-patch14 on the hub has sizes as numbers, the end token 2, and positions as tensors."""
     settings = json.loads((copied / "processor_config.json").read_text())["image_processor"]
     settings |= {"size": 224, "crop_size": 224, "feature_extractor_type": "CLIPFeatureExtractor"}
     for key in ("image_processor_type", "do_convert_rgb", "do_rescale", "rescale_factor"):
@@ -166,7 +166,7 @@ def test_a_folder_as_transformers_4_wrote_it_scores_the_same(
     torch.testing.assert_close(old(images, prompts), reward(images, prompts), rtol=0, atol=1e-6)
 
 
-def test_the_processor_s_own_statistics_are_used(
+def test_images_are_normalised_with_the_statistics_of_the_processor(
     reward: CLIPScore, clip_folder: str, copied: Path, images: Tensor
 ) -> None:
     statistics = {"image_mean": [0.1, 0.2, 0.3], "image_std": [0.5, 0.6, 0.7]}
@@ -181,34 +181,34 @@ def test_the_processor_s_own_statistics_are_used(
     torch.testing.assert_close(seen[0].amax((0, 2, 3)), torch.tensor(expected), rtol=0, atol=1e-5)
 
 
-def test_a_folder_below_the_home_folder_is_found(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tilde_in_a_path_is_expanded(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(copied.parent))
     assert CLIPScore("~/copied", "~/copied").logit_scale == pytest.approx(100, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["{tmp}/missing", "./missing", "../missing"])
 @pytest.mark.parametrize("argument", ["pretrained", "processor"])
-def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(
-    argument: str, name: str, clip_folder: str, tmp_path: Path
-) -> None:
+def test_missing_folder_is_an_error_and_no_hub_id(argument: str, name: str, clip_folder: str, tmp_path: Path) -> None:
     name = name.format(tmp=tmp_path)
     message = message_of(*((name, clip_folder) if argument == "pretrained" else (clip_folder, name)))
     assert f"{argument}={name}" in message and "must be a hub id or a local folder" in message
 
 
 @pytest.mark.parametrize("argument", ["pretrained", "processor"])
-def test_a_hub_id_without_network_says_how_to_go_on(argument: str, clip_folder: str, offline: Path) -> None:
+def test_error_without_a_network_names_the_next_steps(argument: str, clip_folder: str, offline: Path) -> None:
     name = "solrl-nobody/no-such-model"
     message = message_of(*((name, clip_folder) if argument == "pretrained" else (clip_folder, name)))
     assert f"{argument}={name}" in message
     assert "HF_HUB_OFFLINE" in message and "hf auth login" in message and "a local folder" in message
 
 
-def test_text_that_is_no_hub_id_is_refused(clip_folder: str, offline: Path) -> None:
+def test_text_that_is_no_hub_id_is_an_error(clip_folder: str, offline: Path) -> None:
     assert "Check the name" in message_of("no such model", clip_folder)
 
 
-def test_a_gated_model_says_to_log_in(clip_folder: str, offline: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_about_a_gated_model_says_to_log_in(
+    clip_folder: str, offline: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise GatedRepoError("403 Client Error", response=MagicMock())
 
@@ -217,22 +217,20 @@ def test_a_gated_model_says_to_log_in(clip_folder: str, offline: Path, monkeypat
     assert "gated" in message and "hf auth login" in message
 
 
-def test_a_model_of_another_architecture_is_refused(clip_folder: str, copied: Path) -> None:
+def test_model_of_another_architecture_is_an_error(clip_folder: str, copied: Path) -> None:
     edit(copied / "config.json", lambda config: config.update(model_type="siglip"))
-    assert "needs a CLIP model of type clip" in message_of(copied, clip_folder) and "is a siglip" in message_of(
-        copied, clip_folder
-    )
+    assert "must be a CLIP model of type clip, and is a siglip" in message_of(copied, clip_folder)
 
 
 @pytest.mark.parametrize("change", [lambda w: w.pop("visual_projection.weight"), lambda w: w.pop("logit_scale")])
-def test_missing_weights_are_refused(
+def test_missing_weights_are_an_error(
     clip_folder: str, copied: Path, change: Callable[[dict[str, Tensor]], object]
 ) -> None:
     edit_weights(copied, change)
     assert "lacks 1 tensors, such as" in message_of(copied, clip_folder)
 
 
-def test_weights_that_the_model_does_not_know_are_refused(clip_folder: str, copied: Path) -> None:
+def test_unexpected_weights_are_an_error(clip_folder: str, copied: Path) -> None:
     edit_weights(copied, lambda weights: weights.update({"score_head.weight": torch.ones(3)}))
     assert "score_head.weight" in message_of(copied, clip_folder)
 
@@ -247,18 +245,16 @@ def test_weights_that_the_model_does_not_know_are_refused(clip_folder: str, copi
     ],
     ids=["garbage", "cut off", "missing", "other size"],
 )
-def test_weights_that_cannot_be_read_are_refused(
-    clip_folder: str, copied: Path, damage: Callable[[Path], object]
-) -> None:
+def test_unreadable_weights_are_an_error(clip_folder: str, copied: Path, damage: Callable[[Path], object]) -> None:
     damage(copied / "model.safetensors")
     message = message_of(copied, clip_folder)
-    assert "its weights could not be read" in message and "download the model again" in message
+    assert "its weights cannot be read" in message and "Download the model again" in message
 
 
 @pytest.mark.parametrize("file", ["processor_config.json", "tokenizer.json", "tokenizer_config.json"])
-def test_a_damaged_processor_is_refused(clip_folder: str, copied: Path, file: str) -> None:
+def test_damaged_processor_is_an_error(clip_folder: str, copied: Path, file: str) -> None:
     (copied / file).write_text('{"cut of')
-    assert f"processor={copied} could not be loaded" in message_of(clip_folder, copied)
+    assert f"processor={copied} is invalid: it cannot be loaded" in message_of(clip_folder, copied)
 
 
 @pytest.mark.parametrize(
@@ -271,14 +267,14 @@ def test_a_damaged_processor_is_refused(clip_folder: str, copied: Path, file: st
         ({"size": {"shortest_edge": 200}}, "'shortest_edge': 200"),
     ],
 )
-def test_a_processor_that_prepares_images_otherwise_is_refused(
+def test_processor_with_other_steps_is_an_error(
     clip_folder: str, copied: Path, change: dict[str, Any], found: str
 ) -> None:
     edit(copied / "processor_config.json", lambda config: config["image_processor"].update(change))
     message = message_of(clip_folder, copied)
-    assert found in message and "Give the processor" in message
+    assert found in message and "Set reward.clipscore.processor" in message
 
 
-def test_a_tokenizer_that_the_model_was_not_trained_with_is_refused(clip_folder: str, copied: Path) -> None:
+def test_tokenizer_of_another_model_is_an_error(clip_folder: str, copied: Path) -> None:
     edit(copied / "config.json", lambda config: config["text_config"].update(eos_token_id=5))
     assert "expects 5" in message_of(copied, clip_folder)

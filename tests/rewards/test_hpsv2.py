@@ -1,4 +1,4 @@
-"""HPSv2 against open_clip's own path on PIL images, and what a checkpoint file may look like."""
+"""Compares HPSv2 with open_clip's own pipeline on PIL images, and tests the errors about checkpoint files."""
 
 import shutil
 from collections.abc import Callable
@@ -29,12 +29,12 @@ def reward(hps_file: str, open_clip_architecture: str) -> HPSv2:
 
 @pytest.fixture(scope="module")
 def reference_model(hps_file: str, open_clip_architecture: str) -> Any:
-    """open_clip's model with the weights as open_clip loads them."""
+    """open_clip's model with weights loaded by open_clip."""
     return open_clip.create_model(open_clip_architecture, pretrained=hps_file).eval()
 
 
 def published_transform(picture: Image.Image) -> Tensor:
-    """HPSv2's: to a float tensor first, then the longest side to 224, zeros around, and normalisation last."""
+    """HPSv2's transform: converts to a float tensor, resizes the longest side to 224, pads with zeros, normalises."""
     image = vision.to_tensor(picture)
     scale = 224 / float(max(image.shape[1:]))
     high, wide = (round(pixels * scale) for pixels in image.shape[1:])
@@ -46,28 +46,28 @@ def published_transform(picture: Image.Image) -> Tensor:
 
 @torch.no_grad()
 def published(model: Any, architecture: str, pixels: list[Tensor], prompts: list[str]) -> Tensor:
-    """[B, U]: every image against every prompt, as HPSv2's script computes it."""
+    """Scores [B, U] of every image for every prompt, computed as in HPSv2's script."""
     text = open_clip.get_tokenizer(architecture)(prompts)
     return model.encode_image(torch.stack(pixels), normalize=True) @ model.encode_text(text, normalize=True).T
 
 
 def message_of(pretrained: str | Path, architecture: str) -> str:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError) as caught:
         HPSv2(str(pretrained), architecture)
-    message = str(refused.value)
-    assert "reward hpsv2" in message and message.endswith(".") and ".." not in message.replace("../", "")
+    message = str(caught.value)
+    assert "hpsv2" in message and message.endswith(".") and ".." not in message.replace("../", "")
     return message
 
 
 def changed(hps_file: str, folder: Path, change: Callable[[dict[str, Tensor]], object]) -> Path:
-    """A checkpoint whose weights are changed."""
+    """A copy of the checkpoint with changed weights."""
     checkpoint = torch.load(hps_file, weights_only=True)
     change(checkpoint["state_dict"])
     torch.save(checkpoint, folder / "changed.pt")
     return folder / "changed.pt"
 
 
-def test_scores_are_those_of_the_published_pipeline_on_pil_images(
+def test_scores_equal_the_published_pipeline_on_pil_images(
     reward: HPSv2, reference_model: Any, open_clip_architecture: str, pictures: list[Image.Image]
 ) -> None:
     scores = all_pairs(reward, pictures)
@@ -78,7 +78,7 @@ def test_scores_are_those_of_the_published_pipeline_on_pil_images(
     torch.testing.assert_close(scores, reference, rtol=0, atol=1e-5)
 
 
-def test_scores_are_near_those_of_open_clip_s_transform_that_resizes_in_pil(
+def test_scores_are_close_to_open_clips_transform_that_resizes_in_pil(
     reward: HPSv2, reference_model: Any, open_clip_architecture: str, pictures: list[Image.Image]
 ) -> None:
     transform = image_transform(224, is_train=False, resize_mode="longest", interpolation="bicubic", fill_color=0)
@@ -98,7 +98,7 @@ def test_text_is_cut_at_77_tokens_with_the_end_token_kept(
     torch.testing.assert_close(reward(images[:1], prompts[:1]), reward(images[:1], prompts[1:]), rtol=0, atol=1e-6)
 
 
-def test_a_group_s_text_is_encoded_once_and_each_image_once(
+def test_equal_prompts_are_encoded_once_and_each_image_once(
     hps_file: str, open_clip_architecture: str, images: Tensor, rows_of: Callable[[nn.Module], list[int]]
 ) -> None:
     reward = HPSv2(hps_file, open_clip_architecture)
@@ -109,7 +109,7 @@ def test_a_group_s_text_is_encoded_once_and_each_image_once(
     torch.testing.assert_close(scores, torch.cat(one_by_one), rtol=0, atol=1e-6)
 
 
-def test_the_model_is_frozen_and_train_does_not_reach_it(reward: HPSv2, images: Tensor) -> None:
+def test_model_is_frozen_and_no_submodule(reward: HPSv2, images: Tensor) -> None:
     holder = nn.Module()
     holder.reward = reward
     holder.train()
@@ -118,7 +118,7 @@ def test_the_model_is_frozen_and_train_does_not_reach_it(reward: HPSv2, images: 
     assert not list(holder.parameters()) and not holder.state_dict()
 
 
-def test_float16_weights_on_disk_score_in_the_dtype_asked_for(
+def test_float16_weights_on_disk_are_cast_to_the_requested_dtype(
     reward: HPSv2, hps_file: str, open_clip_architecture: str, images: Tensor
 ) -> None:
     assert {parameter.dtype for parameter in reward.model.parameters()} == {torch.float32}
@@ -129,7 +129,7 @@ def test_float16_weights_on_disk_score_in_the_dtype_asked_for(
     torch.testing.assert_close(scores, reward(images, prompts), rtol=0, atol=2e-2)
 
 
-def test_a_folder_with_the_published_file_will_do(
+def test_pretrained_may_be_a_folder_with_the_published_file(
     reward: HPSv2, hps_file: str, open_clip_architecture: str, images: Tensor
 ) -> None:
     from_folder = HPSv2(str(Path(hps_file).parent), open_clip_architecture)
@@ -137,7 +137,7 @@ def test_a_folder_with_the_published_file_will_do(
     assert torch.equal(from_folder(images, prompts), reward(images, prompts))
 
 
-def test_a_hub_id_is_downloaded_by_the_published_file_s_name(
+def test_published_file_of_a_hub_id_is_downloaded(
     reward: HPSv2, hps_file: str, open_clip_architecture: str, images: Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
@@ -153,9 +153,7 @@ def test_a_hub_id_is_downloaded_by_the_published_file_s_name(
 
 
 @pytest.mark.parametrize("name", ["{tmp}/missing", "./missing", "missing.pt", "{tmp}"])
-def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(
-    name: str, open_clip_architecture: str, tmp_path: Path
-) -> None:
+def test_missing_file_is_an_error_and_no_hub_id(name: str, open_clip_architecture: str, tmp_path: Path) -> None:
     name = name.format(tmp=tmp_path)
     message = message_of(name, open_clip_architecture)
     assert f"pretrained={name} is invalid" in message and "it holds no HPS_v2.1_compressed.pt" in message
@@ -164,7 +162,7 @@ def test_a_file_that_is_not_there_is_not_looked_for_on_the_hub(
 @pytest.mark.parametrize(
     ("name", "step"), [("solrl-nobody/no-such-model", "`hf auth login`"), ("no such model", "Check the name.")]
 )
-def test_a_hub_id_without_network_says_how_to_go_on(
+def test_error_without_a_network_names_the_next_steps(
     name: str, step: str, open_clip_architecture: str, offline: Path
 ) -> None:
     message = message_of(name, open_clip_architecture)
@@ -172,7 +170,7 @@ def test_a_hub_id_without_network_says_how_to_go_on(
     assert "the path of a local HPS_v2.1_compressed.pt" in message
 
 
-def test_a_gated_model_says_to_log_in(open_clip_architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_about_a_gated_model_says_to_log_in(open_clip_architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise GatedRepoError("Access to this model is restricted", response=MagicMock())
 
@@ -190,39 +188,37 @@ def test_a_gated_model_says_to_log_in(open_clip_architecture: str, monkeypatch: 
     ],
     ids=["garbage", "cut off", "empty"],
 )
-def test_a_damaged_file_is_refused(
+def test_damaged_file_is_an_error(
     hps_file: str, open_clip_architecture: str, tmp_path: Path, damage: Callable[[Path], object]
 ) -> None:
     file = Path(shutil.copy(hps_file, tmp_path))
     damage(file)
     message = message_of(file, open_clip_architecture)
-    assert str(file) in message and "could not be read as weights" in message and "download it again" in message
+    assert str(file) in message and "cannot be read as weights" in message and "download it again" in message
 
 
-def test_a_file_that_would_run_code_is_refused(open_clip_architecture: str, tmp_path: Path) -> None:
+def test_file_with_code_is_an_error(open_clip_architecture: str, tmp_path: Path) -> None:
     torch.save({"state_dict": {"run": print}}, tmp_path / "code.pt")
-    assert "could not be read as weights" in message_of(tmp_path / "code.pt", open_clip_architecture)
+    assert "cannot be read as weights" in message_of(tmp_path / "code.pt", open_clip_architecture)
 
 
 @pytest.mark.parametrize("content", [{"model": {}}, [torch.ones(1)], {"state_dict": {"logit_scale": 4.6}}])
-def test_a_file_laid_out_otherwise_is_refused(open_clip_architecture: str, tmp_path: Path, content: object) -> None:
+def test_file_of_another_layout_is_an_error(open_clip_architecture: str, tmp_path: Path, content: object) -> None:
     torch.save(content, tmp_path / "other.pt")
     assert "tensors under the key state_dict" in message_of(tmp_path / "other.pt", open_clip_architecture)
 
 
-def test_missing_weights_are_refused(hps_file: str, open_clip_architecture: str, tmp_path: Path) -> None:
+def test_missing_weights_are_an_error(hps_file: str, open_clip_architecture: str, tmp_path: Path) -> None:
     file = changed(hps_file, tmp_path, lambda weights: weights.pop("visual.proj"))
     assert "lacks 1 tensors, such as visual.proj" in message_of(file, open_clip_architecture)
 
 
-def test_weights_that_the_model_does_not_know_are_refused(
-    hps_file: str, open_clip_architecture: str, tmp_path: Path
-) -> None:
+def test_unexpected_weights_are_an_error(hps_file: str, open_clip_architecture: str, tmp_path: Path) -> None:
     file = changed(hps_file, tmp_path, lambda weights: weights.update(score_head=torch.ones(1)))
     assert "score_head" in message_of(file, open_clip_architecture)
 
 
-def test_weights_of_another_size_are_refused_not_resized(
+def test_weights_of_another_shape_are_an_error_and_not_resized(
     hps_file: str, open_clip_architecture: str, tmp_path: Path
 ) -> None:
     file = changed(hps_file, tmp_path, lambda w: w.update({"visual.positional_embedding": torch.zeros(37, 32)}))
@@ -230,11 +226,11 @@ def test_weights_of_another_size_are_refused_not_resized(
     assert "visual.positional_embedding with [37, 32] for [50, 32]" in message and "architecture" in message
 
 
-def test_an_architecture_that_open_clip_lacks_is_refused(hps_file: str) -> None:
+def test_unknown_architecture_is_an_error(hps_file: str) -> None:
     message = message_of(hps_file, "ViT-H14")
-    assert "architecture=ViT-H14 is none of open_clip's" in message and "ViT-H-14" in message
+    assert "architecture=ViT-H14 is invalid: it must be one of open_clip" in message and "ViT-H-14" in message
 
 
 @pytest.mark.parametrize("architecture", ["coca_ViT-B-32", "ViT-B-16-SigLIP"])
-def test_an_architecture_with_another_text_tower_is_refused(hps_file: str, architecture: str) -> None:
+def test_architecture_with_another_text_tower_is_an_error(hps_file: str, architecture: str) -> None:
     assert "CLIP's own text tower" in message_of(hps_file, architecture)

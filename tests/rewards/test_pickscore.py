@@ -1,4 +1,4 @@
-"""PickScore: the formula, and that low precision leaves its scale alone. What it shares is tested with CLIPScore."""
+"""Formula of PickScore, and its scale in low precision. test_clipscore.py tests the code shared with CLIPScore."""
 
 import math
 from collections.abc import Callable
@@ -22,7 +22,7 @@ def reward(clip_folder: str) -> PickScore:
 
 @pytest.fixture(scope="module")
 def published(clip_folder: str, pil_processor: Any) -> Callable[[Image.Image, str], Tensor]:
-    """A 26th of the score of the snippet in the PickScore repository's README, for one image and one prompt."""
+    """1/26 of the score by the snippet in the README of PickScore's repository, for one image and one prompt."""
     model = CLIPModel.from_pretrained(clip_folder)
     tokenizer = CLIPProcessor.from_pretrained(clip_folder).tokenizer
 
@@ -37,7 +37,7 @@ def published(clip_folder: str, pil_processor: Any) -> Callable[[Image.Image, st
     return score
 
 
-def test_scores_are_those_of_the_published_snippet_on_pil_images(
+def test_scores_equal_the_published_snippet_on_pil_images(
     reward: PickScore, published: Callable[[Image.Image, str], Tensor], pictures: list[Image.Image]
 ) -> None:
     scores = all_pairs(reward, pictures)
@@ -46,24 +46,22 @@ def test_scores_are_those_of_the_published_snippet_on_pil_images(
     torch.testing.assert_close(scores, reference, rtol=0, atol=2e-3)
 
 
-def test_a_score_is_the_cosine_times_the_model_s_scale_over_26(
-    reward: PickScore, clip_folder: str, images: Tensor
-) -> None:
+def test_score_is_the_cosine_times_the_logit_scale_over_26(reward: PickScore, clip_folder: str, images: Tensor) -> None:
     prompts = PROMPTS + PROMPTS[:1]
     cosines = CLIPScore(clip_folder, clip_folder)(images, prompts)
     torch.testing.assert_close(reward(images, prompts), cosines * math.exp(4.6052) / 26)
 
 
-def test_the_scale_is_not_rounded_with_the_weights(clip_folder: str, images: Tensor) -> None:
-    """In bfloat16 4.6052 is 4.59375, and scores would be 1.1 % lower."""
+def test_logit_scale_stays_float32_in_bfloat16(clip_folder: str, images: Tensor) -> None:
+    """bfloat16 rounds 4.6052 to 4.59375, which lowers scores by 1.1 %."""
     arguments = {"pretrained": clip_folder, "processor": clip_folder, "dtype": "bfloat16"}
     prompts = PROMPTS + PROMPTS[:1]
     scores, cosines = PickScore(**arguments)(images, prompts), CLIPScore(**arguments)(images, prompts)
     torch.testing.assert_close(scores, cosines * math.exp(4.6052) / 26, rtol=1e-4, atol=0)
 
 
-def test_its_errors_name_it(clip_folder: str) -> None:
-    with pytest.raises(UserError, match="reward pickscore: pretrained=./missing is invalid: it must be a hub id"):
+def test_errors_name_the_reward(clip_folder: str) -> None:
+    with pytest.raises(UserError, match="reward.pickscore.pretrained=./missing is invalid: it must be a hub id"):
         PickScore("./missing", clip_folder)
-    with pytest.raises(ValueError, match="reward pickscore .* 1 images and 2 prompts"):
+    with pytest.raises(ValueError, match="reward pickscore are invalid: .* 1 images and 2 prompts"):
         PickScore(clip_folder, clip_folder)(torch.zeros(1, 3, 8, 8), PROMPTS[:2])

@@ -1,4 +1,4 @@
-"""Preprocessing on tensors against the published pipelines on PIL images."""
+"""Compares preprocessing on tensors with the published pipelines on PIL images."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def batch_of(pictures: list[Image.Image]) -> Tensor:
 
 
 def padded_by_torchvision(picture: Image.Image, side: int) -> Tensor:
-    """HPSv2's published transform: a float tensor, its longest side resized, zeros around it."""
+    """HPSv2's published transform: converts to a float tensor, resizes its longest side, pads with zeros."""
     image = vision.to_tensor(picture)
     scale = side / float(max(image.shape[1:]))
     high, wide = (round(pixels * scale) for pixels in image.shape[1:])
@@ -30,7 +30,7 @@ def padded_by_torchvision(picture: Image.Image, side: int) -> Tensor:
     return vision.pad(image, [right // 2, down // 2, right - right // 2, down - down // 2], fill=0)
 
 
-def test_cropping_is_within_one_level_of_clip_s_processor_on_pil_images(
+def test_cropping_is_within_one_level_of_clips_processor_on_pil_images(
     pil_processor: Any, pictures: list[Image.Image]
 ) -> None:
     reference = pil_processor(images=pictures, return_tensors="pt").pixel_values
@@ -38,7 +38,7 @@ def test_cropping_is_within_one_level_of_clip_s_processor_on_pil_images(
     assert difference.max() < ONE_LEVEL and difference.mean() < 1e-5
 
 
-def test_cropping_is_within_one_level_of_pil_itself(pictures: list[Image.Image]) -> None:
+def test_cropping_is_within_one_level_of_pil(pictures: list[Image.Image]) -> None:
     for picture in pictures:
         scale = 224 / min(picture.size)
         wide, high = (int(pixels * scale + 1e-9) for pixels in picture.size)
@@ -55,7 +55,7 @@ def test_padding_equals_the_published_transform(pictures: list[Image.Image]) -> 
 
 
 @pytest.mark.parametrize("height, width", [(300, 500), (500, 300), (100, 60)])
-def test_padding_shows_the_whole_image_in_the_middle_of_black(height: int, width: int) -> None:
+def test_padding_centres_the_whole_image_on_black(height: int, width: int) -> None:
     padded = pad_to_square(torch.full((1, 3, height, width), 0.6), 224)[0, 0]
     high, wide = (round(pixels * 224 / max(height, width)) for pixels in (height, width))
     top, left = (224 - high) // 2, (224 - wide) // 2
@@ -65,13 +65,13 @@ def test_padding_shows_the_whole_image_in_the_middle_of_black(height: int, width
     assert (padded[~inside] == 0).all()
 
 
-def test_an_extremely_thin_image_stays_visible_when_padded() -> None:
+def test_extremely_thin_image_keeps_one_pixel_when_padded() -> None:
     assert pad_to_square(torch.ones(1, 3, 2, 2000), 224).amax() > 0.5
 
 
 @pytest.mark.parametrize("prepare", [CLIP, lambda images: pad_to_square(images, 224)], ids=["crop", "pad"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_image_gives_the_same_in_a_batch_and_from_the_png_it_is_saved_to(prepare, dtype: torch.dtype) -> None:
+def test_result_does_not_depend_on_the_batch_or_on_saving_as_png(prepare, dtype: torch.dtype) -> None:
     decoded = torch.rand(3, 3, 96, 80, generator=torch.Generator().manual_seed(0)).to(dtype)
     saved = [vision.to_pil_image((image.float() * 255).round().byte()) for image in decoded]
     prepared = prepare(decoded)
@@ -80,7 +80,7 @@ def test_an_image_gives_the_same_in_a_batch_and_from_the_png_it_is_saved_to(prep
         torch.testing.assert_close(image, prepare(as_tensor(picture)[None])[0], rtol=0, atol=2e-6)
 
 
-def test_the_crop_takes_the_size_and_the_statistics_it_is_given() -> None:
+def test_crop_uses_the_given_size_and_statistics() -> None:
     image = as_tensor(drawn(60, 90, seed=1))[None]
     small = CropToSquare(40, 32, 30, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))(image)
     assert small.shape == (1, 3, 32, 30)

@@ -1,4 +1,4 @@
-"""What every reward refuses, and how it says so."""
+"""Errors of the reward base class, and imports of the package."""
 
 import importlib
 import re
@@ -17,7 +17,7 @@ from solrl_lightning.rewards.base import Reward, unique_prompts
 
 
 class Brightness(Reward):
-    """The mean of the pixels, in the images' dtype; ``spoiled`` is put in the place of the second score."""
+    """Scores by the mean of the pixels in the images' dtype; ``spoiled`` replaces the second score."""
 
     name = "brightness"
 
@@ -40,7 +40,7 @@ def grey(*levels: float) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_scores_are_float32_and_carry_no_gradient(dtype: torch.dtype) -> None:
+def test_scores_are_float32_without_gradient(dtype: torch.dtype) -> None:
     scores = Brightness()(grey(0.0, 0.5, 1.0).to(dtype), PROMPTS)
     assert scores.dtype == torch.float32 and not scores.requires_grad
     assert scores.tolist() == [0.0, 0.5, 1.0]
@@ -56,53 +56,53 @@ def test_scores_are_float32_and_carry_no_gradient(dtype: torch.dtype) -> None:
     ],
     ids=["no batch", "channels last", "four channels", "bytes"],
 )
-def test_images_of_another_shape_or_type_are_refused(images: Tensor) -> None:
-    with pytest.raises(ValueError) as refused:
+def test_images_of_another_shape_or_dtype_are_an_error(images: Tensor) -> None:
+    with pytest.raises(ValueError) as caught:
         Brightness()(images, PROMPTS)
-    message = str(refused.value)
+    message = str(caught.value)
     assert "the reward brightness" in message and str(list(images.shape)) in message and str(images.dtype) in message
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:2], [*PROMPTS, "a bird"]])
-def test_a_number_of_prompts_that_is_not_that_of_the_images_is_refused(prompts: list[str]) -> None:
+def test_number_of_prompts_must_equal_the_number_of_images(prompts: list[str]) -> None:
     with pytest.raises(ValueError, match=f"reward brightness .* 3 images and {len(prompts)} prompts"):
         Brightness()(grey(0.0, 0.5, 1.0), prompts)
 
 
 @pytest.mark.parametrize("level, span", [(1.25, "0.5 to 1.25"), (-0.5, "-0.5 to 0.5"), (float("inf"), "0.5 to inf")])
-def test_an_image_outside_0_to_1_is_refused_with_its_place_and_prompt(level: float, span: str) -> None:
+def test_error_about_an_image_outside_0_to_1_names_its_row_and_prompt(level: float, span: str) -> None:
     images = grey(0.0, 0.5, 0.5)
     images[2, 1, 3, 4] = level
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as caught:
         Brightness()(images, PROMPTS)
-    message = str(refused.value)
+    message = str(caught.value)
     assert "brightness" in message and "image 2 of 3" in message and "'a fish'" in message and span in message
 
 
-def test_an_image_with_nan_is_refused_with_its_row_and_prompt() -> None:
+def test_error_about_an_image_with_nan_names_its_row_and_prompt() -> None:
     images = grey(0.0, 0.5, 1.0)
     images[1, 0, 0, 0] = torch.nan
-    with pytest.raises(NonFiniteError, match="brightness.*'a dog'") as refused:
+    with pytest.raises(NonFiniteError, match="brightness.*'a dog'") as caught:
         Brightness()(images, PROMPTS)
-    assert refused.value.row == 1
+    assert caught.value.row == 1
 
 
 @pytest.mark.parametrize("spoiled", [float("nan"), float("inf"), float("-inf")])
-def test_a_score_that_is_not_finite_is_refused_with_its_row_and_prompt(spoiled: float) -> None:
-    with pytest.raises(NonFiniteError, match=f"the reward brightness is {spoiled} .*'a dog'") as refused:
+def test_error_about_a_score_that_is_not_finite_names_its_row_and_prompt(spoiled: float) -> None:
+    with pytest.raises(NonFiniteError, match=f"the reward brightness is {spoiled} .*'a dog'") as caught:
         Brightness(spoiled)(grey(0.0, 0.5, 1.0), PROMPTS)
-    assert refused.value.row == 1
+    assert caught.value.row == 1
 
 
-def test_the_bounds_of_the_range_are_allowed() -> None:
+def test_images_may_have_the_values_0_and_1() -> None:
     assert Brightness()(grey(0.0, 1.0), PROMPTS[:2]).tolist() == [0.0, 1.0]
 
 
-def test_a_reward_scores_any_prompt_unless_it_says_otherwise() -> None:
+def test_check_prompts_allows_any_prompt_by_default() -> None:
     Brightness().check_prompts(["", "anything"])
 
 
-def test_distinct_prompts_lead_back_to_all_prompts() -> None:
+def test_index_of_unique_prompts_restores_all_prompts() -> None:
     prompts = ["b", "a", "b", "c", "a", "b"]
     texts, place = unique_prompts(prompts)
     assert texts == ["b", "a", "c"]
@@ -110,7 +110,7 @@ def test_distinct_prompts_lead_back_to_all_prompts() -> None:
 
 
 @pytest.mark.parametrize("name", ["pickscore", "clipscore", "hpsv2"])
-def test_a_shipped_configuration_builds_its_reward_from_local_files(
+def test_shipped_configuration_builds_its_reward_from_local_files(
     name: str, clip_folder: str, hps_file: str, open_clip_architecture: str, images: Tensor
 ) -> None:
     local = {"pretrained": clip_folder, "processor": clip_folder}
@@ -126,22 +126,22 @@ def test_a_shipped_configuration_builds_its_reward_from_local_files(
     assert reward.name == name and reward(images, ["a cat"] * 4).std() > 1e-3
 
 
-def test_importing_the_package_of_rewards_loads_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_of_the_package_imports_no_reward(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("solrl_lightning.rewards.")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "transformers", None)  # an import of it is an error from here on
+    monkeypatch.setitem(sys.modules, "transformers", None)  # makes an import an error
     monkeypatch.setitem(sys.modules, "open_clip", None)
     assert importlib.reload(solrl_lightning.rewards)
     assert not [name for name in sys.modules if name.startswith("solrl_lightning.rewards.")]
 
 
-def test_a_reward_that_is_not_there_is_an_attribute_error() -> None:
+def test_unknown_reward_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="BLIPScore"):
         _ = solrl_lightning.rewards.BLIPScore
 
 
 class Returns(Reward):
-    """A reward of a user's own that returns whatever it is given."""
+    """A reward that returns the given value."""
 
     name = "mine"
 
@@ -162,13 +162,13 @@ class Returns(Reward):
         ([0.5, 0.5], "list"),
     ],
 )
-def test_a_score_of_another_shape_is_told_with_what_it_should_be(value: Any, found: str) -> None:
-    message = f"reward mine must return one score per image, a tensor [2]; its score() returned {found}"
+def test_error_about_the_shape_of_scores_names_the_expected_shape(value: Any, found: str) -> None:
+    message = f"reward mine is invalid: it must return one score per image, a tensor [2]; its score() returned {found}"
     with pytest.raises(UserError, match=re.escape(message)):
         Returns(value)(torch.zeros(2, 3, 4, 4), ["a", "b"])
 
 
-def test_a_reward_without_an_init_of_its_own_takes_a_device() -> None:
+def test_reward_without_its_own_init_takes_a_device() -> None:
     class Plain(Reward):
         name = "plain"
 

@@ -1,4 +1,4 @@
-"""The programmatic reward: high for true pictures, ordered by how wrong a picture is, smooth."""
+"""The programmatic reward: high for correct pictures, lower for each mistake, smooth in the pixels."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ def other_shape(shape: str) -> str:
 TRUE = REWARD(pictures(SCENES), PROMPTS)
 
 
-def test_true_pictures_score_high() -> None:
+def test_correct_pictures_have_high_scores() -> None:
     assert TRUE.shape == (len(SCENES),) and TRUE.dtype == torch.float32
     assert 0.85 < TRUE.mean() < 1.0
     assert TRUE.min() > 0.6
@@ -44,7 +44,7 @@ def test_true_pictures_score_high() -> None:
 
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_every_shape_and_relation_is_rewarded_alike(shape: str, relation: str) -> None:
+def test_every_shape_and_relation_has_similar_scores(shape: str, relation: str) -> None:
     scenes = [scene for scene in all_scenes() if scene.relation == relation and scene.first[1] == shape]
     assert 0.85 < REWARD(pictures(scenes), [scene.caption() for scene in scenes]).mean() < 1.0
 
@@ -64,7 +64,7 @@ def test_scores_fall_with_every_mistake() -> None:
         assert (TRUE > wrong).float().mean() > 0.98  # picture by picture; the smallest objects are hard to tell apart
 
 
-def test_wrong_colours_and_strangers_cost() -> None:
+def test_wrong_colours_and_additional_objects_lower_the_score() -> None:
     named = [scene for scene in SCENES if {scene.first[0], scene.second[0]} == {"red", "blue"}]
     prompts = [scene.caption() for scene in named]
     true = REWARD(pictures(named), prompts)
@@ -75,12 +75,12 @@ def test_wrong_colours_and_strangers_cost() -> None:
     assert bool((REWARD(stranger, prompts) < true - 0.2).all())
 
 
-def test_an_empty_picture_scores_nothing() -> None:
+def test_empty_picture_scores_zero() -> None:
     empty = torch.tensor(BACKGROUND)[None, :, None, None].expand(len(SCENES), 3, 32, 32)
     assert REWARD(empty, PROMPTS).max() < 1e-3
 
 
-def test_scores_lie_in_the_unit_interval_for_any_picture() -> None:
+def test_scores_of_any_picture_are_in_the_unit_interval() -> None:
     generator = torch.Generator().manual_seed(1)
     wild = [
         torch.zeros(len(SCENES), 3, 32, 32),
@@ -95,7 +95,7 @@ def test_scores_lie_in_the_unit_interval_for_any_picture() -> None:
         assert bool(scores.isfinite().all()) and scores.min() >= 0 and scores.max() <= 1
 
 
-def test_fading_from_noise_to_the_true_picture_raises_the_score_without_jumps() -> None:
+def test_score_rises_smoothly_from_noise_to_the_correct_picture() -> None:
     scenes, prompts = SCENES[::9], PROMPTS[::9]
     noise = torch.rand(len(scenes), 3, 32, 32, generator=torch.Generator().manual_seed(2))
     shares = torch.linspace(0, 1, 101)
@@ -104,7 +104,7 @@ def test_fading_from_noise_to_the_true_picture_raises_the_score_without_jumps() 
     assert curves.diff(dim=0).abs().max() < 0.25
 
 
-def test_a_small_change_of_a_pixel_changes_the_score_in_proportion() -> None:
+def test_change_of_the_score_is_proportional_to_a_small_change_of_pixels() -> None:
     scenes, prompts = SCENES[::60], PROMPTS[::60]
     images = 0.9 * pictures(scenes) + 0.05
     direction = torch.randn(images.shape, generator=torch.Generator().manual_seed(3)).sign()
@@ -117,7 +117,7 @@ def test_a_small_change_of_a_pixel_changes_the_score_in_proportion() -> None:
     assert (REWARD(one, prompts).double() - base).abs().max() < 0.005
 
 
-def test_an_object_may_grow_and_shrink_without_jumps_and_counts_within_the_rendered_sizes_only() -> None:
+def test_score_is_smooth_in_the_size_of_an_object_and_high_at_rendered_sizes_only() -> None:
     radii = torch.linspace(0.0, 10.0, 501)
     positions = torch.tensor([[8.0, 16.0], [24.0, 16.0]])
     images = torch.tensor(BACKGROUND)[None, :, None, None].expand(len(radii), 3, 32, 32)
@@ -131,20 +131,20 @@ def test_an_object_may_grow_and_shrink_without_jumps_and_counts_within_the_rende
     assert scores[radii < 0.4 * MIN_RADIUS].max() < 0.35 and scores[radii > 1.6 * MAX_RADIUS].max() < 0.35
 
 
-def test_a_score_does_not_depend_on_the_batch() -> None:
+def test_score_does_not_depend_on_the_batch() -> None:
     images = pictures(SCENES)
     for start in (0, 17, 300):
         some = slice(start, start + 5)
         torch.testing.assert_close(REWARD(images[some], PROMPTS[some]), TRUE[some], rtol=0, atol=1e-5)
 
 
-def test_reduced_precision_pictures_are_scored_in_float32() -> None:
+def test_bfloat16_pictures_are_scored_in_float32() -> None:
     images = pictures(SCENES[:8])
     scores = REWARD(images.bfloat16(), PROMPTS[:8])
     assert scores.dtype == torch.float32
     assert torch.equal(scores, REWARD(images.bfloat16().float(), PROMPTS[:8]))
 
 
-def test_a_prompt_outside_the_grammar_is_refused() -> None:
+def test_prompt_outside_the_grammar_is_an_error() -> None:
     with pytest.raises(UserError, match="a photo of a cat"):
         REWARD(pictures(SCENES[:2]), [PROMPTS[0], "a photo of a cat"])

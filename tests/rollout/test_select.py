@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from solrl_lightning.rollout.select import select_contrastive, take
+from solrl_lightning.rollout.select import rerank, select_contrastive, take
 
 NAN, INF = float("nan"), float("inf")
 
@@ -110,3 +110,22 @@ def test_take_gathers_any_trailing_shape() -> None:
     chosen = torch.tensor([[3, 0], [1, 1]])
     assert torch.equal(take(values, chosen), torch.stack([values[0, [3, 0]], values[1, [1, 1]]]))
     assert torch.equal(take(values[..., 0], chosen), take(values, chosen)[..., 0])
+
+
+def test_reranking_swaps_scores_among_the_survivors_in_the_order_of_their_latest_rewards() -> None:
+    scores = torch.tensor([[5.0, 1.0, 4.0, 3.0, 2.0, 0.0]])
+    places = torch.tensor([[0, 2, 5, 1]])  # the two best and the two worst
+    found = rerank(scores, places, torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
+    assert found.tolist() == [[0.0, 4.0, 5.0, 3.0, 2.0, 1.0]]
+    chosen = select_contrastive(found, 2)
+    assert chosen.tolist() == [[2, 0]]  # the best and the worst of the latest rewards
+
+
+def test_reranking_by_the_same_order_changes_nothing_and_a_reward_that_is_not_finite_comes_into_the_middle() -> None:
+    scores = torch.randn(3, 9, generator=torch.Generator().manual_seed(3))
+    places = select_contrastive(scores, 5)
+    assert torch.equal(rerank(scores, places, 10 * scores.gather(1, places)), scores)
+    rewards = torch.tensor([[3.0, 2.0, torch.nan, 1.0, 0.0]]).expand(3, -1)
+    found = rerank(scores, places, rewards)
+    own = scores.gather(1, places).sort(dim=1, descending=True).values
+    assert torch.equal(found.gather(1, places)[:, 2], own[:, 2])

@@ -288,7 +288,7 @@ def test_non_finite_explored_candidate_is_never_selected(
 def test_too_few_finite_rewards_error_names_prompt() -> None:
     rewards = torch.tensor([[1.0, 2.0, 3.0], [1.0, torch.nan, torch.inf]])
     check_selectable(rewards, 1, ["a", "b"])
-    with pytest.raises(NonFiniteError, match="1 of 3 explored candidates .* for the prompt 'b', .* family.keep=2"):
+    with pytest.raises(NonFiniteError, match="1 of 3 explored candidates .* for the prompt 'b', fewer than the 2"):
         check_selectable(rewards, 2, ["a", "b"])
 
 

@@ -6,14 +6,14 @@ from solrl_lightning.shapes.captions import eval_captions, train_captions
 from solrl_lightning.shapes.world import COLOURS, RELATIONS, SHAPES, all_scenes, parse_caption
 
 
-def test_the_split_is_complete_and_disjoint() -> None:
+def test_split_is_complete_and_disjoint() -> None:
     held_out, train = eval_captions(), train_captions()
     assert len(held_out) == 64 and len(train) == 1016
     assert sorted(held_out + train) == sorted(scene.caption() for scene in all_scenes())
     assert len(set(held_out + train)) == 1080
 
 
-def test_the_split_is_what_it_was_when_the_embedded_model_was_trained() -> None:
+def test_split_is_the_split_of_the_embedded_models_training() -> None:
     assert eval_captions() == eval_captions()
     assert eval_captions()[0] == "a yellow triangle right of a green circle"
     assert train_captions()[0] == "a purple square right of a green square"

@@ -1,4 +1,4 @@
-"""The pretraining recipe, two steps of it."""
+"""Two steps of the pretraining recipe."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def loaded(folder: Path) -> Flux1:
     return load_policy(str(folder))
 
 
-def test_the_saved_folder_loads_as_a_policy_with_a_bfloat16_transformer(folder: Path) -> None:
+def test_saved_folder_loads_as_a_policy_with_a_bfloat16_transformer(folder: Path) -> None:
     policy = loaded(folder)
     saved = (folder / "transformer" / "diffusion_pytorch_model.safetensors").stat().st_size
     parameters = sum(parameter.numel() for parameter in policy.transformer.parameters())
@@ -40,7 +40,7 @@ def test_the_saved_folder_loads_as_a_policy_with_a_bfloat16_transformer(folder: 
     assert policy.decode(policy.noise(torch.tensor([1]))).shape == (1, 3, 32, 32)
 
 
-def test_one_seed_gives_one_model_to_the_bit_and_another_seed_another(folder: Path, tmp_path: Path) -> None:
+def test_model_is_a_function_of_the_seed_bit_for_bit(folder: Path, tmp_path: Path) -> None:
     expected = weights(loaded(folder).pipeline)
     pretrain_pipeline(tmp_path / "again", RECIPE, torch.device("cpu"))
     again = weights(loaded(tmp_path / "again").pipeline)
@@ -51,7 +51,7 @@ def test_one_seed_gives_one_model_to_the_bit_and_another_seed_another(folder: Pa
     assert not torch.equal(other["transformer.x_embedder.weight"], expected["transformer.x_embedder.weight"])
 
 
-def test_training_moves_every_component_and_scales_latents_to_unit_variance(folder: Path) -> None:
+def test_training_changes_every_component_and_sets_the_latents_scale(folder: Path) -> None:
     before, pipeline = weights(build_pipeline(RECIPE.seed)), loaded(folder).pipeline
     after = weights(pipeline)
     for component in COMPONENTS:

@@ -29,7 +29,7 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def painted(image: Tensor, colour: str) -> Tensor:
-    """[H, W] bool: the pixels of a [3, H, W] image that have exactly this colour."""
+    """Mask, bool [H, W], of the pixels of an image [3, H, W] with exactly this colour."""
     return (image - torch.tensor(COLOURS[colour])[:, None, None]).abs().amax(0) < 1e-5
 
 
@@ -38,12 +38,12 @@ def centre(mask: Tensor) -> tuple[float, float]:
     return float(xs.double().mean()), float(ys.double().mean())
 
 
-def test_there_are_1080_scenes_all_different() -> None:
+def test_there_are_1080_unique_scenes() -> None:
     assert len(SCENES) == len(set(SCENES)) == 6 * 5 * 3 * 3 * 4
     assert all(scene.first[0] != scene.second[0] for scene in SCENES)
 
 
-def test_every_caption_is_read_back_as_its_scene() -> None:
+def test_parsing_a_caption_restores_its_scene() -> None:
     captions = [scene.caption() for scene in SCENES]
     assert captions[0] == "a red circle above a green circle"
     assert len(set(captions)) == 1080
@@ -58,7 +58,7 @@ def test_every_caption_is_read_back_as_its_scene() -> None:
         "  a red  circle left of an blue square ",
     ],
 )
-def test_case_spaces_articles_and_a_full_stop_do_not_matter(caption: str) -> None:
+def test_parsing_ignores_case_spaces_articles_and_a_full_stop(caption: str) -> None:
     assert parse_caption(caption) == Scene(("red", "circle"), "left of", ("blue", "square"))
 
 
@@ -76,15 +76,15 @@ def test_case_spaces_articles_and_a_full_stop_do_not_matter(caption: str) -> Non
         "a circle red above a blue square",
     ],
 )
-def test_text_outside_the_grammar_is_refused(caption: str) -> None:
-    with pytest.raises(UserError) as refused:
+def test_text_outside_the_grammar_is_an_error(caption: str) -> None:
+    with pytest.raises(UserError) as caught:
         parse_caption(caption)
-    assert repr(caption) in str(refused.value) and "another reward" in str(refused.value)
+    assert repr(caption) in str(caught.value) and "another reward" in str(caught.value)
 
 
 @pytest.mark.parametrize("radius", [MIN_RADIUS, 4.7, MAX_RADIUS])
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
-def test_all_shapes_of_one_radius_cover_the_area_of_its_disc(shape: int, radius: float) -> None:
+def test_every_shape_covers_the_area_of_the_disc_of_its_radius(shape: int, radius: float) -> None:
     centres = 16 + 3 * torch.rand(20, 2, generator=generator())
     areas = coverage(torch.full((20,), shape), centres, torch.full((20,), radius)).sum((1, 2))
     # Antialiasing by distance rounds corners off, which moves the area a little.
@@ -100,7 +100,7 @@ def test_the_centre_of_a_shape_is_its_centroid(shape: int) -> None:
     torch.testing.assert_close(found, centres, rtol=0, atol=0.15)
 
 
-def test_coverage_is_a_share_and_the_shapes_are_what_they_are_called() -> None:
+def test_coverage_is_between_0_and_1_and_the_shapes_are_correct() -> None:
     masks = coverage(torch.arange(3), torch.full((3, 2), 16.0), torch.full((3,), 5.6))
     assert masks.min() == 0 and masks.max() == 1
     circle, square, triangle = (mask > 0.5 for mask in masks)
@@ -121,7 +121,7 @@ def test_rendering_is_a_function_of_the_generator() -> None:
     assert torch.equal(one, same) and not torch.equal(one, other)
 
 
-def test_pixels_lie_in_the_unit_interval_and_corners_show_the_background() -> None:
+def test_pixels_are_in_the_unit_interval_and_corners_are_background() -> None:
     images = render(SCENES, generator())
     assert images.min() >= 0 and images.max() <= 1
     background = torch.tensor(BACKGROUND)
@@ -129,7 +129,7 @@ def test_pixels_lie_in_the_unit_interval_and_corners_show_the_background() -> No
     assert torch.equal(corners, background[None, :, None].expand_as(corners))
 
 
-def test_every_object_has_its_colour_and_lies_where_the_caption_says() -> None:
+def test_every_object_has_the_colour_and_position_of_the_caption() -> None:
     for scene, image in zip(SCENES, render(SCENES, generator(3)), strict=True):
         first, second = (painted(image, colour) for colour in (scene.first[0], scene.second[0]))
         assert min(first.sum(), second.sum()) > 20, scene
@@ -140,8 +140,8 @@ def test_every_object_has_its_colour_and_lies_where_the_caption_says() -> None:
         assert not any(painted(image, colour).any() for colour in others), scene
 
 
-def test_both_objects_leave_their_full_area_on_the_picture() -> None:
-    """A triangle's tip may cross the border; nothing else is cut off or hidden."""
+def test_both_objects_are_fully_visible() -> None:
+    """The tip of a triangle may cross the border, so scenes with triangles are excluded."""
     scenes = [scene for scene in SCENES if "triangle" not in (scene.first[1], scene.second[1])]
     images = render(scenes, generator(4))
     ink = torch.zeros(len(scenes))
@@ -159,7 +159,7 @@ def test_both_objects_leave_their_full_area_on_the_picture() -> None:
     assert ink.min() > 2 * math.pi * MIN_RADIUS**2 * 0.97 and ink.max() < 2 * math.pi * MAX_RADIUS**2 * 1.03
 
 
-def test_a_distractor_is_a_third_object_in_a_colour_of_its_own() -> None:
+def test_distractor_is_a_third_object_in_another_colour() -> None:
     scenes = all_scenes()[::9]
     plain = render(scenes, torch.Generator().manual_seed(1))
     crowded = render(scenes, torch.Generator().manual_seed(1), distractors=1.0)
@@ -172,7 +172,7 @@ def test_a_distractor_is_a_third_object_in_a_colour_of_its_own() -> None:
         assert list(COLOURS)[int(nearest)] not in (scene.first[0], scene.second[0])
 
 
-def test_distractors_stand_in_the_given_share_of_pictures() -> None:
+def test_given_share_of_pictures_has_distractors() -> None:
     scenes = all_scenes()[::2]
     plain = render(scenes, torch.Generator().manual_seed(2))
     some = render(scenes, torch.Generator().manual_seed(2), distractors=0.4)

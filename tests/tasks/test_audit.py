@@ -29,6 +29,16 @@ PERFECT = {
 }
 
 
+def test_a_race_is_ranked_by_the_latest_rung_of_its_survivors(compose: Compose) -> None:
+    race = "{sampler:merged,steps:3,rungs:[{step:1,keep:6},{step:2,keep:4}]}"
+    prefix = "{sampler:merged,steps:3,stop_after:1}"
+    result = audit(compose(*SMALL, "task.keep=4", f"task.proxies=[{race},{prefix}]"))
+    raced, stopped = result["proxies"]
+    assert (raced["name"], raced["evaluations"]) == ("bf16 1/2 of 3 steps", 8 * 1 + 6 * 1)
+    assert raced["reward"] == pytest.approx(stopped["reward"])  # of the first rung, in another order
+    assert raced["spearman"] != stopped["spearman"]
+
+
 def test_the_truth_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,7 +61,7 @@ def test_the_truth_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
         assert proxy["gap"] == result["truth"]["gap"] > 0
     for proxy in (quantised, prefix, other):
         assert proxy["reward"] != result["truth"]["reward"]
-    assert [proxy["evaluations"] for proxy in result["proxies"]] == [2, 2, 1, 3, 2]
+    assert [proxy["evaluations"] for proxy in result["proxies"]] == [16, 16, 8, 24, 16]
     assert quantised["backend"].startswith("nvfp4")
     assert json.loads((tmp_path / "audit.json").read_text()) == result
     out = capfd.readouterr().out

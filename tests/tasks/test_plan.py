@@ -141,6 +141,7 @@ def test_a_prompt_takes_so_many_evaluations(compose: Compose) -> None:
         "naive_quant": [960],
         "sol_rl": [576, 240],
         "prefix": [384, 144],
+        "race": [192, 120, 72, 96],
     }
 
 
