@@ -63,16 +63,8 @@ SCHEDULES = "tests/test_schedules.py"
 
 MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/loop.py": [
-        ("labels from proxies", "group_advantages(candidates.rewards,", "group_advantages(proxy_rewards,", REGENERATED),
+        ("labels from proxies", "group_advantages(kept.rewards,", "group_advantages(proxy_rewards,", REGENERATED),
         ("statistics of one rank", ", all_reduce_sum=self._sum)", ")", RANKS),
-        (
-            "best and worst swapped",
-            "select_contrastive(candidates.rewards,",
-            "select_contrastive(-candidates.rewards,",
-            REGENERATED,
-        ),
-        ("other seeds regenerated", "seeds = candidates.seeds\n", "seeds = candidates.seeds + 1\n", REGENERATED),
-        ("prefix lost", "else candidates.state\n", "else candidates.state._replace(x=candidates.x0)\n", PREFIX),
         (
             "one pool for all iterations",
             "pool_seeds(self.seed, trainer.current_epoch,",
@@ -148,8 +140,28 @@ MUTANTS: dict[str, list[Edit]] = {
         ("std around the rank's mean", "rewards - total / count", "rewards - rewards.mean()", ADVANTAGES),
         ("float32 advantages", "rewards = rewards.double()", "rewards = rewards.float()", ADVANTAGES),
     ],
+    "solrl_lightning/rollout/explore.py": [
+        (
+            "best and worst swapped",
+            "select_contrastive(candidates.rewards,",
+            "select_contrastive(-candidates.rewards,",
+            REGENERATED,
+        ),
+        ("other seeds regenerated", "seeds = candidates.seeds\n", "seeds = candidates.seeds + 1\n", REGENERATED),
+        (
+            "prefix lost",
+            "state = candidates.state if",
+            "state = candidates.state._replace(x=candidates.x0) if",
+            PREFIX,
+        ),
+    ],
     "solrl_lightning/rollout/select.py": [
-        ("worst twice", "descending=True, stable=True", "descending=False, stable=True", SELECT),
+        (
+            "worst twice",
+            "-torch.inf).argsort(dim=1, descending=True",
+            "-torch.inf).argsort(dim=1, descending=False",
+            SELECT,
+        ),
         ("halves overlap", "left = finite.scatter(1, best, False)", "left = finite", SELECT),
         ("NaN is the best", "torch.where(finite, scores, -torch.inf)", "scores", SELECT),
         ("NaN is the worst", "torch.where(left, scores, torch.inf)", "torch.where(left, scores, -torch.inf)", SELECT),
