@@ -77,8 +77,8 @@ def test_emulation_description_names_operands_and_cost(
 ) -> None:
     description = resolve("nvfp4", backend, hardware(capability, vnni=True)).description
     assert description == (
-        f"precision.backend={backend}: NVFP4 is emulated by {products}: the shadow ranks candidates as NVFP4 does, but "
-        "saves neither time nor memory over BF16"
+        f"precision.backend={backend}: NVFP4 is emulated by {products}: the shadow ranks candidates as NVFP4 does and "
+        "costs no less time and memory than BF16"
     ) + (f" (precision={advice} is native on this GPU)" if advice else "")
 
 
