@@ -1,11 +1,11 @@
-"""Break the method's core, one line at a time, and see whether the tests notice: ``python dev/mutants.py [NAME ...]``.
+"""Run mutation tests on the core of the method: ``python dev/mutants.py [NAME ...]``.
 
 Each mutant replaces one fragment of a file in a temporary copy of the tree and runs the tests named beside it. A mutant
-that they pass has survived: something may break there unseen.
+survives if they pass.
 
-Tests run in forks of this process, which has imported the libraries and not the package, so most mutants take seconds.
-Exit status 1: a mutant survived or was not decided within the time limit, a fragment does not occur exactly once, or
-the tests fail without any mutant.
+Tests run in forks of this process, which imports the libraries but not the package, so most mutants take seconds.
+Exit status 1: a mutant survived or exceeded the time limit, a fragment does not occur exactly once, or the tests fail
+without any mutant.
 """
 
 import argparse
@@ -63,16 +63,8 @@ SCHEDULES = "tests/test_schedules.py"
 
 MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/loop.py": [
-        ("labels from proxies", "group_advantages(candidates.rewards,", "group_advantages(proxy_rewards,", REGENERATED),
+        ("labels from proxies", "group_advantages(kept.rewards,", "group_advantages(proxy_rewards,", REGENERATED),
         ("statistics of one rank", ", all_reduce_sum=self._sum)", ")", RANKS),
-        (
-            "best and worst swapped",
-            "select_contrastive(candidates.rewards,",
-            "select_contrastive(-candidates.rewards,",
-            REGENERATED,
-        ),
-        ("other seeds regenerated", "seeds = candidates.seeds\n", "seeds = candidates.seeds + 1\n", REGENERATED),
-        ("prefix lost", "else candidates.state\n", "else candidates.state._replace(x=candidates.x0)\n", PREFIX),
         (
             "one pool for all iterations",
             "pool_seeds(self.seed, trainer.current_epoch,",
@@ -148,8 +140,28 @@ MUTANTS: dict[str, list[Edit]] = {
         ("std around the rank's mean", "rewards - total / count", "rewards - rewards.mean()", ADVANTAGES),
         ("float32 advantages", "rewards = rewards.double()", "rewards = rewards.float()", ADVANTAGES),
     ],
+    "solrl_lightning/rollout/explore.py": [
+        (
+            "best and worst swapped",
+            "select_contrastive(candidates.rewards,",
+            "select_contrastive(-candidates.rewards,",
+            REGENERATED,
+        ),
+        ("other seeds regenerated", "seeds = candidates.seeds\n", "seeds = candidates.seeds + 1\n", REGENERATED),
+        (
+            "prefix lost",
+            "state = candidates.state if",
+            "state = candidates.state._replace(x=candidates.x0) if",
+            PREFIX,
+        ),
+    ],
     "solrl_lightning/rollout/select.py": [
-        ("worst twice", "descending=True, stable=True", "descending=False, stable=True", SELECT),
+        (
+            "worst twice",
+            "-torch.inf).argsort(dim=1, descending=True",
+            "-torch.inf).argsort(dim=1, descending=False",
+            SELECT,
+        ),
         ("halves overlap", "left = finite.scatter(1, best, False)", "left = finite", SELECT),
         ("NaN is the best", "torch.where(finite, scores, -torch.inf)", "scores", SELECT),
         ("NaN is the worst", "torch.where(left, scores, torch.inf)", "torch.where(left, scores, -torch.inf)", SELECT),
@@ -263,7 +275,7 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/policies/replica.py": [
         ("base overwritten", "layer.weight.detach().clone()", "layer.weight.detach()", REPLICA),
         ("quantised layers stay", "layer.requantize_(weight)", "pass", REPLICA),
-        ("replica of its own", "{id(tensor): tensor for tensor in tensors}", "{}", REPLICA),
+        ("replica with copied weights", "{id(tensor): tensor for tensor in tensors}", "{}", REPLICA),
     ],
     "solrl_lightning/schedules.py": [
         ("ramp without start", "max(step - self.start, 0)", "max(step, 0)", SCHEDULES),
@@ -347,7 +359,7 @@ def main() -> int:
 
 
 def run(mutants: list[Mutant], jobs: int, limit: float) -> Iterator[tuple[Mutant, Outcome]]:
-    """Yields every mutant when its tests have ended, ``jobs`` of them at once."""
+    """Yield every mutant when its tests end; runs ``jobs`` mutants at once."""
     waiting = mutants[::-1]
     running: dict[int, tuple[Mutant, Path, float]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -372,7 +384,7 @@ def run(mutants: list[Mutant], jobs: int, limit: float) -> Iterator[tuple[Mutant
 
 
 def plant(mutant: Mutant, tree: Path) -> None:
-    """Writes a copy of the repository with the mutant, its package laid out as it installs."""
+    """Copy the repository to ``tree`` with the mutant, in the layout of the installed package."""
     ignored = shutil.ignore_patterns("__pycache__")
     for folder in ("solrl_lightning", "tests"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
@@ -385,7 +397,7 @@ def plant(mutant: Mutant, tree: Path) -> None:
 
 
 def start(tree: Path, tests: tuple[str, ...]) -> int:
-    """The process, leader of its own group, that runs the tests in ``tree``; its output goes to ``tree/log``."""
+    """Fork a process that runs the tests in ``tree`` and return its id; it leads a process group and logs to a file."""
     process = os.fork()
     if process:
         return process

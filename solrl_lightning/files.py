@@ -38,7 +38,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
 
 
 def finite_only(value: Any) -> Any:
-    """``value`` with null for NaN and infinities, which JSON cannot represent."""
+    """Return ``value`` with null for NaN and infinities, which JSON cannot represent."""
     if isinstance(value, Mapping):
         return {str(key): finite_only(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

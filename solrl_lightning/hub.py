@@ -37,11 +37,11 @@ def check_hub(cfg: DictConfig) -> list[str]:
         return []
     cache = Path(constants.HF_HUB_CACHE)
     missing = {key: name for key, name in models.items() if not (cache / f"models--{name.replace('/', '--')}").is_dir()}
-    told = []
+    notes = []
     if "model.pretrained" in missing and cfg.model.get("needs"):
         name, token = missing["model.pretrained"], "found" if get_token() else "none (`hf auth login`)"
         page = f"https://huggingface.co/{name}"
-        told.append(f"model.pretrained={name} needs {cfg.model.needs}. Its page: {page}; your token: {token}.")
+        notes.append(f"model.pretrained={name} needs {cfg.model.needs}. Its page: {page}; your token: {token}.")
     silence = _silence(constants.ENDPOINT, float(os.environ.get("HF_HUB_ETAG_TIMEOUT", "8")))
     if silence and missing:
         key, name = next(iter(missing.items()))
@@ -50,12 +50,12 @@ def check_hub(cfg: DictConfig) -> list[str]:
             f"{silence}. Check the network and its proxy (HF_HUB_ETAG_TIMEOUT=<seconds> waits longer), or use "
             f"{key}=<local folder>."
         )
-        raise UserError("\n".join([refusal, *told]))
+        raise UserError("\n".join([refusal, *notes]))
     if silence:
-        told.append(f"the hub at {constants.ENDPOINT} does not answer: {silence}. Using its cache {cache}.")
+        notes.append(f"the hub at {constants.ENDPOINT} does not answer: {silence}. Using its cache {cache}.")
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
-    return told
+    return notes
 
 
 def _models(cfg: DictConfig) -> dict[str, str]:

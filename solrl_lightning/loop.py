@@ -156,9 +156,9 @@ class ExploreTrainLoop(_FitLoop):
         return last
 
     def cost(self) -> dict[str, float]:
-        """Seconds of the iterations' own stages so far, and evaluations: forward passes for one image, of all ranks.
+        """Return the seconds of the iterations' stages and the forward passes per image of all ranks so far.
 
-        Both are without evaluation, probe and pictures.
+        Excludes evaluations, probes and sample grids.
         """
         return {"seconds": self._seconds(), "evaluations": self._evaluations}
 

@@ -24,6 +24,6 @@ def retry_with_empty_cache(work: Callable[[], T]) -> T:
 
 
 def peak_resident_bytes() -> int:
-    """The most memory that this process has held so far."""
+    """Return the peak resident memory of this process."""
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

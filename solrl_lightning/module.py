@@ -61,7 +61,7 @@ class SolRLModule(LightningModule):
         rewards: those with a weight score rollouts, all score evaluations.
         objective: the loss.
         optimizer: called with the trained parameters.
-        rate_factor: of the learning rate after so many iterations.
+        rate_factor: factor of the learning rate after a number of iterations.
         old_decay: decay of the old policy after iteration 1, 2, ...
         old_velocity: sampler that computes the old policy's velocity in training: policy (as published) or merged.
         evaluation: sampling of held-out images.
@@ -217,7 +217,7 @@ class SolRLModule(LightningModule):
                 logger.log_metrics({f"eval/{name}": mean for name, mean in means.items()}, loop.iterations_done)
 
     def on_validation_epoch_end(self) -> None:
-        if self.trainer.received_sigterm:  # fit() clears this flag after the first evaluation, which validate() runs
+        if self.trainer.received_sigterm:  # fit() clears this flag, and with it a SIGTERM of the initial evaluation
             raise SIGTERMException
 
     @property

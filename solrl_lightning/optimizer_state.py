@@ -22,7 +22,7 @@ def keep_configured(optimizer: Optimizer) -> Optimizer:
 
 
 class ConfiguredSchedule(LambdaLR):
-    """A learning rate schedule whose base rate, after ``load_state_dict``, is the configured one."""
+    """Learning rate schedule that keeps the configured base rate after ``load_state_dict``."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the number of steps, and set the rates of the parameter groups."""

@@ -69,11 +69,11 @@ def ema_decay(step: int) -> float:
 
 
 Factor = Callable[[float], float]
-"""Iterations done (a fraction within an iteration of several optimiser steps) -> factor of the learning rate."""
+"""Finished iterations (a fraction between optimiser steps of one iteration) -> factor of the learning rate."""
 
 
 def constant(warmup: float = 0) -> Factor:
-    """Return factor 1 after a linear rise over ``warmup`` iterations, of which none has rate 0."""
+    """Return factor 1 after a linear rise over ``warmup`` iterations that starts above 0."""
     return lambda done: _risen(done, warmup)
 
 

@@ -61,7 +61,7 @@ def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
     assert torch.equal(first["evaluations"][:1], alone["evaluations"][:1])
     assert distance(first["evaluations"], alone["evaluations"]) <= 1e-4
     deviations = [rewards.std(correction=0) for rewards in (first["rewards"], second["rewards"], alone["rewards"])]
-    assert min(abs(one / deviations[2] - 1) for one in deviations[:2]) > 0.1  # a rank alone would scale otherwise
+    assert min(abs(one / deviations[2] - 1) for one in deviations[:2]) > 0.1  # the std of one rank alone differs
 
 
 def distance(found: Tensor, expected: Tensor) -> float:

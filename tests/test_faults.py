@@ -1,6 +1,6 @@
 """External faults: full disks, kills at any time, damaged files, two runs in one folder, a hub that hangs.
 
-Whatever happens, what was there before is intact, one line says what to do, and no file is there in part.
+After each of them old files are intact, there are no partial files, and one line names a fix.
 """
 
 import builtins

@@ -304,7 +304,7 @@ def test_run_with_several_optimizer_steps_resumes_exactly(tmp_path: Path) -> Non
 
 
 class Stages(Callback):
-    """Keeps what every stage of the roll-out returned."""
+    """Records the candidates of every stage of a rollout."""
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         run_stage, self.found = pl_module.run_stage, []
@@ -316,7 +316,7 @@ class Stages(Callback):
         pl_module.run_stage = noted
 
 
-def test_a_race_advances_its_survivors_from_rung_to_rung_and_finishes_the_last_ones(tmp_path: Path) -> None:
+def test_race_resumes_survivors_of_each_rung(tmp_path: Path) -> None:
     stages, check = Stages(), Regenerated()
     rungs = "family.explore.rungs=[{step:1,keep:4},{step:3,keep:3}]"
     options = ("family=race", rungs, "model.full_steps=5", "model.solver=dpm2")
@@ -328,13 +328,13 @@ def test_a_race_advances_its_survivors_from_rung_to_rung_and_finishes_the_last_o
     assert torch.equal(second.seeds, four.seeds)
     assert torch.equal(last.seeds, second.take(select_contrastive(second.rewards, 3)).seeds)
     torch.testing.assert_close(check.rollouts.x0, check.again.x0, rtol=0, atol=0.05)
-    # The pool's proxy rewards are those of the first rung, in the order of the latest: selecting by them is the race.
+    # The pool's proxy rewards are those of the first rung in the order of the last one: they give the same selection.
     chosen = select_contrastive(check.explored.rewards, 3)
     assert torch.equal(check.explored.seeds.gather(1, chosen), check.rollouts.seeds)
     assert torch.equal(check.explored.rewards.sort(1).values, first.rewards.sort(1).values)
 
 
-def test_a_shadow_that_stops_early_is_followed_by_a_regeneration_from_the_noise(tmp_path: Path) -> None:
+def test_regeneration_starts_from_noise_after_early_stop_of_shadow(tmp_path: Path) -> None:
     check = Regenerated()
     options = ("+family.explore.stop_after=1", "model.full_steps=5", "model.preview_steps=3")
     module, trainer, loop = make(tmp_path, *options, callbacks=(check,), max_epochs=1)

@@ -86,7 +86,7 @@ def fetch(
     except (OSError, HTTPError) as error:
         raise UserError(
             f"model.pretrained={pretrained} could not be downloaded completely: {sentence(error)} Check the network "
-            "and the free space, and give the same command again: it goes on where it stopped."
+            "and the free space, and give the same command again: it resumes where it stopped."
         ) from error
     return Path(folder)
 

@@ -134,7 +134,7 @@ def _emulation_description(precision: str, backend: str, device: torch.device) -
     name, hardware = _NAMES[precision], "this CPU" if device.type == "cpu" else describe(device)
     description = (
         f"precision.backend={backend}: {name} is emulated by {operands} products on {hardware}: the shadow ranks "
-        f"candidates as {name} does, but saves neither time nor memory over BF16"
+        f"candidates as {name} does and costs no less time and memory than BF16"
     )
     faster = _faster(device) if backend == "auto" and device.type == "cuda" else []
     return f"{description} (precision={faster[0]} is native on this GPU)" if faster else description

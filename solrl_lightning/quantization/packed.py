@@ -42,10 +42,7 @@ def scaled_product(x: NVFP4Tensor, packed: Tensor, scales: Tensor) -> Tensor:
 class PackedNVFP4Linear(QuantizedLinear):
     """Linear layer with W and x in NVFP4, W packed."""
 
-    feature_multiples = (
-        2 * BLOCK,
-        BLOCK,
-    )  # torch._scaled_mm requires rows of codes aligned to 16 bytes, which are 32 inputs
+    feature_multiples = (2 * BLOCK, BLOCK)  # torch._scaled_mm requires rows aligned to 16 bytes, 32 codes
 
     packed: Tensor  # uint8 [out, in / 2]
     block_scales: Tensor  # float8_e4m3fn, swizzled

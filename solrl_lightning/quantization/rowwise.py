@@ -26,7 +26,7 @@ _SMALLEST_AMAX = 1e-12  # a row of zeros gives zeros
 def row_scale(x: Tensor, largest: float) -> Tensor:
     """Return the scale [..., 1] of each row of x [..., D], FP32."""
     low, high = x.aminmax(dim=-1, keepdim=True)
-    # torch.compile turns a division by a Python number into a product with its reciprocal, which rounds twice.
+    # CUDA computes `tensor / number` as a product with the reciprocal of the number, which rounds twice.
     return torch.maximum(high, -low).clamp(min=_SMALLEST_AMAX) / torch.full_like(high, largest)
 
 

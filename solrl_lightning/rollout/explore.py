@@ -1,6 +1,6 @@
-"""From a pool to the kept candidates: stages in order, each on the candidates that the one before it kept.
+"""Run the stages of a family in order, each on the candidates that the previous one kept.
 
-A family has one stage, or stages that explore (one, or a race of several rungs) and one that regenerates.
+A family has one stage, or one or more stages that explore (rungs) followed by one that regenerates.
 
 Shapes: P prompts, N pool, K candidates of a stage.
 """
@@ -17,25 +17,25 @@ from solrl_lightning.rollout.stage import Stage, check_selectable
 from solrl_lightning.sampling import SolverState
 
 Run = Callable[[Stage, Tensor, SolverState | None], Candidates]
-"""Sample and score seeds [P, K] from a state, or from their noise."""
+"""Stage, seeds [P, K], and a state (None: the seeds' noise) -> sampled and scored candidates."""
 
 
 class Explored(NamedTuple):
-    """What came of a pool."""
+    """Result of the stages of an iteration."""
 
-    pool: Candidates  # [P, N] of the first stage; its rewards are reordered by the later stages that select
+    pool: Candidates  # [P, N] of the first stage; later stages that select reorder its rewards
     kept: Candidates  # [P, K] of the last stage
-    proxy_rewards: Tensor  # [P, K] by which they were selected last
+    proxy_rewards: Tensor  # [P, K] of the last selection
 
 
 def run_stages(stages: Sequence[Stage], seeds: Tensor, prompts: list[str], run: Run) -> Explored:
-    """Sample and score seeds [P, N] in the first stage; a stage with ``keep`` selects those of the next one.
+    """Return the results of ``stages`` on seeds [P, N]; a stage with ``keep`` selects the candidates of the next one.
 
     Raises:
         NonFiniteError: too few candidates of a prompt have a finite reward.
     """
     pool, proxy_rewards, state = None, None, None
-    places = torch.arange(seeds.shape[1]).expand_as(seeds)  # in the pool
+    places = torch.arange(seeds.shape[1]).expand_as(seeds)  # indices into the pool
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
         candidates = run(stage, seeds, state)
         if pool is None:

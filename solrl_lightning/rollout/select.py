@@ -37,10 +37,10 @@ def select_contrastive(scores: Tensor, keep: int) -> Tensor:
 
 
 def rerank(scores: Tensor, places: Tensor, rewards: Tensor) -> Tensor:
-    """Return scores [P, N] in which the candidates ``places`` [P, K] swap their scores into the order of ``rewards``.
+    """Return scores [P, N] with those of candidates ``places`` [P, K] permuted into the order of ``rewards`` [P, K].
 
-    So candidates that a later, better look reorders stay as far from the middle as they were together, and selecting
-    from the result is selecting by the latest rewards [P, K]. Those that are not finite get the scores in the middle.
+    ``places`` have the most extreme scores, so a selection from the result selects by ``rewards``. Non-finite rewards
+    count as the median.
     """
     places = places.to(scores.device)
     finite = torch.where(rewards.isfinite(), rewards, torch.nan)

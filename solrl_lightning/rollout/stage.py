@@ -53,7 +53,7 @@ class Stage(NamedTuple):
     keep: int | None = None  # best and worst by reward, passed to the next stage or to training; None keeps all
 
     def continues_in(self, following: "Stage") -> bool:
-        """Whether the next stage continues these trajectories; otherwise it starts from the noise of its seeds."""
+        """Return whether ``following`` resumes these trajectories; if not, it starts from the seeds' noise."""
         same = (self.sampler, self.steps, self.solver) == (following.sampler, following.steps, following.solver)
         return self.stop_step is not None and same
 
@@ -74,7 +74,7 @@ def evaluations(stages: Sequence[Stage], pool: int) -> list[int]:
 
 
 def candidates(stages: Sequence[Stage], pool: int) -> list[int]:
-    """Return how many candidates of one prompt each stage samples."""
+    """Return the number of candidates per prompt of each stage."""
     kept = [pool]
     for stage in stages[:-1]:
         kept.append(kept[-1] if stage.keep is None else stage.keep)

@@ -96,7 +96,7 @@ def test_metric_averages_over_updates_and_ranks() -> None:
     parts[0].update(proxy[:1], truth[:1])
     parts[0].update(proxy[1:3], truth[1:3])
     parts[1].update(proxy[3:], truth[3:])
-    for state, reduction in parts[0]._reductions.items():  # what a sync over two ranks does
+    for state, reduction in parts[0]._reductions.items():  # as a sync over two ranks
         assert reduction is not None
         setattr(parts[0], state, reduction(torch.stack([getattr(part, state) for part in parts])))
     synced = parts[0].compute()

@@ -267,7 +267,7 @@ def test_a_download_that_breaks_off_goes_on_next_time(hub: FakeHub, monkeypatch:
     with monkeypatch.context() as patched:
         patched.setattr(FluxPipeline, "download", broken)
         message = message_of(REPOSITORY)
-    assert "the connection was reset" in message and "goes on where it stopped" in message
+    assert "the connection was reset" in message and "resumes where it stopped" in message
     assert load_pipeline(FluxPipeline, REPOSITORY).transformer is not None
 
 

@@ -1,10 +1,10 @@
-"""Checks what we call of Transformer Engine against the source of the one that is installed.
+"""Check our calls of Transformer Engine against the source of the installed version.
 
     python tests/quantization/check_transformer_engine.py
 
-Python files are enough: ours and theirs are read, not imported, for theirs take a CUDA library to import. So this runs
-anywhere (``make contract`` does it with the oldest version that we support and with the newest), and is no test of
-pytest's, because a test environment must not hold such a half of a package: peft would import it.
+Parses the Python files of both without importing them, because Transformer Engine needs a CUDA library to import; so it
+runs anywhere. ``make contract`` runs it with the oldest supported version and the newest. It is not a pytest test,
+because peft would import the incomplete package from a test environment.
 """
 
 import ast
@@ -88,7 +88,7 @@ def check_recipe(root: Path) -> None:
     spec = importlib.util.spec_from_file_location("transformer_engine_recipe", file)
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where its dataclasses look up their annotations
+    sys.modules[spec.name] = module  # dataclasses look up annotations there
     spec.loader.exec_module(module)
     has_row_scales = tuple(map(int, version("transformer_engine").split(".")[:2])) >= our_constant("ROW_SCALES_SINCE")
     arguments = our_constant("ROLLOUT_RECIPE") | ({"row_scaled_activation": True} if has_row_scales else {})

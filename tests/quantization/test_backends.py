@@ -77,8 +77,8 @@ def test_emulation_description_names_operands_and_cost(
 ) -> None:
     description = resolve("nvfp4", backend, hardware(capability, vnni=True)).description
     assert description == (
-        f"precision.backend={backend}: NVFP4 is emulated by {products}: the shadow ranks candidates as NVFP4 does, but "
-        "saves neither time nor memory over BF16"
+        f"precision.backend={backend}: NVFP4 is emulated by {products}: the shadow ranks candidates as NVFP4 does and "
+        "costs no less time and memory than BF16"
     ) + (f" (precision={advice} is native on this GPU)" if advice else "")
 
 
@@ -139,10 +139,10 @@ def test_auto_selects_transformer_engine_only_with_pytorch_extension(
 def test_description_warns_of_batch_dependence_without_row_scales(
     hardware: Hardware, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    device, said = hardware("10.0", te=True), "depends slightly on the rest of its batch"
-    assert not any(said in resolve("nvfp4", name, device).description for name in BACKENDS["nvfp4"])
+    device, expected = hardware("10.0", te=True), "depends slightly on the rest of its batch"
+    assert not any(expected in resolve("nvfp4", name, device).description for name in BACKENDS["nvfp4"])
     monkeypatch.setattr(transformer_engine, "has_row_scales", lambda: False)
-    assert [name for name in BACKENDS["nvfp4"] if said in resolve("nvfp4", name, device).description] == [
+    assert [name for name in BACKENDS["nvfp4"] if expected in resolve("nvfp4", name, device).description] == [
         "auto",
         "transformer_engine",
     ]
@@ -153,7 +153,7 @@ def test_bf16_quantises_no_layer() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "options", "precision", "backend", "said"),
+    ("capability", "options", "precision", "backend", "expected"),
     [
         (
             "",
@@ -186,13 +186,13 @@ def test_bf16_quantises_no_layer() -> None:
     ],
 )
 def test_unsupported_backend_error_names_hardware_and_alternatives(
-    hardware: Hardware, capability: str, options: dict[str, bool], precision: str, backend: str, said: str
+    hardware: Hardware, capability: str, options: dict[str, bool], precision: str, backend: str, expected: str
 ) -> None:
     device = hardware(capability, **options)
     with pytest.raises(UserError) as error:
         resolve(precision, backend, device)
     assert str(error.value).startswith(f"precision.backend={backend} is invalid: with precision={precision} it needs ")
-    assert said in str(error.value)
+    assert expected in str(error.value)
 
 
 def test_unknown_precision_or_backend_error_lists_known_ones() -> None:

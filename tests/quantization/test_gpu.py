@@ -1,6 +1,6 @@
-"""What a GPU is given, without one: shapes, dtypes and devices of every backend's layers, of a rollout and of a step.
+"""Shapes, dtypes and devices on a GPU, without one: of all backends' layers, of a rollout and of a training step.
 
-PyTorch's fake tensors say they are on a GPU and run each operation's own checks, but compute nothing.
+PyTorch's fake tensors run the checks of each operation for a GPU and compute nothing.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

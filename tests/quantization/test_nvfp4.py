@@ -1,7 +1,7 @@
 """NVFP4 bit for bit: against its definition in exact arithmetic, against torchao, and compiled against eager.
 
-The slow reference below knows only the tables of representable numbers and "nearest, ties to the even code"; its FP32
-steps are NumPy's.
+The slow reference uses tables of representable numbers and the rule "nearest, ties to the even code", with FP32
+operations by NumPy.
 """
 
 import numpy as np
@@ -176,7 +176,7 @@ def test_round_e2m1_is_nearest_even_at_values_and_ties() -> None:
 def test_quantize_matches_torchao_bit_for_bit() -> None:
     """torchao raises block scales below 2^-6 to that and turns a zero tensor into NaN, so neither is compared.
 
-    At exact ties, common in coarse data but not here, its other order of FP32 operations may round to the other side.
+    torchao's order of FP32 operations may round exact ties differently; they do not occur in this data.
     """
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor as Theirs
     from torchao.prototype.mx_formats.nvfp4_tensor import per_tensor_amax_to_scale

@@ -1,6 +1,6 @@
 """FP8 and INT8 linear layers: codes bit for bit, products, and accuracy.
 
-The layers for hardware with such units run on any CPU, too: PyTorch has its integer product, conftest the FP8 one.
+The native layers also run on any CPU: PyTorch has the integer product there, conftest replaces the FP8 product.
 """
 
 from importlib.resources import files

@@ -1,6 +1,6 @@
 """Properties of all backends: requantised in place, compiled once, a candidate independent of its batch.
 
-What they give a GPU is in test_gpu.
+test_gpu checks their operands on a GPU.
 """
 
 import sys
@@ -71,7 +71,7 @@ def test_requantize_does_not_recompile(layer_cls: Any) -> None:
     fresh = shadow(layer_cls, seed=3)
     for name, module in fresh.named_modules():
         if getattr(module, "bias", None) is not None:
-            module.bias.copy_(converted.get_submodule(name).bias)  # refreshed were the weights
+            module.bias.copy_(converted.get_submodule(name).bias)  # requantize_ got the weight only
     torch.testing.assert_close(results[-1], fresh(x), rtol=2**-6, atol=2**-6)
     assert all(not one.equal(other) for one, other in zip(results[1:], results, strict=False))
 

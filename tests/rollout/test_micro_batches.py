@@ -80,7 +80,7 @@ def test_averaged_gradient_is_mean_over_real_rows(prompts: int, world: int, micr
             loss = (value(batch).double() * batch.weight.double()).mean()
             found += loss / len(rank.rows) / world
 
-    rows = []  # from the definition alone
+    rows = []  # by the definition
     for rank in everyone:
         for p in range(len(rank.rollouts.prompts)):
             for k in range(KEEP):
@@ -97,7 +97,7 @@ def test_weights_of_uneven_ranks() -> None:
     """3 prompts on 2 ranks: 12 and 6 real rows in 3 micro-batches of 4; a row counts 1/18 of the mean."""
     first, second = ranks(prompts=3, world=2, micro_batch=5)
     assert [len(rank.rows) for rank in (first, second)] == [3, 3]
-    weight = Fraction(2, 18) * 3 * 4  # ranks / rows, times the means that are taken later
+    weight = Fraction(2, 18) * 3 * 4  # ranks / rows, times the number of averaged rows
     expected: tuple[list[list[Fraction | int]], ...] = (
         [[weight] * 4] * 3,
         [[weight] * 4, [weight] * 2 + [0] * 2, [0] * 4],

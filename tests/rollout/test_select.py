@@ -112,7 +112,7 @@ def test_take_gathers_any_trailing_shape() -> None:
     assert torch.equal(take(values[..., 0], chosen), take(values, chosen)[..., 0])
 
 
-def test_reranking_swaps_scores_among_the_survivors_in_the_order_of_their_latest_rewards() -> None:
+def test_rerank_permutes_scores_into_order_of_rewards() -> None:
     scores = torch.tensor([[5.0, 1.0, 4.0, 3.0, 2.0, 0.0]])
     places = torch.tensor([[0, 2, 5, 1]])  # the two best and the two worst
     found = rerank(scores, places, torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
@@ -121,7 +121,7 @@ def test_reranking_swaps_scores_among_the_survivors_in_the_order_of_their_latest
     assert chosen.tolist() == [[2, 0]]  # the best and the worst of the latest rewards
 
 
-def test_reranking_by_the_same_order_changes_nothing_and_a_reward_that_is_not_finite_comes_into_the_middle() -> None:
+def test_rerank_keeps_equal_order_and_ranks_non_finite_rewards_in_the_middle() -> None:
     scores = torch.randn(3, 9, generator=torch.Generator().manual_seed(3))
     places = select_contrastive(scores, 5)
     assert torch.equal(rerank(scores, places, 10 * scores.gather(1, places)), scores)
