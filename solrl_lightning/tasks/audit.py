@@ -31,7 +31,7 @@ from solrl_lightning.rollout.stage import Stage, evaluations
 from solrl_lightning.samplers import SHADOW
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
-from solrl_lightning.tasks.report import format_table, write_json
+from solrl_lightning.tasks.tables import format_table, write_json
 
 # Of a label in the picture: offset in points, alignment.
 _SIDES = ((5, 3, "left", "bottom"), (-5, -3, "right", "top"), (-5, 3, "right", "bottom"), (5, -3, "left", "top"))

@@ -41,7 +41,7 @@ from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.emulated import operand_dtype
 from solrl_lightning.rollout.stage import Stage
-from solrl_lightning.tasks.report import format_table, write_json
+from solrl_lightning.tasks.tables import format_table, write_json
 
 _WARM_UP, _FORWARDS = 3, 20  # forward passes of each variant; the first compiles
 _PRODUCTS = 10  # timed matrix products, after _WARM_UP others
@@ -53,7 +53,7 @@ _MODELS = ("encode", "transformer", "decode", "reward", "backward", "optimizer")
 
 
 def benchmark(cfg: DictConfig) -> dict[str, Any]:
-    """Runs the three measurements; writes benchmark.json and prints their tables."""
+    """Run the three measurements, write benchmark.json and print the tables."""
     device = device_of(cfg)
     families = family_configs(cfg, device)
     result: dict[str, Any] = {
@@ -398,7 +398,7 @@ def _sized(cfg: DictConfig) -> DictConfig:
 
 
 def _release(device: torch.device) -> None:
-    """Frees memory and compiled code of the previous measurement."""
+    """Free memory and compiled code of the previous measurement."""
     torch.compiler.reset()
     gc.collect()
     if device.type == "cuda":

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.confidence import mean_of
 from solrl_lightning.run_folder import RECORDED_CONFIG, Run, finished_runs, is_subkey_of_any, leaves
-from solrl_lightning.tasks.report import format_table, write_json
+from solrl_lightning.tasks.tables import format_table, write_json
 
 # Keys, with those below them, in which runs of one experiment may differ.
 _SAME_EXPERIMENT = (
@@ -55,7 +55,7 @@ class Settings(NamedTuple):
 
 
 def compare(cfg: DictConfig) -> dict[str, Any]:
-    """Prints the table of the runs that match ``cfg.task.runs``; writes compare.json and compare.png (learning curves).
+    """Print the table of the runs that match ``cfg.task.runs``; write compare.json and compare.png (learning curves).
 
     Raises:
         UserError: no run matches, or none of them is finished.
@@ -234,7 +234,7 @@ def learning_curve(run: Run) -> dict[int, float]:
 
 
 def draw_curves(groups: Sequence[Group], reward: str) -> bytes:
-    """A PNG: thin lines for the seeds of a group, a thick one for their mean where all of them were evaluated."""
+    """PNG of learning curves: a thin line per seed, and a thick line per group, the mean at common evaluations."""
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for number, group in enumerate(groups):

@@ -1,4 +1,4 @@
-"""task=doctor: whether this machine can do the run that is asked for, measured in about a minute.
+"""task=doctor: measures in about a minute whether this machine can do the run.
 
 Layers and blocks have the sizes of the chosen model and made-up weights, so only the rows about files need files.
 """
@@ -24,17 +24,17 @@ from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
 from solrl_lightning.tasks.doctor_machine import environment, local_path, locate
 from solrl_lightning.tasks.doctor_shadow import NO_SHADOW, blocks, judge_backend, layers, without_files
 from solrl_lightning.tasks.plan import Json, Shapes, on_meta
-from solrl_lightning.tasks.report import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
+from solrl_lightning.tasks.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
 
 
 def doctor(cfg: DictConfig) -> Json:
-    """Prints the rows as they are found and writes them to ``doctor.json``.
+    """Print each row when it is measured, and write all to ``doctor.json``.
 
     Raises:
-        CheckFailed: something is wrong.
+        CheckFailed: a row is wrong.
     """
     start, rows = time.perf_counter(), []
-    logging.disable(logging.INFO)  # what a run says at its start would stand between the rows
+    logging.disable(logging.INFO)  # the messages of a run's start would be between the rows
     try:
         for row in examine(cfg):
             rows.append(row)
@@ -66,16 +66,17 @@ def doctor(cfg: DictConfig) -> Json:
 
 
 def examine(cfg: DictConfig) -> Iterator[Row]:
+    """Yield all rows."""
     yield from environment(cfg.run_dir)
     yield from (locate(key, source) for key, source in sources(cfg).items())
     yield from guarded("set-up", arithmetic(cfg), "a report of this with doctor.json")
 
 
 def guarded(check: str, rows: Iterator[Row], way_out: str) -> Iterator[Row]:
-    """The rows, and one that is wrong in the place of any error, for the report has to reach its end."""
+    """Yield the rows, and a wrong row in place of an error, so that the report is complete."""
     try:
         yield from rows
-    except UserError as error:  # which names its way out
+    except UserError as error:  # its message has the way out
         yield Row(check, WRONG, str(error))
     except Exception as error:
         file_logger.exception("%s", check)
@@ -83,11 +84,11 @@ def guarded(check: str, rows: Iterator[Row], way_out: str) -> Iterator[Row]:
 
 
 def arithmetic(cfg: DictConfig) -> Iterator[Row]:
-    """All rows about the run itself."""
+    """Yield the rows about the run: precision, layers, compilation, memory, reward, iterations."""
     device = device_of(cfg)
     on_gpu = device.type == "cuda"
     backend = resolve(cfg.precision.name, cfg.precision.backend, device)
-    compiled = should_compile(cfg.family.compile, device)[0] and on_gpu  # on a CPU that would take a minute
+    compiled = should_compile(cfg.family.compile, device)[0] and on_gpu  # on a CPU compilation takes a minute
     shadow = backend if any(stage.sampler == "shadow" for stage in stages_of(cfg)) else None
     model = on_meta(without_files(cfg), backend)
     yield judge_backend(backend, device, shadow is not None)
@@ -118,7 +119,7 @@ def arithmetic(cfg: DictConfig) -> Iterator[Row]:
 
 
 def total_memory(device: torch.device) -> int:
-    """Of the GPU; on a CPU that of the system or, in a container, its limit."""
+    """Bytes of the GPU; on a CPU those of the system or, in a container, its limit."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     physical, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/sys/fs/cgroup/memory.max")
@@ -127,13 +128,13 @@ def total_memory(device: torch.device) -> int:
 
 
 def held(model: Shapes, weights: str) -> dict[str, int]:
-    """The plan's bytes by part, as they are held here."""
+    """The plan's bytes by part, without parts that this machine does not hold."""
     left_out = {"shadow_packed"} | ({"text_encoders"} if weights == "random" else set())
     return {name: size for name, size in model.bytes.items() if name not in left_out}
 
 
 def planned_bytes(parts: Mapping[str, int], on_gpu: bool) -> int:
-    """A GPU holds the text encoders only while they encode, and then nothing is kept for a backward pass."""
+    """Planned peak in bytes. A GPU never holds text encoders and activations for a backward pass at the same time."""
     passing = parts.get("text_encoders", 0), parts["kept_for_backward"]
     return sum(parts.values()) - (min(passing) if on_gpu else 0)
 
@@ -162,13 +163,14 @@ def judge_memory(parts: Mapping[str, int], total: int, model: DictConfig, on_gpu
 
 
 def sources(cfg: DictConfig) -> dict[str, str]:
-    """Paths and hub ids of a run's files, by key; the embedded model and random weights need none."""
+    """key -> path or hub id of a run's files. The embedded model and random weights need none."""
     keys = ["model.pretrained", "model.preview_decoder", "model.transformer_weights"]
     found = {key: OmegaConf.select(cfg, key) for key in keys if cfg.model.weights == "pretrained"}
     return {key: source for key, source in found.items() if source not in (None, "tiny")} | rewards_of(cfg)
 
 
 def rewards_of(cfg: DictConfig) -> dict[str, str]:
+    """key -> path or hub id of the rewards' files."""
     found: dict[str, str] = {}
     for name, member in reward_members(cfg).items():
         if "pretrained" in member and cfg.reward.pretrained is not None:
@@ -178,7 +180,7 @@ def rewards_of(cfg: DictConfig) -> dict[str, str]:
 
 
 def with_local_rewards(cfg: DictConfig) -> DictConfig:
-    """With folders in the place of hub ids, so that the hub is not asked for news of what is here."""
+    """A copy with local folders instead of hub ids, so that loading does not access the hub."""
     changed = cfg.copy()
     changed.reward.pretrained = None
     for key, source in rewards_of(cfg).items():
@@ -187,7 +189,7 @@ def with_local_rewards(cfg: DictConfig) -> DictConfig:
 
 
 def scores(cfg: DictConfig, device: torch.device) -> Iterator[Row]:
-    """Loads the rewards and scores one image."""
+    """Load the rewards, score one image, and yield the row."""
     start = time.perf_counter()
     rewards = build_rewards(with_local_rewards(cfg), device)
     image = torch.rand(1, 3, cfg.model.resolution, cfg.model.resolution, device=device)
@@ -197,7 +199,7 @@ def scores(cfg: DictConfig, device: torch.device) -> Iterator[Row]:
 
 
 def small(cfg: DictConfig, count: int) -> DictConfig:
-    """One prompt, with a pool that fills a batch of the rollout and keeps what fills a micro-batch of the training."""
+    """A copy with one prompt, a pool that fills one rollout batch, and kept samples that fill one micro-batch."""
     changed = with_option(with_local_rewards(cfg), "data", "shapes")
     levels = max(1, int(cfg.family.regenerate.steps * cfg.model.train_timestep_fraction))
     with open_dict(changed):
@@ -209,7 +211,7 @@ def small(cfg: DictConfig, count: int) -> DictConfig:
 
 
 def iterations(cfg: DictConfig, model: Shapes, device: torch.device, count: int) -> Iterator[Row]:
-    """Whole iterations of training: what they take beside the plan."""
+    """Run whole iterations of training, and yield the row with their time and memory and the plan's."""
     own = small(cfg, count)
     laps = run_iterations(own, device, watch=False)
     peak, planned = peak_memory(device), planned_bytes(held(model, cfg.model.weights), device.type == "cuda")

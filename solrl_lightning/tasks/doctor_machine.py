@@ -1,4 +1,4 @@
-"""The rows of task=doctor about the machine and the files of a run, which need no model."""
+"""Rows of task=doctor about the machine and the files of a run. They need no model."""
 
 import os
 import platform
@@ -15,15 +15,15 @@ from huggingface_hub.errors import HFValidationError, HTTPError
 from solrl_lightning import __version__
 from solrl_lightning.policies.bf16 import has_bf16_units
 from solrl_lightning.quantization.backends import has_int8_units
-from solrl_lightning.tasks.report import OK, WRONG, Row
+from solrl_lightning.tasks.tables import OK, WRONG, Row
 
 _PACKAGES = ("torch", "lightning", "diffusers", "transformers", "peft", "huggingface-hub", "torchao", "triton")
 _TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine_torch")
-_TIMEOUT = 5.0  # seconds that the hub has for an answer
+_TIMEOUT = 5.0  # seconds for an answer of the hub
 
 
 def environment(run_dir: str) -> Iterator[Row]:
-    """Rows on software and hardware. The hub's token is not shown, only whether there is one."""
+    """Yield the rows about software and hardware. They show whether there is a hub token, but not the token."""
     system = {"solrl_lightning": __version__, "Python": platform.python_version()}
     yield Row("system", OK, f"{_listed(system)}, {platform.platform()}", "", system)
     packages = versions(_PACKAGES)
@@ -67,7 +67,7 @@ def versions(names: Sequence[str]) -> dict[str, str | None]:
 
 
 def judge_transformer_engine(found: Mapping[str, str | None]) -> Row:
-    """The row on Transformer Engine: its first package without the second imports and cannot compute."""
+    """The row on Transformer Engine. Its first package imports without the second, but cannot compute."""
     half = len({version is None for version in found.values()}) > 1
     way_out = "pip install 'transformer-engine[pytorch]', which builds the missing one" if half else ""
     return Row("transformer engine", WRONG if half else OK, _listed(found), way_out, dict(found))
@@ -83,7 +83,7 @@ def nvidia_smi() -> list[str]:
 
 
 def judge_cuda(seen: Sequence[str], built_for: str | None, available: bool) -> Row:
-    """Compares the GPUs ``seen`` by the driver with the CUDA that torch is ``built_for`` and ``available``."""
+    """The row on CUDA: compares GPUs ``seen`` by the driver with torch's CUDA (``built_for``, ``available``)."""
     found = f"torch is built for {f'CUDA {built_for}' if built_for else 'the CPU only'}; "
     found += f"the driver sees {'; '.join(seen)}" if seen else "nvidia-smi sees no GPU"
     measured = {"built_for": built_for, "driver": list(seen), "available": available}
@@ -95,12 +95,12 @@ def judge_cuda(seen: Sequence[str], built_for: str | None, available: bool) -> R
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes of the file system of a folder, which may not exist yet."""
+    """Free bytes on the file system of a folder. The folder need not exist."""
     return shutil.disk_usage(next(place for place in (folder, *folder.absolute().parents) if place.exists())).free
 
 
 def local_path(source: str) -> Path | None:
-    """The path of a local path or cached hub id; None if its files are not on this machine."""
+    """The folder or file of a local path or cached hub id; None if it is not on this machine."""
     path = Path(source).expanduser()
     if path.exists():
         return path
@@ -111,13 +111,13 @@ def local_path(source: str) -> Path | None:
 
 
 def locate(key: str, source: str) -> Row:
-    """Checks that the files of ``key=source`` are here or readable on the hub, within a few seconds."""
+    """The row on ``key=source``: wrong unless the files are on this machine or readable on the hub."""
     path = local_path(source)
     if path is not None:
         return Row("files", OK, f"{key}={source} is here: {path}")
     hub = huggingface_hub.HfApi()
     try:
-        # The first has a time limit and is answered for gated models, too.
+        # auth_check has no time limit; model_info has one, and also answers for gated models.
         if hub.model_info(source, timeout=_TIMEOUT).gated:
             hub.auth_check(source)
     except (OSError, HTTPError, HFValidationError) as error:

@@ -1,4 +1,4 @@
-"""The rows of task=doctor that run layers and blocks of the shadow in the model's real shapes.
+"""Rows of task=doctor that run layers and blocks of the shadow in the model's real shapes.
 
 Weights are random. Shapes: M tokens, D inputs and N outputs of a linear layer.
 """
@@ -25,20 +25,20 @@ from solrl_lightning.quantization.backends import BACKENDS
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.tasks.benchmark import alternate
 from solrl_lightning.tasks.plan import Shapes
-from solrl_lightning.tasks.report import OK, SLOW, WRONG, Row
+from solrl_lightning.tasks.tables import OK, SLOW, WRONG, Row
 
 Quantizer = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 
 _QUANTIZE: dict[str, Quantizer] = {"nvfp4": nvfp4.fake_quantize, "fp8": fp8.quantize, "int8": int8.quantize}
 _QUANTIZE_INPUT: dict[str, Quantizer] = _QUANTIZE | {"nvfp4": partial(nvfp4.fake_quantize, per_row=True)}
-# Shares of the largest output. BF16 rounds an output by 2^-9, and twice where a CPU has BF16 units; compiled code may
-# round a value between two codes the other way; FP8 units of capability 9.0 keep 14 bits of a sum.
+# Shares of the largest output. BF16 rounds an output by 2^-9, and twice on a CPU with BF16 units. Compiled code may
+# round a value between two codes to the other code. FP8 units of capability 9.0 keep 14 bits of a sum.
 _TOLERANCE = {"nvfp4": 2**-6, "fp8": 2**-5, "int8": 2**-7}
 _MOST_ROWS = {"cuda": 16384, "cpu": 1024}  # of a layer's input
-_COMPARED = 256  # of these rows, with the exact product
+_COMPARED = 256  # rows that are compared with the exact product
 _BLOCKS = 2  # of each kind
-_CPU_MACS = 2 * 10**8  # of the whole model in the batch for which blocks run on a CPU
-_ROUNDS, _SECONDS = 20, 0.5  # timed calls, and the time after which no more of them begin
+_CPU_MACS = 2 * 10**8  # of the whole model; sets the batch of the blocks on a CPU
+_ROUNDS, _SECONDS = 20, 0.5  # maximum number of timed calls, and the time after which no call starts
 NO_SHADOW = "family=prefix, which needs no shadow"
 
 
@@ -58,7 +58,7 @@ def judge_backend(backend: Backend, device: torch.device, used: bool) -> Row:
 
 @torch.no_grad()
 def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, compiled: bool) -> Iterator[Row]:
-    """Checks the numbers and the speed of one layer of each shape that the shadow quantises."""
+    """Yield a row on the numbers and the speed of one layer of each shape that the shadow quantises."""
     assert backend.linear_cls is not None
     tokens: dict[tuple[int, int], int] = {}  # of one image
     for plan in model.layers:
@@ -78,7 +78,7 @@ def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, co
         error = largest_error(layer(x), x, linear, backend.precision, quantize)
         if device.type == "cpu" and not has_bf16_units():
             use_fp32_products(linear)
-        # A view, because an eager layer does not quantise the same tensor twice.
+        # An eager layer caches the quantised input of the last tensor; a view is another tensor.
         calls = {"bf16": partial(linear, x), "layer": partial(lambda layer, x: layer(x.view_as(x)), layer, x)}
         seconds = least_seconds(calls, device)
         speed = judge_speed(f"layer {inputs}->{outputs}", backend, seconds["layer"], seconds["bf16"], compiled)
@@ -88,7 +88,7 @@ def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, co
 def largest_error(
     y: Tensor, x: Tensor, linear: nn.Linear, precision: str, quantize_input: Quantizer | None = None
 ) -> float:
-    """Largest error of y [M, N] against the exact product of quantised x [M, D] and weight, over the largest output."""
+    """Largest error of y [M, N] relative to the largest output; the reference is the product of quantised operands."""
     step = max(1, len(x) // _COMPARED)
     values, scale = (quantize_input or _QUANTIZE_INPUT[precision])(x, torch.float32)
     weight, weight_scale = _QUANTIZE[precision](linear.weight, torch.float32)
@@ -98,7 +98,7 @@ def largest_error(
 
 
 def judge_speed(check: str, backend: Backend, seconds: float, bf16: float, compiled: bool) -> Row:
-    """The row on a layer's speed. Hardware units must be faster than BF16; an emulation need not."""
+    """The row on a layer's speed: slow if a backend other than the emulation is slower than BF16."""
     how = "compiled" if compiled else "eager"
     found = f"{_time(seconds)}, {seconds / bf16:.2f} x BF16's {_time(bf16)}, {how}"
     measured = {"seconds": seconds, "bf16_seconds": bf16, "compiled": compiled}
@@ -113,7 +113,7 @@ def _time(seconds: float) -> str:
 
 
 def judge_error(speed: Row, error: float, precision: str) -> Row:
-    """The row of a layer's speed, with the error of what it computes."""
+    """The row on a layer's speed with its error added: wrong if the error exceeds the tolerance."""
     tolerance = _TOLERANCE[precision]
     found = f"{speed.found}; error {error:.1e} of the largest output, tolerated {tolerance:.1e}"
     measured = {**(speed.measured or {}), "error": error, "tolerance": tolerance}
@@ -124,7 +124,7 @@ def judge_error(speed: Row, error: float, precision: str) -> Row:
 
 
 def least_seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, float]:
-    """The least seconds of each call after a first one, because other load only adds to them."""
+    """Minimum seconds of each call, without its first. Other load can only increase a time."""
     seconds = alternate(calls, device, 1 + _ROUNDS, limit=_SECONDS)
     return {name: min(values[1:]) for name, values in seconds.items()}
 
@@ -133,7 +133,7 @@ def least_seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) 
 
 
 class CountingCompiler:
-    """A backend of torch.compile that counts the graphs it gets."""
+    """A backend of torch.compile that counts its graphs."""
 
     def __init__(self, name: str) -> None:
         self.name, self.graphs = name, 0
@@ -145,7 +145,7 @@ class CountingCompiler:
 
 
 def without_files(cfg: DictConfig) -> DictConfig:
-    """A copy whose policy reads config files only."""
+    """A copy of the configuration whose policy reads config files only."""
     changed = cfg.copy()
     for name in {"embeddings", "preview_decoder", "transformer_weights"} & changed.model.policy.keys():
         changed.model.policy[name] = None
@@ -153,7 +153,7 @@ def without_files(cfg: DictConfig) -> DictConfig:
 
 
 def write_short(architecture: Architecture, folder: Path) -> None:
-    """Writes the config files of the same pipeline with a few blocks of each kind."""
+    """Write the config files of the pipeline with a few blocks of each kind."""
     index: dict[str, Any] = {"_class_name": architecture.pipeline}
     for name in ("transformer", "vae", "scheduler"):
         library, cls, config = architecture.components[name]
@@ -169,7 +169,7 @@ def write_short(architecture: Architecture, folder: Path) -> None:
 def blocks(
     cfg: DictConfig, model: Shapes, shadow: Backend | None, device: torch.device, compiled: bool
 ) -> Iterator[Row]:
-    """Compiles a few blocks, refreshes their weights as every iteration does, and times them."""
+    """Compile a few blocks, refresh their weights as every iteration does, time them, and yield the rows."""
     with TemporaryDirectory() as folder:
         write_short(model.architecture, Path(folder))
         own = without_files(cfg).model.policy

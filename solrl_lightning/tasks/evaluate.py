@@ -1,8 +1,7 @@
-"""task=evaluate: the base against a checkpoint, on held-out prompts, by any number of rewards.
+"""task=evaluate: compares the base with a checkpoint on held-out prompts, by any number of rewards.
 
-Both make their images from the same noise, so each picture is compared before and after training. Prompts are the
-independent unit: images of one prompt are averaged first, and errors are over prompts. Every prompt is scored once over
-all devices.
+Both models use the same noise, so images are compared in pairs. Prompts are the independent unit: images of one prompt
+are averaged first, and errors are over prompts. The devices share the prompts.
 
 Shapes: P prompts, n images per prompt, R reported scores (every reward and, of several, their weighted sum).
 """
@@ -29,7 +28,7 @@ from solrl_lightning.metrics.confidence import Mean, mean_of
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.pictures import Row, draw_grid, to_png
 from solrl_lightning.seeds import evaluation_seeds
-from solrl_lightning.tasks.report import format_table, write_json
+from solrl_lightning.tasks.tables import format_table, write_json
 
 _COLUMNS = ("mean", "standard_error", "low", "high")
 
@@ -42,7 +41,7 @@ class Scored(NamedTuple):
 
 
 def evaluate(cfg: DictConfig) -> dict[str, Any]:
-    """Scores the base and, where ``cfg.ckpt`` names one, the checkpoint's average.
+    """Score the base and, if ``cfg.ckpt`` is given, the checkpoint's average.
 
     Writes evaluate.json (means, errors, differences), evaluate.csv (every image) and evaluate.png (side by side).
     """
@@ -124,7 +123,7 @@ class Scorer(LightningModule):
 
 
 def gathered(own: dict[str, Scored]) -> list[dict[str, Scored]]:
-    """The results of all ranks, in their order. Collective."""
+    """The results of all ranks, in the order of ranks. Collective."""
     if not distributed.is_initialized():
         return [own]
     found: list[Any] = [None] * distributed.get_world_size()
@@ -133,7 +132,7 @@ def gathered(own: dict[str, Scored]) -> list[dict[str, Scored]]:
 
 
 def in_order(ranks: Sequence[Mapping[str, Scored]]) -> dict[str, Scored]:
-    """The results of all ranks in the order of the prompts, of which rank r of w took [r::w]."""
+    """Merge the results of all ranks in the order of the prompts; rank r of w has prompts [r::w]."""
 
     def interleaved(parts: Sequence[Tensor]) -> Tensor:
         rows = [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
@@ -147,7 +146,7 @@ def in_order(ranks: Sequence[Mapping[str, Scored]]) -> dict[str, Scored]:
 def by_reward(
     module: SolRLModule, models: Mapping[str, Scored], rows: Sequence[int] | None = None
 ) -> dict[str, dict[str, Any]]:
-    """``compared`` for every reported score, on the prompts ``rows`` or on all."""
+    """reward -> ``compared`` of its scores, for the prompts ``rows`` or for all."""
     chosen = slice(None) if rows is None else list(rows)
     return {
         name: compared({model: scored.scores[chosen, :, i] for model, scored in models.items()})
@@ -156,7 +155,7 @@ def by_reward(
 
 
 def compared(scores: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Means of scores [P, n] by model and, of two models, the difference of the trained one to the base."""
+    """Means of scores [P, n] by model and, with two models, the difference and the win rate of the trained one."""
     result: dict[str, Any] = {name: over_prompts(values)._asdict() for name, values in scores.items()}
     if "trained" in scores:
         result["difference"] = over_prompts(scores["trained"] - scores["base"])._asdict()
@@ -165,17 +164,17 @@ def compared(scores: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def over_prompts(scores: Tensor) -> Mean:
-    """The mean of scores [P, n], with its error over prompts."""
+    """Mean of scores [P, n] with its error over prompts."""
     return mean_of(scores.mean(dim=1).tolist())
 
 
 def win_rate(ours: Tensor, theirs: Tensor) -> float:
-    """The share of images [P, n] with a higher score than their counterparts; a tie is half a win."""
+    """Share of images [P, n] with a higher score than their counterparts; a tie counts as half a win."""
     return ((ours > theirs).double() + 0.5 * (ours == theirs).double()).mean().item()
 
 
 def to_csv(module: SolRLModule, models: Mapping[str, Scored]) -> str:
-    """One line per image: prompt, seed, and every score of every model."""
+    """CSV with one line per image: prompt, seed, and every score of every model."""
     seeds = evaluation_seeds(module.seed, module.eval_prompts, module.evaluation.images)
     columns = [f"{name} {model}" for name in module.evaluated for model in models]
     text = io.StringIO()
@@ -189,7 +188,7 @@ def to_csv(module: SolRLModule, models: Mapping[str, Scored]) -> str:
 
 
 def draw(module: SolRLModule, models: Mapping[str, Scored]) -> Image.Image:
-    """The images that were scored: the first prompts as rows, a block of columns per model, the total below."""
+    """Grid of scored images: a row per prompt, a block of columns per model, the total score below each image."""
     rows = []
     first = next(iter(models.values()))
     for row, prompt in enumerate(module.eval_prompts[: len(first.pictures)]):
@@ -220,7 +219,7 @@ def format_evaluation(result: dict[str, Any], folder: Path) -> str:
 
 
 def format_tags(tags: Mapping[str, dict[str, dict[str, Any]]]) -> str:
-    """A line per kind of prompt, a column per reward and model."""
+    """Table of mean scores with a line per kind of prompt and a column per reward and model."""
     models = [name for name in ("base", "trained") if name in next(iter(next(iter(tags.values())).values()))]
     rewards = list(next(iter(tags.values())))
     columns = [(reward, model) for reward in rewards for model in models]

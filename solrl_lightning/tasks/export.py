@@ -1,6 +1,6 @@
-"""task=export: a checkpoint's weights for use without this application, in the formats of diffusers.
+"""task=export: saves a checkpoint's weights in the formats of diffusers, for use without this application.
 
-On the CPU, whatever the trainer's device: nothing is sampled, and the memory that counts is then the larger one.
+Runs on the CPU for any trainer: export samples nothing, and the host usually has more memory.
 """
 
 from pathlib import Path
@@ -18,7 +18,7 @@ _MERGED = "transformer"
 
 
 def export(cfg: DictConfig) -> None:
-    """Writes lora_ema/, lora_trained/ and transformer/, the average merged into the base, into the run's folder."""
+    """Write lora_ema/, lora_trained/ and transformer/ (the base with the merged average) into the run folder."""
     folder = Path(cfg.run_dir)
     module = build_model(without_training(cfg), torch.device("cpu"))
     load_adapters(module, cfg.ckpt)
@@ -27,7 +27,7 @@ def export(cfg: DictConfig) -> None:
     with module.samplers.merged_with(module.adapter_state("ema")) as transformer:
         assert isinstance(transformer, ModelMixin)
         with written_whole(folder / _MERGED) as part:
-            transformer.save_pretrained(part)  # shares what LoRA does not adapt with the base
+            transformer.save_pretrained(part)  # shares the weights that LoRA does not adapt with the base
     name, dtype = type(transformer).__name__, str(transformer.dtype).removeprefix("torch.")
     print(
         f"pipe.load_lora_weights({str(folder / 'lora_ema')!r})  # or lora_trained, without averaging\n"

@@ -1,7 +1,7 @@
-"""task=generate: pictures for prompts of the user's own, by the base model and a checkpoint's evaluation average.
+"""task=generate: samples images for given prompts, from the base model and a checkpoint's average.
 
-A picture is a function of its prompt, its seed and the weights, so base beside trained shows what training changed. No
-reward is loaded, and nothing is compiled: for a few pictures the compiler takes longer than it saves.
+An image is a function of its prompt, its seed and the weights, so base and trained differ by the training only. The
+task loads no reward and compiles nothing, because compilation takes longer than a few images.
 
 Shapes: P prompts, n images per prompt.
 """
@@ -22,11 +22,11 @@ from solrl_lightning.files import write_atomically
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.pictures import Row, draw_grid, to_image, to_png
 from solrl_lightning.seeds import evaluation_seeds
-from solrl_lightning.tasks.report import write_json
+from solrl_lightning.tasks.tables import write_json
 
 
 def generate(cfg: DictConfig) -> dict[str, Any]:
-    """Writes images/*.png, whose text chunks say how each was made, their list generate.json, and generate.png."""
+    """Write images/*.png with their settings as text chunks, their list generate.json, and the grid generate.png."""
     started = time.perf_counter()
     prompts = requested_prompts(cfg)
     seeds = asked_seeds(cfg, prompts)
@@ -58,14 +58,14 @@ def generate(cfg: DictConfig) -> dict[str, Any]:
 
 
 def asked_seeds(cfg: DictConfig, prompts: list[str]) -> Tensor:
-    """int64 [P, n]: those of evaluations, each prompt its own, or the given ones for every prompt."""
+    """Seeds, int64 [P, n]: ``task.seeds`` for every prompt if given, otherwise those of evaluations."""
     if cfg.task.seeds is None:
         return evaluation_seeds(cfg.seed, prompts, cfg.task.images)
     return torch.tensor(list(cfg.task.seeds)).expand(len(prompts), -1)
 
 
 def without_training(cfg: DictConfig) -> DictConfig:
-    """A copy whose module neither quantises nor compiles, so that it can be built on any device."""
+    """A copy of the configuration without quantisation and compilation, which can be built on any device."""
     changed = with_option(cfg, "precision", "bf16")
     changed.family.compile = False
     changed.family.warning = None
@@ -73,7 +73,7 @@ def without_training(cfg: DictConfig) -> DictConfig:
 
 
 def sampled(module: SolRLModule, prompts: list[str], seeds: Tensor, name: str, state: str) -> Iterator[Tensor]:
-    """Yields each prompt's images [n, 3, H, W] in [0, 1]; as many prompts at once as fill a forward pass."""
+    """Yield each prompt's images [n, 3, H, W] in [0, 1]. Samples as many prompts at once as fill a forward pass."""
     at_once = max(1, module.samplers.batch_sizes["merged"].size // seeds.shape[1])
     for first in range(0, len(prompts), at_once):
         part = slice(first, first + at_once)
@@ -84,5 +84,6 @@ def sampled(module: SolRLModule, prompts: list[str], seeds: Tensor, name: str, s
 
 
 def how_made(cfg: DictConfig, name: str) -> dict[str, Any]:
+    """The settings of an image other than prompt, seed and weights."""
     facts = {"model": cfg.model.pretrained, "solver": cfg.model.solver, "steps": cfg.model.eval_steps}
     return facts | ({"checkpoint": cfg.ckpt} if name == "trained" else {})

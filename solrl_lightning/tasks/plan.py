@@ -1,11 +1,11 @@
-"""task=plan: what a run computes and holds, at the real size of its model, before anything is downloaded.
+"""task=plan: computes the arithmetic and the memory of a run at the model's real size, without a download.
 
-The policy is built on the device ``meta``, where tensors have shapes and no numbers, and is called as a run calls it.
-PyTorch's own counter counts multiply-adds (MACs) of what really runs: linear layers, convolutions, attention. Bytes
-follow from the same modules. All of it is arithmetic; ``task=benchmark`` measures.
+The policy is built on the device ``meta``, where tensors have shapes but no numbers, and is called as in a run.
+PyTorch's counter counts the multiply-adds (MACs) of linear layers, convolutions and attention. Bytes follow from the
+same modules. ``task=benchmark`` measures.
 
-Left out: reward models, whose size only their files tell; the text encoders' arithmetic, once per prompt; activations
-of sampling; memory of CUDA and the allocator.
+Not counted: reward models, because only their files have their size; the text encoders' arithmetic, once per prompt;
+activations of sampling; memory of CUDA and the allocator.
 """
 
 import math
@@ -38,7 +38,7 @@ from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.rollout.micro_batches import plan_micro_batches
 from solrl_lightning.rollout.stage import candidates, evaluations
-from solrl_lightning.tasks.report import format_table, write_json
+from solrl_lightning.tasks.tables import format_table, write_json
 
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
 PACKED_BITS = {"nvfp4": 4.5, "fp8": 8.0, "int8": 8.0, "bf16": 16.0}  # of a weight, with its part of a block's scale
@@ -84,7 +84,7 @@ def count_macs(run: Callable[[], Any], module: nn.Module) -> tuple[int, dict[str
 
 
 class FusedAttention(TorchFunctionMode):
-    """Runs attention as a GPU does; on ``meta`` PyTorch would write out and save the matrix of all pairs of tokens."""
+    """Runs attention as a GPU does. On ``meta``, PyTorch's own computes and saves the matrix of all pairs of tokens."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is nn.functional.scaled_dot_product_attention:
@@ -130,7 +130,7 @@ def trace(policy: PipelinePolicy, lora: LoraConfig, previews: bool = False) -> t
     policy.transformer.train()
     transformer: Any = policy.transformer  # a ModelMixin of diffusers
     if transformer.is_gradient_checkpointing:
-        # Tensor.backward runs outside of the mode, so what it computes again enters one of its own.
+        # Tensor.backward runs outside of the mode, so recomputation enters another mode.
         contexts = {"context_fn": lambda: (nullcontext(), FusedAttention())}
         transformer.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False, **contexts))
     with FusedAttention():
@@ -166,6 +166,7 @@ def layer_statistics(layers: Sequence[LayerPlan], passes: Passes) -> Json:
 
 
 def bytes_of(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers."""
     return sum(tensor.numel() * tensor.itemsize for tensor in chain(module.parameters(), module.buffers()))
 
 
@@ -179,6 +180,7 @@ def replica_bytes(
 
 
 def encoder_bytes(architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> int:
+    """Bytes of the text encoders in their dtypes."""
     parts = {name: part for name, part in architecture.components.items() if name.startswith("text_encoder")}
     return sum(
         bytes_of(build_component(part, "meta", dtypes.get(name, dtypes["default"]))) for name, part in parts.items()
@@ -186,7 +188,7 @@ def encoder_bytes(architecture: Architecture, dtypes: Mapping[str, torch.dtype])
 
 
 def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
-    """The run's model without its numbers."""
+    """The run's model on ``meta`` with its MACs and bytes."""
     policy = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
     architecture = find_architecture(policy.pretrained, policy.pipeline_class)
     layers = plan_layers(policy.transformer, quantization_rule(cfg), backend)
@@ -266,7 +268,7 @@ def seconds(macs: dict[str, float], tflops: float, decoder_dtype: torch.dtype) -
 
 
 def plan(cfg: DictConfig) -> Json:
-    """Prints what a run of ``cfg`` takes, and writes it to ``plan.json``."""
+    """Print the compute and memory of a run of ``cfg``, and write them to ``plan.json``."""
     _check(cfg.task, cfg.prompts_per_iteration)
     backend = resolve(cfg.precision.name, cfg.precision.backend, device_of(cfg))
     model = on_meta(cfg, backend)
@@ -308,13 +310,15 @@ def plan(cfg: DictConfig) -> Json:
 def _check(options: DictConfig, prompts: int) -> None:
     if not isinstance(options.devices, int) or not 1 <= options.devices <= prompts:
         raise UserError(
-            "every device needs at least one prompt an iteration, so task.devices must lie between 1 and "
-            f"prompts_per_iteration={prompts}; got {options.devices}."
+            f"task.devices={options.devices} is invalid: every device needs at least one prompt an iteration, so it "
+            f"must be between 1 and prompts_per_iteration={prompts}. Set task.devices=1."
         )
     for name in ("tflops", "speedup"):
         value = options[name]
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
-            raise UserError(f"task.{name} must be a number above 0, or null; got {value!r}.")
+            raise UserError(
+                f"task.{name}={value} is invalid: it must be a number above 0, or null. Set task.{name}=null."
+            )
 
 
 # The report

@@ -1,4 +1,4 @@
-"""task=pretrain: rebuild the embedded model."""
+"""task=pretrain: rebuilds the embedded model."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from solrl_lightning.shapes.pretrain import Recipe, pretrain_pipeline
 
 
 def pretrain(cfg: DictConfig) -> None:
-    """Runs the recipe of ``solrl_lightning.shapes.pretrain`` and writes the pipeline folder."""
+    """Run the recipe of ``solrl_lightning.shapes.pretrain`` and write the pipeline into ``cfg.task.folder``."""
     seed_everything(cfg.seed, verbose=False)
     folder = Path(cfg.task.folder)
     pretrain_pipeline(folder, Recipe(seed=cfg.seed), device_of(cfg))

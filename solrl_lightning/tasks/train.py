@@ -23,9 +23,12 @@ log = logging.getLogger(__name__)
 
 
 def train(cfg: DictConfig) -> float | None:
-    """Trains, resumes when ``cfg.ckpt`` names a checkpoint, and returns the final held-out reward, if there is one.
+    """Train, or resume from ``cfg.ckpt``; return the final held-out reward, or None without an evaluation.
 
-    Leaves the contents that the README lists in the run folder; an interrupted run leaves them too.
+    Writes the files that the README lists into the run folder, also when interrupted.
+
+    Raises:
+        UserError: the checkpoint has another optimiser or other adapters, or Lightning rejects the configuration.
     """
     checkpoint = None if cfg.ckpt is None else read_checkpoint(cfg.ckpt)
     if checkpoint is not None:
@@ -36,7 +39,7 @@ def train(cfg: DictConfig) -> float | None:
         trainer.callbacks.append(_CommitOverrides(Path(cfg.run_dir)))  # type: ignore[attr-defined]
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
     if checkpoint is not None:
-        module.on_load_checkpoint(checkpoint)  # refuses other adapters before the loggers write
+        module.on_load_checkpoint(checkpoint)  # an error about other adapters must precede the loggers' first write
     if module.samplers.layer_table:
         file_logger.info("%s", module.samplers.layer_table)
         log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), Path(cfg.run_dir) / LOG)
@@ -46,13 +49,13 @@ def train(cfg: DictConfig) -> float | None:
         if cfg.ckpt is None:
             trainer.validate(module, held_out, verbose=False)
         trainer.fit(module, loop.loader, held_out, ckpt_path=cfg.ckpt, weights_only=True)
-    except MisconfigurationException as error:  # of a callback that needs a logger, for example
+    except MisconfigurationException as error:  # for example, a callback of Lightning that needs a logger
         raise UserError(f"Lightning cannot run these callbacks, loggers and trainer together: {error}") from error
     return base_and_final(module.eval_history, module.rewards.name)[1]
 
 
 class _CommitOverrides(Callback):
-    """A run that goes on in ``folder`` replaces the record of its command line once its checkpoint has been loaded."""
+    """Replaces the recorded command line of a resumed run in ``folder`` after its checkpoint is loaded."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -63,7 +66,7 @@ class _CommitOverrides(Callback):
 
 
 def check_continues(cfg: DictConfig, checkpoint: dict[str, Any]) -> None:
-    """Raises ``UserError`` when the run of ``checkpoint`` had another optimiser."""
+    """Raise ``UserError`` if the run of ``checkpoint`` had another optimiser."""
     optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
     for state in checkpoint["optimizer_states"]:
         check_fits(optimizer, state)

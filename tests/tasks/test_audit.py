@@ -39,7 +39,7 @@ def test_a_race_is_ranked_by_the_latest_rung_of_its_survivors(compose: Compose) 
     assert raced["spearman"] != stopped["spearman"]
 
 
-def test_the_truth_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
+def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     same = "{sampler:merged,steps:2},{sampler:shadow,precision:bf16,steps:2}"
@@ -84,14 +84,14 @@ def test_labels_of_neighbouring_points_do_not_overlap() -> None:
     assert all(box.x1 <= axes.bbox.x1 for box in boxes)
 
 
-def test_the_gap_is_between_the_true_rewards_of_what_the_proxy_takes_for_best_and_worst() -> None:
+def test_gap_is_between_the_reference_rewards_of_the_proxys_best_and_worst() -> None:
     truth = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
     assert reward_gap(truth, truth, keep=4) == 4.5 - 0.5
     assert reward_gap(-truth, truth, keep=4) == 0.5 - 4.5
     assert reward_gap(torch.tensor([[5.0, 1.0, 2.0, 3.0, 4.0, 0.0]]), truth, keep=2) == 0.0 - 5.0
 
 
-def test_a_reversed_proxy_finds_nothing() -> None:
+def test_reversed_proxy_has_no_overlap() -> None:
     truth = torch.rand(3, 8, generator=torch.Generator().manual_seed(0))
     values = fidelity(-truth, truth, keep=4)
     assert (values["spearman"], values["kendall"]) == pytest.approx((-1, -1))
@@ -112,7 +112,7 @@ def test_a_reversed_proxy_finds_nothing() -> None:
         ("task.proxies=[{sampler:merged,steps:2,decoder:preview}]", "model.preview_decoder names none"),
     ],
 )
-def test_mistakes_are_told_before_a_model_is_loaded(compose: Compose, mistake: str, message: str) -> None:
+def test_invalid_options_are_an_error_before_a_model_is_loaded(compose: Compose, mistake: str, message: str) -> None:
     cfg = compose(*SMALL, "model.pretrained=nowhere/at-all", mistake)
     with pytest.raises(UserError, match=message):
         check_needs(cfg)

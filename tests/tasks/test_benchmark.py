@@ -1,4 +1,4 @@
-"""The benchmark: what is timed, and which part of an iteration is the models' own computation."""
+"""The benchmark: forward passes, iterations of families, and the overhead outside the models."""
 
 import json
 import socket
@@ -50,20 +50,20 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def nano(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A small FLUX.1 in a folder."""
+    """A folder with a small FLUX.1."""
     return save_nano(tmp_path_factory.mktemp("nano"))
 
 
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few forward passes and small products."""
+    """Reduce the numbers of forward passes and the size of the products."""
     monkeypatch.setattr(benchmark_module, "_WARM_UP", 1)
     monkeypatch.setattr(benchmark_module, "_FORWARDS", 2)
     monkeypatch.setattr(benchmark_module, "_PRODUCT_SIZE", {"cpu": 32})
 
 
 @pytest.mark.usefixtures("briefly")
-def test_families_and_forward_passes_are_timed_side_by_side(
+def test_families_and_forward_passes_are_timed(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str], nano: str
 ) -> None:
     options = (f"model.pretrained={nano}", "task.sizes.pool=6", "task.sizes.keep=2")
@@ -88,7 +88,7 @@ def test_families_and_forward_passes_are_timed_side_by_side(
 
 @pytest.mark.usefixtures("briefly")
 @pytest.mark.parametrize("model", ["flux1", "sd3", "sana"])
-def test_with_random_weights_and_captions_of_shapes_nothing_is_asked_of_the_network(
+def test_random_weights_and_shapes_captions_need_no_network(
     compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -106,7 +106,7 @@ def test_with_random_weights_and_captions_of_shapes_nothing_is_asked_of_the_netw
 
 
 @pytest.mark.usefixtures("briefly")
-def test_rates_of_a_forward_pass_follow_from_its_products(compose: Compose, nano: str) -> None:
+def test_rate_of_a_forward_pass_is_its_products_over_its_seconds(compose: Compose, nano: str) -> None:
     cfg = compose(*SMALL, *OFFLINE, f"model.pretrained={nano}")
     result = forward_times(cfg, CPU)
     shapes: Flux1 = load_policy(nano, weights="random", device="meta")
@@ -121,7 +121,7 @@ def test_rates_of_a_forward_pass_follow_from_its_products(compose: Compose, nano
         assert result["share_of_peak"][name] == pytest.approx(result["tflops"][name] / result["peak"]["tflops"])
 
 
-def test_the_peak_is_the_median_rate_of_a_square_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_is_the_median_rate_of_a_square_product(monkeypatch: pytest.MonkeyPatch) -> None:
     lasting = [9.0] * benchmark_module._WARM_UP + [0.25, 0.5, 0.5, 4.0, 0.25, 0.5, 0.5, 4.0, 0.25, 0.5]
     clock = iter(reading for seconds in lasting for reading in (1.0, 1.0 + seconds))
     monkeypatch.setattr(benchmark_module, "_PRODUCT_SIZE", {"cpu": 20})
@@ -132,9 +132,7 @@ def test_the_peak_is_the_median_rate_of_a_square_product(monkeypatch: pytest.Mon
     assert peak["tflops"] == pytest.approx(2 * 20**3 / 0.5 / 1e12)
 
 
-def test_the_iteration_that_compiles_is_apart_from_the_medians(
-    compose: Compose, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_medians_exclude_the_iteration_that_compiles(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     laps = [
         Lap(seconds, {"requantize": 0.1, "explore": rollout, "regenerate": 0.4, "train": 1.0}, {})
         for seconds, rollout in ((90.0, 80.0), (4.0, 1.5), (6.0, 3.5), (5.0, 2.5))
@@ -147,7 +145,7 @@ def test_the_iteration_that_compiles_is_apart_from_the_medians(
     assert times["images_per_second"] == pytest.approx(3 * 8 / 3.0)
 
 
-def test_rounds_go_forth_and_back_and_the_medians_are_over_all_of_them(
+def test_rounds_alternate_their_order_and_medians_are_over_all_rounds(
     compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = {name: compose(*SMALL, f"family={name}") for name in ("compile", "sol_rl", "prefix")}
@@ -164,7 +162,7 @@ def test_rounds_go_forth_and_back_and_the_medians_are_over_all_of_them(
     assert [row["warm_up"] for row in times.values()] == [70, 70, 70]
 
 
-def test_families_that_leave_compilation_open_are_compiled_as_the_task_says(compose: Compose) -> None:
+def test_families_with_compile_auto_follow_the_task(compose: Compose) -> None:
     cfg = compose("task=benchmark")
     compiled = {name: own.family.compile for name, own in family_configs(cfg, CPU).items()}
     can = can_compile(CPU)
@@ -189,14 +187,14 @@ def test_families_that_explore_are_timed_once_with_each_decoder(compose: Compose
         assert row.family.explore is None or row.family.explore.decoder == name.split()[-1]
 
 
-def test_on_a_cpu_the_peak_memory_is_that_of_the_process() -> None:
+def test_peak_memory_on_a_cpu_is_that_of_the_process() -> None:
     held = torch.ones(30_000_000)
     peak = peak_memory(CPU)
     assert peak["of"] == "the process so far"
     assert held.nbytes < peak["bytes"] < 2**40
 
 
-def test_time_is_charged_to_the_model_that_takes_it_and_the_rest_is_outside(
+def test_time_is_assigned_to_models_and_the_rest_is_overhead(
     compose: Compose, monkeypatch: pytest.MonkeyPatch, nano: str
 ) -> None:
     def slower(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
@@ -226,7 +224,7 @@ def test_time_is_charged_to_the_model_that_takes_it_and_the_rest_is_outside(
     assert result["outside_share"] == pytest.approx(outside / result["iteration"])
 
 
-def test_speedups_are_over_the_baselines_that_were_run() -> None:
+def test_speedups_are_relative_to_the_baselines_in_the_run() -> None:
     families = {
         "naive_scaling": {"rollout": 6.0, "iteration": 9.0},
         "sol_rl": {"rollout": 1.5, "iteration": 4.5},
@@ -244,6 +242,8 @@ def test_speedups_are_over_the_baselines_that_were_run() -> None:
         ("task.decoders=[preview]", "model.preview_decoder names none"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_timed(compose: Compose, mistake: str, message: str) -> None:
+def test_invalid_options_are_an_error_before_the_first_measurement(
+    compose: Compose, mistake: str, message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         benchmark(compose(*SMALL, "model.pretrained=nowhere/at-all", mistake))

@@ -1,4 +1,4 @@
-"""The comparison of runs, on hand-written summaries whose table is known."""
+"""The comparison of runs, with hand-written summaries."""
 
 import functools
 import json
@@ -22,13 +22,13 @@ Compose = Callable[..., DictConfig]
 
 @functools.cache
 def composed(*arguments: str) -> DictConfig:
-    """With Hydra's own part and its interpolations, as ``.hydra`` records it."""
+    """The configuration with Hydra's own keys and interpolations, as recorded in ``.hydra``."""
     with ConfigTree() as tree:
         return tree.compose(arguments)
 
 
 def write_run(folder: Path, final: float, *arguments: str, seed: int = 1, **changes: Any) -> Path:
-    """A run from 0.5 to ``final`` of such a command line; ``changes`` are to its summary."""
+    """Write the run of a command line with rewards from 0.5 to ``final``; ``changes`` override keys of its summary."""
     cfg = composed(*arguments).copy()
     cfg.seed = seed
     choices = {group: cfg.hydra.runtime.choices[group] for group in ("model", "family", "objective", "precision")}
@@ -55,7 +55,7 @@ def compared(compose: Compose, folder: Path, pattern: str = "*") -> dict[str, An
     return compare(compose("task=compare", f"task.runs={folder}/{pattern}"))
 
 
-def test_groups_are_what_differs_but_for_the_seed_with_means_and_sample_deviations(
+def test_groups_differ_in_other_keys_than_the_seed_and_have_means_and_sample_deviations(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     runs = tmp_path / "runs"
@@ -88,7 +88,7 @@ def test_groups_are_what_differs_but_for_the_seed_with_means_and_sample_deviatio
         assert picture.size == (960, 600)
 
 
-def test_groups_of_one_seed_are_named_as_such(
+def test_groups_of_one_seed_have_no_deviation(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     runs = tmp_path / "runs"
@@ -122,16 +122,14 @@ def test_groups_of_one_seed_are_named_as_such(
     ],
     ids=lambda value: value[-1] or "-",
 )
-def test_a_sweep_over_any_key_is_as_many_groups_named_by_what_they_were_given(
-    tmp_path: Path, arguments: list[str], names: list[str]
-) -> None:
+def test_sweep_over_any_key_makes_a_group_per_value(tmp_path: Path, arguments: list[str], names: list[str]) -> None:
     folders = [write_run(tmp_path / str(i), 0.6, *one.split()) for i, one in enumerate(arguments)]
     groups, superseded = group_runs(read_runs(folders)[0])
     assert [group.name for group in groups] == names
     assert superseded == {}
 
 
-def test_what_watches_or_places_a_run_and_a_default_that_is_spelt_out_make_no_group(tmp_path: Path) -> None:
+def test_observing_keys_paths_and_explicit_defaults_make_no_group(tmp_path: Path) -> None:
     other = ["evaluation.every=5", "callbacks.sample_grid.every=0", "trainer=ddp", "ckpt=some/file"]
     other += ["iterations=12", "objective.beta=1"]
     folders = [write_run(tmp_path / str(i), 0.6, *(other if i else []), seed=i) for i in range(2)]
@@ -139,7 +137,7 @@ def test_what_watches_or_places_a_run_and_a_default_that_is_spelt_out_make_no_gr
     assert (group.name, [run.seed for run in group.runs], group.settings) == ("all", [0, 1], {})
 
 
-def test_differences_are_taken_over_the_seeds_that_both_groups_have(compose: Compose, tmp_path: Path) -> None:
+def test_differences_are_over_the_seeds_of_both_groups(compose: Compose, tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     for seed in (1, 2):
         write_run(runs / f"1_{seed}", 0.6, seed=seed)
@@ -153,7 +151,7 @@ def test_differences_are_taken_over_the_seeds_that_both_groups_have(compose: Com
     assert apart["difference"] is None and apart["final"]["mean"] == pytest.approx(0.7)
 
 
-def test_runs_that_are_not_finished_are_listed_and_left_out(
+def test_unfinished_runs_are_listed_and_excluded(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     runs = tmp_path / "runs"
@@ -178,7 +176,7 @@ def test_runs_that_are_not_finished_are_listed_and_left_out(
     assert f"left out {runs / 'stopped'}: interrupted" in capfd.readouterr().out
 
 
-def test_of_two_runs_with_one_configuration_and_seed_the_later_counts(compose: Compose, tmp_path: Path) -> None:
+def test_later_run_of_the_same_configuration_and_seed_wins(compose: Compose, tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "9", 0.6)
     write_run(tmp_path / "runs" / "10", 0.7)
     result = compared(compose, tmp_path / "runs")
@@ -186,7 +184,7 @@ def test_of_two_runs_with_one_configuration_and_seed_the_later_counts(compose: C
     assert [Path(run).name for run in result["left_out"]] == ["9"]
 
 
-def test_a_glob_without_runs_and_one_without_finished_runs_are_mistakes(compose: Compose, tmp_path: Path) -> None:
+def test_glob_without_finished_runs_is_an_error(compose: Compose, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="matches nothing[.] Give one that matches runs"):
         compared(compose, tmp_path / "runs")
     for name in ("empty", "other"):
@@ -199,13 +197,13 @@ def test_a_glob_without_runs_and_one_without_finished_runs_are_mistakes(compose:
     assert not (tmp_path / "compare.json").exists()
 
 
-def test_curves_hold_the_evaluations_of_a_run(tmp_path: Path) -> None:
+def test_curves_have_the_evaluations_of_a_run(tmp_path: Path) -> None:
     evaluations = [{"iteration": 0, "shapes": 0.5}, {"iteration": 5, "shapes": None}, {"iteration": 10, "shapes": 0.6}]
     (run,), _ = read_runs([write_run(tmp_path / "run", 0.6, evaluations=evaluations)])
     assert learning_curve(run) == {0: 0.5, 10: 0.6}
 
 
-def test_the_iterations_of_short_runs_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ticks_of_short_runs_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures: list[Figure] = []
 
     def recorded(**options: Any) -> Figure:

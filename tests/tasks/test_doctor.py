@@ -1,4 +1,4 @@
-"""The doctor: what it calls slow or wrong, and that its report reaches its end without a traceback or a secret."""
+"""The doctor: rows that are slow or wrong, and complete reports without tracebacks or secrets."""
 
 import json
 import math
@@ -40,7 +40,7 @@ from solrl_lightning.tasks.doctor_shadow import (
     write_short,
 )
 from solrl_lightning.tasks.plan import on_meta
-from solrl_lightning.tasks.report import OK, SKIPPED, SLOW, WRONG, Row, format_row
+from solrl_lightning.tasks.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row
 
 Compose = Callable[..., DictConfig]
 CPU = torch.device("cpu")
@@ -61,7 +61,7 @@ def backend_of(precision: str, name: str = "emulated") -> Backend:
 # The command
 
 
-def test_the_embedded_model_is_well_and_the_report_says_so_without_the_token(
+def test_embedded_model_is_ok_and_the_report_does_not_contain_the_token(
     command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_very-secret-value")
@@ -88,7 +88,7 @@ def test_the_embedded_model_is_well_and_the_report_says_so_without_the_token(
     assert "very-secret" not in finished.out + finished.err and b"very-secret" not in written
 
 
-def test_what_is_wrong_ends_with_status_1_and_a_whole_report(command: Callable[..., Any], tmp_path: Path) -> None:
+def test_wrong_row_gives_status_1_and_a_complete_report(command: Callable[..., Any], tmp_path: Path) -> None:
     refused = ("precision=nvfp4", "precision.backend=torch", "trainer=cpu")
     finished = command("task=doctor", *refused, "hydra.run.dir=out")
     assert finished.status == 1
@@ -100,7 +100,7 @@ def test_what_is_wrong_ends_with_status_1_and_a_whole_report(command: Callable[.
     assert row["check"] == "set-up" and "Use precision.backend=emulated" in row["found"]
 
 
-def test_what_was_not_checked_is_skipped_and_says_why(compose: Compose) -> None:
+def test_skipped_row_has_its_reason(compose: Compose) -> None:
     cfg = compose("task=doctor", "trainer=cpu", "reward=clipscore", "reward.pretrained=nobody/nowhere")
     skipped = {row.check: row.found for row in arithmetic(cfg) if row.status == SKIPPED}
     assert skipped.keys() == {"reward", "iterations"}
@@ -120,7 +120,7 @@ def test_iterations_are_counted(compose: Compose) -> None:
 
 
 @pytest.mark.parametrize("precision", ["nvfp4", "fp8", "int8"])
-def test_a_layer_is_held_against_the_exact_product(precision: str) -> None:
+def test_layer_is_compared_with_the_exact_product(precision: str) -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(64, 48, dtype=torch.bfloat16), torch.randn(600, 64, dtype=torch.bfloat16)
     backend = backend_of(precision)
@@ -139,7 +139,7 @@ def test_a_layer_is_held_against_the_exact_product(precision: str) -> None:
         assert row.measured is not None and row.measured["seconds"] == 0.002
 
 
-def test_only_units_of_the_precision_have_to_be_faster_than_bf16() -> None:
+def test_layer_is_slow_only_if_hardware_units_are_slower_than_bf16() -> None:
     slower = {name: judge_speed("blocks", backend_of("int8", name), 3.0, 2.0, False) for name in ("torch", "emulated")}
     assert (slower["torch"].status, slower["emulated"].status) == (SLOW, OK)
     assert "family.compile=true" in slower["torch"].way_out and "3 s, 1.50 x BF16's 2 s, eager" in slower["torch"].found
@@ -148,7 +148,7 @@ def test_only_units_of_the_precision_have_to_be_faster_than_bf16() -> None:
     assert judge_speed("blocks", resolve("bf16", "auto", CPU), 3.0, 2.0, True).status == OK
 
 
-def test_an_emulation_is_slow_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulation_is_slow_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def with_fp8(precision: str, backend: str, device: torch.device) -> Backend:
         return backend_of(precision, "torch" if precision == "fp8" else "emulated")
 
@@ -163,7 +163,7 @@ def test_an_emulation_is_slow_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> 
 # Compilation
 
 
-def test_a_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     refreshed: set[nn.Module] = set()
 
     def refresh(module: nn.Module, weights: Any) -> None:
@@ -182,7 +182,7 @@ def test_a_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: p
 @pytest.mark.parametrize(
     "folder", [index.parent for index in ARCHITECTURES.rglob(INDEX)], ids=lambda folder: folder.name
 )
-def test_the_blocks_are_a_few_of_the_model_s_own(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_a_few_of_the_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_shadow, "_BLOCKS", 2)
     architecture = read_architecture(folder)
     write_short(architecture, tmp_path)
@@ -195,7 +195,7 @@ def test_the_blocks_are_a_few_of_the_model_s_own(folder: Path, tmp_path: Path, m
 # Memory and iterations
 
 
-def test_a_plan_that_does_not_fit_is_wrong_and_says_what_would() -> None:
+def test_plan_that_does_not_fit_is_wrong_and_names_options_that_fit() -> None:
     parts = {"policy": 100, "shadow_here": 40, "kept_for_backward": 60, "text_encoders": 30}
     model = OmegaConf.create({"micro_batch": 12, "gradient_checkpointing": False})
     assert (planned_bytes(parts, on_gpu=False), planned_bytes(parts, on_gpu=True)) == (230, 200)
@@ -234,7 +234,7 @@ def test_iterations_are_timed_by_stage(compose: Compose) -> None:
 # Environment and files
 
 
-def test_a_gpu_that_torch_does_not_find_is_wrong() -> None:
+def test_gpu_that_torch_does_not_find_is_wrong() -> None:
     seen = ["NVIDIA H200, 580.1, 143771 MiB, 0 MiB"]
     assert judge_cuda([], "13.0", False).status == judge_cuda(seen, "13.0", True).status == OK
     old_driver, cpu_build = judge_cuda(seen, "13.0", False), judge_cuda(seen, None, False)
@@ -242,13 +242,13 @@ def test_a_gpu_that_torch_does_not_find_is_wrong() -> None:
     assert "a driver" in old_driver.way_out and "built for CUDA" in cpu_build.way_out
 
 
-def test_half_of_transformer_engine_is_wrong() -> None:
+def test_one_of_transformer_engines_two_packages_is_wrong() -> None:
     names = ("transformer_engine", "transformer_engine_torch")
     for versions, status in (((None, None), OK), (("2.9", "2.9"), OK), (("2.9", None), WRONG)):
         assert judge_transformer_engine(dict(zip(names, versions, strict=True))).status == status
 
 
-def test_files_are_looked_for_here_then_in_the_cache_then_on_the_hub(
+def test_files_are_searched_on_this_machine_then_in_the_cache_then_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[float] = []
@@ -273,7 +273,7 @@ def test_files_are_looked_for_here_then_in_the_cache_then_on_the_hub(
     assert len(asked) == 1
 
 
-def test_a_gated_model_is_asked_for_with_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_access_to_a_gated_model_is_checked_with_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Gated(OSError):
         pass
 
@@ -302,7 +302,7 @@ def test_random_weights_and_the_embedded_model_need_no_files(compose: Compose) -
 # The report
 
 
-def test_an_error_in_a_check_is_a_row_after_those_before_it() -> None:
+def test_error_in_a_check_becomes_a_wrong_row() -> None:
     def failing(error: Exception) -> Iterator[Row]:
         yield Row("layer", OK, "fine")
         raise error
@@ -313,7 +313,7 @@ def test_an_error_in_a_check_is_a_row_after_those_before_it() -> None:
     assert list(guarded("layers", failing(UserError("not so")), "x"))[1] == Row("layers", WRONG, "not so")
 
 
-def test_a_row_is_at_most_100_columns_wide_with_the_way_out_on_its_own_line() -> None:
+def test_row_has_at_most_100_columns_and_its_way_out_on_a_new_line() -> None:
     lines = format_row(Row("memory", WRONG, "too little " * 20, "model.micro_batch=3")).splitlines()
     assert len(lines) > 2 and max(map(len, lines)) <= 100
     assert lines[0].startswith("memory              wrong    too little")

@@ -1,4 +1,4 @@
-"""Base against checkpoint: the same prompts, the same noise, errors over prompts."""
+"""Comparison of base and checkpoint on the same prompts and noise, with errors over prompts."""
 
 import csv
 import json
@@ -41,7 +41,7 @@ def write_checkpoint(cfg: DictConfig, path: Path, strength: float) -> Path:
     return path
 
 
-def test_an_adapter_that_does_nothing_makes_no_difference(
+def test_adapter_of_zeros_makes_no_difference(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = write_checkpoint(compose(*SMALL), tmp_path / "start.ckpt", strength=0.0)
@@ -62,7 +62,7 @@ def test_an_adapter_that_does_nothing_makes_no_difference(
     assert torch.equal(left, right)
 
 
-def test_it_finds_what_training_found_on_the_same_prompts_and_seeds(compose: Compose, tmp_path: Path) -> None:
+def test_evaluation_equals_that_of_the_training_run(compose: Compose, tmp_path: Path) -> None:
     train(compose(*SMALL, "iterations=1", "optimizer.lr=0.01", "callbacks.sample_grid.every=0"))
     summary = json.loads((tmp_path / "summary.json").read_text())
     result = evaluate(compose(*SMALL, "task=evaluate", f"ckpt='{tmp_path / 'checkpoints' / 'last.ckpt'}'"))
@@ -82,7 +82,7 @@ def test_it_finds_what_training_found_on_the_same_prompts_and_seeds(compose: Com
     assert [image["prompt"] for image in images] == [prompt for prompt in prompts for _ in range(2)]
 
 
-def test_without_a_checkpoint_the_base_is_measured_alone(
+def test_only_the_base_is_scored_without_a_checkpoint(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     result = evaluate(compose(*SMALL, "task=evaluate", "data.eval_prompts=1", "task.grid_images=1"))
@@ -94,7 +94,7 @@ def test_without_a_checkpoint_the_base_is_measured_alone(
     assert "ckpt=last" in capfd.readouterr().out
 
 
-def test_several_rewards_are_reported_one_by_one_and_as_their_weighted_sum(compose: Compose, tmp_path: Path) -> None:
+def test_several_rewards_are_reported_separately_and_as_their_weighted_sum(compose: Compose, tmp_path: Path) -> None:
     other = "{_target_: solrl_lightning.rewards.shapes.ShapesReward, weight: 0.5}"
     watched = "{_target_: solrl_lightning.rewards.shapes.ShapesReward, weight: 0}"
     rewards = (f"+reward.other={other}", f"+reward.watched={watched}")
@@ -105,7 +105,7 @@ def test_several_rewards_are_reported_one_by_one_and_as_their_weighted_sum(compo
     assert means["weighted_sum"] == pytest.approx(1.5 * means["shapes"], rel=1e-6)
 
 
-def test_shares_of_ranks_come_back_in_the_order_of_the_prompts() -> None:
+def test_results_of_ranks_are_merged_in_the_order_of_prompts() -> None:
     whole = torch.arange(5.0)[:, None, None]
     ranks = [{"base": Scored(whole[rank::2], whole[rank::2][: 2 - rank])} for rank in range(2)]
     found = in_order(ranks)["base"]
@@ -119,6 +119,6 @@ def test_errors_are_over_prompts_not_over_images() -> None:
     assert mean.standard_error == pytest.approx(0.3 / math.sqrt(3))
 
 
-def test_a_tie_is_half_a_win() -> None:
+def test_tie_is_half_a_win() -> None:
     ours, theirs = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([[0.0, 2.0], [4.0, 5.0]])
     assert win_rate(ours, theirs) == pytest.approx(1.5 / 4)

@@ -1,4 +1,4 @@
-"""What task=export writes, loaded by plain diffusers."""
+"""Loads the files of task=export with diffusers alone."""
 
 import json
 from pathlib import Path
@@ -56,12 +56,12 @@ def exported(folder: Path, pipeline: str, dtype: str) -> Exported:
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory: pytest.TempPathFactory, pipeline: str) -> Exported:
-    """In float32, where our images are those of diffusers to the last digits."""
+    """An export in float32, where our images equal those of diffusers up to the last digits."""
     return exported(tmp_path_factory.mktemp("export"), pipeline, "float32")
 
 
 def images_of(pipeline: FluxPipeline, module: SolRLModule) -> Tensor:
-    """[2, 3, H, W] in [0, 1]: the images of our seeds by diffusers alone."""
+    """Images [2, 3, H, W] in [0, 1] of our seeds, sampled by diffusers alone."""
     pipeline.set_progress_bar_config(disable=True)
     images = pipeline(
         prompt=PROMPTS[0],
@@ -81,7 +81,7 @@ def ours(module: SolRLModule, weights: str) -> Tensor:
     return module.sample(PROMPTS[:1], SEEDS, weights=weights, steps=STEPS)[0]
 
 
-def test_the_merged_transformer_draws_our_images_in_a_plain_pipeline(exact: Exported) -> None:
+def test_merged_transformer_gives_our_images_in_diffusers(exact: Exported) -> None:
     transformer = FluxTransformer2DModel.from_pretrained(exact.folder / "transformer", dtype=torch.float32)
     found = images_of(FluxPipeline.from_pretrained(exact.pipeline, transformer=transformer), exact.module)
     torch.testing.assert_close(found, ours(exact.module, "ema"), rtol=0, atol=1e-4)
@@ -89,7 +89,7 @@ def test_the_merged_transformer_draws_our_images_in_a_plain_pipeline(exact: Expo
 
 
 @pytest.mark.parametrize(("folder", "weights"), [("lora_ema", "ema"), ("lora_trained", "default")])
-def test_each_lora_draws_our_images_in_a_plain_pipeline(exact: Exported, folder: str, weights: str) -> None:
+def test_each_lora_gives_our_images_in_diffusers(exact: Exported, folder: str, weights: str) -> None:
     plain = FluxPipeline.from_pretrained(exact.pipeline)
     plain.load_lora_weights(exact.folder / folder)
     found = images_of(plain, exact.module)
@@ -97,9 +97,7 @@ def test_each_lora_draws_our_images_in_a_plain_pipeline(exact: Exported, folder:
     assert (found - ours(exact.module, "base")).abs().max() > 0.1
 
 
-def test_the_merged_folder_has_the_names_and_the_dtype_of_the_base_and_nothing_else(
-    tmp_path: Path, pipeline: str
-) -> None:
+def test_merged_folder_has_exactly_the_names_and_the_dtype_of_the_base(tmp_path: Path, pipeline: str) -> None:
     folder, _, module = exported(tmp_path, pipeline, "bfloat16")
     merged = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
     base = load_file(Path(pipeline) / "transformer" / "diffusion_pytorch_model.safetensors")

@@ -1,4 +1,4 @@
-"""Pictures for prompts of the user's own, on the nano pipeline."""
+"""Images for given prompts, with a nano pipeline."""
 
 import json
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def no_model(*args: Any) -> None:
     raise AssertionError("a model was loaded before the command line was checked")
 
 
-def test_base_and_trained_are_drawn_from_the_seeds_of_evaluations(
+def test_base_and_trained_use_the_seeds_of_evaluations(
     compose: Compose, tmp_path: Path, small: tuple[str, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "solrl_lightning")
@@ -108,7 +108,7 @@ def test_base_and_trained_are_drawn_from_the_seeds_of_evaluations(
     assert torch.equal(pixels(tmp_path / "generate.png"), torch.tensor(np.array(grid)))
 
 
-def test_a_png_says_how_it_was_made(compose: Compose, tmp_path: Path, small: tuple[str, ...]) -> None:
+def test_png_has_its_settings_as_text(compose: Compose, tmp_path: Path, small: tuple[str, ...]) -> None:
     checkpoint = write_checkpoint(compose(*small), tmp_path / "last.ckpt")
     words = 'task.prompts=[a red circle, "„grüne“ blue square"]'  # in quotation marks that Latin-1 does not have
     arguments = ("task=generate", f"ckpt='{checkpoint}'", words, "task.seeds=[4294967295]", "task.base=false")
@@ -129,10 +129,10 @@ def test_a_png_says_how_it_was_made(compose: Compose, tmp_path: Path, small: tup
         }
 
 
-def test_the_base_alone_takes_prompts_from_a_file_and_the_given_seeds(
+def test_base_uses_prompts_of_a_file_and_the_given_seeds(
     compose: Compose, tmp_path: Path, small: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In passes of one prompt, without a reward and without the run's own prompts."""
+    """Samples one prompt per pass, without a reward and without data.train and data.eval."""
     (tmp_path / "mine.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
     monkeypatch.setattr("solrl_lightning.build.build_rewards", no_model)
     arguments = ("task=generate", f"task.prompt_file='{tmp_path / 'mine.txt'}'", "task.seeds=[7,0]")
@@ -172,7 +172,7 @@ CAT = ["a cat"]
         ({"prompts": CAT, "base": False}, "ckpt=last"),
     ],
 )
-def test_what_cannot_be_is_refused(alone: DictConfig, asked: dict[str, Any], message: str) -> None:
+def test_invalid_options_are_an_error(alone: DictConfig, asked: dict[str, Any], message: str) -> None:
     cfg = alone.copy()
     cfg.task.update(asked)
     with pytest.raises(UserError, match=message):

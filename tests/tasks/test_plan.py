@@ -1,4 +1,4 @@
-"""The plan's arithmetic against closed forms, and the task on the embedded model."""
+"""Compares the plan's arithmetic with closed forms, and runs the task on the embedded model."""
 
 import json
 import math
@@ -43,7 +43,7 @@ ATTENTION = BLOCKS * 2 * (IMAGE + TEXT) ** 2 * WIDTH
 
 
 def embedded(**options: Any) -> Flux1:
-    """The embedded model's shapes."""
+    """The shapes of the embedded model."""
     dtypes = {"transformer": "bfloat16", "default": "float32"}
     sizes: dict[str, Any] = dict(max_sequence_length=TEXT, guidance=1.0, decode_batch=1, dtypes=dtypes)
     return Flux1("tiny", 32, **sizes, weights="random", device="meta", **options)
@@ -54,7 +54,7 @@ def passes() -> Passes:
     return trace(embedded(), small_lora())[0]
 
 
-def test_macs_are_those_of_every_product() -> None:
+def test_macs_count_every_product() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -73,7 +73,7 @@ def test_macs_are_those_of_every_product() -> None:
     assert total == sum(layers.values()) + 2 * 2 * 20 * 20 * 8
 
 
-def test_a_flux_forward_pass_has_the_macs_of_the_closed_form(passes: Passes) -> None:
+def test_macs_of_a_flux_forward_pass_equal_the_closed_form(passes: Passes) -> None:
     d2, both = WIDTH**2, IMAGE + TEXT
     double = (4 + 8) * d2 * both + 2 * 6 * d2  # attention and MLP of both streams, their modulations
     single = (3 + 4 + 5) * d2 * both + 3 * d2
@@ -83,13 +83,13 @@ def test_a_flux_forward_pass_has_the_macs_of_the_closed_form(passes: Passes) -> 
     assert passes.forward == sum(passes.layers.values()) + ATTENTION
 
 
-def test_lora_branches_cost_their_rank(passes: Passes) -> None:
+def test_macs_of_lora_branches_are_proportional_to_their_rank(passes: Passes) -> None:
     rank, image_only = 4, 4  # to_q, to_k, to_v, to_out.0 of the image stream
     expected = 2 * WIDTH * rank * (image_only * IMAGE + 3 * 3 * (IMAGE + TEXT))
     assert passes.adapted - passes.forward == expected
 
 
-def test_checkpoints_keep_less_and_compute_the_blocks_again(passes: Passes) -> None:
+def test_gradient_checkpointing_saves_less_and_recomputes_the_blocks(passes: Passes) -> None:
     checkpointed = trace(embedded(gradient_checkpointing=True), small_lora())[0]
     assert checkpointed.activation_bytes < passes.activation_bytes / 2
     assert (checkpointed.forward, checkpointed.adapted) == (passes.forward, passes.adapted)
@@ -97,7 +97,7 @@ def test_checkpoints_keep_less_and_compute_the_blocks_again(passes: Passes) -> N
     assert 0.9 * passes.adapted < again < passes.adapted
 
 
-def test_what_the_backward_pass_needs_is_counted_once_and_without_parameters() -> None:
+def test_saved_activations_are_counted_once_and_without_parameters() -> None:
     linear = nn.Linear(8, 8, bias=False, device="meta")
     x = torch.empty(5, 8, device="meta", requires_grad=True)
     with saved_for_backward(linear) as saved:
@@ -106,7 +106,7 @@ def test_what_the_backward_pass_needs_is_counted_once_and_without_parameters() -
     assert [storage.nbytes() for storage in saved.values()] == [5 * 8 * 4, 5 * 8 * 4]
 
 
-def test_a_replica_owns_quantised_and_adapted_layers_only() -> None:
+def test_replica_owns_quantised_and_adapted_layers_only() -> None:
     weights = {name: torch.empty(16, 32, dtype=torch.bfloat16, device="meta") for name in "abcd"}
     assert replica_bytes(weights, adapted=["a", "b"]) == 2 * 16 * 32 * 2
     assert replica_bytes(weights, ["a", "b"], quantized=["b", "c"], bits=4.5) == 16 * 32 * 2 + 2 * 16 * 32 * 4.5 / 8
@@ -128,7 +128,7 @@ def test_weights_of_flux1_under_sol_rl_take_at_most_half_more_than_one_copy(comp
     assert 1.2 < (copy + replicas) / copy <= 1.5
 
 
-def test_a_prompt_takes_so_many_evaluations(compose: Compose) -> None:
+def test_evaluations_per_prompt(compose: Compose) -> None:
     cfg = compose("task=plan")
     counts = {}
     for name in cfg.task.families:
@@ -145,7 +145,7 @@ def test_a_prompt_takes_so_many_evaluations(compose: Compose) -> None:
     }
 
 
-def test_an_iteration_is_shared_out_and_only_quantised_layers_become_cheaper(compose: Compose) -> None:
+def test_devices_share_an_iteration_and_only_quantised_layers_are_faster(compose: Compose) -> None:
     sizes = Passes(forward=100, layers={}, adapted=110, backward=200, decode=7, activation_bytes=0, preview=3)
     composed = compose(
         "task=plan", "task.devices=8", "task.speedup=2", "prompts_per_iteration=12", "model.micro_batch=10"
@@ -184,9 +184,7 @@ def test_float32_decoding_takes_twice_the_seconds_of_bf16() -> None:
     assert seconds(macs, 2.0, torch.float32) == {"train": 3.0, "decode": 2.0, "iteration": 5.0}
 
 
-def test_the_task_needs_neither_prompts_nor_reward_and_writes_its_plan(
-    command: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[..., Any], tmp_path: Path) -> None:
     sizes = ("task.devices=4", "task.tflops=100", "task.speedup=2", "task.families=[prefix]")
     absent = ("data.train=nowhere.txt", "data.eval=nowhere.txt", "reward=pickscore", "hydra.run.dir=out")
     finished = command("task=plan", "trainer=cpu", *sizes, *absent)
@@ -208,11 +206,11 @@ def test_the_task_needs_neither_prompts_nor_reward_and_writes_its_plan(
         assert words in finished.out
 
 
-def test_an_impossible_plan_is_refused(compose: Compose) -> None:
+def test_invalid_options_are_an_error(compose: Compose) -> None:
     mistakes = [
-        ("devices", 9, "between 1 and prompts_per_iteration=8; got 9"),
-        ("tflops", 0, "task.tflops must be a number above 0, or null; got 0"),
-        ("speedup", "fast", "task.speedup must be a number above 0, or null; got 'fast'"),
+        ("devices", 9, "task.devices=9 is invalid: .* between 1 and prompts_per_iteration=8"),
+        ("tflops", 0, "task.tflops=0 is invalid: it must be a number above 0, or null"),
+        ("speedup", "fast", "task.speedup=fast is invalid: it must be a number above 0, or null"),
     ]
     composed = compose("task=plan")
     for key, value, message in mistakes:

@@ -1,4 +1,4 @@
-"""Reports of tasks: a JSON file in the run folder and a table on the terminal."""
+"""Formats the results of tasks: a JSON file in the run folder and a table on the terminal."""
 
 import json
 import textwrap
@@ -13,7 +13,7 @@ _WIDTH, _NAME, _STATUS = 100, 20, 9  # columns of a row and of its first two par
 
 
 class Row(NamedTuple):
-    """The result of a check; ``slow`` works, and something else would be faster; ``skipped`` was not checked."""
+    """The result of a check. ``slow``: works, and another option is faster; ``skipped``: not checked."""
 
     check: str
     status: str
@@ -23,11 +23,12 @@ class Row(NamedTuple):
 
 
 def write_json(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write ``facts`` as JSON; NaN and infinities become null."""
     write_atomically(path, (json.dumps(finite_only(facts), indent=2) + "\n").encode())
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table with the first column, names, aligned left and the others right. None is a dash."""
+    """A table with names in the first column, aligned left, and values aligned right. None is a dash."""
     cells = [list(columns), *([_cell(value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     lines = []
@@ -38,7 +39,7 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> st
 
 
 def format_row(row: Row) -> str:
-    """The row in ``_WIDTH`` columns; the way out starts a new line."""
+    """The row in lines of at most ``_WIDTH`` characters; the way out starts a new line."""
     parts = [row.found, *([f"-> {row.way_out}"] if row.way_out else [])]
     indent = _NAME + _STATUS
     lines = [line for part in parts for line in textwrap.wrap(part, _WIDTH - indent, break_on_hyphens=False)]
