@@ -25,7 +25,7 @@ from solrl_lightning.checks import check_kinds, check_machine, check_needs, chec
 from solrl_lightning.config import CONFIG_MODULE, ConfigTree, application_config
 from solrl_lightning.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.errors import UserError
-from solrl_lightning.finished_runs import finished_runs
+from solrl_lightning.finished_runs import check_runs
 from solrl_lightning.hub import check_hub
 from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job
 from solrl_lightning.resume import check_contents, resume
@@ -169,7 +169,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
             check_new(folder)
         check_writable(folder)
     notes: list[str] = []
-    for check in (_check_runs, check_needs, lambda cfg: notes.extend(check_hub(cfg)), check_machine):
+    for check in (check_runs, check_needs, lambda cfg: notes.extend(check_hub(cfg)), check_machine):
         _each(jobs, check)
     message = resumed.message
     if resumed.checkpoint is not None:
@@ -215,11 +215,6 @@ def _each(jobs: dict[str, DictConfig], check: Callable[[DictConfig], None]) -> N
             check(cfg)
         except UserError as error:
             raise UserError(f"{own}: {error}" if own else str(error)) from error
-
-
-def _check_runs(cfg: DictConfig) -> None:
-    if "runs" in cfg.task:
-        finished_runs(cfg.task.runs)
 
 
 def _print_first(*lines: str) -> None:

@@ -3,7 +3,6 @@
 ``checks`` has the rules for values; ``run_folder`` and ``resume`` look at folders and checkpoints.
 """
 
-import difflib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -25,7 +24,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, did_you_mean, nearest
 
 CONFIG_MODULE = "solrl_lightning.conf"
 
@@ -100,7 +99,7 @@ class ConfigTree:
         key, equals, value = argument.partition("=")
         if not equals:
             homes = [f"{group}={argument}" for group in self.groups() if argument in self.options(group)]
-            return f"Cannot read {argument!r}: an option is written key=value.{_did_you_mean(homes)}"
+            return f"Cannot read {argument!r}: an option is written key=value.{did_you_mean(homes)}"
         if not argument.isprintable():
             return f"Cannot read {argument!r}: it has characters that cannot be printed. Leave them out."
         quoted = value.strip("'\"")
@@ -203,7 +202,7 @@ def _check_option(override: Override, options: list[str]) -> None:
             fix = f"Leave the group out with ~{group}, or use {' or '.join(options)}."
             raise UserError(f"{group}=null is invalid. {fix}")
         if option is not None and str(option) not in options:
-            near = _did_you_mean([f"{group}={name}" for name in _nearest(str(option), options)])
+            near = did_you_mean([f"{group}={name}" for name in nearest(str(option), options)])
             raise UserError(f"There is no {group} named {option!r}.{near} The options are {', '.join(options)}.")
 
 
@@ -217,7 +216,7 @@ def _nodes(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _suggestions(key: str, known: Iterable[str]) -> str:
     named = [name for name in known if not any(part.startswith("_") or part.isdigit() for part in name.split("."))]
-    return _did_you_mean(_nearest(key, named))
+    return did_you_mean(nearest(key, named))
 
 
 def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
@@ -252,19 +251,3 @@ def _root() -> frozenset[str]:
     root: Any = OmegaConf.to_container(OmegaConf.create((files(CONFIG_MODULE) / "config.yaml").read_text()))
     groups = {group for entry in root.pop("defaults") if isinstance(entry, dict) for group in entry}
     return frozenset({*root, *groups} - {"experiment", "override hydra/help"})
-
-
-def _nearest(word: str, known: Iterable[str]) -> list[str]:
-    """Up to three of ``known``, nearest first; of a dotted key, the whole or the last part alone may be near."""
-
-    def likeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, word, candidate).ratio()
-        last = difflib.SequenceMatcher(None, word.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
-        return max(whole, 0.9 * last) + 0.1 * whole - 0.04 * candidate.count(".")
-
-    scored = sorted(((likeness(candidate), candidate) for candidate in dict.fromkeys(known)), reverse=True)
-    return [candidate for score, candidate in scored[:3] if score > max(0.65, scored[0][0] - 0.1)]
-
-
-def _did_you_mean(names: Sequence[str]) -> str:
-    return f" Did you mean {' or '.join(names)}?" if names else ""

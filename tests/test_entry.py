@@ -342,7 +342,7 @@ def refused(command: Command, *arguments: str) -> str:
         (["iterations=0"], "iterations=0 is invalid"),
         (["family.keep=-2"], "family.keep=-2 is invalid"),
         (["evaluate"], "Did you mean task=evaluate?"),
-        (["iterations=4,5"], "add -m"),
+        (["iterations=4,5"], "Add -m"),
         (["data.train=a b=c"], "need quotes"),
         (["-m", "family=sol_rl,solrl"], "Did you mean family=sol_rl?"),
         (
