@@ -178,7 +178,9 @@ def check_numbers(cfg: DictConfig) -> None:
     for where in ("family", "task"):
         keep, pool = (OmegaConf.select(cfg, f"{where}.{key}") for key in ("keep", "pool"))
         if keep is not None and pool is not None and keep > pool:
-            raise _invalid(f"{where}.keep", keep, f"at most {where}.pool={pool}. Raise {where}.pool or lower it")
+            raise _invalid(
+                f"{where}.keep", keep, f"at most {where}.pool={pool}. Raise {where}.pool or lower {where}.keep"
+            )
 
 
 def check_choices(cfg: DictConfig) -> None:
