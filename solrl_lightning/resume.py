@@ -187,7 +187,7 @@ def _recorded_sources(folder: Path) -> list[str]:
 def _read_record(file: Path, kind: type[ListConfig] | type[DictConfig]) -> Any:
     try:
         record = OmegaConf.load(file)
-        damaged = "" if isinstance(record, kind) and (kind is ListConfig or "hydra" in record) else "unexpected contents"
+        damaged = "" if isinstance(record, kind) and (kind is ListConfig or "hydra" in record) else "unexpected content"
     except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:  # OSError for a number
         damaged = " ".join(str(error).split())
     if damaged:
