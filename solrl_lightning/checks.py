@@ -331,11 +331,17 @@ def check_stages(cfg: DictConfig) -> None:
     explore, regenerate = (cfg.family.get(name) for name in ("explore", "regenerate"))
     for name, stage in (("explore", explore), ("regenerate", regenerate)):
         if (stage is None and name == "regenerate") or (stage and None in _way(stage)):
-            raise _invalid(f"family.{name}", stage, "a family's stage with a sampler, steps and a solver")
+            raise _invalid(
+                f"family.{name}", stage, "a stage with a sampler, steps and a solver. Choose a family that has it"
+            )
     if regenerate.get("stop_after") is not None:
         raise UserError("family.regenerate.stop_after is not supported. Set family.explore.stop_after.")
     if regenerate.get("decoder", "full") != "full":
-        raise _invalid("family.regenerate.decoder", regenerate.decoder, "full. Set family.explore.decoder")
+        raise _invalid(
+            "family.regenerate.decoder",
+            regenerate.decoder,
+            "full, as its rewards train the policy. Set family.explore.decoder",
+        )
     if explore is None:
         return
     check_decoder(cfg, "family.explore.decoder", explore.get("decoder", "full"))

@@ -157,7 +157,9 @@ def _swept(override: Override, every: bool) -> list[str]:
     if not isinstance(value, IntervalSweep):
         return [f"{key}={each}" for each in override.sweep_string_iterator()][: None if every else 1]
     if every:
-        raise UserError(f"{override.input_line} has no list of values, which Hydra's basic sweeper needs.")
+        raise UserError(
+            f"{override.input_line} is invalid: Hydra's basic sweeper needs a list. Give one, as in {key}=1,2."
+        )
     return [f"{key}={value.start}"]
 
 

@@ -322,7 +322,7 @@ def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to()
         (
             "family.regenerate",
             "null",
-            "family.regenerate=null is invalid: it must be a family's stage with a sampler, steps and a solver",
+            "family.regenerate=null is invalid: it must be a stage with a sampler, steps and a solver",
         ),
         ("family.compile", "perhaps", "family.compile=perhaps is invalid: it must be one of true, false, auto"),
         ("model.solver", "heun", "model.solver=heun is invalid: it must be one of euler, dpm2"),
