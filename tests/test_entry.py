@@ -433,7 +433,7 @@ def test_a_checkpoint_with_a_flipped_bit_is_refused(command: Command, tmp_path: 
 
 def test_a_file_that_is_no_checkpoint_of_a_run_is_refused(command: Command, tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(3)}, tmp_path / "weights.pt")
-    assert "ckpt=weights.pt is invalid: the checkpoint of a training run holds" in refused(command, "ckpt=weights.pt")
+    assert "ckpt=weights.pt is invalid: the checkpoint of a training run has" in refused(command, "ckpt=weights.pt")
 
 
 # Going on
