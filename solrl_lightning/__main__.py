@@ -1,19 +1,15 @@
-"""The command line: check it as a whole, then let Hydra run one verb of ``solrl_lightning.tasks`` per job.
+"""The command line: check all of it, then let Hydra run one task of ``solrl_lightning.tasks`` per job.
 
-Everything a user can get wrong on the command line is found here, before a model library is imported and before
-anything is written, and is said in one message without a traceback.
+A mistake is reported in one message without a traceback, before a model library is imported and before a file is
+written.
 """
 
-import errno
 import logging
 import os
 import sys
-import threading
-import warnings
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from importlib.util import find_spec
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,118 +18,86 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import get_method
-from omegaconf import DictConfig, OmegaConf, open_dict, read_write
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from solrl_lightning.config import (
-    CONFIG_MODULE,
-    ConfigTree,
-    application_config,
-    check_machine,
-    check_needs,
-    check_prompts,
-    check_values,
-    first_lines,
-)
-from solrl_lightning.errors import CheckFailed, NonFiniteError, UserError, WriteError
+from solrl_lightning.checks import check_kinds, check_machine, check_needs, check_prompts, check_values
+from solrl_lightning.config import CONFIG_MODULE, ConfigTree, application_config
+from solrl_lightning.console import EXPECTED, first_lines, report_error, silence_libraries
+from solrl_lightning.errors import UserError
+from solrl_lightning.finished_runs import check_runs
 from solrl_lightning.hub import check_hub
-from solrl_lightning.kinds import check_kinds
-from solrl_lightning.launch import check_launched, is_first
-from solrl_lightning.run_folder import (
-    LAST,
-    check_contents,
-    check_free,
-    check_new,
-    check_writable,
-    claimed,
-    finished_runs,
-    own_sources,
-    remove_unused,
-    resume,
-    searched,
-)
+from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job
+from solrl_lightning.resume import check_contents, resume
+from solrl_lightning.run_folder import check_free, check_new, check_writable, claimed, remove_unused
 
-_FAILED = 1
-_USER_ERROR = 2  # as argparse
+_FAILED, _USER_ERROR = 1, 2  # 2 as argparse
 _INTERRUPTED, _TERMINATED = 130, 143  # as shells report Ctrl-C and SIGTERM
-_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-_RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-_TOLD = (UserError, NonFiniteError, WriteError, CheckFailed)  # what a user can do something about
-_NO_RECORD = ("hydra.output_subdir=null", f"hydra.job_logging.handlers.file.filename={os.devnull}")  # rank 0 has it
-_TEXT_KEYS = (  # paths and prompts: no names for folders
-    "ckpt",
-    "data.train",
-    "data.eval",
-    "model.pretrained",
-    "reward.pretrained",
-    "task.prompts",
-    "task.prompt_file",
-)
+_NO_RECORD = ("hydra.output_subdir=null", f"hydra.job_logging.handlers.file.filename={os.devnull}")  # rank 0 writes it
+# Paths and prompts, which cannot be part of a folder's name.
+_TEXT_KEYS = "ckpt data.train data.eval model.pretrained reward.pretrained task.prompts task.prompt_file".split()
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command line and returns its exit status; of a sweep, that of the worst job."""
-    failed: list[Exception] = []  # what jobs of this process have told
+    reported: list[Exception] = []  # by the jobs of this process
 
     def job(cfg: DictConfig) -> Any:
         try:
             return run(cfg)
-        except _TOLD as error:
-            failed.append(error)
+        except EXPECTED as error:
+            reported.append(error)
             if HydraConfig.get().mode == RunMode.MULTIRUN:
-                raise  # a sweeper, and a launcher of other processes, know by it
-            return None  # Hydra would print more around it
+                raise  # a sweeper, and a launcher of other processes, need to know
+            return None  # Hydra would print a traceback
 
     try:
         silence_libraries()
         sys.argv[1:], claims = prepare(sys.argv[1:] if arguments is None else arguments)
-        os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors come to us instead of being printed by Hydra
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # makes Hydra raise errors instead of printing them
         with ExitStack() as held:
             for folder, new in claims.items():
                 held.enter_context(claimed(folder, new))
             hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")(job)()
     except (KeyboardInterrupt, SystemExit) as stop:
-        if isinstance(stop, SystemExit) and stop.code is None and "lightning" in sys.modules:
-            from lightning.pytorch.utilities.exceptions import SIGTERMException
-
-            if isinstance(stop, SIGTERMException):
-                print("terminated", file=sys.stderr)
-                return _TERMINATED
-        # Lightning ends a run that Ctrl-C stopped with exit(1)
+        # Lightning ends a run with SIGTERMException after SIGTERM, and with exit(1) after Ctrl-C.
+        if type(stop).__name__ == "SIGTERMException":
+            print("terminated", file=sys.stderr)
+            return _TERMINATED
         if not isinstance(stop, KeyboardInterrupt) and not isinstance(stop.__context__, KeyboardInterrupt):
             raise
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
     except Exception as error:
-        if error not in failed:
-            failed.append(report_error(error))
-    return max((_USER_ERROR if isinstance(error, UserError) else _FAILED for error in failed), default=0)
+        if error not in reported:
+            reported.append(report_error(error))
+    return max((_USER_ERROR if isinstance(error, UserError) else _FAILED for error in reported), default=0)
 
 
 def run(cfg: DictConfig) -> Any:
-    """One job: calls the chosen task with the resolved configuration and returns what it returns.
+    """Calls the task of one job with the resolved configuration and returns what it returns.
 
     Raises:
-        UserError, NonFiniteError, WriteError: what ended it, already printed and in its log.
+        UserError, NonFiniteError, WriteError, CheckFailed: already reported and in the log of the run.
     """
     OmegaConf.resolve(cfg)
-    sweeps = HydraConfig.get().mode == RunMode.MULTIRUN
+    folder, sweeps = Path(cfg.run_dir), HydraConfig.get().mode == RunMode.MULTIRUN
     try:
         if sweeps:
             silence_libraries()  # a launcher may have started this process
             check_values(cfg)  # a sweeper may have chosen them
         task = _task(cfg.task._target_)
-        with isolated_sweep_job(Path(cfg.run_dir)) if sweeps else nullcontext():
+        with isolated_sweep_job(folder) if sweeps else nullcontext():
             return task(cfg)
     except Exception as error:
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
-        told = report_error(error, Path(cfg.run_dir))
-        if isinstance(told, UserError) and is_first():
-            remove_unused(Path(cfg.run_dir))
-        raise told from None
+        reported = report_error(error, folder)
+        if isinstance(reported, UserError) and is_first():
+            remove_unused(folder)
+        raise reported from None
     except (KeyboardInterrupt, SystemExit):
         if is_first():
-            remove_unused(Path(cfg.run_dir))
+            remove_unused(folder)
         raise
 
 
@@ -147,64 +111,7 @@ def _task(target: str) -> Callable[[DictConfig], Any]:
         ) from error
 
 
-def report_error(error: Exception, folder: Path | None = None) -> Exception:
-    """Prints and returns the cause that a user can do something about; raises an error without one.
-
-    Args:
-        folder: of the run that ended with it.
-    """
-    told = next((e for e in _causes(error) if isinstance(e, _TOLD)), None)
-    place = next(
-        (e for e in _causes(error) if isinstance(e, OSError) and (e.filename or e.errno in _DISK_ERRORS)), None
-    )
-    if told is None and place is not None:
-        file = place.filename or folder or "The run's folder"
-        if place.errno in _DISK_ERRORS or (
-            folder is not None and Path(file).absolute().is_relative_to(folder.absolute())
-        ):
-            told = WriteError.of(file, place)  # TensorBoard's and Hydra's files, and the log
-        else:
-            told = UserError(f"{file}: {place.strerror}. Give a path that this user can read and write.")
-    if told is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):
-        told = UserError(first_lines(error))  # before a job: of an option of Hydra's
-    if told is None:
-        raise error
-    way_out = ""
-    if isinstance(told, WriteError):
-        again = "give the same command again"
-        if folder is not None and (folder / LAST).is_file():
-            again = f"continue the run with ckpt=last hydra.run.dir={folder}"
-        elif folder is not None:
-            again = f"remove {folder} and {again}"
-        way_out = f" Free space or make the folder writable, then {again}."
-    print(f"error: {told}{way_out}", file=sys.stderr)
-    return told
-
-
-def silence_libraries() -> None:
-    """Leaves out what libraries say to each other, and nothing that a user of ours can act on.
-
-    ``build.hide_loading_bars`` does it for their bars.
-    """
-    # Lightning 2.6 asks torch for a class that newer ones deprecate.
-    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
-    # A run that goes on finds its own checkpoints there.
-    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
-    # A run that starts in a new folder from a checkpoint of another.
-    warnings.filterwarnings("ignore", "The dirpath has changed from")
-    # torchao registers classes with torch in a way that newer ones deprecate, and diffusers misses classes that newer
-    # torchaos do not have: for models that are stored quantised, which are none of ours. diffusers' AutoencoderTiny
-    # wonders at a key of its configuration that it has written itself.
-    for name in (
-        "torch.utils._pytree",
-        "diffusers.quantizers.torchao.torchao_quantizer",
-        "diffusers.configuration_utils",
-    ):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("diffusers.models.modeling_utils").setLevel(logging.CRITICAL)  # it logs what it raises
-    logging.getLogger("huggingface_hub").propagate = False  # it prints what it logs itself
-    logging.raiseExceptions = False  # a full disk ends the run at its next file; each line of the log is no news
-    threading.excepthook = _thread_ended
+# Before a run
 
 
 class _Parser(ArgumentParser):
@@ -212,28 +119,27 @@ class _Parser(ArgumentParser):
         raise UserError(f"{message}. --hydra-help lists the flags.")
 
 
-def _flags() -> ArgumentParser:
-    """The flags of Hydra's command line, as documented in https://hydra.cc/docs/1.3/advanced/hydra-command-line-flags."""
+def _flags(arguments: list[str]) -> Namespace:
+    """The flags of Hydra (https://hydra.cc/docs/1.3/advanced/hydra-command-line-flags), anywhere among overrides."""
     parser = _Parser(add_help=False)
     parser.add_argument("overrides", nargs="*")
-    for names in ("--help -h", "--hydra-help", "--version", "--resolve", "--run -r", "--multirun -m"):
-        parser.add_argument(*names.split(), action="store_true")
-    parser.add_argument("--shell-completion", "-sc", action="store_true")
-    for names in ("--package -p", "--config-path -cp", "--config-name -cn", "--config-dir -cd", "--experimental-rerun"):
-        parser.add_argument(*names.split())
+    for names in "--help,-h --hydra-help --version --resolve --run,-r --multirun,-m --shell-completion,-sc".split():
+        parser.add_argument(*names.split(","), action="store_true")
+    for names in "--package,-p --config-path,-cp --config-name,-cn --config-dir,-cd --experimental-rerun".split():
+        parser.add_argument(*names.split(","))
     parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
     info = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
     parser.add_argument("--info", "-i", nargs="?", const="all", choices=info)
-    return parser
+    return parser.parse_intermixed_args(arguments)
 
 
 def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
     """Checks a command line. Returns it with its checkpoint resolved, and the folders to claim: whether each is new.
 
     Raises:
-        UserError: a run that it asks for cannot be.
+        UserError: for the first mistake.
     """
-    flags = _flags().parse_intermixed_args(arguments)  # -m may stand anywhere
+    flags = _flags(arguments)
     if flags.hydra_help or flags.version or flags.shell_completion or flags.experimental_rerun:
         return arguments, {}
     if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
@@ -251,56 +157,59 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         if override.key_or_group == "hydra.searchpath" and isinstance(sources, list):
             tree.look_in(sources)
     resumed = resume(tree, flags.overrides, flags.multirun)
-    jobs = {}
-    composed = tree.jobs(resumed.arguments, flags.multirun)
+    jobs = _jobs(tree, resumed.arguments, flags.multirun)
+    checked = [argument for argument in arguments if argument not in flags.overrides] + resumed.arguments
+    if flags.help or flags.cfg or flags.info:
+        return checked, {}
+    folders = [Path(cfg.run_dir) for cfg in jobs.values()] if is_first() else []
+    claims = {folder: folder.resolve() != resumed.folder for folder in folders}
+    for folder, new in claims.items():
+        check_free(folder)
+        if new:
+            check_new(folder)
+        check_writable(folder)
+    notes: list[str] = []
+    for check in (check_runs, check_needs, lambda cfg: notes.extend(check_hub(cfg)), check_machine):
+        _each(jobs, check)
+    message = resumed.message
+    if resumed.checkpoint is not None:
+        iterations = min(cfg.iterations for cfg in jobs.values())
+        done = check_contents(resumed.checkpoint, iterations if resumed.training else None)
+        message += f"; iterations done: {done}" if resumed.training else ""
+    _print_first(*dict.fromkeys(notes))
+    _each(jobs, check_prompts)
+    _print_first(message)
+    if tree.sweeps:  # folders are named by what is swept, and by nothing else
+        fixed = [o.key_or_group for o in tree.parse(resumed.arguments) if not o.is_sweep_override()]
+        unnamed = ",".join(f"'{key}'" for key in dict.fromkeys([*fixed, *_TEXT_KEYS]))
+        checked.append(f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]")
+    return [*checked, *([] if is_first() else _NO_RECORD)], claims
+
+
+def _jobs(tree: ConfigTree, arguments: list[str], multirun: bool) -> dict[str, DictConfig]:
+    """The configuration of every run, with valid values, by the overrides that only this run of a sweep has."""
+    composed = tree.jobs(arguments, multirun)
     common = set.intersection(*(set(cfg.hydra.overrides.task) for cfg in composed))
+    jobs = {}
     for cfg in composed:
         check_kinds(tree, cfg)
         home = cfg.hydra.sweep if tree.sweeps else cfg.hydra.run
         check_launched(OmegaConf.to_yaml(home), OmegaConf.select(cfg, "trainer.num_nodes") or 1)
-        folder = Path(home.dir)
-        if folder == Path():
+        if Path(home.dir) == Path():
             raise UserError("A run needs a folder of its own; hydra.run.dir is empty. Name one, or leave it out.")
         own = " ".join(override for override in cfg.hydra.overrides.task if override not in common)
-        jobs[own] = application_config(cfg, folder)
+        jobs[own] = application_config(cfg, home.dir)
     _each(jobs, check_values)
     if len(jobs) > 1 and not OmegaConf.is_interpolation(home, "subdir"):
         raise UserError(
             f"hydra.sweep.subdir={home.subdir} is invalid: every run of a sweep needs a folder of its own. Use "
             "'hydra.sweep.subdir=${hydra.job.num}', or leave it out."
         )
-    other = [argument for argument in arguments if argument not in flags.overrides]
-    if flags.help or flags.cfg or flags.info:
-        return [*other, *resumed.arguments], {}
-    folders = {Path(cfg.run_dir): Path(cfg.run_dir).resolve() != resumed.folder for cfg in jobs.values()}
-    claims = folders if is_first() else {}
-    for folder, new in claims.items():
-        check_free(folder)
-        if new:
-            check_new(folder)
-        check_writable(folder)
-    told: list[str] = []
-    _each(jobs, _check_runs)
-    _each(jobs, check_needs)
-    _each(jobs, lambda cfg: told.extend(check_hub(cfg)))
-    _each(jobs, check_machine)
-    message = resumed.message
-    if resumed.checkpoint is not None:
-        iterations = min(cfg.iterations for cfg in jobs.values())
-        done = check_contents(resumed.checkpoint, iterations if resumed.training else None)
-        if resumed.training:
-            message += f"; iterations done: {done}"
-    if told and is_first():
-        print(*dict.fromkeys(told), sep="\n", flush=True)
-    _each(jobs, check_prompts)
-    if message and is_first():
-        print(message, flush=True)
-    names = [_folder_names(tree, resumed.arguments)] if tree.sweeps else []
-    return [*other, *resumed.arguments, *names, *([] if is_first() else _NO_RECORD)], claims
+    return jobs
 
 
 def _each(jobs: dict[str, DictConfig], check: Callable[[DictConfig], None]) -> None:
-    """Checks every job; of a sweep, an error begins with what is the job's own."""
+    """Checks every job; of a sweep, an error begins with the overrides of the job."""
     for own, cfg in jobs.items():
         try:
             check(cfg)
@@ -308,57 +217,9 @@ def _each(jobs: dict[str, DictConfig], check: Callable[[DictConfig], None]) -> N
             raise UserError(f"{own}: {error}" if own else str(error)) from error
 
 
-def _check_runs(cfg: DictConfig) -> None:
-    if "runs" in cfg.task:
-        finished_runs(cfg.task.runs)
-
-
-def _folder_names(tree: ConfigTree, arguments: list[str]) -> str:
-    """Runs of a sweep are named by what is swept, and by nothing else."""
-    fixed = [o.key_or_group for o in tree.parse(arguments) if not o.is_sweep_override()]
-    unnamed = ",".join(f"'{key}'" for key in dict.fromkeys([*fixed, *_TEXT_KEYS]))
-    return f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]"
-
-
-@contextmanager
-def isolated_sweep_job(folder: Path) -> Iterator[None]:
-    """Shows a job of a sweep to Lightning as a run of its own, in a folder that it claims.
-
-    Lightning starts further ranks with this process's program and command line, which may be a launcher's, in the
-    folder that Hydra would have given a single run, and leaves its ranks in the environment, where the next job would
-    take them for its own.
-    """
-    from torch import distributed  # here: --help and mistakes do without
-
-    settings: Any = HydraConfig.get()
-    with read_write(settings), open_dict(settings):
-        settings.run.dir = settings.runtime.output_dir
-    program = sys.modules["__main__"]
-    spec, arguments, environment = program.__spec__, sys.argv[1:], dict(os.environ)
-    program.__spec__ = find_spec("solrl_lightning.__main__")
-    sys.argv[1:] = [*settings.overrides.task, *searched(own_sources(settings))]
-    try:
-        with claimed(folder, new=False) if is_first() else nullcontext():
-            yield
-    finally:
-        program.__spec__ = spec
-        sys.argv[1:] = arguments
-        for name in _RANK_VARIABLES - environment.keys():
-            os.environ.pop(name, None)
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()
-
-
-def _thread_ended(args: threading.ExceptHookArgs) -> None:
-    """Prints what ended a thread, unless the main thread raises it too, as it does for TensorBoard's writer."""
-    if not (isinstance(args.exc_value, OSError) and args.exc_value.errno in _DISK_ERRORS):
-        threading.__excepthook__(args)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
+def _print_first(*lines: str) -> None:
+    if any(lines) and is_first():
+        print(*lines, sep="\n", flush=True)
 
 
 if __name__ == "__main__":

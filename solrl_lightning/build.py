@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from peft import LoraConfig
 from transformers.utils import logging as transformers_logging
 
-from solrl_lightning.config import make, prompt_sets, reward_members
+from solrl_lightning.checks import prompt_sets, reward_members
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import WholeCheckpointIO, read_checkpoint
@@ -31,6 +31,7 @@ from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
 from solrl_lightning.samplers import SHADOW, Samplers
+from solrl_lightning.targets import make
 
 log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ def build_rewards(cfg: DictConfig, device: torch.device) -> WeightedRewards:
     hide_loading_bars()
     members = reward_members(cfg)
     if cfg.reward.pretrained is not None:
-        (only,) = members.values()  # config.check_values refuses it for several
+        (only,) = members.values()  # checks.check_rewards raises for several
         only["pretrained"] = cfg.reward.pretrained
     weights = {name: member.pop("weight") for name, member in members.items()}
     loaded = {name: make(f"reward.{name}", m, takes="`device`", device=str(device)) for name, m in members.items()}

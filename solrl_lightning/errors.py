@@ -1,5 +1,8 @@
 """Exceptions whose messages are shown to the user without a traceback."""
 
+import difflib
+from collections.abc import Iterable, Sequence
+
 
 class UserError(ValueError):
     """Invalid configuration or input; the message states the value, the rule and a fix."""
@@ -36,3 +39,19 @@ def sentence(error: Exception) -> str:
     """Return the first line of an error's text as a sentence."""
     text = str(error).strip() or type(error).__name__
     return f"{text.splitlines()[0].rstrip('. :')}."
+
+
+def nearest(word: str, known: Iterable[str]) -> list[str]:
+    """Up to three of ``known``, nearest first; of a dotted key, the whole or the last part alone may be near."""
+
+    def likeness(candidate: str) -> float:
+        whole = difflib.SequenceMatcher(None, word, candidate).ratio()
+        last = difflib.SequenceMatcher(None, word.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
+        return max(whole, 0.9 * last) + 0.1 * whole - 0.04 * candidate.count(".")
+
+    scored = sorted(((likeness(candidate), candidate) for candidate in dict.fromkeys(known)), reverse=True)
+    return [candidate for score, candidate in scored[:3] if score > max(0.65, scored[0][0] - 0.1)]
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    return f" Did you mean {' or '.join(names)}?" if names else ""

@@ -16,7 +16,7 @@ from urllib.request import Request, urlopen
 
 from omegaconf import DictConfig, OmegaConf
 
-from solrl_lightning.config import reward_members, uses_model
+from solrl_lightning.checks import reward_members, uses_model
 from solrl_lightning.data.sources import dataset_of
 from solrl_lightning.errors import UserError, sentence
 

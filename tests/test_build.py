@@ -25,11 +25,11 @@ from solrl_lightning.build import (
     prepare_device,
     stages_of,
 )
-from solrl_lightning.config import check_optimizer
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.policies.adapters import InputDtypeLinear
 from solrl_lightning.policies.flux1 import Flux1
+from solrl_lightning.targets import check_optimizer
 
 Compose = Callable[..., DictConfig]
 OWN = "+reward.mine={_target_:%s,weight:1.0%s}"

@@ -13,7 +13,8 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import solrl_lightning.conf
-from solrl_lightning.config import ConfigTree, application_config, check_names, check_values, reward_members
+from solrl_lightning.checks import check_values, reward_members
+from solrl_lightning.config import ConfigTree, application_config, check_names
 from solrl_lightning.errors import UserError
 
 CONF = Path(str(solrl_lightning.conf.__file__)).parent
@@ -300,41 +301,60 @@ def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to()
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("iterations", "0", "iterations must be a whole number of at least 1; got 0"),
-        ("iterations", "-3", "iterations must be a whole number of at least 1; got -3"),
-        ("iterations", "2.5", "iterations must be a whole number of at least 1; got 2.5"),
-        ("iterations", "null", "iterations must be a whole number of at least 1; got null"),
-        ("iterations", "true", "iterations must be a whole number of at least 1; got True"),
-        ("iterations", "many", "iterations must be a whole number of at least 1; got 'many'"),
-        ("prompts_per_iteration", "0", "prompts_per_iteration must be a whole number"),
-        ("family.pool", "0", "family.pool must be a whole number"),
-        ("family.keep", "0", "family.keep must be a whole number of at least 2"),
-        ("family.keep", "97", "family.keep must be at most family.pool"),
-        ("family.pool", "10", "got keep=24 of pool=10"),
-        ("family.explore.steps", "0", "family.explore.steps must be"),
-        ("family.regenerate.steps", "-1", "family.regenerate.steps must be"),
-        ("family.explore.sampler", "bf16", "family.explore.sampler must be one of shadow, merged, policy; got 'bf16'"),
-        ("family.regenerate", "null", "family.regenerate must have a sampler, steps and a solver"),
-        ("family.compile", "perhaps", "family.compile must be true, false or auto"),
-        ("model.solver", "heun", "model.solver must be one of euler, dpm2; got 'heun'"),
-        ("model.train_timestep_fraction", "0", "model.train_timestep_fraction must be a fraction above 0"),
-        ("model.train_timestep_fraction", "1.5", "model.train_timestep_fraction must be a fraction above 0"),
-        ("model.micro_batch", "0", "model.micro_batch must be"),
-        ("model.max_grad_norm", "0", "model.max_grad_norm must be a number above 0"),
-        ("data.eval_images", "0", "data.eval_images must be"),
-        ("evaluation.every", "0", "evaluation.every must be"),
-        ("optimizer.lr", "-1", "optimizer.lr must be a number above 0"),
-        ("optimizer.lr", ".nan", "optimizer.lr must be a number above 0"),
-        ("objective.kl_weight", "-0.1", "objective.kl_weight must be a number of at least 0"),
-        ("seed", "-1", "seed must be a whole number from 0 to 4294967295"),
-        ("family", "null", "A run needs a family"),
-        ("reward.shapes", "3", "reward.shapes must have a _target_ and a weight; got 3"),
-        ("reward.shapes.weight", "null", "reward.shapes.weight must be a number"),
-        ("family.explore.stop_after", "6", "family.explore.stop_after=6 is invalid: it must be at least 1 and below"),
-        ("family.regenerate.stop_after", "2", "stop_after belongs to family.explore"),
-        ("family.explore.decoder", "half", "must be one of full, preview; got 'half'"),
+        ("iterations", "0", "iterations=0 is invalid: it must be a whole number of at least 1"),
+        ("iterations", "-3", "iterations=-3 is invalid: it must be a whole number of at least 1"),
+        ("iterations", "2.5", "iterations=2.5 is invalid: it must be a whole number of at least 1"),
+        ("iterations", "null", "iterations=null is invalid: it must be a whole number of at least 1"),
+        ("iterations", "true", "iterations=True is invalid: it must be a whole number of at least 1"),
+        ("iterations", "many", "iterations=many is invalid: it must be a whole number of at least 1"),
+        ("prompts_per_iteration", "0", "prompts_per_iteration=0 is invalid: it must be a whole number"),
+        ("family.pool", "0", "family.pool=0 is invalid: it must be a whole number"),
+        ("family.keep", "0", "family.keep=0 is invalid: it must be a whole number of at least 2"),
+        ("family.keep", "97", "family.keep=97 is invalid: it must be at most family.pool"),
+        ("family.pool", "10", "family.keep=24 is invalid: it must be at most family.pool=10"),
+        ("family.explore.steps", "0", "family.explore.steps=0 is invalid: it must be"),
+        ("family.regenerate.steps", "-1", "family.regenerate.steps=-1 is invalid: it must be"),
+        (
+            "family.explore.sampler",
+            "bf16",
+            "family.explore.sampler=bf16 is invalid: it must be one of shadow, merged, policy",
+        ),
+        (
+            "family.regenerate",
+            "null",
+            "family.regenerate=null is invalid: it must be a stage with a sampler, steps and a solver",
+        ),
+        ("family.compile", "perhaps", "family.compile=perhaps is invalid: it must be one of true, false, auto"),
+        ("model.solver", "heun", "model.solver=heun is invalid: it must be one of euler, dpm2"),
+        (
+            "model.train_timestep_fraction",
+            "0",
+            "model.train_timestep_fraction=0 is invalid: it must be a fraction above 0",
+        ),
+        (
+            "model.train_timestep_fraction",
+            "1.5",
+            "model.train_timestep_fraction=1.5 is invalid: it must be a fraction above 0",
+        ),
+        ("model.micro_batch", "0", "model.micro_batch=0 is invalid: it must be"),
+        ("model.max_grad_norm", "0", "model.max_grad_norm=0 is invalid: it must be a number above 0"),
+        ("data.eval_images", "0", "data.eval_images=0 is invalid: it must be"),
+        ("evaluation.every", "0", "evaluation.every=0 is invalid: it must be"),
+        ("optimizer.lr", "-1", "optimizer.lr=-1 is invalid: it must be a number above 0"),
+        ("optimizer.lr", ".nan", "optimizer.lr=nan is invalid: it must be a number above 0"),
+        ("objective.kl_weight", "-0.1", "objective.kl_weight=-0.1 is invalid: it must be a number of at least 0"),
+        ("seed", "-1", "seed=-1 is invalid: it must be a whole number from 0 to 4294967295"),
+        ("reward.shapes", "3", "reward.shapes=3 is invalid: it must have a _target_ and a weight"),
+        ("reward.shapes.weight", "null", "reward.shapes.weight=null is invalid: it must be a number"),
+        (
+            "family.explore.stop_after",
+            "6",
+            "family.explore.stop_after=6 is invalid: it must be at least 1 and below family.explore.steps=6",
+        ),
+        ("family.regenerate.stop_after", "2", "Set family.explore.stop_after"),
+        ("family.explore.decoder", "half", "family.explore.decoder=half is invalid: it must be one of full, preview"),
         ("family.explore.decoder", "preview", "model.preview_decoder names none"),
-        ("family.regenerate.decoder", "preview", "decoder is for family.explore"),
+        ("family.regenerate.decoder", "preview", "Set family.explore.decoder"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_with_its_rule(key: str, value: str, message: str) -> None:
@@ -355,7 +375,7 @@ def test_a_value_that_cannot_be_is_refused_with_its_rule(key: str, value: str, m
         ("trainer.strategy=deepspeed_stage_2", "Use trainer.strategy=ddp"),
         ("trainer.strategy=ddp_spawn", "must be one of auto, single_device, ddp, "),
         ("+trainer.accumulate_grad_batches=2", "or set model.micro_batch=<rows>"),
-        ("+trainer.limit_train_batches=1", "trainer.limit_train_batches=1 is invalid: an iteration takes one optimi"),
+        ("+trainer.limit_train_batches=1", "trainer.limit_train_batches=1 is invalid: an iteration takes its"),
         ("+trainer.limit_train_batches=0.5", "trainer.limit_train_batches=0.5 is invalid"),
         ("+trainer.overfit_batches=1", "trainer.overfit_batches=1 is invalid"),
         ("+trainer.fast_dev_run=true", "Use experiment=smoke"),
@@ -429,7 +449,7 @@ def test_several_rewards_are_composed_side_by_side_with_weights() -> None:
 
 
 def test_one_pretrained_for_several_rewards_is_refused() -> None:
-    with pytest.raises(UserError, match="Say reward.pickscore.pretrained or reward.hpsv2.pretrained"):
+    with pytest.raises(UserError, match="Set reward.pickscore.pretrained or reward.hpsv2.pretrained"):
         check_values(compose("reward=[pickscore,hpsv2]", "reward.pretrained=x/y"))
 
 
@@ -459,12 +479,12 @@ def test_a_model_says_how_often_its_proxy_is_probed(model: str) -> None:
 
 
 def test_an_audit_keeps_at_least_a_best_and_a_worst() -> None:
-    with pytest.raises(UserError, match="task.keep must be a whole number of at least 2.*; got 1"):
+    with pytest.raises(UserError, match="task.keep=1 is invalid: it must be a whole number of at least 2"):
         check_values(compose("task=audit", "task.keep=1"))
 
 
 def test_an_audit_keeps_no_more_than_its_pool() -> None:
-    with pytest.raises(UserError, match="task.keep must be at most task.pool"):
+    with pytest.raises(UserError, match="task.keep=24 is invalid: it must be at most task.pool=12"):
         check_values(compose("task=audit", "task.pool=12"))
 
 
@@ -485,13 +505,13 @@ def test_an_audit_keeps_no_more_than_its_pool() -> None:
     ],
 )
 def test_rungs_that_cannot_be_raced_are_refused_with_their_rule(rungs: str) -> None:
-    with pytest.raises(UserError, match=r"family.explore.rungs=.* is invalid: each rung must have a step above"):
+    with pytest.raises(UserError, match=r"family.explore.rungs=.* is invalid: it must be a list of rungs"):
         check_values(compose("family=race", f"family.explore.rungs={rungs}"))
 
 
 def test_a_race_ends_before_its_trajectories_do() -> None:
-    with pytest.raises(UserError, match="nothing is left to regenerate"):
+    with pytest.raises(UserError, match="a race that ends before step 10"):
         check_values(compose("family=race", "family.explore.rungs=[{step:10,keep:24}]"))
     check_values(compose("family=sol_rl", "+family.explore.rungs=[{step:3,keep:48},{step:6,keep:24}]"))
-    with pytest.raises(UserError, match="with the same weights, so it must continue them"):
+    with pytest.raises(UserError, match="it samples with the same weights"):
         check_values(compose("family=race", "family.regenerate.steps=20"))

@@ -208,10 +208,12 @@ def test_what_another_sweeper_may_choose_is_checked_before_and_in_its_jobs(
     command: Command, tmp_path: Path, sweeper: list[str]
 ) -> None:
     assert "Did you mean optimizer.lr?" in refused(command, *sweeper, "optimzer.lr=interval(0.1,1)")
-    assert "model.solver must be one of" in refused(command, *sweeper, "model.solver=choice(heun,euler)")
+    assert "model.solver=heun is invalid: it must be one of" in refused(
+        command, *sweeper, "model.solver=choice(heun,euler)"
+    )
     result = command(task(negate), *sweeper, "optimizer.lr=interval(0.1,1)")
     assert result.status == 2
-    assert "error: optimizer.lr must be a number above 0; got -0.5.\n" in result.err
+    assert "error: optimizer.lr=-0.5 is invalid: it must be a number above 0.\n" in result.err
     assert [folder.name for folder in (tmp_path / "sweep").glob("[0-9]*")] == ["0_optimizer.lr-0.5"]
 
 
@@ -307,16 +309,22 @@ def refused(command: Command, *arguments: str) -> str:
     [
         (["famly=sol_rl"], "Did you mean family?"),
         (["family=solrl"], "Did you mean family=sol_rl?"),
-        (["reward.pretrained=x", "iterations=3"], "reward.pretrained is for one reward that is loaded from files"),
-        (["model.pretrained=./nowhere"], "model.pretrained must be a hub id, a local folder or file"),
-        (["model.pretrained=/nowhere/x"], "model.pretrained must be a hub id, a local folder or file"),
-        (["reward=clipscore", "reward.clipscore.processor=./nowhere"], "reward.clipscore.processor must be a hub id"),
-        (["reward=imagereward", "reward.imagereward.tokenizer=./nowhere"], "reward.imagereward.tokenizer must be"),
+        (["reward.pretrained=x", "iterations=3"], "it is for one reward that is loaded from files"),
+        (["model.pretrained=./nowhere"], "is invalid: it must be a hub id, a local folder or file"),
+        (["model.pretrained=/nowhere/x"], "is invalid: it must be a hub id, a local folder or file"),
+        (
+            ["reward=clipscore", "reward.clipscore.processor=./nowhere"],
+            "reward.clipscore.processor=./nowhere is invalid: it must be a hub id",
+        ),
+        (
+            ["reward=imagereward", "reward.imagereward.tokenizer=./nowhere"],
+            "reward.imagereward.tokenizer=./nowhere is invalid",
+        ),
         (["task=generate"], "got neither"),
         (["task=generate", "task.prompts=a cat"], "must be a list of texts"),
         (["task=generate", "task.prompt_file=nowhere.txt"], "the path nowhere.txt does not exist"),
-        (["task=generate", "task.prompts=[a cat]", "task.seeds=[1,1]"], "got [1, 1]"),
-        (["task=generate", "task.prompts=[a cat]", "task.base=false"], "leaves the trained weights only"),
+        (["task=generate", "task.prompts=[a cat]", "task.seeds=[1,1]"], "task.seeds=[1, 1] is invalid"),
+        (["task=generate", "task.prompts=[a cat]", "task.base=false"], "leaves only the trained weights"),
         (["task=compare"], "outputs/multirun/*/*"),
         (["task=audit", "task.proxies=[]"], "task.proxies is empty"),
         (["task=export"], "ckpt=last for the newest"),
@@ -330,20 +338,26 @@ def refused(command: Command, *arguments: str) -> str:
         (["optimizer._target_=torch.optim.SGD"], "unexpected keyword argument 'betas'"),
         (["reward.shape.weight=2"], "Did you mean reward.shapes.weight?"),
         (["reward.shapes.weight=0"], "At least one reward needs a weight other than 0"),
-        (["family.keep=97"], "keep=97 of pool=96"),
-        (["iterations=0"], "got 0"),
-        (["family.keep=-2"], "got -2"),
+        (["family.keep=97"], "family.keep=97 is invalid: it must be at most family.pool=96"),
+        (["iterations=0"], "iterations=0 is invalid"),
+        (["family.keep=-2"], "family.keep=-2 is invalid"),
         (["evaluate"], "Did you mean task=evaluate?"),
-        (["iterations=4,5"], "add -m"),
+        (["iterations=4,5"], "Add -m"),
         (["data.train=a b=c"], "need quotes"),
         (["-m", "family=sol_rl,solrl"], "Did you mean family=sol_rl?"),
-        (["-m", "family=sol_rl,compile", "family.keep=24,97"], "error: family=sol_rl family.keep=97: family.keep must"),
-        (["-m", "seed=1,2", "family.keep=97"], "error: seed=1: family.keep must be"),
+        (
+            ["-m", "family=sol_rl,compile", "family.keep=24,97"],
+            "error: family=sol_rl family.keep=97: family.keep=97 is",
+        ),
+        (["-m", "seed=1,2", "family.keep=97"], "error: seed=1: family.keep=97 is invalid: it must be"),
         (
             ["-m", "data.eval=shapes-eval,nowhere.txt"],
-            "error: data.eval=nowhere.txt: the prompt source nowhere.txt is invalid",
+            "error: data.eval=nowhere.txt: the prompt source",
         ),
-        (["-m", "prompts_per_iteration=2,1000000"], "error: prompts_per_iteration=1000000: prompts_per_iteration must"),
+        (
+            ["-m", "prompts_per_iteration=2,1000000"],
+            "error: prompts_per_iteration=1000000: prompts_per_iteration=1000000 is",
+        ),
         (["~trainer"], "A run needs a trainer"),
         (["-m", "ckpt=last"], "does not go with -m"),
         (["-m", "ckpt=a.ckpt,b.ckpt"], "ckpt takes one file"),
@@ -419,7 +433,7 @@ def test_a_checkpoint_with_a_flipped_bit_is_refused(command: Command, tmp_path: 
 
 def test_a_file_that_is_no_checkpoint_of_a_run_is_refused(command: Command, tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(3)}, tmp_path / "weights.pt")
-    assert "is no checkpoint of a training run" in refused(command, "ckpt=weights.pt")
+    assert "ckpt=weights.pt is invalid: the checkpoint of a training run holds" in refused(command, "ckpt=weights.pt")
 
 
 # Going on
@@ -439,7 +453,7 @@ def test_the_last_run_goes_on_in_its_folder_with_its_overrides(command: Command,
     cfg = recorded(earlier)["cfg"]
     assert (cfg["iterations"], cfg["seed"], cfg["family"]["regenerate"]["sampler"]) == (4, 5, "merged")
     assert cfg["ckpt"] == str(earlier / "checkpoints" / "last.ckpt")
-    assert f"family=compile iterations=2 seed=5; given here, on top of it: {RECORD} iterations=4" in result.out
+    assert f"family=compile iterations=2 seed=5; overridden here: {RECORD} iterations=4" in result.out
 
 
 def test_the_last_run_can_go_on_again(command: Command, tmp_path: Path, earlier: Path) -> None:
@@ -514,7 +528,7 @@ def test_what_a_run_was_given_may_be_given_again(command: Command, earlier: Path
     same = ["seed=5", "family=compile", "family.pool=96", "data.train=shapes-train", "optimizer.lr=0.001"]
     result = command(RECORD, "ckpt=last", *same, "iterations=3")
     assert result.status == 0
-    assert f"its run was given: {RECORD} family=compile iterations=2 seed=5; given here" in result.out
+    assert f"the overrides of its run: {RECORD} family=compile iterations=2 seed=5; overridden" in result.out
     assert result.out.endswith("iterations=3; iterations done: 1\n")
     assert recorded(earlier)["cfg"]["iterations"] == 3
 
@@ -555,7 +569,7 @@ def test_a_run_goes_on_with_the_options_of_its_config_dir(command: Command, tmp_
     assert recorded(tmp_path / "other")["cfg"]["family"]["pool"] == 6
     own_family.rename(tmp_path / "moved")
     again = ["ckpt=last", "hydra.run.dir=run", "iterations=40"]
-    assert "Say where they are now with --config-dir <folder>" in refused(command, RECORD, *again)
+    assert "Name their folder with --config-dir <folder>" in refused(command, RECORD, *again)
     assert command("--config-dir", "moved", RECORD, *again).status == 0
 
 
@@ -578,7 +592,7 @@ def test_a_search_path_is_looked_up_for_names_too(command: Command, own_family: 
 def test_a_finished_run_does_not_go_on(command: Command, arguments: list[str]) -> None:
     assert command(RECORD, "iterations=1", "hydra.run.dir=run").status == 0
     told = refused(command, RECORD, *arguments, *(["hydra.run.dir=run"] if "ckpt=last" in arguments else []))
-    assert "has done 1 and iterations=1. Raise it, as in iterations=11" in told
+    assert "has done 1. Raise it, as in iterations=11" in told
     assert command(RECORD, "task=audit", RECORD, "ckpt=run/checkpoints/last.ckpt").status == 0
 
 
@@ -766,7 +780,10 @@ def test_help_reads_like_a_manual_and_loads_no_library(tmp_path: Path) -> None:
         ("task=compare", "matches nothing"),
         ("task=export", "ckpt=last for the newest"),
         ("data.train=nowhere.txt", "the path nowhere.txt does not exist"),
-        ("model.resolution=33", "a multiple of 8, the pixels of one image token of this model; got 33"),
+        (
+            "model.resolution=33",
+            "model.resolution=33 is invalid: it must be a multiple of 8, the pixels of one image token",
+        ),
     ],
 )
 def test_a_mistake_is_told_from_any_folder_before_a_library_is_loaded(

@@ -199,7 +199,7 @@ class PipelinePolicy(ABC):
 
     def preview(self, x: Tensor) -> Tensor:
         """As ``decode``, by the preview decoder."""
-        assert self.preview_decoder is not None  # config.check_decoder
+        assert self.preview_decoder is not None  # checks.check_decoder
         return self._images(x, self.preview_decoder)
 
     @torch.no_grad()

@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.build import build_loop, build_module, device_of, stages_of, with_option
 from solrl_lightning.callbacks.requantize import Requantize
-from solrl_lightning.config import check_decoder, check_values
+from solrl_lightning.checks import check_decoder, check_values
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.memory import peak_resident_bytes

@@ -16,8 +16,9 @@ from matplotlib.ticker import MaxNLocator
 from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.files import write_atomically
+from solrl_lightning.finished_runs import RECORDED_CONFIG, Run, finished_runs
 from solrl_lightning.metrics.confidence import mean_of
-from solrl_lightning.run_folder import RECORDED_CONFIG, Run, finished_runs, is_subkey_of_any, leaves
+from solrl_lightning.resume import is_subkey, leaves
 from solrl_lightning.tasks.tables import format_table, write_json
 
 # Keys, with those below them, in which runs of one experiment may differ.
@@ -103,7 +104,7 @@ def read_settings(run: Run) -> Settings:
     for group in ("callbacks", "logger"):  # their interpolations need Hydra
         cfg.pop(group, None)
     written, resolved = (leaves(OmegaConf.to_container(cfg, resolve=resolve)) for resolve in (False, True))
-    keys = [key for key in resolved if not is_subkey_of_any(key, _SAME_EXPERIMENT)]
+    keys = [key for key in resolved if not is_subkey(key, *_SAME_EXPERIMENT)]
     groups = {key.partition(".")[0] for key in keys if "." in key}
     options = {key: value for key, value in run.summary["config"].items() if key in groups}
     return Settings(options, {key: written.get(key) for key in keys}, {key: _plain(resolved[key]) for key in keys})

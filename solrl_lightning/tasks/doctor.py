@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from solrl_lightning import IMPORTED
 from solrl_lightning.build import build_rewards, device_of, stages_of, with_option
 from solrl_lightning.callbacks.common import file_logger
-from solrl_lightning.config import reward_members
+from solrl_lightning.checks import reward_members
 from solrl_lightning.errors import CheckFailed, UserError
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import resolve

@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from solrl_lightning.build import build_model, device_of, load_adapters, with_option
-from solrl_lightning.config import requested_prompts, requested_weights
+from solrl_lightning.checks import requested_prompts, requested_weights
 from solrl_lightning.files import write_atomically
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.pictures import Row, draw_grid, to_image, to_png

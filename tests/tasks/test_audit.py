@@ -11,7 +11,7 @@ from matplotlib.text import Annotation
 from omegaconf import DictConfig
 from PIL import Image
 
-from solrl_lightning.config import check_needs
+from solrl_lightning.checks import check_needs
 from solrl_lightning.errors import UserError
 from solrl_lightning.tasks.audit import annotate, audit, fidelity, reward_gap
 
@@ -108,7 +108,10 @@ def test_reversed_proxy_has_no_overlap() -> None:
         ("task.proxies=[{sampler:merged,steps:2,stop_after:2}]", "a step below the last to stop_after"),
         ("task.proxies=[{sampler:merged,steps:2,solver:heun}]", "a solver .euler, dpm2."),
         ("task.proxies=[{sampler:merged,step:2}]", "at least 1 step"),
-        ("task.proxies=[{sampler:merged,steps:2,decoder:half}]", "task.proxies.0.decoder must be one of full, preview"),
+        (
+            "task.proxies=[{sampler:merged,steps:2,decoder:half}]",
+            "task.proxies.0.decoder=half is invalid: it must be one",
+        ),
         ("task.proxies=[{sampler:merged,steps:2,decoder:preview}]", "model.preview_decoder names none"),
     ],
 )

@@ -14,7 +14,7 @@ from PIL import Image
 
 from solrl_lightning.config import ConfigTree
 from solrl_lightning.errors import UserError
-from solrl_lightning.run_folder import read_runs
+from solrl_lightning.finished_runs import read_runs
 from solrl_lightning.tasks.compare import Group, compare, draw_curves, group_runs, learning_curve
 
 Compose = Callable[..., DictConfig]

@@ -13,14 +13,8 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from solrl_lightning.build import build_model
-from solrl_lightning.config import (
-    ConfigTree,
-    application_config,
-    check_needs,
-    check_values,
-    requested_prompts,
-    requested_weights,
-)
+from solrl_lightning.checks import check_needs, check_values, requested_prompts, requested_weights
+from solrl_lightning.config import ConfigTree, application_config
 from solrl_lightning.errors import UserError
 from solrl_lightning.pictures import Row, draw_grid
 from solrl_lightning.seeds import evaluation_seeds
@@ -154,21 +148,21 @@ CAT = ["a cat"]
     [
         ({}, "got neither"),
         ({"prompts": CAT, "prompt_file": "a.txt"}, "got both"),
-        ({"prompts": "a cat"}, "must be a list of texts, .*; got 'a cat'"),
-        ({"prompts": ["a cat", " "]}, "got ' ' among them"),
-        ({"prompts": ["a cat", 7]}, "got 7 among them"),
-        ({"prompts": ["a cat", None]}, "got None among them"),
+        ({"prompts": "a cat"}, "task.prompts=a cat is invalid: it must be a list of texts"),
+        ({"prompts": ["a cat", " "]}, "' ' is no text"),
+        ({"prompts": ["a cat", 7]}, "7 is no text"),
+        ({"prompts": ["a cat", None]}, "None is no text"),
         ({"prompt_file": "nowhere.txt"}, "nowhere.txt does not exist"),
-        ({"prompts": CAT, "seeds": 3}, r"list of different whole numbers .*; got 3\."),
-        ({"prompts": CAT, "seeds": []}, r"got \[\]"),
-        ({"prompts": CAT, "seeds": [1, 2.5]}, r"got \[1, 2.5\]"),
-        ({"prompts": CAT, "seeds": [1, "x"]}, r"got \[1, 'x'\]"),
-        ({"prompts": CAT, "seeds": [True]}, r"got \[True\]"),
-        ({"prompts": CAT, "seeds": [1, 1]}, r"got \[1, 1\]"),
-        ({"prompts": CAT, "seeds": [-1]}, r"got \[-1\]"),
-        ({"prompts": CAT, "seeds": [2**32]}, r"got \[4294967296\]"),
-        ({"prompts": CAT, "images": 0}, "task.images must be a whole number of at least 1; got 0"),
-        ({"prompts": CAT, "images": 1.5}, "got 1.5"),
+        ({"prompts": CAT, "seeds": 3}, "task.seeds=3 is invalid: it must be a list of different whole numbers"),
+        ({"prompts": CAT, "seeds": []}, r"task.seeds=\[\] is invalid"),
+        ({"prompts": CAT, "seeds": [1, 2.5]}, r"task.seeds=\[1, 2.5\] is invalid"),
+        ({"prompts": CAT, "seeds": [1, "x"]}, r"task.seeds=\[1, 'x'\] is invalid"),
+        ({"prompts": CAT, "seeds": [True]}, r"task.seeds=\[True\] is invalid"),
+        ({"prompts": CAT, "seeds": [1, 1]}, r"task.seeds=\[1, 1\] is invalid"),
+        ({"prompts": CAT, "seeds": [-1]}, r"task.seeds=\[-1\] is invalid"),
+        ({"prompts": CAT, "seeds": [2**32]}, r"task.seeds=\[4294967296\] is invalid"),
+        ({"prompts": CAT, "images": 0}, "task.images=0 is invalid: it must be a whole number of at least 1"),
+        ({"prompts": CAT, "images": 1.5}, "task.images=1.5 is invalid"),
         ({"prompts": CAT, "base": False}, "ckpt=last"),
     ],
 )

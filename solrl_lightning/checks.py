@@ -1,0 +1,546 @@
+"""Rules for the values of a composed configuration.
+
+They hold before a library is loaded and before a file is written. Each function raises UserError for the first value
+that breaks a rule of one group of keys; `check_values` calls those that need nothing but the configuration.
+"""
+
+import json
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+from solrl_lightning.config import ConfigTree
+from solrl_lightning.data.sources import check_source
+from solrl_lightning.errors import UserError
+from solrl_lightning.policies.config_files import config_folder
+
+if TYPE_CHECKING:
+    from solrl_lightning.data.prompts import PromptSets
+
+SAMPLERS = ("shadow", "merged", "policy")
+SOLVERS = ("euler", "dpm2")
+DECODERS = ("full", "preview")
+MAX_SEED = 2**32 - 1
+_PROXY_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "rungs", "decoder"}
+_STRATEGIES = "auto single_device ddp ddp_find_unused_parameters_false ddp_find_unused_parameters_true"
+_ABSENT = object()  # a key that the chosen options do not have
+
+
+def check_values(cfg: DictConfig) -> None:
+    """UserError for the first invalid value of a resolved application config."""
+    for check in (
+        check_numbers,
+        check_trainer,
+        check_checkpoint,
+        check_rewards,
+        check_paths,
+        check_stages,
+        check_choices,
+    ):
+        check(cfg)
+
+
+# Kinds
+
+# Groups of which a run has one option.
+_ONE_EACH = (
+    "task",
+    "model",
+    "data",
+    "family",
+    "objective",
+    "scheduler",
+    "precision",
+    "trainer",
+)  # groups of which a run has one
+_DELETABLE = ("callbacks", "logger", "trainer", "reward", "optimizer", "objective", "model.quantization.exclude")
+_OPEN = ("callbacks", "logger", "trainer")  # where their classes take several kinds, null among them
+_OWN_RULES = ("task.prompts", "family.compile")  # in `_requested_texts` and `check_choices`
+_NULL_IN_SOME = ("family.explore", "family.warning", "model.variant")
+_KINDS = (
+    (bool, "true or false"),
+    (int | float, "a number"),
+    (str, "a text"),
+    (list, "a list"),
+    (dict, "a group of keys"),
+)
+
+
+def check_kinds(tree: ConfigTree, cfg: DictConfig) -> None:
+    """UserError unless a run has one option of each group that it needs, and values of the kinds that those have.
+
+    Args:
+        cfg: as composed, with Hydra's own part.
+    """
+    for group in _ONE_EACH:
+        if not isinstance(cfg.hydra.runtime.choices.get(group), str):
+            raise UserError(f"A run needs a {group}; choose one with {group}=<option>.")
+    arguments = list(cfg.hydra.overrides.task)
+    choices = [str(o.input_line) for o in tree.parse(arguments) if tree.options(o.key_or_group)]
+    if len(choices) < len(arguments):
+        known, found = (OmegaConf.to_container(each, resolve=False) for each in (tree.compose(choices), cfg))
+        _check_kind("", known, found)
+
+
+def _check_kind(key: str, known: Any, found: Any) -> None:
+    is_open = key.partition(".")[0] in _OPEN
+    if isinstance(known, dict) and isinstance(found, dict):
+        for name in known.keys() - {"hydra"}:
+            inner = f"{key}.{name}" if key else str(name)
+            if name in found:
+                _check_kind(inner, known[name], found[name])
+            elif not inner.startswith(_DELETABLE):
+                raise UserError(f"{inner} is missing: a run needs it. Leave ~{inner} out.")
+        return
+    if isinstance(known, list) and isinstance(found, list) and known and not is_open:
+        if any(_kind(value) not in (_kind(known[0]), "a reference") for value in found):
+            raise UserError(f"{key}={found} is invalid: each of the list must be {_kind(known[0])}. Leave it out.")
+    expected, kind = _kind(known), _kind(found)
+    text = expected in ("a text", "null")  # which a number or a truth value may be, too
+    if (
+        kind == expected
+        or "a reference" in (expected, kind)
+        or key in _OWN_RULES
+        or (is_open and (text or found is None))  # devices=auto may also be a list
+        or (text and kind in ("a text", "a number", "true or false"))
+        or (found is None and key in _NULL_IN_SOME)
+        or (known is None and (key == "family.explore" or key.startswith("task.")))  # lists, among others
+    ):
+        return
+    rule = "a single value" if expected == "null" else expected
+    fix = "" if known is None or isinstance(known, dict | list) else f" for {key}={known}"
+    raise UserError(f"{key}={'null' if found is None else found} is invalid: it must be {rule}. Leave it out{fix}.")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, str) and ("${" in value or value == "???"):  # its value is checked elsewhere
+        return "a reference"
+    return next((name for types, name in _KINDS if isinstance(value, types)), "null")
+
+
+# Numbers and choices
+
+
+def _whole(least: int, most: float = math.inf) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and least <= value <= most  # bool is a subclass of int
+
+
+def _number(holds: Callable[[float], bool]) -> Callable[[Any], bool]:
+    return lambda value: type(value) in (int, float) and math.isfinite(value) and holds(value)
+
+
+def _or_null(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or holds(value)
+
+
+# The rule, whether it holds for a value, and the keys that it is for; a key that is absent breaks none.
+_RULES = {
+    "a whole number of at least 1": (
+        _whole(1),
+        "trainer.num_nodes iterations optimizer_steps prompts_per_iteration evaluation.every family.pool "
+        "family.explore.steps family.regenerate.steps model.resolution model.max_sequence_length model.full_steps "
+        "model.preview_steps model.eval_steps model.prefix_steps model.micro_batch model.decode_batch "
+        "model.rollout_batch model.lora.rank data.eval_images task.pool task.images task.repeats task.rounds "
+        "task.grid_prompts task.grid_images",
+    ),
+    "a whole number of at least 1, or null": (_or_null(_whole(1)), "data.eval_prompts task.sizes.pool"),
+    "a whole number of at least 0, or null": (_or_null(_whole(0)), "task.iterations"),
+    f"a whole number from 0 to {MAX_SEED}": (_whole(0, MAX_SEED), "seed"),
+    "a whole number of at least 2: the best and the worst of a prompt are compared with each other": (
+        _whole(2),
+        "family.keep task.keep",
+    ),
+    "a number above 0": (
+        _number(lambda value: value > 0),
+        "model.max_grad_norm model.lora.alpha objective.beta objective.advantage_clip objective.ratio_clip "
+        "optimizer.lr",
+    ),
+    "a number above 0, or null": (_or_null(_number(lambda value: value > 0)), "task.tflops task.speedup"),
+    "a number of at least 0": (
+        _number(lambda value: value >= 0),
+        "model.guidance objective.kl_weight objective.old_weight optimizer.weight_decay",
+    ),
+    "a fraction above 0 and at most 1": (_number(lambda value: 0 < value <= 1), "model.train_timestep_fraction"),
+}
+_CHOICES = {
+    "model.solver": SOLVERS,
+    "family.explore.sampler": SAMPLERS,
+    "family.explore.solver": SOLVERS,
+    "family.regenerate.sampler": SAMPLERS,
+    "family.regenerate.solver": SOLVERS,
+    "model.weights": ("pretrained", "random"),
+    "old_velocity": ("policy", "merged"),
+    "family.compile": (True, False, "auto"),
+}
+
+
+def check_numbers(cfg: DictConfig) -> None:
+    rules = [(key, holds, rule) for rule, (holds, keys) in _RULES.items() for key in keys.split()]
+    if "prompt_file" not in cfg.task:  # task.prompts are texts in task=generate, else their number
+        rules.append(("task.prompts", _whole(1), "a whole number of at least 1"))
+    for key, holds, rule in rules:
+        value = OmegaConf.select(cfg, key, default=_ABSENT)
+        if value is not _ABSENT and not holds(value):
+            raise _invalid(key, value, rule)
+    for where in ("family", "task"):
+        keep, pool = (OmegaConf.select(cfg, f"{where}.{key}") for key in ("keep", "pool"))
+        if keep is not None and pool is not None and keep > pool:
+            raise _invalid(
+                f"{where}.keep", keep, f"at most {where}.pool={pool}. Raise {where}.pool or lower {where}.keep"
+            )
+
+
+def check_choices(cfg: DictConfig) -> None:
+    for key, choices in _CHOICES.items():
+        value = OmegaConf.select(cfg, key, default=_ABSENT)
+        if value is not _ABSENT and value not in choices:
+            raise _invalid(key, value, f"one of {', '.join(str(choice).lower() for choice in choices)}")
+
+
+def _invalid(key: str, value: Any, rule: str) -> UserError:
+    return UserError(f"{key}={'null' if value is None else value} is invalid: it must be {rule}.")
+
+
+# Lightning's Trainer and the checkpoint callback
+
+# The options that would change or cut short an iteration: key below `trainer`, allowed values with the default first,
+# rule and fix. The others do what Lightning documents.
+_ONE_STEP = "an iteration takes its optimiser steps on the gradients of all its micro-batches"
+_TRAINER = {
+    "precision": (
+        "None 32 32-true",
+        "every dtype is set in the code and Lightning casts nothing. Leave it at trainer.precision=32-true.",
+    ),
+    "strategy": (
+        _STRATEGIES,
+        "every rank holds the whole policy, so it must be one of "
+        f"{', '.join(_STRATEGIES.split())}. Use trainer.strategy=ddp.",
+    ),
+    "accumulate_grad_batches": (
+        "1",
+        f"{_ONE_STEP}; their number follows from model.micro_batch. Leave it out, or set model.micro_batch=<rows>.",
+    ),
+    "limit_train_batches": ("None 1.0", f"{_ONE_STEP}. Leave it out."),  # 1 is one batch, 1.0 is all of them
+    "overfit_batches": ("0 0.0", f"{_ONE_STEP}. Leave it out."),
+    "fast_dev_run": ("False 0", f"{_ONE_STEP}. Use experiment=smoke to run everything once."),
+    "limit_val_batches": (
+        "None 0 0.0 1 1.0",
+        "an evaluation is one batch, which is run (1) or not (0). Set data.eval_prompts=<n> for a shorter evaluation.",
+    ),
+    "val_check_interval": (
+        "None 1.0",
+        "weights change once per iteration, so evaluations are counted in iterations. Set "
+        "evaluation.every=<iterations>.",
+    ),
+    "max_time": (
+        "None",
+        "it would stop within an iteration, before its optimiser step. Stop after one: "
+        """'+callbacks.timer={_target_:lightning.pytorch.callbacks.Timer,duration:"00:12:00:00",interval:epoch}'.""",
+    ),
+}
+# Key below callbacks.checkpoint, the value that keeps checkpoints/last.ckpt the newest state, and Lightning's default.
+_CHECKPOINT = (
+    ("filename", "last", None),
+    ("monitor", "None", None),
+    ("save_top_k", "1", 1),
+    ("save_last", "None", None),
+    ("save_weights_only", "False", False),
+    ("enable_version_counter", "False", True),
+)
+
+
+def check_trainer(cfg: DictConfig) -> None:
+    for key, (allowed, rule) in _TRAINER.items():
+        value = cfg.trainer.get(key, allowed.split()[0])
+        # build.instantiate_trainer checks a strategy with a _target_.
+        if str(value) not in allowed.split() and not (key == "strategy" and isinstance(value, DictConfig)):
+            raise UserError(f"trainer.{key}={value} is invalid: {rule}")
+    epochs = cfg.trainer.get("max_epochs")
+    if epochs != cfg.iterations:
+        raise UserError(
+            f"trainer.max_epochs={epochs} is invalid: a Lightning epoch is one iteration, and there are "
+            f"iterations={cfg.iterations}. Leave it out, or set iterations=<number>."
+        )
+
+
+def check_checkpoint(cfg: DictConfig) -> None:
+    checkpoint = OmegaConf.select(cfg, "callbacks.checkpoint")
+    if checkpoint is None:
+        return
+    for key, needed, default in (*_CHECKPOINT, ("dirpath", f"{cfg.run_dir}/checkpoints", None)):
+        value = str(checkpoint.get(key, default))
+        if value != needed and (key, value) != ("save_last", "False"):
+            raise UserError(
+                f"callbacks.checkpoint.{key}={value} is invalid: this callback writes checkpoints/last.ckpt, the last "
+                f"state, for ckpt=last. Leave it at {needed}, and add a callback for other checkpoints: "
+                "'+callbacks.mine={_target_:lightning.pytorch.callbacks.ModelCheckpoint,filename:mine,"
+                "dirpath:${run_dir}/checkpoints,monitor:eval/<reward>,mode:max}'"
+            )
+
+
+# Rewards and paths
+
+
+def reward_members(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+    """The entries of ``cfg.reward``, one for each chosen reward."""
+    members: Any = OmegaConf.to_container(cfg.reward, resolve=True)
+    return {name: member for name, member in members.items() if name != "pretrained"}
+
+
+def check_rewards(cfg: DictConfig) -> None:
+    members = reward_members(cfg)
+    for name, member in members.items():
+        if not isinstance(member, dict) or "_target_" not in member or "weight" not in member:
+            raise UserError(
+                f"reward.{name}={member} is invalid: it must have a _target_ and a weight. Begin the reward's file "
+                "with `# @package reward`, and put them below its one key, the reward's name."
+            )
+        if not _number(lambda value: True)(member["weight"]):
+            rule = "a number; 0 for a reward that is only evaluated"
+            raise _invalid(f"reward.{name}.weight", member["weight"], rule)
+    if all(member["weight"] == 0 for member in members.values()):
+        names = ", ".join(members) or "no reward at all"
+        raise UserError(f"At least one reward needs a weight other than 0; got 0 for {names}.")
+    loaded = [name for name, member in members.items() if "pretrained" in member]
+    if cfg.reward.pretrained is not None and (len(members) > 1 or not loaded):
+        fix = f"Set {' or '.join(f'reward.{name}.pretrained' for name in loaded)}." if loaded else "Leave it out."
+        raise UserError(
+            f"reward.pretrained={cfg.reward.pretrained} is invalid: it is for one reward that is loaded from files; "
+            f"got {', '.join(members)}. {fix}"
+        )
+
+
+def check_paths(cfg: DictConfig) -> None:
+    """Rejects a path-like value (/, ., ~) that does not exist; anything else may be a hub id."""
+    keys = ["model.pretrained", "model.preview_decoder", "reward.pretrained"]
+    parts = ("pretrained", "processor", "tokenizer")
+    for key in (*keys, *(f"reward.{name}.{part}" for name in reward_members(cfg) for part in parts)):
+        value = OmegaConf.select(cfg, key)
+        if value is not None and str(value).startswith(("/", ".", "~")) and not Path(value).expanduser().exists():
+            raise _invalid(key, value, "a hub id, a local folder or file; there is none at that path")
+
+
+# The family's stages
+
+
+def check_stages(cfg: DictConfig) -> None:
+    explore, regenerate = (cfg.family.get(name) for name in ("explore", "regenerate"))
+    for name, stage in (("explore", explore), ("regenerate", regenerate)):
+        if (stage is None and name == "regenerate") or (stage and None in _way(stage)):
+            raise _invalid(
+                f"family.{name}", stage, "a stage with a sampler, steps and a solver. Choose a family that has it"
+            )
+    if regenerate.get("stop_after") is not None:
+        raise UserError("family.regenerate.stop_after is not supported. Set family.explore.stop_after.")
+    if regenerate.get("decoder", "full") != "full":
+        raise _invalid(
+            "family.regenerate.decoder",
+            regenerate.decoder,
+            "full, as its rewards train the policy. Set family.explore.decoder",
+        )
+    if explore is None:
+        return
+    check_decoder(cfg, "family.explore.decoder", explore.get("decoder", "full"))
+    stop = explore.get("stop_after")
+    if stop is not None and not _whole(1, explore.steps - 1)(stop):
+        raise _invalid("family.explore.stop_after", stop, f"at least 1 and below family.explore.steps={explore.steps}")
+    if explore.get("rungs") is not None:
+        check_rungs("family.explore.rungs", explore.rungs, explore.steps, cfg.family.pool, cfg.family.keep)
+        stop = explore.rungs[-1].step
+    same = _way(explore) == _way(regenerate)
+    if stop is not None and explore.sampler == regenerate.sampler and not same:
+        raise UserError(
+            f"family.regenerate={', '.join(map(str, _way(regenerate)))} is invalid: it samples with the same weights "
+            f"as family.explore ({', '.join(map(str, _way(explore)))}), which stops early, so it continues the same "
+            "trajectories and must have the same steps and solver. Set family.regenerate.steps and .solver so."
+        )
+    if stop == explore.steps and same:
+        raise _invalid("family.explore.rungs", explore.rungs, f"a race that ends before step {stop}, the last one")
+
+
+def check_rungs(key: str, rungs: Any, steps: int, pool: int, keep: int) -> None:
+    """UserError unless each rung {step, keep} is later and keeps no more than the one before, at last ``keep``."""
+    example = f"'{key}=[{{step:2,keep:{pool}}},{{step:4,keep:{keep}}}]'"
+    rule = (
+        f"a list of rungs such as {example}, each with a step above the one before it, up to {steps}, and a keep not "
+        f"above the one before it, from the pool of {pool} down to {keep} in the last rung"
+    )
+    if not isinstance(rungs, ListConfig) or not rungs:
+        raise _invalid(key, rungs, rule)
+    if any(not isinstance(rung, DictConfig) or rung.keys() != {"step", "keep"} for rung in rungs):
+        raise _invalid(key, rungs, rule)
+    numbers = [(rung.step, rung.keep) for rung in rungs]
+    whole = all(_whole(1)(number) for pair in numbers for number in pair)
+    ordered = whole and all(a < b and n >= m for (a, n), (b, m) in pairwise([(0, pool), *numbers]))
+    if not ordered or numbers[-1][0] > steps or numbers[-1][1] != keep:
+        raise _invalid(key, rungs, rule)
+
+
+def _way(stage: DictConfig) -> list[Any]:
+    return [stage.get(key) for key in ("sampler", "steps", "solver")]
+
+
+def check_decoder(cfg: DictConfig, key: str, decoder: Any) -> None:
+    """UserError if ``decoder``, the value of ``key``, is unknown, or is "preview" without ``model.preview_decoder``."""
+    if decoder not in DECODERS:
+        raise _invalid(key, decoder, f"one of {', '.join(DECODERS)}")
+    if decoder == "preview" and cfg.model.get("preview_decoder") is None:
+        raise UserError(
+            f"{key}=preview is invalid: it needs a tiny autoencoder of this model's latents, and model.preview_decoder "
+            "names none. docs/models names those that fit, model=tiny brings one (model.preview_decoder=tiny); or set "
+            f"{key}=full."
+        )
+
+
+# What a task needs
+
+
+def uses_model(cfg: DictConfig) -> bool:
+    return bool(cfg.task.reads) or "prompt_file" in cfg.task
+
+
+def check_needs(cfg: DictConfig) -> None:
+    """UserError if the task lacks something that it needs, as far as this can be known without torch."""
+    if "ckpt" in cfg.task.reads and cfg.ckpt is None:
+        raise UserError("This task takes the weights of a checkpoint. Set ckpt=<file>, or ckpt=last for the newest.")
+    if "prompt_file" in cfg.task:
+        requested_weights(cfg)
+        _check_seeds(cfg)
+        _requested_texts(cfg)
+    if "proxies" in cfg.task:
+        _check_proxies(cfg)
+    for name in ("train", "eval"):
+        if name in cfg.task.reads:
+            check_source(str(cfg.data[name]))
+    if uses_model(cfg):
+        _check_resolution(cfg)
+
+
+def _check_resolution(cfg: DictConfig) -> None:
+    """Does what ``PipelinePolicy`` does after loading, if the config files of the model are on this machine."""
+    folder, side = config_folder(str(cfg.model.get("pretrained"))), cfg.model.get("resolution", 0)
+    if folder is None:
+        return
+    try:
+        texts = [(folder / part / "config.json").read_text() for part in ("vae", "transformer")]
+        configs: list[dict[str, Any]] = [dict(json.loads(text)) for text in texts]
+    except (OSError, ValueError, TypeError, RecursionError):
+        return  # loading reports missing and damaged files
+    vae, transformer = configs
+    halvings = len(vae.get("block_out_channels", vae.get("encoder_block_out_channels", [0]))) - 1
+    packs = transformer.get("_class_name") == "FluxTransformer2DModel"  # its patch_size says 1
+    pixels = 2**halvings * (2 if packs else transformer.get("patch_size", 1))
+    if side % pixels:
+        raise _invalid("model.resolution", side, f"a multiple of {pixels}, the pixels of one image token of this model")
+
+
+def requested_prompts(cfg: DictConfig) -> list[str]:
+    """The prompts of task=generate, from the command line or from a file."""
+    if given := _requested_texts(cfg):
+        return given
+    from solrl_lightning.data.prompts import read_prompts  # imports torch, which --help and mistakes do without
+
+    return read_prompts(cfg.task.prompt_file, cfg.data.column)
+
+
+def _requested_texts(cfg: DictConfig) -> list[str]:
+    """The prompts on the command line; empty if a file has them."""
+    given, file = OmegaConf.to_container(cfg.task)["prompts"], cfg.task.prompt_file  # type: ignore[call-overload, index]
+    example = """for example 'task.prompts=["a red apple", "two dogs"]'"""
+    if not isinstance(given, list):
+        raise _invalid("task.prompts", given, f"a list of texts, {example}")
+    if bool(given) == (file is not None):
+        found = "both" if given else "neither"
+        raise UserError(f"task=generate takes task.prompts, {example}, or task.prompt_file=<file>; got {found}.")
+    for prompt in given:
+        if not isinstance(prompt, str) or not prompt.strip():
+            raise UserError(f"task.prompts={given} is invalid: {prompt!r} is no text. Give texts, {example}.")
+    if file is not None:
+        check_source(str(file))
+    return given
+
+
+def requested_weights(cfg: DictConfig) -> dict[str, str]:
+    """The name of each model in task=generate, and its name in ``SolRLModule.sample``."""
+    if not cfg.task.base and cfg.ckpt is None:
+        raise UserError("task.base=false leaves only the trained weights. Name them with ckpt=<file> or ckpt=last.")
+    return ({"base": "base"} if cfg.task.base else {}) | ({"trained": "ema"} if cfg.ckpt is not None else {})
+
+
+def _check_seeds(cfg: DictConfig) -> None:
+    if cfg.task.seeds is None:
+        return
+    given = OmegaConf.to_container(cfg.task)["seeds"]  # type: ignore[call-overload, index]
+    whole = isinstance(given, list) and all(map(_whole(0, MAX_SEED), given))
+    if not whole or not given or len(set(given)) < len(given):
+        rule = f"a list of different whole numbers from 0 to {MAX_SEED}, for example 'task.seeds=[1,2,3]'"
+        raise _invalid("task.seeds", given, f"{rule}. Leave it out for the seeds of evaluations")
+
+
+def _check_proxies(cfg: DictConfig) -> None:
+    if not cfg.task.proxies:
+        raise UserError("task.proxies is empty. Name at least one, as in 'task.proxies=[{sampler:shadow,steps:6}]'.")
+    for number, proxy in enumerate(cfg.task.proxies):
+        steps, stop = proxy.get("steps"), proxy.get("stop_after")
+        known = proxy.get("sampler") in SAMPLERS and proxy.get("solver", SOLVERS[0]) in SOLVERS
+        whole = _whole(1)(steps) and _or_null(_whole(1, steps - 1))(stop)
+        if not (proxy.keys() <= _PROXY_KEYS and known and whole):
+            raise _invalid(
+                f"task.proxies.{number}",
+                proxy,
+                f"a proxy with a sampler ({', '.join(SAMPLERS)}) and at least 1 step and, where they are not the "
+                f"run's, a precision, a solver ({', '.join(SOLVERS)}), a decoder and rungs, or a step below the last "
+                "to stop_after",
+            )
+        if proxy.get("rungs") is not None:
+            check_rungs(f"task.proxies.{number}.rungs", proxy.rungs, steps, cfg.task.pool, cfg.task.keep)
+        check_decoder(cfg, f"task.proxies.{number}.decoder", proxy.get("decoder", "full"))
+
+
+def prompt_sets(cfg: DictConfig) -> "PromptSets":
+    """The prompts that the task reads (``task.reads``); the other sets are empty."""
+    from solrl_lightning.data.prompts import read_prompt_sets  # imports torch
+
+    train, held_out = (cfg.data[name] if name in cfg.task.reads else None for name in ("train", "eval"))
+    return read_prompt_sets(train, held_out, cfg.data.column)
+
+
+def check_prompts(cfg: DictConfig) -> None:
+    """UserError for a prompt source that cannot be read, or that has fewer prompts than an iteration takes."""
+    if not uses_model(cfg):
+        return
+    if "prompt_file" in cfg.task:
+        requested_prompts(cfg)
+    available = len(prompt_sets(cfg).train)
+    if "train" in cfg.task.reads and cfg.prompts_per_iteration > available:
+        rule = f"at most the number of different prompts in data.train={cfg.data.train}, which is {available}"
+        raise _invalid("prompts_per_iteration", cfg.prompts_per_iteration, rule)
+
+
+# What torch knows
+
+
+def check_machine(cfg: DictConfig) -> None:
+    """UserError for a device, precision or optimiser that is not available here. Imports torch, but not Lightning."""
+    import torch
+
+    from solrl_lightning.quantization import resolve
+    from solrl_lightning.targets import check_optimizer
+
+    accelerator, devices = cfg.trainer.get("accelerator"), cfg.trainer.get("devices")
+    gpus = torch.cuda.device_count()
+    if uses_model(cfg) and (accelerator == "cuda" or (accelerator == "gpu" and not torch.backends.mps.is_available())):
+        if (int(devices) if str(devices).isdigit() else 1) > gpus:
+            raise UserError(
+                f"trainer.accelerator={accelerator} trainer.devices={devices} is invalid: torch finds {gpus} GPUs "
+                "on this machine. Use trainer=auto."
+            )
+    if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
+        gpu = accelerator != "cpu" and torch.cuda.is_available()
+        resolve(cfg.precision.name, cfg.precision.backend, torch.device("cuda", 0) if gpu else torch.device("cpu"))
+    if "train" in cfg.task.reads:
+        check_optimizer(cfg)

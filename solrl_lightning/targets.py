@@ -1,0 +1,52 @@
+"""Objects from the ``_target_`` of a configuration, with errors that name the key."""
+
+from typing import Any
+
+import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+
+from solrl_lightning.errors import UserError
+
+
+def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object, **options: Any) -> Any:
+    """Instantiates ``node``, the value of ``key``, with the arguments ``given`` and ``options``.
+
+    Args:
+        takes: what those arguments are, for the error message.
+
+    Raises:
+        UserError: it has no _target_, Python does not find that, it does not take its keys, or it makes another kind.
+    """
+    if not isinstance(node, DictConfig | dict) or "_target_" not in node:
+        raise UserError(f"{key}={node} is invalid: it must have a _target_, a class that Python finds.")
+    target = node["_target_"]
+    try:
+        made = instantiate(node, *given, **options)
+    except InstantiationException as error:
+        cause: BaseException = error.__cause__ or error
+        if isinstance(cause, UserError):
+            raise
+        if unknown := str(cause).startswith(("Error loading", "Expected a callable")):  # Hydra's; it quotes its cause
+            cause = cause.__cause__ or cause
+        found = " ".join(str(cause).partition("full_key:")[0].split()).rstrip(".?")
+        fix = (
+            "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
+            if unknown
+            else f"It must take {takes}{takes and ' and '}the keys beside _target_. Leave a key out with "
+            f"~{key}.<name>, add one with +{key}.<name>=<value>."
+        )
+        raise UserError(f"{key}: {target} could not be made: {found}. {fix}") from error
+    if not isinstance(made, kind):
+        raise UserError(f"{key}: {target} is invalid: it must be a {kind.__module__}.{kind.__qualname__}.")
+    return made
+
+
+def check_optimizer(cfg: DictConfig) -> None:
+    """Raises UserError for an optimiser or an objective that cannot be made."""
+    from solrl_lightning.objectives.base import Objective
+
+    lora, kind = torch.nn.Parameter(torch.zeros(2, 2)), torch.optim.Optimizer
+    make("optimizer", cfg.optimizer, [lora], _partial_=False, takes="a list of parameters", kind=kind)
+    make("objective", cfg.objective, kind=Objective)
