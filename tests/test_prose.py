@@ -7,6 +7,11 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 INSTEAD = {
+    r"(go(es|ne|ing)?|went) on": "resume, continue",
+    r"mend(s|ed|ing)?": "fix",
+    r"at hand": "available",
+    r"to the bit": "bit for bit",
+    r"in turn": "alternately, one after the other",
     r"for good": "permanently",
 }
 

@@ -123,7 +123,7 @@ def test_requantize_keeps_buffers_and_absent_bias(layer_cls: type[RowwiseLinear]
 
 
 @pytest.mark.parametrize(
-    ("layer_cls", "shape", "obstacle"),
+    ("layer_cls", "shape", "reason"),
     [
         (FP8Linear, (24, 32), "in_features 24 is not a multiple of 16"),
         (FP8Linear, (32, 24), "out_features 24 is not a multiple of 16"),
@@ -133,10 +133,8 @@ def test_requantize_keeps_buffers_and_absent_bias(layer_cls: type[RowwiseLinear]
         (EmulatedINT8Linear, (5, 3), ""),
     ],
 )
-def test_unsupported_shapes_have_a_reason(
-    layer_cls: type[RowwiseLinear], shape: tuple[int, int], obstacle: str
-) -> None:
-    assert layer_cls.unsupported_reason(nn.Linear(*shape)) == obstacle
+def test_unsupported_shapes_have_a_reason(layer_cls: type[RowwiseLinear], shape: tuple[int, int], reason: str) -> None:
+    assert layer_cls.unsupported_reason(nn.Linear(*shape)) == reason
 
 
 @pytest.fixture(scope="module")
