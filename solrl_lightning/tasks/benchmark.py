@@ -40,14 +40,14 @@ from solrl_lightning.module import SolRLModule
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.emulated import operand_dtype
-from solrl_lightning.rollout.stage import Stage
+from solrl_lightning.rollout.stage import EXPLORE, STAGES, Stage
+from solrl_lightning.samplers import SHADOW
 from solrl_lightning.tasks.tables import format_table, write_json
 
 _WARM_UP, _FORWARDS = 3, 20  # forward passes of each variant; the first compiles
 _PRODUCTS = 10  # timed matrix products, after _WARM_UP others
 _PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}  # rows and columns: large enough for the units, small enough for the time
-_ROLLOUT = ("requantize", "explore", "regenerate")
-_STAGES = (*_ROLLOUT, "train")
+_ROLLOUT = STAGES[:-1]  # without training
 _BASELINES = ("naive_scaling", "compile")
 _MODELS = ("encode", "transformer", "decode", "reward", "backward", "optimizer")
 
@@ -99,7 +99,7 @@ def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfi
 def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     """Median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
     _release(device)
-    module = build_module(cfg, device, [Stage("explore", "shadow", steps=1, solver="euler")])
+    module = build_module(cfg, device, [Stage(EXPLORE, SHADOW, steps=1, solver="euler")])
     module.samplers.sync()
     originals = {"bf16": module.samplers.replicas["merged"], "shadow": module.samplers.replicas["shadow"]}
     clone = replica.clone_sharing_weights
@@ -292,7 +292,7 @@ def times_of_families(families: dict[str, DictConfig], rounds: int, device: torc
 
 def family_times(cfg: DictConfig, laps: list[Lap], device: torch.device) -> dict[str, Any]:
     """Median seconds of an iteration of ``cfg.family`` and of its stages, 0 for a stage that it lacks."""
-    stages = {stage: median(lap.stages.get(stage, 0.0) for lap in laps) for stage in _STAGES}
+    stages = {stage: median(lap.stages.get(stage, 0.0) for lap in laps) for stage in STAGES}
     rollout = median(sum(lap.stages.get(stage, 0.0) for stage in _ROLLOUT) for lap in laps)
     iteration = median(lap.seconds for lap in laps)
     return {
@@ -329,7 +329,7 @@ def format_families(families: dict[str, dict[str, Any]], repeats: int) -> str:
     baselines, memory = list(first["speedup"]), first["peak_memory"]["of"]
     seconds = [
         [name, f"{times['keep']}-in-{times['pool']}", "yes" if times["compiled"] else "no"]
-        + [f"{times[column]:.3g}" for column in (*_STAGES, "rollout", "iteration", "warm_up")]
+        + [f"{times[column]:.3g}" for column in (*STAGES, "rollout", "iteration", "warm_up")]
         for name, times in families.items()
     ]
     rates = [
@@ -342,7 +342,7 @@ def format_families(families: dict[str, dict[str, Any]], repeats: int) -> str:
         ]
         for name, times in families.items()
     ]
-    columns = ["family", "kept", "compiled", *_STAGES, "rollout", "iteration", "warm-up"]
+    columns = ["family", "kept", "compiled", *STAGES, "rollout", "iteration", "warm-up"]
     against = [f"{span} x {b}" for span in ("rollout", "iteration") for b in baselines]
     return (
         f"seconds per iteration, median of {repeats}; rollout is {' + '.join(_ROLLOUT)}; warm-up is the iteration "
@@ -357,7 +357,7 @@ def overhead(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     """Mean seconds of an iteration by stage and model, and the median share outside the models."""
     _, *laps = run_iterations(cfg, device, watch=True)
     stages: dict[str, dict[str, float]] = {}
-    for stage in _STAGES:
+    for stage in STAGES:
         total = sum(lap.stages.get(stage, 0.0) for lap in laps) / len(laps)
         models = {model: sum(lap.models.get((stage, model), 0.0) for lap in laps) / len(laps) for model in _MODELS}
         stages[stage] = {"total": total, **models, "outside": total - sum(models.values())}

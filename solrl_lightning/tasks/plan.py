@@ -37,7 +37,7 @@ from solrl_lightning.quantization import Backend, LayerPlan, resolve
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.rollout.micro_batches import plan_micro_batches
-from solrl_lightning.rollout.stage import candidates, evaluations
+from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, candidates, evaluations
 from solrl_lightning.tasks.tables import format_table, write_json
 
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
@@ -355,13 +355,13 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
     }
     held = [[label, _si(result["bytes"][key])] for key, label in labels.items() if result["bytes"][key]]
     counts = [
-        [row["family"], row["prompt"].get("explore"), row["prompt"]["regenerate"]]
+        [row["family"], row["prompt"].get(EXPLORE), row["prompt"][REGENERATE]]
         + [sum(row[scope].values()) for scope in ("prompt", "all_devices", "device")]
         + [row[name] for name in ("decodes", "train_forwards", "train_backwards")]
         for row in result["families"]
     ]
-    count_columns = ["explore", "regenerate", "a prompt", "all devices", "a device", "decodes", "train", "backward"]
-    stages = ["explore", "regenerate", "decode", "train", "iteration"]
+    count_columns = [EXPLORE, REGENERATE, "a prompt", "all devices", "a device", "decodes", "train", "backward"]
+    stages = [EXPLORE, REGENERATE, "decode", "train", "iteration"]
     if result["tflops"] is None:
         work = "MACs of a device in an iteration (task.tflops=, task.speedup= turn them into seconds):"
         values, as_text = "macs", _si
