@@ -157,12 +157,12 @@ _RULES = {
     "a number above 0": (
         _number(lambda value: value > 0),
         "model.max_grad_norm model.lora.alpha objective.beta objective.advantage_clip objective.ratio_clip "
-        "optimizer.lr",
+        "optimizer.lr scheduler.iterations",
     ),
     "a number above 0, or null": (_or_null(_number(lambda value: value > 0)), "task.tflops task.speedup"),
     "a number of at least 0": (
         _number(lambda value: value >= 0),
-        "model.guidance objective.kl_weight objective.old_weight optimizer.weight_decay",
+        "model.guidance objective.kl_weight objective.old_weight optimizer.weight_decay scheduler.warmup",
     ),
     "a fraction above 0 and at most 1": (_number(lambda value: 0 < value <= 1), "model.train_timestep_fraction"),
 }
@@ -192,6 +192,10 @@ def check_numbers(cfg: DictConfig) -> None:
             raise _invalid(
                 f"{where}.keep", keep, f"at most {where}.pool={pool}. Raise {where}.pool or lower {where}.keep"
             )
+
+    if cfg.optimizer_steps > cfg.family.keep:
+        rule = f"at most family.keep={cfg.family.keep}, so that each step has rows of every prompt"
+        raise _invalid("optimizer_steps", cfg.optimizer_steps, rule)
 
 
 def check_choices(cfg: DictConfig) -> None:
@@ -364,20 +368,21 @@ def check_stages(cfg: DictConfig) -> None:
 
 def check_rungs(key: str, rungs: Any, steps: int, pool: int, keep: int) -> None:
     """UserError unless each rung {step, keep} is later and keeps no more than the one before, at last ``keep``."""
-    example = f"'{key}=[{{step:2,keep:{pool}}},{{step:4,keep:{keep}}}]'"
+    example = f"'{key}=[{{step:2,keep:{max(pool // 2, keep)}}},{{step:4,keep:{keep}}}]'"
     rule = (
         f"a list of rungs such as {example}, each with a step above the one before it, up to {steps}, and a keep not "
         f"above the one before it, from the pool of {pool} down to {keep} in the last rung"
     )
+    written = str(rungs).replace("'", "").replace(": ", ":")
     if not isinstance(rungs, ListConfig) or not rungs:
-        raise _invalid(key, rungs, rule)
+        raise _invalid(key, written, rule)
     if any(not isinstance(rung, DictConfig) or rung.keys() != {"step", "keep"} for rung in rungs):
-        raise _invalid(key, rungs, rule)
+        raise _invalid(key, written, rule)
     numbers = [(rung.step, rung.keep) for rung in rungs]
     whole = all(_whole(1)(number) for pair in numbers for number in pair)
     ordered = whole and all(a < b and n >= m for (a, n), (b, m) in pairwise([(0, pool), *numbers]))
     if not ordered or numbers[-1][0] > steps or numbers[-1][1] != keep:
-        raise _invalid(key, rungs, rule)
+        raise _invalid(key, written, rule)
 
 
 def _way(stage: DictConfig) -> list[Any]:

@@ -18,7 +18,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.objectives.base import Objective
+from solrl_lightning.objectives.base import Objective, check_loss
 from solrl_lightning.optimizer_state import ConfiguredSchedule, keep_configured
 from solrl_lightning.policies.adapters import TRAINED, State
 from solrl_lightning.policies.pipeline import PipelinePolicy
@@ -162,7 +162,8 @@ class SolRLModule(LightningModule):
         for name in self.objective.needs:
             with torch.no_grad(), self.samplers.use(self.velocities_of[name]) as transformer:
                 others[name] = self._velocity(transformer, batch)
-        per_sample, metrics = self.objective(self._velocity(self.transformer, batch), batch, **others)
+        loss_of_rows = self.objective(self._velocity(self.transformer, batch), batch, **others)
+        per_sample, metrics = check_loss(self.objective, loss_of_rows, len(batch.weight))
         check_finite(per_sample.detach(), "loss", batch.prompts, batch.seeds)
         loss = (per_sample * batch.weight).mean()
         values = {"train/loss": loss.detach()} | {f"train/{name}": value for name, value in metrics.items()}

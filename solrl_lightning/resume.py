@@ -16,7 +16,7 @@ from yaml import YAMLError
 
 from solrl_lightning.config import ConfigTree, application_config
 from solrl_lightning.errors import UserError
-from solrl_lightning.run_folder import LAST, NEXT_RECORD, RECORD
+from solrl_lightning.run_folder import LAST, NEXT_RECORD, RECORD, check_free
 
 OUTPUTS = Path("outputs")
 # In the folder of a run these keys and those below them may change: its length, what watches it, and how it is
@@ -59,6 +59,12 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     source = checkpoint.resolve().parent.parent
     in_place = training and not multirun and (last or (bool(folders) and folders[-1].resolve() == source))
 
+    recorded = (source / RECORD / "overrides.yaml").is_file()
+    if training and not recorded:
+        raise UserError(
+            f"ckpt={checkpoint} is invalid: training resumes with the recorded options of the checkpoint's run, and "
+            f"{source / RECORD} has none. Use the file in its run folder, or copy the whole folder."
+        )
     sources = [] if tree.own_sources else _recorded_sources(source)
     tree.look_in(sources)
     own = [o for o in given if o.key_or_group not in ("ckpt", "hydra.run.dir")]
@@ -72,15 +78,15 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     lines = [str(o.input_line) for o in begun if o.key_or_group not in new_keys] + [str(o.input_line) for o in own]
     merged = [*searched(sources), *lines, f"ckpt={_quoted(checkpoint.resolve())}"]
     if in_place:
-        if (source / RECORD / "overrides.yaml").is_file():
-            _check_resumable(tree, source, checkpoint, begun, own, lines)
+        _check_resumable(tree, source, checkpoint, begun, own, lines)
         # First, so that a further rank's own hydra.output_subdir=null, which keeps it from writing, wins.
         merged.insert(0, f"hydra.output_subdir={NEXT_RECORD.as_posix()}")
     if in_place or folders:
         merged.append(f"hydra.run.dir={_quoted(source if in_place else folders[-1])}")
+    taken = _listed([*searched(sources), *begun]) if recorded else "not known, because its folder has no record"
     message = (
-        f"{'continuing' if in_place else 'from'} {checkpoint}, with the overrides of its run: "
-        f"{_listed([*searched(sources), *begun])}; overridden here: {_listed(own)}"
+        f"{'continuing' if in_place else 'from'} {checkpoint}, with the overrides of its run: {taken}; "
+        f"overridden here: {_listed(own)}"
     )
     return Resumed(merged, checkpoint, source if in_place else None, training, message)
 
@@ -89,6 +95,7 @@ def _last_checkpoint(folders: Sequence[Path]) -> Path:
     """The last checkpoint of the run in the last of ``folders``; without one, of the newest run under outputs/."""
     if folders:
         if not (folders[-1] / LAST).is_file():
+            check_free(folders[-1])
             raise UserError(
                 f"ckpt=last continues the run in {folders[-1]}, which has no {LAST}: it was stopped before its first "
                 f"checkpoint. Remove {folders[-1]} and give the command that started it again."

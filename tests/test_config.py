@@ -509,6 +509,20 @@ def test_rungs_that_cannot_be_raced_are_refused_with_their_rule(rungs: str) -> N
         check_values(compose("family=race", f"family.explore.rungs={rungs}"))
 
 
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("optimizer_steps=25", "optimizer_steps=25 is invalid: it must be at most family.keep=24"),
+        ("optimizer_steps=0", "optimizer_steps=0 is invalid: it must be a whole number of at least 1"),
+        ("scheduler.warmup=-3", "scheduler.warmup=-3 is invalid: it must be a number of at least 0"),
+        ("family.pool=36", r"rungs=\[\{step:3, keep:48\}, .* from the pool of 36 down to 24"),
+    ],
+)
+def test_steps_rungs_and_warmup_that_cannot_be(argument: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_values(compose("family=race", argument))
+
+
 def test_a_race_ends_before_its_trajectories_do() -> None:
     with pytest.raises(UserError, match="a race that ends before step 10"):
         check_values(compose("family=race", "family.explore.rungs=[{step:10,keep:24}]"))

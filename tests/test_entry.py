@@ -24,6 +24,7 @@ from torch.utils import _pytree
 
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.launch import is_first
+from solrl_lightning.run_folder import claimed
 
 Command = Callable[..., Any]
 
@@ -432,8 +433,25 @@ def test_a_checkpoint_with_a_flipped_bit_is_refused(command: Command, tmp_path: 
 
 
 def test_a_file_that_is_no_checkpoint_of_a_run_is_refused(command: Command, tmp_path: Path) -> None:
-    torch.save({"weight": torch.zeros(3)}, tmp_path / "weights.pt")
-    assert "ckpt=weights.pt is invalid: the checkpoint of a training run has" in refused(command, "ckpt=weights.pt")
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text("[]")
+    (tmp_path / "run" / "checkpoints").mkdir()
+    file = "run/checkpoints/weights.pt"
+    torch.save({"weight": torch.zeros(3)}, tmp_path / file)
+    assert f"ckpt={file} is invalid: the checkpoint of a training run has" in refused(command, f"ckpt={file}")
+
+
+def test_training_from_a_checkpoint_without_the_record_of_its_run_is_refused(command: Command, tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "moved.ckpt")
+    assert "ckpt=moved.ckpt is invalid: training resumes with the recorded options" in refused(
+        command, "ckpt=moved.ckpt"
+    )
+
+
+def test_a_run_in_progress_without_a_checkpoint_is_in_use(command: Command, tmp_path: Path) -> None:
+    with claimed(tmp_path / "run", new=True):
+        assert "in use" in refused(command, "ckpt=last", "hydra.run.dir=run")
+    assert "it was stopped before its first checkpoint" in refused(command, "ckpt=last", "hydra.run.dir=run")
 
 
 # Going on

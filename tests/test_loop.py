@@ -343,6 +343,21 @@ def test_regeneration_starts_from_noise_after_early_stop_of_shadow(tmp_path: Pat
     torch.testing.assert_close(check.rollouts.x0, check.again.x0, rtol=0, atol=0.05)
 
 
+class Bare(NFT):
+    """A user's objective that returns no Loss."""
+
+    def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Any:
+        return super().__call__(velocity, batch, **others).per_sample.mean()
+
+
+def test_an_objective_that_returns_no_loss_is_told_what_to_return(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, "objective._target_=test_loop.Bare", max_epochs=1)
+    with pytest.raises(
+        UserError, match=r"objective=Bare is invalid: it must return a Loss with per_sample \[\d\] .* got Te"
+    ):
+        fit(module, trainer, loop)
+
+
 class Pull(Objective):
     """A user's objective: error of the predicted image, weighted by the advantage; reads recorded transitions."""
 

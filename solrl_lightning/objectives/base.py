@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from solrl_lightning.errors import UserError
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.seeds import train_timesteps, training_noise
 
@@ -53,6 +54,21 @@ class Objective(ABC):
     @abstractmethod
     def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
         """Return the loss of ``velocity`` [B, ...] at ``batch.x_t``; ``others`` has the velocities named in `needs`."""
+
+
+def check_loss(objective: Objective, loss: Any, rows: int) -> Loss:
+    """Return ``loss``, the result of ``objective`` for a micro-batch of so many rows.
+
+    Raises:
+        UserError: it is no `Loss`, or has no value per row.
+    """
+    if not isinstance(loss, Loss) or loss.per_sample.shape != (rows,):
+        found = list(loss.per_sample.shape) if isinstance(loss, Loss) else type(loss).__name__
+        raise UserError(
+            f"objective={type(objective).__name__} is invalid: it must return a Loss with per_sample [{rows}] for "
+            f"a micro-batch of {rows} rows; got {found}. See docs/extending.md."
+        )
+    return loss
 
 
 def loss_of(terms: Any) -> Loss:

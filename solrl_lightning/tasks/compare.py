@@ -6,6 +6,7 @@ groups share prompts, initial adapters and evaluation noise at equal seeds, so t
 
 import io
 import json
+import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -236,7 +237,7 @@ def learning_curve(run: Run) -> dict[int, float]:
 
 def draw_curves(groups: Sequence[Group], reward: str) -> bytes:
     """PNG of learning curves: a thin line per seed, and a thick line per group, the mean at common evaluations."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
+    figure = Figure(figsize=(8, 5 + 0.2 * len(groups)), layout="constrained")
     axes = figure.subplots()
     for number, group in enumerate(groups):
         colour = f"C{number % 10}"
@@ -245,13 +246,14 @@ def draw_curves(groups: Sequence[Group], reward: str) -> bytes:
             axes.plot(list(curve), list(curve.values()), color=colour, linewidth=0.8, alpha=0.5)
         common = sorted(set(curves[0]).intersection(*curves))
         mean = [fmean(curve[iteration] for curve in curves) for iteration in common]
-        label = f"{group.name} ({len(curves)} seed{'s' if len(curves) > 1 else ''})"
+        seeds = f"({len(curves)} seed{'s' if len(curves) > 1 else ''})"
+        label = f"{textwrap.shorten(group.name, 100, placeholder=' …')} {seeds}"
         axes.plot(common, mean, color=colour, linewidth=2.5, label=label)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("iteration")
     axes.set_ylabel(f"held-out {reward} reward")
     axes.grid(alpha=0.3)
-    axes.legend()
+    figure.legend(loc="outside lower center", fontsize="small")
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120)
     return buffer.getvalue()
