@@ -20,7 +20,6 @@ from hydra.core.plugins import Plugins
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import DictConfig, OmegaConf
-from torch.utils import _pytree
 
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.launch import is_first
@@ -82,7 +81,7 @@ def look(cfg: DictConfig) -> None:
 
 def chatter(cfg: DictConfig) -> None:
     """A task in which libraries say what no user of ours can act on, and what is for all."""
-    for logger in (_pytree.log, torchao_quantizer.logger):
+    for logger in (logging.getLogger("torch.utils._pytree"), torchao_quantizer.logger):
         logger.warning("between libraries")
     warnings.warn("The dirpath has changed from 'a' to 'b', therefore", stacklevel=1)
     logging.getLogger("torch.of.interest").warning("for all")

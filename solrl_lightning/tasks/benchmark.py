@@ -28,6 +28,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.build import build_loop, build_module, device_of, stages_of, with_option
@@ -112,7 +113,8 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     batch = cfg.model.rollout_batch
     _, conditioning = module.encode(module.eval_prompts[:1]).gather(torch.zeros(batch, dtype=torch.int64))
     x, sigma = module.policy.noise(torch.arange(batch)), torch.tensor(0.5, device=device)
-    with FlopCounterMode(display=False) as counter:
+    # torch 2.11 does not count the fused attention of a CPU.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         module.policy.velocity(variants["bf16 eager"], x, sigma, conditioning)
     flops, peak = counter.get_total_flops(), matmul_peak(device)
     calls = {name: partial(module.policy.velocity, own, x, sigma, conditioning) for name, own in variants.items()}
