@@ -84,7 +84,7 @@ def chatter(cfg: DictConfig) -> None:
     for logger in (logging.getLogger("torch.utils._pytree"), torchao_quantizer.logger):
         logger.warning("between libraries")
     warnings.warn("The dirpath has changed from 'a' to 'b', therefore", stacklevel=1)
-    logging.getLogger("torch.of.interest").warning("for all")
+    logging.getLogger("library.of.interest").warning("for all")
 
 
 def break_down(cfg: DictConfig) -> None:
