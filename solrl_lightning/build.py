@@ -192,9 +192,11 @@ def build_model(
     prepare_device(device)
     hide_loading_bars()
     policy = make("model.policy", cfg.model.policy, takes="`device`", device=str(device))
-    compile_it, why = should_compile(cfg.family.compile, device)
-    if stages or compile_it:
-        log.info("%s", why)
+    compiled = {}
+    for key, what in (("family.compile", "rollouts"), ("compile_training", "training steps")):
+        compiled[key], why = should_compile(key, what, OmegaConf.select(cfg, key), device)
+        if stages or compiled[key]:
+            log.info("%s", why)
     if cfg.family.warning:
         log.warning("%s", cfg.family.warning)
     lora = lora_config(cfg)
@@ -203,7 +205,8 @@ def build_model(
         lora,
         seed=cfg.seed,
         batch_size=cfg.model.rollout_batch,
-        compile=compile_it,
+        compile_replicas=compiled["family.compile"],
+        compile_policy=compiled["compile_training"],
         with_shadow=any(stage.sampler == SHADOW for stage in stages),
         backend=resolve(cfg.precision.name, cfg.precision.backend, device),
         rule=quantization_rule(cfg),

@@ -175,6 +175,7 @@ _CHOICES = {
     "model.weights": ("pretrained", "random"),
     "old_velocity": ("policy", "merged"),
     "family.compile": (True, False, "auto"),
+    "compile_training": (True, False, "auto"),
 }
 
 

@@ -22,7 +22,7 @@ OUTPUTS = Path("outputs")
 # In the folder of a run these keys and those below them may change: its length, what watches it, and how it is
 # computed. Another change makes it another experiment.
 RESUMABLE_KEYS = (
-    "iterations evaluation callbacks trainer logger hydra task ckpt family.compile precision.backend "
+    "iterations evaluation callbacks trainer logger hydra task ckpt family.compile compile_training precision.backend "
     "model.rollout_batch model.micro_batch model.decode_batch model.gradient_checkpointing model.pretrained "
     "model.embeddings data.eval data.eval_prompts data.eval_images"
 ).split()

@@ -41,7 +41,7 @@ class Samplers:
         lora: rank, alpha and target modules of the adapters.
         seed: seed of the adapters' initial values.
         batch_size: candidates per forward pass.
-        compile: compile the blocks of the replicas.
+        compile_replicas, compile_policy: compile the blocks of the replicas, and those of the trained transformer.
         with_shadow: make the quantised replica.
         backend, rule: arithmetic of the shadow, and the layers to quantise.
     """
@@ -52,7 +52,8 @@ class Samplers:
         lora: LoraConfig,
         seed: int,
         batch_size: int,
-        compile: bool,
+        compile_replicas: bool,
+        compile_policy: bool,
         with_shadow: bool,
         backend: Backend,
         rule: QuantizationRule,
@@ -72,16 +73,15 @@ class Samplers:
             self.layer_table = format_table(plans)
             convert(self.replicas[SHADOW], plans, backend)
         self.lora_layers: dict[str, LoraLayer] = adapters.add_adapters(self.transformer, lora, seed)
-        if policy.device.type == "cuda":  # the published code uses autocast there
-            adapters.multiply_in_input_dtype(self.lora_layers)
         for module in self.replicas.values():
             replica.untie_weights(module, self.lora_layers)
-        if compile:
+        if compile_replicas:
             for name, module in {REFERENCE: self.reference, **self.replicas}.items():
                 compile_blocks(module, fullgraph=name != SHADOW or backend.fullgraph)
-        self.batch_sizes = {
-            name: BatchSize(batch_size, pad_to_size=compile and name != POLICY) for name in (POLICY, *self.replicas)
-        }
+        if compile_policy:
+            compile_blocks(self.transformer)
+        self.batch_sizes = {name: BatchSize(batch_size, pad_to_size=compile_replicas) for name in self.replicas}
+        self.batch_sizes[POLICY] = BatchSize(batch_size, pad_to_size=compile_policy)
 
     @contextmanager
     def use(self, name: str) -> Iterator[nn.Module]:

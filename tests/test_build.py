@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub
 from nano import save_nano
 from omegaconf import DictConfig
-from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import build
@@ -27,8 +25,6 @@ from solrl_lightning.build import (
 )
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.nft import NFT
-from solrl_lightning.policies.adapters import InputDtypeLinear
-from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.targets import check_optimizer
 
 Compose = Callable[..., DictConfig]
@@ -141,25 +137,6 @@ def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
         calls.clear()
     prepare_device(torch.device("cpu"))
     assert calls == []
-
-
-@pytest.mark.parametrize(("device", "linear"), [("cpu", nn.Linear), ("cuda", InputDtypeLinear)])
-def test_adapters_multiply_in_the_dtype_of_their_input_on_a_gpu(
-    compose: Compose, monkeypatch: pytest.MonkeyPatch, pipeline: str, device: str, linear: type
-) -> None:
-    plain = build.make
-
-    def placed(*args: Any, **kwargs: Any) -> Any:
-        made = plain(*args, **kwargs)
-        if isinstance(made, Flux1):
-            made.device = torch.device(device)
-        return made
-
-    monkeypatch.setattr(build, "make", placed)
-    module = build_model(compose(f"model.pretrained={pipeline}", "precision=bf16"), torch.device("cpu"))
-    layers = module.samplers.lora_layers.values()
-    factors = [f for layer in layers for f in (*layer.lora_A.values(), *layer.lora_B.values())]
-    assert {type(factor) for factor in factors} == {linear}
 
 
 @pytest.mark.parametrize(

@@ -7,16 +7,18 @@ Adapter weights are float32 beside the bfloat16 base: a step of 3e-4 would vanis
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
+from typing import Any
 
 import torch
 from diffusers import ModelMixin
 from peft import LoraConfig
+from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.policies.bf16 import BF16Linear
 
 TRAINED, OLD = "default", "old"
 State = dict[str, Tensor]
@@ -46,24 +48,56 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
     for layer in layers.values():
         for weights in (layer.lora_A, layer.lora_B):
             weights.float()
+        if type(layer) is PeftLinear:
+            layer.__class__ = FusedLoRALinear
     load_state(layers, OLD, adapter_state(layers, TRAINED))
     _activate(layers, TRAINED)
     return layers
 
 
-class InputDtypeLinear(nn.Linear):
-    """A linear layer of float32 weights whose product is in the dtype of its input."""
+class FusedLoRALinear(PeftLinear):
+    """peft's LoRA of a linear layer as one autograd function, in the dtype of the base layer's product."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        (adapter,) = self.active_adapters
+        base = self.get_base_layer()
+        down, up = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        product_dtype = torch.float32 if isinstance(base, BF16Linear) else x.dtype
+        y: Tensor = _LoRAProduct.apply(
+            x.flatten(0, -2), base.weight, base.bias, down, up, self.scaling[adapter], product_dtype
+        )
+        return y.unflatten(0, x.shape[:-1])
 
 
-def multiply_in_input_dtype(layers: dict[str, LoraLayer]) -> None:
-    """Turns the factors of every adapter into ``InputDtypeLinear``; peft would cast activations to float32 instead."""
-    for layer in layers.values():
-        layer.cast_input_dtype_enabled = False
-        for factor in chain(layer.lora_A.values(), layer.lora_B.values()):
-            factor.__class__ = InputDtypeLinear
+class _LoRAProduct(torch.autograd.Function):
+    """y = x W^T + b + s (x A^T) B^T, with gradients for x, A and B.
+
+    peft computes the second term in the dtype of A and B, float32, on copies of x and y of that dtype. Here A and B are
+    cast instead, and the term is added to the first one's result in place.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, dtype: Any
+    ) -> Tensor:
+        down, up, wide = down.to(dtype), up.to(dtype), x.to(dtype)
+        y = F.linear(wide, weight.to(dtype), None if bias is None else bias.to(dtype))
+        low = wide @ down.t()
+        ctx.save_for_backward(x, weight, down, up, low)
+        ctx.scale, ctx.dtype = scale, dtype
+        return y.addmm_(low, up.t(), alpha=scale).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, down, up, low = ctx.saved_tensors
+        g = gradients[0].to(ctx.dtype)
+        low_gradient = (g @ up) * ctx.scale
+        up_gradient = (g.t() @ low).float() * ctx.scale
+        down_gradient = (low_gradient.t() @ x.to(ctx.dtype)).float()
+        x_gradient = None
+        if ctx.needs_input_grad[0]:
+            x_gradient = (g @ weight.to(ctx.dtype)).addmm_(low_gradient, down).to(x.dtype)
+        return x_gradient, None, None, down_gradient, up_gradient, None, None
 
 
 def adapter_state(layers: dict[str, LoraLayer], adapter: str) -> State:

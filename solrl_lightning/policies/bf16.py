@@ -1,20 +1,71 @@
-"""BF16 arithmetic on CPUs that have no BF16 units.
+"""Arithmetic of bfloat16 tensors on a CPU: in bfloat16, or in float32 on widened operands, whichever is faster here.
 
-There PyTorch's bfloat16 matrix product is about ten times slower than its float32 product. The product of two bfloat16
-numbers is exact in float32, so operands are widened, multiplied in float32, and the result is rounded to bfloat16 once,
-as the hardware does; only the order of the sums differs.
+Both have the same result up to rounding. AMX and AVX512_BF16 units make products of bfloat16 matrices faster than those
+of float32 on some CPUs and slower on others, and PyTorch's backward pass of attention in bfloat16 takes up to ten times
+as long as that in float32, so the choice is measured once per process.
 """
+
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+_ROUNDS = 7  # the least time of each counts; the first round warms up
 
 
-def has_bf16_units() -> bool:
-    """Whether this CPU has bfloat16 matrix instructions and PyTorch the library (oneDNN) that uses them."""
-    found = torch.cpu.get_capabilities()
-    units = ("amx_bf16", "avx512_bf16", "bf16")  # the last one on ARM
-    return torch.backends.mkldnn.is_available() and any(found.get(unit, False) for unit in units)
+@cache
+def has_fast_bf16_products() -> bool:
+    """Return whether this CPU multiplies matrices faster in bfloat16 than in float32 on widened operands."""
+    x, weight = (torch.ones(rows, 256, dtype=torch.bfloat16) for rows in (2048, 512))
+    return _is_faster(lambda: F.linear(x, weight), lambda: F.linear(x.float(), weight.float()).to(x.dtype))
+
+
+@cache
+def has_fast_bf16_attention() -> bool:
+    """Return whether this CPU computes attention and its gradients faster in bfloat16 than on widened operands."""
+    x = torch.ones(16, 4, 32, 32, dtype=torch.bfloat16, requires_grad=True)
+
+    def step() -> None:
+        F.scaled_dot_product_attention(x, x, x).sum().backward()
+
+    def widened_step() -> None:
+        with FP32Attention():
+            step()
+
+    return _is_faster(step, widened_step)
+
+
+@torch.enable_grad()
+def _is_faster(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
+    seconds: tuple[list[float], list[float]] = ([], [])
+    for _ in range(_ROUNDS):
+        for call, found in zip((first, second), seconds, strict=True):
+            start = time.perf_counter()
+            call()
+            found.append(time.perf_counter() - start)
+    return min(seconds[0]) < min(seconds[1])
+
+
+class FP32Attention(TorchFunctionMode):
+    """Context in which ``scaled_dot_product_attention`` runs in float32 and rounds its result once."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        dtype = (args[0] if args else kwargs["query"]).dtype
+        args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        return func(*args, **kwargs).to(dtype)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 class BF16Linear(nn.Linear):
@@ -26,7 +77,23 @@ class BF16Linear(nn.Linear):
 
 
 def use_fp32_products(transformer: nn.Module) -> None:
-    """Replaces the class of every linear layer of ``transformer`` by ``BF16Linear``, in place."""
+    """Replace the class of every linear layer of ``transformer`` by `BF16Linear`, in place."""
     for module in transformer.modules():
         if type(module) is nn.Linear:
             module.__class__ = BF16Linear
+
+
+def use_fp32_attention(transformer: nn.Module) -> None:
+    """Replace the class of every attention module of ``transformer``, in place, by one that runs in `FP32Attention`."""
+    for module in transformer.modules():
+        if hasattr(module, "set_processor") and not hasattr(module, "attn_processors"):  # models have both
+            module.__class__ = _with_fp32_attention(type(module))
+
+
+@cache
+def _with_fp32_attention(attention: type[nn.Module]) -> type[nn.Module]:
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with FP32Attention():
+            return attention.forward(self, *args, **kwargs)
+
+    return type(attention.__name__, (attention,), {"forward": forward})

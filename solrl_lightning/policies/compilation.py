@@ -1,4 +1,4 @@
-"""Whether rollouts can be compiled on this machine, and compiling them block by block."""
+"""Whether transformers can be compiled on this machine, and compiling them block by block."""
 
 import shutil
 from collections.abc import Callable
@@ -16,22 +16,26 @@ def can_compile(device: torch.device) -> bool:
     return device.type != "cpu" or any(map(shutil.which, ("g++", "clang++", "c++")))
 
 
-def should_compile(wanted: bool | str, device: torch.device) -> tuple[bool, str]:
-    """(decision, the line to print). ``auto`` compiles on a GPU and runs eagerly on a CPU.
+def should_compile(key: str, what: str, wanted: bool | str, device: torch.device) -> tuple[bool, str]:
+    """Return whether to compile, and the line to print. ``auto`` compiles on a GPU and runs eagerly on a CPU.
+
+    Args:
+        key: configuration key of ``wanted``.
+        what: what is compiled, in the plural.
 
     Raises:
         UserError: compilation is asked for and there is no C++ compiler for it.
     """
     if wanted == "auto":
         if device.type == "cuda":
-            return True, "family.compile=auto: rollouts are compiled on this GPU"
-        return False, "family.compile=auto: rollouts run eagerly on the CPU (family.compile=true compiles them)"
+            return True, f"{key}=auto: {what} are compiled on this GPU"
+        return False, f"{key}=auto: {what} run eagerly on the CPU ({key}=true compiles them)"
     if wanted and not can_compile(device):
         raise UserError(
-            "family.compile=true needs a C++ compiler on the CPU (g++ or clang++); none was found. Install one, or set "
-            "family.compile=false."
+            f"{key}=true needs a C++ compiler on the CPU (g++ or clang++); none was found. Install one, or set "
+            f"{key}=false."
         )
-    return bool(wanted), f"family.compile={str(wanted).lower()}: rollouts {'are compiled' if wanted else 'run eagerly'}"
+    return bool(wanted), f"{key}={str(wanted).lower()}: {what} {'are compiled' if wanted else 'run eagerly'}"
 
 
 def compile_blocks(

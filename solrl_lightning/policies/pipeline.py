@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import written_whole
 from solrl_lightning.memory import retry_with_empty_cache
+from solrl_lightning.policies import bf16
 from solrl_lightning.policies.architectures import find_architecture
-from solrl_lightning.policies.bf16 import has_bf16_units, use_fp32_products
 from solrl_lightning.policies.conditioning import Conditioning, Row, stack_rows
 from solrl_lightning.policies.config_files import TINY
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
@@ -96,8 +96,11 @@ class PipelinePolicy(ABC):
         self.transformer = self.pipeline.transformer.requires_grad_(False)
         if gradient_checkpointing:
             self.transformer.enable_gradient_checkpointing()
-        if self.device.type == "cpu" and not has_bf16_units():
-            use_fp32_products(self.transformer)
+        if self.device.type == "cpu" and self.transformer.dtype == torch.bfloat16:
+            if not bf16.has_fast_bf16_products():
+                bf16.use_fp32_products(self.transformer)
+            if not bf16.has_fast_bf16_attention():
+                bf16.use_fp32_attention(self.transformer)
         self.transformer.to(self.device)
         self.pipeline.vae.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
         self._check_resolution()

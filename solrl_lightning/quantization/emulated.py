@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from solrl_lightning.policies.bf16 import has_bf16_units
+from solrl_lightning.policies.bf16 import has_fast_bf16_products
 from solrl_lightning.quantization.cached_quantizer import CachedQuantizer
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.nvfp4 import BLOCK, fake_quantize
@@ -28,7 +28,7 @@ def operand_dtype(device: torch.device) -> torch.dtype:
     applied (2^-9 relative, where NVFP4 rounds operands by up to 2^-2). Other CPUs multiply in FP32, which is several
     times faster there.
     """
-    if device.type == "cuda" or (device.type == "cpu" and has_bf16_units()):
+    if device.type == "cuda" or (device.type == "cpu" and has_fast_bf16_products()):
         return torch.bfloat16
     return torch.float32
 

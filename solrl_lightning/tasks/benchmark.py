@@ -300,7 +300,7 @@ def family_times(cfg: DictConfig, laps: list[Lap], device: torch.device) -> dict
     return {
         "pool": cfg.family.pool,
         "keep": cfg.family.keep,
-        "compiled": should_compile(cfg.family.compile, device)[0],
+        "compiled": should_compile("family.compile", "rollouts", cfg.family.compile, device)[0],
         **stages,
         "rollout": rollout,
         "iteration": iteration,

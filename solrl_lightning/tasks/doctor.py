@@ -88,7 +88,9 @@ def arithmetic(cfg: DictConfig) -> Iterator[Row]:
     device = device_of(cfg)
     on_gpu = device.type == "cuda"
     backend = resolve(cfg.precision.name, cfg.precision.backend, device)
-    compiled = should_compile(cfg.family.compile, device)[0] and on_gpu  # on a CPU compilation takes a minute
+    compiled = (
+        should_compile("family.compile", "rollouts", cfg.family.compile, device)[0] and on_gpu
+    )  # on a CPU compilation takes a minute
     shadow = backend if any(stage.sampler == "shadow" for stage in stages_of(cfg)) else None
     model = on_meta(without_files(cfg), backend)
     yield judge_backend(backend, device, shadow is not None)

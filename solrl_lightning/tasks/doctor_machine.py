@@ -13,7 +13,7 @@ import torch
 from huggingface_hub.errors import HFValidationError, HTTPError
 
 from solrl_lightning import __version__
-from solrl_lightning.policies.bf16 import has_bf16_units
+from solrl_lightning.policies.bf16 import has_fast_bf16_products
 from solrl_lightning.quantization.backends import has_int8_units
 from solrl_lightning.tasks.tables import OK, WRONG, Row
 
@@ -38,7 +38,7 @@ def environment(run_dir: str) -> Iterator[Row]:
         yield Row(f"gpu {number}", OK, text, "", found)
     cpu = {
         "instructions": torch.backends.cpu.get_cpu_capability(),
-        "BF16 units": has_bf16_units(),
+        "BF16 units": has_fast_bf16_products(),
         "INT8 units": has_int8_units(),
         "cores": os.cpu_count(),
         "threads of torch": torch.get_num_threads(),

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.architectures import Architecture
-from solrl_lightning.policies.bf16 import has_bf16_units, use_fp32_products
+from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
 from solrl_lightning.policies.compilation import compile_blocks
 from solrl_lightning.quantization import Backend, convert, fp8, int8, nvfp4, resolve, transformer_engine
 from solrl_lightning.quantization.backends import BACKENDS
@@ -76,7 +76,7 @@ def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, co
         one_scale = backend.name == "transformer_engine" and not transformer_engine.has_row_scales()
         quantize = (_QUANTIZE if one_scale else _QUANTIZE_INPUT)[backend.precision]
         error = largest_error(layer(x), x, linear, backend.precision, quantize)
-        if device.type == "cpu" and not has_bf16_units():
+        if device.type == "cpu" and not has_fast_bf16_products():
             use_fp32_products(linear)
         # An eager layer caches the quantised input of the last tensor; a view is another tensor.
         calls = {"bf16": partial(linear, x), "layer": partial(lambda layer, x: layer(x.view_as(x)), layer, x)}

@@ -67,7 +67,7 @@ def asked_seeds(cfg: DictConfig, prompts: list[str]) -> Tensor:
 def without_training(cfg: DictConfig) -> DictConfig:
     """A copy of the configuration without quantisation and compilation, which can be built on any device."""
     changed = with_option(cfg, "precision", "bf16")
-    changed.family.compile = False
+    changed.family.compile = changed.compile_training = False
     changed.family.warning = None
     return changed
 

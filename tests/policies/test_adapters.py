@@ -4,12 +4,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from diffusers import ModelMixin
+from diffusers.loaders import PeftAdapterMixin
 from nano import PROMPTS, load_policy, lora_config, random_state
+from peft import LoraConfig
+from peft.tuners import lora as peft_lora
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import OLD, TRAINED, State
+from solrl_lightning.policies.bf16 import use_fp32_products
 from solrl_lightning.policies.flux1 import Flux1
 
 ADAPTED = [
@@ -174,20 +179,42 @@ def test_a_state_lacking_a_layer_is_refused(adapted: Adapted) -> None:
         adapters.load_state(adapted.layers, OLD, state)
 
 
-def test_products_in_the_input_dtype_are_those_in_float32_up_to_rounding(adapted: Adapted) -> None:
-    adapted.load(**{TRAINED: 1})
-    expected = adapted.velocity()
-    layer = next(iter(adapted.layers.values()))
-    seen: list[torch.dtype] = []
-    layer.lora_A[TRAINED].register_forward_hook(lambda module, args, output: seen.append(output.dtype))
-    adapted.velocity()
-    adapters.multiply_in_input_dtype(adapted.layers)
-    found = adapted.velocity()
-    assert seen == [torch.float32, torch.bfloat16]
-    effect = (expected - adapted.base).abs().max()
-    assert 0 < (found - expected).abs().max() < 0.05 * effect
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("fp32_products", [True, False])
+def test_a_fused_layer_is_peft_s_in_value_and_gradients_up_to_rounding(bias: bool, fp32_products: bool) -> None:
+    torch.manual_seed(0)
 
-    output = layer(torch.randn(4, layer.in_features, dtype=torch.bfloat16))
-    output.sum().backward()
-    trained = layer.lora_B[TRAINED].weight
-    assert trained.dtype == torch.float32 and trained.grad is not None and trained.grad.dtype == torch.float32
+    class Model(ModelMixin, PeftAdapterMixin):
+        def __init__(self) -> None:
+            super().__init__()
+            self.to_q = nn.Linear(24, 40, bias=bias)
+
+    model = Model().bfloat16().requires_grad_(False)
+    if fp32_products:
+        use_fp32_products(model)
+    layer = adapters.add_adapters(model, LoraConfig(r=4, lora_alpha=8, target_modules=["to_q"]), seed=0)["to_q"]
+    assert type(layer) is adapters.FusedLoRALinear
+    nn.init.normal_(layer.lora_B[TRAINED].weight)
+    x = torch.randn(3, 5, 24).bfloat16()
+    upstream = torch.randn(3, 5, 40).bfloat16()
+
+    def outputs(x: Tensor) -> list[Tensor]:
+        x = x.detach().requires_grad_()
+        y = layer(x)
+        found = torch.autograd.grad(y, [x, layer.lora_A[TRAINED].weight, layer.lora_B[TRAINED].weight], upstream.to(y))
+        return [y.detach(), *found]
+
+    fused = outputs(x)
+    layer.__class__ = peft_lora.Linear
+    expected = outputs(x)
+    assert [value.dtype for value in fused] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
+    tolerance = 2**-8 if fp32_products else 2**-6
+    for ours, theirs in zip(fused, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * theirs.abs().max().item())
+    model.float()
+    layer.__class__ = adapters.FusedLoRALinear
+    if not fp32_products:  # in float32 the two differ in the order of sums only
+        fused = outputs(x.float())
+        layer.__class__ = peft_lora.Linear
+        for ours, theirs in zip(fused, outputs(x.float()), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -1,13 +1,19 @@
 """``BF16Linear`` is the bfloat16 linear layer: one rounding of an exact sum, forward and backward."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from nano import load_nano, save_nano
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
-from solrl_lightning.policies import adapters
-from solrl_lightning.policies.bf16 import BF16Linear, has_bf16_units, use_fp32_products
+from solrl_lightning.policies import adapters, bf16
+from solrl_lightning.policies.bf16 import BF16Linear, use_fp32_products
 
 SHAPE = (3, 5, 64)
 
@@ -110,23 +116,55 @@ def test_peft_wraps_the_layer_and_trains_through_it() -> None:
     assert model.to_q.lora_B["default"].weight.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(
-    "capabilities, expected",
-    [
-        ({"architecture": "x86_64", "avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
-        ({"architecture": "x86_64", "avx512_f": True, "avx512_bf16": False, "amx_bf16": False}, False),
-        ({"architecture": "x86_64", "avx512_f": True, "avx512_bf16": True, "amx_bf16": False}, True),
-        ({"architecture": "x86_64", "avx512_f": True, "avx512_bf16": True, "amx_bf16": True}, True),
-        ({"architecture": "aarch64", "neon": True, "bf16": True}, True),
-        ({"architecture": "aarch64", "neon": True, "sve": True, "bf16": False}, False),
-        ({"architecture": "ppc64le"}, False),
-    ],
-)
-def test_bfloat16_units_are_instructions_and_a_library_that_uses_them(
-    capabilities: dict[str, object], expected: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_faster_of_two_calls_is_found_by_its_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"first": iter([9.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0]), "second": iter([2.0] * 7)}
+    clock = 0.0
+
+    def call(name: str) -> None:
+        nonlocal clock
+        clock += next(seconds[name])
+
+    monkeypatch.setattr(bf16.time, "perf_counter", lambda: clock)
+    assert bf16._is_faster(lambda: call("first"), lambda: call("second"))
+
+
+def test_attention_in_float32_is_exact_attention_rounded_once_with_its_gradients() -> None:
+    torch.manual_seed(0)
+    operands = [torch.randn(2, 3, 7, 8).bfloat16().requires_grad_() for _ in range(3)]
+    mask = torch.randn(7, 7).bfloat16()
+    wide = [value.detach().double().requires_grad_() for value in operands]
+    with bf16.FP32Attention():
+        found = F.scaled_dot_product_attention(*operands, attn_mask=mask)
+        assert F.softmax(operands[0], dim=-1).dtype == torch.bfloat16  # other functions are as they are
+    exact = F.scaled_dot_product_attention(*wide, attn_mask=mask.double())
+    upstream = torch.randn_like(found)
+    found.backward(upstream)
+    exact.backward(upstream.double())
+    assert found.dtype == torch.bfloat16
+    for ours, theirs in [(found, exact), *((a.grad, b.grad) for a, b in zip(operands, wide, strict=True))]:
+        assert ours is not None and theirs is not None
+        torch.testing.assert_close(ours.double(), theirs, rtol=2**-8, atol=1e-6)
+    with bf16.FP32Attention():
+        by_name = F.scaled_dot_product_attention(query=operands[0], key=operands[1], value=operands[2], attn_mask=mask)
+    assert torch.equal(by_name, found)
+
+
+@pytest.mark.parametrize("architecture", ["flux1", "sd3", "sana"])
+def test_every_attention_of_a_transformer_runs_in_float32(
+    architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert has_bf16_units() is expected
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert has_bf16_units() is False
+    monkeypatch.setattr(bf16, "has_fast_bf16_attention", lambda: False)
+    policy = load_nano(architecture, save_nano(tmp_path, architecture))
+    seen: set[torch.dtype] = set()
+    attention = torch._C._nn.scaled_dot_product_attention
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is attention:
+                seen.add((args[0] if args else kwargs["query"]).dtype)
+            return func(*args, **(kwargs or {}))
+
+    x = policy.noise(torch.tensor([1, 2]))
+    with torch.no_grad(), Watch():
+        policy.velocity(policy.transformer, x, torch.tensor(0.5), policy.encode(["a", "b"]))
+    assert seen == {torch.float32}

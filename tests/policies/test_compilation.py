@@ -1,4 +1,4 @@
-"""What ``family.compile`` means on which hardware."""
+"""What ``family.compile`` and ``compile_training`` mean on which hardware."""
 
 import shutil
 
@@ -13,34 +13,38 @@ from solrl_lightning.policies.compilation import can_compile, compile_blocks, sh
 from solrl_lightning.policies.gelu import logistic_gelu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+ROLLOUTS = "family.compile", "rollouts"
 
 
 @pytest.mark.parametrize("compiler", ["g++", "clang++", "c++", None])
 def test_auto_compiles_on_a_gpu_only_and_says_so(compiler: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/x" if name == compiler else None)
-    on_gpu, line = should_compile("auto", GPU)
+    on_gpu, line = should_compile(*ROLLOUTS, "auto", GPU)
     assert on_gpu and "compiled" in line
-    on_cpu, line = should_compile("auto", CPU)
+    on_cpu, line = should_compile(*ROLLOUTS, "auto", CPU)
     assert not on_cpu and "eagerly" in line and "family.compile=true" in line
 
 
 @pytest.mark.parametrize("compiler", ["g++", "clang++", "c++"])
 def test_true_compiles_on_a_cpu_that_has_a_compiler(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: "/bin/x" if name == compiler else None)
-    assert can_compile(CPU) and should_compile(True, CPU) == (True, "family.compile=true: rollouts are compiled")
+    assert can_compile(CPU) and should_compile(*ROLLOUTS, True, CPU) == (
+        True,
+        "family.compile=true: rollouts are compiled",
+    )
 
 
 def test_true_is_refused_on_a_cpu_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert can_compile(GPU) and not can_compile(CPU)
-    with pytest.raises(UserError, match="Install one, or set family.compile=false"):
-        should_compile(True, CPU)
-    assert should_compile(True, GPU)[0]
+    with pytest.raises(UserError, match="Install one, or set compile_training=false"):
+        should_compile("compile_training", "training steps", True, CPU)
+    assert should_compile(*ROLLOUTS, True, GPU)[0]
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])
 def test_false_never_compiles(device: torch.device) -> None:
-    assert should_compile(False, device) == (False, "family.compile=false: rollouts run eagerly")
+    assert should_compile(*ROLLOUTS, False, device) == (False, "family.compile=false: rollouts run eagerly")
 
 
 def test_the_logistic_form_of_gelu_is_pytorch_s_tanh_form() -> None:

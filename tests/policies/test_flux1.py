@@ -5,7 +5,7 @@ from diffusers import FluxPipeline
 from nano import PROMPTS, load_policy, relative_error
 from torch import Tensor, nn
 
-from solrl_lightning.policies.bf16 import BF16Linear, has_bf16_units
+from solrl_lightning.policies.bf16 import BF16Linear, has_fast_bf16_products
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.sampling import integrate
 from solrl_lightning.seeds import noise
@@ -93,4 +93,4 @@ def test_velocities_are_float32_from_a_bfloat16_transformer(nano_folder: str) ->
 def test_products_run_in_float32_exactly_where_the_cpu_has_no_bfloat16_units(nano_folder: str) -> None:
     transformer = load_policy(nano_folder).transformer
     linears = {type(module) for module in transformer.modules() if isinstance(module, nn.Linear)}
-    assert linears == {nn.Linear if has_bf16_units() else BF16Linear}
+    assert linears == {nn.Linear if has_fast_bf16_products() else BF16Linear}

@@ -10,7 +10,7 @@ from solrl_lightning.quantization import emulated, fp8
 @pytest.fixture(autouse=True)
 def fp32_operands(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run emulated products in FP32, as on a CPU without BF16 units; a CPU with them rounds each result to BF16."""
-    monkeypatch.setattr(emulated, "has_bf16_units", lambda: False)
+    monkeypatch.setattr(emulated, "has_fast_bf16_products", lambda: False)
 
 
 @pytest.fixture(autouse=True)

@@ -118,7 +118,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
     policy, lora = load_policy(folder, device=device), lora_config()
     rule = QuantizationRule(["transformer_blocks.*", "single_transformer_blocks.*"])
-    samplers = Samplers(policy, lora, seed=0, batch_size=2, compile=False, with_shadow=True, backend=backend, rule=rule)
+    samplers = Samplers(
+        policy,
+        lora,
+        seed=0,
+        batch_size=2,
+        compile_replicas=False,
+        compile_policy=False,
+        with_shadow=True,
+        backend=backend,
+        rule=rule,
+    )
     return SolRLModule(
         policy,
         samplers,

@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 
 from solrl_lightning.checks import check_prompts
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies.bf16 import has_bf16_units
+from solrl_lightning.policies.bf16 import has_fast_bf16_products
 from solrl_lightning.policies.compilation import can_compile
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.shapes import ShapesReward
@@ -128,7 +128,7 @@ def test_peak_is_the_median_rate_of_a_square_product(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(benchmark_module, "_now", lambda device: next(clock))
     peak = matmul_peak(CPU)
     assert peak["size"] == 20
-    assert peak["dtype"] == ("bfloat16" if has_bf16_units() else "float32")
+    assert peak["dtype"] == ("bfloat16" if has_fast_bf16_products() else "float32")
     assert peak["tflops"] == pytest.approx(2 * 20**3 / 0.5 / 1e12)
 
 
