@@ -176,6 +176,7 @@ _CHOICES = {
     "old_velocity": ("policy", "merged"),
     "family.compile": (True, False, "auto"),
     "compile_training": (True, False, "auto"),
+    "model.gradient_checkpointing": (True, False, "selective"),
 }
 
 

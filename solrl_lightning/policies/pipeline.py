@@ -23,6 +23,7 @@ from solrl_lightning.files import written_whole
 from solrl_lightning.memory import retry_with_empty_cache
 from solrl_lightning.policies import bf16
 from solrl_lightning.policies.architectures import find_architecture
+from solrl_lightning.policies.checkpointing import checkpoint_blocks
 from solrl_lightning.policies.conditioning import Conditioning, Row, stack_rows
 from solrl_lightning.policies.config_files import TINY
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
@@ -47,7 +48,8 @@ class PipelinePolicy(ABC):
         dtypes: names of torch dtypes by component; ``default`` for all others.
         embeddings: folder of prompt embeddings, or None to keep none. With a folder, the text encoders are loaded only
             for a prompt that is not in it.
-        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        gradient_checkpointing: True to recompute the activations of every block in the backward pass instead of
+            keeping them, ``selective`` for every second block.
         variant: of the weight files of components that have it, e.g. ``bf16`` for ``model.bf16.safetensors``.
         weights: ``pretrained``, or ``random`` in the same shapes, without text encoders, for plans and timings.
         preview_decoder: hub id or local folder of an ``AutoencoderTiny`` of the same latents, for ``preview``;
@@ -71,7 +73,7 @@ class PipelinePolicy(ABC):
         decode_batch: int,
         dtypes: Mapping[str, str],
         embeddings: str | None = None,
-        gradient_checkpointing: bool = False,
+        gradient_checkpointing: bool | str = False,
         variant: str | None = None,
         weights: str = "pretrained",
         preview_decoder: str | None = None,
@@ -94,8 +96,7 @@ class PipelinePolicy(ABC):
             self.pipeline = self._load(dict.fromkeys(self.encoders))
             self.cache = self._cache(Path(embeddings))
         self.transformer = self.pipeline.transformer.requires_grad_(False)
-        if gradient_checkpointing:
-            self.transformer.enable_gradient_checkpointing()
+        checkpoint_blocks(self.transformer, gradient_checkpointing)
         if self.device.type == "cpu" and self.transformer.dtype == torch.bfloat16:
             if not bf16.has_fast_bf16_products():
                 bf16.use_fp32_products(self.transformer)

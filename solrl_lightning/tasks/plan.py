@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +23,6 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.build import device_of, lora_config, quantization_rule, stages_of, with_option
@@ -32,6 +30,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.architectures import Architecture, build_component, find_architecture
+from solrl_lightning.policies.checkpointing import checkpoint_blocks
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.quantization import Backend, LayerPlan, resolve
 from solrl_lightning.quantization import format_table as format_layers
@@ -54,7 +53,7 @@ class Passes(NamedTuple):
     adapted: int  # of a forward pass with LoRA branches
     backward: int  # through the frozen weights to the LoRA's, with what gradient checkpointing computes again
     decode: int
-    activation_bytes: int  # saved by a forward pass for its backward pass
+    activation_bytes: Mapping[bool | str, int]  # kept for the backward pass, by model.gradient_checkpointing
     preview: int = 0  # of decoding by the preview decoder, 0 without one
 
 
@@ -73,9 +72,19 @@ class Shapes(NamedTuple):
 # Multiply-adds
 
 
+def flop_counter() -> FlopCounterMode:
+    """PyTorch's counter, which by itself leaves out products that are added in place, as LoRA's are."""
+    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops})
+
+
+def _addmm_flops(y: Sequence[int], a: Sequence[int], b: Sequence[int], **unused: Any) -> int:
+    """2 m k n of the shapes a [m, k] and b [k, n]."""
+    return 2 * a[0] * a[1] * b[1]
+
+
 def count_macs(run: Callable[[], Any], module: nn.Module) -> tuple[int, dict[str, int]]:
     """MACs of ``run()``, which calls ``module``, and the part of each linear layer and convolution of ``module``."""
-    with FlopCounterMode(display=False) as counter:
+    with flop_counter() as counter:
         run()
     counts, root = counter.get_flop_counts(), type(module).__name__
     names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
@@ -112,7 +121,9 @@ def saved_for_backward(module: nn.Module) -> Iterator[dict[int, Any]]:
         yield saved
 
 
-def trace(policy: PipelinePolicy, lora: LoraConfig, previews: bool = False) -> tuple[Passes, dict[str, LoraLayer]]:
+def trace(
+    policy: PipelinePolicy, lora: LoraConfig, checkpointing: bool | str, previews: bool = False
+) -> tuple[Passes, dict[str, LoraLayer]]:
     """The passes of a policy on ``meta``, and its adapted layers by name. Adds the adapters to the policy."""
     conditioning = policy.encode(["a prompt"])
     x = policy.noise(torch.zeros(1, dtype=torch.int64))
@@ -128,19 +139,20 @@ def trace(policy: PipelinePolicy, lora: LoraConfig, previews: bool = False) -> t
     with torch.device(policy.device):  # PEFT would leave the adapters of layers on meta on the CPU
         adapted_layers = adapters.add_adapters(policy.transformer, lora, seed=0)
     policy.transformer.train()
-    transformer: Any = policy.transformer  # a ModelMixin of diffusers
-    if transformer.is_gradient_checkpointing:
+    activations: dict[bool | str, int] = {}
+    backward: dict[bool | str, int] = {}
+    for blocks in (False, "selective", True):
         # Tensor.backward runs outside of the mode, so recomputation enters another mode.
-        contexts = {"context_fn": lambda: (nullcontext(), FusedAttention())}
-        transformer.enable_gradient_checkpointing(partial(checkpoint, use_reentrant=False, **contexts))
-    with FusedAttention():
-        with saved_for_backward(policy.transformer) as saved, FlopCounterMode(display=False) as there:
-            loss = velocity().sum()
-        with FlopCounterMode(display=False) as back:
-            loss.backward()
-    adapted, backward = there.get_total_flops() // 2, back.get_total_flops() // 2
-    activations = sum(storage.nbytes() for storage in saved.values())
-    return Passes(forward, layers, adapted, backward, decode, activations, preview), adapted_layers
+        checkpoint_blocks(policy.transformer, blocks, context_fn=lambda: (nullcontext(), FusedAttention()))
+        with FusedAttention():
+            with saved_for_backward(policy.transformer) as saved, flop_counter() as there:
+                loss = velocity().sum()
+            with flop_counter() as back:
+                loss.backward()
+        backward[blocks] = back.get_total_flops() // 2
+        activations[blocks] = sum(storage.nbytes() for storage in saved.values())
+    adapted = there.get_total_flops() // 2
+    return Passes(forward, layers, adapted, backward[checkpointing], decode, activations, preview), adapted_layers
 
 
 def layer_statistics(layers: Sequence[LayerPlan], passes: Passes) -> Json:
@@ -194,7 +206,8 @@ def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
     layers = plan_layers(policy.transformer, quantization_rule(cfg), backend)
     weights = {layer.name: policy.transformer.get_submodule(layer.name).weight for layer in layers}
     parameters, held = sum(p.numel() for p in policy.transformer.parameters()), bytes_of(policy.transformer)
-    passes, adapted = trace(policy, lora_config(cfg), previews=cfg.model.get("preview_decoder") is not None)
+    checkpointing = cfg.model.gradient_checkpointing
+    passes, adapted = trace(policy, lora_config(cfg), checkpointing, cfg.model.get("preview_decoder") is not None)
     lora = 4 * sum(weight.numel() for weight in adapters.adapter_state(adapted, TRAINED).values())
     quantized = [layer.name for layer in layers if layer.quantized]
     has_shadow = any(stage.sampler == "shadow" for stage in stages_of(cfg))
@@ -211,7 +224,7 @@ def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
         "gradients_and_moments": 3 * lora,
         "autoencoder": bytes_of(policy.pipeline.vae),
         "text_encoders": encoder_bytes(architecture, policy.dtypes),
-        "kept_for_backward": cfg.model.micro_batch * passes.activation_bytes,
+        "kept_for_backward": cfg.model.micro_batch * passes.activation_bytes[checkpointing],
     }
     return Shapes(policy, architecture, layers, passes, adapted, parameters, size)
 
@@ -294,6 +307,9 @@ def plan(cfg: DictConfig) -> Json:
         "bits_a_weight": {"packed": PACKED_BITS[backend.precision], "here": backend.bits_per_weight},
         "layers": statistics,
         "bytes": size,
+        "kept_for_backward": {
+            str(blocks).lower(): cfg.model.micro_batch * kept for blocks, kept in model.passes.activation_bytes.items()
+        },
         "weights_to_one_copy": {**copies, "published": float(PUBLISHED_COPIES)},
         "prompts_per_iteration": cfg.prompts_per_iteration,
         "devices": cfg.task.devices,
@@ -354,6 +370,7 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         "kept_for_backward": f"kept for the backward pass of {micro_batch} rows (uncompiled)",
     }
     held = [[label, _si(result["bytes"][key])] for key, label in labels.items() if result["bytes"][key]]
+    kept_bytes = ", ".join(f"{blocks} {_si(count)}" for blocks, count in result["kept_for_backward"].items())
     counts = [
         [row["family"], row["prompt"].get(EXPLORE), row["prompt"][REGENERATE]]
         + [sum(row[scope].values()) for scope in ("prompt", "all_devices", "device")]
@@ -382,6 +399,7 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         f"Multiply-adds (MACs) of one image:\n{format_table(['', 'MACs', 'share'], macs)}\n\n"
         "Bytes on one device (G of 10^9; not counted: reward models, activations of sampling):\n"
         f"{format_table(['', 'bytes'], held)}\n"
+        f"  kept for the backward pass by model.gradient_checkpointing: {kept_bytes}\n"
         f"  weights of policy, merged replica and shadow: {ratio['packed']:.2f}x one copy if packed, "
         f"{ratio['here']:.2f}x here; published: {ratio['published']:.0f}x\n\n"
         f"Model evaluations (forward passes of one image) of an iteration of {result['prompts_per_iteration']} prompts "

@@ -51,7 +51,7 @@ def embedded(**options: Any) -> Flux1:
 
 @pytest.fixture(scope="module")
 def passes() -> Passes:
-    return trace(embedded(), small_lora())[0]
+    return trace(embedded(), small_lora(), False)[0]
 
 
 def test_macs_count_every_product() -> None:
@@ -90,11 +90,14 @@ def test_macs_of_lora_branches_are_proportional_to_their_rank(passes: Passes) ->
 
 
 def test_gradient_checkpointing_saves_less_and_recomputes_the_blocks(passes: Passes) -> None:
-    checkpointed = trace(embedded(gradient_checkpointing=True), small_lora())[0]
-    assert checkpointed.activation_bytes < passes.activation_bytes / 2
+    checkpointed, selective = (trace(embedded(), small_lora(), blocks)[0] for blocks in (True, "selective"))
+    kept = passes.activation_bytes
+    assert kept == checkpointed.activation_bytes and kept[True] < kept[False] / 2
+    assert kept[True] < kept["selective"] < kept[False]
     assert (checkpointed.forward, checkpointed.adapted) == (passes.forward, passes.adapted)
-    again = checkpointed.backward - passes.backward
+    again, half = checkpointed.backward - passes.backward, selective.backward - passes.backward
     assert 0.9 * passes.adapted < again < passes.adapted
+    assert 0.3 * again < half < 0.7 * again
 
 
 def test_saved_activations_are_counted_once_and_without_parameters() -> None:
@@ -146,7 +149,7 @@ def test_evaluations_per_prompt(compose: Compose) -> None:
 
 
 def test_devices_share_an_iteration_and_only_quantised_layers_are_faster(compose: Compose) -> None:
-    sizes = Passes(forward=100, layers={}, adapted=110, backward=200, decode=7, activation_bytes=0, preview=3)
+    sizes = Passes(forward=100, layers={}, adapted=110, backward=200, decode=7, activation_bytes={}, preview=3)
     composed = compose(
         "task=plan", "task.devices=8", "task.speedup=2", "prompts_per_iteration=12", "model.micro_batch=10"
     )
