@@ -141,9 +141,9 @@ def _or_null(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
 _RULES = {
     "a whole number of at least 1": (
         _whole(1),
-        "trainer.num_nodes iterations optimizer_steps prompts_per_iteration evaluation.every family.pool "
-        "family.explore.steps family.regenerate.steps model.resolution model.max_sequence_length model.full_steps "
-        "model.preview_steps model.eval_steps model.prefix_steps model.micro_batch model.decode_batch "
+        "trainer.num_nodes iterations optimizer_steps objective.reference_every prompts_per_iteration evaluation.every "
+        "family.pool family.explore.steps family.regenerate.steps model.resolution model.max_sequence_length "
+        "model.full_steps model.preview_steps model.eval_steps model.prefix_steps model.micro_batch model.decode_batch "
         "model.rollout_batch model.lora.rank data.eval_images task.pool task.images task.repeats task.rounds "
         "task.grid_prompts task.grid_images",
     ),

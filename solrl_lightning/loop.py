@@ -80,8 +80,8 @@ class ExploreTrainLoop(_FitLoop):
         self._steps_taken = 0  # in the current iteration
         self._evaluations = 0  # in finished iterations
         self._seconds_before = 0.0  # in the runs that this one resumes
-        trained = kept * levels * (1 + len(objective.needs))
-        self._each_iteration = schedule.per_iteration * (sum(evaluations(stages, pool)) + trained)
+        trained = kept * levels * objective.forward_passes
+        self._each_iteration = round(schedule.per_iteration * (sum(evaluations(stages, pool)) + trained))
         self.explored: Candidates | None = None
         """The whole pool with its proxy rewards; None in families of one stage."""
         self.rollouts: Rollouts

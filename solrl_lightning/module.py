@@ -160,6 +160,8 @@ class SolRLModule(LightningModule):
     def training_step(self, batch: TrainingBatch, batch_idx: int) -> Tensor:
         others = {}
         for name in self.objective.needs:
+            if name == "reference" and not self._reads_reference(batch_idx):
+                continue
             with torch.no_grad(), self.samplers.use(self.velocities_of[name]) as transformer:
                 others[name] = self._velocity(transformer, batch)
         loss_of_rows = self.objective(self._velocity(self.transformer, batch), batch, **others)
@@ -169,6 +171,11 @@ class SolRLModule(LightningModule):
         values = {"train/loss": loss.detach()} | {f"train/{name}": value for name, value in metrics.items()}
         self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
         return loss
+
+    def _reads_reference(self, batch_idx: int) -> bool:
+        """Whether it is this micro-batch's turn, which moves by one in every iteration."""
+        every = self.objective.reference_every
+        return every == 1 or (batch_idx + self.trainer.fit_loop.iterations_done) % every == 0  # type: ignore[attr-defined]
 
     def _velocity(self, transformer: nn.Module, batch: TrainingBatch) -> Tensor:
         return self.policy.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning)

@@ -191,7 +191,7 @@ def test_what_was_left_out_of_the_prompts_is_logged_once(
     with caplog.at_level(logging.INFO, logger="solrl_lightning"):
         trainer = build_trainer(cfg)
         build_module(cfg, torch.device("cpu"), stages_of(cfg))
-        build_loop(cfg, trainer, NFT(1.0, 0.0, 5.0, 0.5))
+        build_loop(cfg, trainer, NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5))
     assert [message for message in caplog.messages if "prompts.txt" in message] == [
         f"{file}: dropped 1 repeated prompts of 2"
     ]

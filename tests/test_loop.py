@@ -374,7 +374,7 @@ class Pull(Objective):
 
 def test_custom_objective_trains_on_sampler_transitions(tmp_path: Path) -> None:
     metrics = Metrics()
-    own = ("objective._target_=test_loop.Pull", *(f"~objective.{key}" for key in vars(NFT(1, 1, 1, 1))))
+    own = ("objective._target_=test_loop.Pull", *(f"~objective.{key}" for key in vars(NFT(1, 1, kl_weight=1))))
     module, trainer, loop = make(tmp_path, *own, "model.full_steps=4", callbacks=(metrics,), max_epochs=2)
     before = weights(module)
     fit(module, trainer, loop)
@@ -383,6 +383,30 @@ def test_custom_objective_trains_on_sampler_transitions(tmp_path: Path) -> None:
     assert not torch.equal(weights(module), before)
     # The first iteration's Euler steps are the trained policy's own velocities, up to the rounding of merged weights.
     assert 0 < metrics.logged["train/error"] < 1e-3
+
+
+def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begins_with_the_next(tmp_path: Path) -> None:
+    options = ("objective.kl_weight=0.1", "objective.reference_every=2", "model.micro_batch=2")
+    module, trainer, loop = make(tmp_path, *options, max_epochs=3)
+    turns: list[tuple[int, int]] = []
+    use, step = module.samplers.use, module.training_step
+    current = 0
+
+    def training_step(batch: TrainingBatch, batch_idx: int) -> Tensor:
+        nonlocal current
+        current = batch_idx
+        return step(batch, batch_idx)
+
+    def noted(name: str) -> Any:
+        if name == "reference":
+            turns.append((loop.iterations_done, current))
+        return use(name)
+
+    module.training_step, module.samplers.use = training_step, noted  # type: ignore[method-assign]
+    fit(module, trainer, loop)
+    count = loop.plan.micro_batches
+    assert count >= 3 and turns == [(i, b) for i in range(3) for b in range(count) if (i + b) % 2 == 0]
+    assert loop.cost()["evaluations"] == 3 * round(loop._each_iteration) and module.objective.forward_passes == 2.5
 
 
 @pytest.mark.parametrize("sampler", ["policy", "merged"])
@@ -591,7 +615,7 @@ def test_more_devices_than_prompts_raises(tmp_path: Path) -> None:
     cfg = composed("prompts_per_iteration=1")
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match="prompts_per_iteration=.* is invalid: every device needs at least one prompt"):
-        build_loop(cfg, trainer, NFT(1.0, 0.0, 5.0, 0.5))
+        build_loop(cfg, trainer, NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5))
 
 
 def test_only_policy_is_trained_and_old_policy_follows(tmp_path: Path) -> None:

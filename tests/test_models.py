@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
-from nano import BUILDERS, MAX_WORDS, PROMPTS, save_nano
+from nano import BUILDERS, MAX_WORDS, PROMPTS, load_nano, lora_config, random_state, save_nano
 from omegaconf import DictConfig
 from safetensors.torch import load_file
+from torch import Tensor
+from torch._dynamo.backends.debugging import aot_eager
 from torch._inductor.compile_fx import compile_fx
 
+from solrl_lightning.policies import adapters
+from solrl_lightning.quantization import QuantizationRule, resolve
+from solrl_lightning.samplers import Samplers
 from solrl_lightning.tasks.train import train
 
 Compose = Callable[..., DictConfig]
@@ -93,3 +98,47 @@ def picture(pipeline: Any) -> torch.Tensor:
         options["use_resolution_binning"] = False  # to one of the real model's sizes
         pipeline.scheduler = FlowMatchEulerDiscreteScheduler()  # numpy warns about its own one
     return pipeline(PROMPTS[0], generator=generator, max_sequence_length=MAX_WORDS, **options).images
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
+@pytest.mark.parametrize(
+    ("model", "checkpointing"),
+    [("flux1", False), ("flux1", True), ("flux1", "selective"), ("sd3", False), ("sana", False)],
+)
+def test_compiled_training_has_two_graphs_per_kind_of_block_and_the_eager_gradients(
+    folders: dict[str, str], model: str, checkpointing: bool | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph with gradients for the trained adapter, one without for the old one, and none in later iterations."""
+    graphs = 0
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kw: compile_with(*args, **(kw | {"backend": counted})))
+    gradients: dict[bool, list[Tensor]] = {}
+    for compiled in (False, True):
+        policy = load_nano(model, folders[model], gradient_checkpointing=checkpointing)
+        rule = QuantizationRule([], {})
+        options = dict(seed=0, batch_size=3, compile_replicas=False, with_shadow=False, rule=rule)
+        samplers = Samplers(
+            policy, lora_config(), compile_policy=compiled, backend=resolve("bf16", "auto", policy.device), **options
+        )
+        adapters.load_state(samplers.lora_layers, "default", random_state(samplers.adapter_state("default"), seed=1))
+        x, conditioning = policy.noise(torch.tensor([1, 2, 3])), policy.encode(PROMPTS)
+        for step in range(3):
+            sigma = torch.tensor([0.9, 0.5, 0.1 + 0.1 * step])
+            with torch.no_grad(), samplers.use("policy") as transformer:
+                old = policy.velocity(transformer, x, sigma, conditioning)
+            velocity = policy.velocity(policy.transformer, x, sigma, conditioning)
+            policy.transformer.zero_grad()
+            (velocity - old).square().mean().backward()
+            samplers.update_old(0.5)
+        gradients[compiled] = [p.grad for p in policy.transformer.parameters() if p.grad is not None]
+    assert graphs == 2 * KINDS_OF_BLOCKS
+    scale = max(value.abs().max().item() for value in gradients[False])
+    for eager, fused in zip(gradients[False], gradients[True], strict=True):
+        torch.testing.assert_close(fused, eager, rtol=0.05, atol=0.02 * scale)

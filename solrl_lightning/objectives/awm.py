@@ -13,14 +13,14 @@ clip are those of PPO, one ratio per noise level.
 Shapes: B batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from solrl_lightning.objectives.base import Loss, Objective, loss_of
+from solrl_lightning.objectives.base import KLObjective, Loss
 from solrl_lightning.rollout.records import TrainingBatch
 
 _HUBER_POWER = 0.25
@@ -30,18 +30,12 @@ Weighting = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class AWM(Objective):
+class AWM(KLObjective):
     """`awm_loss` on re-noised images, with the published weighting `ghuber`."""
 
-    kl_weight: float
     old_weight: float
     advantage_clip: float
     ratio_clip: float
-    timestep_fraction: float
-
-    @property
-    def needs(self) -> Sequence[str]:
-        return ("old", "reference") if self.kl_weight else ("old",)
 
     def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
         terms = awm_loss(
@@ -52,12 +46,12 @@ class AWM(Objective):
             batch.x_t,
             batch.sigma,
             batch.advantage,
-            kl_weight=self.kl_weight,
+            kl_weight=self.kl_weight_beside(others),
             old_weight=self.old_weight,
             advantage_clip=self.advantage_clip,
             ratio_clip=self.ratio_clip,
         )
-        return loss_of(terms)
+        return self.loss_of(terms, others)
 
 
 class AWMLoss(NamedTuple):

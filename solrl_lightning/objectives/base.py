@@ -7,7 +7,8 @@ Shapes: B micro-batch, M kept samples, T solver steps.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +31,18 @@ class Objective(ABC):
 
     timestep_fraction: float = 1.0
     """Fraction of the T noise levels that each kept sample is trained at."""
+    reference_every: int = 1
+    """The reference velocity is computed in every n-th micro-batch only."""
 
     @property
     def needs(self) -> Sequence[str]:
         """Names of the other velocities that the loss reads: "old" (sampling policy), "reference" (base model)."""
         return ("old",)
+
+    @property
+    def forward_passes(self) -> float:
+        """Forward passes per training row, on average."""
+        return 1 + sum(1 / self.reference_every if name == "reference" else 1 for name in self.needs)
 
     @property
     def reads_path(self) -> bool:
@@ -56,6 +64,29 @@ class Objective(ABC):
         """Return the loss of ``velocity`` [B, ...] at ``batch.x_t``; ``others`` has the velocities named in `needs`."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class KLObjective(Objective):
+    """An objective of the sampling policy's velocity, with a KL term to the base model."""
+
+    kl_weight: float
+    reference_every: int = 1
+    timestep_fraction: float = 1.0
+
+    @property
+    def needs(self) -> Sequence[str]:
+        return ("old", "reference") if self.kl_weight else ("old",)
+
+    def kl_weight_beside(self, others: Mapping[str, Tensor]) -> float:
+        """Return the weight of the KL term in a micro-batch, 0 without the reference; the mean is ``kl_weight``."""
+        return self.kl_weight * self.reference_every if "reference" in others else 0.0
+
+    def loss_of(self, terms: Any, others: Mapping[str, Tensor]) -> Loss:
+        """Return ``terms``, the NamedTuple of a loss function, as a Loss with all its means as metrics."""
+        unknown = {"kl"} if self.kl_weight and "reference" not in others else set()
+        names = set(terms._fields) - {"loss", "rows"} - unknown
+        return Loss(terms.rows, {name: getattr(terms, name) for name in terms._fields if name in names})
+
+
 def check_loss(objective: Objective, loss: Any, rows: int) -> Loss:
     """Return ``loss``, the result of ``objective`` for a micro-batch of so many rows.
 
@@ -69,8 +100,3 @@ def check_loss(objective: Objective, loss: Any, rows: int) -> Loss:
             f"a micro-batch of {rows} rows; got {found}. See docs/extending.md."
         )
     return loss
-
-
-def loss_of(terms: Any) -> Loss:
-    """Return ``terms``, the NamedTuple of a loss function, as a Loss with every term but ``loss`` as a metric."""
-    return Loss(terms.rows, {name: value for name, value in terms._asdict().items() if name not in ("loss", "rows")})

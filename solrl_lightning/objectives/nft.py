@@ -11,31 +11,24 @@ samples of negative advantage push it to the mirrored side. No likelihoods, any 
 Shapes: B batch.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from solrl_lightning.objectives.base import Loss, Objective, loss_of
+from solrl_lightning.objectives.base import KLObjective, Loss
 from solrl_lightning.rollout.records import TrainingBatch
 
 _MIN_ERROR = 1e-5  # floor of the adaptive weight, so that an exact x0 prediction does not divide by zero
 
 
 @dataclass(frozen=True)
-class NFT(Objective):
+class NFT(KLObjective):
     """`nft_loss` on re-noised images."""
 
     beta: float
-    kl_weight: float
     advantage_clip: float
-    timestep_fraction: float
-
-    @property
-    def needs(self) -> Sequence[str]:
-        return ("old", "reference") if self.kl_weight else ("old",)
 
     def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
         terms = nft_loss(
@@ -47,10 +40,10 @@ class NFT(Objective):
             batch.sigma,
             batch.advantage,
             beta=self.beta,
-            kl_weight=self.kl_weight,
+            kl_weight=self.kl_weight_beside(others),
             advantage_clip=self.advantage_clip,
         )
-        return loss_of(terms)
+        return self.loss_of(terms, others)
 
 
 class NFTLoss(NamedTuple):

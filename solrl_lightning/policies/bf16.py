@@ -92,8 +92,10 @@ def use_fp32_attention(transformer: nn.Module) -> None:
 
 @cache
 def _with_fp32_attention(attention: type[nn.Module]) -> type[nn.Module]:
+    in_own_dtype = attention.forward  # torch.compile cannot trace `attention.forward`: diffusers allows it in the graph
+
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with FP32Attention():
-            return attention.forward(self, *args, **kwargs)
+            return in_own_dtype(self, *args, **kwargs)
 
     return type(attention.__name__, (attention,), {"forward": forward})

@@ -254,7 +254,7 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
         stage.name: prompts * counts[stage.name] * cost[stage.sampler] for stage in stages
     }  # a race has one sampler
     macs["decode"] = prompts * sum(n * decoding[stage.decoder] for n, stage in zip(images, stages, strict=True))
-    needs_reference = cfg.objective.get("kl_weight") != 0
+    needs_reference = (cfg.objective.get("kl_weight") != 0) / cfg.objective.get("reference_every", 1)
     without_gradients = cost[cfg.old_velocity] + needs_reference * passes.forward
     macs["train"] = rows * (passes.adapted + passes.backward + without_gradients)
     return {
@@ -263,7 +263,7 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
         "device": {name: prompts * count for name, count in counts.items()},
         "decodes": prompts * sum(images),
         "train_rows": rows,
-        "train_forwards": rows * (2 + needs_reference),
+        "train_forwards": round(rows * (2 + needs_reference)),
         "train_backwards": rows,
         "macs": macs | {"iteration": sum(macs.values())},
     }

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -205,7 +206,24 @@ def test_nan_propagates() -> None:
     assert rows.isnan().tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize("objective", [NFT(1.0, 0.0, 5.0, 0.6), AWM(0.0, 1.0, 5.0, 1.0, 0.6)])
+@pytest.mark.parametrize("objective", [NFT(1.0, 5.0, kl_weight=0.0), AWM(1.0, 5.0, 1.0, kl_weight=0.0)])
 def test_reference_is_needed_if_kl_weight_is_not_zero(objective: NFT | AWM) -> None:
     assert objective.needs == ("old",)
     assert replace(objective, kl_weight=1e-4).needs == ("old", "reference")
+
+
+RARE = {"kl_weight": 0.1, "reference_every": 3}
+
+
+@pytest.mark.parametrize("objective", [NFT(1.0, 5.0, **RARE), AWM(1.0, 5.0, 1.0, **RARE)])
+def test_a_rarer_reference_weighs_more_and_its_mean_is_the_term_itself(objective: NFT | AWM) -> None:
+    assert objective.forward_passes == pytest.approx(2 + 1 / 3)
+    inputs = batch()
+    training = SimpleNamespace(**{name: inputs[name] for name in ("x0", "x_t", "sigma", "advantage")})
+    velocity, old, reference = (inputs[f"{name}velocity"] for name in ("", "old_", "reference_"))
+    always = replace(objective, reference_every=1)(velocity, training, old=old, reference=reference)
+    never = objective(velocity, training, old=old)
+    now = objective(velocity, training, old=old, reference=reference)
+    torch.testing.assert_close((2 * never.per_sample + now.per_sample) / 3, always.per_sample)
+    assert "kl" in now.metrics and "kl" not in never.metrics
+    assert "kl" in replace(objective, kl_weight=0.0)(velocity, training, old=old).metrics
