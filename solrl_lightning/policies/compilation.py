@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies.gelu import use_logistic_gelu
 
 
 def can_compile(device: torch.device) -> bool:
@@ -46,8 +45,6 @@ def compile_blocks(
     ``fullgraph=False`` lets layers of another library break a block into several graphs. ``compile_repeated_blocks`` of
     diffusers knows the blocks of FLUX.1 but not those of SD3 and SANA.
     """
-    if next(transformer.parameters()).device.type == "cpu":
-        use_logistic_gelu(transformer)
     for blocks in transformer.children():
         if isinstance(blocks, nn.ModuleList):
             for block in blocks:

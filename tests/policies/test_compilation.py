@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
-from solrl_lightning.policies.gelu import logistic_gelu
+from solrl_lightning.policies.compilation import can_compile, should_compile
+from solrl_lightning.policies.gelu import logistic_gelu, use_logistic_gelu
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ROLLOUTS = "family.compile", "rollouts"
@@ -54,18 +54,27 @@ def test_the_logistic_form_of_gelu_is_pytorch_s_tanh_form() -> None:
     exact = F.gelu(rounded.double(), approximate="tanh")
     assert logistic_gelu(rounded).dtype == torch.bfloat16
     torch.testing.assert_close(logistic_gelu(rounded).double(), exact, rtol=2**-8, atol=1e-6)  # rounded once
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2**-7)):
+        x = torch.linspace(-9, 9, 6001).to(dtype).requires_grad_()
+        reference = x.detach().double().requires_grad_()
+        (found,), (slope,) = (
+            torch.autograd.grad(y.sum(), [inputs])
+            for y, inputs in ((logistic_gelu(x), x), (F.gelu(reference, approximate="tanh"), reference))
+        )
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), slope, rtol=tolerance, atol=tolerance / 10)
     big = torch.tensor([3e38, -3e38])
     assert logistic_gelu(big).equal(torch.tensor([3e38, 0.0]))  # the cube overflows
 
 
-def test_compiled_blocks_on_a_cpu_have_it_and_keep_their_parameters_and_other_activations() -> None:
+def test_only_gelu_in_tanh_form_is_replaced_and_parameters_stay() -> None:
     torch.manual_seed(0)
     block = nn.Sequential(GELU(4, 8, "tanh"), nn.GELU(approximate="tanh"), nn.GELU(), GELU(8, 8))
     transformer = nn.Module()
     transformer.blocks = nn.ModuleList([block])
     parameters, x = list(transformer.parameters()), torch.randn(3, 4)
     expected = block(x)
-    compile_blocks(transformer)
+    use_logistic_gelu(transformer)
     changed = ["LogisticGELUProjection", "LogisticGELU", "GELU", "GELU"]
     assert [type(module).__name__ for module in block] == changed
     assert all(a is b for a, b in zip(transformer.parameters(), parameters, strict=True))
