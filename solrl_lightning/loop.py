@@ -30,6 +30,9 @@ from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.stopwatch import Stopwatch
 
+ENCODED_TOGETHER = 4
+"""Iterations whose prompts are encoded at once, because a GPU has to be given the text encoders each time."""
+
 
 class ExploreTrainLoop(_FitLoop):
     """Runs the family's stages over the pool, then trains on the kept candidates.
@@ -82,6 +85,7 @@ class ExploreTrainLoop(_FitLoop):
         self._seconds_before = 0.0  # in the runs that this one resumes
         trained = kept * levels * objective.forward_passes
         self._each_iteration = round(schedule.per_iteration * (sum(evaluations(stages, pool)) + trained))
+        self._encoded: tuple[int, EncodedPrompts] | None = None  # first iteration of those encoded, their prompts
         self.explored: Candidates | None = None
         """The whole pool with its proxy rewards; None in families of one stage."""
         self.rollouts: Rollouts
@@ -105,11 +109,11 @@ class ExploreTrainLoop(_FitLoop):
 
     def roll_out(self) -> MicroBatches:
         """Run the stages on this rank's prompts and return the training rows."""
-        module, trainer = self._module, self.trainer
-        texts = self.schedule.for_iteration(trainer.current_epoch)[trainer.global_rank :: trainer.world_size]
-        seeds = pool_seeds(self.seed, trainer.current_epoch, texts, self.pool)
+        iteration = self.trainer.current_epoch
+        texts = self._texts(iteration)
+        seeds = pool_seeds(self.seed, iteration, texts, self.pool)
         with self.stopwatch.stage(self.stages[0].name):
-            prompts = module.encode(texts)
+            prompts = self._encode(iteration, texts)
 
         def run(stage: Stage, seeds: Tensor, initial_state: SolverState | None) -> Candidates:
             with self.stopwatch.stage(stage.name):
@@ -120,8 +124,21 @@ class ExploreTrainLoop(_FitLoop):
         advantages = group_advantages(kept.rewards, all_reduce_sum=self._sum)
         rewards = (proxy_rewards, kept.rewards, kept.scores, advantages)
         self.rollouts = Rollouts(texts, kept.seeds, kept.x0, *rewards, kept.path)
-        sigmas = module.policy.sigmas(self.stages[-1].steps)
+        sigmas = self._module.policy.sigmas(self.stages[-1].steps)
         return MicroBatches(self.rollouts, prompts, sigmas, self.objective, self.plan)
+
+    def _texts(self, iteration: int) -> list[str]:
+        """Return this rank's prompts."""
+        return self.schedule.for_iteration(iteration)[self.trainer.global_rank :: self.trainer.world_size]
+
+    def _encode(self, iteration: int, texts: list[str]) -> EncodedPrompts:
+        """Encode ``texts`` with those of the iterations that share a visit of the text encoders."""
+        first = iteration - iteration % ENCODED_TOGETHER
+        if self._encoded is None or self._encoded[0] != first:
+            together = [text for i in range(first, first + ENCODED_TOGETHER) for text in self._texts(i)]
+            self._encoded = first, self._module.encode(list(dict.fromkeys(together)))
+        encoded = self._encoded[1]
+        return EncodedPrompts(*encoded.gather(torch.tensor([encoded.texts.index(text) for text in texts])))
 
     def regenerate(self, prompts: list[str], seeds: Tensor) -> Candidates:
         """Return the candidates of seeds [P, n] sampled by the last stage from their noise, and scored."""

@@ -385,6 +385,30 @@ def test_custom_objective_trains_on_sampler_transitions(tmp_path: Path) -> None:
     assert 0 < metrics.logged["train/error"] < 1e-3
 
 
+def test_prompts_of_four_iterations_are_encoded_at_once_and_resumed_ones_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, trainer, loop = make(tmp_path, max_epochs=6)
+    encoded: list[list[str]] = []
+    encode = module.policy.encode
+
+    def noted(texts: list[str]) -> Any:
+        encoded.append(texts)
+        return encode(texts)
+
+    monkeypatch.setattr(module.policy, "encode", noted)
+    fit(module, trainer, loop)
+    windows = [texts for texts in encoded if texts != module.eval_prompts]
+    expected = [[t for i in range(first, first + 4) for t in loop.schedule.for_iteration(i)] for first in (0, 4)]
+    assert windows == [list(dict.fromkeys(texts)) for texts in expected]
+    for iteration in (5, 2):
+        texts = loop.schedule.for_iteration(iteration)
+        prompts = loop._encode(iteration, texts)
+        assert prompts.texts == texts
+        for name, value in encode(texts).items():
+            torch.testing.assert_close(prompts.conditioning[name], value)
+
+
 def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begins_with_the_next(tmp_path: Path) -> None:
     options = ("objective.kl_weight=0.1", "objective.reference_every=2", "model.micro_batch=2")
     module, trainer, loop = make(tmp_path, *options, max_epochs=3)
