@@ -5,6 +5,7 @@ groups share prompts, initial adapters and evaluation noise at equal seeds, so t
 """
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -46,6 +47,7 @@ class Group(NamedTuple):
     """Finished runs that differ in their seed only, one per seed."""
 
     words: tuple[str, ...]  # key=value; chosen options before single values
+    usual: tuple[str, ...]  # further words that most groups have
     label: str  # the words in short, unique
     runs: list[Run]
     settings: dict[str, Any]  # what differs between the groups, followers of other keys included
@@ -83,6 +85,7 @@ def compare(cfg: DictConfig) -> dict[str, Any]:
         "reward": runs[0].summary["reward"],
         "reference": reference.name,
         "target": fmean(reference.finals.values()),
+        "usual": list(dict.fromkeys(word for group in groups for word in group.usual)),
         "groups": [describe(group, reference) for group in groups],
         "left_out": left_out,
     }
@@ -95,20 +98,18 @@ def compare(cfg: DictConfig) -> dict[str, Any]:
 
 
 def choose_reference(groups: Sequence[Group], wanted: Any) -> Group:
-    """Return the first group with all words of ``wanted``, each ``key=value`` or ``value`` of the group's name.
+    """Return the group of the shortest name that has all words of ``wanted``, each ``key=value`` or a value alone.
 
-    With ``wanted=None`` it is the first group of family=diffusionnft, else the first group.
+    With ``wanted=None`` it is that of family=diffusionnft, else the first group.
 
     Raises:
         UserError: no group has the words.
     """
     words = _BASELINE.split() if wanted is None else str(wanted).split()
-    for group in groups:
-        own = group.name.split()
-        if {*own, *(word.partition("=")[2] for word in own)}.issuperset(words):
-            return group
-    if wanted is None:
-        return groups[0]
+    known = [{part for word in group.name.split() for part in (word, word.partition("=")[2])} for group in groups]
+    fitting = [group for group, own in zip(groups, known, strict=True) if own.issuperset(words)]
+    if fitting or wanted is None:
+        return min(fitting, key=lambda group: len(group.words), default=groups[0])
     raise UserError(
         f"task.reference={wanted} is invalid: it takes words of the name of a group, and the groups are "
         f"{'; '.join(group.name for group in groups)}. Use 'task.reference=\"{groups[0].name}\"'."
@@ -129,16 +130,31 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
             superseded[earlier.folder] = f"{run.folder} is a later run of the same configuration and seed"
         members[identity][run.seed] = run
         distinct.setdefault(identity, own)
+    values = {identity: name_values(own, settings, differing) for identity, own in distinct.items()}
+    full = {identity: tuple(f"{key}={value}" for key, value in own.items()) for identity, own in values.items()}
+    words = without_usual(full)
     groups = []
     for identity, own in distinct.items():
-        values = name_values(own, settings, differing)
-        words = tuple(f"{key}={value}" for key, value in values.items())
-        short = (v if key in own.options else f"{key.rpartition('.')[2]}={v}" for key, v in values.items())
+        usual = tuple(word for word in full[identity] if word not in words[identity])
+        label = " ".join(_short(word, own.options) for word in words[identity]) or "all"
         shown = {key: own.resolved.get(key) for key in differing}
-        groups.append(Group(words, " ".join(short) or "all", list(members[identity].values()), shown))
+        groups.append(Group(words[identity], usual, label, list(members[identity].values()), shown))
     if len({group.label for group in groups}) < len(groups):
         groups = [group._replace(label=group.name) for group in groups]
     return groups, superseded
+
+
+def without_usual(words: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the words of each group without those after the first that more than half of the groups have."""
+    number = Counter(word for own in words.values() for word in own)
+    rare = {word for word, count in number.items() if count <= len(words) / 2}
+    fewer = {group: (*own[:1], *(word for word in own[1:] if word in rare)) for group, own in words.items()}
+    return fewer if len(set(fewer.values())) == len(fewer) else dict(words)
+
+
+def _short(word: str, options: Mapping[str, Any]) -> str:
+    key, _, value = word.partition("=")
+    return value if key in options else f"{key.rpartition('.')[2]}={value}"
 
 
 def read_settings(run: Run) -> Settings:
@@ -284,6 +300,8 @@ def format_comparison(result: Mapping[str, Any], folder: Path) -> str:
             ]
         )
     lines = [f"{result['reward']} reward, mean +- standard deviation over seeds", format_table(columns, rows)]
+    if result["usual"]:
+        lines.append(f"  unless a name says otherwise: {' '.join(result['usual'])}")
     if len(rows) > 1:
         lines += [
             f"  reference: {result['reference']}; differences seed by seed, in brackets the 95 % confidence interval",

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from solrl_lightning.finished_runs import Run
@@ -75,7 +76,7 @@ def draw_curves(lines: Sequence[Line], reward: str, target: float) -> bytes:
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     looks = cycle((colour, style) for style in _STYLES for colour in _COLOURS)
-    handles = {}
+    handles: dict[int, Line2D] = {}
     for line in lines:
         colour, style = (_REFERENCE, "-") if line.is_reference and len(lines) > 1 else next(looks)
         for panel, cost in zip(axes, panels, strict=True):
@@ -83,8 +84,7 @@ def draw_curves(lines: Sequence[Line], reward: str, target: float) -> bytes:
                 drawn = _draw_line(panel, line.curves[cost], _scale(lines, cost), colour, style)
                 handles.setdefault(id(line), drawn)
                 if len(lines) > 1 and (at := line.reached.get(cost)) is not None:
-                    dot = {"markersize": 7, "markeredgecolor": "white", "zorder": 4, "clip_on": False}
-                    panel.plot([at / _scale(lines, cost)], [target], "o", color=colour, **dot)
+                    panel.scatter([at / _scale(lines, cost)], [target], 50, colour, edgecolors="white", zorder=4)
     for panel, cost in zip(axes, panels, strict=True):
         _label_axis(panel, cost, _scale(lines, cost))
         if len(lines) > 1:
@@ -93,7 +93,7 @@ def draw_curves(lines: Sequence[Line], reward: str, target: float) -> bytes:
     title = _title(lines, reward)
     if len(lines) > 1:
         reference = next(line.label for line in lines if line.is_reference)
-        note = f"dashed: {target:.4f}, the final reward of {reference}; the legend has seconds and speed-up to it"
+        note = f"dashed: {target:.4f}, the final reward of {reference}; the legend has the time to it and the speed-up"
         title += "\n" + textwrap.fill(note, _TITLE)
     figure.suptitle(title, fontsize=11)
     ordered = sorted((line for line in lines if id(line) in handles), key=_rank)
@@ -110,12 +110,12 @@ def draw_curves(lines: Sequence[Line], reward: str, target: float) -> bytes:
     return buffer.getvalue()
 
 
-def _draw_line(panel: Axes, curve: GroupCurve, scale: float, colour: str, style: str) -> object:
+def _draw_line(panel: Axes, curve: GroupCurve, scale: float, colour: str, style: str) -> Line2D:
     at = [cost / scale for cost in curve.cost]
     rewards = [list(rewards.values()) for rewards in curve.rewards]
     panel.fill_between(at, [*map(min, rewards)], [*map(max, rewards)], color=colour, alpha=0.12, linewidth=0)
-    marker = {"marker": "o", "markersize": 3} if len(at) == 1 else {}
-    return panel.plot(at, [*map(fmean, rewards)], style, color=colour, linewidth=2, zorder=3, **marker)[0]
+    marker = "o" if len(at) == 1 else None
+    return panel.plot(at, [*map(fmean, rewards)], style, color=colour, linewidth=2, zorder=3, marker=marker)[0]
 
 
 def _label_axis(panel: Axes, cost: str, scale: float) -> None:
@@ -143,7 +143,8 @@ def _legend(line: Line, lines: Sequence[Line]) -> str:
         return f"{line.label}: not reached"
     reference = next(other for other in lines if other.is_reference).reached.get("seconds")
     factor = "" if not seconds or reference is None or line.is_reference else f", {reference / seconds:.2f}x"
-    return f"{line.label}: {seconds:,.0f} s{factor}"
+    spent = f"{seconds / 3600:,.1f} h" if _scale(lines, "seconds") > 1 else f"{seconds:,.0f} s"
+    return f"{line.label}: {spent}{factor}"
 
 
 def _rank(line: Line) -> float:

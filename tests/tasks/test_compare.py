@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf, open_dict
 from PIL import Image
@@ -33,7 +34,9 @@ def write_run(folder: Path, final: float, *arguments: str, seed: int = 1, **chan
     """Write the run of a command line with rewards from 0.5 to ``final``; ``changes`` override keys of its summary."""
     cfg = composed(*arguments).copy()
     cfg.seed = seed
-    choices = {group: cfg.hydra.runtime.choices[group] for group in ("model", "family", "objective", "precision")}
+    choices = {
+        group: cfg.hydra.runtime.choices[group] for group in ("model", "family", "objective", "scheduler", "precision")
+    }
     summary = {
         "status": "completed",
         "reward": "shapes",
@@ -149,12 +152,27 @@ def test_sweep_over_any_key_makes_a_group_per_value(tmp_path: Path, arguments: l
     assert superseded == {}
 
 
+def test_names_omit_the_values_that_most_groups_have(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    swept = ["family=race optimizer.lr=0.002", "family=race", "family=prefix", "family=prefix objective=awm"]
+    for number, own in enumerate(swept):
+        write_run(tmp_path / "runs" / str(number), 0.6, *own.split())
+    result = compared(compose, tmp_path / "runs", "*", "task.reference=race")
+    names = [group["group"] for group in result["groups"]]
+    assert names == ["family=race optimizer.lr=0.002", "family=race", "family=prefix", "family=prefix objective=awm"]
+    assert result["reference"] == "family=race"  # not the first of that family
+    assert result["usual"] == ["objective=nft", "optimizer.lr=0.001"]
+    assert "unless a name says otherwise: objective=nft optimizer.lr=0.001\n" in capfd.readouterr().out
+    assert result["groups"][0]["settings"]["optimizer.lr"] == 0.002
+
+
 def test_the_picture_names_a_group_by_its_options_and_by_the_last_part_of_a_key(tmp_path: Path) -> None:
     arguments = ["family=sol_rl", "family=sol_rl model.lora.rank=8", "family=diffusionnft"]
     groups, _ = group_runs(
         read_runs([write_run(tmp_path / str(i), 0.6, *a.split()) for i, a in enumerate(arguments)])[0]
     )
-    assert [group.label for group in groups] == ["sol_rl rank=32", "sol_rl rank=8", "diffusionnft rank=32"]
+    assert [group.label for group in groups] == ["sol_rl", "sol_rl rank=8", "diffusionnft"]
     beta, smaller = (write_run(tmp_path / name, 0.6, *own) for name, own in (("4", []), ("5", ["objective.beta=0.5"])))
     assert [group.label for group in group_runs(read_runs([beta, smaller])[0])[0]] == ["beta=1", "beta=0.5"]
 
@@ -350,13 +368,15 @@ def test_the_picture_has_a_panel_for_every_cost_and_the_groups_that_have_it(
         write_curve(runs / f"2_{seed}", rows(0.4, 0.6, seconds=7200), seed=seed)
         write_curve(runs / f"3_{seed}", old, "family=prefix", seed=seed)
     compared(compose, runs)
-    iterations, seconds, evaluations = figures[0].axes
+    _, seconds, _ = figures[0].axes
     assert [panel.get_xlabel() for panel in figures[0].axes] == ["iterations", "hours of training", "model evaluations"]
-    assert [len(panel.collections) for panel in figures[0].axes] == [3, 2, 2]  # ranges of the seeds
+    areas = [sum(isinstance(part, PolyCollection) for part in panel.collections) for panel in figures[0].axes]
+    dots = [sum(isinstance(part, PathCollection) for part in panel.collections) for panel in figures[0].axes]
+    assert areas == [3, 2, 2] and dots == [2, 2, 2]  # prefix never reaches the target
     mean = next(line for line in seconds.lines if len(line.get_xdata()) == 2 and line.get_linewidth() == 2)
     assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([0, 2], pytest.approx([0.4, 0.53]))
     legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
-    assert legend == ["diffusionnft: 7,200 s", "sol_rl: 9,360 s, 0.77x", "prefix"]
+    assert legend == ["diffusionnft: 2.0 h", "sol_rl: 2.6 h, 0.77x", "prefix"]
     compared(compose, runs, "3_*")
     assert [panel.get_xlabel() for panel in figures[1].axes] == ["iterations"]
 
