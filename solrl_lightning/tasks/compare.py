@@ -325,7 +325,8 @@ def _format_costs(result: Mapping[str, Any]) -> list[str]:
         seconds, evaluations = (group["to_reference"][cost] for cost in ("seconds", "evaluations"))
         cells = [cell for cost in (seconds, evaluations) for cell in (_amount(cost), _factor(cost))]
         rows.append([group["group"], *cells])
-        by, unit = (seconds, " s") if seconds else (group["to_reference"]["iteration"], " iterations")
+        iterations = group["to_reference"]["iteration"]
+        by, unit = (seconds, " s") if seconds else (iterations, " iterations")
         missed = [
             f"seed {seed} after {own['spent']:,.0f}{unit}, {own['best']:.4f} at most"
             for seed, own in (by["per_seed"] if by else {}).items()
@@ -334,6 +335,8 @@ def _format_costs(result: Mapping[str, Any]) -> list[str]:
         if missed:
             notes.append(f"  not reached by {group['group']}: {'; '.join(missed)}")
         unknown = [run for run in group["runs"] if not seconds or run in seconds["unknown"]]
+        if group["against"] is None and iterations and iterations["mean"] == 0:
+            notes.append("  the reference ends no higher than it began; name another one with task.reference=<group>")
         if unknown:
             notes.append(f"  without seconds and model evaluations (of an older version): {', '.join(unknown)}")
     return [

@@ -208,6 +208,16 @@ def test_costs_to_the_final_reward_of_the_reference(
     assert re.search("not reached by family=compile: seed 1 after 60 s, 0[.]4200 at most; seed 2 .*; seed 3", shown)
 
 
+def test_a_reference_that_learnt_nothing_is_reported(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_curve(tmp_path / "runs" / "1", rows(0.5, 0.6, 0.45), "family=diffusionnft")
+    write_curve(tmp_path / "runs" / "2", rows(0.5, 0.6, 0.7))
+    _, other = compared(compose, tmp_path / "runs")["groups"]
+    assert other["to_reference"]["seconds"]["mean"] == 0 and other["to_reference"]["seconds"]["speed_up"] is None
+    assert capfd.readouterr().out.count("the reference ends no higher than it began; name another one") == 1
+
+
 def test_an_interval_that_ends_after_the_run_is_open(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
