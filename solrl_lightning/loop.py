@@ -160,9 +160,9 @@ class ExploreTrainLoop(_FitLoop):
         return last
 
     def cost(self) -> dict[str, float]:
-        """Return what the iterations of all ranks have cost so far, without evaluations, probes and sample grids.
+        """Return what the iterations have cost so far, without evaluations, probes and sample grids.
 
-        ``seconds`` of the stages, ``evaluations`` (forward passes of the transformer for one image) and ``samples``
+        ``seconds`` of the stages and, of all ranks, ``evaluations`` (forward passes for one image) and ``samples``
         (images decoded and scored; a candidate counts in every stage that scores it).
         """
         return {"seconds": self._seconds(), **self._counts}
