@@ -25,7 +25,7 @@ from solrl_lightning.rollout.advantages import group_advantages
 from solrl_lightning.rollout.explore import run_stages
 from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
-from solrl_lightning.rollout.stage import STAGES, Stage, evaluations
+from solrl_lightning.rollout.stage import STAGES, Stage, candidates, evaluations
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.stopwatch import Stopwatch
@@ -81,10 +81,13 @@ class ExploreTrainLoop(_FitLoop):
         self.iterations_done = 0
         """Iterations that have taken their last optimiser step."""
         self._steps_taken = 0  # in the current iteration
-        self._evaluations = 0  # in finished iterations
+        self._counts = {"evaluations": 0, "samples": 0}  # in finished iterations
         self._seconds_before = 0.0  # in the runs that this one resumes
         trained = kept * levels * objective.forward_passes
-        self._each_iteration = round(schedule.per_iteration * (sum(evaluations(stages, pool)) + trained))
+        self._each_iteration = {
+            "evaluations": round(schedule.per_iteration * (sum(evaluations(stages, pool)) + trained)),
+            "samples": schedule.per_iteration * sum(candidates(stages, pool)),
+        }
         self._encoded: tuple[int, EncodedPrompts] | None = None  # first iteration of those encoded, their prompts
         self.explored: Candidates | None = None
         """The whole pool with its proxy rewards; None in families of one stage."""
@@ -169,30 +172,32 @@ class ExploreTrainLoop(_FitLoop):
         self._steps_taken += 1
         last = self._steps_taken == self.plan.optimizer_steps
         self.iterations_done += last
-        self._evaluations += last * self._each_iteration
+        for name, number in self._each_iteration.items():
+            self._counts[name] += last * number
         return last
 
     def cost(self) -> dict[str, float]:
-        """Return the seconds of the iterations' stages and the forward passes per image of all ranks so far.
+        """Return what the iterations have cost so far, without evaluations, probes and sample grids.
 
-        Excludes evaluations, probes and sample grids.
+        ``seconds`` of the stages and, of all ranks, ``evaluations`` (forward passes for one image) and ``samples``
+        (images decoded and scored; a candidate counts in every stage that scores it).
         """
-        return {"seconds": self._seconds(), "evaluations": self._evaluations}
+        return {"seconds": self._seconds(), **self._counts}
 
     def _seconds(self) -> float:
         spent = self.stopwatch.seconds
         return self._seconds_before + sum(spent.get(stage, 0.0) for stage in STAGES)
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        cost = {"evaluations": self._evaluations, "seconds": self._seconds()}
-        return super().on_save_checkpoint() | {"iterations_done": self.iterations_done} | cost
+        return super().on_save_checkpoint() | {"iterations_done": self.iterations_done} | self.cost()
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Resume after the last finished iteration; an interrupted one is repeated."""
         super().load_state_dict(state_dict, prefix)
         own = state_dict[f"{prefix}state_dict"]
         self.iterations_done = own.get("iterations_done", self.trainer.global_step)
-        self._evaluations, self._seconds_before = own.get("evaluations", 0), own.get("seconds", 0.0)
+        self._counts = {name: own.get(name, 0) for name in self._counts}
+        self._seconds_before = own.get("seconds", 0.0)
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
             for counter in ("ready", "started", "processed", "completed"):
                 setattr(progress, counter, self.iterations_done)

@@ -107,6 +107,18 @@ def test_the_published_hyperparameters_are_the_defaults() -> None:
     assert cfg.seed == 42
 
 
+@pytest.mark.parametrize("model", options("model"))
+def test_the_published_experiment_has_the_published_hyperparameters_on_every_model(model: str) -> None:
+    cfg = compose(f"model={model}", "experiment=published")
+    assert (cfg.optimizer.lr, list(cfg.optimizer.betas), cfg.optimizer.weight_decay) == (3e-4, [0.9, 0.999], 1e-4)
+    assert (cfg.objective.beta, cfg.objective.kl_weight, cfg.objective.advantage_clip) == (1.0, 1e-4, 5.0)
+    assert (cfg.scheduler._target_.rpartition(".")[2], cfg.scheduler.warmup) == ("constant", 0)
+    assert (cfg.old_policy.decay_type, cfg.old_velocity, cfg.optimizer_steps) == (1, "policy", 1)
+    assert (cfg.prompts_per_iteration, cfg.family.pool, cfg.family.keep) == (48, 96, 24)
+    assert (cfg.family.explore.steps, cfg.family.regenerate.steps) == (6, 10)
+    assert (cfg.model.lora.rank, cfg.model.lora.alpha) == (32, 64)
+
+
 @pytest.mark.parametrize(
     ("family", "pool", "explores", "samplers"),
     [
@@ -180,6 +192,15 @@ def test_an_experiment_may_name_the_values_of_a_sweep() -> None:
     chosen = {(cfg.hydra.runtime.choices.family, cfg.seed) for cfg in jobs}
     assert chosen == set(itertools.product(("sol_rl", "diffusionnft"), (1, 2, 3)))
     assert {cfg.iterations for cfg in jobs} == {5}
+
+
+def test_time_to_reward_runs_every_family_with_equal_settings_over_three_seeds() -> None:
+    with ConfigTree() as tree:
+        jobs = tree.jobs(["experiment=time_to_reward"], multirun=True)
+    chosen = [(cfg.hydra.runtime.choices.family, cfg.seed) for cfg in jobs]
+    families = ("diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl", "prefix", "race")
+    assert chosen == list(itertools.product(families, (1, 2, 3)))
+    assert {(cfg.iterations, cfg.evaluation.every, cfg.prompts_per_iteration) for cfg in jobs} == {(12, 2, 8)}
 
 
 # Names

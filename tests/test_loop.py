@@ -258,14 +258,16 @@ def test_an_evaluation_records_what_was_spent_until_then(tmp_path: Path) -> None
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     # 2 prompts: 5 candidates x 2 steps, 3 kept x 3 steps, and 3 rows of the policy, the old policy and the reference
     each = 2 * (5 * 2 + 3 * 3 + 3 * 3)
+    images = 2 * (5 + 3)  # 5 explored and 3 regenerated for each prompt
     assert [row["evaluations"] for row in module.eval_history] == [each, 2 * each]
+    assert [row["samples"] for row in module.eval_history] == [images, 2 * images]
     seconds = [row["seconds"] for row in module.eval_history]
     spent = sum(loop.stopwatch.seconds[stage] for stage in ("requantize", "explore", "regenerate", "train"))
     assert 0 < seconds[0] < seconds[1] <= spent < seconds[0] * 10
     module, trainer, loop = make(tmp_path, max_epochs=3)
     fit(module, trainer, loop, tmp_path / "x.ckpt")
     (row,) = module.eval_history
-    assert row["evaluations"] == 3 * each and row["seconds"] > seconds[1]
+    assert (row["evaluations"], row["samples"]) == (3 * each, 3 * images) and row["seconds"] > seconds[1]
 
 
 @pytest.mark.parametrize("objective", ["nft", "awm"])
@@ -430,7 +432,7 @@ def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begin
     fit(module, trainer, loop)
     count = loop.plan.micro_batches
     assert count >= 3 and turns == [(i, b) for i in range(3) for b in range(count) if (i + b) % 2 == 0]
-    assert loop.cost()["evaluations"] == 3 * round(loop._each_iteration) and module.objective.forward_passes == 2.5
+    assert loop.cost()["evaluations"] == 3 * loop._each_iteration["evaluations"] and module.objective.forward_passes == 2.5
 
 
 @pytest.mark.parametrize("sampler", ["policy", "merged"])

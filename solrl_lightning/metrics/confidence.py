@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from statistics import fmean, stdev
 from typing import NamedTuple
 
@@ -31,6 +32,22 @@ def mean_of(values: Sequence[float]) -> Mean:
     return Mean(mean, std, error, mean - reach, mean + reach)
 
 
+def difference_of_means(first: Sequence[float], second: Sequence[float]) -> Mean:
+    """Return mean(first) - mean(second) of independent samples; no interval if one of them is a single value.
+
+    The standard error does not assume equal variances (Welch); the smaller sample gives the degrees of freedom, which
+    makes the interval conservative. ``std`` is None.
+    """
+    (mean, _, error, _, _), (other_mean, _, other_error, _, _) = mean_of(first), mean_of(second)
+    difference = mean - other_mean
+    if error is None or other_error is None:
+        return Mean(difference, None, None, None, None)
+    both = math.hypot(error, other_error)
+    reach = t_quantile(min(len(first), len(second)) - 1) * both
+    return Mean(difference, None, both, difference - reach, difference + reach)
+
+
+@cache
 def t_quantile(dof: int) -> float:
     """Return t with P(|T| < t) = 0.95 for Student's distribution with ``dof`` degrees of freedom.
 

@@ -1,25 +1,25 @@
-"""task=compare: one table from finished runs.
+"""task=compare: final rewards of finished runs, and the cost at which each group reaches that of a reference group.
 
 Runs are grouped by their resolved configurations, without the seed and keys that only observe or place a run. Two
 groups share prompts, initial adapters and evaluation noise at equal seeds, so their difference is taken seed by seed.
 """
 
-import io
 import json
-import textwrap
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 from omegaconf import DictConfig, OmegaConf
 
+from solrl_lightning.errors import UserError
 from solrl_lightning.files import write_atomically
 from solrl_lightning.finished_runs import RECORDED_CONFIG, Run, finished_runs
 from solrl_lightning.metrics.confidence import mean_of
+from solrl_lightning.metrics.time_to_reward import Reached, cost_to_reach, first_reached, speed_up
 from solrl_lightning.resume import is_subkey, leaves
+from solrl_lightning.tasks.learning_curves import COSTS, Line, costs, draw_curves, group_curve, learning_curve
 from solrl_lightning.tasks.tables import format_table, write_json
 
 # Keys, with those below them, in which runs of one experiment may differ.
@@ -40,12 +40,26 @@ _SAME_EXPERIMENT = (
 )
 
 
+_BASELINE = "family=diffusionnft"  # its group is the reference unless task.reference names another
+
+
 class Group(NamedTuple):
     """Finished runs that differ in their seed only, one per seed."""
 
-    name: str
+    words: tuple[str, ...]  # key=value; chosen options before single values
+    usual: tuple[str, ...]  # further words that most groups have
+    label: str  # the words in short, unique
     runs: list[Run]
     settings: dict[str, Any]  # what differs between the groups, followers of other keys included
+
+    @property
+    def name(self) -> str:
+        return " ".join(self.words) or "all"
+
+    @property
+    def finals(self) -> dict[Any, float]:
+        """Seed -> final held-out reward."""
+        return {run.seed: run.summary["final_reward"] for run in self.runs}
 
 
 class Settings(NamedTuple):
@@ -57,34 +71,57 @@ class Settings(NamedTuple):
 
 
 def compare(cfg: DictConfig) -> dict[str, Any]:
-    """Print the table of the runs that match ``cfg.task.runs``; write compare.json and compare.png (learning curves).
+    """Print the tables of the runs that match ``cfg.task.runs``; write compare.json and compare.png (learning curves).
 
     Raises:
-        UserError: no run matches, or none of them is finished.
+        UserError: no run matches, none of them is finished, or no group has the words of ``cfg.task.reference``.
     """
     runs, left_out = finished_runs(cfg.task.runs)
     groups, superseded = group_runs(runs)
     left_out |= superseded
+    reference = choose_reference(groups, cfg.task.reference)
     result = {
         "runs": cfg.task.runs,
         "reward": runs[0].summary["reward"],
-        "groups": [describe(group, groups[0]) for group in groups],
+        "reference": reference.name,
+        "target": fmean(reference.finals.values()),
+        "usual": list(dict.fromkeys(word for group in groups for word in group.usual)),
+        "groups": [describe(group, reference) for group in groups],
         "left_out": left_out,
     }
     folder = Path(cfg.run_dir)
     write_json(folder / "compare.json", result)
-    write_atomically(folder / "compare.png", draw_curves(groups, result["reward"]))
+    lines = [line_of(group, reference) for group in groups]
+    write_atomically(folder / "compare.png", draw_curves(lines, result["reward"], result["target"]))
     print(format_comparison(result, folder))
     return result
+
+
+def choose_reference(groups: Sequence[Group], wanted: Any) -> Group:
+    """Return the group of the shortest name that has all words of ``wanted``, each ``key=value`` or a value alone.
+
+    With ``wanted=None`` it is that of family=diffusionnft, else the first group.
+
+    Raises:
+        UserError: no group has the words.
+    """
+    words = _BASELINE.split() if wanted is None else str(wanted).split()
+    known = [{part for word in group.name.split() for part in (word, word.partition("=")[2])} for group in groups]
+    fitting = [group for group, own in zip(groups, known, strict=True) if own.issuperset(words)]
+    if fitting or wanted is None:
+        return min(fitting, key=lambda group: len(group.words), default=groups[0])
+    raise UserError(
+        f"task.reference={wanted} is invalid: it takes words of the name of a group, and the groups are "
+        f"{'; '.join(group.name for group in groups)}. Use 'task.reference=\"{groups[0].name}\"'."
+    )
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
     """Groups in the order of their first run, and runs that a later one of the same group and seed replaces."""
     settings = [read_settings(run) for run in runs]
     differing = [key for key in _keys(s.resolved for s in settings) if _differs(key, (s.resolved for s in settings))]
-    shown = shown_keys(settings, differing)
     members: dict[str, dict[Any, Run]] = {}
-    groups: dict[str, Group] = {}
+    distinct: dict[str, Settings] = {}
     superseded = {}
     for run, own in zip(runs, settings, strict=True):
         identity = json.dumps(own.resolved, sort_keys=True)
@@ -92,10 +129,32 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
         if earlier is not None:
             superseded[earlier.folder] = f"{run.folder} is a later run of the same configuration and seed"
         members[identity][run.seed] = run
-        values = own.options | own.resolved
-        name = " ".join(f"{key}={_value(values[key])}" for key in shown if key in values) or "all"
-        groups.setdefault(identity, Group(name, [], {key: own.resolved.get(key) for key in differing}))
-    return [group._replace(runs=list(members[identity].values())) for identity, group in groups.items()], superseded
+        distinct.setdefault(identity, own)
+    values = {identity: name_values(own, settings, differing) for identity, own in distinct.items()}
+    full = {identity: tuple(f"{key}={value}" for key, value in own.items()) for identity, own in values.items()}
+    words = without_usual(full)
+    groups = []
+    for identity, own in distinct.items():
+        usual = tuple(word for word in full[identity] if word not in words[identity])
+        label = " ".join(_short(word, own.options) for word in words[identity]) or "all"
+        shown = {key: own.resolved.get(key) for key in differing}
+        groups.append(Group(words[identity], usual, label, list(members[identity].values()), shown))
+    if len({group.label for group in groups}) < len(groups):
+        groups = [group._replace(label=group.name) for group in groups]
+    return groups, superseded
+
+
+def without_usual(words: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """Return the words of each group without those after the first that more than half of the groups have."""
+    number = Counter(word for own in words.values() for word in own)
+    rare = {word for word, count in number.items() if count <= len(words) / 2}
+    fewer = {group: (*own[:1], *(word for word in own[1:] if word in rare)) for group, own in words.items()}
+    return fewer if len(set(fewer.values())) == len(fewer) else dict(words)
+
+
+def _short(word: str, options: Mapping[str, Any]) -> str:
+    key, _, value = word.partition("=")
+    return value if key in options else f"{key.rpartition('.')[2]}={value}"
 
 
 def read_settings(run: Run) -> Settings:
@@ -115,23 +174,22 @@ def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 and 1 are one setting
 
 
-def shown_keys(settings: Sequence[Settings], differing: Sequence[str]) -> list[str]:
-    """The keys that name a group: chosen options, and values that runs of one option of their config group differ in.
+def name_values(own: Settings, settings: Sequence[Settings], differing: Sequence[str]) -> dict[str, str]:
+    """Return key -> value of what distinguishes a group: chosen options, then single values.
 
-    A value that follows another key by interpolation is not shown.
+    A value distinguishes it if the runs with the same option of its config group differ in it, and if it does not
+    follow another key by interpolation.
     """
     options = [key for key in _keys(s.options for s in settings) if _differs(key, (s.options for s in settings))]
 
-    def shown(key: str) -> bool:
-        of_option: dict[Any, list[Settings]] = {}
-        for own in settings:
-            of_option.setdefault(own.options.get(key.partition(".")[0]), []).append(own)
-        return any(
-            _differs(key, (s.written for s in alike)) and _differs(key, (s.resolved for s in alike))
-            for alike in of_option.values()
-        )
+    def distinguishes(key: str) -> bool:
+        group = key.partition(".")[0]
+        alike = [s for s in settings if s.options.get(group) == own.options.get(group)]
+        return _differs(key, (s.written for s in alike)) and _differs(key, (s.resolved for s in alike))
 
-    return [*options, *(key for key in differing if shown(key))]
+    values = own.options | own.resolved
+    keys = [*options, *(key for key in differing if distinguishes(key))]
+    return {key: _value(values[key]) for key in keys if key in values}
 
 
 def _keys(mappings: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -147,9 +205,8 @@ def _value(value: Any) -> str:
 
 
 def describe(group: Group, reference: Group) -> dict[str, Any]:
-    """Means over the seeds of a group, and its difference to the reference group, seed by seed."""
-    final = {run.seed: run.summary["final_reward"] for run in group.runs}
-    theirs = {run.seed: run.summary["final_reward"] for run in reference.runs}
+    """Means over the seeds of a group, and its difference and its speed-up to the reference group."""
+    final, theirs = group.finals, reference.finals
     paired = {} if group is reference else {seed: final[seed] - theirs[seed] for seed in final if seed in theirs}
     return {
         "group": group.name,
@@ -164,8 +221,46 @@ def describe(group: Group, reference: Group) -> dict[str, Any]:
         "against": None if group is reference else reference.name,
         "difference": mean_of(list(paired.values()))._asdict() if paired else None,
         "difference_per_seed": {str(seed): value for seed, value in paired.items()},
+        "to_reference": {cost: describe_cost(group, reference, cost) for cost in COSTS},
         "runs": [run.folder for run in group.runs],
     }
+
+
+def describe_cost(group: Group, reference: Group, cost: str) -> dict[str, Any] | None:
+    """Cost at which a group reaches the mean final reward of ``reference``; None if none of its runs records the cost.
+
+    A cost is None where it is beyond ``spent``, that of the last evaluation. ``best`` is the highest reward of a seed.
+    """
+    reached = _reached(group, reference, cost)
+    if reached is None:
+        return None
+    theirs = None if group is reference else _reached(reference, reference, cost)
+    factor = None if theirs is None else speed_up(reached, theirs)
+    target = fmean(reference.finals.values())
+    per_seed = {}
+    for run in group.runs:
+        if spent := list(costs(run, cost).values()):
+            rewards = list(learning_curve(run).values())
+            at = first_reached(spent, [reward - target for reward in rewards])
+            per_seed[str(run.seed)] = {"reached": at, "spent": spent[-1], "best": max(rewards)}
+    return {
+        **(reached._replace(low=None, high=None, interval=None) if group is reference else reached)._asdict(),
+        "speed_up": None if factor is None else factor._asdict(),
+        "per_seed": per_seed,
+        "unknown": [run.folder for run in group.runs if not costs(run, cost)],
+    }
+
+
+def _reached(group: Group, reference: Group, cost: str) -> Reached | None:
+    curve = group_curve(group.runs, cost)
+    return None if curve is None else cost_to_reach(curve, reference.finals)
+
+
+def line_of(group: Group, reference: Group) -> Line:
+    """The group as the picture draws it."""
+    curves = {cost: curve for cost in COSTS if (curve := group_curve(group.runs, cost)) is not None}
+    reached = {cost: cost_to_reach(curve, reference.finals).mean for cost, curve in curves.items()}
+    return Line(group.label, curves, reached, group is reference)
 
 
 def _seconds(summary: Mapping[str, Any]) -> float | None:
@@ -186,7 +281,7 @@ def _summarised(group: Group, read: Callable[[Mapping[str, Any]], float | None])
 
 
 def format_comparison(result: Mapping[str, Any], folder: Path) -> str:
-    columns = ["group", "seeds", "base", "final", "improvement", "s/iteration", "spearman", "final - first group"]
+    columns = ["group", "seeds", "base", "final", "improvement", "s/iteration", "spearman", "final - reference"]
     rows = []
     for group in result["groups"]:
         first, last = group["spearman_first"], group["spearman_last"]
@@ -205,8 +300,14 @@ def format_comparison(result: Mapping[str, Any], folder: Path) -> str:
             ]
         )
     lines = [f"{result['reward']} reward, mean +- standard deviation over seeds", format_table(columns, rows)]
+    if result["usual"]:
+        lines.append(f"  unless a name says otherwise: {' '.join(result['usual'])}")
     if len(rows) > 1:
-        lines.append(f"  first group: {rows[0][0]}; differences seed by seed, in brackets the 95 % confidence interval")
+        lines += [
+            f"  reference: {result['reference']}; differences seed by seed, in brackets the 95 % confidence interval",
+            "",
+            *_format_costs(result),
+        ]
     if any(len(group["seeds"]) == 1 for group in result["groups"]):
         lines.append(
             "  a group of one seed has no deviation and no interval, so its difference may be chance; train with more "
@@ -214,6 +315,59 @@ def format_comparison(result: Mapping[str, Any], folder: Path) -> str:
         )
     lines += [f"  left out {run}: {reason}" for run, reason in result["left_out"].items()]
     return "\n".join([*lines, f"  {folder / 'compare.json'}, {folder / 'compare.png'}"])
+
+
+def _format_costs(result: Mapping[str, Any]) -> list[str]:
+    """Lines of the table of costs to the reference's final reward, and of the runs that do not reach or record it."""
+    columns = ["group", "seconds", "speed-up", "model evaluations", "fewer by"]
+    rows, notes = [], []
+    for group in result["groups"]:
+        seconds, evaluations = (group["to_reference"][cost] for cost in ("seconds", "evaluations"))
+        cells = [cell for cost in (seconds, evaluations) for cell in (_amount(cost), _factor(cost))]
+        rows.append([group["group"], *cells])
+        iterations = group["to_reference"]["iteration"]
+        by, unit = (seconds, " s") if seconds else (iterations, " iterations")
+        missed = [
+            f"seed {seed} after {own['spent']:,.0f}{unit}, {own['best']:.4f} at most"
+            for seed, own in (by["per_seed"] if by else {}).items()
+            if own["reached"] is None
+        ]
+        if missed:
+            notes.append(f"  not reached by {group['group']}: {'; '.join(missed)}")
+        unknown = [run for run in group["runs"] if not seconds or run in seconds["unknown"]]
+        if group["against"] is None and iterations and iterations["mean"] == 0:
+            notes.append("  the reference ends no higher than it began; name another one with task.reference=<group>")
+        if unknown:
+            notes.append(f"  without seconds and model evaluations (of an older version): {', '.join(unknown)}")
+    return [
+        f"training until the mean {result['reward']} reward is {result['target']:.4f}, the final one of the reference",
+        format_table(columns, rows),
+        "  without evaluations, probes and sample grids; in brackets the 95 % interval; > and <: beyond the run",
+        *notes,
+    ]
+
+
+def _amount(cost: Mapping[str, Any] | None) -> str | None:
+    if cost is None:
+        return None
+    if cost["mean"] is None:
+        return f"not reached after {cost['spent']:,.0f}"
+    if cost["interval"] is None:
+        return f"{cost['mean']:,.0f}"
+    high = f"{cost['high']:,.0f}" if cost["high"] is not None else f"> {cost['spent']:,.0f}"
+    return f"{cost['mean']:,.0f} [{cost['low']:,.0f}, {high}]"
+
+
+def _factor(cost: Mapping[str, Any] | None) -> str | None:
+    if cost is None or cost["speed_up"] is None:
+        return None
+    factor = cost["speed_up"]
+    if cost["interval"] is None:
+        return f"{factor['mean']:.2f}"
+    within = factor["mean"] * cost["mean"] / cost["spent"]  # the factor of a group that reaches it at its end
+    low = f"{factor['low']:.2f}" if factor["low"] is not None else f"< {within:.2f}"
+    high = f"{factor['high']:.2f}" if factor["high"] is not None else "-"
+    return f"{factor['mean']:.2f} [{low}, {high}]"
 
 
 def _spread(values: Mapping[str, float | None] | None) -> str | None:
@@ -227,33 +381,3 @@ def _paired(difference: Mapping[str, float | None] | None, seeds: int) -> str | 
         return None
     interval = f" [{difference['low']:+.4f}, {difference['high']:+.4f}]" if seeds > 1 else ""
     return f"{difference['mean']:+.4f}{interval} over {seeds}"
-
-
-def learning_curve(run: Run) -> dict[int, float]:
-    """iteration -> held-out reward."""
-    reward = run.summary["reward"]
-    return {row["iteration"]: row[reward] for row in run.summary["evaluations"] if row.get(reward) is not None}
-
-
-def draw_curves(groups: Sequence[Group], reward: str) -> bytes:
-    """PNG of learning curves: a thin line per seed, and a thick line per group, the mean at common evaluations."""
-    figure = Figure(figsize=(8, 5 + 0.2 * len(groups)), layout="constrained")
-    axes = figure.subplots()
-    for number, group in enumerate(groups):
-        colour = f"C{number % 10}"
-        curves = [learning_curve(run) for run in group.runs]
-        for curve in curves:
-            axes.plot(list(curve), list(curve.values()), color=colour, linewidth=0.8, alpha=0.5)
-        common = sorted(set(curves[0]).intersection(*curves))
-        mean = [fmean(curve[iteration] for curve in curves) for iteration in common]
-        seeds = f"({len(curves)} seed{'s' if len(curves) > 1 else ''})"
-        label = f"{textwrap.shorten(group.name, 100, placeholder=' …')} {seeds}"
-        axes.plot(common, mean, color=colour, linewidth=2.5, label=label)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.set_xlabel("iteration")
-    axes.set_ylabel(f"held-out {reward} reward")
-    axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", fontsize="small")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()

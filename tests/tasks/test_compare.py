@@ -3,11 +3,13 @@
 import functools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.collections import PathCollection, PolyCollection
 from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf, open_dict
 from PIL import Image
@@ -15,7 +17,8 @@ from PIL import Image
 from solrl_lightning.config import ConfigTree
 from solrl_lightning.errors import UserError
 from solrl_lightning.finished_runs import read_runs
-from solrl_lightning.tasks.compare import Group, compare, draw_curves, group_runs, learning_curve
+from solrl_lightning.tasks.compare import compare, group_runs, line_of
+from solrl_lightning.tasks.learning_curves import costs, draw_curves, learning_curve
 
 Compose = Callable[..., DictConfig]
 
@@ -31,7 +34,9 @@ def write_run(folder: Path, final: float, *arguments: str, seed: int = 1, **chan
     """Write the run of a command line with rewards from 0.5 to ``final``; ``changes`` override keys of its summary."""
     cfg = composed(*arguments).copy()
     cfg.seed = seed
-    choices = {group: cfg.hydra.runtime.choices[group] for group in ("model", "family", "objective", "precision")}
+    choices = {
+        group: cfg.hydra.runtime.choices[group] for group in ("model", "family", "objective", "scheduler", "precision")
+    }
     summary = {
         "status": "completed",
         "reward": "shapes",
@@ -51,8 +56,25 @@ def write_run(folder: Path, final: float, *arguments: str, seed: int = 1, **chan
     return folder
 
 
-def compared(compose: Compose, folder: Path, pattern: str = "*") -> dict[str, Any]:
-    return compare(compose("task=compare", f"task.runs={folder}/{pattern}"))
+def compared(compose: Compose, folder: Path, pattern: str = "*", *arguments: str) -> dict[str, Any]:
+    return compare(compose("task=compare", f"task.runs={folder}/{pattern}", *arguments))
+
+
+def rows(*rewards: float, seconds: float = 10, evaluations: int = 100, every: int = 2) -> list[dict[str, Any]]:
+    """Evaluations after 0, ``every``, ... iterations, each of which takes ``seconds`` and ``evaluations``."""
+    return [
+        {
+            "iteration": i * every,
+            "seconds": i * every * seconds,
+            "evaluations": i * every * evaluations,
+            "shapes": reward,
+        }
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def write_curve(folder: Path, evaluations: list[dict[str, Any]], *arguments: str, seed: int = 1) -> Path:
+    return write_run(folder, evaluations[-1]["shapes"], *arguments, seed=seed, evaluations=evaluations)
 
 
 def test_groups_differ_in_other_keys_than_the_seed_and_have_means_and_sample_deviations(
@@ -73,19 +95,20 @@ def test_groups_differ_in_other_keys_than_the_seed_and_have_means_and_sample_dev
     assert first["seconds_per_iteration"]["mean"] == 2
     assert (first["spearman_first"]["mean"], first["spearman_last"]["mean"]) == pytest.approx((0.9, 0.8))
     assert second["spearman_first"] is None
-    assert first["difference"] is None and first["against"] is None
-    # Differences -0.1, -0.2, -0.3: standard error 0.1 / sqrt(3), and t = 4.3027 for two degrees of freedom.
-    difference = second["difference"]
-    assert second["difference_per_seed"] == pytest.approx({"1": -0.1, "2": -0.2, "3": -0.3})
-    assert difference["mean"] == pytest.approx(-0.2)
+    assert second["difference"] is None and second["against"] is None
+    assert result["reference"] == first["against"] == "family=diffusionnft"
+    # Differences 0.1, 0.2, 0.3: standard error 0.1 / sqrt(3), and t = 4.3027 for two degrees of freedom.
+    difference = first["difference"]
+    assert first["difference_per_seed"] == pytest.approx({"1": 0.1, "2": 0.2, "3": 0.3})
+    assert difference["mean"] == pytest.approx(0.2)
     assert difference["std"] == pytest.approx(0.1)
     assert difference["high"] - difference["mean"] == pytest.approx(4.30265 * 0.1 / math.sqrt(3), rel=1e-5)
     assert json.loads((tmp_path / "compare.json").read_text()) == result
     shown = capfd.readouterr().out
     assert "0.7000 +- 0.1000" in shown
-    assert "-0.2000 [-0.4484, +0.0484] over 3" in shown
+    assert "+0.2000 [-0.0484, +0.4484] over 3" in shown
     with Image.open(tmp_path / "compare.png") as picture:
-        assert picture.width == 960
+        assert picture.width == 1600
 
 
 def test_groups_of_one_seed_have_no_deviation(
@@ -112,7 +135,7 @@ def test_groups_of_one_seed_have_no_deviation(
         (["", "model.preview_steps=4"], ["model.preview_steps=6", "model.preview_steps=4"]),  # explore.steps follows
         (
             ["family=diffusionnft", "family=sol_rl", "family.pool=48"],
-            ["family=diffusionnft family.pool=24", "family=sol_rl family.pool=96", "family=sol_rl family.pool=48"],
+            ["family=diffusionnft", "family=sol_rl family.pool=96", "family=sol_rl family.pool=48"],
         ),
         (["model=tiny", "model=flux1"], ["model=tiny", "model=flux1"]),
         (
@@ -127,6 +150,136 @@ def test_sweep_over_any_key_makes_a_group_per_value(tmp_path: Path, arguments: l
     groups, superseded = group_runs(read_runs(folders)[0])
     assert [group.name for group in groups] == names
     assert superseded == {}
+
+
+def test_names_omit_the_values_that_most_groups_have(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    swept = ["family=race optimizer.lr=0.002", "family=race", "family=prefix", "family=prefix objective=awm"]
+    for number, own in enumerate(swept):
+        write_run(tmp_path / "runs" / str(number), 0.6, *own.split())
+    result = compared(compose, tmp_path / "runs", "*", "task.reference=race")
+    names = [group["group"] for group in result["groups"]]
+    assert names == ["family=race optimizer.lr=0.002", "family=race", "family=prefix", "family=prefix objective=awm"]
+    assert result["reference"] == "family=race"  # not the first of that family
+    assert result["usual"] == ["objective=nft", "optimizer.lr=0.001"]
+    assert "unless a name says otherwise: objective=nft optimizer.lr=0.001\n" in capfd.readouterr().out
+    assert result["groups"][0]["settings"]["optimizer.lr"] == 0.002
+
+
+def test_the_picture_names_a_group_by_its_options_and_by_the_last_part_of_a_key(tmp_path: Path) -> None:
+    arguments = ["family=sol_rl", "family=sol_rl model.lora.rank=8", "family=diffusionnft"]
+    groups, _ = group_runs(
+        read_runs([write_run(tmp_path / str(i), 0.6, *a.split()) for i, a in enumerate(arguments)])[0]
+    )
+    assert [group.label for group in groups] == ["sol_rl", "sol_rl rank=8", "diffusionnft"]
+    beta, smaller = (write_run(tmp_path / name, 0.6, *own) for name, own in (("4", []), ("5", ["objective.beta=0.5"])))
+    assert [group.label for group in group_runs(read_runs([beta, smaller])[0])[0]] == ["beta=1", "beta=0.5"]
+
+
+def test_costs_to_the_final_reward_of_the_reference(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    for seed, shift in ((1, 0.0), (2, 0.01), (3, -0.01)):
+        baseline = rows(0.4 + shift, 0.45 + shift, 0.5 + shift)
+        write_curve(runs / f"1_{seed}", baseline, "family=diffusionnft", seed=seed)
+        faster = rows(0.4 + shift, 0.48 + shift, 0.56 + shift, seconds=20, evaluations=300)
+        write_curve(runs / f"2_{seed}", faster, "family=sol_rl", seed=seed)
+        write_curve(runs / f"3_{seed}", rows(0.4, 0.41, 0.42 + shift, seconds=15), "family=compile", seed=seed)
+    result = compared(compose, runs)
+    reference, faster, never = (group["to_reference"] for group in result["groups"])
+    assert (result["reference"], result["target"]) == ("family=diffusionnft", pytest.approx(0.5))
+    assert (reference["seconds"]["mean"], reference["seconds"]["spent"]) == (pytest.approx(40), 40)
+    assert reference["seconds"]["speed_up"] is None and reference["seconds"]["interval"] is None
+    # Every seed is 0.1 below its own reference at first, and 0.02 after 2 iterations: 2.5 iterations to the target.
+    assert [faster[cost]["mean"] for cost in ("iteration", "seconds", "evaluations")] == pytest.approx([2.5, 50, 750])
+    assert (faster["seconds"]["low"], faster["seconds"]["high"]) == pytest.approx((50, 50))  # equal differences
+    assert faster["seconds"]["interval"] == "paired by seed"
+    assert faster["seconds"]["speed_up"]["mean"] == pytest.approx(0.8)
+    assert faster["evaluations"]["speed_up"]["mean"] == pytest.approx(400 / 750)
+    per_seed = faster["seconds"]["per_seed"]  # each to 0.5, from 0.48 and 0.56, 0.49 and 0.57, 0.47 and 0.55
+    assert [per_seed[seed]["reached"] for seed in "123"] == pytest.approx([50, 45, 55])
+    assert (never["seconds"]["mean"], never["seconds"]["spent"], never["seconds"]["speed_up"]) == (None, 60, None)
+    shown = capfd.readouterr().out
+    assert re.search(r"family=sol_rl +50 \[50, 50\] +0[.]80 \[0[.]80, 0[.]80\] +750 \[750, 750\]", shown)
+    assert re.search(r"family=compile +not reached after 60 +- +not reached after 400 +-\n", shown)
+    assert "not reached by family=diffusionnft: seed 3 after 40 s, 0.4900 at most\n" in shown
+    assert re.search("not reached by family=compile: seed 1 after 60 s, 0[.]4200 at most; seed 2 .*; seed 3", shown)
+
+
+def test_a_reference_that_learnt_nothing_is_reported(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_curve(tmp_path / "runs" / "1", rows(0.5, 0.6, 0.45), "family=diffusionnft")
+    write_curve(tmp_path / "runs" / "2", rows(0.5, 0.6, 0.7))
+    _, other = compared(compose, tmp_path / "runs")["groups"]
+    assert other["to_reference"]["seconds"]["mean"] == 0 and other["to_reference"]["seconds"]["speed_up"] is None
+    assert capfd.readouterr().out.count("the reference ends no higher than it began; name another one") == 1
+
+
+def test_an_interval_that_ends_after_the_run_is_open(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    for seed, final in ((1, 0.51), (2, 0.5), (3, 0.58)):
+        write_curve(runs / f"1_{seed}", rows(0.4, 0.5), "family=diffusionnft", seed=seed)
+        write_curve(runs / f"2_{seed}", rows(0.4, final, seconds=20), seed=seed)
+    seconds = compared(compose, runs)["groups"][1]["to_reference"]["seconds"]
+    assert seconds["low"] < seconds["mean"] < seconds["spent"] == 40 and seconds["high"] is None
+    assert (seconds["speed_up"]["low"], seconds["speed_up"]["high"]) == (None, pytest.approx(20 / seconds["low"]))
+    assert re.search(r"\d+ \[\d+, > 40\] +0[.]\d+ \[< 0[.]50, ", capfd.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reference"),
+    [
+        ([], "family=diffusionnft"),
+        (["task.reference=sol_rl"], "family=sol_rl family.pool=96"),
+        (["task.reference='family.pool=48'"], "family=sol_rl family.pool=48"),
+        (["task.reference='48 family=sol_rl'"], "family=sol_rl family.pool=48"),
+    ],
+)
+def test_the_reference_is_diffusionnft_or_the_group_with_the_words(
+    compose: Compose, tmp_path: Path, arguments: list[str], reference: str
+) -> None:
+    for number, own in enumerate(("family=sol_rl", "family=diffusionnft", "family=sol_rl family.pool=48")):
+        write_run(tmp_path / "runs" / str(number), 0.6, *own.split())
+    result = compared(compose, tmp_path / "runs", "*", *arguments)
+    assert result["reference"] == reference
+    assert {group["against"] for group in result["groups"]} == {None, reference}
+
+
+def test_without_diffusionnft_the_first_group_is_the_reference_and_an_unknown_one_is_an_error(
+    compose: Compose, tmp_path: Path
+) -> None:
+    for number, own in enumerate(("family=sol_rl", "family=prefix")):
+        write_run(tmp_path / "runs" / str(number), 0.6, own)
+    assert compared(compose, tmp_path / "runs")["reference"] == "family=sol_rl"
+    with pytest.raises(UserError, match="task.reference=race is invalid: .* are family=sol_rl; family=prefix[.] Use"):
+        compared(compose, tmp_path / "runs", "*", "task.reference=race")
+
+
+def test_runs_of_an_older_version_have_iterations_only(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    old = [{"iteration": i, "shapes": reward} for i, reward in ((0, 0.4), (2, 0.45), (4, 0.5))]
+    resumed = [*old[:2], rows(0, 0, 0.5)[2]]  # counts from its resume
+    write_curve(runs / "1_1", old, "family=diffusionnft")
+    write_curve(runs / "1_2", resumed, "family=diffusionnft", seed=2)
+    write_curve(runs / "1_3", rows(0.4, 0.45, 0.5), "family=diffusionnft", seed=3)
+    write_curve(runs / "2_1", old)
+    first, second = (group["to_reference"] for group in compared(compose, runs)["groups"])
+    assert first["iteration"]["mean"] == 4 and first["seconds"]["mean"] == 40
+    assert [Path(run).name for run in first["seconds"]["unknown"]] == ["1_1", "1_2"]
+    assert list(first["seconds"]["per_seed"]) == ["3"]
+    assert second["iteration"]["mean"] == 4 and second["seconds"] is None and second["evaluations"] is None
+    shown = capfd.readouterr().out
+    assert f"without seconds and model evaluations (of an older version): {runs / '1_1'}, {runs / '1_2'}\n" in shown
+    assert f"(of an older version): {runs / '2_1'}\n" in shown
+    (run,), _ = read_runs([runs / "1_2"])
+    assert list(costs(run, "iteration")) == [0, 2, 4] and costs(run, "seconds") == {}
 
 
 def test_observing_keys_paths_and_explicit_defaults_make_no_group(tmp_path: Path) -> None:
@@ -203,17 +356,46 @@ def test_curves_have_the_evaluations_of_a_run(tmp_path: Path) -> None:
     assert learning_curve(run) == {0: 0.5, 10: 0.6}
 
 
-def test_ticks_of_short_runs_are_whole_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures: list[Figure] = []
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
+    """The figures that are drawn."""
+    drawn: list[Figure] = []
 
     def recorded(**options: Any) -> Figure:
-        figures.append(Figure(**options))
-        return figures[-1]
+        drawn.append(Figure(**options))
+        return drawn[-1]
 
-    monkeypatch.setattr("solrl_lightning.tasks.compare.Figure", recorded)
+    monkeypatch.setattr("solrl_lightning.tasks.learning_curves.Figure", recorded)
+    return drawn
+
+
+def test_the_picture_has_a_panel_for_every_cost_and_the_groups_that_have_it(
+    compose: Compose, tmp_path: Path, figures: list[Figure]
+) -> None:
+    runs, old = tmp_path / "runs", [{"iteration": 0, "shapes": 0.4}, {"iteration": 2, "shapes": 0.44}]
+    for seed in (1, 2):
+        write_curve(runs / f"1_{seed}", rows(0.4, 0.5 + 0.02 * seed, seconds=3600), "family=diffusionnft", seed=seed)
+        write_curve(runs / f"2_{seed}", rows(0.4, 0.6, seconds=7200), seed=seed)
+        write_curve(runs / f"3_{seed}", old, "family=prefix", seed=seed)
+    compared(compose, runs)
+    _, seconds, _ = figures[0].axes
+    assert [panel.get_xlabel() for panel in figures[0].axes] == ["iterations", "hours of training", "model evaluations"]
+    areas = [sum(isinstance(part, PolyCollection) for part in panel.collections) for panel in figures[0].axes]
+    dots = [sum(isinstance(part, PathCollection) for part in panel.collections) for panel in figures[0].axes]
+    assert areas == [3, 2, 2] and dots == [2, 2, 2]  # prefix never reaches the target
+    mean = next(line for line in seconds.lines if len(line.get_xdata()) == 2 and line.get_linewidth() == 2)
+    assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([0, 2], pytest.approx([0.4, 0.53]))
+    legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
+    assert legend == ["diffusionnft: 2.0 h", "sol_rl: 2.6 h, 0.77x", "prefix"]
+    compared(compose, runs, "3_*")
+    assert [panel.get_xlabel() for panel in figures[1].axes] == ["iterations"]
+
+
+def test_ticks_of_short_runs_are_whole_numbers(tmp_path: Path, figures: list[Figure]) -> None:
     evaluations = [{"iteration": iteration, "shapes": 0.5} for iteration in (0, 1, 2)]
     runs, _ = read_runs([write_run(tmp_path / "run", 0.6, evaluations=evaluations)])
-    draw_curves([Group("all", runs, {})], "shapes")
+    (group,), _ = group_runs(runs)
+    draw_curves([line_of(group, group)], "shapes", 0.5)
     ticks = figures[0].axes[0].get_xticks()
     assert {0, 1, 2} <= set(ticks) and all(tick == round(tick) for tick in ticks)
 
