@@ -1,14 +1,11 @@
 """The job in NVlabs DiffusionNFT, on its own defaults. The working directory is the folder of build_models.py."""
 
-import runpy
-import sys
-
+from config import base  # of the checkout, which the launcher puts on sys.path
 from ml_collections import ConfigDict
 
 
 def get_config() -> ConfigDict:
-    base = next(f"{path}/config/base.py" for path in sys.path if path.endswith("DiffusionNFT"))
-    config = runpy.run_path(base)["get_config"]()
+    config = base.get_config()
     config.base_model, config.pretrained.model, config.dataset = "sd3", "tiny-sd3", "data"
     config.debug = True  # neither evaluates nor saves
     config.mixed_precision = "bf16"

@@ -1,7 +1,7 @@
 """What the three launchers have in common: CPU seconds between marks, counts of the work done, and the reward.
 
-A launcher runs a program unmodified, in its own process, and calls ``mark`` where the program begins to roll out, begins
-to train, and ends an iteration. Each mark prints one line of JSON after ``MARK``, which run.py reads.
+A launcher runs a program in its own process and calls ``mark`` where the program begins to roll out, begins to train,
+and ends an iteration. Each mark prints one line of JSON after ``MARK``, which run.py reads.
 """
 
 import json
@@ -51,7 +51,7 @@ def redness(images: Tensor) -> Tensor:
 
 
 def counted(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Count the rows of a transformer's calls, with and without gradients, and note the sizes of the first of each."""
+    """Count the rows of a transformer's calls, with and without gradients, and record the sizes of the first call."""
 
     @wraps(forward)
     def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

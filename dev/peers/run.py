@@ -57,7 +57,7 @@ family=diffusionnft family.pool=8 family.keep=8 prompts_per_iteration=2 iteratio
 data.train=data/train.txt data.eval=data/test.txt data.eval_prompts=1 data.eval_images=1 evaluation.every=1000
 model.resolution=64 model.solver=euler model.full_steps=4 model.eval_steps=4 model.train_timestep_fraction=0.5
 model.rollout_batch=8 model.micro_batch=8 model.decode_batch=8 model.gradient_checkpointing=false
-model.lora.rank=8 model.lora.alpha=16 model.max_grad_norm=1 model.embeddings=null ~callbacks.sample_grid
+model.lora.rank=8 model.lora.alpha=16 model.max_grad_norm=1 ~callbacks.sample_grid
 """
 
 
@@ -78,7 +78,7 @@ def command(program: str, job: Job, home: Path, scratch: Path) -> list[str]:
         return [str(python), str(HERE / "run_diffusion_nft.py"), str(checkout), *options]
     path, *extra = shlex.split(program)
     overrides = [*COMMON.split(), *job.product.split(), f"model.pretrained={job.pipeline}", *extra]
-    run = [f"hydra.run.dir={scratch}/run", "--config-dir", str(HERE / "conf")]
+    run = [f"hydra.run.dir={scratch}/run", f"model.embeddings={scratch}/embeddings", "--config-dir", str(HERE / "conf")]
     return [f"{path}/.venv/bin/python", str(HERE / "run_product.py"), *overrides, *run]
 
 
@@ -117,59 +117,61 @@ def measure(program: str, job: Job, home: Path, log: Path, iterations: int) -> l
 
 
 def table(results: dict[str, list[list[dict[str, Any]]]]) -> str:
-    """The medians of each program; the first one is the peer."""
-    columns = ("rollout", "train", "iteration", "rest")
-    lines = [f"{'':<34}" + "".join(f"{name:>10}" for name in (*columns, "first", "GB", "peer/it", "reward"))]
-    peer = 0.0
+    """The medians of each program, the base of the ratios first, then the work of each in one iteration."""
+    columns, width = ("rollout", "train", "iteration", "rest"), max(map(len, results)) + 2
+    lines = [" " * width + "".join(f"{name:>10}" for name in (*columns, "ratio", "first", "GB", "reward")) + "  each"]
+    base = next(iter(results.values()))
     for program, rounds in results.items():
         timed = [row for rows in rounds for row in rows[1:]]
         values = [median(row[name] for row in timed) for name in columns]
-        peer = peer or values[2]
-        values += [median(rows[0]["iteration"] for rows in rounds), max(row["gb"] for row in timed), peer / values[2]]
-        values += [rounds[0][0]["reward"]]
-        lines.append(
-            f"{program[-33:]:<34}" + "".join(f"{value:>10.2f}" for value in values[:-1]) + f"{values[-1]:>10.4f}"
-        )
-        lines.append("    each: " + " ".join(f"{row['iteration']:.2f}" for row in timed))
-    works = {program: rounds[0][1]["work"] for program, rounds in results.items()}
-    for program, work in works.items():
-        if work == next(iter(works.values())):
-            lines.append(f"work: {program}: " + ("the same" if program != next(iter(works)) else str(work)))
-        else:
-            lines.append(f"work: {program}: DIFFERENT {work}")
+        values += [median(row["iteration"] for rows in base for row in rows[1:]) / values[2]]
+        values += [median(rows[0]["iteration"] for rows in rounds), max(row["gb"] for row in timed)]
+        cells = "".join(f"{value:>10.2f}" for value in values) + f"{rounds[0][0]['reward']:>10.4f}  "
+        lines.append(program.ljust(width) + cells + " ".join(f"{row['iteration']:.2f}" for row in timed))
+    work = base[0][1]["work"]
+    lines.append("work: " + ", ".join(f"{name} {number}" for name, number in work.items()))
+    for program, rounds in results.items():
+        other = {name: number for name, number in rounds[0][1]["work"].items() if number != work.get(name)}
+        lines.append(f"DIFFERENT WORK: {program}: {other}" if other else f"same work: {program}")
     return "\n".join(lines)
+
+
+def machine() -> str:
+    """The processor and its BF16 units, as Linux names them."""
+    text = Path("/proc/cpuinfo").read_text()
+    model = next(line.split(": ")[1] for line in text.splitlines() if line.startswith("model name"))
+    return f"{model} with " + (
+        " ".join(unit for unit in ("avx512_bf16", "amx_bf16") if unit in text) or "no BF16 units"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--home", type=Path, required=True, help="folder of the peers, as README.md prepares it")
+    parser.add_argument("--home", type=Path, required=True, help="folder of the peers, prepared as README.md says")
     parser.add_argument("--product", action="append", default=[], help="checkout with a .venv; may repeat")
-    parser.add_argument(
-        "--extra", action="append", default=[], help="overrides: adds the first product with them; may repeat"
-    )
+    parser.add_argument("--extra", action="append", default=[], help="also run the first product with these overrides")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--rounds", type=int, default=3, help="processes of each program (%(default)s)")
     parser.add_argument("--iterations", type=int, default=2, help="timed iterations of a process (%(default)s)")
-    parser.add_argument("--no-peer", action="store_true", help="the first product is the base of the ratios")
-    parser.add_argument("--json", type=Path, help="file for every iteration")
+    parser.add_argument("--no-peer", action="store_true", help="ratios to the first product")
+    parser.add_argument("--json", type=Path, help="file for all iterations")
     arguments = parser.parse_args()
     home = arguments.home.resolve()
     paths = [shlex.quote(str(Path(path).resolve())) for path in arguments.product]
     products = [*paths[:1], *(f"{paths[0]} {extra}" for extra in arguments.extra), *paths[1:]]
     (home / "logs").mkdir(exist_ok=True)
-    results: dict[str, dict[str, list[list[dict[str, Any]]]]] = {}
+    results: dict[str, dict[str, list[list[dict[str, Any]]]]] = {name: {} for name in arguments.jobs}
     for number in range(arguments.rounds):
-        for name in arguments.jobs:
+        for name, programs in results.items():
             job = JOBS[name]
             for position, program in enumerate([*([] if arguments.no_peer else [job.peer]), *products]):
                 log = home / "logs" / f"{name}-{position}-{number}.txt"
                 rows = measure(program, job, home, log, arguments.iterations)
-                results.setdefault(name, {}).setdefault(program, []).append(rows)
-                print(
-                    f"{name} round {number + 1}: {program}: {rows[-1]['iteration']:.2f} s", file=sys.stderr, flush=True
-                )
-    for name, of_job in results.items():
-        print(f"\n{name}: CPU seconds\n{table(of_job)}")
+                programs.setdefault(program, []).append(rows)
+                print(f"{name}, round {number + 1}, {program}: {rows[-1]['iteration']:.2f} s", file=sys.stderr)
+    print(f"CPU seconds on {machine()}, medians of {arguments.rounds} x {arguments.iterations} iterations")
+    for name, programs in results.items():
+        print(f"\n{name}\n{table(programs)}")
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1))
 
