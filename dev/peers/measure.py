@@ -36,7 +36,7 @@ def mark(phase: str) -> None:
     if rewards:
         every = torch.cat(rewards)
         line |= dict(reward=every.mean().item(), reward_std=every.std().item())
-    print("MARK", json.dumps(line), flush=True)
+    print("\nMARK", json.dumps(line), flush=True)  # progress bars leave their line open
     work.clear()
     rewards.clear()
     if begun > last:
