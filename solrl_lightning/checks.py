@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 SAMPLERS = ("shadow", "merged", "policy")
 SOLVERS = ("euler", "dpm2")
-DECODERS = ("full", "preview")
+DECODERS = ("full", "bf16", "preview")
 MAX_SEED = 2**32 - 1
 _PROXY_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "rungs", "decoder"}
 _STRATEGIES = "auto single_device ddp ddp_find_unused_parameters_false ddp_find_unused_parameters_true"
@@ -60,7 +60,7 @@ _ONE_EACH = (
 _DELETABLE = ("callbacks", "logger", "trainer", "reward", "optimizer", "objective", "model.quantization.exclude")
 _OPEN = ("callbacks", "logger", "trainer")  # where their classes take several kinds, null among them
 _OWN_RULES = ("task.prompts", "family.compile")  # in `_requested_texts` and `check_choices`
-_NULL_IN_SOME = ("family.explore", "family.warning", "model.variant")
+_NULL_IN_SOME = ("family.explore", "family.warning", "model.variant", "model.embeddings", "model.preview_decoder")
 _KINDS = (
     (bool, "true or false"),
     (int | float, "a number"),

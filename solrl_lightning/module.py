@@ -121,7 +121,8 @@ class SolRLModule(LightningModule):
         """Return the candidates of seeds [P, n], sampled from their noise or from ``initial_state``, and scored."""
         sigmas = self.policy.sigmas(stage.steps)
         spec = SamplingSpec(sigmas, stage.solver, initial_state, stage.stop_step, record_path)
-        decode = {"full": self.policy.decode, "preview": self.policy.preview}[stage.decoder]
+        policy = self.policy
+        decode = {"full": policy.decode, "bf16": policy.decode_in_bf16, "preview": policy.preview}[stage.decoder]
         score = score_images_or_nan if stage.only_ranks else score_images
         with self.samplers.use(stage.sampler) as transformer:
             chunks = self.samplers.chunks(transformer, stage.sampler, prompts, seeds, spec)

@@ -432,7 +432,9 @@ def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begin
     fit(module, trainer, loop)
     count = loop.plan.micro_batches
     assert count >= 3 and turns == [(i, b) for i in range(3) for b in range(count) if (i + b) % 2 == 0]
-    assert loop.cost()["evaluations"] == 3 * loop._each_iteration["evaluations"] and module.objective.forward_passes == 2.5
+    assert (
+        loop.cost()["evaluations"] == 3 * loop._each_iteration["evaluations"] and module.objective.forward_passes == 2.5
+    )
 
 
 @pytest.mark.parametrize("sampler", ["policy", "merged"])

@@ -49,7 +49,7 @@ class Stage(NamedTuple):
     steps: int
     solver: str
     stop_step: int | None = None  # stop here and score the predicted image
-    decoder: str = "full"  # or "preview"
+    decoder: str = "full"  # or "bf16" or "preview"
     keep: int | None = None  # best and worst by reward, passed to the next stage or to training; None keeps all
 
     def continues_in(self, following: "Stage") -> bool:

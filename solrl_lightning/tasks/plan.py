@@ -249,7 +249,7 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
     batches = plan_micro_batches(cfg.prompts_per_iteration, per_prompt, cfg.model.micro_batch, devices)
     rows = batches.micro_batches * batches.rows
     images = candidates(stages, pool)
-    decoding = {"full": passes.decode, "preview": passes.preview}
+    decoding = {"full": passes.decode, "bf16": passes.decode, "preview": passes.preview}
     macs = {
         stage.name: prompts * counts[stage.name] * cost[stage.sampler] for stage in stages
     }  # a race has one sampler
