@@ -122,7 +122,7 @@ def test_the_published_experiment_has_the_published_hyperparameters_on_every_mod
 @pytest.mark.parametrize(
     ("family", "pool", "explores", "samplers"),
     [
-        ("diffusionnft", 24, False, {"policy"}),
+        ("diffusionnft", 24, False, {"merged"}),
         ("naive_scaling", 96, False, {"policy"}),
         ("compile", 96, False, {"merged"}),
         ("naive_quant", 96, False, {"shadow"}),
@@ -373,7 +373,7 @@ def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to()
             "family.explore.stop_after=6 is invalid: it must be at least 1 and below family.explore.steps=6",
         ),
         ("family.regenerate.stop_after", "2", "Set family.explore.stop_after"),
-        ("family.explore.decoder", "half", "family.explore.decoder=half is invalid: it must be one of full, preview"),
+        ("family.explore.decoder", "half", "family.explore.decoder=half is invalid: it must be one of full, bf16, preview"),
         ("family.explore.decoder", "preview", "model.preview_decoder names none"),
         ("family.regenerate.decoder", "preview", "Set family.explore.decoder"),
     ],

@@ -98,9 +98,8 @@ class PipelinePolicy(ABC):
             self.cache = self._cache(Path(embeddings))
         self.transformer = self.pipeline.transformer.requires_grad_(False)
         checkpoint_blocks(self.transformer, gradient_checkpointing)
-        if self.device.type == "cpu":
-            use_logistic_gelu(self.transformer)
         if self.device.type == "cpu" and self.transformer.dtype == torch.bfloat16:
+            use_logistic_gelu(self.transformer)
             if not bf16.has_fast_bf16_products():
                 bf16.use_fp32_products(self.transformer)
             if not bf16.has_fast_bf16_attention():

@@ -33,8 +33,7 @@ def packed(spatial: Tensor) -> Tensor:
 
 
 def test_images_with_guidance_and_shift_are_those_of_the_diffusers_pipeline(dev_folder: str) -> None:
-    policy = load_policy(dev_folder, guidance=GUIDANCE)
-    policy.transformer.float()
+    policy = load_policy(dev_folder, guidance=GUIDANCE, dtypes={"default": "float32"})
     pipeline = FluxPipeline.from_pretrained(dev_folder, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     options = dict(num_inference_steps=STEPS, guidance_scale=GUIDANCE, height=32, width=32, max_sequence_length=10)

@@ -32,9 +32,7 @@ STEPS = 4
 @pytest.fixture(scope="module")
 def policy(architecture: str, folder: str) -> PipelinePolicy:
     """In float32, so that rounding hides nothing; no test changes it."""
-    policy = load_nano(architecture, folder)
-    policy.transformer.float()
-    return policy
+    return load_nano(architecture, folder, dtypes={"default": "float32"})
 
 
 @pytest.fixture
