@@ -164,7 +164,10 @@ _RULES = {
         _number(lambda value: value >= 0),
         "model.guidance objective.kl_weight objective.old_weight optimizer.weight_decay scheduler.warmup",
     ),
-    "a fraction above 0 and at most 1": (_number(lambda value: 0 < value <= 1), "model.train_timestep_fraction"),
+    "a fraction above 0 and at most 1": (
+        _number(lambda value: 0 < value <= 1),
+        "model.train_timestep_fraction task.min_gap",
+    ),
 }
 _CHOICES = {
     "model.solver": SOLVERS,
