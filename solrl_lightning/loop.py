@@ -37,7 +37,8 @@ class ExploreTrainLoop(_FitLoop):
     Args:
         trainer: its fit loop is replaced by this one.
         schedule: prompts of each iteration, of all ranks together.
-        stages: passes over the candidates; a stage with ``keep`` selects the candidates of the next one.
+        stages: passes over the candidates; a stage with ``keep`` selects the candidates of the next one. A callback may
+            replace them between iterations by others that keep as many and end with the same stage.
         pool: N, candidates per prompt.
         objective: determines the training rows.
         micro_batch: maximum number of rows (sample, noise level) in one forward and backward pass.
@@ -80,8 +81,7 @@ class ExploreTrainLoop(_FitLoop):
         self._steps_taken = 0  # in the current iteration
         self._evaluations = 0  # in finished iterations
         self._seconds_before = 0.0  # in the runs that this one resumes
-        trained = kept * levels * (1 + len(objective.needs))
-        self._each_iteration = schedule.per_iteration * (sum(evaluations(stages, pool)) + trained)
+        self._trained = kept * levels * (1 + len(objective.needs))  # evaluations of a prompt
         self.explored: Candidates | None = None
         """The whole pool with its proxy rewards; None in families of one stage."""
         self.rollouts: Rollouts
@@ -152,7 +152,8 @@ class ExploreTrainLoop(_FitLoop):
         self._steps_taken += 1
         last = self._steps_taken == self.plan.optimizer_steps
         self.iterations_done += last
-        self._evaluations += last * self._each_iteration
+        each = sum(evaluations(self.stages, self.pool)) + self._trained
+        self._evaluations += last * self.schedule.per_iteration * each
         return last
 
     def cost(self) -> dict[str, float]:

@@ -30,7 +30,7 @@ from solrl_lightning.metrics.rank import NAMES, RankFidelity
 from solrl_lightning.rollout.explore import run_stages
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import select_contrastive, take
-from solrl_lightning.rollout.stage import REGENERATE, Stage, evaluations
+from solrl_lightning.rollout.stage import REGENERATE, Stage, evaluations, steps_label
 from solrl_lightning.samplers import MERGED, SHADOW
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
@@ -176,14 +176,9 @@ def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
 
 def name_of(proxy: Scored, solver: str) -> str:
     """The label in the table and the picture: ``nvfp4 6 steps``, ``bf16 4 of 10 steps``, ``bf16 2/4/6 of 10 steps``."""
-    first, stops = proxy.stages[0], _stops(proxy.explorers)
-    steps = f"{first.steps}" if stops == [first.steps] else f"{'/'.join(map(str, stops))} of {first.steps}"
+    first = proxy.stages[0]
     unusual = [value for value, usual in ((first.solver, solver), (first.decoder, "full")) if value != usual]
-    return " ".join([proxy.precision, steps, "steps", *unusual])
-
-
-def _stops(stages: Sequence[Stage]) -> list[int]:
-    return [stage.steps if stage.stop_step is None else stage.stop_step for stage in stages]
+    return " ".join([proxy.precision, steps_label(proxy.explorers), *unusual])
 
 
 # The recommendation
@@ -202,8 +197,7 @@ def command_of(proxy: Scored, cfg: DictConfig) -> str | None:
     family = "race" if len(explorers) > 1 else "prefix" if stops else "sol_rl"
     explore: dict[str, Any] = first._asdict() | {"stop_after": first.stop_step}
     if len(explorers) > 1:
-        steps = zip(_stops(explorers), explorers, strict=True)
-        explore["rungs"] = [{"step": step, "keep": stage.keep} for step, stage in steps]
+        explore["rungs"] = [{"step": stage.stop_step or stage.steps, "keep": stage.keep} for stage in explorers]
     usual: Any = OmegaConf.to_container(with_option(cfg, "family", family).family)
     chosen = [f"family={family}"] + [f"precision={proxy.precision}"] * (first.sampler == SHADOW)
     chosen += [f"family.{key}={cfg.task[key]}" for key in ("pool", "keep") if cfg.task[key] != usual[key]]

@@ -80,9 +80,7 @@ def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
     assert json.loads((tmp_path / "audit.json").read_text()) == result
     out = capfd.readouterr().out
     assert "nvfp4 2 steps" in out and "bf16 1 of 2 steps" in out
-    assert (
-        result["recommended"]["command"] in out
-    )
+    assert result["recommended"]["command"] in out
     with Image.open(tmp_path / "audit.png") as picture:
         assert min(picture.size) > 300
 
