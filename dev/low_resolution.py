@@ -1,8 +1,8 @@
 """Measure how well the embedded model ranks seeds at half its resolution: ``python dev/low_resolution.py [SEED ...]``.
 
 The noise of a seed is averaged over 2 x 2 latents and doubled, which keeps its unit variance. The noise levels are
-those of the policy at the smaller resolution. The decoded picture is enlarged to the resolution of the reward. The printed
-columns are those of ``task=audit``: 12 held-out prompts x 96 seeds, 24 kept, against BF16 at 10 steps.
+those of the policy at the smaller resolution. The decoded picture is enlarged to the size that the reward takes. The
+printed columns are those of ``task=audit``: 12 held-out prompts x 96 seeds, 24 kept, against BF16 at 10 steps.
 """
 
 import sys

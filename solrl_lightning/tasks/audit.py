@@ -13,7 +13,7 @@ Shapes: P prompts, N pool.
 import io
 import shlex
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -133,7 +133,7 @@ def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
     prompts = module.encode(module.eval_prompts[: cfg.task.prompts])
     seeds = pool_seeds(cfg.seed, 0, prompts.texts, cfg.task.pool)
 
-    spent: Counter[str] = Counter()
+    spent: defaultdict[str, float] = defaultdict(float)
 
     def run(stage: Stage, seeds: Tensor, state: SolverState | None) -> Candidates:
         start = time.perf_counter()
