@@ -70,8 +70,11 @@ class AdaptiveExploration(Callback):
             return
         before, spearman = self.level, ranks.last["spearman"]
         self.probes.append({"iteration": iteration, "level": before, "spearman": spearman})
-        if self.level != before:
-            old, new = (f"level {level} ({steps_label(self.levels[level][:-1])})" for level in (before, self.level))
+        if self.level != before and trainer.is_global_zero:
+            old, new = (
+                f"level {level} ({self.levels[level][0].sampler}, {steps_label(self.levels[level][:-1])})"
+                for level in (before, self.level)
+            )
             message = f"iteration {iteration}: spearman {spearman:.3f} moves the exploration from {old} to {new}"
             file_logger.info(message)
             pl_module.print(message)

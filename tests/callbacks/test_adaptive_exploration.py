@@ -62,9 +62,8 @@ def test_probes_move_the_stages_of_the_next_iteration(tmp_path, stand_in, capsys
     assert trainer.fit_loop.stages == LEVELS[2]
     assert float(trainer.callback_metrics["explore/level"]) == 2
     first, second = [line for line in capsys.readouterr().out.splitlines() if "moves" in line]
-    assert first == (
-        "iteration 1: spearman -1.000 moves the exploration from level 0 (2 of 10 steps) to level 1 (3 of 10 steps)"
-    )
+    levels = "from level 0 (merged, 2 of 10 steps) to level 1 (merged, 3 of 10 steps)"
+    assert first == f"iteration 1: spearman -1.000 moves the exploration {levels}"
     assert second.startswith("iteration 2: ")
 
 
