@@ -539,7 +539,7 @@ def test_steps_rungs_and_warmup_that_cannot_be(argument: str, message: str) -> N
         ("family.levels=[{sampler:shadow,steps:6,rungs:[{step:2,keep:20}]}]", "family.levels.0.rungs=.* down to 24"),
         ("family.start=3", "family.start=3 is invalid: it must be the index of a level, from 0 to 2"),
         ("family.threshold=1.5", "family.threshold=1.5 is invalid: it must be a fraction above 0"),
-        ("family.margin=0.2", "family.margin=0.2 is invalid: it must be at most 1 - family.threshold=0.1"),
+        ("family.margin=0.2", "family.margin=0.2 is invalid: it must be at most 1 - family.threshold=0.15"),
         ("family.patience=0", "family.patience=0 is invalid: it must be a whole number of at least 1"),
         ("callbacks.rank_correlation.probe_every=0", "probe_every=0 is invalid: it must be at least 1, because"),
         ("~callbacks.rank_correlation", "callbacks.rank_correlation.probe_every=null is invalid"),
