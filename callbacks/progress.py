@@ -68,6 +68,11 @@ class StageProgressBar(ProgressBar):
         self._drawn = 0.0
         self._stopwatch = Stopwatch()
 
+    @property
+    def is_enabled(self) -> bool:
+        """Read by ``LightningModule.print``."""
+        return self._enabled
+
     def enable(self) -> None:
         self._enabled = True
 

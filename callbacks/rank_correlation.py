@@ -38,7 +38,7 @@ class RankCorrelation(Callback):
         self.probe_every = probe_every
         self.history: list[dict[str, float]] = []  # one row per probe: iteration and the values without "rank/"
         self.last_kept: dict[str, float] = {}
-        self._probe: RankFidelity | None = None
+        self._probed: dict[str, float] = {}  # values of this iteration's probe
         self._seconds = 0.0  # of the probe
 
     @property
@@ -59,8 +59,13 @@ class RankCorrelation(Callback):
             if prompts:
                 reference = loop.regenerate(prompts, seeds).rewards
         self._seconds = loop.stopwatch.seconds["probe"] - before
-        self._probe = RankFidelity(keep=loop.rollouts.rewards.shape[1]).to(trainer.strategy.root_device)
-        self._probe.update(proxy.to(trainer.strategy.root_device), reference.to(trainer.strategy.root_device))
+        device, iteration = trainer.strategy.root_device, trainer.current_epoch + 1
+        fidelity = RankFidelity(keep=loop.rollouts.rewards.shape[1]).to(device)
+        fidelity.update(proxy.to(device), reference.to(device))
+        self._probed = measured(fidelity)
+        # A checkpoint within an iteration has the probe of that iteration, which is repeated.
+        self.history = [row for row in self.history if row["iteration"] < iteration]
+        self.history.append({"iteration": iteration} | self._probed)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = loop_of(trainer)
@@ -72,11 +77,10 @@ class RankCorrelation(Callback):
         values = measured(kept)
         self.last_kept = {"kept_spearman": values["spearman"], "kept_kendall": values["kendall"]}
         log_values(pl_module, {f"rank/{name}": value for name, value in self.last_kept.items()})
-        if self._probe is not None:
-            probed = measured(self._probe)
-            self._probe = None
-            log_values(pl_module, {f"rank/{name}": v for name, v in probed.items()} | {"time/probe": self._seconds})
-            self.history.append({"iteration": trainer.current_epoch + 1} | probed)
+        if self._probed:
+            probed = {f"rank/{name}": value for name, value in self._probed.items()}
+            log_values(pl_module, probed | {"time/probe": self._seconds})
+            self._probed = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history}

@@ -19,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from peft import LoraConfig
 from transformers.utils import logging as transformers_logging
 
+from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
 from solrl_lightning.checks import prompt_sets, reward_members
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
@@ -95,6 +96,9 @@ def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
 def build_trainer(cfg: DictConfig) -> Trainer:
     """With the chosen callbacks and loggers, which ``~callbacks`` and ``~logger`` leave out."""
     callbacks = _made_each("callbacks", cfg.get("callbacks"), Callback)
+    if cfg.family.get("levels"):
+        rule = Rule(cfg.family.threshold, cfg.family.margin, cfg.family.patience)
+        callbacks.append(AdaptiveExploration(levels_of(cfg), cfg.family.start, rule))
     logger = cfg.get("logger")
     if logger is not None and "_target_" in logger:
         named = [str(name) for name, node in logger.items() if isinstance(node, DictConfig) and "_target_" in node]
@@ -118,14 +122,25 @@ def _made_each(group: str, nodes: DictConfig | None, kind: type) -> list[Any]:
 
 
 def stages_of(cfg: DictConfig) -> list[Stage]:
-    """The family's passes over the pool: explore, where it has one, and regenerate."""
-    last = cfg.family.regenerate
+    """The family's passes over the pool: explore, where it has one, and regenerate; with levels, those of the last."""
+    return levels_of(cfg)[-1]
+
+
+def levels_of(cfg: DictConfig) -> list[list[Stage]]:
+    """The passes over the pool at each level of the family, from cheap to expensive; most families have one level."""
+    family, last = cfg.family, cfg.family.regenerate
     regenerate = Stage(REGENERATE, last.sampler, last.steps, last.solver)
-    first = cfg.family.explore
-    if first is None:
-        return [regenerate._replace(keep=cfg.family.keep)]
-    rungs = first.get("rungs") or [{"step": first.get("stop_after"), "keep": cfg.family.keep}]
-    return [*explorers(first, rungs), regenerate]
+    ways = family.get("levels") or [family.explore]
+    if ways == [None]:
+        return [[regenerate._replace(keep=family.keep)]]
+    rungs = [way.get("rungs") or [{"step": way.get("stop_after"), "keep": family.keep}] for way in ways]
+    each = [explorers({"solver": last.solver, **way}, own) for way, own in zip(ways, rungs, strict=True)]
+    return [[*explore, regenerate] for explore in each]
+
+
+def uses_shadow(cfg: DictConfig) -> bool:
+    """Whether the shadow samples in a stage of some level."""
+    return any(stage.sampler == SHADOW for stages in levels_of(cfg) for stage in stages)
 
 
 def explorers(stage: Mapping[str, Any], rungs: Sequence[Mapping[str, Any]], name: str = EXPLORE) -> list[Stage]:

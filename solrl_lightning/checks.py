@@ -25,7 +25,7 @@ SAMPLERS = ("shadow", "merged", "policy")
 SOLVERS = ("euler", "dpm2")
 DECODERS = ("full", "bf16", "preview")
 MAX_SEED = 2**32 - 1
-_PROXY_KEYS = {"sampler", "steps", "precision", "solver", "stop_after", "rungs", "decoder"}
+_EXPLORER_KEYS = {"sampler", "steps", "solver", "stop_after", "rungs", "decoder"}
 _STRATEGIES = "auto single_device ddp ddp_find_unused_parameters_false ddp_find_unused_parameters_true"
 _ABSENT = object()  # a key that the chosen options do not have
 
@@ -145,7 +145,7 @@ _RULES = {
         "family.pool family.explore.steps family.regenerate.steps model.resolution model.max_sequence_length "
         "model.full_steps model.preview_steps model.eval_steps model.prefix_steps model.micro_batch model.decode_batch "
         "model.rollout_batch model.lora.rank data.eval_images task.pool task.images task.repeats task.rounds "
-        "task.grid_prompts task.grid_images",
+        "task.grid_prompts task.grid_images family.patience",
     ),
     "a whole number of at least 1, or null": (_or_null(_whole(1)), "data.eval_prompts task.sizes.pool"),
     "a whole number of at least 0, or null": (_or_null(_whole(0)), "task.iterations"),
@@ -162,9 +162,12 @@ _RULES = {
     "a number above 0, or null": (_or_null(_number(lambda value: value > 0)), "task.tflops task.speedup"),
     "a number of at least 0": (
         _number(lambda value: value >= 0),
-        "model.guidance objective.kl_weight objective.old_weight optimizer.weight_decay scheduler.warmup",
+        "model.guidance objective.kl_weight objective.old_weight optimizer.weight_decay scheduler.warmup family.margin",
     ),
-    "a fraction above 0 and at most 1": (_number(lambda value: 0 < value <= 1), "model.train_timestep_fraction"),
+    "a fraction above 0 and at most 1": (
+        _number(lambda value: 0 < value <= 1),
+        "model.train_timestep_fraction task.min_gap family.threshold",
+    ),
 }
 _CHOICES = {
     "model.solver": SOLVERS,
@@ -348,24 +351,68 @@ def check_stages(cfg: DictConfig) -> None:
             regenerate.decoder,
             "full, as its rewards train the policy. Set family.explore.decoder",
         )
-    if explore is None:
-        return
-    check_decoder(cfg, "family.explore.decoder", explore.get("decoder", "full"))
+    if "levels" in cfg.family:
+        _check_levels(cfg)
+    elif explore is not None:
+        _check_explore(cfg, "family.explore", explore)
+
+
+def _check_explore(cfg: DictConfig, key: str, explore: DictConfig) -> None:
+    regenerate = cfg.family.regenerate
+    check_decoder(cfg, f"{key}.decoder", explore.get("decoder", "full"))
     stop = explore.get("stop_after")
     if stop is not None and not _whole(1, explore.steps - 1)(stop):
-        raise _invalid("family.explore.stop_after", stop, f"at least 1 and below family.explore.steps={explore.steps}")
+        raise _invalid(f"{key}.stop_after", stop, f"at least 1 and below {key}.steps={explore.steps}")
     if explore.get("rungs") is not None:
-        check_rungs("family.explore.rungs", explore.rungs, explore.steps, cfg.family.pool, cfg.family.keep)
+        check_rungs(f"{key}.rungs", explore.rungs, explore.steps, cfg.family.pool, cfg.family.keep)
         stop = explore.rungs[-1].step
-    same = _way(explore) == _way(regenerate)
+    way = [explore.sampler, explore.steps, explore.get("solver", regenerate.solver)]
+    same = way == _way(regenerate)
     if stop is not None and explore.sampler == regenerate.sampler and not same:
         raise UserError(
             f"family.regenerate={', '.join(map(str, _way(regenerate)))} is invalid: it samples with the same weights "
-            f"as family.explore ({', '.join(map(str, _way(explore)))}), which stops early, so it continues the same "
+            f"as {key} ({', '.join(map(str, way))}), which stops early, so it continues the same "
             "trajectories and must have the same steps and solver. Set family.regenerate.steps and .solver so."
         )
     if stop == explore.steps and same:
-        raise _invalid("family.explore.rungs", explore.rungs, f"a race that ends before step {stop}, the last one")
+        raise _invalid(f"{key}.rungs", explore.rungs, f"a race that ends before step {stop}, the last one")
+
+
+def _check_levels(cfg: DictConfig) -> None:
+    family = cfg.family
+    if not isinstance(family.levels, ListConfig) or not family.levels or family.explore is not None:
+        rule = "a list of at least one way to explore, for example 'family.levels=[{sampler:shadow,steps:4},"
+        raise _invalid("family.levels", family.levels, f"{rule}{{sampler:shadow,steps:6}}]', and family.explore null")
+    for number, level in enumerate(family.levels):
+        key = f"family.levels.{number}"
+        _check_explorer(key, level, _EXPLORER_KEYS)
+        _check_explore(cfg, key, level)
+    if not _whole(0, len(family.levels) - 1)(family.start):
+        rule = f"the index of a level, from 0 to {len(family.levels) - 1}. Set family.start=0"
+        raise _invalid("family.start", family.start, rule)
+    if family.threshold + family.margin > 1:
+        rule = f"at most 1 - family.threshold={1 - family.threshold:.3g}, as no correlation is above 1"
+        raise _invalid("family.margin", family.margin, f"{rule}. Set family.margin=0")
+    probes = OmegaConf.select(cfg, "callbacks.rank_correlation.probe_every")
+    if "train" in cfg.task.reads and not probes:
+        rule = "at least 1, because the probes move the exploration between family.levels"
+        raise _invalid("callbacks.rank_correlation.probe_every", probes, f"{rule}. Leave it out")
+
+
+def _check_explorer(key: str, explorer: Any, keys: set[str]) -> None:
+    """UserError unless ``explorer``, the value of ``key``, has a sampler and steps, and no other than the ``keys``."""
+    if isinstance(explorer, DictConfig):
+        steps, stop = explorer.get("steps"), explorer.get("stop_after")
+        known = explorer.get("sampler") in SAMPLERS and explorer.get("solver", SOLVERS[0]) in SOLVERS
+        if explorer.keys() <= keys and known and _whole(1)(steps) and _or_null(_whole(1, steps - 1))(stop):
+            return
+    precision = "a precision, " if "precision" in keys else ""
+    raise _invalid(
+        key,
+        explorer,
+        f"an explorer with a sampler ({', '.join(SAMPLERS)}) and at least 1 step and, where they are not the run's, "
+        f"{precision}a solver ({', '.join(SOLVERS)}), a decoder and rungs, or a step below the last to stop_after",
+    )
 
 
 def check_rungs(key: str, rungs: Any, steps: int, pool: int, keep: int) -> None:
@@ -492,19 +539,9 @@ def _check_proxies(cfg: DictConfig) -> None:
     if not cfg.task.proxies:
         raise UserError("task.proxies is empty. Name at least one, as in 'task.proxies=[{sampler:shadow,steps:6}]'.")
     for number, proxy in enumerate(cfg.task.proxies):
-        steps, stop = proxy.get("steps"), proxy.get("stop_after")
-        known = proxy.get("sampler") in SAMPLERS and proxy.get("solver", SOLVERS[0]) in SOLVERS
-        whole = _whole(1)(steps) and _or_null(_whole(1, steps - 1))(stop)
-        if not (proxy.keys() <= _PROXY_KEYS and known and whole):
-            raise _invalid(
-                f"task.proxies.{number}",
-                proxy,
-                f"a proxy with a sampler ({', '.join(SAMPLERS)}) and at least 1 step and, where they are not the "
-                f"run's, a precision, a solver ({', '.join(SOLVERS)}), a decoder and rungs, or a step below the last "
-                "to stop_after",
-            )
+        _check_explorer(f"task.proxies.{number}", proxy, _EXPLORER_KEYS | {"precision"})
         if proxy.get("rungs") is not None:
-            check_rungs(f"task.proxies.{number}.rungs", proxy.rungs, steps, cfg.task.pool, cfg.task.keep)
+            check_rungs(f"task.proxies.{number}.rungs", proxy.rungs, proxy.steps, cfg.task.pool, cfg.task.keep)
         check_decoder(cfg, f"task.proxies.{number}.decoder", proxy.get("decoder", "full"))
 
 

@@ -40,7 +40,8 @@ class ExploreTrainLoop(_FitLoop):
     Args:
         trainer: its fit loop is replaced by this one.
         schedule: prompts of each iteration, of all ranks together.
-        stages: passes over the candidates; a stage with ``keep`` selects the candidates of the next one.
+        stages: passes over the candidates; a stage with ``keep`` selects the candidates of the next one. A callback may
+            replace them between iterations by others that keep as many and end with the same stage.
         pool: N, candidates per prompt.
         objective: determines the training rows.
         micro_batch: maximum number of rows (sample, noise level) in one forward and backward pass.
@@ -83,11 +84,7 @@ class ExploreTrainLoop(_FitLoop):
         self._steps_taken = 0  # in the current iteration
         self._counts = {"evaluations": 0, "samples": 0}  # in finished iterations
         self._seconds_before = 0.0  # in the runs that this one resumes
-        trained = kept * levels * objective.forward_passes
-        self._each_iteration = {
-            "evaluations": round(schedule.per_iteration * (sum(evaluations(stages, pool)) + trained)),
-            "samples": schedule.per_iteration * sum(candidates(stages, pool)),
-        }
+        self._trained = kept * levels * objective.forward_passes  # evaluations of a prompt
         self._encoded: tuple[int, EncodedPrompts] | None = None  # first iteration of those encoded, their prompts
         self.explored: Candidates | None = None
         """The whole pool with its proxy rewards; None in families of one stage."""
@@ -172,9 +169,17 @@ class ExploreTrainLoop(_FitLoop):
         self._steps_taken += 1
         last = self._steps_taken == self.plan.optimizer_steps
         self.iterations_done += last
-        for name, number in self._each_iteration.items():
+        for name, number in self._each_iteration().items():
             self._counts[name] += last * number
         return last
+
+    def _each_iteration(self) -> dict[str, int]:
+        """Return the model evaluations and the scored images of an iteration, of all ranks."""
+        forwards = sum(evaluations(self.stages, self.pool)) + self._trained
+        images = sum(candidates(self.stages, self.pool))
+        return {
+            name: round(self.schedule.per_iteration * n) for name, n in (("evaluations", forwards), ("samples", images))
+        }
 
     def cost(self) -> dict[str, float]:
         """Return what the iterations have cost so far, without evaluations, probes and sample grids.

@@ -72,7 +72,7 @@ def test_the_groups_and_names_of_the_contract_exist() -> None:
     with ConfigTree() as tree:
         assert set(tree.groups()) == {*GROUPS, "experiment"}
     published = {"diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl"}
-    assert set(options("family")) == published | {"prefix", "race"}
+    assert set(options("family")) == published | {"adaptive", "prefix", "race"}
     assert set(options("scheduler")) == {"constant", "linear", "cosine"}
 
 
@@ -373,7 +373,11 @@ def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to()
             "family.explore.stop_after=6 is invalid: it must be at least 1 and below family.explore.steps=6",
         ),
         ("family.regenerate.stop_after", "2", "Set family.explore.stop_after"),
-        ("family.explore.decoder", "half", "family.explore.decoder=half is invalid: it must be one of full, bf16, preview"),
+        (
+            "family.explore.decoder",
+            "half",
+            "family.explore.decoder=half is invalid: it must be one of full, bf16, preview",
+        ),
         ("family.explore.decoder", "preview", "model.preview_decoder names none"),
         ("family.regenerate.decoder", "preview", "Set family.explore.decoder"),
     ],
@@ -542,6 +546,33 @@ def test_rungs_that_cannot_be_raced_are_refused_with_their_rule(rungs: str) -> N
 def test_steps_rungs_and_warmup_that_cannot_be(argument: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         check_values(compose("family=race", argument))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("family.levels=[]", r"family.levels=\[\] is invalid: it must be a list of at least one way to explore"),
+        ("family.explore={sampler:merged,steps:6,solver:euler}", "family.levels=.* and family.explore null"),
+        ("family.levels=[{sampler:bf16,steps:3}]", "family.levels.0=.* an explorer with a sampler .shadow, merged"),
+        (
+            "family.levels=[{sampler:merged,steps:3,precision:fp8}]",
+            "family.levels.0=.* where they are not the run's, a",
+        ),
+        ("family.levels=[{sampler:shadow,steps:6},{sampler:shadow,steps:6,stop_after:6}]", "family.levels.1=.* below"),
+        ("family.levels=[{sampler:merged,steps:6,stop_after:3}]", "as family.levels.0 .merged, 6, euler., which stops"),
+        ("family.levels=[{sampler:shadow,steps:6,decoder:half}]", "family.levels.0.decoder=half is invalid"),
+        ("family.levels=[{sampler:shadow,steps:6,rungs:[{step:2,keep:20}]}]", "family.levels.0.rungs=.* down to 24"),
+        ("family.start=3", "family.start=3 is invalid: it must be the index of a level, from 0 to 2"),
+        ("family.threshold=1.5", "family.threshold=1.5 is invalid: it must be a fraction above 0"),
+        ("family.margin=0.2", "family.margin=0.2 is invalid: it must be at most 1 - family.threshold=0.15"),
+        ("family.patience=0", "family.patience=0 is invalid: it must be a whole number of at least 1"),
+        ("callbacks.rank_correlation.probe_every=0", "probe_every=0 is invalid: it must be at least 1, because"),
+        ("~callbacks.rank_correlation", "callbacks.rank_correlation.probe_every=null is invalid"),
+    ],
+)
+def test_levels_that_cannot_adapt_are_refused(argument: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_values(compose("family=adaptive", argument))
 
 
 def test_a_race_ends_before_its_trajectories_do() -> None:

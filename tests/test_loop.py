@@ -16,9 +16,11 @@ from nano import save_preview_decoder
 from omegaconf import DictConfig
 from torch import Tensor
 
-from solrl_lightning.build import build_loop, build_module, stages_of
+from solrl_lightning.build import build_loop, build_module, levels_of
 from solrl_lightning.callbacks import ema
+from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
 from solrl_lightning.callbacks.ema import WeightEMA
+from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.errors import NonFiniteError, UserError
@@ -30,6 +32,7 @@ from solrl_lightning.objectives.nft import NFT, NFTLoss
 from solrl_lightning.rollout.advantages import group_advantages
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.rollout.select import select_contrastive
+from solrl_lightning.rollout.stage import Stage, evaluations
 
 SMALL = [
     "family.pool=5",
@@ -65,7 +68,8 @@ def make(
         enable_checkpointing=checkpoints,
         callbacks=[Requantize(), WeightEMA(), *callbacks],
     )
-    module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
+    stages = [stage for level in levels_of(cfg) for stage in level]
+    module = build_module(cfg, trainer.strategy.root_device, stages)
     return module, trainer, build_loop(cfg, trainer, module.objective)
 
 
@@ -433,7 +437,8 @@ def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begin
     count = loop.plan.micro_batches
     assert count >= 3 and turns == [(i, b) for i in range(3) for b in range(count) if (i + b) % 2 == 0]
     assert (
-        loop.cost()["evaluations"] == 3 * loop._each_iteration["evaluations"] and module.objective.forward_passes == 2.5
+        loop.cost()["evaluations"] == 3 * loop._each_iteration()["evaluations"]
+        and module.objective.forward_passes == 2.5
     )
 
 
@@ -583,6 +588,68 @@ def test_resume_is_bit_exact_from_a_checkpoint_taken(
     resumed_names, resumed_steps = columns(tmp_path, "resumed")
     assert resumed_names == names and set(steps) == {1, 2, 3}
     assert resumed_steps == [step for step in steps if step > 1]
+
+
+LEVELS = (
+    "family=adaptive",
+    "family.levels=[{sampler:merged,steps:3,stop_after:1},{sampler:shadow,steps:2},{sampler:merged,steps:3,stop_after:2}]",
+)
+
+
+class Levels(Callback):
+    """Records the stages of every iteration, as far as its optimiser step."""
+
+    def __init__(self) -> None:
+        self.stages: list[list[Stage]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, *args: Any) -> None:
+        self.stages.append(trainer.fit_loop.stages)
+
+
+def adaptive_run(
+    folder: Path, iterations: int, *callbacks: Callback
+) -> tuple[SolRLModule, Trainer, ExploreTrainLoop, Levels]:
+    # Every probe moves: at most this correlation up, above it down.
+    adaptive = AdaptiveExploration(levels_of(composed(*LEVELS)), 1, Rule(threshold=0.85, margin=0.0, patience=1))
+    levels = Levels()
+    each = (RankCorrelation(probe_every=1), adaptive, levels, *callbacks)
+    return *make(folder, *LEVELS, callbacks=each, max_epochs=iterations), levels
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Levels, dict[str, float], Tensor]:
+    """Run four iterations without interruption."""
+    module, trainer, loop, levels = adaptive_run(tmp_path_factory.mktemp("adapted"), 4)
+    fit(module, trainer, loop)
+    assert len({stages[0] for stages in levels.stages}) > 1
+    each = [2 * (sum(evaluations(stages, 5)) + 3 * 3) for stages in levels.stages]
+    assert loop.cost()["evaluations"] == sum(each)
+    return levels, loop.cost(), weights(module)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning")
+@pytest.mark.parametrize(
+    "save", ["at the end of an iteration", "after the optimiser step", "between two micro-batches"]
+)
+def test_adaptive_exploration_resumes_exactly(
+    save: str, adapted: tuple[Levels, dict[str, float], Tensor], tmp_path: Path
+) -> None:
+    options = SAVES[save]
+    if isinstance(options, str):
+        module, trainer, loop, _ = adaptive_run(tmp_path, 4, CrashAt(options))
+        with pytest.raises(SystemExit):
+            fit(module, trainer, loop)
+    else:
+        saver = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **options)
+        module, trainer, loop, _ = adaptive_run(tmp_path, 1, saver)
+        fit(module, trainer, loop)
+    (checkpoint,) = tmp_path.glob("*.ckpt")
+    module, trainer, loop, resumed = adaptive_run(tmp_path, 4)
+    fit(module, trainer, loop, checkpoint)
+    levels, cost, learnt = adapted
+    assert resumed.stages == levels.stages[1:]
+    assert loop.cost()["evaluations"] == cost["evaluations"]
+    assert torch.equal(weights(module), learnt)
 
 
 def test_checkpoint_holds_adapters_only(tmp_path: Path) -> None:

@@ -73,6 +73,12 @@ def evaluations(stages: Sequence[Stage], pool: int) -> list[int]:
     return counts
 
 
+def steps_label(stages: Sequence[Stage]) -> str:
+    """Return the steps of exploration as text: ``6 steps``, ``4 of 10 steps`` or, with rungs, ``3/5 of 10 steps``."""
+    steps, stops = stages[0].steps, [stage.stop_step or stage.steps for stage in stages]
+    return f"{steps} steps" if stops == [steps] else f"{'/'.join(map(str, stops))} of {steps} steps"
+
+
 def candidates(stages: Sequence[Stage], pool: int) -> list[int]:
     """Return the number of candidates per prompt of each stage."""
     kept = [pool]

@@ -4,13 +4,16 @@ Every proxy scores the same pool as BF16 at full steps does; their rankings are 
 sampler (the shadow in some precision, or BF16), a number of steps, a solver, a decoder, and perhaps a step after which
 it stops and scores the predicted image, as ``family=prefix`` does, or rungs after which some continue, as in
 ``family=race``. Its cost is given in seconds per candidate of the pool, decoding and reward included, and in model
-evaluations of a pool.
+evaluations of a pool. After it, the kept candidates are regenerated as a family with this proxy would. The report ends
+with the command of the cheapest such family that keeps enough of the reward gap.
 
 Shapes: P prompts, N pool.
 """
 
 import io
+import shlex
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +21,7 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from solrl_lightning.build import build_module, device_of, explorers, load_adapters, with_option
@@ -27,12 +30,13 @@ from solrl_lightning.metrics.rank import NAMES, RankFidelity
 from solrl_lightning.rollout.explore import run_stages
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import select_contrastive, take
-from solrl_lightning.rollout.stage import Stage, evaluations
-from solrl_lightning.samplers import SHADOW
+from solrl_lightning.rollout.stage import REGENERATE, Stage, evaluations, steps_label
+from solrl_lightning.samplers import MERGED, SHADOW
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.tables import format_table, write_json
 
+_PROXY = "proxy"  # name of the stages of a proxy
 # Of a label in the picture: offset in points, alignment.
 _SIDES = ((5, 3, "left", "bottom"), (-5, -3, "right", "top"), (-5, 3, "right", "bottom"), (5, -3, "left", "top"))
 
@@ -40,11 +44,15 @@ _SIDES = ((5, 3, "left", "bottom"), (-5, -3, "right", "top"), (-5, 3, "right", "
 class Scored(NamedTuple):
     """A pool scored by one sampler."""
 
-    stages: list[Stage]  # one, or the rungs of a race
+    stages: list[Stage]  # one, or the rungs of a race; then, except for the truth, regeneration
     precision: str
     backend: str  # of the shadow, where it is one
     rewards: Tensor  # [P, N] on the CPU; those of a race are reordered by its later rungs
-    seconds: float  # per candidate of the pool
+    seconds: Mapping[str, float]  # by name of the stage, per candidate of the pool
+
+    @property
+    def explorers(self) -> list[Stage]:
+        return [stage for stage in self.stages if stage.name == _PROXY]
 
 
 def audit(cfg: DictConfig) -> dict[str, Any]:
@@ -57,12 +65,11 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
     for precision in dict.fromkeys(proxy.get("precision") for proxy in options.proxies):
         own = cfg if precision is None else with_option(cfg, "precision", precision)
         stages = [_stages(p, cfg) for p in options.proxies if p.get("precision") == precision]
-        first = (
-            [] if scored else [[Stage("proxy", "merged", cfg.model.full_steps, cfg.model.solver, keep=options.keep)]]
-        )
+        first = [] if scored else [[Stage(_PROXY, *_full(cfg), keep=options.keep)]]
         scored += score_pool(own, [*first, *stages])
     truth, *proxies = scored
-    result = {
+    gap = reward_gap(truth.rewards, truth.rewards, options.keep)
+    result: dict[str, Any] = {
         "prompts": truth.rewards.shape[0],
         "pool": truth.rewards.shape[1],
         "keep": options.keep,
@@ -71,38 +78,50 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
             "steps": truth.stages[0].steps,
             "solver": truth.stages[0].solver,
             "reward": truth.rewards.mean().item(),
-            "seconds": truth.seconds,
-            "gap": reward_gap(truth.rewards, truth.rewards, options.keep),
+            "seconds": truth.seconds[_PROXY],
+            "gap": gap,
         },
         "proxies": [
             {
                 "name": name_of(proxy, cfg.model.solver),
+                "command": command_of(proxy, cfg),
                 "sampler": proxy.stages[0].sampler,
                 "precision": proxy.precision,
                 "backend": proxy.backend,
                 "steps": proxy.stages[0].steps,
                 "solver": proxy.stages[0].solver,
-                "rungs": [{"step": stage.stop_step, "keep": stage.keep} for stage in proxy.stages],
+                "rungs": [{"step": stage.stop_step, "keep": stage.keep} for stage in proxy.explorers],
                 "decoder": proxy.stages[0].decoder,
-                "evaluations": sum(evaluations(proxy.stages, options.pool)),
+                "evaluations": sum(evaluations(proxy.stages, options.pool)[:-1]),
+                "regenerate_evaluations": evaluations(proxy.stages, options.pool)[-1],
                 "reward": proxy.rewards.mean().item(),
-                "seconds": proxy.seconds,
-                "gap": reward_gap(proxy.rewards, truth.rewards, options.keep),
+                "seconds": proxy.seconds[_PROXY],
+                "regenerate_seconds": proxy.seconds[REGENERATE],
+                "gap": (own_gap := reward_gap(proxy.rewards, truth.rewards, options.keep)),
+                "gap_kept": own_gap / gap,
                 **fidelity(proxy.rewards, truth.rewards, options.keep),
             }
             for proxy in proxies
         ],
     }
+    result["recommended"] = recommend(result["proxies"], options.min_gap)
     folder = Path(cfg.run_dir)
     write_json(folder / "audit.json", result)
     write_atomically(folder / "audit.png", draw(result))
     print(f"{format_audit(result)}\n  {folder / 'audit.json'}, {folder / 'audit.png'}")
+    print(format_recommendation(result, options.min_gap))
     return result
 
 
 def _stages(proxy: Mapping[str, Any], cfg: DictConfig) -> list[Stage]:
     rungs = proxy.get("rungs") or [{"step": proxy.get("stop_after"), "keep": cfg.task.keep}]
-    return explorers({"solver": cfg.model.solver, **proxy}, rungs, name="proxy")
+    own = explorers({"solver": cfg.model.solver, **proxy}, rungs, name=_PROXY)
+    return [*own, Stage(REGENERATE, *_full(cfg))]
+
+
+def _full(cfg: DictConfig) -> tuple[str, int, str]:
+    """Sampler, steps and solver of the truth and of regeneration."""
+    return MERGED, cfg.model.full_steps, cfg.model.solver
 
 
 def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
@@ -114,15 +133,22 @@ def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
     prompts = module.encode(module.eval_prompts[: cfg.task.prompts])
     seeds = pool_seeds(cfg.seed, 0, prompts.texts, cfg.task.pool)
 
+    spent: defaultdict[str, float] = defaultdict(float)
+
     def run(stage: Stage, seeds: Tensor, state: SolverState | None) -> Candidates:
-        return module.run_stage(stage, prompts, seeds, initial_state=state)
+        start = time.perf_counter()
+        candidates = module.run_stage(stage, prompts, seeds, initial_state=state)
+        candidates.rewards.cpu()  # waits for a GPU
+        spent[stage.name] += time.perf_counter() - start
+        return candidates
 
     scored = []
     for stages in proxies:
-        module.run_stage(stages[0]._replace(steps=1, stop_step=None), prompts, seeds[:, :1])
-        start = time.perf_counter()
+        for stage in (stages[0], stages[-1]):
+            module.run_stage(stage._replace(steps=1, stop_step=None), prompts, seeds[:, :1])
+        spent.clear()
         rewards = run_stages(stages, seeds, prompts.texts, run).pool.rewards.cpu()
-        seconds = (time.perf_counter() - start) / seeds.numel()
+        seconds = {name: value / seeds.numel() for name, value in spent.items()}
         shadow = stages[0].sampler == SHADOW
         own = cfg.precision.name, module.samplers.precision_backend
         precision, backend = own if shadow else ("bf16", "no shadow")
@@ -151,10 +177,82 @@ def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
 def name_of(proxy: Scored, solver: str) -> str:
     """The label in the table and the picture: ``nvfp4 6 steps``, ``bf16 4 of 10 steps``, ``bf16 2/4/6 of 10 steps``."""
     first = proxy.stages[0]
-    stops = [stage.steps if stage.stop_step is None else stage.stop_step for stage in proxy.stages]
-    steps = f"{first.steps}" if stops == [first.steps] else f"{'/'.join(map(str, stops))} of {first.steps}"
     unusual = [value for value, usual in ((first.solver, solver), (first.decoder, "full")) if value != usual]
-    return " ".join([proxy.precision, steps, "steps", *unusual])
+    return " ".join([proxy.precision, steps_label(proxy.explorers), *unusual])
+
+
+# The recommendation
+
+
+def command_of(proxy: Scored, cfg: DictConfig) -> str | None:
+    """The command of a run that explores as the proxy does, with the audit's other options; None if none can.
+
+    Exploration that stops early and regeneration share merged weights, hence steps and solver; and there is nothing to
+    regenerate where exploration is already the truth.
+    """
+    explorers, first = proxy.explorers, proxy.stages[0]
+    stops = explorers[-1].stop_step is not None
+    if first.sampler == MERGED and stops != ((first.sampler, first.steps, first.solver) == _full(cfg)):
+        return None
+    family = "race" if len(explorers) > 1 else "prefix" if stops else "sol_rl"
+    explore: dict[str, Any] = first._asdict() | {"stop_after": first.stop_step}
+    if len(explorers) > 1:
+        explore["rungs"] = [{"step": stage.stop_step or stage.steps, "keep": stage.keep} for stage in explorers]
+    usual: Any = OmegaConf.to_container(with_option(cfg, "family", family).family)
+    chosen = [f"family={family}"] + [f"precision={proxy.precision}"] * (first.sampler == SHADOW)
+    chosen += [f"family.{key}={cfg.task[key]}" for key in ("pool", "keep") if cfg.task[key] != usual[key]]
+    for key, value in usual["explore"].items():
+        if value != explore[key]:
+            written = str(explore[key]).replace("'", "").replace(" ", "")
+            chosen.append(f"family.explore.{key}={written}")
+    return shlex.join(["python", "-m", "solrl_lightning", *chosen, *filter(_is_kept, cfg.task.overrides)])
+
+
+def _is_kept(override: str) -> bool:
+    key = override.lstrip("+~").partition("=")[0]
+    return key == "family.compile" or key.partition(".")[0] not in ("task", "family", "precision", "ckpt", "hydra")
+
+
+def recommend(rows: Sequence[Mapping[str, Any]], min_gap: float) -> Mapping[str, Any] | None:
+    """The cheapest row whose ``gap_kept`` is at least ``min_gap``; without one, the row with the largest.
+
+    The cost is the measured seconds of exploring and regenerating. Seconds that are equal to two digits are compared by
+    evaluations. Rows without a command are left out; None if no row has one.
+    """
+
+    def cost(row: Mapping[str, Any]) -> tuple[float, int]:
+        seconds = row["seconds"] + row["regenerate_seconds"]
+        return float(f"{seconds:.2g}"), row["evaluations"] + row["regenerate_evaluations"]
+
+    possible = [row for row in rows if row["command"] is not None]
+    enough = [row for row in possible if row["gap_kept"] >= min_gap]
+    if enough:
+        return min(enough, key=cost)
+    return max(possible, key=lambda row: row["gap_kept"], default=None)
+
+
+def format_recommendation(result: Mapping[str, Any], min_gap: float) -> str:
+    row, pool = result["recommended"], result["pool"]
+    if row is None:
+        return "no recommendation: no family can explore as these proxies do and then regenerate"
+    kept, wanted = (f"{100 * gap:.1f} %" for gap in (row["gap_kept"], min_gap))
+    found = (
+        f"recommended: {row['name']}, the cheapest that keeps {wanted} of the gap (task.min_gap): {kept}"
+        if row["gap_kept"] >= min_gap
+        else f"no proxy keeps {wanted} of the gap (task.min_gap); the closest is {row['name']} with {kept}"
+    )
+    explored, regenerated = row["evaluations"], row["regenerate_evaluations"]
+    cheap = row["sampler"] == SHADOW and row["precision"] != "bf16"
+    counts = [f"{explored} {row['precision']}", f"{regenerated} BF16"] if cheap else [f"{explored + regenerated} BF16"]
+    seconds, regenerating, all_of_it = (
+        pool * value for value in (row["seconds"], row["regenerate_seconds"], result["truth"]["seconds"])
+    )
+    return (
+        f"{found}\n  {' + '.join(counts)} evaluations a prompt; {seconds + regenerating:.3g} s a prompt, "
+        f"{seconds:.3g} to explore and {regenerating:.3g} to regenerate (the pool in BF16 at full steps: "
+        f"{all_of_it:.3g} s)\n  the cheapest by measured seconds, by evaluations where the seconds agree to two digits"
+        f"\n  {row['command']}"
+    )
 
 
 def format_audit(result: dict[str, Any]) -> str:
@@ -165,7 +263,7 @@ def format_audit(result: dict[str, Any]) -> str:
             row["name"],
             *(f"{row[name]:.3f}" for name in NAMES[:4]),
             *(f"{row[name]:.1f}" for name in NAMES[4:]),
-            f"{100 * row['gap'] / truth['gap']:.0f} %",
+            f"{100 * row['gap_kept']:.0f} %",
             row["evaluations"],
             f"{1000 * row['seconds']:.1f}",
         ]

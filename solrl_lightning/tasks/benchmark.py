@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from solrl_lightning.build import build_loop, build_module, device_of, stages_of, with_option
+from solrl_lightning.build import build_loop, build_module, device_of, stages_of, uses_shadow, with_option
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.checks import check_decoder, check_values
 from solrl_lightning.data.loaders import RankPrompts
@@ -81,7 +81,7 @@ def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfi
     configs: dict[str, DictConfig] = {}
     for family in cfg.task.families:
         own = _family(cfg, family, device)
-        has_shadow = any(stage.sampler == "shadow" for stage in stages_of(own))
+        has_shadow = uses_shadow(own)
         precisions = cfg.task.precisions if has_shadow else None
         decoders = cfg.task.decoders if own.family.explore is not None else None
         for precision, decoder in product(precisions or [None], decoders or [None]):

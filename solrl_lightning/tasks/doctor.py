@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from solrl_lightning import IMPORTED
-from solrl_lightning.build import build_rewards, device_of, stages_of, with_option
+from solrl_lightning.build import build_rewards, device_of, stages_of, uses_shadow, with_option
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.checks import reward_members
 from solrl_lightning.errors import CheckFailed, UserError
@@ -88,10 +88,9 @@ def arithmetic(cfg: DictConfig) -> Iterator[Row]:
     device = device_of(cfg)
     on_gpu = device.type == "cuda"
     backend = resolve(cfg.precision.name, cfg.precision.backend, device)
-    compiled = (
-        should_compile("family.compile", "rollouts", cfg.family.compile, device)[0] and on_gpu
-    )  # on a CPU compilation takes a minute
-    shadow = backend if any(stage.sampler == "shadow" for stage in stages_of(cfg)) else None
+    compiled, _ = should_compile("family.compile", "rollouts", cfg.family.compile, device)
+    compiled = compiled and on_gpu  # on a CPU compilation takes a minute
+    shadow = backend if uses_shadow(cfg) else None
     model = on_meta(without_files(cfg), backend)
     yield judge_backend(backend, device, shadow is not None)
     if shadow is not None and shadow.linear_cls is not None:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from solrl_lightning.build import device_of, lora_config, quantization_rule, stages_of, with_option
+from solrl_lightning.build import device_of, lora_config, quantization_rule, stages_of, uses_shadow, with_option
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import TRAINED
@@ -210,9 +210,8 @@ def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
     passes, adapted = trace(policy, lora_config(cfg), checkpointing, cfg.model.get("preview_decoder") is not None)
     lora = 4 * sum(weight.numel() for weight in adapters.adapter_state(adapted, TRAINED).values())
     quantized = [layer.name for layer in layers if layer.quantized]
-    has_shadow = any(stage.sampler == "shadow" for stage in stages_of(cfg))
     packed, here = (
-        replica_bytes(weights, adapted, quantized, bits) if has_shadow else 0
+        replica_bytes(weights, adapted, quantized, bits) if uses_shadow(cfg) else 0
         for bits in (PACKED_BITS[backend.precision], backend.bits_per_weight)
     )
     size = {
@@ -288,7 +287,8 @@ def plan(cfg: DictConfig) -> Json:
     policy, size = model.policy, model.bytes
     statistics = layer_statistics(model.layers, model.passes)
     families = []
-    for name, own in [("this run", cfg), *((name, with_option(cfg, "family", name)) for name in cfg.task.families)]:
+    this = "this run, last level" if cfg.family.get("levels") else "this run"
+    for name, own in [(this, cfg), *((name, with_option(cfg, "family", name)) for name in cfg.task.families)]:
         row = {"family": name, **iteration_cost(own, model.passes, statistics["quantised_macs"])}
         if cfg.task.tflops is not None:
             row["seconds"] = seconds(row["macs"], cfg.task.tflops, policy.pipeline.vae.dtype)

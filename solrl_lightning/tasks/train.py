@@ -10,7 +10,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from omegaconf import DictConfig
 
-from solrl_lightning.build import build_loop, build_module, build_trainer, stages_of
+from solrl_lightning.build import build_loop, build_module, build_trainer, levels_of
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.callbacks.summary import base_and_final
 from solrl_lightning.data.loaders import RankPrompts
@@ -37,7 +37,8 @@ def train(cfg: DictConfig) -> float | None:
     trainer = build_trainer(cfg)
     if is_resuming(Path(cfg.run_dir)):
         trainer.callbacks.append(_CommitOverrides(Path(cfg.run_dir)))  # type: ignore[attr-defined]
-    module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
+    stages = [stage for level in levels_of(cfg) for stage in level]
+    module = build_module(cfg, trainer.strategy.root_device, stages)
     if checkpoint is not None:
         module.on_load_checkpoint(checkpoint)  # an error about other adapters must precede the loggers' first write
     if module.samplers.layer_table:

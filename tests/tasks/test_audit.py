@@ -1,6 +1,7 @@
 """The audit of proxies against BF16 at full steps."""
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,9 +12,20 @@ from matplotlib.text import Annotation
 from omegaconf import DictConfig
 from PIL import Image
 
-from solrl_lightning.checks import check_needs
+from solrl_lightning.build import stages_of
+from solrl_lightning.checks import check_needs, check_values
 from solrl_lightning.errors import UserError
-from solrl_lightning.tasks.audit import annotate, audit, fidelity, reward_gap
+from solrl_lightning.tasks.audit import (
+    Scored,
+    _stages,
+    annotate,
+    audit,
+    command_of,
+    fidelity,
+    format_recommendation,
+    recommend,
+    reward_gap,
+)
 
 Compose = Callable[..., DictConfig]
 
@@ -63,11 +75,81 @@ def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
         assert proxy["reward"] != result["truth"]["reward"]
     assert [proxy["evaluations"] for proxy in result["proxies"]] == [16, 16, 8, 24, 16]
     assert quantised["backend"].startswith("nvfp4")
+    assert [proxy["regenerate_evaluations"] for proxy in result["proxies"]] == [8, 8, 4, 8, 8]
+    assert all(proxy["seconds"] > 0 and proxy["regenerate_seconds"] > 0 for proxy in result["proxies"])
     assert json.loads((tmp_path / "audit.json").read_text()) == result
     out = capfd.readouterr().out
     assert "nvfp4 2 steps" in out and "bf16 1 of 2 steps" in out
+    assert result["recommended"]["command"] in out
     with Image.open(tmp_path / "audit.png") as picture:
         assert min(picture.size) > 300
+
+
+@pytest.mark.parametrize(
+    ("proxy", "family"),
+    [
+        ("sampler:shadow,steps:6", "sol_rl"),
+        ("sampler:shadow,steps:4,precision:fp8,decoder:preview", "sol_rl"),
+        ("sampler:merged,steps:6,solver:dpm2", "sol_rl"),
+        ("sampler:merged,steps:10,stop_after:3", "prefix"),
+        ("sampler:shadow,steps:6,stop_after:3", "prefix"),
+        ("sampler:merged,steps:10,rungs:[{step:3,keep:48},{step:5,keep:24}]", "race"),
+        ("sampler:shadow,steps:6,rungs:[{step:2,keep:30},{step:6,keep:24}]", "race"),
+    ],
+)
+def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, proxy: str, family: str) -> None:
+    options = ("model.preview_decoder=tiny", "+trainer.deterministic=true", "prompts_per_iteration=3")
+    cfg = compose(
+        "task=audit", "family.compile=false", "family.explore.steps=3", *options, f"task.proxies=[{{{proxy}}}]"
+    )
+    stages = _stages(cfg.task.proxies[0], cfg)
+    precision = cfg.task.proxies[0].get("precision", "nvfp4")
+    written = command_of(Scored(stages, precision, "", torch.zeros(1, 96), {}), cfg)
+    assert written is not None
+    program, *arguments = shlex.split(written)[2:]
+    own = compose(*arguments)
+    check_values(own)
+    assert program == "solrl_lightning" and f"family={family}" in arguments
+    assert stages_of(own) == [stage._replace(name="explore") for stage in stages[:-1]] + stages[-1:]
+    assert (own.family.pool, own.family.keep, own.precision.name) == (96, 24, precision)
+    assert (own.family.compile, own.trainer.deterministic, own.prompts_per_iteration) == (False, True, 3)
+
+
+@pytest.mark.parametrize(
+    "proxy", ["steps:10", "steps:6,stop_after:3", "steps:10,rungs:[{step:3,keep:48},{step:10,keep:24}]"]
+)
+def test_no_command_for_what_no_family_does(compose: Compose, proxy: str) -> None:
+    cfg = compose("task=audit", f"task.proxies=[{{sampler:merged,{proxy}}}]")
+    stages = _stages(cfg.task.proxies[0], cfg)
+    assert command_of(Scored(stages, "bf16", "", torch.zeros(1, 96), {}), cfg) is None
+
+
+def test_recommended_is_the_cheapest_of_those_with_enough_of_the_gap() -> None:
+    def row(name: str, gap: float, seconds: float, evaluations: int, command: str | None = "run") -> dict[str, object]:
+        costs = {"seconds": seconds, "regenerate_seconds": 0.5, "evaluations": evaluations, "regenerate_evaluations": 9}
+        kind = {"sampler": "shadow", "precision": "nvfp4"}
+        return {"name": name, "gap_kept": gap, "command": command, **costs, **kind}
+
+    rows = [
+        row("poor", 0.94, 0.1, 1),
+        row("exact", 0.95, 1.0, 30),
+        row("equal seconds", 0.97, 1.01, 20),
+        row("slow", 0.99, 2.0, 10),
+        row("no family", 1.0, 0.1, 1, None),
+    ]
+
+    def name(min_gap: float) -> str:
+        found = recommend(rows, min_gap)
+        assert found is not None
+        return str(found["name"])
+
+    assert [name(least) for least in (0.94, 0.95, 0.96, 0.98, 1.0)] == ["poor", *["equal seconds"] * 2, "slow", "slow"]
+    assert recommend(rows[-1:], 0.5) is None
+    result = {"pool": 10, "truth": {"seconds": 4.0}, "recommended": recommend(rows, 1.0)}
+    text = format_recommendation(result, 1.0)
+    assert "no proxy keeps 100.0 % of the gap (task.min_gap); the closest is slow with 99.0 %" in text
+    assert "10 nvfp4 + 9 BF16 evaluations a prompt; 25 s a prompt, 20 to explore and 5 to regenerate" in text
+    assert "(the pool in BF16 at full steps: 40 s)" in text
 
 
 def test_labels_of_neighbouring_points_do_not_overlap() -> None:
