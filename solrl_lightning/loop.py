@@ -175,11 +175,9 @@ class ExploreTrainLoop(_FitLoop):
 
     def _each_iteration(self) -> dict[str, int]:
         """Return the model evaluations and the scored images of an iteration, of all ranks."""
+        prompts = self.schedule.per_iteration
         forwards = sum(evaluations(self.stages, self.pool)) + self._trained
-        images = sum(candidates(self.stages, self.pool))
-        return {
-            name: round(self.schedule.per_iteration * n) for name, n in (("evaluations", forwards), ("samples", images))
-        }
+        return {"evaluations": round(prompts * forwards), "samples": prompts * sum(candidates(self.stages, self.pool))}
 
     def cost(self) -> dict[str, float]:
         """Return what the iterations have cost so far, without evaluations, probes and sample grids.
