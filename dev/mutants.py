@@ -386,7 +386,7 @@ def run(mutants: list[Mutant], jobs: int, limit: float) -> Iterator[tuple[Mutant
 def plant(mutant: Mutant, tree: Path) -> None:
     """Copy the repository to ``tree`` with the mutant, in the layout of the installed package."""
     ignored = shutil.ignore_patterns("__pycache__")
-    for folder in ("solrl_lightning", "tests"):
+    for folder in ("solrl_lightning", "tests", "dev"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
     for folder in ("callbacks", "conf"):
         shutil.copytree(ROOT / folder, tree / "solrl_lightning" / folder, ignore=ignored)

@@ -10,7 +10,7 @@ NUM_EVAL = 64
 _SPLIT_SEED = 20260406
 
 
-@cache  # pretraining calls it for every batch
+@cache  # dev/pretrain.py calls it for every batch
 def _shuffled() -> tuple[str, ...]:
     captions = [scene.caption() for scene in all_scenes()]
     order = torch.randperm(len(captions), generator=torch.Generator().manual_seed(_SPLIT_SEED)).tolist()
