@@ -263,7 +263,7 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/quantization/cached_quantizer.py": [
         ("input changed in place", "self.version != x._version or", "", EMULATED),
     ],
-    "solrl_lightning/quantization/convert.py": [
+    "solrl_lightning/quantization/rules.py": [
         ("excluded layers quantised", "layer.quantized and", "", "tests/quantization/test_rules.py"),
     ],
     "solrl_lightning/policies/adapters.py": [

@@ -40,7 +40,6 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config,
 
 from solrl_lightning.files import written_whole
 from solrl_lightning.policies.preview import EMBEDDED
-from solrl_lightning.shapes.captions import train_captions
 from solrl_lightning.shapes.world import (
     BACKGROUND,
     COLOURS,
@@ -52,6 +51,7 @@ from solrl_lightning.shapes.world import (
     Scene,
     coverage,
     parse_caption,
+    train_captions,
 )
 
 MAX_WORDS = 10  # the longest caption, "a red circle left of a blue square", has nine tokens with the end token

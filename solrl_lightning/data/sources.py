@@ -34,7 +34,7 @@ class Record(NamedTuple):
 
 
 def _shapes(split: str) -> list[Record]:
-    from solrl_lightning.shapes.captions import eval_captions, train_captions
+    from solrl_lightning.shapes.world import eval_captions, train_captions
 
     return [Record(caption) for caption in (train_captions() if split == "train" else eval_captions())]
 

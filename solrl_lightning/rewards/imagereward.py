@@ -54,16 +54,9 @@ _UNUSED = {
     r"blip\.(vision|text)_proj\.(weight|bias)": "projections of BLIP's contrastive loss, which the score does not use",
 }
 _TEXT_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "hidden_act",
-    "layer_norm_eps",
-    "pad_token_id",
-)
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings "
+    "hidden_act layer_norm_eps pad_token_id"
+).split()
 
 
 class ImageReward(Reward):

@@ -1,4 +1,4 @@
-"""Scenes of two coloured shapes: the caption grammar and the shapes' geometry.
+"""Scenes of two coloured shapes: the caption grammar, the split of the captions, and the shapes' geometry.
 
 A caption is ``a <colour> <shape> <relation> a <colour> <shape>``, for example "a red circle above a blue square". The
 two colours differ, so a pixel's colour identifies its object. Lengths are in pixels of a 32 x 32 image. The origin is
@@ -6,6 +6,7 @@ the upper left corner, and y increases downwards.
 """
 
 import re
+from functools import cache
 from itertools import permutations, product
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from solrl_lightning.errors import UserError
 
 IMAGE_SIZE = 32
+NUM_EVAL = 64
+_SPLIT_SEED = 20260406
 BACKGROUND = (0.95, 0.95, 0.93)
 COLOURS = {
     "red": (0.90, 0.15, 0.15),
@@ -72,6 +75,23 @@ def all_scenes() -> list[Scene]:
         Scene((c1, s1), relation, (c2, s2))
         for (c1, c2), s1, s2, relation in product(permutations(COLOURS, 2), SHAPES, SHAPES, RELATIONS)
     ]
+
+
+@cache  # dev/pretrain.py calls it for every batch
+def _shuffled() -> tuple[str, ...]:
+    captions = [scene.caption() for scene in all_scenes()]
+    order = torch.randperm(len(captions), generator=torch.Generator().manual_seed(_SPLIT_SEED)).tolist()
+    return tuple(captions[i] for i in order)
+
+
+def eval_captions() -> list[str]:
+    """The 64 held-out captions, which pretraining and post-training do not use; they have every word of the grammar."""
+    return list(_shuffled()[:NUM_EVAL])
+
+
+def train_captions() -> list[str]:
+    """The 1016 training captions."""
+    return list(_shuffled()[NUM_EVAL:])
 
 
 def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size: int = IMAGE_SIZE) -> Tensor:
