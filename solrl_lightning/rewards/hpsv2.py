@@ -28,7 +28,6 @@ class HPSv2(TwoTowers):
     Args:
         pretrained: hub id or folder with ``WEIGHTS``, or a .pt file with a state_dict.
         architecture: open_clip's name of the weights' architecture.
-        device: where to score.
         dtype: of weights and activations.
 
     Raises:

@@ -3,7 +3,7 @@
 from difflib import get_close_matches
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any
 from zipfile import is_zipfile
 
 import torch
@@ -19,14 +19,6 @@ _PLAIN_CLIP = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu"}  # keys of o
 _OTHER_TEXT = {"hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs"}
 
 
-class CLIPParts(NamedTuple):
-    """A CLIP of transformers, its tokenizer and its preprocessing."""
-
-    model: Any  # CLIPModel, float32, on the CPU
-    tokenizer: Any
-    preprocess: CropToSquare
-
-
 def floating_dtype(reward: str, dtype: str | torch.dtype) -> torch.dtype:
     """The dtype of a name. Raises ``UserError`` if it is not float32, bfloat16 or float16."""
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -38,8 +30,8 @@ def floating_dtype(reward: str, dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
-def load_clip(reward: str, pretrained: str, processor: str) -> CLIPParts:
-    """The CLIP of one hub id or folder with the image processor and tokenizer of another, or the same.
+def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, CropToSquare]:
+    """The CLIPModel of a hub id or folder in float32, and the tokenizer and preprocessing of another, or the same.
 
     Raises:
         UserError: one of them is missing or damaged, has another architecture, or does not fit the other.
@@ -91,7 +83,7 @@ def load_clip(reward: str, pretrained: str, processor: str) -> CLIPParts:
             f"texts with number {end}, but pretrained={pretrained} has {text.vocab_size} and expects {expected}. Set "
             f"reward.{reward}.processor to the processor of the model's training."
         )
-    return CLIPParts(model, tokenizer, preprocess)
+    return model, tokenizer, preprocess
 
 
 def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, device: torch.device) -> nn.Module:

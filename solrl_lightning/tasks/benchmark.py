@@ -168,17 +168,11 @@ def matmul_peak(device: torch.device) -> dict[str, Any]:
 
 
 def format_forward(result: dict[str, Any]) -> str:
-    rows = [
-        [
-            name,
-            f"{1000 * seconds:.1f}",
-            f"{result['ratios'][name]:.2f}",
-            f"{result['batch'] / seconds:.1f}",
-            f"{result['tflops'][name]:.3g}",
-            f"{100 * result['share_of_peak'][name]:.0f} %",
-        ]
-        for name, seconds in result["seconds"].items()
-    ]
+    rows = []
+    for name, seconds in result["seconds"].items():
+        times = [f"{1000 * seconds:.1f}", f"{result['ratios'][name]:.2f}", f"{result['batch'] / seconds:.1f}"]
+        rates = [f"{result['tflops'][name]:.3g}", f"{100 * result['share_of_peak'][name]:.0f} %"]
+        rows.append([name, *times, *rates])
     shadow, peak = result["precision_backend"], result["peak"]
     title = (
         f"a forward pass of {result['batch']} candidates, {result['flops'] / 1e12:.3g} TFLOPs, median of {_FORWARDS}; "

@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -37,7 +38,9 @@ def doctor(cfg: DictConfig) -> Json:
     start, rows = time.perf_counter(), []
     logging.disable(logging.INFO)  # the messages of a run's start would be between the rows
     try:
-        for row in examine(cfg):
+        files = (locate(key, source) for key, source in sources(cfg).items())
+        run = guarded("set-up", arithmetic(cfg), "a report of this with doctor.json")
+        for row in chain(environment(cfg.run_dir), files, run):
             rows.append(row)
             print(format_row(row), flush=True)
     finally:
@@ -64,13 +67,6 @@ def doctor(cfg: DictConfig) -> Json:
         wrong = dict.fromkeys(row.check for row in rows if row.status == WRONG)
         raise CheckFailed(f"wrong here: {', '.join(wrong)}; the lines above say what to do.")
     return result
-
-
-def examine(cfg: DictConfig) -> Iterator[Row]:
-    """Yield all rows."""
-    yield from environment(cfg.run_dir)
-    yield from (locate(key, source) for key, source in sources(cfg).items())
-    yield from guarded("set-up", arithmetic(cfg), "a report of this with doctor.json")
 
 
 def guarded(check: str, rows: Iterator[Row], way_out: str) -> Iterator[Row]:
@@ -130,7 +126,7 @@ def total_memory(device: torch.device) -> int:
 
 def held(model: Shapes, weights: str) -> dict[str, int]:
     """The plan's bytes by part, without parts that this machine does not hold."""
-    left_out = {"shadow_packed"} | ({"text_encoders"} if weights == "random" else set())
+    left_out = ["shadow_packed", "text_encoders"] if weights == "random" else ["shadow_packed"]
     return {name: size for name, size in model.bytes.items() if name not in left_out}
 
 

@@ -102,10 +102,9 @@ def judge_speed(check: str, backend: Backend, seconds: float, bf16: float, compi
     how = "compiled" if compiled else "eager"
     found = f"{_time(seconds)}, {seconds / bf16:.2f} x BF16's {_time(bf16)}, {how}"
     measured = {"seconds": seconds, "bf16_seconds": bf16, "compiled": compiled}
-    if backend.name != "emulated" and backend.linear_cls is not None and seconds > bf16:
-        way_out = f"{'another precision' if compiled else 'family.compile=true'}, or {NO_SHADOW}"
-        return Row(check, SLOW, found, way_out, measured)
-    return Row(check, OK, found, "", measured)
+    slow = backend.name != "emulated" and backend.linear_cls is not None and seconds > bf16
+    way_out = f"{'another precision' if compiled else 'family.compile=true'}, or {NO_SHADOW}"
+    return Row(check, SLOW if slow else OK, found, way_out if slow else "", measured)
 
 
 def _time(seconds: float) -> str:
@@ -206,7 +205,6 @@ def blocks(
 
 def judge_compilation(graphs: int, again: int, compiler: str) -> Row:
     found = f"{graphs} graphs of the blocks, by torch.compile's {compiler}; {again} more after a refresh of the weights"
+    way_out = "family.compile=false, and a report of this with doctor.json" if again else ""
     measured = {"graphs": graphs, "recompilations": again, "backend": compiler}
-    if again:
-        return Row("compilation", WRONG, found, "family.compile=false, and a report of this with doctor.json", measured)
-    return Row("compilation", OK, found, "", measured)
+    return Row("compilation", WRONG if again else OK, found, way_out, measured)

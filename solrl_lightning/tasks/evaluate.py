@@ -70,14 +70,10 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
         },
         "seconds": time.perf_counter() - started,
     }
+    means = {model: scored.scores.mean(dim=1).tolist() for model, scored in models.items()}
     result["per_prompt"] = [
-        {
-            "prompt": prompt,
-            **{
-                name: {model: scored.scores[row, :, i].mean().item() for model, scored in models.items()}
-                for i, name in enumerate(module.evaluated)
-            },
-        }
+        {"prompt": prompt}
+        | {name: {model: rows[row][i] for model, rows in means.items()} for i, name in enumerate(module.evaluated)}
         for row, prompt in enumerate(module.eval_prompts)
     ]
     if trainer.is_global_zero:
@@ -124,10 +120,10 @@ class Scorer(LightningModule):
 
 def gathered(own: dict[str, Scored]) -> list[dict[str, Scored]]:
     """The results of all ranks, in the order of ranks. Collective."""
-    if not distributed.is_initialized():
-        return [own]
-    found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, own)
+    found: list[Any] = [own]
+    if distributed.is_initialized():
+        found *= distributed.get_world_size()
+        distributed.all_gather_object(found, own)
     return found
 
 
