@@ -25,7 +25,7 @@ from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisio
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.hub import fetch
 from solrl_lightning.rewards.base import Reward, unique_prompts
-from solrl_lightning.rewards.loading import check_state_dict_keys, floating_dtype, load_tensors
+from solrl_lightning.rewards.loading import check_state_dict, check_state_dict_keys, floating_dtype, load_tensors
 
 WEIGHTS, TEXT_CONFIG = "ImageReward.pt", "med_config.json"  # in the hub repository
 _RELEASE, _TOKENIZER = "zai-org/ImageReward", "google-bert/bert-base-uncased"
@@ -195,16 +195,8 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
         image_tower = BlipVisionModel(vision)
         towers = {"image_tower": image_tower, "text_tower": text_tower, "head": head(text.hidden_size)}
     model = nn.ModuleDict(towers)
-    own = model.state_dict()
-    check_state_dict_keys(ImageReward.name, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys())
-    misfits = [name for name in own if own[name].shape != weights[name].shape]
-    if misfits:
-        name = misfits[0]
-        raise UserError(
-            f"reward.imagereward.pretrained={pretrained} is invalid: its {WEIGHTS} and {TEXT_CONFIG} do not fit each "
-            f"other: {len(misfits)} tensors have another shape, such as {name} with {list(weights[name].shape)} for "
-            f"{list(own[name].shape)}. Download both again: `hf download {_RELEASE}`."
-        )
+    unfit, fix = f"its {WEIGHTS} and {TEXT_CONFIG} do not fit each other", f"`hf download {_RELEASE}`"
+    check_state_dict(ImageReward.name, pretrained, model, weights, unfit, f"Download both again: {fix}.")
     model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
     text_tower.embeddings.position_ids = torch.arange(text.max_position_embeddings)[None]  # not in the file
     return model
