@@ -170,23 +170,11 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
     check_state_dict_keys(ImageReward.name, pretrained, [name for name in sizes if name not in weights], [])
     patches, positions, hidden = (weights[name].shape for name in sizes)  # [D, 3, patch, patch], [1, V, D], [4 D]
     width, patch = patches[0], patches[-1]
-    if width % _ATTENTION_HEAD:
-        raise UserError(
-            f"reward.imagereward.pretrained={pretrained} is invalid: the width of the image tower must be a multiple "
-            f"of {_ATTENTION_HEAD}, and is {width} in {WEIGHTS}. Set reward.imagereward.pretrained={_RELEASE}, the "
-            "published weights."
-        )
     layers = {name.split(".")[3] for name in weights if name.startswith("image_tower.encoder.layers.")}
-    vision = BlipVisionConfig(
-        hidden_size=width,
-        intermediate_size=hidden[0],
-        num_hidden_layers=len(layers),
-        num_attention_heads=width // _ATTENTION_HEAD,
-        image_size=patch * round((positions[1] - 1) ** 0.5),
-        patch_size=patch,
-        layer_norm_eps=1e-6,
-        hidden_act="gelu",
-    )
+    side = patch * round((positions[1] - 1) ** 0.5)
+    counts = {"num_hidden_layers": len(layers), "num_attention_heads": width // _ATTENTION_HEAD}
+    widths = {"hidden_size": width, "intermediate_size": hidden[0], "image_size": side, "patch_size": patch}
+    vision = BlipVisionConfig(**counts, **widths, layer_norm_eps=1e-6, hidden_act="gelu")
     # is_decoder adds cross-attention to the image; self-attention is causal only if the call sets is_decoder, too.
     start = text_config["vocab_size"] - len(_ADDED_TOKENS)  # [DEC], unused; transformers' default fits one vocabulary
     text = BlipTextConfig(**text_config, bos_token_id=start, encoder_hidden_size=width, is_decoder=True)
