@@ -24,11 +24,7 @@ def first_lines(error: Exception) -> str:
 
 
 def report_error(error: Exception, folder: Path | None = None) -> Exception:
-    """Prints and returns the cause that a user can act on; raises an error without one.
-
-    Args:
-        folder: of the run that ended with the error.
-    """
+    """Prints and returns the cause that a user can act on, of the run in ``folder``; raises an error without one."""
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)

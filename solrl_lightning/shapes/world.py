@@ -97,11 +97,8 @@ def train_captions() -> list[str]:
 def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size: int = IMAGE_SIZE) -> Tensor:
     """Share [B, size, size] of each pixel inside a shape, by the signed distance of the pixel's centre (antialiased).
 
-    Args:
-        shape: indices [B] into ``SHAPES``.
-        centre: centroids [B, 2] as (x, y), in pixels.
-        radius: radii [B] of the discs of equal area, in pixels.
-        size: of the square image, in pixels.
+    ``shape`` [B] are indices into ``SHAPES``, ``centre`` [B, 2] the centroids (x, y) and ``radius`` [B] those of the
+    discs of equal area, in pixels.
     """
     axis = torch.arange(size, device=centre.device, dtype=centre.dtype) + 0.5
     dx = axis[None, None, :] - centre[:, 0, None, None]

@@ -186,8 +186,8 @@ def to_csv(module: SolRLModule, models: Mapping[str, Scored]) -> str:
 def draw(module: SolRLModule, models: Mapping[str, Scored]) -> Image.Image:
     """Grid of scored images: a row per prompt, a block of columns per model, the total score below each image."""
     rows = []
-    first = next(iter(models.values()))
-    for row, prompt in enumerate(module.eval_prompts[: len(first.pictures)]):
+    shown = len(next(iter(models.values())).pictures)
+    for row, prompt in enumerate(module.eval_prompts[:shown]):
         groups = [scored.pictures[row].float() / 255 for scored in models.values()]
         totals = [value for scored in models.values() for value in scored.scores[row, :, -1].tolist()[: len(groups[0])]]
         rows.append(Row(prompt, groups, [f"{value:.3g}" for value in totals]))
@@ -196,7 +196,11 @@ def draw(module: SolRLModule, models: Mapping[str, Scored]) -> Image.Image:
 
 def format_evaluation(result: dict[str, Any], folder: Path) -> str:
     rows = [
-        [f"{reward} {name}", *(means[name][key] for key in _COLUMNS), wins(means, name)]
+        [
+            f"{reward} {name}",
+            *(means[name][key] for key in _COLUMNS),
+            f"{100 * means['win_rate']:.0f} %" if name == "difference" else "",
+        ]
         for reward, means in result["rewards"].items()
         for name in ("base", "trained", "difference")
         if name in means
@@ -216,12 +220,7 @@ def format_evaluation(result: dict[str, Any], folder: Path) -> str:
 
 def format_tags(tags: Mapping[str, dict[str, dict[str, Any]]]) -> str:
     """Table of mean scores with a line per kind of prompt and a column per reward and model."""
-    models = [name for name in ("base", "trained") if name in next(iter(next(iter(tags.values())).values()))]
-    rewards = list(next(iter(tags.values())))
-    columns = [(reward, model) for reward in rewards for model in models]
+    first = next(iter(tags.values()))
+    columns = [(reward, model) for reward, means in first.items() for model in ("base", "trained") if model in means]
     rows = [[tag, *(means[reward][model]["mean"] for reward, model in columns)] for tag, means in tags.items()]
     return format_table(["kind of prompt", *(f"{reward} {model}" for reward, model in columns)], rows)
-
-
-def wins(means: Mapping[str, Any], name: str) -> str:
-    return f"{100 * means['win_rate']:.0f} %" if name == "difference" else ""
