@@ -69,7 +69,6 @@ class ModelTimer(Callback):
 def overhead(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     """Mean seconds of an iteration by stage and model, and the median share outside the models."""
     timer = ModelTimer()
-    # The stages' own times in the iterations lack the models', which have stages of their own.
     iterations = [lap["iteration"] for lap in run_iterations(cfg, device, timer)][1:]
     laps = [Counter(lap) for lap in timer.laps[1:]]
     stages = {}
