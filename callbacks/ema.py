@@ -27,24 +27,20 @@ class WeightEMA(Callback):
 
     def __init__(self) -> None:
         self.updates = 0  # optimiser steps in the average
-        self._average: dict[str, Tensor] = {}
-
-    def state(self) -> dict[str, Tensor]:
-        """The average, name -> float32 tensor. Later steps change it in place."""
-        return self._average
+        self.average: dict[str, Tensor] = {}  # name -> float32; later steps change it in place
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module = module_of(pl_module)
         current = module.adapter_state("default")
-        if self._average:
-            self._average = {name: value.to(current[name].device) for name, value in self._average.items()}
+        if self.average:
+            self.average = {name: value.to(current[name].device) for name, value in self.average.items()}
             # A checkpoint saved between the optimiser step and on_train_batch_end lacks this update. It holds the
             # weights after the step, so the update here is exact.
             self._catch_up(trainer, pl_module)
         else:
-            self._average = {name: value.detach().float().clone() for name, value in current.items()}
+            self.average = {name: value.detach().float().clone() for name, value in current.items()}
             self.updates = trainer.global_step
-        module.ema_state = self._average
+        module.ema_state = self.average
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -52,17 +48,17 @@ class WeightEMA(Callback):
         self._catch_up(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._average:  # a checkpoint was loaded for an evaluation without training
-            module_of(pl_module).ema_state = self._average
+        if self.average:  # a checkpoint was loaded for an evaluation without training
+            module_of(pl_module).ema_state = self.average
 
     def _catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.updates < trainer.global_step:
             current = module_of(pl_module).adapter_state("default")
-            update_average(self._average, current, ema_decay(trainer.global_step))
+            update_average(self.average, current, ema_decay(trainer.global_step))
             self.updates = trainer.global_step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"updates": self.updates, "average": self._average}
+        return {"updates": self.updates, "average": self.average}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.updates, self._average = state_dict["updates"], dict(state_dict["average"])
+        self.updates, self.average = state_dict["updates"], dict(state_dict["average"])

@@ -1,14 +1,9 @@
 """Progress bar over iterations with the stage, the mean reward, the rank correlation and the ETA.
 
 Lightning's own bar counts micro-batches. The first one comes after minutes of exploration, so its rate and ETA are
-wrong. Here
-
-    time left = (iterations left) x (median seconds of an iteration + mean seconds of evaluation, probes and grids)
-                - seconds of the current iteration.
-
-If the output is no terminal, plain lines replace the bar. A line has the seconds of the iteration (``time/iteration``
-and the checkpoint saved before it), then the seconds of evaluation, probe and grid together. This callback must follow
-the one that draws grids.
+wrong. If the output is no terminal, plain lines replace the bar. A line has the seconds of the iteration
+(``time/iteration`` and the checkpoint saved before it), then the seconds of evaluation, probe and grid together. This
+callback must follow the one that draws grids.
 """
 
 import sys
@@ -42,8 +37,7 @@ def seconds_left(
 
     Args:
         iterations: number of iterations left, with the current one.
-        own: seconds of each finished iteration without evaluation, probe and grid.
-        extra: seconds of evaluation, probe and grid in each finished iteration.
+        own, extra: seconds of each finished iteration without, and of its, evaluation, probe and grid.
         elapsed: seconds since the current iteration started.
         stage: estimate of the seconds that the current stage still takes; 0 if unknown.
     """
@@ -61,7 +55,7 @@ class StageProgressBar(ProgressBar):
         super().__init__()
         self._enabled = True
         self._bar: Any = None  # tqdm, in a terminal
-        self._own: list[float] = []
+        self._own: list[float] = []  # seconds of each finished iteration, and of what only observes it
         self._extra: list[float] = []
         self._mark = 0.0  # when the last iteration ended
         self._seconds: dict[str, float] = {}  # of the stopwatch, when the last iteration ended
@@ -117,13 +111,13 @@ class StageProgressBar(ProgressBar):
         if self._bar is not None:
             self._bar.update(1)
             self._draw()
-        elif self._line_due(trainer):
+        elif done % max(-(-(trainer.max_epochs or 0) // _LINES), 1) == 0 or done == trainer.max_epochs:
             print(" | ".join(facts), flush=True)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def on_train_end(self, *args: Any) -> None:
         self._close()
 
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, *args: Any) -> None:
         self._close()
 
     # Evaluation without training; in a training run it is a stage.
@@ -151,8 +145,9 @@ class StageProgressBar(ProgressBar):
     # Drawing.
 
     def _open(self, total: int | None, initial: int, name: str) -> None:
-        options = {"file": sys.stdout, "bar_format": _FORMAT, "dynamic_ncols": True}
-        self._bar = tqdm(total=total, initial=initial, desc=name, **options)
+        self._bar = tqdm(
+            total=total, initial=initial, desc=name, file=sys.stdout, bar_format=_FORMAT, dynamic_ncols=True
+        )
 
     def _close(self) -> None:
         for listener in (self._stage_changed, self._images_evaluated):
@@ -167,13 +162,11 @@ class StageProgressBar(ProgressBar):
             self._draw()
 
     def _draw(self) -> None:
-        self._drawn = time.perf_counter()
-        stage = self._stopwatch.current
+        self._drawn, done, stage = time.perf_counter(), self._bar.n, self._stopwatch.current
         if stage and self._stopwatch.total:
             stage += f" {100 * self._stopwatch.done // self._stopwatch.total}%"
-        facts = [stage] if stage else []
-        done = self._bar.n
-        self._bar.set_postfix_str(", ".join([*facts, *self._results(done), *self._eta(done)]), refresh=True)
+        facts = filter(None, [stage, *self._results(done), *self._eta(done)])
+        self._bar.set_postfix_str(", ".join(facts), refresh=True)
 
     def _results(self, done: int) -> list[str]:
         """Reward and rank correlation of the last finished iteration, number ``done``."""
@@ -194,8 +187,3 @@ class StageProgressBar(ProgressBar):
         stage = self._stopwatch.elapsed * (self._stopwatch.total - units) / units if units else 0.0
         left = seconds_left(iterations, self._own, self._extra, time.perf_counter() - self._mark, stage)
         return ["ETA ?" if left is None else f"ETA {timedelta(seconds=round(left))}"]
-
-    def _line_due(self, trainer: Trainer) -> bool:
-        done, total = trainer.current_epoch + 1, trainer.max_epochs or 0
-        every = max(-(-total // _LINES), 1)
-        return done % every == 0 or done == total

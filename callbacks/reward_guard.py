@@ -1,12 +1,9 @@
-"""Warns when rewards are nearly constant or saturated.
-
-Both faults are measured over the kept samples of all ranks:
+"""Warns when the kept samples' rewards are nearly constant or saturated.
 
 1. Near-constant: the standard deviation is at most 1e-4 of the rewards' root mean square, for any scale of the reward.
 2. Saturated: at least 95 % of the samples have exactly the highest or the lowest reward of the iteration.
 
-A fault does not stop the run. The guard warns after several such iterations in a row, because a single hard prompt can
-have only zeros.
+A single hard prompt can have only zeros, so the guard warns after several such iterations in a row. It stops no run.
 """
 
 import torch
@@ -24,12 +21,7 @@ _SATURATED = 0.95  # share of samples on one extreme value
 def find_fault(kept: Moments, lowest: float, highest: float, at_lowest: float, at_highest: float) -> str | None:
     """Description of the fault of an iteration's rewards with its likely cause, or None.
 
-    Args:
-        kept: moments of the kept rewards of all ranks.
-        lowest: the lowest reward.
-        highest: the highest reward.
-        at_lowest: share of the samples with exactly the lowest reward.
-        at_highest: share of the samples with exactly the highest reward.
+    ``at_lowest`` and ``at_highest`` are the shares of samples with exactly the lowest and the highest reward.
     """
     if kept.samples < 2:
         return None

@@ -12,7 +12,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
-from torch import Tensor
 
 from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.errors import UserError
@@ -26,10 +25,8 @@ class SampleGrid(Callback):
 
     Args:
         every: iterations from one picture to the next; 0 writes none.
-        prompts: number of held-out prompts (``module.eval_prompts``) in the first grid.
-        seeds_per_prompt: images per prompt and model in the first grid; number of best and of worst samples in the
-            second.
-        steps: solver steps of the first grid's images.
+        prompts, steps: number of held-out prompts in the first grid, and of their images' solver steps.
+        seeds_per_prompt: images per prompt and model in the first grid; best and worst samples in the second.
         seed: of the noise, which is the same in every picture of a run.
 
     Raises:
@@ -68,15 +65,13 @@ class SampleGrid(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._due(trainer):
             return
-        done = trainer.current_epoch + 1
+        done, prompts = trainer.current_epoch + 1, module_of(pl_module).eval_prompts[: self.prompts]
+        seeds = evaluation_seeds(self.seed, prompts, self.seeds_per_prompt)
         with loop_of(trainer).stopwatch.stage("grid"):
             if not len(self._base):
-                self._base = self._sample(pl_module, "base")
-            current = self._sample(pl_module, "ema")
-            rows = [
-                Row(prompt, [base, now])
-                for prompt, base, now in zip(self._prompts(pl_module), self._base, current, strict=True)
-            ]
+                self._base = module_of(pl_module).sample(prompts, seeds, weights="base", steps=self.steps)
+            current = module_of(pl_module).sample(prompts, seeds, weights="ema", steps=self.steps)
+            rows = [Row(prompt, images) for prompt, *images in zip(prompts, self._base, current, strict=True)]
             headings = ["base", f"after {done} iterations"]
             self._publish(trainer, "grid", draw_grid("Same held-out prompts, same noise", headings, rows))
             if self._pool is not None:
@@ -86,14 +81,6 @@ class SampleGrid(Callback):
     def _due(self, trainer: Trainer) -> bool:
         done = trainer.current_epoch + 1
         return self.every > 0 and trainer.is_global_zero and (done % self.every == 0 or done == trainer.max_epochs)
-
-    def _prompts(self, pl_module: LightningModule) -> list[str]:
-        return module_of(pl_module).eval_prompts[: self.prompts]
-
-    def _sample(self, pl_module: LightningModule, weights: str) -> Tensor:
-        prompts = self._prompts(pl_module)
-        seeds = evaluation_seeds(self.seed, prompts, self.seeds_per_prompt)
-        return module_of(pl_module).sample(prompts, seeds, weights=weights, steps=self.steps)
 
     def _publish(self, trainer: Trainer, name: str, picture: Image.Image) -> None:
         done = trainer.current_epoch + 1

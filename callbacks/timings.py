@@ -1,9 +1,8 @@
 """Records seconds per stage, per iteration and for the whole run.
 
 ``time/iteration`` is the duration of the Lightning epoch without the stages that only observe training (evaluation,
-rank probe, sample grids). ``time/probe`` is the duration of the probe. ``time/iteration`` excludes saving the
-checkpoint, because Lightning saves after all other callbacks. Stage times are exclusive: the time of a nested stage
-does not count for the outer stage.
+rank probe, sample grids), and without saving the checkpoint, because Lightning saves after all other callbacks. Stage
+times are exclusive: the time of a nested stage does not count for the outer stage.
 """
 
 import time

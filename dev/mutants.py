@@ -263,7 +263,7 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/quantization/cached_quantizer.py": [
         ("input changed in place", "self.version != x._version or", "", EMULATED),
     ],
-    "solrl_lightning/quantization/convert.py": [
+    "solrl_lightning/quantization/rules.py": [
         ("excluded layers quantised", "layer.quantized and", "", "tests/quantization/test_rules.py"),
     ],
     "solrl_lightning/policies/adapters.py": [
@@ -386,7 +386,7 @@ def run(mutants: list[Mutant], jobs: int, limit: float) -> Iterator[tuple[Mutant
 def plant(mutant: Mutant, tree: Path) -> None:
     """Copy the repository to ``tree`` with the mutant, in the layout of the installed package."""
     ignored = shutil.ignore_patterns("__pycache__")
-    for folder in ("solrl_lightning", "tests"):
+    for folder in ("solrl_lightning", "tests", "dev"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
     for folder in ("callbacks", "conf"):
         shutil.copytree(ROOT / folder, tree / "solrl_lightning" / folder, ignore=ignored)

@@ -32,50 +32,27 @@ _ABSENT = object()  # a key that the chosen options do not have
 
 def check_values(cfg: DictConfig) -> None:
     """UserError for the first invalid value of a resolved application config."""
-    for check in (
-        check_numbers,
-        check_trainer,
-        check_checkpoint,
-        check_rewards,
-        check_paths,
-        check_stages,
-        check_choices,
-    ):
-        check(cfg)
+    check_numbers(cfg)
+    check_trainer(cfg)
+    check_checkpoint(cfg)
+    check_rewards(cfg)
+    check_paths(cfg)
+    check_stages(cfg)
+    check_choices(cfg)
 
 
 # Kinds
 
-# Groups of which a run has one option.
-_ONE_EACH = (
-    "task",
-    "model",
-    "data",
-    "family",
-    "objective",
-    "scheduler",
-    "precision",
-    "trainer",
-)  # groups of which a run has one
+_ONE_EACH = "task model data family objective scheduler precision trainer".split()  # a run has one option of each
 _DELETABLE = ("callbacks", "logger", "trainer", "reward", "optimizer", "objective", "model.quantization.exclude")
 _OPEN = ("callbacks", "logger", "trainer")  # where their classes take several kinds, null among them
 _OWN_RULES = ("task.prompts", "family.compile")  # in `_requested_texts` and `check_choices`
 _NULL_IN_SOME = ("family.explore", "family.warning", "model.variant", "model.embeddings", "model.preview_decoder")
-_KINDS = (
-    (bool, "true or false"),
-    (int | float, "a number"),
-    (str, "a text"),
-    (list, "a list"),
-    (dict, "a group of keys"),
-)
+_KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
 
 
 def check_kinds(tree: ConfigTree, cfg: DictConfig) -> None:
-    """UserError unless a run has one option of each group that it needs, and values of the kinds that those have.
-
-    Args:
-        cfg: as composed, with Hydra's own part.
-    """
+    """UserError unless ``cfg``, as composed, has one option of each group that it needs, and values of their kinds."""
     for group in _ONE_EACH:
         if not isinstance(cfg.hydra.runtime.choices.get(group), str):
             raise UserError(f"A run needs a {group}; choose one with {group}=<option>.")
@@ -119,7 +96,7 @@ def _check_kind(key: str, known: Any, found: Any) -> None:
 def _kind(value: Any) -> str:
     if isinstance(value, str) and ("${" in value or value == "???"):  # its value is checked elsewhere
         return "a reference"
-    return next((name for types, name in _KINDS if isinstance(value, types)), "null")
+    return "a group of keys" if isinstance(value, dict) else _KINDS.get(type(value), "null")
 
 
 # Numbers and choices
@@ -194,10 +171,8 @@ def check_numbers(cfg: DictConfig) -> None:
     for where in ("family", "task"):
         keep, pool = (OmegaConf.select(cfg, f"{where}.{key}") for key in ("keep", "pool"))
         if keep is not None and pool is not None and keep > pool:
-            raise _invalid(
-                f"{where}.keep", keep, f"at most {where}.pool={pool}. Raise {where}.pool or lower {where}.keep"
-            )
-
+            rule = f"at most {where}.pool={pool}. Raise {where}.pool or lower {where}.keep"
+            raise _invalid(f"{where}.keep", keep, rule)
     if cfg.optimizer_steps > cfg.family.keep:
         rule = f"at most family.keep={cfg.family.keep}, so that each step has rows of every prompt"
         raise _invalid("optimizer_steps", cfg.optimizer_steps, rule)
@@ -340,17 +315,13 @@ def check_stages(cfg: DictConfig) -> None:
     explore, regenerate = (cfg.family.get(name) for name in ("explore", "regenerate"))
     for name, stage in (("explore", explore), ("regenerate", regenerate)):
         if (stage is None and name == "regenerate") or (stage and None in _way(stage)):
-            raise _invalid(
-                f"family.{name}", stage, "a stage with a sampler, steps and a solver. Choose a family that has it"
-            )
+            rule = "a stage with a sampler, steps and a solver. Choose a family that has it"
+            raise _invalid(f"family.{name}", stage, rule)
     if regenerate.get("stop_after") is not None:
         raise UserError("family.regenerate.stop_after is not supported. Set family.explore.stop_after.")
     if regenerate.get("decoder", "full") != "full":
-        raise _invalid(
-            "family.regenerate.decoder",
-            regenerate.decoder,
-            "full, as its rewards train the policy. Set family.explore.decoder",
-        )
+        rule = "full, as its rewards train the policy. Set family.explore.decoder"
+        raise _invalid("family.regenerate.decoder", regenerate.decoder, rule)
     if "levels" in cfg.family:
         _check_levels(cfg)
     elif explore is not None:
@@ -423,9 +394,11 @@ def check_rungs(key: str, rungs: Any, steps: int, pool: int, keep: int) -> None:
         f"above the one before it, from the pool of {pool} down to {keep} in the last rung"
     )
     written = str(rungs).replace("'", "").replace(": ", ":")
-    if not isinstance(rungs, ListConfig) or not rungs:
-        raise _invalid(key, written, rule)
-    if any(not isinstance(rung, DictConfig) or rung.keys() != {"step", "keep"} for rung in rungs):
+    if (
+        not isinstance(rungs, ListConfig)
+        or not rungs
+        or any(not isinstance(rung, DictConfig) or rung.keys() != {"step", "keep"} for rung in rungs)
+    ):
         raise _invalid(key, written, rule)
     numbers = [(rung.step, rung.keep) for rung in rungs]
     whole = all(_whole(1)(number) for pair in numbers for number in pair)

@@ -24,16 +24,10 @@ def first_lines(error: Exception) -> str:
 
 
 def report_error(error: Exception, folder: Path | None = None) -> Exception:
-    """Prints and returns the cause that a user can act on; raises an error without one.
-
-    Args:
-        folder: of the run that ended with the error.
-    """
-    causes = []
-    cause: BaseException | None = error
-    while cause is not None:
+    """Prints and returns the cause that a user can act on, of the run in ``folder``; raises an error without one."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)
-        cause = cause.__cause__
     found = next((e for e in causes if isinstance(e, EXPECTED)), None)
     io = next((e for e in causes if isinstance(e, OSError) and (e.filename or e.errno in _DISK_ERRORS)), None)
     if found is None and io is not None:

@@ -9,11 +9,7 @@ class UserError(ValueError):
 
 
 class NonFiniteError(RuntimeError):
-    """Non-finite reward or loss; the message names the prompt and, if known, the seed.
-
-    Args:
-        row: index of the sample in its batch.
-    """
+    """Non-finite reward or loss of a row of a batch; the message names the prompt and, if known, the seed."""
 
     def __init__(self, message: str, row: int) -> None:
         super().__init__(message)

@@ -29,11 +29,11 @@ def check_hub(cfg: DictConfig) -> list[str]:
     """
     from huggingface_hub import constants, get_token  # imported here because most runs do not use the hub
 
-    if not uses_model(cfg):
+    if not uses_model(cfg) or constants.HF_HUB_OFFLINE:
         return []
-    models = {key: name for key, name in _models(cfg).items() if not _is_here(name)}
-    sets = [name for name in _sets(cfg) if not _is_here(name)]
-    if not models and not sets or constants.HF_HUB_OFFLINE:
+    models = {key: name for key, name in _models(cfg).items() if not Path(name).expanduser().exists()}
+    sources = [dataset_of(str(cfg.data[name])) for name in ("train", "eval") if name in cfg.task.reads]
+    if not models and all(name is None or Path(name).exists() for name in sources):
         return []
     cache = Path(constants.HF_HUB_CACHE)
     missing = {key: name for key, name in models.items() if not (cache / f"models--{name.replace('/', '--')}").is_dir()}
@@ -70,15 +70,6 @@ def _models(cfg: DictConfig) -> dict[str, str]:
     return {key: name for key, name in given.items() if re.fullmatch(r"[\w.-]+/[\w.-]+", name)}
 
 
-def _sets(cfg: DictConfig) -> list[str]:
-    sources = [cfg.data[name] for name in ("train", "eval") if name in cfg.task.reads]
-    return [name for name in map(dataset_of, map(str, sources)) if name is not None]
-
-
-def _is_here(name: str) -> bool:
-    return Path(name).expanduser().exists()
-
-
 @cache
 def _silence(endpoint: str, seconds: float) -> str:
     """Return why the hub does not answer, or an empty string if it does, with any HTTP status."""
@@ -86,8 +77,8 @@ def _silence(endpoint: str, seconds: float) -> str:
 
     def ask() -> None:
         try:
-            with urlopen(Request(endpoint, method="HEAD"), timeout=seconds):
-                outcome.append("")
+            urlopen(Request(endpoint, method="HEAD"), timeout=seconds).close()
+            outcome.append("")
         except (HTTPError, HTTPException):
             outcome.append("")
         except OSError as error:
@@ -113,11 +104,7 @@ def is_path(name: str) -> bool:
 def fetch(name: str, *files: str, key: str, kind: str, hint: str = "Or give a local folder.") -> Path:
     """Return the path of the first of ``files`` in the folder ``name``; of a hub id, download the first of them.
 
-    Args:
-        name: local folder or hub id.
-        key: configuration key of ``name``, for messages.
-        kind: what ``name`` must be, for messages.
-        hint: last sentence of a message, with another way to get the file.
+    Messages use ``key``, the configuration key of ``name``, ``kind``, what ``name`` must be, and end with ``hint``.
 
     Raises:
         UserError: the folder has none of the files, or the download fails.
@@ -141,9 +128,8 @@ def _download(hub_id: str, file: str, key: str, kind: str, hint: str) -> Path:
         return Path(huggingface_hub.hf_hub_download(hub_id, file))
     except (OSError, errors.HTTPError, errors.HFValidationError) as error:
         page, answer = f"https://huggingface.co/{hub_id}", getattr(error.__cause__, "response", None)
-        login = "with the account of your token"
-        if not huggingface_hub.get_token():
-            login = "and give your token with `hf auth login`"
+        has_token = bool(huggingface_hub.get_token())
+        login = "with the account of your token" if has_token else "and give your token with `hf auth login`"
         if constants.HF_HUB_OFFLINE:
             silence = "HF_HUB_OFFLINE is set: unset it for the download"
         elif answer is not None:

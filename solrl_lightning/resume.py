@@ -111,12 +111,7 @@ def _last_checkpoint(folders: Sequence[Path]) -> Path:
 
 
 def _check_resumable(
-    tree: ConfigTree,
-    folder: Path,
-    checkpoint: Path,
-    begun: Sequence[Override],
-    own: Sequence[Override],
-    lines: Sequence[str],
+    tree: ConfigTree, folder: Path, checkpoint: Path, begun: list[Override], own: list[Override], lines: list[str]
 ) -> None:
     """UserError if an override of ``own`` changes a key that must stay fixed when the run in ``folder`` resumes.
 
@@ -148,8 +143,10 @@ def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value; a list is one value."""
     if not isinstance(tree, dict):
         return {prefix: tree}
-    below = [leaves(value, f"{prefix}.{key}" if prefix else str(key)) for key, value in tree.items()]
-    return {key: value for each in below for key, value in each.items()}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
 
 
 def is_subkey(key: str, *roots: str) -> bool:

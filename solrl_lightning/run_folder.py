@@ -78,14 +78,12 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
 def _lock(file: IO[str], folder: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it with the process, also after a kill
-    except BlockingIOError:
-        used = True
-    except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):  # Lustre and NFS mounted without locks
-            raise
-        used = False
-    else:
         used = os.fstat(file.fileno()).st_nlink == 0  # its holder removed it after this process had opened it
+    except OSError as error:
+        used = isinstance(error, BlockingIOError)
+        # Lustre and NFS mounted without locks
+        if not used and error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
     if used:
         raise UserError(
             f"The folder {folder} is in use: a run in it has not ended. Wait for it, or choose another folder with "

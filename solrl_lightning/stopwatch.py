@@ -71,13 +71,7 @@ class Stopwatch:
             self._changed()
 
     def progress(self, done: int, total: int) -> None:
-        """Report `done` of `total` units of work in the current stage.
-
-        Raises:
-            RuntimeError: there is no current stage.
-        """
-        if not self._stack:
-            raise RuntimeError("progress is only reported inside a stage; enter one by `with stopwatch.stage(name):`")
+        """Report `done` of `total` units of work in the current stage."""
         self._stack[-1].done, self._stack[-1].total = done, total
         self._changed()
 

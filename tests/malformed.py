@@ -70,7 +70,6 @@ _TASKS = {
     "export": "seed=1",
     "generate": "seed=1 task.prompts=5 task.prompts=[5] task.prompt_file=.",
     "plan": "task.tflops=nan",
-    "pretrain": "task.vae_steps=0 task.vae_lr=-1",
 }
 
 

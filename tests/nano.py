@@ -26,6 +26,7 @@ from diffusers import (
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
+from pretrain import MAX_WORDS, build_pipeline
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, Gemma2Config, Gemma2Model, GemmaTokenizer
@@ -33,7 +34,6 @@ from transformers import CLIPTextConfig, CLIPTextModelWithProjection, Gemma2Conf
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.policies.random_weights import init_random_weights
-from solrl_lightning.shapes.pretrain import MAX_WORDS, build_pipeline
 from solrl_lightning.shapes.world import IMAGE_SIZE
 
 Policy = TypeVar("Policy", bound=PipelinePolicy)

@@ -33,7 +33,8 @@ def test_two_ranks_match_one_rank(
 ) -> None:
     two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", f"hydra.run.dir={tmp_path}/two"]
     command = [sys.executable, "-m", "solrl_lightning", "task._target_=ranks.save_all", *arguments, *two]
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    tests, dev = Path(__file__).parent, Path(__file__).parents[1] / "dev"
+    path = os.pathsep.join([str(tests), str(dev), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     process = subprocess.Popen(
         command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

@@ -94,11 +94,6 @@ def test_on_change_is_called_for_stages_and_progress(clock: Clock) -> None:
     ]
 
 
-def test_progress_outside_stage_raises() -> None:
-    with pytest.raises(RuntimeError, match="progress is only reported inside a stage"):
-        Stopwatch().progress(1, 2)
-
-
 def test_default_clock_increases() -> None:
     stopwatch = Stopwatch()
     with stopwatch.stage("train"):

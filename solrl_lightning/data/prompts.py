@@ -26,9 +26,7 @@ class PromptSets(NamedTuple):
 
 
 def read_prompts(source: str | Path, column: str = "prompt") -> list[str]:
-    """The unique prompts of a source (see ``sources.read_records``), stripped, in the order of the source.
-
-    Drops blank prompts and repetitions, and logs the number of repetitions.
+    """The unique prompts of a source, stripped, in its order, without blank ones. Logs the number of repetitions.
 
     Raises:
         UserError: the source cannot be read, or has no prompt.
@@ -55,7 +53,7 @@ def read_prompt_sets(train: str | Path | None, held_out: str | Path | None, colu
     (given, notes), (evaluated, more) = (
         ((), ()) if source is None else _unique_records(source, column) for source in (train, held_out)
     )
-    prompts, eval_prompts = ([record.text for record in records] for records in (given, evaluated))
+    prompts, eval_prompts = [record.text for record in given], [record.text for record in evaluated]
     identities = {_identity(prompt) for prompt in eval_prompts}
     left = [prompt for prompt in prompts if _identity(prompt) not in identities]
     if prompts and not left:
@@ -101,13 +99,8 @@ def _identity(prompt: str) -> str:
 class PromptSchedule:
     """The P training prompts of every iteration: a pure function of (seed, iteration).
 
-    Iterations take consecutive slices of a permutation of the set. Each pass over the set uses another permutation.
-    A pass skips the prompts that do not fill an iteration, so the prompts of an iteration are always unique.
-
-    Args:
-        prompts: unique training prompts.
-        per_iteration: P, prompts of all ranks together.
-        seed: of the permutations.
+    Iterations take consecutive slices of a permutation of the unique ``prompts``. Each pass over the set uses another
+    permutation, and skips the prompts that do not fill an iteration, so the prompts of an iteration are always unique.
 
     Raises:
         UserError: there are fewer prompts than an iteration needs.
@@ -119,18 +112,10 @@ class PromptSchedule:
                 f"prompts_per_iteration={per_iteration} is invalid: it must be between 1 and the number of unique "
                 f"training prompts, {len(prompts)}. Lower prompts_per_iteration, or set data.train to a larger source."
             )
-        self.prompts = list(prompts)
-        self.per_iteration = per_iteration
-        self.seed = seed
+        self.prompts, self.per_iteration, self.seed = list(prompts), per_iteration, seed
 
     def for_iteration(self, iteration: int) -> list[str]:
-        """The P prompts of an iteration, counted from 0. Rank r of w takes [r::w].
-
-        Raises:
-            ValueError: the iteration is negative.
-        """
-        if iteration < 0:
-            raise ValueError(f"iteration={iteration} is invalid: iterations are counted from 0.")
+        """The P prompts of an iteration, counted from 0. Rank r of w takes [r::w]."""
         number, position = divmod(iteration, len(self.prompts) // self.per_iteration)
         order = permutation(f"prompts/{self.seed}/{number}", len(self.prompts))
         first = position * self.per_iteration

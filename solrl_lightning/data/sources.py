@@ -8,11 +8,11 @@ import difflib
 import json
 import re
 from collections.abc import Callable
-from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.policies.config_files import ASSETS
 
 HUB = "hf://"
 PICKAPIC = "yuvalkirstain/pickapic_v1_no_images"
@@ -34,28 +34,23 @@ class Record(NamedTuple):
 
 
 def _shapes(split: str) -> list[Record]:
-    from solrl_lightning.shapes.captions import eval_captions, train_captions
+    from solrl_lightning.shapes.world import eval_captions, train_captions
 
     return [Record(caption) for caption in (train_captions() if split == "train" else eval_captions())]
-
-
-def _compositional() -> list[Record]:
-    with as_file(files("solrl_lightning") / "assets" / "prompts" / "compositional.jsonl") as path:
-        return _read_json_lines(path)
 
 
 def _pickapic(split: str) -> list[Record]:
     return [record for record in _read_hub(PICKAPIC, split, "caption") if record.text.count(" ") >= PICKAPIC_SPACES]
 
 
+# name -> reader of a named source
 SOURCES: dict[str, Callable[[], list[Record]]] = {
     "shapes-train": lambda: _shapes("train"),
     "shapes-eval": lambda: _shapes("eval"),
-    "compositional": _compositional,
+    "compositional": lambda: _read_json_lines(ASSETS / "prompts" / "compositional.jsonl"),
     "pickapic-train": lambda: _pickapic("train"),
     "pickapic-test": lambda: _pickapic("test"),
 }
-"""name -> reader of a named source."""
 
 
 def read_records(source: str | Path, column: str) -> list[Record]:
@@ -141,37 +136,34 @@ def _read_lines(path: Path) -> list[str]:
 
 def _read_json_lines(path: Path) -> list[Record]:
     """Records of a file with one JSON object a line, in GenEval's layout: "prompt", optionally "tag"."""
-    numbered = [(number, line) for number, line in enumerate(_read_lines(path), 1) if line.strip()]
-    return [_json_record(line, f"{path} line {number}") for number, line in numbered]
+    records = []
+    for number, line in enumerate(_read_lines(path), 1):
+        if line.strip():
+            record = _json_record(line)
+            if isinstance(record, str):
+                raise UserError(f"{path} line {number} is invalid: {record}. Correct that line.")
+            records.append(record)
+    return records
 
 
-def _json_record(line: str, where: str) -> Record:
+def _json_record(line: str) -> Record | str:
+    """The record of a line, or the rule that the line breaks."""
+    rule = "every line of a .jsonl file must be a JSON object"
     try:
         row = json.loads(line)
-    except RecursionError as error:
-        raise UserError(
-            f"{where} is invalid: every line of a .jsonl file must be a JSON object, and this one is nested too deeply."
-            " Correct that line."
-        ) from error
+    except RecursionError:
+        return f"{rule}, and this one is nested too deeply"
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{where} is invalid: every line of a .jsonl file must be a JSON object ({error.msg} at character "
-            f"{error.pos + 1}). Correct that line."
-        ) from error
+        return f"{rule} ({error.msg} at character {error.pos + 1})"
     if not isinstance(row, dict):
-        raise UserError(
-            f"{where} is invalid: every line of a .jsonl file must be a JSON object; got {line.strip()[:60]}. Correct "
-            "that line."
-        )
+        return f"{rule}; got {line.strip()[:60]}"
     prompt, tag = row.get("prompt"), row.get("tag")
     if not isinstance(prompt, str):
-        raise UserError(
-            f'{where} is invalid: every line of a .jsonl file must have a string under "prompt"; this one has '
-            f"{'no such key' if 'prompt' not in row else repr(prompt)} (its keys: {', '.join(row) or 'none'}). Correct "
-            "that line."
-        )
+        found = "no such key" if "prompt" not in row else repr(prompt)
+        keys = ", ".join(row) or "none"
+        return f'every line of a .jsonl file must have a string under "prompt"; this one has {found} (its keys: {keys})'
     if tag is not None and not isinstance(tag, str):
-        raise UserError(f'{where} is invalid: the "tag" of a prompt must be a string; got {tag!r}. Correct that line.')
+        return f'the "tag" of a prompt must be a string; got {tag!r}'
     return Record(prompt, tag)
 
 

@@ -24,20 +24,16 @@ _LIBRARIES = {"diffusers": diffusers, "transformers": transformers}
 class Component(NamedTuple):
     """One part of a pipeline."""
 
-    library: str
-    """diffusers or transformers."""
+    library: str  # diffusers or transformers
     cls: str
-    config: Mapping[str, Any]
-    """Constructor arguments that differ from the class's defaults, or a whole config.json."""
+    config: Mapping[str, Any]  # constructor arguments that differ from the class's defaults, or a whole config.json
 
 
 class Architecture(NamedTuple):
     """A pipeline without weights. Tokenizers are left out."""
 
-    name: str
-    """The folder or hub id that it was found by."""
-    pipeline: str
-    """Class of diffusers."""
+    name: str  # the folder or hub id that it was found by
+    pipeline: str  # class of diffusers
     components: Mapping[str, Component]
 
 

@@ -11,6 +11,7 @@ import logging
 import os
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -24,12 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddingCache:
-    """Embeddings of texts by the encoders of ``identity``.
-
-    Args:
-        folder: where the files are; made when the first one is written.
-        identity: of encoders, tokenizers and their settings.
-    """
+    """Embeddings of texts by the encoders, tokenizers and settings of ``identity``, as files of ``folder``."""
 
     def __init__(self, folder: Path, identity: str) -> None:
         self.folder, self.identity = folder, identity
@@ -43,16 +39,12 @@ class EmbeddingCache:
         path = self.path(text)
         if not path.is_file():
             return None
-        try:
-            with safe_open(path, framework="pt") as file:
-                row = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-                intact = (file.metadata() or {}).get("digest") == _digest(row)
-        except SafetensorError:
-            intact = False
-        if not intact:
-            log.warning("%s is damaged; the prompt is embedded again", path)
-            return None
-        return row
+        with suppress(SafetensorError), safe_open(path, framework="pt") as file:
+            row = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            if (file.metadata() or {}).get("digest") == _digest(row):
+                return row
+        log.warning("%s is damaged; the prompt is embedded again", path)
+        return None
 
     def save(self, text: str, row: Row) -> None:
         row = {name: value.cpu().contiguous() for name, value in row.items()}

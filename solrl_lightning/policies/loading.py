@@ -32,9 +32,7 @@ def load_pipeline(
     variant: str | None = None,
     given: Mapping[str, Any] | None = None,
 ) -> DiffusionPipeline:
-    """The pipeline of a folder or hub id, its models frozen.
-
-    ``pipeline.config._name_or_path`` is the folder that it was read from.
+    """The pipeline of a folder or hub id, its models frozen. ``pipeline.config._name_or_path`` is its folder.
 
     Args:
         dtypes: of the components by name; ``default`` for all others.
@@ -147,13 +145,8 @@ def _module_classes(pipeline_class: type[DiffusionPipeline], folder: Path) -> It
 def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant: str | None = None) -> Any:
     """The frozen model of a folder. A weight that is missing from its files is an error."""
     has_variant = variant is not None and any(folder.glob(f"*.{variant}[.-]*"))
-    module, info = component_class.from_pretrained(
-        str(folder),
-        dtype=dtype,
-        variant=variant if has_variant else None,
-        use_safetensors=True,
-        output_loading_info=True,
-    )
+    options = dict(dtype=dtype, variant=variant if has_variant else None, use_safetensors=True)
+    module, info = component_class.from_pretrained(str(folder), output_loading_info=True, **options)
     missing = sorted(info["missing_keys"])
     if missing:
         raise UserError(

@@ -24,10 +24,7 @@ def random_pipeline(
 ) -> DiffusionPipeline:
     """The pipeline of ``architecture`` without text encoders, its parts on ``device``.
 
-    Equal seeds give equal weights on equal hardware.
-
-    Args:
-        dtypes: of the components by name; ``default`` for all others.
+    Equal seeds give equal weights on equal hardware. ``dtypes`` has those of components by name, and ``default``.
     """
     parts = architecture.components
     cls = getattr(diffusers, architecture.pipeline)
@@ -73,10 +70,9 @@ def init_random_weights(module: nn.Module, seed: int) -> None:
 
 
 def random_row(prompt: str, like: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Random embeddings of one prompt, a function of its text and their names.
+    """Random embeddings of one prompt, a function of its text and their names, with the shapes and dtypes of ``like``.
 
-    Args:
-        like: tensors of the same names, shapes and dtypes; floating ones become standard normal, others (masks) 1.
+    Floating ones are standard normal, others (masks) 1.
     """
     row = {}
     for name, value in like.items():

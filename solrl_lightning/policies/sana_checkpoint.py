@@ -1,8 +1,8 @@
 """The LinearFFN checkpoint of SANA 1.6B, with which Sol-RL was published, into diffusers' transformer.
 
-The file is a state dict of NVlabs' own model class, SanaMSLinearFFN_1600M_P1_D20. It is the same function as diffusers'
-SanaTransformer2DModel with other names: query, key and value are one matrix, so are key and value of the cross
-attention, and the two 1x1 convolutions of the feed-forward network are stored as linear layers. diffusers' script
+The file is a state dict of NVlabs' own model class, SanaMSLinearFFN_1600M_P1_D20: the function of diffusers'
+SanaTransformer2DModel with other names. Query, key and value are one matrix, so are key and value of the cross
+attention, and the two 1x1 convolutions of the feed-forward network are linear layers. diffusers' script
 convert_sana_to_diffusers.py has this mapping for the checkpoints in which they are convolutions.
 
 Every key is accounted for: it goes into a parameter of the same shape, or it is one of ``UNUSED``.
@@ -64,7 +64,12 @@ def load_linear_ffn(source: str, transformer: SanaTransformer2DModel) -> None:
     names = _native_names(len(transformer.transformer_blocks), parameters)
     targets = {key: [parameters[name] for name in group] for key, group in names.items()}
     _check(source, weights, {key: _native_shape(key, group) for key, group in targets.items()})
-    _check_all_are_set(parameters, names)
+    left = sorted(parameters.keys() - {name for group in names.values() for name in group})
+    if left:
+        raise UserError(
+            f"model.transformer_weights fits SANA 1.0 only; the transformer of model.pretrained has more: "
+            f"{_listing('not in such a file', left)}. Use the SANA 1.6B pipeline, or model.transformer_weights=null."
+        )
     for key, group in targets.items():
         for target, part in zip(group, weights[key].chunk(len(group)), strict=True):
             target.copy_(part.view_as(target))
@@ -93,28 +98,20 @@ def _native_shape(key: str, group: list[Tensor]) -> tuple[int, ...]:
 
 
 def _check(source: str, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    unknown = sorted(weights.keys() - shapes.keys() - UNUSED.keys())
-    missing = sorted(shapes.keys() - weights.keys())
-    misshapen = [
-        f"{key} {list(weights[key].shape)} instead of {list(shape)}"
-        for key, shape in shapes.items()
-        if key in weights and tuple(weights[key].shape) != shape
-    ]
-    if unknown or missing or misshapen:
-        found = (("unknown", unknown), ("missing", missing), ("of another shape", misshapen))
+    faults = {
+        "unknown": sorted(weights.keys() - shapes.keys() - UNUSED.keys()),
+        "missing": sorted(shapes.keys() - weights.keys()),
+        "of another shape": [
+            f"{key} {list(weights[key].shape)} instead of {list(shape)}"
+            for key, shape in shapes.items()
+            if key in weights and tuple(weights[key].shape) != shape
+        ],
+    }
+    if any(faults.values()):
         raise UserError(
             f"model.transformer_weights={source} must hold the weights of SanaMSLinearFFN in the size of "
-            f"model.pretrained, each once; {'; '.join(_listing(kind, keys) for kind, keys in found if keys)}. Give "
-            f"{FILE} of yitongl/SANA_LinearFFN with the SANA 1.6B pipeline, or model.transformer_weights=null."
-        )
-
-
-def _check_all_are_set(parameters: Mapping[str, Tensor], names: Mapping[str, list[str]]) -> None:
-    left = sorted(parameters.keys() - {name for group in names.values() for name in group})
-    if left:
-        raise UserError(
-            f"model.transformer_weights fits SANA 1.0 only; the transformer of model.pretrained has more: "
-            f"{_listing('not in such a file', left)}. Use the SANA 1.6B pipeline, or model.transformer_weights=null."
+            f"model.pretrained, each once; {'; '.join(_listing(kind, keys) for kind, keys in faults.items() if keys)}. "
+            f"Give {FILE} of yitongl/SANA_LinearFFN with the SANA 1.6B pipeline, or model.transformer_weights=null."
         )
 
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.quantization import bf16, transformer_engine
+from solrl_lightning.quantization import transformer_engine
 from solrl_lightning.quantization.emulated import NVFP4Linear, operand_dtype
 from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear
 from solrl_lightning.quantization.int8 import EmulatedINT8Linear, INT8Linear
@@ -50,12 +50,7 @@ _NATIVE = {  # best first
     "fp8": {"torch": _NativeBackend(FP8Linear, 8, (8, 9))},
     "int8": {"torch": _NativeBackend(INT8Linear, 8, (8, 0), cpu=True)},
 }
-_EMULATED: dict[str, type[QuantizedLinear]] = {
-    "nvfp4": NVFP4Linear,
-    "fp8": EmulatedFP8Linear,
-    "int8": EmulatedINT8Linear,
-}
-_NAMES = {"nvfp4": "NVFP4", "fp8": "FP8", "int8": "INT8"}
+_EMULATED = {"nvfp4": NVFP4Linear, "fp8": EmulatedFP8Linear, "int8": EmulatedINT8Linear}
 BACKENDS = {precision: ("auto", *native, "emulated") for precision, native in _NATIVE.items()} | {"bf16": ("auto",)}
 
 
@@ -73,7 +68,7 @@ def resolve(precision: str, backend: str, device: torch.device) -> Backend:
             f"precision.backend={backend} is invalid: with precision={precision} it must be one of {known}."
         )
     if precision == "bf16":
-        return Backend("bf16", bf16.NAME, None, bf16.DESCRIPTION, 16)
+        return Backend("bf16", "none", None, "The shadow runs in BF16: no layer is quantised.", 16)
     native = _NATIVE[precision]
     if backend in native and not _runs(native[backend], device):
         raise UserError(_refusal(precision, backend, device))
@@ -81,13 +76,11 @@ def resolve(precision: str, backend: str, device: torch.device) -> Backend:
     if backend == "auto":
         chosen = next((name for name, candidate in native.items() if _runs(candidate, device)), "emulated")
     if chosen == "emulated":
-        bits = 8 * operand_dtype(device).itemsize
-        return Backend(
-            precision, chosen, _EMULATED[precision], _emulation_description(precision, backend, device), bits
-        )
+        description, bits = _emulation_description(precision, backend, device), 8 * operand_dtype(device).itemsize
+        return Backend(precision, chosen, _EMULATED[precision], description, bits)
     found = native[chosen]
     description = (
-        f"precision.backend={backend}: {_NAMES[precision]} by {chosen} on {describe(device)}, weights of quantised "
+        f"precision.backend={backend}: {precision.upper()} by {chosen} on {describe(device)}, weights of quantised "
         f"layers stored in {found.bits_per_weight:g} bits"
     )
     if found.linear_cls is TransformerEngineLinear and not transformer_engine.has_row_scales():
@@ -131,7 +124,7 @@ def _faster(device: torch.device) -> list[str]:
 
 def _emulation_description(precision: str, backend: str, device: torch.device) -> str:
     operands = {torch.bfloat16: "BF16", torch.float32: "FP32"}[operand_dtype(device)]
-    name, hardware = _NAMES[precision], "this CPU" if device.type == "cpu" else describe(device)
+    name, hardware = precision.upper(), "this CPU" if device.type == "cpu" else describe(device)
     description = (
         f"precision.backend={backend}: {name} is emulated by {operands} products on {hardware}: the shadow ranks "
         f"candidates as {name} does and costs no less time and memory than BF16"
@@ -155,6 +148,5 @@ def _refusal(precision: str, backend: str, device: torch.device) -> str:
     ways += [f"precision={name}" for name in _faster(device) if name != precision][:1]
     return (
         f"precision.backend={backend} is invalid: with precision={precision} it needs {' and '.join(needs)}; "
-        f"found: {found}. "
-        f"Use {', '.join(ways)} or precision=bf16."
+        f"found: {found}. Use {', '.join(ways)} or precision=bf16."
     )

@@ -18,8 +18,7 @@ class CachedQuantizer:
     def __init__(self, quantize: Callable[[Tensor, torch.dtype], Quantized]) -> None:
         self.quantize = quantize
         self.x: Callable[[], Tensor | None] = lambda: None
-        self.version = 0
-        self.dtype = torch.float32
+        self.version, self.dtype = 0, torch.float32
         self.result: Quantized | None = None
 
     def __call__(self, x: Tensor, dtype: torch.dtype) -> Quantized:

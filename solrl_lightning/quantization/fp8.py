@@ -27,13 +27,7 @@ def scaled_product(codes: Tensor, weight: Tensor, scale: Tensor, weight_scale: T
     """Return BF16 [M, N]: codes [M, D] * scale [M, 1] times (weight [N, D] * weight_scale [N])^T, plus a BF16 bias."""
     # Not F.scaled_mm: torch 2.11 cannot compile it (`fullgraph`), and in 2.15 its fake tensors check no scales.
     return torch._scaled_mm(
-        codes,
-        weight.t(),
-        scale,
-        weight_scale.unsqueeze(0),
-        bias=bias,
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
+        codes, weight.t(), scale, weight_scale.unsqueeze(0), bias=bias, out_dtype=torch.bfloat16, use_fast_accum=True
     )
 
 

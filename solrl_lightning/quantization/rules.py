@@ -1,10 +1,9 @@
-"""Choice of the linear layers to quantise: a rule of name patterns, the plan made from it, and its table."""
+"""Choose the linear layers to quantise by a rule of name patterns, and replace them in a replica."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
@@ -12,17 +11,14 @@ from torch import nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.quantization.backends import Backend
-from solrl_lightning.quantization.pointwise import as_linear, is_linear
+from solrl_lightning.quantization.linear import Conv1x1AsLinear, as_linear, is_linear
 
 
-@dataclass(frozen=True)
-class QuantizationRule:
+class QuantizationRule(NamedTuple):
     """Shell patterns over full module names; `*` also matches dots, and `exclude` takes precedence."""
 
-    include: Sequence[str]
-    """Linear layers to quantise, e.g. `transformer_blocks.*`."""
-    exclude: Mapping[str, str] = field(default_factory=dict)
-    """Included linear layers to keep in BF16: pattern -> reason, which the table shows."""
+    include: Sequence[str]  # linear layers to quantise, e.g. `transformer_blocks.*`
+    exclude: Mapping[str, str] = {}  # of these, the layers to keep in BF16: pattern -> reason, which the table shows
 
 
 class LayerPlan(NamedTuple):
@@ -60,6 +56,19 @@ def plan(transformer: nn.Module, rule: QuantizationRule, backend: Backend) -> li
             f"{_known_names(linears)}"
         )
     return plans
+
+
+def convert(transformer: nn.Module, plans: Iterable[LayerPlan], backend: Backend) -> None:
+    """Replace the planned layers of `transformer` by the backend's, in place and one at a time to save memory.
+
+    Move or cast the replica before: the layers hold FP32 scales, and operands in a dtype chosen for the device.
+    """
+    for layer in plans:
+        if layer.quantized and backend.linear_cls is not None:
+            module = transformer.get_submodule(layer.name)
+            quantized = backend.linear_cls.from_linear(as_linear(module))
+            replacement = Conv1x1AsLinear(quantized) if isinstance(module, nn.Conv2d) else quantized
+            transformer.set_submodule(layer.name, replacement)
 
 
 def format_table(plans: Sequence[LayerPlan]) -> str:

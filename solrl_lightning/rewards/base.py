@@ -13,15 +13,9 @@ from solrl_lightning.errors import NonFiniteError, UserError
 
 
 class Reward(ABC):
-    """A frozen scorer of images, called as ``reward(images, prompts)``.
+    """A frozen scorer of images on ``device``, called as ``reward(images, prompts)``. Subclasses define ``score``."""
 
-    Subclasses define ``score`` and ``name``, which labels curves, tables and messages.
-
-    Args:
-        device: where to score.
-    """
-
-    name: str
+    name: str  # labels curves, tables and messages
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)

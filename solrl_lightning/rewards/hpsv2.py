@@ -27,8 +27,7 @@ class HPSv2(TwoTowers):
 
     Args:
         pretrained: hub id or folder with ``WEIGHTS``, or a .pt file with a state_dict.
-        architecture: open_clip's name of the weights' architecture.
-        device: where to score.
+        architecture: open_clip's name of the weights' architecture, one with CLIP's own text tower.
         dtype: of weights and activations.
 
     Raises:

@@ -25,7 +25,7 @@ from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisio
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.hub import fetch
 from solrl_lightning.rewards.base import Reward, unique_prompts
-from solrl_lightning.rewards.loading import check_state_dict_keys, floating_dtype, load_tensors
+from solrl_lightning.rewards.loading import check_state_dict, check_state_dict_keys, floating_dtype, load_tensors
 
 WEIGHTS, TEXT_CONFIG = "ImageReward.pt", "med_config.json"  # in the hub repository
 _RELEASE, _TOKENIZER = "zai-org/ImageReward", "google-bert/bert-base-uncased"
@@ -54,16 +54,9 @@ _UNUSED = {
     r"blip\.(vision|text)_proj\.(weight|bias)": "projections of BLIP's contrastive loss, which the score does not use",
 }
 _TEXT_KEYS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-    "hidden_act",
-    "layer_norm_eps",
-    "pad_token_id",
-)
+    "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads max_position_embeddings "
+    "hidden_act layer_norm_eps pad_token_id"
+).split()
 
 
 class ImageReward(Reward):
@@ -177,23 +170,11 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
     check_state_dict_keys(ImageReward.name, pretrained, [name for name in sizes if name not in weights], [])
     patches, positions, hidden = (weights[name].shape for name in sizes)  # [D, 3, patch, patch], [1, V, D], [4 D]
     width, patch = patches[0], patches[-1]
-    if width % _ATTENTION_HEAD:
-        raise UserError(
-            f"reward.imagereward.pretrained={pretrained} is invalid: the width of the image tower must be a multiple "
-            f"of {_ATTENTION_HEAD}, and is {width} in {WEIGHTS}. Set reward.imagereward.pretrained={_RELEASE}, the "
-            "published weights."
-        )
     layers = {name.split(".")[3] for name in weights if name.startswith("image_tower.encoder.layers.")}
-    vision = BlipVisionConfig(
-        hidden_size=width,
-        intermediate_size=hidden[0],
-        num_hidden_layers=len(layers),
-        num_attention_heads=width // _ATTENTION_HEAD,
-        image_size=patch * round((positions[1] - 1) ** 0.5),
-        patch_size=patch,
-        layer_norm_eps=1e-6,
-        hidden_act="gelu",
-    )
+    side = patch * round((positions[1] - 1) ** 0.5)
+    counts = {"num_hidden_layers": len(layers), "num_attention_heads": width // _ATTENTION_HEAD}
+    widths = {"hidden_size": width, "intermediate_size": hidden[0], "image_size": side, "patch_size": patch}
+    vision = BlipVisionConfig(**counts, **widths, layer_norm_eps=1e-6, hidden_act="gelu")
     # is_decoder adds cross-attention to the image; self-attention is causal only if the call sets is_decoder, too.
     start = text_config["vocab_size"] - len(_ADDED_TOKENS)  # [DEC], unused; transformers' default fits one vocabulary
     text = BlipTextConfig(**text_config, bos_token_id=start, encoder_hidden_size=width, is_decoder=True)
@@ -202,16 +183,8 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
         image_tower = BlipVisionModel(vision)
         towers = {"image_tower": image_tower, "text_tower": text_tower, "head": head(text.hidden_size)}
     model = nn.ModuleDict(towers)
-    own = model.state_dict()
-    check_state_dict_keys(ImageReward.name, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys())
-    misfits = [name for name in own if own[name].shape != weights[name].shape]
-    if misfits:
-        name = misfits[0]
-        raise UserError(
-            f"reward.imagereward.pretrained={pretrained} is invalid: its {WEIGHTS} and {TEXT_CONFIG} do not fit each "
-            f"other: {len(misfits)} tensors have another shape, such as {name} with {list(weights[name].shape)} for "
-            f"{list(own[name].shape)}. Download both again: `hf download {_RELEASE}`."
-        )
+    unfit, fix = f"its {WEIGHTS} and {TEXT_CONFIG} do not fit each other", f"`hf download {_RELEASE}`"
+    check_state_dict(ImageReward.name, pretrained, model, weights, unfit, f"Download both again: {fix}.")
     model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
     text_tower.embeddings.position_ids = torch.arange(text.max_position_embeddings)[None]  # not in the file
     return model

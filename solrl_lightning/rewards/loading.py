@@ -1,9 +1,9 @@
 """Loads reward models from a hub id or the disk and checks that every weight is used."""
 
-from difflib import get_close_matches
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, NamedTuple
+from typing import Any
 from zipfile import is_zipfile
 
 import torch
@@ -15,16 +15,6 @@ from solrl_lightning.hub import fetch, is_path
 from solrl_lightning.rewards.preprocessing import CropToSquare
 
 _BICUBIC = 3  # PIL's number
-_PLAIN_CLIP = {"embed_dim", "vision_cfg", "text_cfg", "quick_gelu"}  # keys of open_clip's config of OpenAI's CLIP
-_OTHER_TEXT = {"hf_model_name", "hf_tokenizer_name", "tokenizer_kwargs"}
-
-
-class CLIPParts(NamedTuple):
-    """A CLIP of transformers, its tokenizer and its preprocessing."""
-
-    model: Any  # CLIPModel, float32, on the CPU
-    tokenizer: Any
-    preprocess: CropToSquare
 
 
 def floating_dtype(reward: str, dtype: str | torch.dtype) -> torch.dtype:
@@ -38,8 +28,8 @@ def floating_dtype(reward: str, dtype: str | torch.dtype) -> torch.dtype:
     return found
 
 
-def load_clip(reward: str, pretrained: str, processor: str) -> CLIPParts:
-    """The CLIP of one hub id or folder with the image processor and tokenizer of another, or the same.
+def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, CropToSquare]:
+    """The CLIPModel of a hub id or folder in float32, and the tokenizer and preprocessing of another, or the same.
 
     Raises:
         UserError: one of them is missing or damaged, has another architecture, or does not fit the other.
@@ -91,7 +81,7 @@ def load_clip(reward: str, pretrained: str, processor: str) -> CLIPParts:
             f"texts with number {end}, but pretrained={pretrained} has {text.vocab_size} and expects {expected}. Set "
             f"reward.{reward}.processor to the processor of the model's training."
         )
-    return CLIPParts(model, tokenizer, preprocess)
+    return model, tokenizer, preprocess
 
 
 def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, device: torch.device) -> nn.Module:
@@ -100,22 +90,10 @@ def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, d
     ``pretrained`` is a .pt file, or a folder or hub id with ``file``.
 
     Raises:
-        UserError: the architecture or the file does not exist, or the weights are damaged or do not fit.
+        UserError: the file does not exist, or the weights are damaged or do not fit.
     """
     import open_clip
 
-    config = open_clip.get_model_config(architecture)
-    if config is None:
-        near = " or ".join(get_close_matches(architecture, open_clip.list_models(), 3)) or "ViT-H-14"
-        raise UserError(
-            f"reward.{reward}.architecture={architecture} is invalid: it must be one of open_clip.list_models(), such "
-            f"as {near}. Set reward.{reward}.architecture=ViT-H-14 for the published weights."
-        )
-    if config.keys() - _PLAIN_CLIP or config["text_cfg"].keys() & _OTHER_TEXT:
-        raise UserError(
-            f"reward.{reward}.architecture={architecture} is invalid: it must have CLIP's own text tower and "
-            f"tokenizer, and has others. Set reward.{reward}.architecture=ViT-H-14 for the published weights."
-        )
     path = Path(pretrained).expanduser()
     if not path.is_file():
         hint = f"Or give the path of a local {file}."
@@ -130,17 +108,8 @@ def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, d
         )
     # open_clip.create_model would log that nothing pretrained was loaded, and resize embeddings that do not fit.
     with device:  # the constructor draws a billion random numbers, which load_state_dict overwrites
-        model = open_clip.CLIP(**config)
-    own = model.state_dict()
-    misfits = [key for key in own.keys() & weights.keys() if own[key].shape != weights[key].shape]
-    if misfits:
-        key = min(misfits)
-        raise UserError(
-            f"reward.{reward}.pretrained={pretrained} is invalid: it does not fit architecture={architecture}: "
-            f"{len(misfits)} tensors have another shape, such as {key} with {list(weights[key].shape)} for "
-            f"{list(own[key].shape)}. Set reward.{reward}.architecture to the architecture of the weights."
-        )
-    check_state_dict_keys(reward, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys())
+        model = open_clip.CLIP(**open_clip.get_model_config(architecture))
+    check_state_dict(reward, pretrained, model, weights, f"it does not fit {architecture}", "Give the published file.")
     model.load_state_dict(weights)
     return model
 
@@ -155,6 +124,21 @@ def load_tensors(reward: str, file: Path) -> Any:
             f"the file {file} of the reward {reward} is invalid: it cannot be read as weights: {sentence(error)} "
             "Delete it and download it again, or give another file."
         ) from error
+
+
+def check_state_dict(
+    reward: str, pretrained: str, model: nn.Module, weights: Mapping[str, Tensor], unfit: str, fix: str
+) -> None:
+    """Raise ``UserError`` unless ``weights`` have the names and shapes of the model's."""
+    own = model.state_dict()
+    check_state_dict_keys(reward, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys())
+    misfits = [name for name in own if own[name].shape != weights[name].shape]
+    if misfits:
+        name = misfits[0]
+        raise UserError(
+            f"reward.{reward}.pretrained={pretrained} is invalid: {unfit}: {len(misfits)} tensors have another shape, "
+            f"such as {name} with {list(weights[name].shape)} for {list(own[name].shape)}. {fix}"
+        )
 
 
 def check_state_dict_keys(reward: str, pretrained: str, missing: Any, unexpected: Any) -> None:

@@ -46,9 +46,7 @@ class TransformersCLIP(TwoTowers):
     """A CLIP of transformers with the preprocessing of its processor.
 
     Args:
-        pretrained: hub id or folder of the weights.
-        processor: hub id or folder of the image processor and the tokenizer.
-        device: where to score.
+        pretrained, processor: hub ids or folders, of the weights, and of the image processor and the tokenizer.
         dtype: of weights and activations.
 
     Raises:

@@ -1,1 +1,1 @@
-"""The embedded world: scenes of two coloured shapes, their captions, renderer, and the recipe of the embedded model."""
+"""The embedded world: scenes of two coloured shapes and their captions. dev/pretrain.py made the embedded model."""

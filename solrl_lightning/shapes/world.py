@@ -1,4 +1,4 @@
-"""Scenes of two coloured shapes: the caption grammar and the renderer.
+"""Scenes of two coloured shapes: the caption grammar, the split of the captions, and the shapes' geometry.
 
 A caption is ``a <colour> <shape> <relation> a <colour> <shape>``, for example "a red circle above a blue square". The
 two colours differ, so a pixel's colour identifies its object. Lengths are in pixels of a 32 x 32 image. The origin is
@@ -6,6 +6,7 @@ the upper left corner, and y increases downwards.
 """
 
 import re
+from functools import cache
 from itertools import permutations, product
 from typing import NamedTuple
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from solrl_lightning.errors import UserError
 
 IMAGE_SIZE = 32
+NUM_EVAL = 64
+_SPLIT_SEED = 20260406
 BACKGROUND = (0.95, 0.95, 0.93)
 COLOURS = {
     "red": (0.90, 0.15, 0.15),
@@ -32,7 +35,6 @@ RELATIONS = {  # name -> direction (x, y) from the second object to the first
     "right of": (1, 0),
 }
 MIN_RADIUS, MAX_RADIUS = 3.8, 5.6  # of the disc of equal area
-DISTRACTOR_RADIUS = (3.0, 4.0)
 _CAPTION = re.compile(
     r"an? (?P<c1>{c}) (?P<s1>{s}) (?P<rel>{r}) an? (?P<c2>{c}) (?P<s2>{s})".format(
         c="|".join(COLOURS), s="|".join(SHAPES), r="|".join(RELATIONS)
@@ -75,14 +77,28 @@ def all_scenes() -> list[Scene]:
     ]
 
 
+@cache  # dev/pretrain.py calls it for every batch
+def _shuffled() -> tuple[str, ...]:
+    captions = [scene.caption() for scene in all_scenes()]
+    order = torch.randperm(len(captions), generator=torch.Generator().manual_seed(_SPLIT_SEED)).tolist()
+    return tuple(captions[i] for i in order)
+
+
+def eval_captions() -> list[str]:
+    """The 64 held-out captions, which pretraining and post-training do not use; they have every word of the grammar."""
+    return list(_shuffled()[:NUM_EVAL])
+
+
+def train_captions() -> list[str]:
+    """The 1016 training captions."""
+    return list(_shuffled()[NUM_EVAL:])
+
+
 def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size: int = IMAGE_SIZE) -> Tensor:
     """Share [B, size, size] of each pixel inside a shape, by the signed distance of the pixel's centre (antialiased).
 
-    Args:
-        shape: indices [B] into ``SHAPES``.
-        centre: centroids [B, 2] as (x, y), in pixels.
-        radius: radii [B] of the discs of equal area, in pixels.
-        size: of the square image, in pixels.
+    ``shape`` [B] are indices into ``SHAPES``, ``centre`` [B, 2] the centroids (x, y) and ``radius`` [B] those of the
+    discs of equal area, in pixels.
     """
     axis = torch.arange(size, device=centre.device, dtype=centre.dtype) + 0.5
     dx = axis[None, None, :] - centre[:, 0, None, None]
@@ -95,43 +111,3 @@ def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size: int = IMAGE_SI
     distances = torch.stack([disc, square, triangle], dim=1)  # [B, 3, size, size]
     chosen = distances.gather(1, shape[:, None, None, None].expand(-1, 1, size, size))[:, 0]
     return (chosen + 0.5).clamp(0, 1)
-
-
-def render(scenes: list[Scene], generator: torch.Generator, distractors: float = 0.0) -> Tensor:
-    """Images [B, 3, 32, 32] in [0, 1] of the scenes, with sizes and positions drawn from ``generator``.
-
-    A share ``distractors`` of the images has a third, smaller object that the caption does not mention.
-    """
-    batch = len(scenes)
-    radius = MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * torch.rand(batch, 2, generator=generator)
-    apart = torch.rand(batch, 2, generator=generator) * 2.5 + 7.0  # distance of each object from the middle
-    aside = (torch.rand(batch, 2, generator=generator) - 0.5) * 12.0  # across the relation's axis
-    direction = torch.tensor([RELATIONS[scene.relation] for scene in scenes], dtype=torch.float32)
-    across = direction.flip(1).abs()
-    signs = torch.tensor([1.0, -1.0])[:, None]  # the second object lies opposite
-    centre = IMAGE_SIZE / 2 + signs * apart[..., None] * direction[:, None] + aside[..., None] * across[:, None]
-    shapes = torch.tensor([[SHAPES.index(scene.first[1]), SHAPES.index(scene.second[1])] for scene in scenes])
-    colours = torch.tensor([[COLOURS[scene.first[0]], COLOURS[scene.second[0]]] for scene in scenes])
-    image = torch.tensor(BACKGROUND)[None, :, None, None].expand(batch, 3, IMAGE_SIZE, IMAGE_SIZE)
-    for i in range(2):
-        mask = coverage(shapes[:, i], centre[:, i], radius[:, i])[:, None]
-        image = image * (1 - mask) + colours[:, i, :, None, None] * mask
-    return _add_distractors(image, scenes, centre, distractors, generator) if distractors else image
-
-
-def _add_distractors(
-    image: Tensor, scenes: list[Scene], centre: Tensor, share: float, generator: torch.Generator
-) -> Tensor:
-    """Draw third objects in another colour, each at the most distant of 8 random places."""
-    batch = len(scenes)
-    places = 4 + (IMAGE_SIZE - 8) * torch.rand(batch, 8, 2, generator=generator)
-    room = torch.cdist(places, centre).amin(2)  # [B, 8]
-    place = places[torch.arange(batch), room.argmax(1)]
-    free = [[rgb for name, rgb in COLOURS.items() if name not in (s.first[0], s.second[0])] for s in scenes]
-    pick = torch.randint(len(COLOURS) - 2, (batch,), generator=generator)
-    colour = torch.tensor(free)[torch.arange(batch), pick]
-    shape = torch.randint(len(SHAPES), (batch,), generator=generator)
-    low, high = DISTRACTOR_RADIUS
-    mask = coverage(shape, place, low + (high - low) * torch.rand(batch, generator=generator))[:, None]
-    mask = mask * (torch.rand(batch, generator=generator) < share)[:, None, None, None]
-    return image * (1 - mask) + colour[:, :, None, None] * mask

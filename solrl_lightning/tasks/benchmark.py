@@ -1,11 +1,10 @@
-"""task=benchmark: seconds of a forward pass, of a family's iteration, and of everything around the models.
+"""task=benchmark: seconds of a forward pass and of a family's iteration.
 
-Three measurements, each after a warm-up, in one process, so that their ratios are comparable:
+Two measurements, each after a warm-up, in one process, so that their ratios are comparable:
 
 1. forward    one forward pass of the transformer, BF16 and shadow, eager and compiled, alternating, beside the
               largest rate of matrix products measured on this device
 2. families   iterations of real training, family by family and stage by stage, and the memory that they take
-3. overhead   the share of an iteration of ``family=`` that is spent outside the models' own computation
 
 With ``model.weights=random`` all of it runs at a model's real size without a file; time does not depend on the numbers.
 """
@@ -14,18 +13,16 @@ import gc
 import math
 import platform
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 from omegaconf import DictConfig
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -33,11 +30,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.build import build_loop, build_module, device_of, stages_of, uses_shadow, with_option
 from solrl_lightning.callbacks.requantize import Requantize
+from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.checks import check_decoder, check_values
 from solrl_lightning.data.loaders import RankPrompts
-from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.memory import peak_resident_bytes
-from solrl_lightning.module import SolRLModule
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.emulated import operand_dtype
@@ -50,11 +46,10 @@ _PRODUCTS = 10  # timed matrix products, after _WARM_UP others
 _PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}  # rows and columns: large enough for the units, small enough for the time
 _ROLLOUT = STAGES[:-1]  # without training
 _BASELINES = ("naive_scaling", "compile")
-_MODELS = ("encode", "transformer", "decode", "reward", "backward", "optimizer")
 
 
 def benchmark(cfg: DictConfig) -> dict[str, Any]:
-    """Run the three measurements, write benchmark.json and print the tables."""
+    """Run both measurements, write benchmark.json and print the tables."""
     device = device_of(cfg)
     families = family_configs(cfg, device)
     result: dict[str, Any] = {
@@ -69,10 +64,9 @@ def benchmark(cfg: DictConfig) -> dict[str, Any]:
     print(format_forward(result["forward"]), flush=True)
     result["families"] = with_speedups(times_of_families(families, cfg.task.rounds, device))
     print(format_families(result["families"], cfg.task.rounds * cfg.task.repeats), flush=True)
-    result["overhead"] = overhead(_sized(cfg), device)
     path = Path(cfg.run_dir) / "benchmark.json"
     write_json(path, result)
-    print(f"{format_overhead(result['overhead'])}\n  {path}", flush=True)
+    print(f"  {path}", flush=True)
     return result
 
 
@@ -80,7 +74,10 @@ def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfi
     """The configuration of every row; its name is the family, with precision and decoder if the task lists them."""
     configs: dict[str, DictConfig] = {}
     for family in cfg.task.families:
-        own = _family(cfg, family, device)
+        own = sized(with_option(cfg, "family", family))
+        if own.family.compile == "auto":  # eager products are not to be compared with the family compile's
+            own.family.compile = bool(cfg.task.compile) and can_compile(device)
+        check_values(own)
         has_shadow = uses_shadow(own)
         precisions = cfg.task.precisions if has_shadow else None
         decoders = cfg.task.decoders if own.family.explore is not None else None
@@ -91,6 +88,13 @@ def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfi
                 check_decoder(row, "task.decoders", decoder)
             configs[" ".join(word for word in (family, precision, decoder) if word is not None)] = row
     return configs
+
+
+def sized(cfg: DictConfig) -> DictConfig:
+    """A copy with the sizes of ``task.sizes``."""
+    changed = cfg.copy()
+    changed.family.update({key: value for key, value in cfg.task.sizes.items() if value is not None})
+    return changed
 
 
 # One forward pass
@@ -164,17 +168,11 @@ def matmul_peak(device: torch.device) -> dict[str, Any]:
 
 
 def format_forward(result: dict[str, Any]) -> str:
-    rows = [
-        [
-            name,
-            f"{1000 * seconds:.1f}",
-            f"{result['ratios'][name]:.2f}",
-            f"{result['batch'] / seconds:.1f}",
-            f"{result['tflops'][name]:.3g}",
-            f"{100 * result['share_of_peak'][name]:.0f} %",
-        ]
-        for name, seconds in result["seconds"].items()
-    ]
+    rows = []
+    for name, seconds in result["seconds"].items():
+        times = [f"{1000 * seconds:.1f}", f"{result['ratios'][name]:.2f}", f"{result['batch'] / seconds:.1f}"]
+        rates = [f"{result['tflops'][name]:.3g}", f"{100 * result['share_of_peak'][name]:.0f} %"]
+        rows.append([name, *times, *rates])
     shadow, peak = result["precision_backend"], result["peak"]
     title = (
         f"a forward pass of {result['batch']} candidates, {result['flops'] / 1e12:.3g} TFLOPs, median of {_FORWARDS}; "
@@ -188,79 +186,17 @@ def format_forward(result: dict[str, Any]) -> str:
 # Iterations
 
 
-class Lap(NamedTuple):
-    """One iteration, from the start of its epoch to the start of the next one."""
-
-    seconds: float
-    stages: dict[str, float]
-    models: dict[tuple[str, str], float]  # (stage, model) -> seconds in the model's own computation
+Lap = Mapping[str, float]  # seconds of each of STAGES, 0 for one that did not run, and of the whole "iteration"
 
 
-class LapTimer(Callback):
-    """Reads the loop's stopwatch after every iteration; must be the first of the callbacks.
-
-    watch: the computation of the models is measured too, as a stage ``<stage>/<model>`` within the loop's own.
-    """
-
-    def __init__(self, device: torch.device, watch: bool) -> None:
-        self.laps: list[Lap] = []
-        self._device, self._watch = device, watch
-        self._started: float | None = None
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(trainer.fit_loop, ExploreTrainLoop) and isinstance(pl_module, SolRLModule)
-        self._stopwatch, self._seconds = trainer.fit_loop.stopwatch, trainer.fit_loop.stopwatch.seconds
-        if not self._watch:
-            return
-        methods = {"encode": "encode", "velocity": "transformer", "decode": "decode", "preview": "decode"}
-        for method, model in methods.items():
-            setattr(pl_module.policy, method, self._timed(model, getattr(pl_module.policy, method)))
-        rewards: dict[str, Any] = pl_module.rewards.rewards
-        rewards.update({name: self._timed("reward", reward) for name, reward in rewards.items()})
-        pl_module.backward = self._timed("backward", pl_module.backward)  # type: ignore[method-assign]
-        trainer.optimizers[0].register_step_post_hook(lambda *_: self._optimizer.close())
-
-    def _model(self, name: str) -> AbstractContextManager[None]:
-        return self._stopwatch.stage(f"{self._stopwatch.current}/{name}")
-
-    def _timed(self, model: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            with self._model(model):
-                return compute(*args, **kwargs)
-
-        return timed
-
-    def on_before_optimizer_step(self, *args: Any) -> None:
-        self._optimizer = ExitStack()
-        if self._watch:
-            self._optimizer.enter_context(self._model("optimizer"))  # with gradient norm and clipping
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._lap()
-
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._lap()
-
-    def _lap(self) -> None:
-        now, stages, models = _now(self._device), Counter[str](), {}
-        for name, seconds in self._stopwatch.since(self._seconds).items():
-            stage, _, model = name.partition("/")
-            stages[stage] += seconds  # type: ignore[assignment]
-            if model:
-                models[stage, model] = seconds
-        if self._started is not None:
-            self.laps.append(Lap(now - self._started, dict(stages), models))
-        self._started, self._seconds = now, self._stopwatch.seconds
-
-
-def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[Lap]:
-    """One iteration of warm-up and ``task.repeats`` others, without callbacks except the re-quantisation."""
+def run_iterations(cfg: DictConfig, device: torch.device, *observers: Callback) -> list[Lap]:
+    """One iteration of warm-up and ``task.repeats`` others, without callbacks except re-quantisation and observers."""
     _release(device)
-    timer = LapTimer(device, watch)
+    timings = StageTimings()
     trainer: Trainer = instantiate(
         cfg.trainer,
         logger=False,
-        callbacks=[timer, Requantize()],
+        callbacks=[*observers, timings, Requantize()],
         max_epochs=1 + cfg.task.repeats,
         devices=1,
         num_nodes=1,
@@ -272,7 +208,7 @@ def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[L
     module = build_module(cfg, device, stages_of(cfg))
     loop = build_loop(cfg, trainer, module.objective)
     trainer.fit(module, loop.loader, RankPrompts([], 0, 1))
-    return timer.laps
+    return list(timings.history)
 
 
 def times_of_families(families: dict[str, DictConfig], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
@@ -282,9 +218,9 @@ def times_of_families(families: dict[str, DictConfig], rounds: int, device: torc
     memory: dict[str, Any] = {}
     for number in range(rounds):
         for name in list(families)[:: -1 if number % 2 else 1]:
-            warm_up, *timed = run_iterations(families[name], device, watch=False)
+            warm_up, *timed = run_iterations(families[name], device)
             laps[name] += timed
-            warm_ups.setdefault(name, warm_up.seconds)
+            warm_ups.setdefault(name, warm_up["iteration"])
             memory[name] = peak_memory(device)
     return {
         name: family_times(own, laps[name], device) | {"warm_up": warm_ups[name], "peak_memory": memory[name]}
@@ -294,18 +230,16 @@ def times_of_families(families: dict[str, DictConfig], rounds: int, device: torc
 
 def family_times(cfg: DictConfig, laps: list[Lap], device: torch.device) -> dict[str, Any]:
     """Median seconds of an iteration of ``cfg.family`` and of its stages, 0 for a stage that it lacks."""
-    stages = {stage: median(lap.stages.get(stage, 0.0) for lap in laps) for stage in STAGES}
-    rollout = median(sum(lap.stages.get(stage, 0.0) for stage in _ROLLOUT) for lap in laps)
-    iteration = median(lap.seconds for lap in laps)
+    stages = {name: median(lap[name] for lap in laps) for name in (*STAGES, "iteration")}
+    rollout = median(sum(lap[stage] for stage in _ROLLOUT) for lap in laps)
     return {
         "pool": cfg.family.pool,
         "keep": cfg.family.keep,
         "compiled": should_compile("family.compile", "rollouts", cfg.family.compile, device)[0],
         **stages,
         "rollout": rollout,
-        "iteration": iteration,
         "images_per_second": cfg.prompts_per_iteration * cfg.family.pool / rollout,
-        "requantize_share": stages["requantize"] / iteration,
+        "requantize_share": stages["requantize"] / stages["iteration"],
     }
 
 
@@ -353,50 +287,6 @@ def format_families(families: dict[str, dict[str, Any]], repeats: int) -> str:
         f"memory of {memory} in GB (10^9)\n"
         f"{format_table(['family', 'images/s', *against, 'requantize', 'memory'], rates)}"
     )
-
-
-def overhead(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
-    """Mean seconds of an iteration by stage and model, and the median share outside the models."""
-    _, *laps = run_iterations(cfg, device, watch=True)
-    stages: dict[str, dict[str, float]] = {}
-    for stage in STAGES:
-        total = sum(lap.stages.get(stage, 0.0) for lap in laps) / len(laps)
-        models = {model: sum(lap.models.get((stage, model), 0.0) for lap in laps) / len(laps) for model in _MODELS}
-        stages[stage] = {"total": total, **models, "outside": total - sum(models.values())}
-    between = sum(lap.seconds - sum(lap.stages.values()) for lap in laps) / len(laps)
-    stages["between"] = {"total": between, **dict.fromkeys(_MODELS, 0.0), "outside": between}
-    return {
-        "iteration": sum(lap.seconds for lap in laps) / len(laps),
-        "stages": stages,
-        "outside_share": median(1 - sum(lap.models.values()) / lap.seconds for lap in laps),
-    }
-
-
-def format_overhead(result: dict[str, Any]) -> str:
-    columns = ["stage", "total", *_MODELS, "outside"]
-    rows = [[stage, *(f"{times[column]:.3f}" for column in columns[1:])] for stage, times in result["stages"].items()]
-    share = 100 * result["outside_share"]
-    title = f"{share:.1f} % of an iteration of {result['iteration']:.2f} s is spent outside the models"
-    return f"{title}\n{format_table(columns, rows)}"
-
-
-def _family(cfg: DictConfig, name: str, device: torch.device) -> DictConfig:
-    """The configuration with another family and the sizes of ``task.sizes``.
-
-    ``task.compile`` decides for families with ``compile=auto``, on a CPU too; otherwise their eager products would be
-    compared with the compiled ones of the family ``compile``.
-    """
-    changed = _sized(with_option(cfg, "family", name))
-    if changed.family.compile == "auto":
-        changed.family.compile = bool(cfg.task.compile) and can_compile(device)
-    check_values(changed)
-    return changed
-
-
-def _sized(cfg: DictConfig) -> DictConfig:
-    changed = cfg.copy()
-    changed.family.update({key: value for key, value in cfg.task.sizes.items() if value is not None})
-    return changed
 
 
 def _release(device: torch.device) -> None:

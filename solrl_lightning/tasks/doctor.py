@@ -8,6 +8,7 @@ import math
 import os
 import time
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -20,6 +21,7 @@ from solrl_lightning.checks import reward_members
 from solrl_lightning.errors import CheckFailed, UserError
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import resolve
+from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
 from solrl_lightning.tasks.doctor_machine import environment, local_path, locate
 from solrl_lightning.tasks.doctor_shadow import NO_SHADOW, blocks, judge_backend, layers, without_files
@@ -36,7 +38,9 @@ def doctor(cfg: DictConfig) -> Json:
     start, rows = time.perf_counter(), []
     logging.disable(logging.INFO)  # the messages of a run's start would be between the rows
     try:
-        for row in examine(cfg):
+        files = (locate(key, source) for key, source in sources(cfg).items())
+        run = guarded("set-up", arithmetic(cfg), "a report of this with doctor.json")
+        for row in chain(environment(cfg.run_dir), files, run):
             rows.append(row)
             print(format_row(row), flush=True)
     finally:
@@ -63,13 +67,6 @@ def doctor(cfg: DictConfig) -> Json:
         wrong = dict.fromkeys(row.check for row in rows if row.status == WRONG)
         raise CheckFailed(f"wrong here: {', '.join(wrong)}; the lines above say what to do.")
     return result
-
-
-def examine(cfg: DictConfig) -> Iterator[Row]:
-    """Yield all rows."""
-    yield from environment(cfg.run_dir)
-    yield from (locate(key, source) for key, source in sources(cfg).items())
-    yield from guarded("set-up", arithmetic(cfg), "a report of this with doctor.json")
 
 
 def guarded(check: str, rows: Iterator[Row], way_out: str) -> Iterator[Row]:
@@ -130,7 +127,7 @@ def total_memory(device: torch.device) -> int:
 
 def held(model: Shapes, weights: str) -> dict[str, int]:
     """The plan's bytes by part, without parts that this machine does not hold."""
-    left_out = {"shadow_packed"} | ({"text_encoders"} if weights == "random" else set())
+    left_out = ["shadow_packed", "text_encoders"] if weights == "random" else ["shadow_packed"]
     return {name: size for name, size in model.bytes.items() if name not in left_out}
 
 
@@ -214,16 +211,17 @@ def small(cfg: DictConfig, count: int) -> DictConfig:
 def iterations(cfg: DictConfig, model: Shapes, device: torch.device, count: int) -> Iterator[Row]:
     """Run whole iterations of training, and yield the row with their time and memory and the plan's."""
     own = small(cfg, count)
-    laps = run_iterations(own, device, watch=False)
+    laps = run_iterations(own, device)
     peak, planned = peak_memory(device), planned_bytes(held(model, cfg.model.weights), device.type == "cuda")
-    stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in laps[-1].stages.items())
+    stages = [{stage: lap[stage] for stage in STAGES if lap[stage] > 0} for lap in laps]
+    last = ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages[-1].items())
     found = (
-        f"{count} of 1 prompt, {own.family.pool} candidates, {own.family.keep} kept: {laps[0].seconds:.1f} s with "
-        f"warm-up, the last {laps[-1].seconds:.1f} s ({stages}); peak memory of {peak['of']} "
+        f"{count} of 1 prompt, {own.family.pool} candidates, {own.family.keep} kept: {laps[0]['iteration']:.1f} s "
+        f"with warm-up, the last {laps[-1]['iteration']:.1f} s ({last}); peak memory of {peak['of']} "
         f"{peak['bytes'] / 1e9:.3g} GB, planned {planned / 1e9:.3g} GB"
     )
     measured = {
-        "laps": [{"seconds": lap.seconds, "stages": lap.stages} for lap in laps],
+        "laps": [{"seconds": lap["iteration"], "stages": spent} for lap, spent in zip(laps, stages, strict=True)],
         "peak_memory": peak,
         "peak_memory_reserved": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
         "planned": planned,

@@ -36,16 +36,11 @@ def environment(run_dir: str) -> Iterator[Row]:
         found = {"bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"}
         text = f"{gpu.name}, {gpu.total_memory / 1e9:.1f} GB, compute capability {found['capability']}"
         yield Row(f"gpu {number}", OK, text, "", found)
-    cpu = {
-        "instructions": torch.backends.cpu.get_cpu_capability(),
-        "BF16 units": has_fast_bf16_products(),
-        "INT8 units": has_int8_units(),
-        "cores": os.cpu_count(),
-        "threads of torch": torch.get_num_threads(),
-    }
-    said = {True: "yes", False: "no"}
-    text = ", ".join(f"{name}: {said[value] if isinstance(value, bool) else value}" for name, value in cpu.items())
-    yield Row("cpu", OK, text, "", cpu)
+    units = {"BF16 units": has_fast_bf16_products(), "INT8 units": has_int8_units()}
+    counts = {"cores": os.cpu_count(), "threads of torch": torch.get_num_threads()}
+    cpu = {"instructions": torch.backends.cpu.get_cpu_capability()} | units | counts
+    named = cpu | {name: "yes" if has_them else "no" for name, has_them in units.items()}
+    yield Row("cpu", OK, ", ".join(f"{name}: {value}" for name, value in named.items()), "", cpu)
     cache = huggingface_hub.constants.HF_HUB_CACHE
     free = {"the run's folder": free_bytes(Path(run_dir)), "the hub's cache": free_bytes(Path(cache))}
     yield Row("disk", OK, ", ".join(f"{size / 1e9:.1f} GB free for {name}" for name, size in free.items()), "", free)

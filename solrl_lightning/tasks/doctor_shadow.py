@@ -102,10 +102,9 @@ def judge_speed(check: str, backend: Backend, seconds: float, bf16: float, compi
     how = "compiled" if compiled else "eager"
     found = f"{_time(seconds)}, {seconds / bf16:.2f} x BF16's {_time(bf16)}, {how}"
     measured = {"seconds": seconds, "bf16_seconds": bf16, "compiled": compiled}
-    if backend.name != "emulated" and backend.linear_cls is not None and seconds > bf16:
-        way_out = f"{'another precision' if compiled else 'family.compile=true'}, or {NO_SHADOW}"
-        return Row(check, SLOW, found, way_out, measured)
-    return Row(check, OK, found, "", measured)
+    slow = backend.name != "emulated" and backend.linear_cls is not None and seconds > bf16
+    way_out = f"{'another precision' if compiled else 'family.compile=true'}, or {NO_SHADOW}"
+    return Row(check, SLOW if slow else OK, found, way_out if slow else "", measured)
 
 
 def _time(seconds: float) -> str:
@@ -130,18 +129,6 @@ def least_seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) 
 
 
 # Compilation
-
-
-class CountingCompiler:
-    """A backend of torch.compile that counts its graphs."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.graphs = name, 0
-        self._compile = torch._dynamo.lookup_backend(name)
-
-    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
-        self.graphs += 1
-        return self._compile(graph, inputs)
 
 
 def without_files(cfg: DictConfig) -> DictConfig:
@@ -170,6 +157,8 @@ def blocks(
     cfg: DictConfig, model: Shapes, shadow: Backend | None, device: torch.device, compiled: bool
 ) -> Iterator[Row]:
     """Compile a few blocks, refresh their weights as every iteration does, time them, and yield the rows."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes a second to import
+
     with TemporaryDirectory() as folder:
         write_short(model.architecture, Path(folder))
         own = without_files(cfg).model.policy
@@ -181,7 +170,7 @@ def blocks(
         replicas["shadow"] = replica.clone_sharing_weights(policy.transformer).eval()
         convert(replicas["shadow"], [plan for plan in model.layers if plan.name in modules], shadow)
     torch.compiler.reset()
-    compiler = CountingCompiler("inductor" if compiled else "eager")
+    compiler = CompileCounterWithBackend("inductor" if compiled else "eager")
     for name, module in replicas.items():
         replica.untie_weights(module, adapted)
         compile_blocks(module, name == "BF16" or shadow is None or shadow.fullgraph, compiler)
@@ -196,8 +185,8 @@ def blocks(
             replica.refresh(module, [(name, factor * modules[name].weight.float()) for name in adapted])
         for call in calls.values():
             call()
-        graphs.append(compiler.graphs)
-    yield judge_compilation(graphs[0], graphs[1] - graphs[0], compiler.name)
+        graphs.append(len(compiler.graphs))
+    yield judge_compilation(graphs[0], graphs[1] - graphs[0], compiler.backend)
     if shadow is not None:
         seconds = least_seconds(calls, device)
         speed = judge_speed("blocks", shadow, seconds["shadow"], seconds["BF16"], compiled)
@@ -206,7 +195,6 @@ def blocks(
 
 def judge_compilation(graphs: int, again: int, compiler: str) -> Row:
     found = f"{graphs} graphs of the blocks, by torch.compile's {compiler}; {again} more after a refresh of the weights"
+    way_out = "family.compile=false, and a report of this with doctor.json" if again else ""
     measured = {"graphs": graphs, "recompilations": again, "backend": compiler}
-    if again:
-        return Row("compilation", WRONG, found, "family.compile=false, and a report of this with doctor.json", measured)
-    return Row("compilation", OK, found, "", measured)
+    return Row("compilation", WRONG if again else OK, found, way_out, measured)

@@ -70,14 +70,10 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
         },
         "seconds": time.perf_counter() - started,
     }
+    means = {model: scored.scores.mean(dim=1).tolist() for model, scored in models.items()}
     result["per_prompt"] = [
-        {
-            "prompt": prompt,
-            **{
-                name: {model: scored.scores[row, :, i].mean().item() for model, scored in models.items()}
-                for i, name in enumerate(module.evaluated)
-            },
-        }
+        {"prompt": prompt}
+        | {name: {model: rows[row][i] for model, rows in means.items()} for i, name in enumerate(module.evaluated)}
         for row, prompt in enumerate(module.eval_prompts)
     ]
     if trainer.is_global_zero:
@@ -124,10 +120,10 @@ class Scorer(LightningModule):
 
 def gathered(own: dict[str, Scored]) -> list[dict[str, Scored]]:
     """The results of all ranks, in the order of ranks. Collective."""
-    if not distributed.is_initialized():
-        return [own]
-    found: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(found, own)
+    found: list[Any] = [own]
+    if distributed.is_initialized():
+        found *= distributed.get_world_size()
+        distributed.all_gather_object(found, own)
     return found
 
 
@@ -190,8 +186,8 @@ def to_csv(module: SolRLModule, models: Mapping[str, Scored]) -> str:
 def draw(module: SolRLModule, models: Mapping[str, Scored]) -> Image.Image:
     """Grid of scored images: a row per prompt, a block of columns per model, the total score below each image."""
     rows = []
-    first = next(iter(models.values()))
-    for row, prompt in enumerate(module.eval_prompts[: len(first.pictures)]):
+    shown = len(next(iter(models.values())).pictures)
+    for row, prompt in enumerate(module.eval_prompts[:shown]):
         groups = [scored.pictures[row].float() / 255 for scored in models.values()]
         totals = [value for scored in models.values() for value in scored.scores[row, :, -1].tolist()[: len(groups[0])]]
         rows.append(Row(prompt, groups, [f"{value:.3g}" for value in totals]))
@@ -200,7 +196,11 @@ def draw(module: SolRLModule, models: Mapping[str, Scored]) -> Image.Image:
 
 def format_evaluation(result: dict[str, Any], folder: Path) -> str:
     rows = [
-        [f"{reward} {name}", *(means[name][key] for key in _COLUMNS), wins(means, name)]
+        [
+            f"{reward} {name}",
+            *(means[name][key] for key in _COLUMNS),
+            f"{100 * means['win_rate']:.0f} %" if name == "difference" else "",
+        ]
         for reward, means in result["rewards"].items()
         for name in ("base", "trained", "difference")
         if name in means
@@ -220,12 +220,7 @@ def format_evaluation(result: dict[str, Any], folder: Path) -> str:
 
 def format_tags(tags: Mapping[str, dict[str, dict[str, Any]]]) -> str:
     """Table of mean scores with a line per kind of prompt and a column per reward and model."""
-    models = [name for name in ("base", "trained") if name in next(iter(next(iter(tags.values())).values()))]
-    rewards = list(next(iter(tags.values())))
-    columns = [(reward, model) for reward in rewards for model in models]
+    first = next(iter(tags.values()))
+    columns = [(reward, model) for reward, means in first.items() for model in ("base", "trained") if model in means]
     rows = [[tag, *(means[reward][model]["mean"] for reward, model in columns)] for tag, means in tags.items()]
     return format_table(["kind of prompt", *(f"{reward} {model}" for reward, model in columns)], rows)
-
-
-def wins(means: Mapping[str, Any], name: str) -> str:
-    return f"{100 * means['win_rate']:.0f} %" if name == "difference" else ""

@@ -29,7 +29,7 @@ def generate(cfg: DictConfig) -> dict[str, Any]:
     """Write images/*.png with their settings as text chunks, their list generate.json, and the grid generate.png."""
     started = time.perf_counter()
     prompts = requested_prompts(cfg)
-    seeds = asked_seeds(cfg, prompts)
+    seeds = requested_seeds(cfg, prompts)
     weights = requested_weights(cfg)
     folder = Path(cfg.run_dir)
     module = build_model(without_training(cfg), device_of(cfg))
@@ -39,11 +39,13 @@ def generate(cfg: DictConfig) -> dict[str, Any]:
     images: list[dict[str, Any]] = []
     shown: dict[str, list[Tensor]] = {name: [] for name in weights}
     for name, state in weights.items():
+        made_by = {"model": cfg.model.pretrained, "solver": cfg.model.solver, "steps": cfg.model.eval_steps}
+        made_by |= {"checkpoint": cfg.ckpt} if name == "trained" else {}
         for index, pictures in enumerate(sampled(module, prompts, seeds, name, state)):
             if index < cfg.task.grid_prompts:
                 shown[name].append(pictures[: cfg.task.grid_images])
             for seed, picture in zip(seeds[index].tolist(), pictures, strict=True):
-                facts = {"prompt": prompts[index], "seed": seed, "weights": name, **how_made(cfg, name)}
+                facts = {"prompt": prompts[index], "seed": seed, "weights": name, **made_by}
                 file = f"images/{index:04d}_{seed:010d}_{name}.png"
                 write_atomically(folder / file, to_png(to_image(picture), facts))
                 images.append({"file": file, **facts})
@@ -57,7 +59,7 @@ def generate(cfg: DictConfig) -> dict[str, Any]:
     return result
 
 
-def asked_seeds(cfg: DictConfig, prompts: list[str]) -> Tensor:
+def requested_seeds(cfg: DictConfig, prompts: list[str]) -> Tensor:
     """Seeds, int64 [P, n]: ``task.seeds`` for every prompt if given, otherwise those of evaluations."""
     if cfg.task.seeds is None:
         return evaluation_seeds(cfg.seed, prompts, cfg.task.images)
@@ -81,9 +83,3 @@ def sampled(module: SolRLModule, prompts: list[str], seeds: Tensor, name: str, s
         if sys.stderr.isatty():
             done = min(first + at_once, len(prompts))
             print(f"{name}: {done} of {len(prompts)} prompts", file=sys.stderr, flush=True)
-
-
-def how_made(cfg: DictConfig, name: str) -> dict[str, Any]:
-    """The settings of an image other than prompt, seed and weights."""
-    facts = {"model": cfg.model.pretrained, "solver": cfg.model.solver, "steps": cfg.model.eval_steps}
-    return facts | ({"checkpoint": cfg.ckpt} if name == "trained" else {})

@@ -38,8 +38,8 @@ def test_average_has_the_published_decay_and_one_update_per_optimiser_step(tmp_p
     ema, module = WeightEMA(), stand_in.Module()
     stand_in.trainer(tmp_path, [ema], max_epochs=5).fit(module, stand_in.micro_batches())
     assert ema.updates == 5
-    torch.testing.assert_close(ema.state()["lora"], torch.full((2,), closed_form(5)))
-    assert module.ema_state["lora"] is ema.state()["lora"]
+    torch.testing.assert_close(ema.average["lora"], torch.full((2,), closed_form(5)))
+    assert module.ema_state["lora"] is ema.average["lora"]
     assert not any("ema" in name for name in module.state_dict())
 
 
@@ -66,7 +66,7 @@ def test_resume_is_bit_exact_from_a_checkpoint_of_any_hook(tmp_path, stand_in, h
     trainer = stand_in.trainer(tmp_path, [resumed], max_epochs=4 - saved["global_step"])
     restart_at(trainer, resumed, saved["global_step"])
     trainer.fit(module, stand_in.micro_batches())
-    assert torch.equal(resumed.state()["lora"], straight.state()["lora"])
+    assert torch.equal(resumed.average["lora"], straight.average["lora"])
 
 
 def restart_at(trainer, ema, step):
@@ -88,7 +88,7 @@ def test_checkpoint_without_an_average_starts_one_from_its_weights(tmp_path, sta
     trainer.fit(stand_in.Module(), stand_in.micro_batches(), ckpt_path=tmp_path / "x.ckpt")
     decay = 5 / 14
     expected = decay * (1 - 0.8**3) + (1 - decay) * (1 - 0.8**4)
-    torch.testing.assert_close(ema.state()["lora"], torch.full((2,), expected))
+    torch.testing.assert_close(ema.average["lora"], torch.full((2,), expected))
 
 
 def test_evaluation_of_a_checkpoint_uses_its_average(tmp_path, stand_in):
@@ -99,4 +99,4 @@ def test_evaluation_of_a_checkpoint_uses_its_average(tmp_path, stand_in):
     module, trainer = stand_in.Evaluated(), stand_in.trainer(tmp_path, [WeightEMA()])
     assert module.ema_state is None
     trainer.validate(module, stand_in.micro_batches(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
-    assert torch.equal(module.ema_state["lora"], trained.state()["lora"])
+    assert torch.equal(module.ema_state["lora"], trained.average["lora"])

@@ -188,8 +188,3 @@ def test_iteration_may_use_the_whole_set() -> None:
 def test_invalid_number_of_prompts_per_iteration_is_an_error(per_iteration: int) -> None:
     with pytest.raises(UserError, match=rf"prompts_per_iteration={per_iteration} is invalid: .* between 1 and .* 23\."):
         PromptSchedule(PROMPTS, per_iteration, seed=0)
-
-
-def test_negative_iteration_is_an_error() -> None:
-    with pytest.raises(ValueError, match="iteration=-1 is invalid: iterations are counted from 0"):
-        PromptSchedule(PROMPTS, 5, seed=0).for_iteration(-1)

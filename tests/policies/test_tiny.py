@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from nano import load_policy
+from pretrain import build_pipeline
 
 from solrl_lightning.metrics.rank import rank_fidelity
 from solrl_lightning.policies.flux1 import Flux1
@@ -14,8 +15,7 @@ from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import inline_worker
 from solrl_lightning.rollout.stage import BatchSize, SamplingSpec, iter_sampled_chunks, score_chunks, score_images
 from solrl_lightning.seeds import evaluation_seeds
-from solrl_lightning.shapes.captions import eval_captions
-from solrl_lightning.shapes.pretrain import build_pipeline
+from solrl_lightning.shapes.world import eval_captions
 
 HELD_OUT = eval_captions()[:8]
 EACH = 12  # pictures of a prompt, of which a reward makes an order

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from solrl_lightning.errors import UserError
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table, plan, resolve
 from solrl_lightning.quantization.emulated import NVFP4Linear
-from solrl_lightning.quantization.pointwise import Conv1x1AsLinear
+from solrl_lightning.quantization.linear import Conv1x1AsLinear
 
 CPU = torch.device("cpu")
 NVFP4 = resolve("nvfp4", "emulated", CPU)

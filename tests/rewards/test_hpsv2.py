@@ -223,14 +223,4 @@ def test_weights_of_another_shape_are_an_error_and_not_resized(
 ) -> None:
     file = changed(hps_file, tmp_path, lambda w: w.update({"visual.positional_embedding": torch.zeros(37, 32)}))
     message = message_of(file, open_clip_architecture)
-    assert "visual.positional_embedding with [37, 32] for [50, 32]" in message and "architecture" in message
-
-
-def test_unknown_architecture_is_an_error(hps_file: str) -> None:
-    message = message_of(hps_file, "ViT-H14")
-    assert "architecture=ViT-H14 is invalid: it must be one of open_clip" in message and "ViT-H-14" in message
-
-
-@pytest.mark.parametrize("architecture", ["coca_ViT-B-32", "ViT-B-16-SigLIP"])
-def test_architecture_with_another_text_tower_is_an_error(hps_file: str, architecture: str) -> None:
-    assert "CLIP's own text tower" in message_of(hps_file, architecture)
+    assert "visual.positional_embedding with [37, 32] for [50, 32]" in message

@@ -118,7 +118,7 @@ def test_shipped_configuration_builds_its_reward_from_local_files(
         local = {"pretrained": hps_file, "architecture": open_clip_architecture}
     with ConfigTree() as tree:
         group = tree.compose(
-            [f"reward={name}", *(f"reward.{name}.{key}={value}" for key, value in local.items())]
+            [f"reward={name}", *(f"++reward.{name}.{key}={value}" for key, value in local.items())]
         ).reward
     arguments = dict(group[name])
     assert arguments.pop("weight") == 1

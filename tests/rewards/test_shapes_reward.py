@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pretrain import render
 from torch import Tensor
 
 from solrl_lightning.errors import UserError
@@ -16,7 +17,6 @@ from solrl_lightning.shapes.world import (
     Scene,
     all_scenes,
     coverage,
-    render,
 )
 
 REWARD = ShapesReward()

@@ -2,8 +2,15 @@
 
 import pytest
 
-from solrl_lightning.shapes.captions import eval_captions, train_captions
-from solrl_lightning.shapes.world import COLOURS, RELATIONS, SHAPES, all_scenes, parse_caption
+from solrl_lightning.shapes.world import (
+    COLOURS,
+    RELATIONS,
+    SHAPES,
+    all_scenes,
+    eval_captions,
+    parse_caption,
+    train_captions,
+)
 
 
 def test_split_is_complete_and_disjoint() -> None:

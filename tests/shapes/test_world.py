@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from pretrain import render
 from torch import Tensor
 
 from solrl_lightning.errors import UserError
@@ -18,7 +19,6 @@ from solrl_lightning.shapes.world import (
     all_scenes,
     coverage,
     parse_caption,
-    render,
 )
 
 SCENES = all_scenes()

@@ -1,8 +1,7 @@
-"""The benchmark: forward passes, iterations of families, and the overhead outside the models."""
+"""The benchmark: forward passes and iterations of families."""
 
 import json
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
 from solrl_lightning.policies.compilation import can_compile
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.rewards.shapes import ShapesReward
+from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.tasks import benchmark as benchmark_module
 from solrl_lightning.tasks.benchmark import (
     Lap,
@@ -24,7 +23,6 @@ from solrl_lightning.tasks.benchmark import (
     family_configs,
     forward_times,
     matmul_peak,
-    overhead,
     peak_memory,
     times_of_families,
     with_speedups,
@@ -83,7 +81,7 @@ def test_families_and_forward_passes_are_timed(
     assert families["naive_scaling"]["speedup"] == {"naive_scaling": {"rollout": 1, "iteration": 1}}
     assert json.loads((tmp_path / "benchmark.json").read_text()) == result
     out = capfd.readouterr().out
-    assert "sol_rl int8" in out and "the process so far" in out and "spent outside the models" in out
+    assert "sol_rl int8" in out and "the process so far" in out
 
 
 @pytest.mark.usefixtures("briefly")
@@ -134,10 +132,10 @@ def test_peak_is_the_median_rate_of_a_square_product(monkeypatch: pytest.MonkeyP
 
 def test_medians_exclude_the_iteration_that_compiles(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     laps = [
-        Lap(seconds, {"requantize": 0.1, "explore": rollout, "regenerate": 0.4, "train": 1.0}, {})
+        {"requantize": 0.1, "explore": rollout, "regenerate": 0.4, "train": 1.0, "iteration": seconds}
         for seconds, rollout in ((90.0, 80.0), (4.0, 1.5), (6.0, 3.5), (5.0, 2.5))
     ]
-    monkeypatch.setattr(benchmark_module, "run_iterations", lambda cfg, device, watch: laps)
+    monkeypatch.setattr(benchmark_module, "run_iterations", lambda cfg, device: laps)
     (times,) = times_of_families({"one": compose(*SMALL, "prompts_per_iteration=3")}, 1, CPU).values()
     assert times["warm_up"] == 90
     assert (times["iteration"], times["explore"], times["rollout"]) == (5, 2.5, pytest.approx(3.0))
@@ -151,9 +149,9 @@ def test_rounds_alternate_their_order_and_medians_are_over_all_rounds(
     rows = {name: compose(*SMALL, f"family={name}") for name in ("compile", "sol_rl", "prefix")}
     order = []
 
-    def run_iterations(cfg: DictConfig, device: torch.device, watch: bool) -> list[Lap]:
+    def run_iterations(cfg: DictConfig, device: torch.device) -> list[Lap]:
         order.append(next(name for name, own in rows.items() if own is cfg))
-        return [Lap(seconds, {"regenerate": 1.0}, {}) for seconds in (70.0, len(order))]
+        return [dict.fromkeys(STAGES, 1.0) | {"iteration": seconds} for seconds in (70.0, len(order))]
 
     monkeypatch.setattr(benchmark_module, "run_iterations", run_iterations)
     times = times_of_families(rows, 3, CPU)
@@ -192,36 +190,6 @@ def test_peak_memory_on_a_cpu_is_that_of_the_process() -> None:
     peak = peak_memory(CPU)
     assert peak["of"] == "the process so far"
     assert held.nbytes < peak["bytes"] < 2**40
-
-
-def test_time_is_assigned_to_models_and_the_rest_is_overhead(
-    compose: Compose, monkeypatch: pytest.MonkeyPatch, nano: str
-) -> None:
-    def slower(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
-        def slow(*args: Any, **kwargs: Any) -> Any:
-            time.sleep(seconds)
-            return function(*args, **kwargs)
-
-        return slow
-
-    monkeypatch.setattr(ShapesReward, "__call__", slower(ShapesReward.__call__, 0.08))
-    monkeypatch.setattr(Flux1, "noise", slower(Flux1.noise, 0.12))
-    result = overhead(compose(*SMALL, f"model.pretrained={nano}"), CPU)
-    stages = result["stages"]
-    # Two prompts of eight candidates explore in one chunk of 16, and four of each regenerate in one of 8.
-    for stage in ("explore", "regenerate"):
-        assert stages[stage]["reward"] >= 0.08
-        assert stages[stage]["outside"] >= 0.12
-    for times in stages.values():
-        assert sum(times.values()) == pytest.approx(2 * times["total"])
-    models = {stage: {name for name, seconds in times.items() if seconds > 0} for stage, times in stages.items()}
-    sampling = {"transformer", "decode", "reward"}
-    assert models["requantize"] == {"total", "outside"}
-    assert models["explore"] == {"total", "outside", "encode"} | sampling
-    assert models["regenerate"] == {"total", "outside"} | sampling
-    assert models["train"] == {"total", "outside", "transformer", "backward", "optimizer"}
-    outside = sum(times["outside"] for times in stages.values())
-    assert result["outside_share"] == pytest.approx(outside / result["iteration"])
 
 
 def test_speedups_are_relative_to_the_baselines_in_the_run() -> None:

@@ -18,7 +18,7 @@ from solrl_lightning.config import ConfigTree, application_config
 from solrl_lightning.errors import UserError
 from solrl_lightning.pictures import Row, draw_grid
 from solrl_lightning.seeds import evaluation_seeds
-from solrl_lightning.tasks.generate import asked_seeds, generate, without_training
+from solrl_lightning.tasks.generate import generate, requested_seeds, without_training
 
 Compose = Callable[..., DictConfig]
 
@@ -177,5 +177,5 @@ def test_invalid_options_are_an_error(alone: DictConfig, asked: dict[str, Any], 
 def test_prompts_of_the_command_line_may_have_commas_and_spaces(compose: Compose) -> None:
     cfg = compose("task=generate", 'task.prompts=[a red apple, "two, or three, dogs"]')
     assert requested_prompts(cfg) == ["a red apple", "two, or three, dogs"]
-    assert asked_seeds(cfg, ["a", "b"]).shape == (2, 4)
+    assert requested_seeds(cfg, ["a", "b"]).shape == (2, 4)
     assert requested_weights(cfg) == {"base": "base"}

@@ -1,4 +1,6 @@
-"""Builds and trains the embedded model: a ``FluxPipeline`` of the real classes, small enough for two CPU cores.
+"""Build and train the embedded model: ``python dev/pretrain.py FOLDER [--seed 0] [--device cpu]``.
+
+The model is a ``FluxPipeline`` of the real classes, small enough for two CPU cores.
 
 1. The autoencoder is trained to reconstruct renderings (L1 loss and 1e-4 KL). It encodes a patch of 8 x 8 pixels as one
    token of 32 numbers. A token must be narrower than the transformer's width of 128, or the transformer cannot predict
@@ -12,6 +14,7 @@ Training uses training captions only. The model is a function of the seed. Rende
 GPU run has the same scenes.
 """
 
+import argparse
 import copy
 import json
 from collections.abc import Callable
@@ -37,13 +40,25 @@ from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config,
 
 from solrl_lightning.files import written_whole
 from solrl_lightning.policies.preview import EMBEDDED
-from solrl_lightning.shapes.captions import train_captions
-from solrl_lightning.shapes.world import COLOURS, IMAGE_SIZE, RELATIONS, SHAPES, parse_caption, render
+from solrl_lightning.shapes.world import (
+    BACKGROUND,
+    COLOURS,
+    IMAGE_SIZE,
+    MAX_RADIUS,
+    MIN_RADIUS,
+    RELATIONS,
+    SHAPES,
+    Scene,
+    coverage,
+    parse_caption,
+    train_captions,
+)
 
 MAX_WORDS = 10  # the longest caption, "a red circle left of a blue square", has nine tokens with the end token
 WIDTH = 128
 _TEXT_WIDTH = 64
 _PREVIEW_WIDTH = 16
+DISTRACTOR_RADIUS = (3.0, 4.0)
 _LARGEST_NOISE = 0.5  # standard deviation, on latents of unit variance
 
 
@@ -245,3 +260,56 @@ def _pack(latents: Tensor) -> Tensor:
 def _image_ids(latents: Tensor, device: torch.device) -> Tensor:
     height, width = latents.shape[-2] // 2, latents.shape[-1] // 2
     return FluxPipeline._prepare_latent_image_ids(1, height, width, device, torch.float32)
+
+
+# Rendering
+
+
+def render(scenes: list[Scene], generator: torch.Generator, distractors: float = 0.0) -> Tensor:
+    """Images [B, 3, 32, 32] in [0, 1] of the scenes, with sizes and positions drawn from ``generator``.
+
+    A share ``distractors`` of the images has a third, smaller object that the caption does not mention.
+    """
+    batch = len(scenes)
+    radius = MIN_RADIUS + (MAX_RADIUS - MIN_RADIUS) * torch.rand(batch, 2, generator=generator)
+    apart = torch.rand(batch, 2, generator=generator) * 2.5 + 7.0  # distance of each object from the middle
+    aside = (torch.rand(batch, 2, generator=generator) - 0.5) * 12.0  # across the relation's axis
+    direction = torch.tensor([RELATIONS[scene.relation] for scene in scenes], dtype=torch.float32)
+    across = direction.flip(1).abs()
+    signs = torch.tensor([1.0, -1.0])[:, None]  # the second object lies opposite
+    centre = IMAGE_SIZE / 2 + signs * apart[..., None] * direction[:, None] + aside[..., None] * across[:, None]
+    shapes = torch.tensor([[SHAPES.index(scene.first[1]), SHAPES.index(scene.second[1])] for scene in scenes])
+    colours = torch.tensor([[COLOURS[scene.first[0]], COLOURS[scene.second[0]]] for scene in scenes])
+    image = torch.tensor(BACKGROUND)[None, :, None, None].expand(batch, 3, IMAGE_SIZE, IMAGE_SIZE)
+    for i in range(2):
+        mask = coverage(shapes[:, i], centre[:, i], radius[:, i])[:, None]
+        image = image * (1 - mask) + colours[:, i, :, None, None] * mask
+    return _add_distractors(image, scenes, centre, distractors, generator) if distractors else image
+
+
+def _add_distractors(
+    image: Tensor, scenes: list[Scene], centre: Tensor, share: float, generator: torch.Generator
+) -> Tensor:
+    """Draw third objects in another colour, each at the most distant of 8 random places."""
+    batch = len(scenes)
+    places = 4 + (IMAGE_SIZE - 8) * torch.rand(batch, 8, 2, generator=generator)
+    room = torch.cdist(places, centre).amin(2)  # [B, 8]
+    place = places[torch.arange(batch), room.argmax(1)]
+    free = [[rgb for name, rgb in COLOURS.items() if name not in (s.first[0], s.second[0])] for s in scenes]
+    pick = torch.randint(len(COLOURS) - 2, (batch,), generator=generator)
+    colour = torch.tensor(free)[torch.arange(batch), pick]
+    shape = torch.randint(len(SHAPES), (batch,), generator=generator)
+    low, high = DISTRACTOR_RADIUS
+    mask = coverage(shape, place, low + (high - low) * torch.rand(batch, generator=generator))[:, None]
+    mask = mask * (torch.rand(batch, generator=generator) < share)[:, None, None, None]
+    return image * (1 - mask) + colour[:, :, None, None] * mask
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where to write the pipeline")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
+    options = parser.parse_args()
+    pretrain_pipeline(options.folder, Recipe(seed=options.seed), torch.device(options.device))
+    print(f"Train it with model.pretrained={options.folder}")

@@ -5,12 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from nano import load_policy
+from pretrain import Recipe, build_pipeline, pretrain_pipeline
 from torch import Tensor
 
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.shapes.captions import eval_captions, train_captions
-from solrl_lightning.shapes.pretrain import Recipe, build_pipeline, pretrain_pipeline
-from solrl_lightning.shapes.world import all_scenes
+from solrl_lightning.shapes.world import all_scenes, eval_captions, train_captions
 
 RECIPE = Recipe(seed=3, vae_steps=2, vae_batch=2, flow_steps=2, flow_batch=2, preview_steps=2, preview_batch=2)
 COMPONENTS = ("vae", "transformer", "text_encoder", "text_encoder_2")
