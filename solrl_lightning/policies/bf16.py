@@ -87,7 +87,7 @@ def use_fp32_attention(transformer: nn.Module) -> None:
     """Replace the class of every attention module of ``transformer``, in place, by one that runs in `FP32Attention`."""
     for module in transformer.modules():
         if hasattr(module, "set_processor") and not hasattr(module, "attn_processors"):  # models have both
-            module.__class__ = _with_fp32_attention(type(module))
+            module.__class__ = _with_fp32_attention(type(module))  # type: ignore[arg-type]
 
 
 @cache
