@@ -101,7 +101,7 @@ def test_the_published_hyperparameters_are_the_defaults() -> None:
     assert (cfg.model.lora.rank, cfg.model.lora.alpha) == (32, 64)
     assert (cfg.optimizer.weight_decay, cfg.optimizer.eps) == (1e-4, 1e-8)
     assert (cfg.objective.beta, cfg.objective.advantage_clip) == (1.0, 5.0)
-    assert (cfg.family.explore.steps, cfg.family.regenerate.steps, cfg.model.train_timestep_fraction) == (6, 10, 0.6)
+    assert (cfg.family.explore.steps, cfg.family.regenerate.steps, cfg.model.train_timestep_fraction) == (4, 10, 0.2)
     assert cfg.trainer.gradient_clip_val == cfg.model.max_grad_norm == 1.0
     assert cfg.old_policy.decay_type == 1
     assert cfg.seed == 42

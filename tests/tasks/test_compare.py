@@ -132,7 +132,7 @@ def test_groups_of_one_seed_have_no_deviation(
         (["objective.beta=1.0", "objective.beta=0.5"], ["objective.beta=1", "objective.beta=0.5"]),
         (["model.lora.rank=32", "model.lora.rank=8"], ["model.lora.rank=32", "model.lora.rank=8"]),
         (["family.explore.steps=6", "family.explore.steps=4"], ["family.explore.steps=6", "family.explore.steps=4"]),
-        (["", "model.preview_steps=4"], ["model.preview_steps=6", "model.preview_steps=4"]),  # explore.steps follows
+        (["", "model.preview_steps=6"], ["model.preview_steps=4", "model.preview_steps=6"]),  # explore.steps follows
         (
             ["family=diffusionnft", "family=sol_rl", "family.pool=48"],
             ["family=diffusionnft", "family=sol_rl family.pool=96", "family=sol_rl family.pool=48"],
