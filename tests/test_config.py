@@ -370,7 +370,7 @@ def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to()
         (
             "family.explore.stop_after",
             "6",
-            "family.explore.stop_after=6 is invalid: it must be at least 1 and below family.explore.steps=6",
+            "family.explore.stop_after=6 is invalid: it must be at least 1 and below family.explore.steps=4",
         ),
         ("family.regenerate.stop_after", "2", "Set family.explore.stop_after"),
         (
@@ -578,6 +578,6 @@ def test_levels_that_cannot_adapt_are_refused(argument: str, message: str) -> No
 def test_a_race_ends_before_its_trajectories_do() -> None:
     with pytest.raises(UserError, match="a race that ends before step 10"):
         check_values(compose("family=race", "family.explore.rungs=[{step:10,keep:24}]"))
-    check_values(compose("family=sol_rl", "+family.explore.rungs=[{step:3,keep:48},{step:6,keep:24}]"))
+    check_values(compose("family=sol_rl", "+family.explore.rungs=[{step:3,keep:48},{step:4,keep:24}]"))
     with pytest.raises(UserError, match="it samples with the same weights"):
         check_values(compose("family=race", "family.regenerate.steps=20"))

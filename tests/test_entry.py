@@ -768,7 +768,7 @@ def test_help_reads_like_a_manual_and_loads_no_library(tmp_path: Path) -> None:
         "COMMON KNOBS",
         "EXAMPLES",
         "RESULTS",
-        "family: compile, diffusionnft",
+        "family: adaptive, compile, diffusionnft",
         "ckpt=last",
     ):
         assert part in result.stdout

@@ -206,7 +206,7 @@ def test_speedups_are_relative_to_the_baselines_in_the_run() -> None:
         ("task.families=[sol_rl,sole_rl]", "no family named 'sole_rl' .* sol_rl"),
         ("task.precisions=[int9]", "no precision named 'int9' .* int8"),
         ("task.sizes.keep=100", "family.keep=.* must be at most family.pool"),
-        ("task.decoders=[half]", "task.decoders=half is invalid: it must be one of full, preview"),
+        ("task.decoders=[half]", "task.decoders=half is invalid: it must be one of full, bf16, preview"),
         ("task.decoders=[preview]", "model.preview_decoder names none"),
     ],
 )

@@ -217,7 +217,10 @@ def test_iterations_fill_one_batch_of_the_rollout_and_one_of_the_training(compos
         own = small(compose("task=doctor", f"model={model}", "model.weights=random"), 2)
         sizes[model] = (own.prompts_per_iteration, own.family.pool, own.family.keep, own.task.repeats)
         assert own.data.train == "shapes-train"
-    assert sizes == {"tiny": (1, 96, 16, 1), "flux1": (1, 24, 4, 1)}  # 16 x 6 and 4 x 4 noise levels
+    assert sizes == {
+        "tiny": (1, 96, 24, 1),
+        "flux1": (1, 24, 4, 1),
+    }  # 24 x 2 and 4 x 4 noise levels
 
 
 def test_iterations_are_timed_by_stage(compose: Compose) -> None:

@@ -142,7 +142,7 @@ def test_evaluations_per_prompt(compose: Compose) -> None:
         "naive_scaling": [960],
         "compile": [960],
         "naive_quant": [960],
-        "sol_rl": [576, 240],
+        "sol_rl": [384, 240],
         "prefix": [384, 144],
         "race": [288, 96, 120],
     }
@@ -159,17 +159,17 @@ def test_devices_share_an_iteration_and_only_quantised_layers_are_faster(compose
         return iteration_cost(with_option(composed, "family", family), sizes, quantized_macs=80)
 
     sol_rl = cost()
-    assert sol_rl["all_devices"] == {"explore": 12 * 576, "regenerate": 12 * 240}
-    assert sol_rl["device"] == {"explore": 2 * 576, "regenerate": 2 * 240}  # the busiest device has 2 prompts
+    assert sol_rl["all_devices"] == {"explore": 12 * 384, "regenerate": 12 * 240}
+    assert sol_rl["device"] == {"explore": 2 * 384, "regenerate": 2 * 240}  # the busiest device has 2 prompts
     assert sol_rl["decodes"] == 2 * (96 + 24)
     assert sol_rl["train_rows"] == 200  # 2 x 24 x 4 = 192, in 20 micro-batches of 10
     assert (sol_rl["train_forwards"], sol_rl["train_backwards"]) == (600, 200)
     assert sol_rl["macs"] == {
-        "explore": 2 * 576 * (20 + 80 / 2),
+        "explore": 2 * 384 * (20 + 80 / 2),
         "regenerate": 2 * 240 * 100,
         "decode": 240 * 7,
         "train": 200 * (110 + 100 + 100 + 200),  # only the trained policy has LoRA branches
-        "iteration": 2 * 576 * 60 + 2 * 240 * 100 + 240 * 7 + 200 * 510,
+        "iteration": 2 * 384 * 60 + 2 * 240 * 100 + 240 * 7 + 200 * 510,
     }
     composed.family.explore.decoder = "preview"
     assert iteration_cost(composed, sizes, 80)["macs"]["decode"] == 2 * (96 * 3 + 24 * 7)
