@@ -59,6 +59,8 @@ ADAPTERS = "tests/policies/test_adapters.py"
 REPLICA = "tests/policies/test_replica.py"
 EMA = "tests/callbacks/test_ema.py"
 PUBLISHED = "tests/test_config.py::test_the_published_hyperparameters_are_the_defaults"
+PIPELINES = "tests/policies/test_pipelines.py"
+CHECKPOINTED = "test_gradients_are_the_same_with_checkpointing_and_without"
 SCHEDULES = "tests/test_schedules.py"
 
 MUTANTS: dict[str, list[Edit]] = {
@@ -67,11 +69,17 @@ MUTANTS: dict[str, list[Edit]] = {
         ("statistics of one rank", ", all_reduce_sum=self._sum)", ")", RANKS),
         (
             "one pool for all iterations",
-            "pool_seeds(self.seed, trainer.current_epoch,",
+            "pool_seeds(self.seed, iteration,",
             "pool_seeds(self.seed, 0,",
             WEIGHTS,
         ),
-        ("prompts not dealt out", "[trainer.global_rank :: trainer.world_size]", "[:]", RANKS),
+        (
+            "prompts encoded in other batches after a resume",
+            "first = iteration - iteration % ENCODED_TOGETHER",
+            "first = iteration",
+            f"{LOOP}::test_prompts_of_four_iterations_are_encoded_at_once_and_resumed_ones_alike",
+        ),
+        ("prompts not dealt out", "[self.trainer.global_rank :: self.trainer.world_size]", "[:]", RANKS),
         (
             "a step per micro-batch",
             "accumulate_grad_batches = self.plan.micro_batches",
@@ -111,6 +119,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ("old policy stays", "adapters.update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
     ],
     "solrl_lightning/module.py": [
+        (
+            "reference in the same micro-batches",
+            "(batch_idx + self.trainer.fit_loop.iterations_done) % every",
+            "batch_idx % every",
+            f"{LOOP}::test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begins_with_the_next",
+        ),
         ("default evaluated", 'weights="ema", steps', 'weights="default", steps', WEIGHTS),
         (
             "evaluation noise by iteration",
@@ -195,7 +209,14 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/objectives/base.py": [
         ("noise level reversed", "torch.lerp(x0, eps,", "torch.lerp(eps, x0,", ROWS),
+        ("rare reference of the same weight", "self.kl_weight * self.reference_every if", "self.kl_weight if", NFT),
         ("one noise for all timesteps", "training_noise(seeds, steps,", "training_noise(seeds, 0 * steps,", ROWS),
+    ],
+    "solrl_lightning/policies/gelu.py": [
+        ("slope of GELU", ".mul_(1 - s)", ".mul_(s)", "tests/policies/test_compilation.py"),
+    ],
+    "solrl_lightning/policies/checkpointing.py": [
+        ("other blocks", "all_blocks[::2]", "all_blocks[1::2]", f"{PIPELINES}::{CHECKPOINTED}"),
     ],
     "solrl_lightning/objectives/nft.py": [
         ("no mirror", "((1 + beta) * v_old - beta * v)", "((1 - beta) * v_old + beta * v)", NFT),
@@ -267,6 +288,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("excluded layers quantised", "layer.quantized and", "", "tests/quantization/test_rules.py"),
     ],
     "solrl_lightning/policies/adapters.py": [
+        ("LoRA's gradient without its scale", "(g @ up) * ctx.scale", "g @ up", ADAPTERS),
+        ("LoRA's input gradient left out", ".addmm_(low_gradient, down)", "", ADAPTERS),
         ("merge without alpha / r", "alpha=layer.scaling[TRAINED]", "alpha=1.0", ADAPTERS),
         ("old decay inverted", "1.0 - decay", "decay", ADAPTERS),
         ("adapters in BF16", "            weights.float()", "            weights", ADAPTERS),
