@@ -70,8 +70,14 @@ class TransformerEngineLinear(QuantizedLinear):
 
         super().__init__(in_features, out_features, bias, device)
         with torch.no_grad(), te.quantized_model_init(enabled=True, recipe=rollout_recipe()):
-            options = {"init_method": nn.init.zeros_, "params_dtype": torch.bfloat16, "device": device}
-            self.linear = te.Linear(in_features, out_features, bias=bias, **options)
+            self.linear = te.Linear(
+                in_features,
+                out_features,
+                bias=bias,
+                init_method=nn.init.zeros_,
+                params_dtype=torch.bfloat16,
+                device=device,
+            )
         self.linear.requires_grad_(False)
         self._autocast = te.autocast
 
