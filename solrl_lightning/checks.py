@@ -46,7 +46,8 @@ def check_values(cfg: DictConfig) -> None:
 _ONE_EACH = "task model data family objective scheduler precision trainer".split()  # a run has one option of each
 _DELETABLE = ("callbacks", "logger", "trainer", "reward", "optimizer", "objective", "model.quantization.exclude")
 _OPEN = ("callbacks", "logger", "trainer")  # where their classes take several kinds, null among them
-_OWN_RULES = ("task.prompts", "family.compile")  # in `_requested_texts` and `check_choices`
+# In `_requested_texts` and `check_choices`
+_OWN_RULES = ("task.prompts", "family.compile", "compile_training", "model.gradient_checkpointing")
 _NULL_IN_SOME = ("family.explore", "family.warning", "model.variant", "model.embeddings", "model.preview_decoder")
 _KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
 
@@ -415,7 +416,7 @@ def check_decoder(cfg: DictConfig, key: str, decoder: Any) -> None:
     """UserError if ``decoder``, the value of ``key``, is unknown, or is "preview" without ``model.preview_decoder``."""
     if decoder not in DECODERS:
         raise _invalid(key, decoder, f"one of {', '.join(DECODERS)}")
-    if decoder == "preview" and cfg.model.get("preview_decoder") is None:
+    if decoder == "preview" and OmegaConf.select(cfg, "model.policy.preview_decoder") is None:
         raise UserError(
             f"{key}=preview is invalid: it needs a tiny autoencoder of this model's latents, and model.preview_decoder "
             "names none. docs/models names those that fit, model=tiny brings one (model.preview_decoder=tiny); or set "

@@ -13,7 +13,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 import solrl_lightning.conf
-from solrl_lightning.checks import check_values, reward_members
+from solrl_lightning.checks import _check_kind, check_values, reward_members
 from solrl_lightning.config import ConfigTree, application_config, check_names
 from solrl_lightning.errors import UserError
 
@@ -373,6 +373,8 @@ def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to()
             "family.explore.stop_after=6 is invalid: it must be at least 1 and below family.explore.steps=4",
         ),
         ("family.regenerate.stop_after", "2", "Set family.explore.stop_after"),
+        ("model.gradient_checkpointing", "some", "must be one of true, false, selective"),
+        ("compile_training", "perhaps", "compile_training=perhaps is invalid: it must be one of true, false, auto"),
         (
             "family.explore.decoder",
             "half",
@@ -581,3 +583,14 @@ def test_a_race_ends_before_its_trajectories_do() -> None:
     check_values(compose("family=sol_rl", "+family.explore.rungs=[{step:3,keep:48},{step:4,keep:24}]"))
     with pytest.raises(UserError, match="it samples with the same weights"):
         check_values(compose("family=race", "family.regenerate.steps=20"))
+
+
+@pytest.mark.parametrize("blocks", [True, False, "selective"])
+def test_gradient_checkpointing_has_three_values(blocks: bool | str) -> None:
+    _check_kind("model.gradient_checkpointing", False, blocks)
+    check_values(compose(f"model.gradient_checkpointing={blocks}"))
+
+
+def test_a_model_without_a_preview_decoder_refuses_to_explore_with_one() -> None:
+    with pytest.raises(UserError, match="family.explore.decoder=preview is invalid: it needs a tiny autoencoder"):
+        check_values(compose("model=sana", "reward=pickscore", "experiment=fast"))

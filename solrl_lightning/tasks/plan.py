@@ -207,7 +207,8 @@ def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
     weights = {layer.name: policy.transformer.get_submodule(layer.name).weight for layer in layers}
     parameters, held = sum(p.numel() for p in policy.transformer.parameters()), bytes_of(policy.transformer)
     checkpointing = cfg.model.gradient_checkpointing
-    passes, adapted = trace(policy, lora_config(cfg), checkpointing, cfg.model.get("preview_decoder") is not None)
+    previews = cfg.model.policy.get("preview_decoder") is not None
+    passes, adapted = trace(policy, lora_config(cfg), checkpointing, previews)
     lora = 4 * sum(weight.numel() for weight in adapters.adapter_state(adapted, TRAINED).values())
     quantized = [layer.name for layer in layers if layer.quantized]
     packed, here = (
@@ -289,6 +290,8 @@ def plan(cfg: DictConfig) -> Json:
     families = []
     this = "this run, last level" if cfg.family.get("levels") else "this run"
     for name, own in [(this, cfg), *((name, with_option(cfg, "family", name)) for name in cfg.task.families)]:
+        if min(evaluations(stages_of(own), own.family.pool)) < 0:
+            continue  # a race whose rungs this model has too few steps for
         row = {"family": name, **iteration_cost(own, model.passes, statistics["quantised_macs"])}
         if cfg.task.tflops is not None:
             row["seconds"] = seconds(row["macs"], cfg.task.tflops, policy.pipeline.vae.dtype)
