@@ -82,9 +82,8 @@ class KLObjective(Objective):
 
     def loss_of(self, terms: Any, others: Mapping[str, Tensor]) -> Loss:
         """Return ``terms``, the NamedTuple of a loss function, as a Loss with all its means as metrics."""
-        unknown = {"kl"} if self.kl_weight and "reference" not in others else set()
-        names = set(terms._fields) - {"loss", "rows"} - unknown
-        return Loss(terms.rows, {name: getattr(terms, name) for name in terms._fields if name in names})
+        left_out = {"loss", "rows"} | ({"kl"} if self.kl_weight and "reference" not in others else set())
+        return Loss(terms.rows, {name: value for name, value in terms._asdict().items() if name not in left_out})
 
 
 def check_loss(objective: Objective, loss: Any, rows: int) -> Loss:

@@ -73,7 +73,7 @@ class Shapes(NamedTuple):
 
 
 def flop_counter() -> FlopCounterMode:
-    """PyTorch's counter, which by itself leaves out products that are added in place, as LoRA's are."""
+    """Return PyTorch's counter, extended by products that are added in place, such as LoRA's."""
     return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops})
 
 
