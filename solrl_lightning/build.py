@@ -129,13 +129,19 @@ def stages_of(cfg: DictConfig) -> list[Stage]:
 def levels_of(cfg: DictConfig) -> list[list[Stage]]:
     """The passes over the pool at each level of the family, from cheap to expensive; most families have one level."""
     family, last = cfg.family, cfg.family.regenerate
-    regenerate = Stage(REGENERATE, last.sampler, last.steps, last.solver)
+    solver = build_objective(cfg).solver or last.solver
+    regenerate = Stage(REGENERATE, last.sampler, last.steps, solver)
     ways = family.get("levels") or [family.explore]
     if ways == [None]:
         return [[regenerate._replace(keep=family.keep)]]
     rungs = [way.get("rungs") or [{"step": way.get("stop_after"), "keep": family.keep}] for way in ways]
     each = [explorers({"solver": last.solver, **way}, own) for way, own in zip(ways, rungs, strict=True)]
     return [[*explore, regenerate] for explore in each]
+
+
+def build_objective(cfg: DictConfig) -> Objective:
+    objective: Objective = make("objective", cfg.objective, kind=Objective)
+    return objective
 
 
 def uses_shadow(cfg: DictConfig) -> bool:
@@ -230,7 +236,7 @@ def build_model(
         policy,
         samplers,
         rewards,
-        objective=make("objective", cfg.objective, kind=Objective),
+        objective=build_objective(cfg),
         optimizer=instantiate(cfg.optimizer),
         rate_factor=make("scheduler", cfg.scheduler),
         old_decay=make("old_policy", cfg.old_policy),

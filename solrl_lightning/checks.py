@@ -125,7 +125,10 @@ _RULES = {
         "model.rollout_batch model.lora.rank data.eval_images task.pool task.images task.repeats task.rounds "
         "task.grid_prompts task.grid_images family.patience",
     ),
-    "a whole number of at least 1, or null": (_or_null(_whole(1)), "data.eval_prompts task.sizes.pool"),
+    "a whole number of at least 1, or null": (
+        _or_null(_whole(1)),
+        "data.eval_prompts task.sizes.pool objective.window",
+    ),
     "a whole number of at least 0, or null": (_or_null(_whole(0)), "task.iterations"),
     f"a whole number from 0 to {MAX_SEED}": (_whole(0, MAX_SEED), "seed"),
     "a whole number of at least 2: the best and the worst of a prompt are compared with each other": (
@@ -135,6 +138,7 @@ _RULES = {
     "a number above 0": (
         _number(lambda value: value > 0),
         "model.max_grad_norm model.lora.alpha objective.beta objective.advantage_clip objective.ratio_clip "
+        "objective.clip_range objective.noise_level objective.eta "
         "optimizer.lr scheduler.iterations",
     ),
     "a number above 0, or null": (_or_null(_number(lambda value: value > 0)), "task.tflops task.speedup"),
@@ -144,7 +148,7 @@ _RULES = {
     ),
     "a fraction above 0 and at most 1": (
         _number(lambda value: 0 < value <= 1),
-        "model.train_timestep_fraction task.min_gap family.threshold",
+        "model.train_timestep_fraction objective.timestep_fraction task.min_gap family.threshold",
     ),
 }
 _CHOICES = {
@@ -155,6 +159,7 @@ _CHOICES = {
     "family.regenerate.solver": SOLVERS,
     "model.weights": ("pretrained", "random"),
     "old_velocity": ("policy", "merged"),
+    "training_sampler": ("merged", "policy"),
     "family.compile": (True, False, "auto"),
     "compile_training": (True, False, "auto"),
     "model.gradient_checkpointing": (True, False, "selective"),

@@ -21,12 +21,11 @@ from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.objectives.base import Objective
-from solrl_lightning.rollout.advantages import group_advantages
 from solrl_lightning.rollout.explore import run_stages
 from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
 from solrl_lightning.rollout.stage import STAGES, Stage, candidates, evaluations
-from solrl_lightning.sampling import SolverState
+from solrl_lightning.sampling import SolverState, start
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.stopwatch import Stopwatch
 
@@ -74,7 +73,7 @@ class ExploreTrainLoop(_FitLoop):
         self.schedule, self.stages, self.pool, self.seed = schedule, stages, pool, seed
         self.objective = objective
         kept = next((stage.keep for stage in reversed(stages) if stage.keep is not None), pool)
-        levels = objective.train_steps(torch.zeros(1, dtype=torch.int64), stages[-1].steps).shape[1]
+        levels = objective.rows_per_sample(stages[-1].steps)
         ranks = trainer.world_size
         self.plan = plan_micro_batches(schedule.per_iteration, kept * levels, micro_batch, ranks, optimizer_steps)
         self.loader: RolloutLoader[TrainingBatch] = RolloutLoader(optimizer_steps * self.plan.micro_batches)
@@ -121,7 +120,7 @@ class ExploreTrainLoop(_FitLoop):
 
         pool, kept, proxy_rewards = run_stages(self.stages, seeds, texts, run)
         self.explored = pool if len(self.stages) > 1 else None
-        advantages = group_advantages(kept.rewards, all_reduce_sum=self._sum)
+        advantages = self.objective.advantages(kept.rewards, self._sum)
         rewards = (proxy_rewards, kept.rewards, kept.scores, advantages)
         self.rollouts = Rollouts(texts, kept.seeds, kept.x0, *rewards, kept.path)
         sigmas = self._module.policy.sigmas(self.stages[-1].steps)
@@ -151,9 +150,14 @@ class ExploreTrainLoop(_FitLoop):
         seeds: Tensor,
         initial_state: SolverState | None = None,
     ) -> Candidates:
-        record_path = self.objective.reads_path and stage is self.stages[-1]
+        module, transitions = self._module, range(0)
+        if stage is self.stages[-1]:
+            transitions = self.objective.transitions(stage.steps, self.trainer.current_epoch)
+            if self.objective.shared_noise and len(self.stages) == 1:
+                first = module.policy.noise(seeds[:, 0])
+                initial_state = start(first[:, None].expand(*seeds.shape, *first.shape[1:]))
         with self.trainer.profiler.profile(stage.name):  # type: ignore[attr-defined]
-            return self._module.run_stage(stage, prompts, seeds, self.stopwatch.progress, initial_state, record_path)
+            return module.run_stage(stage, prompts, seeds, self.stopwatch.progress, initial_state, transitions)
 
     def _sum(self, value: Tensor) -> Tensor:
         total = self.trainer.strategy.reduce(value.to(self.trainer.strategy.root_device), reduce_op="sum")

@@ -116,11 +116,14 @@ class SolRLModule(LightningModule):
         seeds: Tensor,
         progress: Progress = no_progress,
         initial_state: SolverState | None = None,
-        record_path: bool = False,
+        transitions: range = range(0),
     ) -> Candidates:
-        """Return the candidates of seeds [P, n], sampled from their noise or from ``initial_state``, and scored."""
+        """Return the candidates of seeds [P, n], sampled from their noise or from ``initial_state``, and scored.
+
+        The steps ``transitions`` are recorded and, with a stochastic solver, take noise.
+        """
         sigmas = self.policy.sigmas(stage.steps)
-        spec = SamplingSpec(sigmas, stage.solver, initial_state, stage.stop_step, record_path)
+        spec = SamplingSpec(sigmas, stage.solver, initial_state, stage.stop_step, transitions)
         policy = self.policy
         decode = {"full": policy.decode, "bf16": policy.decode_in_bf16, "preview": policy.preview}[stage.decoder]
         score = score_images_or_nan if stage.only_ranks else score_images

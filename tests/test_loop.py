@@ -28,6 +28,7 @@ from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.objectives.awm import AWMLoss
 from solrl_lightning.objectives.base import Loss, Objective
+from solrl_lightning.objectives.grpo import GRPOLoss
 from solrl_lightning.objectives.nft import NFT, NFTLoss
 from solrl_lightning.rollout.advantages import group_advantages
 from solrl_lightning.rollout.records import TrainingBatch
@@ -274,13 +275,14 @@ def test_an_evaluation_records_what_was_spent_until_then(tmp_path: Path) -> None
     assert (row["evaluations"], row["samples"]) == (3 * each, 3 * images) and row["seconds"] > seconds[1]
 
 
-@pytest.mark.parametrize("objective", ["nft", "awm"])
+@pytest.mark.parametrize("objective", ["nft", "awm", "flow_grpo"])
 def test_all_metrics_of_objective_are_logged(tmp_path: Path, objective: str) -> None:
     metrics = Metrics()
     module, trainer, loop = make(tmp_path, f"objective={objective}", callbacks=(metrics,), max_epochs=1)
     fit(module, trainer, loop)
-    terms = {"nft": NFTLoss, "awm": AWMLoss}[objective]._fields
+    terms = {"nft": NFTLoss, "awm": AWMLoss, "flow_grpo": GRPOLoss}[objective]._fields
     expected = {f"train/{name}" for name in terms if name != "rows"} | {"train/grad_norm"}
+    expected |= {"train/first_ratio_error"} if objective == "flow_grpo" else set()
     assert metrics.logged["lr"] == pytest.approx(1e-3)
     assert {name for name in metrics.logged if name.startswith("train/")} == expected
 
@@ -296,17 +298,86 @@ def test_optimizer_steps_split_the_rows(tmp_path: Path) -> None:
     assert (trainer.global_step, trainer.current_epoch, loop.iterations_done, moved) == (6, 2, 2, [1, 2])
 
 
-def test_run_with_several_optimizer_steps_resumes_exactly(tmp_path: Path) -> None:
-    module, trainer, loop = make(tmp_path, "optimizer_steps=2", max_epochs=2)
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("optimizer_steps=2",),
+        ("objective=flow_grpo", "objective.window=1", "model.full_steps=5", "family=diffusionnft"),
+        ("objective=dance_grpo", "optimizer_steps=2", "objective.kl_weight=0.1"),
+    ],
+    ids=["nft", "flow_grpo", "dance_grpo"],
+)
+def test_run_with_several_optimizer_steps_resumes_exactly(tmp_path: Path, options: tuple[str, ...]) -> None:
+    module, trainer, loop = make(tmp_path, *options, max_epochs=2)
     fit(module, trainer, loop)
     straight = weights(module)
-    module, trainer, loop = make(tmp_path, "optimizer_steps=2", max_epochs=1)
+    module, trainer, loop = make(tmp_path, *options, max_epochs=1)
     fit(module, trainer, loop)
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    module, trainer, loop = make(tmp_path, "optimizer_steps=2", max_epochs=2)
+    module, trainer, loop = make(tmp_path, *options, max_epochs=2)
     fit(module, trainer, loop, tmp_path / "one.ckpt")
     assert torch.equal(weights(module), straight)
     assert (trainer.global_step, loop.iterations_done) == (4, 2)
+
+
+GRPO = {
+    "diffusionnft": ("objective=flow_grpo", "model.full_steps=4"),
+    "naive_scaling": ("objective=flow_grpo", "model.full_steps=4", "objective.window=2", "objective.noise_level=0.9"),
+    "prefix": ("objective=dance_grpo", "model.full_steps=4", "model.prefix_steps=2", "objective.kl_weight=0.1"),
+}
+
+
+@pytest.mark.parametrize("family", GRPO)
+def test_first_ratios_are_one_where_the_policy_samples(tmp_path: Path, family: str) -> None:
+    errors: list[float] = []
+
+    class FirstErrors(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+            errors.append(float(trainer.callback_metrics["train/first_ratio_error"]))
+
+    options = (f"family={family}", *GRPO[family])
+    module, trainer, loop = make(tmp_path, *options, callbacks=(FirstErrors(),), max_epochs=2)
+    before = weights(module)
+    fit(module, trainer, loop)
+    assert len(errors) == 2 and max(errors) <= 1e-5 and not torch.equal(weights(module), before)
+    assert torch.equal(
+        *(torch.cat([v.flatten() for v in module.adapter_state(n).values()]) for n in ("old", "default"))
+    )
+    stochastic = loop.objective.transitions(4, 1)
+    assert loop.rollouts.path is not None and loop.rollouts.path.log_probs is not None
+    assert loop.rollouts.path.log_probs.shape == (2, loop.rollouts.seeds.shape[1], len(stochastic))
+    assert loop.rollouts.path.first == stochastic.start
+
+
+def test_first_ratios_of_merged_weights_are_logged(tmp_path: Path) -> None:
+    metrics = Metrics()
+    options = ("family=diffusionnft", *GRPO["diffusionnft"], "training_sampler=merged")
+    module, trainer, loop = make(tmp_path, *options, callbacks=(metrics,), max_epochs=2)
+    fit(module, trainer, loop)
+    assert 0 < metrics.logged["train/first_ratio_error"] < 0.01
+
+
+def test_stochastic_samples_are_functions_of_their_seeds(tmp_path: Path) -> None:
+    check = Regenerated()
+    options = ("family=diffusionnft", *GRPO["diffusionnft"])
+    module, trainer, loop = make(tmp_path, *options, callbacks=(check,), max_epochs=1)
+    fit(module, trainer, loop)
+    path, again = check.rollouts.path, check.again.path
+    assert torch.equal(path.x, again.x) and torch.equal(path.log_probs, again.log_probs)
+    moves = (path.x[:, :, 1:] - path.x[:, :, :-1]).flatten(0, 2)
+    assert len(moves.flatten(1).unique(dim=0)) == len(moves)
+
+
+def test_candidates_of_a_prompt_share_noise_unless_the_family_explores(tmp_path: Path) -> None:
+    starts = {}
+    for family in ("diffusionnft", "sol_rl"):
+        options = (f"family={family}", *GRPO["prefix"])
+        module, trainer, loop = make(tmp_path / family, *options, max_epochs=1)
+        fit(module, trainer, loop)
+        assert loop.rollouts.path is not None
+        starts[family] = [len(prompt.unique(dim=0)) for prompt in loop.rollouts.path.x[:, :, 0].flatten(2)]
+        assert len(loop.rollouts.x0.flatten(0, 1).unique(dim=0)) == loop.rollouts.seeds.numel()
+    assert starts == {"diffusionnft": [1, 1], "sol_rl": [3, 3]}
 
 
 class Stages(Callback):
@@ -369,7 +440,9 @@ class Pull(Objective):
 
     timestep_fraction = 0.5
     needs = ()
-    reads_path = True
+
+    def transitions(self, num_steps: int, iteration: int) -> range:
+        return range(1, num_steps)
 
     def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
         assert not others and batch.x_next is not None
@@ -384,8 +457,9 @@ def test_custom_objective_trains_on_sampler_transitions(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, *own, "model.full_steps=4", callbacks=(metrics,), max_epochs=2)
     before = weights(module)
     fit(module, trainer, loop)
-    assert loop.rollouts.path is not None and loop.rollouts.path.shape[:3] == (2, 3, 5)
-    assert torch.equal(loop.rollouts.path[:, :, -1], loop.rollouts.x0)
+    assert loop.rollouts.path is not None and loop.rollouts.path.log_probs is None
+    assert loop.rollouts.path.first == 1 and loop.rollouts.path.x.shape[:3] == (2, 3, 4)
+    assert torch.equal(loop.rollouts.path.x[:, :, -1], loop.rollouts.x0)
     assert not torch.equal(weights(module), before)
     # The first iteration's Euler steps are the trained policy's own velocities, up to the rounding of merged weights.
     assert 0 < metrics.logged["train/error"] < 1e-3

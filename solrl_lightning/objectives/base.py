@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.rollout.advantages import AllReduce, group_advantages
 from solrl_lightning.rollout.records import TrainingBatch
+from solrl_lightning.sampling import Solver
 from solrl_lightning.seeds import train_timesteps, training_noise
 
 
@@ -30,9 +32,13 @@ class Objective(ABC):
     """Loss of the trained policy's velocity on the kept samples."""
 
     timestep_fraction: float = 1.0
-    """Fraction of the T noise levels that each kept sample is trained at."""
+    """Fraction of the T noise levels, or of the recorded transitions, that each kept sample is trained at."""
     reference_every: int = 1
     """The reference velocity is computed in every n-th micro-batch only."""
+    solver: Solver | None = None
+    """Solver of the samples that are trained on; None: that of the family."""
+    shared_noise: bool = False
+    """Start the candidates of a prompt from one noise; only in families that do not explore."""
 
     @property
     def needs(self) -> Sequence[str]:
@@ -42,16 +48,31 @@ class Objective(ABC):
     @property
     def forward_passes(self) -> float:
         """Forward passes per training row, on average."""
-        return 1 + sum(1 / self.reference_every if name == "reference" else 1 for name in self.needs)
+        return 1 + sum(map(self.share_of, self.needs))
 
-    @property
-    def reads_path(self) -> bool:
-        """True if rows are transitions of the sampler (`x_t`, `x_next`) instead of re-noised images."""
-        return False
+    def share_of(self, name: str) -> float:
+        """Return the share of micro-batches in which the velocity ``name`` of `needs` is computed."""
+        return 1 / self.reference_every if name == "reference" else 1.0
+
+    def transitions(self, num_steps: int, iteration: int) -> range:
+        """Return the steps of the sampler to train on (`x_t`, `x_next`), equally many in each iteration.
+
+        None, the default: the rows are re-noised images.
+        """
+        return range(0)
 
     def train_steps(self, seeds: Tensor, num_steps: int) -> Tensor:
-        """Return int64 [M, S]: the solver steps that each sample of ``seeds`` [M] is trained at."""
+        """Return int64 [M, S]: which of the steps or transitions each sample of ``seeds`` [M] is trained at."""
         return train_timesteps(seeds, num_steps, self.timestep_fraction)
+
+    def rows_per_sample(self, num_steps: int) -> int:
+        """Return the number of training rows of a kept sample."""
+        levels = len(self.transitions(num_steps, 0)) or num_steps
+        return self.train_steps(torch.zeros(1, dtype=torch.int64), levels).shape[1]
+
+    def advantages(self, rewards: Tensor, all_reduce_sum: AllReduce) -> Tensor:
+        """Return float32 [P, K] of rewards [P, K]."""
+        return group_advantages(rewards, all_reduce_sum=all_reduce_sum)
 
     def noisy(self, x0: Tensor, seeds: Tensor, steps: Tensor, sigmas: Tensor) -> Tensor:
         """Return x_t [B, ...] = (1 - sigma) x0 + sigma eps at ``sigmas[steps]``; eps is a function of (seed, step)."""

@@ -1,7 +1,6 @@
-"""Advantages from the BF16 rewards of the kept samples, in the form of Sol-RL's published code.
+"""Advantages from the BF16 rewards of the kept samples, in the forms of the published codes.
 
-The mean is per prompt, the standard deviation is global over all ranks; both are over the K kept samples, not over the
-pool of N. The losses clip the advantages.
+Mean and standard deviation are over the K kept samples, not over the pool of N. The losses clip the advantages.
 
 Shapes: P prompts of this rank, K kept.
 """
@@ -11,18 +10,19 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+AllReduce = Callable[[Tensor], Tensor]
+"""Small float64 tensor -> its sum over all ranks."""
+
 
 def _one_rank(total: Tensor) -> Tensor:
     return total
 
 
-def group_advantages(
-    rewards: Tensor, eps: float = 1e-4, all_reduce_sum: Callable[[Tensor], Tensor] = _one_rank
-) -> Tensor:
-    """Return float32 [P, K]: (reward - mean of its prompt) / (global population std + eps), from rewards [P, K].
+def group_advantages(rewards: Tensor, eps: float = 1e-4, all_reduce_sum: AllReduce = _one_rank) -> Tensor:
+    """Return float32 [P, K]: (reward - mean of its prompt) / (std over all prompts + eps), from rewards [P, K].
 
-    `all_reduce_sum` returns the sum over ranks of a small float64 tensor; a rank may have no prompts. Computed in
-    float64, so that the result does not depend on the distribution of prompts over ranks.
+    The form of Flow-GRPO, DiffusionNFT, AWM and Sol-RL; the standard deviation is that of the population. A rank may
+    have no prompts. Computed in float64, so that the result does not depend on the distribution of prompts over ranks.
     """
     rewards = rewards.double()
     count = torch.tensor(float(rewards.numel()), dtype=torch.float64, device=rewards.device)
@@ -30,3 +30,13 @@ def group_advantages(
     squares = all_reduce_sum((rewards - total / count).square().sum())
     std: Tensor = (squares / count).sqrt()
     return ((rewards - rewards.mean(dim=1, keepdim=True)) / (std + eps)).float()
+
+
+def per_prompt_advantages(rewards: Tensor, eps: float = 1e-8) -> Tensor:
+    """Return float32 [P, K]: (reward - mean of its prompt) / (std of its prompt + eps), from rewards [P, K].
+
+    The form of DanceGRPO; the standard deviation is that of a sample, with divisor K - 1.
+    """
+    rewards = rewards.double()
+    centred = rewards - rewards.mean(dim=1, keepdim=True)
+    return (centred / (rewards.std(dim=1, keepdim=True) + eps)).float()

@@ -47,7 +47,9 @@ class MicroBatches(Sequence[TrainingBatch]):
     def __init__(
         self, rollouts: Rollouts, prompts: EncodedPrompts, sigmas: Tensor, objective: Objective, plan: MicroBatchPlan
     ) -> None:
-        steps = objective.train_steps(rollouts.seeds.flatten(), len(sigmas) - 1)  # [P * K, timesteps]
+        path = rollouts.path
+        first, levels = (0, len(sigmas) - 1) if path is None else (path.first, path.x.shape[2] - 1)
+        steps = first + objective.train_steps(rollouts.seeds.flatten(), levels)  # [P * K, timesteps]
         self._rollouts, self._prompts, self._sigmas = rollouts, prompts, sigmas
         self._objective, self._plan = objective, plan
         self._steps = steps.flatten()
@@ -72,11 +74,18 @@ class MicroBatches(Sequence[TrainingBatch]):
         samples_there, steps_there = samples.to(device), steps.to(device)
         x0 = rollouts.x0.flatten(0, 1)[samples_there]
         sigmas = self._sigmas.to(device)
-        path = None if rollouts.path is None else rollouts.path.flatten(0, 1)
+        if rollouts.path is None:
+            x_t, x_next, log_prob = self._objective.noisy(x0, seeds, steps, sigmas), None, None
+        else:
+            first, x, log_probs = rollouts.path.map(lambda tensor: tensor.flatten(0, 1))
+            place = steps_there - first
+            x_t, x_next = x[samples_there, place], x[samples_there, place + 1]
+            log_prob = None if log_probs is None else log_probs[samples_there, place]
         return TrainingBatch(
             x0=x0,
-            x_t=self._objective.noisy(x0, seeds, steps, sigmas) if path is None else path[samples_there, steps_there],
-            x_next=None if path is None else path[samples_there, steps_there + 1],
+            x_t=x_t,
+            x_next=x_next,
+            log_prob=log_prob,
             step=steps,
             sigma=sigmas[steps_there],
             sigma_next=sigmas[steps_there + 1],
@@ -85,4 +94,5 @@ class MicroBatches(Sequence[TrainingBatch]):
             conditioning=conditioning,
             prompts=texts,
             seeds=seeds,
+            optimizer_step=optimizer_step,
         )

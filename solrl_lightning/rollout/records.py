@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.rollout.select import take
-from solrl_lightning.sampling import SolverState
+from solrl_lightning.sampling import Path, SolverState
 
 
 class EncodedPrompts(NamedTuple):
@@ -33,7 +33,7 @@ class Candidates(NamedTuple):
     state: SolverState  # [P, N, ...] float32; after an early stop x is noisy and x0 a prediction
     rewards: Tensor  # [P, N] float32, the weighted sum of `scores`
     scores: Tensor  # [P, N, R] float32, one value per reward
-    path: Tensor | None = None  # [P, N, T + 1, ...] float32, x at every level; see `Objective.reads_path`
+    path: Path | None = None  # [P, N, ...]; see `Objective.transitions`
 
     @property
     def x0(self) -> Tensor:
@@ -45,7 +45,7 @@ class Candidates(NamedTuple):
         """Return the candidates ``chosen`` [P, K] of each prompt."""
         seeds, state, rewards, scores, path = self
         index = (torch.arange(len(seeds), device=state.x.device)[:, None], chosen.to(state.x.device))
-        rest = (take(rewards, chosen), take(scores, chosen), None if path is None else take(path, chosen))
+        rest = (take(rewards, chosen), take(scores, chosen), path and path.map(lambda tensor: take(tensor, chosen)))
         return Candidates(take(seeds, chosen), state.take(index), *rest)
 
 
@@ -59,7 +59,7 @@ class Rollouts(NamedTuple):
     rewards: Tensor  # [P, K] float32, of `x0`
     scores: Tensor  # [P, K, R] float32, one value per reward
     advantages: Tensor  # [P, K] float32, computed from `rewards`
-    path: Tensor | None = None  # [P, K, T + 1, ...] float32, x at every level; see `Objective.reads_path`
+    path: Path | None = None  # [P, K, ...]; see `Objective.transitions`
 
 
 class TrainingBatch(NamedTuple):
@@ -68,6 +68,7 @@ class TrainingBatch(NamedTuple):
     x0: Tensor  # [B, ...] float32
     x_t: Tensor  # [B, ...] float32, the input of the transformer
     x_next: Tensor | None  # [B, ...] float32, the sampler's x one step after `x_t`; None without a recorded path
+    log_prob: Tensor | None  # [B] float32, of `x_next` given `x_t` as it was sampled; None without a stochastic path
     step: Tensor  # [B] int64, the solver step i of the noise level
     sigma: Tensor  # [B] float32, sigmas[i]
     sigma_next: Tensor  # [B] float32, sigmas[i + 1]
@@ -76,3 +77,4 @@ class TrainingBatch(NamedTuple):
     conditioning: dict[str, Tensor]  # each [B, ...]
     prompts: list[str]  # B texts
     seeds: Tensor  # [B] int64
+    optimizer_step: int  # of the iteration, from 0

@@ -22,7 +22,7 @@ from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import Submit
-from solrl_lightning.sampling import SolverState, start, steps
+from solrl_lightning.sampling import Path, Solver, SolverState, start, steps
 from solrl_lightning.seeds import step_noise
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ class Stage(NamedTuple):
     name: str  # EXPLORE or REGENERATE, also the stopwatch's name of it
     sampler: str  # see `Samplers`
     steps: int
-    solver: str
+    solver: str | Solver
     stop_step: int | None = None  # stop here and score the predicted image
     decoder: str = "full"  # or "bf16" or "preview"
     keep: int | None = None  # best and worst by reward, passed to the next stage or to training; None keeps all
@@ -105,10 +105,10 @@ class SamplingSpec(NamedTuple):
     """Sigma schedule, solver and range of steps."""
 
     sigmas: Tensor  # [T + 1]
-    solver: str
+    solver: str | Solver
     initial_state: SolverState | None = None  # [P, N, ...]; None: the seeds' noise
     stop_step: int | None = None  # None: T
-    record_path: bool = False  # return x at every level
+    transitions: range = range(0)  # steps that are recorded, and to which a stochastic solver adds noise
 
 
 class Chunk(NamedTuple):
@@ -116,7 +116,7 @@ class Chunk(NamedTuple):
 
     candidates: Tensor  # int64 [B], indices into the flattened seeds
     state: SolverState  # [B, ...]
-    path: Tensor | None  # [B, T + 1, ...], x at every level
+    path: Path | None
 
 
 @torch.no_grad()  # autograd does not accept tensors of inference_mode, and training reads the latents
@@ -133,7 +133,7 @@ def iter_sampled_chunks(
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     flat = seeds.flatten()
 
-    def integrate(index: Tensor) -> tuple[SolverState, Tensor | None]:
+    def integrate(index: Tensor) -> tuple[SolverState, Path | None]:
         _, conditioning = prompts.gather(owner[index])
         initial = spec.initial_state
         state = start(policy.noise(flat[index])) if initial is None else initial.flatten().take(index)
@@ -141,14 +141,18 @@ def iter_sampled_chunks(
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             return policy.velocity(transformer, x, sigma, conditioning)
 
-        def noise(step: int) -> Tensor:
+        def noise(step: int) -> Tensor | None:
+            if step not in spec.transitions:
+                return None
             return step_noise(flat[index], step, state.x.shape[1:]).to(state.x.device)
 
-        path = [state.x]
+        passed = [state]
         for state in steps(velocity, state, spec.sigmas, spec.solver, spec.stop_step, noise):  # noqa: B020
-            if spec.record_path:
-                path.append(state.x)
-        return state, torch.stack(path, dim=1) if spec.record_path else None
+            if state.step - 1 in spec.transitions:
+                passed.append(state)
+            elif state.step in spec.transitions:
+                passed = [state]
+        return state, path_of(passed) if spec.transitions else None
 
     first = 0
     while first < count:
@@ -159,13 +163,21 @@ def iter_sampled_chunks(
             batch_size.halve()
             continue
         state, path = sampled
-        yield Chunk(index, state.take(torch.arange(len(index))), None if path is None else path[: len(index)])
+        real = torch.arange(len(index))
+        yield Chunk(index, state.take(real), path and path.take(real))
         first += len(index)
 
 
+def path_of(states: Sequence[SolverState]) -> Path:
+    """Return the path through consecutive ``states``."""
+    log_probs = [state.log_prob for state in states[1:] if state.log_prob is not None]
+    x = torch.stack([state.x for state in states], dim=1)
+    return Path(states[0].step, x, torch.stack(log_probs, dim=1) if log_probs else None)
+
+
 def _unless_out_of_memory(
-    integrate: Callable[[Tensor], tuple[SolverState, Tensor | None]], index: Tensor
-) -> tuple[SolverState, Tensor | None] | None:
+    integrate: Callable[[Tensor], tuple[SolverState, Path | None]], index: Tensor
+) -> tuple[SolverState, Path | None] | None:
     try:
         return retry_with_empty_cache(partial(integrate, index))
     except torch.OutOfMemoryError:
@@ -191,7 +203,7 @@ def score_chunks(
     owner, shape = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1]), tuple(seeds.shape)
     states: list[SolverState] = []
     x0s: list[Tensor] = []
-    paths: list[Tensor] = []
+    paths: list[Path] = []
     scores = []
     progress(0, seeds.numel())
     with worker() as submit:
@@ -212,8 +224,16 @@ def score_chunks(
     x0 = joined(x0s)
     finished = all(state.x is state.x0 for state in states)  # solvers return x0 itself as x of the last step
     x = x0 if finished else joined([state.x for state in states])
-    path = joined(paths) if paths else None
-    return Candidates(seeds, SolverState(x, x0, states[0].step), rewards.total(each), each, path)
+    return Candidates(seeds, SolverState(x, x0, states[0].step), rewards.total(each), each, _joined(paths, shape))
+
+
+def _joined(paths: Sequence[Path], shape: tuple[int, ...]) -> Path | None:
+    """Return the ``paths`` of consecutive chunks as one with leading dimensions ``shape``; None for no paths."""
+    if not paths:
+        return None
+    log_probs = [path.log_probs for path in paths if path.log_probs is not None]
+    whole = Path(paths[0].first, torch.cat([path.x for path in paths]), torch.cat(log_probs) if log_probs else None)
+    return whole.map(lambda tensor: tensor.unflatten(0, shape))
 
 
 def score_images(

@@ -9,7 +9,7 @@ A trajectory can be stopped after m steps and resumed for some of its candidates
     state = state.take(kept)                                   # takes the solver history of these candidates too
     images = advance(velocity_of_kept, state, sigmas, solver="dpm2").x
 
-A solver is a function that takes one step; a stochastic one draws noise from its `NoiseSource`.
+A solver is a function that takes one step; a `StochasticSolver` draws noise from its `NoiseSource`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,13 +19,16 @@ from torch import Tensor
 
 from solrl_lightning.sampling.dpm2 import dpm2_step
 from solrl_lightning.sampling.euler import euler_step
-from solrl_lightning.sampling.state import NoiseSource, SolverState, start
+from solrl_lightning.sampling.sde import StochasticSolver
+from solrl_lightning.sampling.state import NoiseSource, Path, SolverState, start
 
 __all__ = [
     "SOLVERS",
     "NoiseSource",
+    "Path",
     "Solver",
     "SolverState",
+    "StochasticSolver",
     "Velocity",
     "advance",
     "dpm2_step",

@@ -177,7 +177,7 @@ def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
 def name_of(proxy: Scored, solver: str) -> str:
     """The label in the table and the picture: ``nvfp4 6 steps``, ``bf16 4 of 10 steps``, ``bf16 2/4/6 of 10 steps``."""
     first = proxy.stages[0]
-    unusual = [value for value, usual in ((first.solver, solver), (first.decoder, "full")) if value != usual]
+    unusual = [str(value) for value, usual in ((first.solver, solver), (first.decoder, "full")) if value != usual]
     return " ".join([proxy.precision, steps_label(proxy.explorers), *unusual])
 
 

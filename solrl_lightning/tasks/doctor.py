@@ -15,7 +15,7 @@ import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from solrl_lightning import IMPORTED
-from solrl_lightning.build import build_rewards, device_of, stages_of, uses_shadow, with_option
+from solrl_lightning.build import build_objective, build_rewards, device_of, stages_of, uses_shadow, with_option
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.checks import reward_members
 from solrl_lightning.errors import CheckFailed, UserError
@@ -199,7 +199,7 @@ def scores(cfg: DictConfig, device: torch.device) -> Iterator[Row]:
 def small(cfg: DictConfig, count: int) -> DictConfig:
     """A copy with one prompt, a pool that fills one rollout batch, and kept samples that fill one micro-batch."""
     changed = with_option(with_local_rewards(cfg), "data", "shapes")
-    levels = max(1, int(cfg.family.regenerate.steps * cfg.model.train_timestep_fraction))
+    levels = build_objective(cfg).rows_per_sample(cfg.family.regenerate.steps)
     with open_dict(changed):
         changed.prompts_per_iteration = 1
         changed.family.keep = min(cfg.family.keep, 2 * math.ceil(cfg.model.micro_batch / levels / 2))

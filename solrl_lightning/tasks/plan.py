@@ -25,7 +25,15 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from solrl_lightning.build import device_of, lora_config, quantization_rule, stages_of, uses_shadow, with_option
+from solrl_lightning.build import (
+    build_objective,
+    device_of,
+    lora_config,
+    quantization_rule,
+    stages_of,
+    uses_shadow,
+    with_option,
+)
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import TRAINED
@@ -244,8 +252,8 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
     for stage, count in zip(stages, evaluations(stages, pool), strict=True):
         counts[stage.name] += count
     prompts = math.ceil(cfg.prompts_per_iteration / devices)
-    timesteps = max(1, int(stages[-1].steps * cfg.model.train_timestep_fraction))
-    per_prompt = keep * timesteps
+    objective = build_objective(cfg)
+    per_prompt = keep * objective.rows_per_sample(stages[-1].steps)
     batches = plan_micro_batches(cfg.prompts_per_iteration, per_prompt, cfg.model.micro_batch, devices)
     rows = batches.micro_batches * batches.rows
     images = candidates(stages, pool)
@@ -254,8 +262,8 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
         stage.name: prompts * counts[stage.name] * cost[stage.sampler] for stage in stages
     }  # a race has one sampler
     macs["decode"] = prompts * sum(n * decoding[stage.decoder] for n, stage in zip(images, stages, strict=True))
-    needs_reference = (cfg.objective.get("kl_weight") != 0) / cfg.objective.get("reference_every", 1)
-    without_gradients = cost[cfg.old_velocity] + needs_reference * passes.forward
+    others = {"old": cost[cfg.old_velocity], "reference": passes.forward}
+    without_gradients = sum(objective.share_of(name) * others[name] for name in objective.needs)
     macs["train"] = rows * (passes.adapted + passes.backward + without_gradients)
     return {
         "prompt": counts,
@@ -263,7 +271,7 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
         "device": {name: prompts * count for name, count in counts.items()},
         "decodes": prompts * sum(images),
         "train_rows": rows,
-        "train_forwards": round(rows * (2 + needs_reference)),
+        "train_forwards": round(rows * objective.forward_passes),
         "train_backwards": rows,
         "macs": macs | {"iteration": sum(macs.values())},
     }

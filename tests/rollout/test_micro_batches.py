@@ -1,5 +1,6 @@
 """Samples, noise levels and weights of the training rows, in closed form over all ranks."""
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.rollout.records import EncodedPrompts, Rollouts, TrainingBatch
+from solrl_lightning.sampling import Path
 from solrl_lightning.seeds import pool_seeds, train_timesteps, training_noise
 
 KEEP, STEPS, FRACTION, TIMESTEPS, SHAPE = 3, 4, 0.5, 2, (2, 5)
@@ -190,18 +192,25 @@ def test_each_optimizer_step_averages_disjoint_rows(prompts: int, world: int, op
     assert len(seen) == len(set(seen)) == prompts * KEEP * TIMESTEPS
 
 
-def test_rows_of_recorded_path_are_sampler_transitions() -> None:
+@pytest.mark.parametrize("first", [0, 1])
+def test_rows_of_recorded_path_are_sampler_transitions(first: int) -> None:
     (rank,) = ranks(prompts=2, world=1, micro_batch=5)
-    path = torch.randn(2, KEEP, STEPS + 1, *SHAPE, generator=torch.Generator().manual_seed(9))
-    rows = rank.rows
-    recorded = MicroBatches(rank.rollouts._replace(path=path), rows._prompts, SIGMAS, rows._objective, rows._plan)
+    generator, length = torch.Generator().manual_seed(9), STEPS - first
+    x = torch.randn(2, KEEP, length + 1, *SHAPE, generator=generator)
+    log_probs = torch.randn(2, KEEP, length, generator=generator)
+    rows, rollouts = rank.rows, rank.rollouts._replace(path=Path(first, x, log_probs))
+    objective = replace(rows._objective, timestep_fraction=0.67)  # 2 of 3 or 4
+    recorded = MicroBatches(rollouts, rows._prompts, SIGMAS, objective, rows._plan)
     place = {int(seed): divmod(i, KEEP) for i, seed in enumerate(rank.rollouts.seeds.flatten())}
+    steps = set()
     for batch in recorded:
-        assert batch.x_next is not None
+        assert batch.x_next is not None and batch.log_prob is not None
         for row, seed in enumerate(batch.seeds.tolist()):
             p, k = place[seed]
             step = int(batch.step[row])
-            assert torch.equal(batch.x_t[row], path[p, k, step]) and torch.equal(
-                batch.x_next[row], path[p, k, step + 1]
-            )
+            steps.add(step)
+            assert torch.equal(batch.x_t[row], x[p, k, step - first])
+            assert torch.equal(batch.x_next[row], x[p, k, step - first + 1])
+            assert batch.log_prob[row] == log_probs[p, k, step - first]
             assert (batch.sigma[row], batch.sigma_next[row]) == (SIGMAS[step], SIGMAS[step + 1])
+    assert steps == set(range(first, STEPS))

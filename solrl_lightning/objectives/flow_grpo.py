@@ -1,0 +1,43 @@
+"""Flow-GRPO (Liu et al. 2025, arXiv 2505.05470): GRPO on an SDE with the marginals of the flow.
+
+Differs from the published code: the last step, which is not trained on, takes no noise (as in its Flow-GRPO-Fast), and
+the standard deviation of the advantages is that of all prompts, one of its options.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from solrl_lightning.objectives.grpo import GRPO
+from solrl_lightning.sampling.sde import flow_grpo_transition
+from solrl_lightning.seeds import permutation
+
+
+@dataclass(frozen=True, kw_only=True)
+class FlowGRPO(GRPO):
+    """GRPO with `flow_grpo_transition`.
+
+    Args:
+        noise_level: a, the factor of the noise scale.
+        window: number of stochastic steps, which lie in the first half of the trajectory at a place that depends on
+            seed and iteration (Flow-GRPO-Fast); None: all but the last step.
+        seed: of the window's place.
+    """
+
+    noise_level: float
+    window: int | None
+    seed: int
+
+    def transitions(self, num_steps: int, iteration: int) -> range:
+        if self.window is None:
+            return super().transitions(num_steps, iteration)
+        size = min(self.window, num_steps - 1)
+        places = max(1, num_steps // 2 - size + 1)
+        first = int(permutation(f"window/{self.seed}/{iteration}", places)[0])
+        return range(first, first + size)
+
+    def transition(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
+        # Only the first step has sigma = 1, so its sigma_next is the schedule's second value.
+        return flow_grpo_transition(
+            x, velocity.float(), sigma, sigma_next, noise_level=self.noise_level, sigma_at_one=sigma_next
+        )
