@@ -9,7 +9,7 @@ Shapes: B micro-batch, M kept samples, T solver steps.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,8 @@ class Objective(ABC):
     """Fraction of the T noise levels that each kept sample is trained at."""
     reference_every: int = 1
     """The reference velocity is computed in every n-th micro-batch only."""
+    guided_training: ClassVar[bool] = False
+    """True if the loss is of the guided velocity, which samples. False if it is only valid without guidance."""
 
     @property
     def needs(self) -> Sequence[str]:

@@ -31,12 +31,14 @@ from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.architectures import Architecture, build_component, find_architecture
 from solrl_lightning.policies.checkpointing import checkpoint_blocks
+from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.quantization import Backend, LayerPlan, resolve
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.rollout.micro_batches import plan_micro_batches
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, candidates, evaluations
+from solrl_lightning.targets import check_objective
 from solrl_lightning.tasks.tables import format_table, write_json
 
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
@@ -240,9 +242,10 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
         "merged": passes.forward,
         "shadow": passes.forward - quantized_macs + quantized_macs / (cfg.task.speedup or 1.0),
     }
+    guided = forward_passes(cfg.model.get("guidance_scale", 1))  # of a velocity
     counts: Counter[str] = Counter()
     for stage, count in zip(stages, evaluations(stages, pool), strict=True):
-        counts[stage.name] += count
+        counts[stage.name] += guided * count
     prompts = math.ceil(cfg.prompts_per_iteration / devices)
     timesteps = max(1, int(stages[-1].steps * cfg.model.train_timestep_fraction))
     per_prompt = keep * timesteps
@@ -255,15 +258,15 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
     }  # a race has one sampler
     macs["decode"] = prompts * sum(n * decoding[stage.decoder] for n, stage in zip(images, stages, strict=True))
     needs_reference = (cfg.objective.get("kl_weight") != 0) / cfg.objective.get("reference_every", 1)
-    without_gradients = cost[cfg.old_velocity] + needs_reference * passes.forward
-    macs["train"] = rows * (passes.adapted + passes.backward + without_gradients)
+    others = cost[cfg.old_velocity] + needs_reference * passes.forward
+    macs["train"] = rows * (passes.backward + guided * (passes.adapted + others))
     return {
         "prompt": counts,
         "all_devices": {name: cfg.prompts_per_iteration * count for name, count in counts.items()},
         "device": {name: prompts * count for name, count in counts.items()},
         "decodes": prompts * sum(images),
         "train_rows": rows,
-        "train_forwards": round(rows * (2 + needs_reference)),
+        "train_forwards": round(guided * rows * (2 + needs_reference)),
         "train_backwards": rows,
         "macs": macs | {"iteration": sum(macs.values())},
     }
@@ -283,6 +286,7 @@ def seconds(macs: dict[str, float], tflops: float, decoder_dtype: torch.dtype) -
 def plan(cfg: DictConfig) -> Json:
     """Print the compute and memory of a run of ``cfg``, and write them to ``plan.json``."""
     _check(cfg.task, cfg.prompts_per_iteration)
+    check_objective(cfg)
     backend = resolve(cfg.precision.name, cfg.precision.backend, device_of(cfg))
     model = on_meta(cfg, backend)
     policy, size = model.policy, model.bytes
