@@ -146,6 +146,7 @@ _RULES = {
         _number(lambda value: value >= 0),
         "model.guidance objective.kl_weight objective.old_weight optimizer.weight_decay scheduler.warmup family.margin",
     ),
+    "a number of at least 1; 1 is without guidance": (_number(lambda value: value >= 1), "model.guidance_scale"),
     "a fraction above 0 and at most 1": (
         _number(lambda value: 0 < value <= 1),
         "model.train_timestep_fraction objective.timestep_fraction task.min_gap family.threshold",
@@ -552,7 +553,7 @@ def check_machine(cfg: DictConfig) -> None:
     import torch
 
     from solrl_lightning.quantization import resolve
-    from solrl_lightning.targets import check_optimizer
+    from solrl_lightning.targets import check_objective, check_optimizer
 
     accelerator, devices = cfg.trainer.get("accelerator"), cfg.trainer.get("devices")
     gpus = torch.cuda.device_count()
@@ -567,3 +568,4 @@ def check_machine(cfg: DictConfig) -> None:
         resolve(cfg.precision.name, cfg.precision.backend, torch.device("cuda", 0) if gpu else torch.device("cpu"))
     if "train" in cfg.task.reads:
         check_optimizer(cfg)
+        check_objective(cfg)

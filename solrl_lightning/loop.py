@@ -21,6 +21,7 @@ from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.objectives.base import Objective
+from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.rollout.explore import run_stages
 from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
@@ -83,7 +84,7 @@ class ExploreTrainLoop(_FitLoop):
         self._steps_taken = 0  # in the current iteration
         self._counts = {"evaluations": 0, "samples": 0}  # in finished iterations
         self._seconds_before = 0.0  # in the runs that this one resumes
-        self._trained = kept * levels * objective.forward_passes  # evaluations of a prompt
+        self._trained = kept * levels * objective.forward_passes  # velocities of a prompt
         self._encoded: tuple[int, EncodedPrompts] | None = None  # first iteration of those encoded, their prompts
         self.explored: Candidates | None = None
         """The whole pool with its proxy rewards; None in families of one stage."""
@@ -180,7 +181,8 @@ class ExploreTrainLoop(_FitLoop):
     def _each_iteration(self) -> dict[str, int]:
         """Return the model evaluations and the scored images of an iteration, of all ranks."""
         prompts = self.schedule.per_iteration
-        forwards = sum(evaluations(self.stages, self.pool)) + self._trained
+        velocities = sum(evaluations(self.stages, self.pool)) + self._trained
+        forwards = velocities * forward_passes(self._module.policy.guidance_scale)
         return {"evaluations": round(prompts * forwards), "samples": prompts * sum(candidates(self.stages, self.pool))}
 
     def cost(self) -> dict[str, float]:

@@ -182,7 +182,7 @@ class SolRLModule(LightningModule):
         return every == 1 or (batch_idx + self.trainer.fit_loop.iterations_done) % every == 0  # type: ignore[attr-defined]
 
     def _velocity(self, transformer: nn.Module, batch: TrainingBatch) -> Tensor:
-        return self.policy.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning)
+        return self.policy.guided_velocity(transformer, batch.x_t, batch.sigma, batch.conditioning)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained_parameters() if p.grad is not None])

@@ -44,9 +44,20 @@ def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object,
 
 
 def check_optimizer(cfg: DictConfig) -> None:
-    """Raises UserError for an optimiser or an objective that cannot be made."""
-    from solrl_lightning.objectives.base import Objective
-
+    """Raises UserError for an optimiser that cannot be made."""
     lora, kind = torch.nn.Parameter(torch.zeros(2, 2)), torch.optim.Optimizer
     make("optimizer", cfg.optimizer, [lora], _partial_=False, takes="a list of parameters", kind=kind)
-    make("objective", cfg.objective, kind=Objective)
+
+
+def check_objective(cfg: DictConfig) -> None:
+    """Raises UserError for an objective that cannot be made, or that cannot train with the model's guidance."""
+    from solrl_lightning.objectives.base import Objective
+
+    objective = make("objective", cfg.objective, kind=Objective)
+    scale = cfg.model.get("guidance_scale", 1)
+    if scale != 1 and not objective.guided_training:
+        raise UserError(
+            f"model.guidance_scale={scale} is invalid: the loss of objective={type(objective).__name__} is that of the "
+            "velocity without guidance, and guided images are not samples of that policy. Set model.guidance_scale=1; "
+            "task=evaluate, generate and audit take any scale."
+        )

@@ -23,9 +23,9 @@ from solrl_lightning.build import (
     prepare_device,
     stages_of,
 )
+from solrl_lightning.checks import check_machine
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.nft import NFT
-from solrl_lightning.targets import check_optimizer
 
 Compose = Callable[..., DictConfig]
 OWN = "+reward.mine={_target_:%s,weight:1.0%s}"
@@ -62,7 +62,7 @@ def test_an_optimiser_or_objective_that_cannot_be_made_is_told_without_a_model(
     compose: Compose, argument: str, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        check_optimizer(compose(argument))
+        check_machine(compose(argument))
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_an_optimiser_or_objective_that_cannot_be_made_is_told_without_a_model(
     ],
 )
 def test_an_optimiser_of_ones_own_passes(compose: Compose, arguments: tuple[str, ...]) -> None:
-    check_optimizer(compose(*arguments))
+    check_machine(compose(*arguments))
 
 
 @pytest.mark.parametrize(

@@ -216,6 +216,7 @@ def test_time_to_reward_runs_every_family_with_equal_settings_over_three_seeds()
         ("family.explor.steps=4", "family.explore.steps"),
         ("explore.steps=4", "family.explore.steps"),
         ("lr=1e-3", "optimizer.lr"),
+        ("model.guidance_scale=4.5", "model.guidance"),  # of FLUX.1
         ("iteration=4", "iterations"),
         ("experimnt=smoke", "experiment"),
         ("hydra.run.dirr=x", "hydra.run.dir"),

@@ -9,7 +9,7 @@ Shapes: B micro-batch, M kept samples, T solver steps.
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class Objective(ABC):
     """Solver of the samples that are trained on; None: that of the family."""
     shared_noise: bool = False
     """Start the candidates of a prompt from one noise; only in families that do not explore."""
+    guided_training: ClassVar[bool] = False
+    """True if the loss is of the guided velocity, which samples. False if it is only valid without guidance."""
 
     @property
     def needs(self) -> Sequence[str]:

@@ -8,7 +8,7 @@ Shapes: B batch.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class GRPO(KLObjective):
     All steps but the last one are stochastic, recorded and trained on. With ``old_policy.decay_type=0`` the policy that
     samples is the trained one at the start of the iteration, as published.
     """
+
+    guided_training: ClassVar[bool] = True
 
     clip_range: float
     advantage_clip: float

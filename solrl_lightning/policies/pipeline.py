@@ -28,6 +28,7 @@ from solrl_lightning.policies.conditioning import Conditioning, Row, stack_rows
 from solrl_lightning.policies.config_files import TINY
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
 from solrl_lightning.policies.gelu import use_logistic_gelu
+from solrl_lightning.policies.guidance import guided
 from solrl_lightning.policies.loading import load_pipeline
 from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
 from solrl_lightning.policies.random_weights import random_pipeline, random_row
@@ -55,6 +56,7 @@ class PipelinePolicy(ABC):
         weights: ``pretrained``, or ``random`` in the same shapes, without text encoders, for plans and timings.
         preview_decoder: hub id or local folder of an ``AutoencoderTiny`` of the same latents, for ``preview``;
             ``tiny`` for the embedded model's.
+        guidance_scale: of classifier-free guidance, in every image and in training; 1 for none.
         device: of transformer and autoencoder; text encoders stay on the CPU and move to it only while encoding.
 
     Raises:
@@ -78,6 +80,7 @@ class PipelinePolicy(ABC):
         variant: str | None = None,
         weights: str = "pretrained",
         preview_decoder: str | None = None,
+        guidance_scale: float = 1.0,
         device: str | torch.device = "cpu",
     ) -> None:
         self.pretrained = str(TINY) if pretrained == "tiny" else pretrained
@@ -110,6 +113,8 @@ class PipelinePolicy(ABC):
         side = resolution // self.pipeline.vae_scale_factor
         self.latent_shape = (self.transformer.config.in_channels, side, side)
         self.preview_decoder = None if preview_decoder is None else self._preview_decoder(preview_decoder)
+        self.guidance_scale = guidance_scale
+        self.unconditional: Conditioning = {} if guidance_scale == 1 else self.encode([""])
 
     # A subclass implements these
 
@@ -127,7 +132,10 @@ class PipelinePolicy(ABC):
 
     @abstractmethod
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """float32 [B, *latent_shape] velocity (noise minus image) at latents ``x`` and levels ``sigma`` [B] or []."""
+        """float32 [B, *latent_shape] velocity (noise minus image) at latents ``x`` and levels ``sigma`` [B] or [].
+
+        It is the conditional one: ``guided_velocity`` adds the guidance.
+        """
 
     # A subclass may override these: here latents are the autoencoder's own [C, H, W], scaled and shifted by two numbers
 
@@ -151,6 +159,10 @@ class PipelinePolicy(ABC):
     def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
         """[B, C, H, W] input of ``vae`` for latents ``x`` [B, *latent_shape]."""
         return x / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+
+    def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """As ``velocity``, with the policy's classifier-free guidance; the samplers and the loss read this one."""
+        return guided(self.velocity, self.unconditional, self.guidance_scale)(transformer, x, sigma, conditioning)
 
     # Prompts
 

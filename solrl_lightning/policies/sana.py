@@ -1,4 +1,4 @@
-"""SANA, without classifier-free guidance and the "complex human instruction", as in the published training.
+"""SANA, without the "complex human instruction", as in the published training.
 
 Latents are [B, C, H / 32, W / 32]: the autoencoder (DC-AE) compresses 32-fold.
 """

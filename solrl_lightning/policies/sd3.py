@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and 3.5, without classifier-free guidance, as in the published training.
+"""Stable Diffusion 3 and 3.5.
 
 Latents are [B, C, H / 8, W / 8].
 """

@@ -139,7 +139,7 @@ def iter_sampled_chunks(
         state = start(policy.noise(flat[index])) if initial is None else initial.flatten().take(index)
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
-            return policy.velocity(transformer, x, sigma, conditioning)
+            return policy.guided_velocity(transformer, x, sigma, conditioning)
 
         def noise(step: int) -> Tensor | None:
             if step not in spec.transitions:

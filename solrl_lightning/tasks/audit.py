@@ -27,6 +27,7 @@ from torch import Tensor
 from solrl_lightning.build import build_module, device_of, explorers, load_adapters, with_option
 from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
+from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.rollout.explore import run_stages
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import select_contrastive, take
@@ -69,6 +70,7 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
         scored += score_pool(own, [*first, *stages])
     truth, *proxies = scored
     gap = reward_gap(truth.rewards, truth.rewards, options.keep)
+    passes = forward_passes(cfg.model.get("guidance_scale", 1))
     result: dict[str, Any] = {
         "prompts": truth.rewards.shape[0],
         "pool": truth.rewards.shape[1],
@@ -92,8 +94,8 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
                 "solver": proxy.stages[0].solver,
                 "rungs": [{"step": stage.stop_step, "keep": stage.keep} for stage in proxy.explorers],
                 "decoder": proxy.stages[0].decoder,
-                "evaluations": sum(evaluations(proxy.stages, options.pool)[:-1]),
-                "regenerate_evaluations": evaluations(proxy.stages, options.pool)[-1],
+                "evaluations": passes * sum(evaluations(proxy.stages, options.pool)[:-1]),
+                "regenerate_evaluations": passes * evaluations(proxy.stages, options.pool)[-1],
                 "reward": proxy.rewards.mean().item(),
                 "seconds": proxy.seconds[_PROXY],
                 "regenerate_seconds": proxy.seconds[REGENERATE],

@@ -39,12 +39,14 @@ from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.architectures import Architecture, build_component, find_architecture
 from solrl_lightning.policies.checkpointing import checkpoint_blocks
+from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.quantization import Backend, LayerPlan, resolve
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.rollout.micro_batches import plan_micro_batches
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, candidates, evaluations
+from solrl_lightning.targets import check_objective
 from solrl_lightning.tasks.tables import format_table, write_json
 
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
@@ -248,9 +250,10 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
         "merged": passes.forward,
         "shadow": passes.forward - quantized_macs + quantized_macs / (cfg.task.speedup or 1.0),
     }
+    guided = forward_passes(cfg.model.get("guidance_scale", 1))  # of a velocity
     counts: Counter[str] = Counter()
     for stage, count in zip(stages, evaluations(stages, pool), strict=True):
-        counts[stage.name] += count
+        counts[stage.name] += guided * count
     prompts = math.ceil(cfg.prompts_per_iteration / devices)
     objective = build_objective(cfg)
     per_prompt = keep * objective.rows_per_sample(stages[-1].steps)
@@ -264,14 +267,14 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
     macs["decode"] = prompts * sum(n * decoding[stage.decoder] for n, stage in zip(images, stages, strict=True))
     others = {"old": cost[cfg.old_velocity], "reference": passes.forward}
     without_gradients = sum(objective.share_of(name) * others[name] for name in objective.needs)
-    macs["train"] = rows * (passes.adapted + passes.backward + without_gradients)
+    macs["train"] = rows * (passes.backward + guided * (passes.adapted + without_gradients))
     return {
         "prompt": counts,
         "all_devices": {name: cfg.prompts_per_iteration * count for name, count in counts.items()},
         "device": {name: prompts * count for name, count in counts.items()},
         "decodes": prompts * sum(images),
         "train_rows": rows,
-        "train_forwards": round(rows * objective.forward_passes),
+        "train_forwards": round(guided * rows * objective.forward_passes),
         "train_backwards": rows,
         "macs": macs | {"iteration": sum(macs.values())},
     }
@@ -291,6 +294,7 @@ def seconds(macs: dict[str, float], tflops: float, decoder_dtype: torch.dtype) -
 def plan(cfg: DictConfig) -> Json:
     """Print the compute and memory of a run of ``cfg``, and write them to ``plan.json``."""
     _check(cfg.task, cfg.prompts_per_iteration)
+    check_objective(cfg)
     backend = resolve(cfg.precision.name, cfg.precision.backend, device_of(cfg))
     model = on_meta(cfg, backend)
     policy, size = model.policy, model.bytes

@@ -1,23 +1,35 @@
-"""Classifier-free guidance around a policy's velocity."""
+"""Classifier-free guidance: the formula, the images of diffusers' pipelines, and what a run with it counts."""
 
+import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from nano import PROMPTS, load_nano
+from nano import PROMPTS, load_nano, policy_class
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from solrl_lightning.checks import check_machine, check_numbers
+from solrl_lightning.errors import UserError
+from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.guidance import guided
-from solrl_lightning.sampling import integrate
+from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.rollout.records import EncodedPrompts
+from solrl_lightning.rollout.stage import BatchSize, SamplingSpec, iter_sampled_chunks
+from solrl_lightning.tasks.plan import plan
+from solrl_lightning.tasks.train import train
 
 SEEDS = torch.tensor([3, 4, 5])
 STEPS, SCALE = 3, 4.5
 
 
 def times_embedding(transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-    return x * conditioning["embeds"] + sigma
+    return transformer(x) * conditioning["embeds"] + sigma
 
 
 def test_velocity_is_extrapolated_from_the_unconditional_one() -> None:
@@ -29,14 +41,26 @@ def test_velocity_is_extrapolated_from_the_unconditional_one() -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+def test_the_unconditional_velocity_has_no_gradient() -> None:
+    layer, x, embeds = nn.Linear(6, 6), torch.randn(4, 6), torch.randn(4, 6)
+    gradients = []
+    for scale in (1.0, SCALE):
+        velocity = guided(times_embedding, {"embeds": torch.randn(1, 6)}, scale)
+        velocity(layer, x, torch.tensor(0.3), {"embeds": embeds}).sum().backward()
+        gradients.append(layer.weight.grad)
+        layer.weight.grad = None
+    torch.testing.assert_close(gradients[1], SCALE * gradients[0])
+
+
 def test_scale_1_takes_one_forward_pass() -> None:
     assert guided(times_embedding, {"embeds": torch.zeros(1, 6)}, 1.0) is times_embedding
 
 
 @pytest.mark.parametrize("model", ["sd3", "sana"])
-def test_latents_are_those_of_the_diffusers_pipeline_with_guidance(folder_of: Callable[[str], str], model: str) -> None:
-    policy = load_nano(model, folder_of(model))
-    policy.transformer.float()
+def test_sampled_images_are_those_of_the_diffusers_pipeline_with_guidance(
+    folder_of: Callable[[str], str], model: str
+) -> None:
+    policy = load_nano(model, folder_of(model), dtypes={"default": "float32"}, guidance_scale=SCALE)
     theirs = policy.pipeline_class.from_pretrained(folder_of(model), dtype=torch.float32)
     theirs.set_progress_bar_config(disable=True)
     options: dict[str, object] = dict(height=32, width=32, num_inference_steps=STEPS, max_sequence_length=10)
@@ -44,18 +68,97 @@ def test_latents_are_those_of_the_diffusers_pipeline_with_guidance(folder_of: Ca
         theirs.scheduler = FlowMatchEulerDiscreteScheduler()
         options |= dict(use_resolution_binning=False, complex_human_instruction=None)
         options |= dict(sigmas=policy.sigmas(STEPS)[:-1].tolist())
-    expected = theirs(
-        PROMPTS, negative_prompt="", guidance_scale=SCALE, latents=policy.noise(SEEDS), output_type="latent", **options
-    ).images
 
-    def sample(scale: float) -> Tensor:
-        velocity, conditioning = guided(policy.velocity, policy.encode([""]), scale), policy.encode(PROMPTS)
-        return integrate(
-            lambda x, sigma: velocity(policy.transformer, x, sigma, conditioning),
-            policy.noise(SEEDS),
-            policy.sigmas(STEPS),
-        )
+    def paint(kind: str) -> Tensor:
+        noise = policy.noise(SEEDS)
+        return theirs(PROMPTS, guidance_scale=SCALE, latents=noise, output_type=kind, **options).images
 
-    with torch.no_grad():
-        torch.testing.assert_close(sample(SCALE), expected, rtol=0, atol=1e-4)
-        assert (sample(1.0) - expected).abs().max() > 0.01
+    spec, prompts = SamplingSpec(policy.sigmas(STEPS), "euler"), EncodedPrompts(PROMPTS, policy.encode(PROMPTS))
+    batch = BatchSize(2, pad_to_size=False)
+    chunks = list(iter_sampled_chunks(policy, policy.transformer, batch, prompts, SEEDS[:, None], spec))
+    latents = torch.cat([chunk.state.x for chunk in chunks])
+    torch.testing.assert_close(latents, paint("latent"), rtol=0, atol=1e-4)
+    torch.testing.assert_close(policy.decode(latents), paint("pt"), rtol=0, atol=1e-4)
+    policy.guidance_scale = 1.0
+    (chunk, _) = iter_sampled_chunks(policy, policy.transformer, batch, prompts, SEEDS[:, None], spec)
+    assert (chunk.state.x - latents[:2]).abs().max() > 0.01
+
+
+def test_the_empty_prompt_is_encoded_once_and_kept_with_the_others(
+    folder_of: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encode, texts = policy_class("sd3").encode_uncached, []
+
+    def noted(self: PipelinePolicy, prompts: list[str]) -> Any:
+        texts.append(prompts)
+        return encode(self, prompts)
+
+    monkeypatch.setattr(policy_class("sd3"), "encode_uncached", noted)
+    for times in (1, 2):
+        policy = load_nano("sd3", folder_of("sd3"), embeddings=str(tmp_path), guidance_scale=SCALE)
+        assert texts == [[""]] and (policy.pipeline.text_encoder is None) == (times == 2)
+        assert policy.unconditional["prompt_embeds"].dtype == torch.bfloat16
+    assert not load_nano("sd3", folder_of("sd3")).unconditional and texts == [[""]]
+
+
+class GuidedNFT(NFT):
+    """An objective that accepts guidance; what its loss means does not matter here."""
+
+    guided_training = True
+
+
+SMALL = (
+    "model=sd3",
+    "model.resolution=32",
+    "model.max_sequence_length=10",
+    "model.embeddings=null",
+    "model.full_steps=3",
+    "model.preview_steps=2",
+    "data=shapes",
+    "data.eval_prompts=1",
+    "experiment=smoke",
+    "trainer=cpu",
+    "~logger",
+    "iterations=1",
+    "family.pool=4",
+    "family.keep=2",
+    "family.compile=false",
+    "prompts_per_iteration=2",
+    "callbacks.sample_grid.every=0",
+    "callbacks.rank_correlation.probe_every=0",
+    "+trainer.limit_val_batches=0",
+)
+
+
+def test_a_guided_run_samples_and_trains_with_it_and_counts_twice_the_evaluations(
+    compose: Callable[..., DictConfig],
+    folder_of: Callable[[str], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sd3, rows = policy_class("sd3"), {"conditional": 0, "unconditional": 0}
+    velocity = sd3.velocity
+
+    def noted(self: PipelinePolicy, transformer: nn.Module, x: Tensor, sigma: Tensor, given: Conditioning) -> Tensor:
+        empty = torch.equal(given["pooled"], self.unconditional["pooled"].expand_as(given["pooled"]))
+        rows["unconditional" if empty else "conditional"] += len(x)
+        return velocity(self, transformer, x, sigma, given)
+
+    monkeypatch.setattr(sd3, "velocity", noted)
+    own = (f"model.pretrained={folder_of('sd3')}", f"model.guidance_scale={SCALE}")
+    train(compose(*SMALL, *own, f"objective._target_={__name__}.GuidedNFT"))
+    # 2 prompts: 4 candidates x 2 steps, 2 kept x 3 steps; 2 rows of the policy, the old policy and the reference
+    assert rows == {"conditional": 2 * (8 + 6 + 6), "unconditional": 2 * (8 + 6 + 6)}
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["status"] == "completed"
+    state = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]
+    assert state["evaluations"] == 2 * 40
+
+
+def test_training_with_guidance_needs_an_objective_of_the_guided_velocity(compose: Callable[..., DictConfig]) -> None:
+    for objective, (task, check) in itertools.product(("nft", "awm"), (("train", check_machine), ("plan", plan))):
+        with pytest.raises(UserError, match=f"scale=4.5 is invalid: the loss of objective={objective.upper()} is"):
+            check(compose("model=sd3", "model.guidance_scale=4.5", f"objective={objective}", f"task={task}"))
+    with pytest.raises(UserError, match="model.guidance_scale=0.5 is invalid: it must be a number of at least 1"):
+        check_numbers(compose("model=sd3", "model.guidance_scale=0.5"))
+    check_machine(compose("model=sd3", "model.guidance_scale=4.5", "task=evaluate"))

@@ -181,6 +181,20 @@ def test_devices_share_an_iteration_and_only_quantised_layers_are_faster(compose
     assert without_kl["train_forwards"] == 400
 
 
+def test_guidance_takes_a_second_forward_pass_but_no_second_backward_pass(compose: Compose) -> None:
+    sizes = Passes(forward=100, layers={}, adapted=110, backward=200, decode=7, activation_bytes={})
+    options = ("task=plan", "model=sd3", "model.train_timestep_fraction=0.4")
+    plain, guided = (
+        iteration_cost(compose(*options, f"model.guidance_scale={scale}"), sizes, quantized_macs=80)
+        for scale in (1, 4.5)
+    )
+    assert {name: 2 * count for name, count in plain["prompt"].items()} == guided["prompt"]
+    assert guided["train_forwards"] == 6 * guided["train_rows"] and guided["train_backwards"] == guided["train_rows"]
+    assert guided["macs"]["explore"] == 2 * plain["macs"]["explore"]
+    assert guided["macs"]["train"] == guided["train_rows"] * (200 + 2 * (110 + 110 + 100))
+    assert guided["decodes"] == plain["decodes"]
+
+
 def test_float32_decoding_takes_twice_the_seconds_of_bf16() -> None:
     macs = {"train": 3e12, "decode": 1e12, "iteration": 4e12}
     assert seconds(macs, 2.0, torch.bfloat16) == {"train": 3.0, "decode": 1.0, "iteration": 4.0}
