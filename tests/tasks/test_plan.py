@@ -153,7 +153,7 @@ def test_devices_share_an_iteration_and_only_quantised_layers_are_faster(compose
     composed = compose(
         "task=plan", "task.devices=8", "task.speedup=2", "prompts_per_iteration=12", "model.micro_batch=10"
     )
-    composed.model.train_timestep_fraction, composed.old_velocity = 0.4, "merged"
+    composed.objective.timestep_fraction, composed.old_velocity = 0.4, "merged"
 
     def cost(family: str = "sol_rl") -> Json:
         return iteration_cost(with_option(composed, "family", family), sizes, quantized_macs=80)
