@@ -9,9 +9,8 @@ A single hard prompt can have only zeros, so the guard warns after several such 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
-from solrl_lightning.callbacks.common import Moments, log_values, loop_of, moments, reduced
+from solrl_lightning.callbacks.common import Moments, loop_of, moments, reduced
 from solrl_lightning.errors import UserError
 
 _NEAR_CONSTANT = 1e-4  # std / root mean square; real rewards have 1e-2 and more, float32 noise of equal images 1e-7
@@ -45,15 +44,8 @@ def find_fault(kept: Moments, lowest: float, highest: float, at_lowest: float, a
     return None
 
 
-def zero_spread(rewards: Tensor) -> Tensor:
-    """bool [P] of rewards [P, K]: True for a prompt whose rewards are all equal, so that its advantages are 0."""
-    return (rewards == rewards[:, :1]).all(dim=1)
-
-
 class RewardGuard(Callback):
     """Warns once when rewards are near-constant or saturated in ``patience`` consecutive iterations.
-
-    Logs ``reward/zero_std_fraction``: the share of prompts whose kept rewards are all equal.
 
     Raises:
         UserError: ``patience`` is less than 1.
@@ -71,8 +63,6 @@ class RewardGuard(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         rewards = loop_of(trainer).rollouts.rewards.detach()
-        log_values(pl_module, {"reward/zero_std_fraction": moments(trainer, zero_spread(rewards)).mean})
-
         flat = rewards.flatten()
         infinity = flat.new_full((1,), float("inf"))  # a rank without prompts has no rewards for min and max
         lowest = reduced(trainer, torch.cat([flat, infinity]).min(), "min")

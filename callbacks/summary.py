@@ -35,6 +35,7 @@ _PATHS = {
     "config": ".hydra",
 }
 _STATE = "run_summary"  # key in the checkpoint
+_POLICY = ("train/", "policy/", "reward/group_std", "reward/zero_std_fraction")  # metrics of the closing table
 
 
 class RunSummary(Callback):
@@ -60,6 +61,8 @@ class RunSummary(Callback):
         self._started: float | None = None
         self._open = False  # True from the start of training until the summary is written
         self._seconds_before = 0.0  # of the runs that this one resumes
+        self._first: dict[str, float] = {}  # what the policy did in its first iteration, and in the last one
+        self._last: dict[str, float] = {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._started is None:  # the evaluation before training calls setup, too
@@ -70,6 +73,11 @@ class RunSummary(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open = True
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        logged = trainer.callback_metrics.items()
+        self._last = {name: float(value) for name, value in logged if name.startswith(_POLICY)}
+        self._first = self._last | self._first
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         whole = trainer.current_epoch >= (trainer.max_epochs or 0)
@@ -83,12 +91,14 @@ class RunSummary(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         history = module_of(pl_module).eval_history
-        checkpoint[_STATE] = {"seconds": self._seconds(), "eval_history": list(history)}
+        own = {"first_metrics": self._first, "last_metrics": self._last}
+        checkpoint[_STATE] = {"seconds": self._seconds(), "eval_history": list(history), **own}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # A checkpoint saved without this callback has no such key.
         state = checkpoint.get(_STATE, {"seconds": 0.0, "eval_history": []})
         self._seconds_before = state["seconds"]
+        self._first, self._last = state.get("first_metrics", {}), state.get("last_metrics", {})
         module_of(pl_module).eval_history[:0] = state["eval_history"]
 
     def _seconds(self) -> float:
@@ -136,6 +146,9 @@ class RunSummary(Callback):
             "seconds_before_resume": self._seconds_before,
             "seconds_per_stage": stage_seconds(find_callback(trainer, StageTimings)),
             "rank_fidelity": rank_fidelity(find_callback(trainer, RankCorrelation)),
+            "policy_metrics": {
+                name: {"first": first, "last": self._last.get(name)} for name, first in self._first.items()
+            },
             "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
             "evaluations": evaluations,
@@ -233,6 +246,8 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         first, last = fidelity["first"], fidelity["last"]
         rows.append(("proxy spearman", f"{number(first['spearman'])} at first, {number(last['spearman'])} at last"))
         rows.append(("proxy kendall", f"{number(first['kendall'])} at first, {number(last['kendall'])} at last"))
+    for name, values in facts["policy_metrics"].items():
+        rows.append((name, f"{significant(values['first'])} at first, {significant(values['last'])} at last"))
     rows.append(("precision", facts["precision_backend"]))
     reserved = facts["peak_memory_reserved_bytes"]
     more = "" if reserved is None else f", {reserved / 2**30:.2f} GiB reserved by the allocator"
@@ -253,3 +268,8 @@ def change(base: float | None, final: float | None) -> str:
 def number(value: float | None) -> str:
     """Four decimals; "-" for None."""
     return "-" if value is None else f"{value:.4f}"
+
+
+def significant(value: float | None) -> str:
+    """Four significant digits; "-" for None."""
+    return "-" if value is None else f"{value:.4g}"

@@ -97,6 +97,7 @@ class SolRLModule(LightningModule):
         self.evaluation, self.eval_prompts, self.lora, self.seed = evaluation, eval_prompts, lora, seed
         self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
         self.ema_state: State | None = None  # set by the EMA callback
+        self.distances: dict[str, Tensor] = {}  # of the trained policy, before the old policy follows it
         self.transformer = samplers.transformer
         for name, value in {"policy": policy, "samplers": samplers, "rewards": rewards}.items():
             object.__setattr__(self, name, value)
@@ -190,6 +191,7 @@ class SolRLModule(LightningModule):
         super().optimizer_step(*args, **kwargs)
         loop: Any = self.trainer.fit_loop
         if loop.count_step():
+            self.distances = self.samplers.distances()
             self.samplers.update_old(self.old_decay(loop.iterations_done))
 
     def trained_parameters(self) -> list[nn.Parameter]:

@@ -50,6 +50,7 @@ class StandIn(LightningModule):
         self.eval_prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
         self.evaluated = ["shapes"]
         self.ema_state: dict[str, Tensor] | None = None
+        self.distances: dict[str, Tensor] = {}
         self.events: list[str] = []
         self.sampled: list[str] = []
 

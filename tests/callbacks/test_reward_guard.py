@@ -61,17 +61,6 @@ def test_guard_counts_consecutive_iterations_only(tmp_path, stand_in):
     assert len(calls) == 6
 
 
-def test_share_of_prompts_with_equal_rewards_is_logged(tmp_path, stand_in):
-    def first_prompt_constant(seeds):
-        return torch.where(torch.arange(len(seeds))[:, None] == 0, torch.tensor(0.3), stand_in.rewards_of(seeds))
-
-    roll_out = stand_in.RollOut(prompts=["a", "b", "c", "d"])
-    roll_out.rewards_of = first_prompt_constant
-    trainer = stand_in.trainer(tmp_path, [RewardGuard()], roll_out, max_epochs=1)
-    trainer.fit(stand_in.Module(), stand_in.micro_batches())
-    assert float(trainer.callback_metrics["reward/zero_std_fraction"]) == 0.25
-
-
 def test_patience_of_zero_is_an_error():
     with pytest.raises(UserError, match="reward_guard.patience=0 is invalid: it must be at least 1 iteration"):
         RewardGuard(patience=0)
