@@ -20,6 +20,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning import IMPORTED
 from solrl_lightning.callbacks.common import file_logger, find_callback, loop_of, module_of
+from solrl_lightning.callbacks.guard import Guard
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
@@ -129,6 +130,7 @@ class RunSummary(Callback):
             if name != reward
         }
         run = Path(trainer.default_root_dir).resolve()
+        guard = find_callback(trainer, Guard)
         paths = {name: str(run / relative) for name, relative in _PATHS.items() if (run / relative).exists()}
         return {
             "status": status,
@@ -149,6 +151,7 @@ class RunSummary(Callback):
             "policy_metrics": {
                 name: {"first": first, "last": self._last.get(name)} for name, first in self._first.items()
             },
+            "alarms": [alarm._asdict() for alarm in guard.alarms] if guard else [],
             "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
             "evaluations": evaluations,
@@ -236,6 +239,10 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     for name, other in facts["other_rewards"].items():
         watched = ", weight 0: not trained on" if other["weight"] == 0 else ""
         rows.append((f"{name} reward", change(other["base"], other["final"]) + watched))
+    for alarm in facts["alarms"]:
+        rows.append(
+            ("alarm", f"after iteration {alarm['iteration']}: {alarm['saw']}, since iteration {alarm['since']}")
+        )
     for stage, seconds in facts["seconds_per_stage"].items():
         parts = [f"{seconds['total']:.1f} s in all"] if seconds["total"] is not None else []
         parts += [f"{seconds['median']:.2f} s an iteration"] if seconds["median"] is not None else []

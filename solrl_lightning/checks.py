@@ -123,7 +123,7 @@ _RULES = {
         "family.pool family.explore.steps family.regenerate.steps model.resolution model.max_sequence_length "
         "model.full_steps model.preview_steps model.eval_steps model.prefix_steps model.micro_batch model.decode_batch "
         "model.rollout_batch model.lora.rank data.eval_images task.pool task.images task.repeats task.rounds "
-        "task.grid_prompts task.grid_images family.patience",
+        "task.grid_prompts task.grid_images family.patience callbacks.guard.patience",
     ),
     "a whole number of at least 1, or null": (_or_null(_whole(1)), "data.eval_prompts task.sizes.pool"),
     "a whole number of at least 0, or null": (_or_null(_whole(0)), "task.iterations"),
@@ -137,10 +137,15 @@ _RULES = {
         "model.max_grad_norm model.lora.alpha objective.beta objective.advantage_clip objective.ratio_clip "
         "optimizer.lr scheduler.iterations",
     ),
-    "a number above 0, or null": (_or_null(_number(lambda value: value > 0)), "task.tflops task.speedup"),
+    "a number above 0, or null": (
+        _or_null(_number(lambda value: value > 0)),
+        "task.tflops task.speedup callbacks.guard.limits.fall callbacks.guard.limits.pictures callbacks.guard.limits.kl "
+        "callbacks.guard.limits.base_distance callbacks.guard.limits.jump",
+    ),
     "a number of at least 0": (
         _number(lambda value: value >= 0),
-        "model.guidance objective.kl_weight objective.old_weight optimizer.weight_decay scheduler.warmup family.margin",
+        "model.guidance objective.kl_weight objective.old_weight optimizer.weight_decay scheduler.warmup family.margin "
+        "callbacks.guard.limits.lost_gain",
     ),
     "a fraction above 0 and at most 1": (
         _number(lambda value: 0 < value <= 1),
