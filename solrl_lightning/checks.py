@@ -139,8 +139,8 @@ _RULES = {
     ),
     "a number above 0, or null": (
         _or_null(_number(lambda value: value > 0)),
-        "task.tflops task.speedup callbacks.guard.limits.fall callbacks.guard.limits.pictures callbacks.guard.limits.kl "
-        "callbacks.guard.limits.base_distance callbacks.guard.limits.jump",
+        "task.tflops task.speedup callbacks.guard.limits.fall callbacks.guard.limits.pictures "
+        "callbacks.guard.limits.kl callbacks.guard.limits.base_distance callbacks.guard.limits.jump",
     ),
     "a number of at least 0": (
         _number(lambda value: value >= 0),

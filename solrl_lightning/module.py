@@ -150,7 +150,7 @@ class SolRLModule(LightningModule):
     ) -> Candidates:
         """Return the candidates of seeds [P, n], sampled by the merged replica and scored by all rewards.
 
-        ``weights``: "base", "old", "default" (trained) or "ema". ``decode`` replaces ``policy.decode``; its calls are in
+        ``weights``: "base", "old", "default" (trained) or "ema". ``decode`` replaces ``policy.decode``; it is called in
         the order of the candidates.
         """
         spec = SamplingSpec(self.policy.sigmas(steps), self.evaluation.solver)

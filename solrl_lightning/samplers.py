@@ -112,7 +112,7 @@ class Samplers:
         adapters.update_old_adapter(self.lora_layers, decay)
 
     def distances(self) -> dict[str, Tensor]:
-        """Distances of the trained weights from those of the base and of the old policy, relative to the base's norm."""
+        """Distances of the trained weights from the base and from the old policy, relative to the norm of the base."""
         update, difference = adapters.update_norms(self.lora_layers)
         return {"base_distance": update / self._base_norm, "old_distance": difference / self._base_norm}
 
