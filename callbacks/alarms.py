@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.callbacks.common import Moments
-from solrl_lightning.metrics.images import STATISTICS
 
 _FEWEST_PROMPTS = 8  # with fewer, a standard error over prompts says little
 _LEAST_FALL = 0.2  # in standard deviations over prompts, of a reward that has gained nothing yet
@@ -30,7 +29,8 @@ class Limits(NamedTuple):
 
     fall: float | None  # standard errors that a held-out reward is below its best
     lost_gain: float  # and share of the gain over the base that it has lost
-    pictures: float | None  # standard deviations over prompts, of the base, that a statistic of the pictures has moved
+    pictures: float | None  # standard deviations over prompts, of the base, that brightness, saturation or edges moved
+    diversity: float | None  # share of the base's diversity that a prompt's pictures have lost
     kl: float | None  # mean squared distance of the velocity from the base's; that of the velocity itself is about 2
     base_distance: float | None  # norm of the LoRA update relative to that of the base weights
     jump: float | None  # ranges of the loss, or of the gradient norm, in the iterations before
@@ -87,7 +87,11 @@ def find_alarms(
         found += [
             reward_fell(history, columns.index(reward), reward, limits),
             *(watched_fell(history, columns.index(name), name, limits) for name in watched),
-            *(picture_moved(history, columns.index(name), name, limits) for name in STATISTICS),
+            *(
+                picture_moved(history, columns.index(name), name, limits)
+                for name in ("brightness", "saturation", "edges")
+            ),
+            diversity_fell(history, columns.index("diversity"), limits),
         ]
     return [alarm for alarm in found if alarm is not None]
 
@@ -174,18 +178,37 @@ def picture_moved(history: History, column: int, name: str, limits: Limits) -> A
     if limits.pictures is None:
         return None
     values = history.values(column)
-    means, spread = values.mean(1), float(values[0].std())
-    shifts = (means - means[0]).abs() / spread
-    if not float(shifts[-1]) >= limits.pictures:
+    means = values.mean(1)
+    shifts = ((means - means[0]).abs() / values[0].std()).tolist()
+    if not shifts[-1] >= limits.pictures:
         return None
-    since = max(i for i, shift in enumerate(shifts.tolist()) if shift < limits.pictures / 2)
+    since = max(i for i, shift in enumerate(shifts) if shift < limits.pictures / 2)
     return Alarm(
         f"{name}_moved",
         history.evaluated[-1],
         history.evaluated[since],
         f"the {name} of the held-out pictures went from {float(means[0]):.4g} to {float(means[-1]):.4g}, by "
-        f"{float(shifts[-1]):.1f} standard deviations of the first evaluation over prompts",
-        "look at samples/; a second reward that the pictures lose by it, or a larger objective.kl_weight",
+        f"{shifts[-1]:.1f} standard deviations of the first evaluation over prompts",
+        "a look at samples/, a second reward that the pictures lose by it, or a larger objective.kl_weight",
+    )
+
+
+def diversity_fell(history: History, column: int, limits: Limits) -> Alarm | None:
+    """The pictures of a prompt are more alike than in the first evaluation by a share of their diversity."""
+    if limits.diversity is None:
+        return None
+    means = history.values(column).mean(1)
+    lost = (1 - means / means[0]).tolist()
+    if not lost[-1] >= limits.diversity:
+        return None
+    since = max(i for i, share in enumerate(lost) if share < limits.diversity / 2)
+    return Alarm(
+        "diversity_fell",
+        history.evaluated[-1],
+        history.evaluated[since],
+        f"the diversity of a prompt's held-out pictures fell from {float(means[0]):.4g} to {float(means[-1]):.4g}, by "
+        f"{lost[-1]:.0%}",
+        "a look at samples/, a larger objective.kl_weight, or a lower optimizer.lr",
     )
 
 
@@ -251,8 +274,8 @@ def reward_fault(
     if kept.std <= _NEAR_CONSTANT * root_mean_square:
         return (
             f"all {kept.samples} rewards are nearly equal (mean {kept.mean:.6g}, std {kept.std:.2g})",
-            "check reward.pretrained, because the reward model may not have loaded; look at samples/, because the "
-            "images may be black or alike",
+            "a check of reward.pretrained, because the reward model may not have loaded; a look at samples/, because "
+            "the images may be black or alike",
         )
     if at_highest >= _SATURATED:
         return (
@@ -262,7 +285,7 @@ def reward_fault(
     if at_lowest >= _SATURATED:
         return (
             f"{at_lowest:.0%} of {kept.samples} rewards are exactly the lowest value, {lowest:.6g}",
-            "look at samples/, because the images may be black or broken; check reward.pretrained, because the reward "
-            "model may not have loaded",
+            "a look at samples/, because the images may be black or broken; a check of reward.pretrained, because the "
+            "reward model may not have loaded",
         )
     return None

@@ -19,17 +19,19 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning import IMPORTED
-from solrl_lightning.callbacks.common import file_logger, find_callback, loop_of, module_of
+from solrl_lightning.callbacks.checkpoints import BestCheckpoint
+from solrl_lightning.callbacks.common import file_logger, find_callback, loop_of, module_of, stop_reason
 from solrl_lightning.callbacks.guard import Guard
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import finite_only, iterations_done, read_checkpoint, write_atomically
 from solrl_lightning.memory import peak_resident_bytes
-from solrl_lightning.run_folder import LAST
+from solrl_lightning.run_folder import BEST, LAST
 
 _PATHS = {
     "last_checkpoint": str(LAST),
+    "best_checkpoint": str(BEST),
     "lora": "lora",
     "tensorboard": "tensorboard",
     "samples": "samples",
@@ -64,6 +66,7 @@ class RunSummary(Callback):
         self._seconds_before = 0.0  # of the runs that this one resumes
         self._first: dict[str, float] = {}  # what the policy did in its first iteration, and in the last one
         self._last: dict[str, float] = {}
+        self._stopped_by: str | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._started is None:  # the evaluation before training calls setup, too
@@ -81,6 +84,7 @@ class RunSummary(Callback):
         self._first = self._last | self._first
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stopped_by = stop_reason(trainer)
         whole = trainer.current_epoch >= (trainer.max_epochs or 0)
         self._finish(trainer, pl_module, "completed" if whole else "stopped early", None)
 
@@ -130,15 +134,19 @@ class RunSummary(Callback):
             if name != reward
         }
         run = Path(trainer.default_root_dir).resolve()
-        guard = find_callback(trainer, Guard)
+        guard, best = find_callback(trainer, Guard), find_callback(trainer, BestCheckpoint)
         paths = {name: str(run / relative) for name, relative in _PATHS.items() if (run / relative).exists()}
         return {
             "status": status,
             "error": error,
+            "stopped_by": self._stopped_by,
             "reward": reward,
             "base_reward": base,
             "final_reward": final,
             "final_reward_iteration": evaluated_at,
+            "best_reward": best.reward if best else None,
+            "best_iteration": best.iteration if best else None,
+            "best_monitor": (best.monitor or reward) if best else None,
             "improvement": final - base if base is not None and final is not None else None,
             "other_rewards": others,
             "iterations": loop_of(trainer).iterations_done,
@@ -229,6 +237,8 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     if facts["seconds_before_resume"] > 0:
         done += f", {facts['seconds_before_resume']:.0f} s of them before it was resumed"
     done += f" ({facts['seconds_since_process_start']:.0f} s since the process started)"
+    if facts["stopped_by"] is not None:
+        done += f", by {facts['stopped_by']}; lora/ is that of the best checkpoint"
     rows = [("status", done if facts["error"] is None else f"{done}: {facts['error']}")]
     kept = facts["last_checkpoint_iterations"]
     if kept is not None and kept < facts["iterations"]:
@@ -236,6 +246,9 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     evaluated_at = facts["final_reward_iteration"]
     when = "" if evaluated_at is None else f", evaluated after {evaluated_at} iterations"
     rows.append((f"{facts['reward']} reward", change(facts["base_reward"], facts["final_reward"]) + when))
+    if facts["best_reward"] is not None:
+        best = f"{number(facts['best_reward'])} after {facts['best_iteration']} iterations; ckpt=best takes it"
+        rows.append((f"best {facts['best_monitor']}", best))
     for name, other in facts["other_rewards"].items():
         watched = ", weight 0: not trained on" if other["weight"] == 0 else ""
         rows.append((f"{name} reward", change(other["base"], other["final"]) + watched))

@@ -296,6 +296,11 @@ class SolRLModule(LightningModule):
                 f"{found.get(name, 'none')} in the checkpoint. Repeat the options of that run."
             )
 
+    def load_average(self, checkpoint: dict[str, Any]) -> None:
+        """Take the evaluation average of a checkpoint; without the EMA callback that is the trained adapter."""
+        average = checkpoint["callbacks"].get("WeightEMA")
+        self.ema_state = average and average["average"]
+
     def _shapes(self, state: dict[str, Tensor]) -> dict[str, list[int]]:
         return {name: list(value.shape) for name, value in self._adapter_tensors(state).items()}
 

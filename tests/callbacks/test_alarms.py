@@ -8,7 +8,7 @@ from torch import Tensor
 
 from solrl_lightning.callbacks.alarms import Alarm, History, Limits, above, fall_of, find_alarms, jumped
 
-LIMITS = Limits(fall=3.0, lost_gain=0.25, pictures=3.0, kl=0.5, base_distance=0.5, jump=5.0)
+LIMITS = Limits(fall=3.0, lost_gain=0.25, pictures=3.0, diversity=0.5, kl=0.5, base_distance=0.5, jump=5.0)
 COLUMNS = ["shapes", "bright", "brightness", "saturation", "edges", "diversity"]
 PROMPTS = 64
 
@@ -103,12 +103,20 @@ def test_a_watched_reward_that_falls_while_the_trained_one_rises() -> None:
 
 
 def test_statistics_of_pictures_are_measured_in_the_spread_of_the_base_over_prompts() -> None:
-    whole = history(6, brightness=[0.5, 0.6, 0.75, 0.9], diversity=[0.5, 0.5, 0.4, 0.05])  # spread 0.13
-    assert alarms_by_evaluation(whole) == [[], [], [], ["diversity_moved"]]
+    whole = history(6, brightness=[0.5, 0.6, 0.75, 0.85], edges=[0.5, 0.5, 0.4, 0.05])  # spread 0.13
+    assert alarms_by_evaluation(whole) == [[], [], [], ["edges_moved"]]
     whole = history(6, brightness=[0.5, 0.6, 0.75, 0.95])
     (alarm,) = find_alarms(whole, COLUMNS, "shapes", [], LIMITS)
     assert (alarm.name, alarm.iteration, alarm.since) == ("brightness_moved", 18, 6)
     assert "from 0.5 to 0.95" in alarm.saw
+
+
+def test_diversity_is_measured_as_a_share_of_that_of_the_base() -> None:
+    assert alarms_by_evaluation(history(6, diversity=[0.5, 0.4, 0.3, 0.26])) == [[]] * 4
+    whole = history(6, diversity=[0.5, 0.4, 0.3, 0.24])
+    (alarm,) = find_alarms(whole, COLUMNS, "shapes", [], LIMITS)
+    assert (alarm.name, alarm.iteration, alarm.since) == ("diversity_fell", 18, 6)
+    assert "from 0.5 to 0.24, by 52%" in alarm.saw
 
 
 def test_few_prompts_raise_no_alarm_about_rewards_and_pictures() -> None:
