@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
 from solrl_lightning.loop import ExploreTrainLoop
@@ -37,6 +38,18 @@ def module_of(pl_module: LightningModule) -> SolRLModule:
 def find_callback(trainer: Trainer, kind: type[C]) -> C | None:
     """The trainer's first callback of a class, or None if the configuration has none."""
     return next((c for c in trainer.callbacks if isinstance(c, kind)), None)  # type: ignore[attr-defined]
+
+
+def stop_reason(trainer: Trainer) -> str | None:
+    """Why ``Guard`` or Lightning's EarlyStopping has ended the run; None if neither has."""
+    if not trainer.should_stop:
+        return None
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, EarlyStopping) and callback.stopped_epoch:
+            return f"early stopping: {callback.monitor} did not improve in {callback.wait_count} evaluations"
+        if (alarm := getattr(callback, "stopped_by", None)) is not None:
+            return f"the guard: {alarm.name}"
+    return None
 
 
 def log_values(pl_module: LightningModule, values: Mapping[str, float]) -> None:

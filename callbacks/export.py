@@ -1,11 +1,16 @@
-"""Exports the trained LoRA in diffusers' format when a run ends or is interrupted."""
+"""Exports the trained LoRA in diffusers' format when a run ends or is interrupted.
+
+It is that of the last iteration; if the guard or EarlyStopping has ended the run, that of ``checkpoints/best.ckpt``.
+"""
 
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from solrl_lightning.callbacks.common import module_of
+from solrl_lightning.callbacks.checkpoints import BestCheckpoint
+from solrl_lightning.callbacks.common import find_callback, module_of, stop_reason
 from solrl_lightning.errors import WriteError
+from solrl_lightning.files import read_checkpoint
 
 
 class ExportLoRA(Callback):
@@ -20,5 +25,9 @@ class ExportLoRA(Callback):
             self._export(trainer, pl_module)
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            module_of(pl_module).save_lora(Path(trainer.default_root_dir) / "lora", "ema")
+        if not trainer.is_global_zero:
+            return
+        module, best = module_of(pl_module), find_callback(trainer, BestCheckpoint)
+        if best is not None and best.reward is not None and stop_reason(trainer) is not None:
+            module.load_average(read_checkpoint(best.path))
+        module.save_lora(Path(trainer.default_root_dir) / "lora", "ema")

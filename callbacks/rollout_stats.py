@@ -1,12 +1,18 @@
-"""Logs mean and spread of an iteration's rewards over the samples of all ranks.
+"""Logs mean and spread of an iteration's rewards over the samples of all ranks, and how far the policy has moved.
 
 Ranks may hold different numbers of prompts, or none, so sums and counts are reduced, not means.
 """
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from solrl_lightning.callbacks.common import log_values, loop_of, module_of, moments
+
+
+def zero_spread(rewards: Tensor) -> Tensor:
+    """bool [P] of rewards [P, K]: True for a prompt whose rewards are all equal, so that its advantages are 0."""
+    return (rewards == rewards[:, :1]).all(dim=1)
 
 
 class RolloutStats(Callback):
@@ -14,7 +20,13 @@ class RolloutStats(Callback):
 
     With several rewards these are statistics of the weighted sum, and ``reward/<name>`` is the mean of one reward over
     the kept samples. ``reward/std`` is the population standard deviation over all kept samples, which scales the
-    advantages. Families of one stage log no ``explore/proxy_reward``.
+    advantages; ``reward/group_std`` is the mean over prompts of that within a prompt, and
+    ``reward/zero_std_fraction`` the share of prompts whose kept rewards are all equal. Families of one stage log no
+    ``explore/proxy_reward``.
+
+    ``policy/base_distance`` and ``policy/old_distance`` are the L2 norms of the trained LoRA update and of its
+    difference from the old policy's, relative to the norm of the adapted base weights, after the optimiser step and
+    before the old policy follows it.
     """
 
     def __init__(self) -> None:
@@ -22,8 +34,14 @@ class RolloutStats(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = loop_of(trainer)
-        kept = moments(trainer, loop.rollouts.rewards)
-        self.last = {"reward/mean": kept.mean, "reward/std": kept.std}
+        rewards = loop.rollouts.rewards
+        kept = moments(trainer, rewards)
+        self.last = {
+            "reward/mean": kept.mean,
+            "reward/std": kept.std,
+            "reward/group_std": moments(trainer, rewards.std(dim=1, correction=0)).mean,
+            "reward/zero_std_fraction": moments(trainer, zero_spread(rewards)).mean,
+        }
         names = list(module_of(pl_module).rewards.for_training.rewards)
         if len(names) > 1:
             each = loop.rollouts.scores.flatten(0, 1)
@@ -32,4 +50,5 @@ class RolloutStats(Callback):
             pool = loop.explored.rewards
             finite = pool[torch.isfinite(pool)]  # selection skips candidates whose proxy reward is not finite
             self.last["explore/proxy_reward"] = moments(trainer, finite).mean
+        self.last |= {f"policy/{name}": float(value) for name, value in module_of(pl_module).distances.items()}
         log_values(pl_module, self.last)

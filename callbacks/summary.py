@@ -19,22 +19,26 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning import IMPORTED
-from solrl_lightning.callbacks.common import file_logger, find_callback, loop_of, module_of
+from solrl_lightning.callbacks.checkpoints import BestCheckpoint
+from solrl_lightning.callbacks.common import file_logger, find_callback, loop_of, module_of, stop_reason
+from solrl_lightning.callbacks.guard import Guard
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import finite_only, iterations_done, read_checkpoint, write_atomically
 from solrl_lightning.memory import peak_resident_bytes
-from solrl_lightning.run_folder import LAST
+from solrl_lightning.run_folder import BEST, LAST
 
 _PATHS = {
     "last_checkpoint": str(LAST),
+    "best_checkpoint": str(BEST),
     "lora": "lora",
     "tensorboard": "tensorboard",
     "samples": "samples",
     "config": ".hydra",
 }
 _STATE = "run_summary"  # key in the checkpoint
+_POLICY = ("train/", "policy/", "reward/group_std", "reward/zero_std_fraction")  # metrics of the closing table
 
 
 class RunSummary(Callback):
@@ -60,6 +64,9 @@ class RunSummary(Callback):
         self._started: float | None = None
         self._open = False  # True from the start of training until the summary is written
         self._seconds_before = 0.0  # of the runs that this one resumes
+        self._first: dict[str, float] = {}  # what the policy did in its first iteration, and in the last one
+        self._last: dict[str, float] = {}
+        self._stopped_by: str | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._started is None:  # the evaluation before training calls setup, too
@@ -71,7 +78,13 @@ class RunSummary(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open = True
 
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        logged = trainer.callback_metrics.items()
+        self._last = {name: float(value) for name, value in logged if name.startswith(_POLICY)}
+        self._first = self._last | self._first
+
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stopped_by = stop_reason(trainer)
         whole = trainer.current_epoch >= (trainer.max_epochs or 0)
         self._finish(trainer, pl_module, "completed" if whole else "stopped early", None)
 
@@ -83,12 +96,14 @@ class RunSummary(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         history = module_of(pl_module).eval_history
-        checkpoint[_STATE] = {"seconds": self._seconds(), "eval_history": list(history)}
+        own = {"first_metrics": self._first, "last_metrics": self._last}
+        checkpoint[_STATE] = {"seconds": self._seconds(), "eval_history": list(history), **own}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # A checkpoint saved without this callback has no such key.
         state = checkpoint.get(_STATE, {"seconds": 0.0, "eval_history": []})
         self._seconds_before = state["seconds"]
+        self._first, self._last = state.get("first_metrics", {}), state.get("last_metrics", {})
         module_of(pl_module).eval_history[:0] = state["eval_history"]
 
     def _seconds(self) -> float:
@@ -119,14 +134,19 @@ class RunSummary(Callback):
             if name != reward
         }
         run = Path(trainer.default_root_dir).resolve()
+        guard, best = find_callback(trainer, Guard), find_callback(trainer, BestCheckpoint)
         paths = {name: str(run / relative) for name, relative in _PATHS.items() if (run / relative).exists()}
         return {
             "status": status,
             "error": error,
+            "stopped_by": self._stopped_by,
             "reward": reward,
             "base_reward": base,
             "final_reward": final,
             "final_reward_iteration": evaluated_at,
+            "best_reward": best.reward if best else None,
+            "best_iteration": best.iteration if best else None,
+            "best_monitor": (best.monitor or reward) if best else None,
             "improvement": final - base if base is not None and final is not None else None,
             "other_rewards": others,
             "iterations": loop_of(trainer).iterations_done,
@@ -136,6 +156,10 @@ class RunSummary(Callback):
             "seconds_before_resume": self._seconds_before,
             "seconds_per_stage": stage_seconds(find_callback(trainer, StageTimings)),
             "rank_fidelity": rank_fidelity(find_callback(trainer, RankCorrelation)),
+            "policy_metrics": {
+                name: {"first": first, "last": self._last.get(name)} for name, first in self._first.items()
+            },
+            "alarms": [alarm._asdict() for alarm in guard.alarms] if guard else [],
             "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
             "evaluations": evaluations,
@@ -213,6 +237,8 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     if facts["seconds_before_resume"] > 0:
         done += f", {facts['seconds_before_resume']:.0f} s of them before it was resumed"
     done += f" ({facts['seconds_since_process_start']:.0f} s since the process started)"
+    if facts["stopped_by"] is not None:
+        done += f", by {facts['stopped_by']}; lora/ is that of the best checkpoint"
     rows = [("status", done if facts["error"] is None else f"{done}: {facts['error']}")]
     kept = facts["last_checkpoint_iterations"]
     if kept is not None and kept < facts["iterations"]:
@@ -220,9 +246,16 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     evaluated_at = facts["final_reward_iteration"]
     when = "" if evaluated_at is None else f", evaluated after {evaluated_at} iterations"
     rows.append((f"{facts['reward']} reward", change(facts["base_reward"], facts["final_reward"]) + when))
+    if facts["best_reward"] is not None:
+        best = f"{number(facts['best_reward'])} after {facts['best_iteration']} iterations; ckpt=best takes it"
+        rows.append((f"best {facts['best_monitor']}", best))
     for name, other in facts["other_rewards"].items():
         watched = ", weight 0: not trained on" if other["weight"] == 0 else ""
         rows.append((f"{name} reward", change(other["base"], other["final"]) + watched))
+    for alarm in facts["alarms"]:
+        rows.append(
+            ("alarm", f"after iteration {alarm['iteration']}: {alarm['saw']}, since iteration {alarm['since']}")
+        )
     for stage, seconds in facts["seconds_per_stage"].items():
         parts = [f"{seconds['total']:.1f} s in all"] if seconds["total"] is not None else []
         parts += [f"{seconds['median']:.2f} s an iteration"] if seconds["median"] is not None else []
@@ -233,6 +266,8 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         first, last = fidelity["first"], fidelity["last"]
         rows.append(("proxy spearman", f"{number(first['spearman'])} at first, {number(last['spearman'])} at last"))
         rows.append(("proxy kendall", f"{number(first['kendall'])} at first, {number(last['kendall'])} at last"))
+    for name, values in facts["policy_metrics"].items():
+        rows.append((name, f"{significant(values['first'])} at first, {significant(values['last'])} at last"))
     rows.append(("precision", facts["precision_backend"]))
     reserved = facts["peak_memory_reserved_bytes"]
     more = "" if reserved is None else f", {reserved / 2**30:.2f} GiB reserved by the allocator"
@@ -253,3 +288,8 @@ def change(base: float | None, final: float | None) -> str:
 def number(value: float | None) -> str:
     """Four decimals; "-" for None."""
     return "-" if value is None else f"{value:.4f}"
+
+
+def significant(value: float | None) -> str:
+    """Four significant digits; "-" for None."""
+    return "-" if value is None else f"{value:.4g}"

@@ -10,6 +10,12 @@ OmegaConf.register_new_resolver(
     lambda *, _root_: "+".join(_names(_root_)),
     replace=True,
 )
+# ${trained_reward:} is the name of the reward that is trained on, in eval/<name>: WeightedRewards.name.
+OmegaConf.register_new_resolver(
+    "trained_reward",
+    lambda *, _root_: _names(_root_)[0] if len(_names(_root_)) == 1 else "weighted_sum",
+    replace=True,
+)
 # ${launched:<pattern>} is ${now:<pattern>}, but the same in every rank.
 OmegaConf.register_new_resolver("launched", launched, replace=True, use_cache=True)
 

@@ -89,8 +89,7 @@ def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
     checkpoint = read_checkpoint(ckpt, module.policy.device)
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
-    average = checkpoint["callbacks"].get("WeightEMA")  # a run without the callback is evaluated as it stands
-    module.ema_state = average and average["average"]
+    module.load_average(checkpoint)
 
 
 def build_trainer(cfg: DictConfig) -> Trainer:

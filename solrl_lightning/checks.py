@@ -123,12 +123,13 @@ _RULES = {
         "family.pool family.explore.steps family.regenerate.steps model.resolution model.max_sequence_length "
         "model.full_steps model.preview_steps model.eval_steps model.prefix_steps model.micro_batch model.decode_batch "
         "model.rollout_batch model.lora.rank data.eval_images task.pool task.images task.repeats task.rounds "
-        "task.grid_prompts task.grid_images family.patience",
+        "task.grid_prompts task.grid_images family.patience callbacks.guard.patience",
     ),
     "a whole number of at least 1, or null": (
         _or_null(_whole(1)),
-        "data.eval_prompts task.sizes.pool objective.window",
+        "data.eval_prompts task.sizes.pool objective.window callbacks.periodic.keep",
     ),
+    "a whole number of at least 0": (_whole(0), "callbacks.periodic.every"),
     "a whole number of at least 0, or null": (_or_null(_whole(0)), "task.iterations"),
     f"a whole number from 0 to {MAX_SEED}": (_whole(0, MAX_SEED), "seed"),
     "a whole number of at least 2: the best and the worst of a prompt are compared with each other": (
@@ -141,10 +142,16 @@ _RULES = {
         "objective.clip_range objective.noise_level objective.eta "
         "optimizer.lr scheduler.iterations",
     ),
-    "a number above 0, or null": (_or_null(_number(lambda value: value > 0)), "task.tflops task.speedup"),
+    "a number above 0, or null": (
+        _or_null(_number(lambda value: value > 0)),
+        "task.tflops task.speedup callbacks.guard.limits.fall callbacks.guard.limits.pictures "
+        "callbacks.guard.limits.diversity callbacks.guard.limits.kl callbacks.guard.limits.base_distance "
+        "callbacks.guard.limits.jump",
+    ),
     "a number of at least 0": (
         _number(lambda value: value >= 0),
-        "model.guidance objective.kl_weight objective.old_weight optimizer.weight_decay scheduler.warmup family.margin",
+        "model.guidance objective.kl_weight objective.old_weight optimizer.weight_decay scheduler.warmup family.margin "
+        "callbacks.guard.limits.lost_gain",
     ),
     "a number of at least 1; 1 is without guidance": (_number(lambda value: value >= 1), "model.guidance_scale"),
     "a fraction above 0 and at most 1": (
@@ -259,6 +266,11 @@ def check_trainer(cfg: DictConfig) -> None:
 
 
 def check_checkpoint(cfg: DictConfig) -> None:
+    names = list(reward_members(cfg))
+    names += ["weighted_sum"] if len(names) > 1 else []
+    monitor = OmegaConf.select(cfg, "callbacks.best.monitor")
+    if monitor is not None and monitor not in names:
+        raise _invalid("callbacks.best.monitor", monitor, f"one of the run's rewards, {', '.join(names)}, or null")
     checkpoint = OmegaConf.select(cfg, "callbacks.checkpoint")
     if checkpoint is None:
         return
@@ -267,9 +279,8 @@ def check_checkpoint(cfg: DictConfig) -> None:
         if value != needed and (key, value) != ("save_last", "False"):
             raise UserError(
                 f"callbacks.checkpoint.{key}={value} is invalid: this callback writes checkpoints/last.ckpt, the last "
-                f"state, for ckpt=last. Leave it at {needed}, and add a callback for other checkpoints: "
-                "'+callbacks.mine={_target_:lightning.pytorch.callbacks.ModelCheckpoint,filename:mine,"
-                "dirpath:${run_dir}/checkpoints,monitor:eval/<reward>,mode:max}'"
+                f"state, for ckpt=last. Leave it at {needed}. For others set callbacks.best.monitor=<reward> or "
+                " callbacks.periodic.every=<iterations>."
             )
 
 

@@ -18,6 +18,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.metrics.images import STATISTICS, describe, prompt_statistics
 from solrl_lightning.objectives.base import Objective, check_loss
 from solrl_lightning.optimizer_state import ConfiguredSchedule, keep_configured
 from solrl_lightning.policies.adapters import TRAINED, State
@@ -38,6 +39,11 @@ from solrl_lightning.samplers import MERGED, REFERENCE, Samplers
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.stopwatch import Stopwatch
+
+
+def standard_error(values: Tensor) -> Tensor:
+    """Return the standard error of the mean of values [P]; NaN for a single one."""
+    return values.std() / len(values) ** 0.5
 
 
 class Evaluation(NamedTuple):
@@ -96,7 +102,9 @@ class SolRLModule(LightningModule):
         self.rate_factor, self.old_decay = rate_factor, old_decay
         self.evaluation, self.eval_prompts, self.lora, self.seed = evaluation, eval_prompts, lora, seed
         self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
+        self.held_out: Tensor | None = None  # see `evaluated_columns`
         self.ema_state: State | None = None  # set by the EMA callback
+        self.distances: dict[str, Tensor] = {}  # of the trained policy, before the old policy follows it
         self.transformer = samplers.transformer
         for name, value in {"policy": policy, "samplers": samplers, "rewards": rewards}.items():
             object.__setattr__(self, name, value)
@@ -133,13 +141,23 @@ class SolRLModule(LightningModule):
             return score_chunks(chunks, prompts, seeds, rewards, partial(score, decode), progress, self.scoring_worker)
 
     @torch.no_grad()
-    def score(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int, progress: Progress) -> Candidates:
+    def score(
+        self,
+        prompts: list[str],
+        seeds: Tensor,
+        *,
+        weights: str,
+        steps: int,
+        progress: Progress,
+        decode: Callable[[Tensor], Tensor] | None = None,
+    ) -> Candidates:
         """Return the candidates of seeds [P, n], sampled by the merged replica and scored by all rewards.
 
-        ``weights``: "base", "old", "default" (trained) or "ema".
+        ``weights``: "base", "old", "default" (trained) or "ema". ``decode`` replaces ``policy.decode``; it is called in
+        the order of the candidates.
         """
         spec = SamplingSpec(self.policy.sigmas(steps), self.evaluation.solver)
-        encoded, score = self.encode(prompts), partial(score_images, self.policy.decode)
+        encoded, score = self.encode(prompts), partial(score_images, decode or self.policy.decode)
         with self.samplers.merged_with(self.adapter_state(weights)) as transformer:
             chunks = self.samplers.chunks(transformer, MERGED, encoded, seeds, spec)
             return score_chunks(chunks, encoded, seeds, self.rewards, score, progress, self.scoring_worker)
@@ -193,6 +211,7 @@ class SolRLModule(LightningModule):
         super().optimizer_step(*args, **kwargs)
         loop: Any = self.trainer.fit_loop
         if loop.count_step():
+            self.distances = self.samplers.distances()
             self.samplers.update_old(self.old_decay(loop.iterations_done))
 
     def trained_parameters(self) -> list[nn.Parameter]:
@@ -210,23 +229,41 @@ class SolRLModule(LightningModule):
         """Score the evaluation average on this rank's held-out prompts; the noise is the same in every evaluation."""
         stopwatch: Stopwatch = self.trainer.fit_loop.stopwatch  # type: ignore[attr-defined]
         with stopwatch.stage("evaluate"):
-            names = self.evaluated
-            total = torch.zeros(1 + len(names), dtype=torch.float64, device=self.device)  # image count, sums of scores
+            shape = len(self.eval_prompts), len(self.evaluated_columns)
+            table = torch.zeros(shape, dtype=torch.float64, device=self.device)
             if prompts:
-                seeds = evaluation_seeds(self.seed, prompts, self.evaluation.images)
-                steps = self.evaluation.steps
-                scored = self.score(prompts, seeds, weights="ema", steps=steps, progress=stopwatch.progress)
-                scores = self.evaluated_scores(scored).to(self.device, torch.float64).flatten(0, 1)
-                total = torch.cat([torch.full_like(scores[:1, 0], len(scores)), scores.sum(0)])
-            total = self.trainer.strategy.reduce(total, reduce_op="sum")
-        means = dict(zip(names, (total[1:] / total[0]).tolist(), strict=True))
+                table[self.trainer.global_rank :: self.trainer.world_size] = self._evaluate(prompts, stopwatch.progress)
+            self.held_out = self.trainer.strategy.reduce(table, reduce_op="sum").cpu()
+        columns = dict(zip(self.evaluated_columns, self.held_out.unbind(1), strict=True))
+        means = {name: float(columns[name].mean()) for name in self.evaluated}
         for name, mean in means.items():
             self.log(f"eval/{name}", mean, batch_size=1, logger=False)  # Lightning would log it at iteration - 1
         if not self.trainer.sanity_checking:
             loop: Any = self.trainer.fit_loop
-            self.eval_history.append({"iteration": loop.iterations_done, **loop.cost(), **means})
+            errors = {name: float(standard_error(columns[name])) for name in self.evaluated}
+            statistics = {name: float(columns[name].mean()) for name in STATISTICS}
+            more = {"standard_errors": errors, "statistics": statistics}
+            self.eval_history.append({"iteration": loop.iterations_done, **loop.cost(), **means, **more})
+            logged = {f"eval/{name}": mean for name, mean in means.items()}
+            logged |= {f"images/{name}": mean for name, mean in statistics.items()}
             for logger in self.loggers:
-                logger.log_metrics({f"eval/{name}": mean for name, mean in means.items()}, loop.iterations_done)
+                logger.log_metrics(logged, loop.iterations_done)
+
+    def _evaluate(self, prompts: list[str], progress: Progress) -> Tensor:
+        """Return the columns of `evaluated_columns` for this rank's prompts, float64 [P, columns]."""
+        described: list[Tensor] = []
+
+        def decode(x0: Tensor) -> Tensor:
+            images = self.policy.decode(x0)
+            described.append(describe(images).cpu())
+            return images
+
+        seeds = evaluation_seeds(self.seed, prompts, self.evaluation.images)
+        steps = self.evaluation.steps
+        scored = self.score(prompts, seeds, weights="ema", steps=steps, progress=progress, decode=decode)
+        statistics = prompt_statistics(torch.cat(described).unflatten(0, tuple(seeds.shape)))
+        means = self.evaluated_scores(scored).to(self.device, torch.float64).mean(1)
+        return torch.cat([means, statistics.to(means)], dim=1)
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.received_sigterm:  # fit() clears this flag, and with it a SIGTERM of the initial evaluation
@@ -236,6 +273,11 @@ class SolRLModule(LightningModule):
     def evaluated(self) -> list[str]:
         """Names of the scores of an evaluation: every reward and, if there are several, their weighted sum."""
         return list(dict.fromkeys([*self.rewards.rewards, self.rewards.name]))
+
+    @property
+    def evaluated_columns(self) -> list[str]:
+        """Columns of ``held_out`` [P, columns], the means over each held-out prompt's images: scores and statistics."""
+        return [*self.evaluated, *STATISTICS]
 
     def evaluated_scores(self, scored: Candidates) -> Tensor:
         """Return the scores [P, n, len(evaluated)]."""
@@ -256,6 +298,11 @@ class SolRLModule(LightningModule):
                 f"must be those of the run that wrote it; {name} has shape {own.get(name, 'none')} in the model and "
                 f"{found.get(name, 'none')} in the checkpoint. Repeat the options of that run."
             )
+
+    def load_average(self, checkpoint: dict[str, Any]) -> None:
+        """Take the evaluation average of a checkpoint; without the EMA callback that is the trained adapter."""
+        average = checkpoint["callbacks"].get("WeightEMA")
+        self.ema_state = average and average["average"]
 
     def _shapes(self, state: dict[str, Tensor]) -> dict[str, list[int]]:
         return {name: list(value.shape) for name, value in self._adapter_tensors(state).items()}

@@ -13,6 +13,7 @@ from typing import IO
 from solrl_lightning.errors import UserError
 
 LAST = Path("checkpoints") / "last.ckpt"
+BEST = Path("checkpoints") / "best.ckpt"
 LOG = "solrl_lightning.log"  # hydra.job.name
 RECORD = Path(".hydra")
 NEXT_RECORD = RECORD / "next"  # overrides of a resumed run, until training has started

@@ -13,6 +13,7 @@ Replicas are not submodules of the LightningModule, so checkpoints, optimisers a
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 
 import torch
 from peft import LoraConfig
@@ -109,6 +110,15 @@ class Samplers:
     def update_old(self, decay: float) -> None:
         """Update the old adapter in place: old <- decay * old + (1 - decay) * trained."""
         adapters.update_old_adapter(self.lora_layers, decay)
+
+    def distances(self) -> dict[str, Tensor]:
+        """Distances of the trained weights from the base and from the old policy, relative to the norm of the base."""
+        update, difference = adapters.update_norms(self.lora_layers)
+        return {"base_distance": update / self._base_norm, "old_distance": difference / self._base_norm}
+
+    @cached_property
+    def _base_norm(self) -> Tensor:
+        return adapters.base_norm(self.lora_layers)
 
     def adapter_state(self, name: str) -> State:
         """Return adapter "default" or "old", or zeros for "base"."""

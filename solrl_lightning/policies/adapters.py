@@ -120,6 +120,31 @@ def update_old_adapter(layers: dict[str, LoraLayer], decay: float) -> None:
     torch._foreach_lerp_(list(old.values()), list(trained.values()), 1.0 - decay)
 
 
+def base_norm(layers: dict[str, LoraLayer]) -> Tensor:
+    """L2 norm of the base weights of all adapted layers."""
+    norms = [torch.linalg.vector_norm(x.get_base_layer().weight, dtype=torch.float32) for x in layers.values()]
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def update_norms(layers: dict[str, LoraLayer]) -> tuple[Tensor, Tensor]:
+    """L2 norms over all adapted layers of the trained update (alpha / r) B A, and of its difference from the old one.
+
+    The squared norm of B A is the sum of (B^T B) * (A A^T), of r x r matrices. The difference
+    B A - B' A' = [B - B', B'] [A; A - A'] is a product of the same kind, without cancellation.
+    """
+    squares = []
+    for layer in layers.values():
+        (down, old_down), (up, old_up) = (
+            [weights[name].weight.detach().flatten(1) for name in (TRAINED, OLD)]
+            for weights in (layer.lora_A, layer.lora_B)
+        )
+        moved = torch.cat([up - old_up, old_up], dim=1), torch.cat([down, down - old_down])
+        both = torch.stack([(b.t() @ b * (a @ a.t())).sum() for b, a in ((up, down), moved)])
+        squares.append(layer.scaling[TRAINED] ** 2 * both)
+    update, difference = torch.stack(squares).sum(0).clamp(min=0).sqrt()
+    return update, difference
+
+
 def merged_weights(layers: dict[str, LoraLayer], state: State) -> Iterator[tuple[str, Tensor]]:
     """Yields each adapted layer's name and float32 weight W + (alpha / r) B A."""
     for name, layer in layers.items():

@@ -49,7 +49,10 @@ class StandIn(LightningModule):
         self.eval_history: list[dict[str, Any]] = []
         self.eval_prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
         self.evaluated = ["shapes"]
+        self.evaluated_columns = ["shapes", "brightness", "saturation", "edges", "diversity"]
+        self.held_out: Tensor | None = None
         self.ema_state: dict[str, Tensor] | None = None
+        self.distances: dict[str, Tensor] = {}
         self.events: list[str] = []
         self.sampled: list[str] = []
 

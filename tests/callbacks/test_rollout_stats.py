@@ -31,4 +31,19 @@ def test_mean_of_the_proxy_excludes_values_that_are_not_finite(tmp_path, stand_i
 def test_family_of_one_stage_logs_no_proxy_reward(tmp_path, stand_in):
     trainer = stand_in.trainer(tmp_path, [RolloutStats()], stand_in.RollOut(two_stages=False), max_epochs=1)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
-    assert set(trainer.callback_metrics) == {"reward/mean", "reward/std"}
+    stats = {"mean", "std", "group_std", "zero_std_fraction"}
+    assert set(trainer.callback_metrics) == {f"reward/{name}" for name in stats}
+
+
+def test_spread_within_prompts_and_prompts_without_spread_are_logged(tmp_path, stand_in):
+    def first_prompt_constant(seeds):
+        return torch.where(torch.arange(len(seeds))[:, None] == 0, torch.tensor(0.3), stand_in.rewards_of(seeds))
+
+    roll_out = stand_in.RollOut(prompts=["a", "b", "c", "d"])
+    roll_out.rewards_of = first_prompt_constant
+    trainer = stand_in.trainer(tmp_path, [RolloutStats()], roll_out, max_epochs=1)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    logged, rewards = trainer.callback_metrics, trainer.fit_loop.rollouts.rewards
+    assert float(logged["reward/zero_std_fraction"]) == 0.25
+    assert float(logged["reward/group_std"]) == pytest.approx(float(rewards.std(dim=1, correction=0).mean()))
+    assert float(logged["reward/group_std"]) < float(logged["reward/std"])

@@ -11,11 +11,12 @@ import torch
 from conftest import MicroBatches, RollOut, StandIn, make_trainer
 from lightning.pytorch import Callback
 
+from solrl_lightning.callbacks.alarms import Limits
 from solrl_lightning.callbacks.ema import WeightEMA
+from solrl_lightning.callbacks.guard import Guard
 from solrl_lightning.callbacks.progress import StageProgressBar
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.requantize import Requantize
-from solrl_lightning.callbacks.reward_guard import RewardGuard
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
 from solrl_lightning.callbacks.sample_grid import SampleGrid
 from solrl_lightning.callbacks.summary import RunSummary
@@ -52,7 +53,7 @@ def main(folder: Path) -> None:
         WeightEMA(),
         RolloutStats(),
         RankCorrelation(probe_every=1),
-        RewardGuard(patience=1),
+        Guard(stop=False, patience=1, limits=dict.fromkeys(Limits._fields)),
         SampleGrid(every=1, prompts=1, seeds_per_prompt=1, steps=1, seed=0),
         StageProgressBar(),
         RunSummary({"seed": 0}, columns=["seed"]),

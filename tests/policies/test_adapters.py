@@ -164,6 +164,26 @@ def test_the_update_is_alpha_over_r_times_b_times_a(adapted: Adapted) -> None:
     torch.testing.assert_close(merged.double(), base + update, rtol=0, atol=1e-6)
 
 
+def test_norms_of_updates_are_those_of_the_dense_matrices(adapted: Adapted) -> None:
+    states = adapted.load(default=1, old=1)
+    for value in adapters.adapter_state(adapted.layers, OLD).values():
+        value.mul_(1 + 1e-5)  # float32 cancellation would hide the difference
+    states[OLD] = adapters.adapter_state(adapted.layers, OLD)
+
+    def dense(adapter: str) -> Tensor:
+        def update(name: str, layer: LoraLayer) -> Tensor:
+            up, down = (states[adapter][f"{name}.lora_{part}.weight"].double() for part in "BA")
+            return (layer.scaling[TRAINED] * up @ down).flatten()
+
+        return torch.cat([update(name, layer) for name, layer in adapted.layers.items()])
+
+    update, difference = adapters.update_norms(adapted.layers)
+    assert float(update) == pytest.approx(float(dense(TRAINED).norm()), rel=1e-5)
+    assert float(difference) == pytest.approx(float((dense(TRAINED) - dense(OLD)).norm()), rel=5e-3)
+    base = torch.cat([layer.get_base_layer().weight.flatten() for layer in adapted.layers.values()])
+    assert float(adapters.base_norm(adapted.layers)) == pytest.approx(float(base.double().norm()), rel=1e-5)
+
+
 def test_a_state_loads_back_under_its_own_names(adapted: Adapted) -> None:
     (state,) = adapted.load(default=4).values()
     assert sorted(state) == sorted(f"{name}.lora_{side}.weight" for name in ADAPTED for side in "AB")

@@ -1,0 +1,291 @@
+"""The guard's rules: pure functions of a run's recorded history.
+
+Evaluations use the same prompts and noise, so two of them are compared in pairs, prompt by prompt, and errors are over
+prompts. Shapes: E evaluations, P held-out prompts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, median
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from solrl_lightning.callbacks.common import Moments
+
+_FEWEST_PROMPTS = 8  # with fewer, a standard error over prompts says little
+_LEAST_FALL = 0.2  # in standard deviations over prompts, of a reward that has gained nothing yet
+_RECENT, _BEFORE, _FEWEST_BEFORE = 3, 12, 6  # iterations whose medians are compared to find a jump
+_NEAR_CONSTANT = 1e-4  # std / root mean square; real rewards have 1e-2 and more, float32 noise of equal images 1e-7
+_SATURATED = 0.95  # share of samples on one extreme value
+
+METRICS = ("reward/mean", "train/loss", "train/grad_norm", "train/kl", "policy/base_distance")
+"""What the rules read of every iteration."""
+
+
+class Limits(NamedTuple):
+    """When a rule raises an alarm; None: never."""
+
+    fall: float | None  # standard errors that a held-out reward is below its best
+    lost_gain: float  # and share of the gain over the base that it has lost
+    pictures: float | None  # standard deviations over prompts, of the base, that brightness, saturation or edges moved
+    diversity: float | None  # share of the base's diversity that a prompt's pictures have lost
+    kl: float | None  # mean squared distance of the velocity from the base's; that of the velocity itself is about 2
+    base_distance: float | None  # norm of the LoRA update relative to that of the base weights
+    jump: float | None  # ranges of the loss, or of the gradient norm, in the iterations before
+
+
+@dataclass
+class History:
+    """What the rules read. ``tables`` are float64 [P, columns], see ``SolRLModule.held_out``."""
+
+    rows: list[dict[str, float]] = field(default_factory=list)  # one per iteration: its number and METRICS
+    evaluated: list[int] = field(default_factory=list)  # iteration of each evaluation
+    tables: list[Tensor] = field(default_factory=list)
+
+    def until(self, iteration: int) -> "History":
+        """Return the history up to and including an iteration."""
+        kept = sum(each <= iteration for each in self.evaluated)
+        rows = [row for row in self.rows if row["iteration"] <= iteration]
+        return History(rows, self.evaluated[:kept], self.tables[:kept])
+
+    def series(self, metric: str) -> tuple[list[int], list[float]]:
+        """Return the iterations that have a metric, and its values."""
+        rows = [row for row in self.rows if metric in row]
+        return [int(row["iteration"]) for row in rows], [row[metric] for row in rows]
+
+    def values(self, column: int) -> Tensor:
+        """Return a column of all tables, float64 [E, P]."""
+        return torch.stack([table[:, column] for table in self.tables]).double()
+
+
+class Alarm(NamedTuple):
+    """What a rule has found."""
+
+    name: str
+    iteration: int
+    since: int  # the last iteration without the fault
+    saw: str
+    helps: str
+
+
+def find_alarms(
+    history: History, columns: Sequence[str], reward: str, watched: Sequence[str], limits: Limits
+) -> list[Alarm]:
+    """Return the alarms of the last iteration of ``history``.
+
+    ``columns`` are those of its tables; ``reward`` is the trained one and ``watched`` those of weight 0.
+    """
+    found = [
+        above(history, "train/kl", limits.kl),
+        above(history, "policy/base_distance", limits.base_distance),
+        jumped(history, "train/loss", limits.jump),
+        jumped(history, "train/grad_norm", limits.jump),
+    ]
+    if len(history.tables) > 1 and len(history.tables[-1]) >= _FEWEST_PROMPTS:
+        found += [
+            reward_fell(history, columns.index(reward), reward, limits),
+            *(watched_fell(history, columns.index(name), name, limits) for name in watched),
+            *(
+                picture_moved(history, columns.index(name), name, limits)
+                for name in ("brightness", "saturation", "edges")
+            ),
+            diversity_fell(history, columns.index("diversity"), limits),
+        ]
+    return [alarm for alarm in found if alarm is not None]
+
+
+# Held-out rewards
+
+
+class Fall(NamedTuple):
+    """A significant fall of a column of an evaluation."""
+
+    best: int  # index of the best evaluation
+    before: float
+    now: float
+    error: float  # standard error of the difference
+    gain: float  # of the best evaluation over the first
+
+
+def fall_of(values: Tensor, limits: Limits) -> Fall | None:
+    """Return how far the last of ``values`` [E, P] is below the best evaluation, or None.
+
+    It is at least ``fall`` standard errors of the paired difference, ``lost_gain`` of what the best has gained over the
+    first evaluation, and 0.2 standard deviations of the first over prompts.
+    """
+    if limits.fall is None:
+        return None
+    means = values.mean(1)
+    best = int(means[:-1].argmax())
+    lost = values[best] - values[-1]
+    error = float(lost.std()) / values.shape[1] ** 0.5
+    gain = float(means[best] - means[0])
+    least = max(limits.fall * error, limits.lost_gain * gain, _LEAST_FALL * float(values[0].std()))
+    fell = float(lost.mean()) >= least > 0
+    return Fall(best, float(means[best]), float(means[-1]), error, gain) if fell else None
+
+
+def reward_fell(history: History, column: int, name: str, limits: Limits) -> Alarm | None:
+    """The trained reward is below its best on held-out prompts; that of training tells a collapse from overfitting."""
+    fall = fall_of(history.values(column), limits)
+    if fall is None:
+        return None
+    since = history.evaluated[fall.best]
+    rise = training_rise(history, since)
+    training = "" if rise is None else f"; the training reward {'rose' if rise > 0 else 'fell'} by {abs(rise):.4g}"
+    overfits = rise is not None and rise > 0
+    more = "more prompts in data.train, and a " if overfits else "a lower optimizer.lr, more prompts_per_iteration, a "
+    return Alarm(
+        "reward_fell",
+        history.evaluated[-1],
+        since,
+        f"the held-out {name} reward fell from {fall.before:.4g} to {fall.now:.4g} (standard error of the difference "
+        f"{fall.error:.2g}){training}",
+        f"{more}larger objective.kl_weight",
+    )
+
+
+def training_rise(history: History, since: int) -> float | None:
+    """Return the mean training reward after an iteration minus that of as many iterations before; None without both."""
+    iterations, rewards = history.series("reward/mean")
+    after = [value for i, value in zip(iterations, rewards, strict=True) if i > since]
+    before = [value for i, value in zip(iterations, rewards, strict=True) if i <= since][-len(after) :]
+    return fmean(after) - fmean(before) if after and before else None
+
+
+def watched_fell(history: History, column: int, name: str, limits: Limits) -> Alarm | None:
+    """A reward of weight 0 is below its best, so the policy may exploit the rewards that it is trained on."""
+    fall = fall_of(history.values(column), limits)
+    if fall is None:
+        return None
+    return Alarm(
+        f"{name}_fell",
+        history.evaluated[-1],
+        history.evaluated[fall.best],
+        f"the watched {name} reward, of weight 0, fell from {fall.before:.4g} to {fall.now:.4g} (standard error of the "
+        f"difference {fall.error:.2g})",
+        f"a weight for it (reward.{name}.weight), or a larger objective.kl_weight",
+    )
+
+
+# Pictures
+
+
+def picture_moved(history: History, column: int, name: str, limits: Limits) -> Alarm | None:
+    """A statistic of the held-out pictures is far from that of the first evaluation, in its spread over prompts."""
+    if limits.pictures is None:
+        return None
+    values = history.values(column)
+    means = values.mean(1)
+    shifts = ((means - means[0]).abs() / values[0].std()).tolist()
+    if not shifts[-1] >= limits.pictures:
+        return None
+    since = max(i for i, shift in enumerate(shifts) if shift < limits.pictures / 2)
+    return Alarm(
+        f"{name}_moved",
+        history.evaluated[-1],
+        history.evaluated[since],
+        f"the {name} of the held-out pictures went from {float(means[0]):.4g} to {float(means[-1]):.4g}, by "
+        f"{shifts[-1]:.1f} standard deviations of the first evaluation over prompts",
+        "a look at samples/, a second reward that the pictures lose by it, or a larger objective.kl_weight",
+    )
+
+
+def diversity_fell(history: History, column: int, limits: Limits) -> Alarm | None:
+    """The pictures of a prompt are more alike than in the first evaluation by a share of their diversity."""
+    if limits.diversity is None:
+        return None
+    means = history.values(column).mean(1)
+    lost = (1 - means / means[0]).tolist()
+    if not lost[-1] >= limits.diversity:
+        return None
+    since = max(i for i, share in enumerate(lost) if share < limits.diversity / 2)
+    return Alarm(
+        "diversity_fell",
+        history.evaluated[-1],
+        history.evaluated[since],
+        f"the diversity of a prompt's held-out pictures fell from {float(means[0]):.4g} to {float(means[-1]):.4g}, by "
+        f"{lost[-1]:.0%}",
+        "a look at samples/, a larger objective.kl_weight, or a lower optimizer.lr",
+    )
+
+
+# Metrics of the iterations
+
+_HELPS = {
+    "train/kl": "a larger objective.kl_weight, or a lower optimizer.lr",
+    "policy/base_distance": "a lower optimizer.lr, or a larger objective.kl_weight",
+    "train/loss": "a lower optimizer.lr, or a smaller model.max_grad_norm",
+    "train/grad_norm": "a lower optimizer.lr, or a smaller model.max_grad_norm",
+}
+
+
+def above(history: History, metric: str, limit: float | None) -> Alarm | None:
+    """A distance of the policy from the base has exceeded its limit."""
+    iterations, values = history.series(metric)
+    if limit is None or not values or not values[-1] >= limit:
+        return None
+    since = max((i for i, value in zip(iterations, values, strict=True) if value < limit / 2), default=0)
+    return Alarm(
+        f"{metric.rpartition('/')[2]}_ran_away",
+        iterations[-1],
+        since,
+        f"{metric}, the distance of the policy from the base, is {values[-1]:.3g}; its limit is {limit:g}",
+        _HELPS[metric],
+    )
+
+
+def jumped(history: History, metric: str, limit: float | None) -> Alarm | None:
+    """The median of the last 3 iterations is out of the range of the 12 before by ``limit`` times that range."""
+    iterations, values = history.series(metric)
+    recent, before = values[-_RECENT:], values[:-_RECENT][-_BEFORE:]
+    if limit is None or len(before) < _FEWEST_BEFORE:
+        return None
+    usual, now, spread = median(before), median(recent), max(before) - min(before)
+    if not now - usual > limit * spread > 0:
+        return None
+    return Alarm(
+        f"{metric.removeprefix('train/')}_jumped",
+        iterations[-1],
+        iterations[-_RECENT - 1],
+        f"the median of {metric} went from {usual:.3g} (range {min(before):.3g} to {max(before):.3g} in {len(before)} "
+        f"iterations) to {now:.3g} in {_RECENT}",
+        _HELPS[metric],
+    )
+
+
+# Rewards without information
+
+
+def reward_fault(
+    kept: Moments, lowest: float, highest: float, at_lowest: float, at_highest: float
+) -> tuple[str, str] | None:
+    """Return what is wrong with an iteration's rewards and what helps, or None.
+
+    Near-constant: the standard deviation is at most 1e-4 of the rewards' root mean square, for any scale of the reward.
+    Saturated: at least 95 % of the samples have exactly the highest or the lowest reward of the iteration;
+    ``at_lowest`` and ``at_highest`` are these shares.
+    """
+    if kept.samples < 2:
+        return None
+    root_mean_square = (kept.mean**2 + kept.std**2) ** 0.5
+    if kept.std <= _NEAR_CONSTANT * root_mean_square:
+        return (
+            f"all {kept.samples} rewards are nearly equal (mean {kept.mean:.6g}, std {kept.std:.2g})",
+            "a check of reward.pretrained, because the reward model may not have loaded; a look at samples/, because "
+            "the images may be black or alike",
+        )
+    if at_highest >= _SATURATED:
+        return (
+            f"{at_highest:.0%} of {kept.samples} rewards are exactly the highest value, {highest:.6g}",
+            "harder prompts (data.train) or another reward, because these prompts are too easy for it",
+        )
+    if at_lowest >= _SATURATED:
+        return (
+            f"{at_lowest:.0%} of {kept.samples} rewards are exactly the lowest value, {lowest:.6g}",
+            "a look at samples/, because the images may be black or broken; a check of reward.pretrained, because the "
+            "reward model may not have loaded",
+        )
+    return None

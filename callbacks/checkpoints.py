@@ -1,0 +1,72 @@
+"""Checkpoints beside ``last.ckpt``: that of the best evaluation, and those of every few iterations.
+
+Lightning's ModelCheckpoint writes these, too, but it warns until the first evaluation, compares stale scores in the
+iterations between evaluations, forgets its best score when the folder is moved, and counts from 0 in file names.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
+
+from solrl_lightning.callbacks.common import loop_of, module_of
+from solrl_lightning.run_folder import BEST
+
+
+class BestCheckpoint(Checkpoint):
+    """Writes ``best.ckpt`` after every iteration whose evaluation is the best since training began.
+
+    Must precede the callback that writes ``last.ckpt``, whose state then includes this one.
+
+    Args:
+        dirpath: folder of the checkpoints.
+        monitor: name of a held-out reward; None: the one that is trained on.
+    """
+
+    def __init__(self, dirpath: str, monitor: str | None = None) -> None:
+        self.path, self.monitor = Path(dirpath) / BEST.name, monitor
+        self.reward: float | None = None
+        self.iteration: int | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not trainer.strategy.broadcast(self.path.is_file()):  # a branch of another run
+            self.reward = self.iteration = None
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        module, iteration = module_of(pl_module), loop_of(trainer).iterations_done
+        row = module.eval_history[-1] if module.eval_history else {}
+        if row.get("iteration") != iteration:
+            return
+        reward = row[self.monitor or module.rewards.name]
+        if self.reward is None or reward > self.reward:
+            self.reward, self.iteration = reward, iteration
+            trainer.save_checkpoint(self.path)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reward": self.reward, "iteration": self.iteration}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.reward, self.iteration = state_dict["reward"], state_dict["iteration"]
+
+
+class PeriodicCheckpoints(Checkpoint):
+    """Writes ``iteration_<iterations>.ckpt``.
+
+    Args:
+        dirpath: folder of the checkpoints.
+        every: iterations from one checkpoint to the next; 0 writes none.
+        keep: number of files to keep, the newest; None keeps all.
+    """
+
+    def __init__(self, dirpath: str, every: int, keep: int | None = None) -> None:
+        self.folder, self.every, self.keep = Path(dirpath), every, keep
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        done = loop_of(trainer).iterations_done
+        if self.every == 0 or done % self.every != 0:
+            return
+        trainer.save_checkpoint(self.folder / f"iteration_{done:06d}.ckpt")
+        if self.keep is not None and trainer.is_global_zero:
+            for file in sorted(self.folder.glob("iteration_*.ckpt"))[: -self.keep]:
+                file.unlink()

@@ -1,0 +1,89 @@
+"""Watches a run for collapse and for exploited rewards.
+
+The rules are in ``alarms``. An alarm is printed, is listed in summary.json and, with ``stop``, ends the run after the
+iteration that raised it. All ranks have the same history, so all of them stop.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from solrl_lightning.callbacks.alarms import METRICS, Alarm, History, Limits, find_alarms, reward_fault
+from solrl_lightning.callbacks.common import file_logger, loop_of, module_of, moments, reduced
+
+
+class Guard(Callback):
+    """Raises an alarm when a rule begins to hold. Must follow ``RolloutStats``.
+
+    Args:
+        stop: end the run at the first alarm.
+        patience: consecutive iterations with near-constant or saturated rewards before an alarm.
+        limits: the fields of ``alarms.Limits``.
+    """
+
+    def __init__(self, stop: bool, patience: int, limits: Mapping[str, float | None]) -> None:
+        self.stop, self.patience, self.limits = stop, patience, Limits(**limits)  # type: ignore[arg-type]
+        self.history = History()
+        self.alarms: list[Alarm] = []
+        self.stopped_by: Alarm | None = None
+        self._active: list[str] = []  # names of the alarms that the last iteration had
+        self._faulty = 0  # consecutive iterations with rewards that train nothing
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        table = module_of(pl_module).held_out
+        if not trainer.sanity_checking and table is not None:
+            iteration = loop_of(trainer).iterations_done
+            self.history = self.history.until(iteration - 1)
+            self.history.evaluated.append(iteration)
+            self.history.tables.append(table.clone())
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A checkpoint within an iteration has the evaluation of that iteration, which is repeated.
+        self.history = self.history.until(trainer.current_epoch)
+        self.alarms = [alarm for alarm in self.alarms if alarm.iteration <= trainer.current_epoch]
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        iteration, logged = trainer.current_epoch + 1, trainer.callback_metrics
+        row = {name: float(logged[name]) for name in METRICS if name in logged}
+        self.history.rows.append({"iteration": iteration} | row)
+        module = module_of(pl_module)
+        watched = [name for name, weight in module.rewards.weights.items() if weight == 0]
+        found = find_alarms(self.history, module.evaluated_columns, module.rewards.name, watched, self.limits)
+        found += self._constant_rewards(trainer)
+        begun = [alarm for alarm in found if alarm.name not in self._active]
+        self._active = [alarm.name for alarm in found]
+        self.alarms += begun
+        for alarm in begun if trainer.is_global_zero else ():
+            text = f"alarm {alarm.name} after iteration {alarm.iteration}: {alarm.saw}, since iteration {alarm.since}."
+            file_logger.warning(text)
+            pl_module.print(f"{text}\n  What usually helps: {alarm.helps} (docs/guard.md).")
+        if begun and self.stop:
+            self.stopped_by = begun[0]
+            trainer.should_stop = True
+
+    def _constant_rewards(self, trainer: Trainer) -> list[Alarm]:
+        flat = loop_of(trainer).rollouts.rewards.detach().flatten()
+        infinity = flat.new_full((1,), float("inf"))  # a rank without prompts has no rewards for min and max
+        lowest = reduced(trainer, torch.cat([flat, infinity]).min(), "min")
+        highest = reduced(trainer, torch.cat([flat, -infinity]).max(), "max")
+        at_lowest, at_highest = (moments(trainer, flat == extreme.to(flat)).mean for extreme in (lowest, highest))
+        fault = reward_fault(moments(trainer, flat), float(lowest), float(highest), at_lowest, at_highest)
+        self._faulty = self._faulty + 1 if fault else 0
+        if fault is None or self._faulty < self.patience:
+            return []
+        saw, helps = fault
+        iteration = trainer.current_epoch + 1
+        since = iteration - self._faulty
+        return [Alarm("rewards_constant", iteration, since, f"in {self._faulty} iterations in a row, {saw}", helps)]
+
+    def state_dict(self) -> dict[str, Any]:
+        history = {"rows": self.history.rows, "evaluated": self.history.evaluated, "tables": self.history.tables}
+        alarms = [alarm._asdict() for alarm in self.alarms]
+        return {**history, "alarms": alarms, "active": self._active, "faulty": self._faulty}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.history = History(*(list(state_dict[name]) for name in ("rows", "evaluated", "tables")))
+        self.alarms = [Alarm(**alarm) for alarm in state_dict["alarms"]]
+        self._active, self._faulty = list(state_dict["active"]), state_dict["faulty"]

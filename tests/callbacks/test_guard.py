@@ -1,0 +1,124 @@
+import re
+
+import pytest
+import torch
+
+from solrl_lightning.callbacks.alarms import Limits
+from solrl_lightning.callbacks.guard import Guard
+from solrl_lightning.callbacks.rollout_stats import RolloutStats
+
+OFF = dict.fromkeys(Limits._fields) | {"lost_gain": 0.0}
+
+
+def guarded(tmp_path, stand_in, rewards_of, iterations, guard, prompts="ab") -> list[str]:
+    roll_out = stand_in.RollOut(prompts)
+    roll_out.rewards_of = rewards_of
+    trainer = stand_in.trainer(tmp_path, [RolloutStats(), guard], roll_out, max_epochs=iterations)
+    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    assert {alarm.name for alarm in guard.alarms} <= {"rewards_constant"}
+    return [alarm.saw for alarm in guard.alarms]
+
+
+@pytest.mark.parametrize("value", [0.0, 0.51, -1.7])
+def test_nearly_constant_rewards_are_reported_once_with_the_likely_cause(tmp_path, stand_in, capsys, value):
+    def constant(seeds):
+        return value * (1 + 1e-6 * stand_in.rewards_of(seeds))
+
+    guard = Guard(stop=False, patience=3, limits=OFF)
+    (saw,) = guarded(tmp_path, stand_in, constant, 5, guard)
+    assert "in 3 iterations in a row, all 8 rewards are nearly equal" in saw
+    assert (guard.alarms[0].iteration, guard.alarms[0].since) == (3, 0)
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"^alarm rewards_constant after iteration 3: .*, since iteration 0\.\n  What usually", printed, re.M
+    )
+    assert "the reward model may not have loaded" in printed
+
+
+@pytest.mark.parametrize(("extreme", "cause"), [(1.0, "too easy"), (0.0, "black or broken")])
+def test_saturated_rewards_are_reported(tmp_path, stand_in, extreme, cause):
+    def saturated(seeds):
+        rewards = torch.full(seeds.shape, extreme)
+        rewards[0, 0] = 0.5
+        return rewards
+
+    # One sample is not extreme: with 2 prompts 7 of 8 = 87.5 % are, with 6 prompts 23 of 24 = 95.8 %.
+    assert guarded(tmp_path, stand_in, saturated, 3, Guard(False, 2, OFF), prompts="ab") == []
+    guard = Guard(False, 2, OFF)
+    assert len(guarded(tmp_path, stand_in, saturated, 3, guard, prompts="abcdef")) == 1
+    assert cause in guard.alarms[0].helps
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_rewards_that_differ_are_not_reported_at_any_scale(tmp_path, stand_in, scale):
+    # PickScore varies by a few percent around its mean.
+    def pickscore(seeds):
+        return scale * (0.8 + 0.02 * stand_in.rewards_of(seeds))
+
+    assert guarded(tmp_path, stand_in, pickscore, 4, Guard(False, 1, OFF)) == []
+
+
+def test_guard_counts_consecutive_iterations_and_reports_a_second_time_what_has_ended(tmp_path, stand_in):
+    for pattern, reported in (("0101", []), ("001100", [2, 6])):
+        faulty = iter(pattern)
+
+        def sometimes(seeds, faulty=faulty):
+            return stand_in.rewards_of(seeds) if next(faulty) == "1" else torch.zeros(seeds.shape)
+
+        guard = Guard(False, 2, OFF)
+        guarded(tmp_path, stand_in, sometimes, len(pattern), guard)
+        assert [alarm.iteration for alarm in guard.alarms] == reported
+
+
+class Falling:
+    """Mixin of ``Evaluated``: a held-out reward that rises to 0.6 in iteration 2 and falls to 0.3 in iteration 3."""
+
+    MEANS = (0.4, 0.5, 0.6, 0.3, 0.3)
+
+    def on_validation_epoch_end(self):
+        super().on_validation_epoch_end()
+        done = self.eval_history[-1]["iteration"]
+        self.trainer.fit_loop.iterations_done = done
+        spread = torch.linspace(-0.1, 0.1, 16, dtype=torch.float64)[:, None]
+        self.held_out = torch.tensor([[self.MEANS[done], 0.5, 0.5, 0.5, 0.5]], dtype=torch.float64) + spread
+
+
+def run(tmp_path, stand_in, guard, iterations=4, ckpt_path=None):
+    module = type("Module", (Falling, stand_in.Evaluated), {})()
+    trainer = stand_in.trainer(tmp_path, [RolloutStats(), guard], max_epochs=iterations)
+    if ckpt_path is None:
+        trainer.validate(module, stand_in.micro_batches(), verbose=False)
+    trainer.fit(module, stand_in.micro_batches(), stand_in.micro_batches(), ckpt_path=ckpt_path)
+    return trainer
+
+
+LIMITS = OFF | {"fall": 3.0, "lost_gain": 0.25}
+
+
+def test_with_stop_an_alarm_ends_the_run_after_its_iteration(tmp_path, stand_in):
+    guard = Guard(True, 3, LIMITS)
+    trainer = run(tmp_path, stand_in, guard)
+    assert trainer.current_epoch == 3 and guard.stopped_by == guard.alarms[0]
+    assert [(alarm.name, alarm.iteration, alarm.since) for alarm in guard.alarms] == [("reward_fell", 3, 2)]
+    straight = Guard(False, 3, LIMITS)
+    assert run(tmp_path, stand_in, straight).current_epoch == 4
+    assert straight.alarms == guard.alarms and straight.stopped_by is None  # once, though the reward stays low
+
+
+def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(tmp_path, stand_in):
+    straight = Guard(False, 3, LIMITS)
+    run(tmp_path, stand_in, straight)
+    trainer = run(tmp_path, stand_in, Guard(False, 3, LIMITS), iterations=2)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    assert torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]["Guard"]["evaluated"] == [0, 1, 2]
+    resumed = Guard(False, 3, LIMITS)
+    run(tmp_path, stand_in, resumed, ckpt_path=tmp_path / "x.ckpt")
+    assert resumed.alarms == straight.alarms and resumed.history.evaluated == straight.history.evaluated == [
+        0,
+        1,
+        2,
+        3,
+        4,
+    ]
+    assert all(map(torch.equal, resumed.history.tables, straight.history.tables))
+    assert [row["iteration"] for row in resumed.history.rows] == [1, 2, 3, 4]
