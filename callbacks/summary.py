@@ -1,4 +1,4 @@
-"""Summarises a run when it ends: ``summary.json``, TensorBoard's HParams, and a table on the terminal.
+"""Summarises a run when it ends: ``summary.json``, ``report.html``, TensorBoard's HParams, and a table on the terminal.
 
 The summary is written when the run completes, is stopped early by a callback or ``trainer.max_time``, is interrupted
 (Ctrl-C, SIGTERM) or fails. A run that fails before training starts does not overwrite an earlier summary. All values
@@ -20,11 +20,14 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning import IMPORTED
 from solrl_lightning.callbacks.common import file_logger, find_callback, loop_of, module_of
+from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
+from solrl_lightning.environment import machine, versions
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import finite_only, iterations_done, read_checkpoint, write_atomically
 from solrl_lightning.memory import peak_resident_bytes
+from solrl_lightning.report import render, run_page
 from solrl_lightning.run_folder import LAST
 
 _PATHS = {
@@ -38,7 +41,7 @@ _STATE = "run_summary"  # key in the checkpoint
 
 
 class RunSummary(Callback):
-    """Writes ``summary.json`` into ``trainer.default_root_dir`` and prints the summary.
+    """Writes ``summary.json`` and ``report.html`` into ``trainer.default_root_dir`` and prints the summary.
 
     Must be the last callback, because it lists the files that the others write.
 
@@ -83,13 +86,15 @@ class RunSummary(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         history = module_of(pl_module).eval_history
-        checkpoint[_STATE] = {"seconds": self._seconds(), "eval_history": list(history)}
+        state = {"seconds": self._seconds(), "eval_history": list(history), "eval_base": module_of(pl_module).eval_base}
+        checkpoint[_STATE] = state
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # A checkpoint saved without this callback has no such key.
         state = checkpoint.get(_STATE, {"seconds": 0.0, "eval_history": []})
         self._seconds_before = state["seconds"]
         module_of(pl_module).eval_history[:0] = state["eval_history"]
+        module_of(pl_module).eval_base = state.get("eval_base")  # an older version has none
 
     def _seconds(self) -> float:
         return self._seconds_before + (time.perf_counter() - self._started if self._started is not None else 0.0)
@@ -98,8 +103,11 @@ class RunSummary(Callback):
         if not self._open or not trainer.is_global_zero:
             return
         facts = self.collect(trainer, pl_module, status, error)
-        path = Path(trainer.default_root_dir) / "summary.json"
-        write_atomically(path, (json.dumps(finite_only(facts), indent=2, default=str) + "\n").encode())
+        facts = finite_only(facts)
+        run, history = Path(trainer.default_root_dir), find_callback(trainer, MetricHistory)
+        facts["paths"]["report"] = str(run.resolve() / "report.html")
+        write_atomically(run / "summary.json", (json.dumps(facts, indent=2, default=str) + "\n").encode())
+        write_atomically(run / "report.html", render(run_page(facts, history.rows if history else [], run)))
         log_hyperparameters(trainer, self.hparams, self.columns, facts)
         print(format_summary(facts), flush=True)
         file_logger.info(format_summary(facts))
@@ -138,8 +146,15 @@ class RunSummary(Callback):
             "rank_fidelity": rank_fidelity(find_callback(trainer, RankCorrelation)),
             "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
+            "held_out": {
+                "prompts": len(module.eval_prompts),
+                "images_per_prompt": module.evaluation.images,
+                "steps": module.evaluation.steps,
+            },
             "evaluations": evaluations,
             "config": self.hparams,
+            "versions": versions(),
+            "machine": machine(trainer.strategy.root_device, trainer.world_size),
             "paths": {"run": str(run), **paths},
         }
 

@@ -5,7 +5,7 @@ Replicas (see ``samplers``), encoders, autoencoder and rewards are not registere
 only. ``optimizer_step`` also updates the old policy, so a checkpoint never separates the two.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,6 +96,7 @@ class SolRLModule(LightningModule):
         self.rate_factor, self.old_decay = rate_factor, old_decay
         self.evaluation, self.eval_prompts, self.lora, self.seed = evaluation, eval_prompts, lora, seed
         self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
+        self.eval_base: Tensor | None = None  # [P, R], scores of the base, means over the images of a prompt
         self.ema_state: State | None = None  # set by the EMA callback
         self.transformer = samplers.transformer
         for name, value in {"policy": policy, "samplers": samplers, "rewards": rewards}.items():
@@ -209,19 +210,26 @@ class SolRLModule(LightningModule):
         with stopwatch.stage("evaluate"):
             names = self.evaluated
             total = torch.zeros(1 + len(names), dtype=torch.float64, device=self.device)  # image count, sums of scores
+            per_prompt = total.new_zeros(len(self.eval_prompts), len(names))
             if prompts:
                 seeds = evaluation_seeds(self.seed, prompts, self.evaluation.images)
                 steps = self.evaluation.steps
                 scored = self.score(prompts, seeds, weights="ema", steps=steps, progress=stopwatch.progress)
-                scores = self.evaluated_scores(scored).to(self.device, torch.float64).flatten(0, 1)
+                scores = self.evaluated_scores(scored).to(self.device, torch.float64)
+                per_prompt[self.trainer.global_rank :: self.trainer.world_size] = scores.mean(1)
+                scores = scores.flatten(0, 1)
                 total = torch.cat([torch.full_like(scores[:1, 0], len(scores)), scores.sum(0)])
             total = self.trainer.strategy.reduce(total, reduce_op="sum")
+            per_prompt = self.trainer.strategy.reduce(per_prompt, reduce_op="sum").cpu()
         means = dict(zip(names, (total[1:] / total[0]).tolist(), strict=True))
         for name, mean in means.items():
             self.log(f"eval/{name}", mean, batch_size=1, logger=False)  # Lightning would log it at iteration - 1
         if not self.trainer.sanity_checking:
             loop: Any = self.trainer.fit_loop
-            self.eval_history.append({"iteration": loop.iterations_done, **loop.cost(), **means})
+            if loop.iterations_done == 0:
+                self.eval_base = per_prompt
+            errors = evaluation_errors(names, per_prompt, self.eval_base)
+            self.eval_history.append({"iteration": loop.iterations_done, **loop.cost(), **means, **errors})
             for logger in self.loggers:
                 logger.log_metrics({f"eval/{name}": mean for name, mean in means.items()}, loop.iterations_done)
 
@@ -264,3 +272,18 @@ class SolRLModule(LightningModule):
         """Write adapter "ema" or "default" in the format of diffusers' ``pipe.load_lora_weights(folder)``."""
         state = {name: value.detach().cpu().contiguous() for name, value in self.adapter_state(weights).items()}
         self.policy.save_lora(folder, state, self.lora)
+
+
+def evaluation_errors(names: Sequence[str], per_prompt: Tensor, base: Tensor | None) -> dict[str, dict[str, float]]:
+    """Return the standard errors over prompts of the means, and of their differences to the base, prompt by prompt.
+
+    ``per_prompt`` and ``base`` are [P, R] with a column for each of ``names``. Empty for a single prompt; without the
+    differences if ``base`` is None or of other prompts.
+    """
+    values = {"standard_error": per_prompt}
+    if base is not None and base.shape == per_prompt.shape:
+        values["change_error"] = per_prompt - base
+    if len(per_prompt) < 2:
+        return {}
+    errors = {key: (value.std(0) / len(value) ** 0.5).tolist() for key, value in values.items()}
+    return {key: dict(zip(names, error, strict=True)) for key, error in errors.items()}
