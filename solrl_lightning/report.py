@@ -147,26 +147,30 @@ def lead(facts: Mapping[str, Any]) -> str:
 
 
 def tiles(facts: Mapping[str, Any]) -> list[Tile]:
-    found, evaluations = [], facts["evaluations"]
+    """The numbers at the top of the page."""
+    reward, found = facts["reward"], []
     if facts["base_reward"] is not None:
-        error = evaluations[0].get("standard_error", {}).get(facts["reward"])
-        found.append(Tile(f"{facts['reward']} reward, base", measured(facts["base_reward"], error), "iteration 0"))
+        error = plus_minus(facts["evaluations"][0].get("standard_error", {}).get(reward))
+        found.append(Tile(f"{reward} reward, base", f"{facts['base_reward']:.4f}", f"{error}iteration 0"))
     if facts["final_reward"] is not None:
-        value = measured(facts["final_reward"], error_of(facts, "standard_error"))
-        found.append(Tile(f"{facts['reward']} reward, trained", value, f"iteration {facts['final_reward_iteration']}"))
+        detail = f"{plus_minus(error_of(facts, 'standard_error'))}iteration {facts['final_reward_iteration']}"
+        found.append(Tile(f"{reward} reward, trained", f"{facts['final_reward']:.4f}", detail))
     if facts["improvement"] is not None:
-        value = signed(facts["improvement"], error_of(facts, "change_error"))
-        found.append(Tile("change", value, "prompt by prompt, same noise"))
+        detail = f"{plus_minus(error_of(facts, 'change_error'))}prompt by prompt, same noise"
+        found.append(Tile("change", f"{facts['improvement']:+.4f}", detail))
     if facts.get("best_reward") is not None:
         found.append(Tile("best evaluation", f"{facts['best_reward']:.4f}", f"iteration {facts['best_iteration']}"))
     each = facts["seconds_per_stage"].get("iteration", {}).get("median")
     if each is not None:
         found.append(Tile("an iteration", f"{each:.2f} s", "median, without evaluation, probe, grid"))
     found.append(Tile("whole run", duration(facts["seconds_total"]), f"{facts['iterations']} iterations"))
-    memory = f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB"
     reserved = facts["peak_memory_reserved_bytes"]
     more = "of the process" if reserved is None else f"{reserved / 2**30:.2f} GiB reserved by the allocator"
-    return [*found, Tile("peak memory", memory, more), Tile("shadow", facts["precision_backend"], "precision")]
+    return [*found, Tile("peak memory", f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB", more)]
+
+
+def plus_minus(error: float | None) -> str:
+    return "" if error is None else f"± {error:.4f}, "
 
 
 def error_of(facts: Mapping[str, Any], key: str) -> float | None:
@@ -190,8 +194,8 @@ def sample_size(facts: Mapping[str, Any]) -> str:
     text = f"Means over {images} images: {size['prompts']} held-out prompts, {size['images_per_prompt']} images each."
     if size["prompts"] > 1:
         text += (
-            " ± and bands are one standard error over prompts. Every evaluation has the same prompts and the same noise, "
-            "so the change from the base is taken prompt by prompt and has a smaller error than the two means."
+            " ± and bands are one standard error over prompts. Every evaluation has the same prompts and the same "
+            "noise, so the change from the base is taken prompt by prompt and has a smaller error than the two means."
         )
     return text
 
@@ -308,8 +312,8 @@ def rollout_section(facts: Mapping[str, Any], history: Rows) -> Section | None:
     if not charts:
         return None
     text = [
-        f"In the {facts['reward']} reward's unit. Each iteration has other prompts, so these curves also vary with their "
-        "difficulty; the held-out curve does not."
+        f"In the {facts['reward']} reward's unit. Each iteration has other prompts, so these curves also vary with "
+        "their difficulty; the held-out curve does not."
     ]
     return Section("Rewards of the samples trained on", text, charts=charts)
 
@@ -321,7 +325,7 @@ def rank_section(history: Rows) -> Section | None:
     if probes:
         for title, names in (
             ("rank correlation of a probe", ("spearman", "kendall")),
-            ("overlap of the kept half with the true one", ("top_overlap", "bottom_overlap")),
+            ("overlap with the true best and worst", ("top_overlap", "bottom_overlap")),
         ):
             charts.append(history_chart(probes, *(f"rank/{name}" for name in names), title=title))
     kept = [name for name in ("rank/kept_spearman", "rank/kept_kendall") if name in names_of(history)]
@@ -337,7 +341,7 @@ def rank_section(history: Rows) -> Section | None:
         for name, mean in zip([name for name in names if column(probes, name)[1]], means, strict=True)
     ]
     text = [
-        f"A probe generates the whole pool of one prompt in BF16 at full steps, and compares its order with that of the "
+        "A probe generates the whole pool of one prompt in BF16 at full steps, and compares its order with that of the "
         f"proxy. {len(probes)} probes; ± is one standard error over them. Mean ranks count from 1, the best."
     ]
     tables = [Table(["tag", "first probe", "last probe", "mean"], rows)] if rows else []
@@ -398,13 +402,17 @@ def origin_section(facts: Mapping[str, Any], folder: Path) -> Section:
     if (record / "overrides.yaml").is_file():
         options: Iterable[Any] = OmegaConf.load(record / "overrides.yaml")
         code.append(shlex.join(["python", "-m", "solrl_lightning", *map(str, options)]))
-    machine = facts.get("machine", {})
-    rows = [[name, str(value)] for name, value in facts["config"].items()]
-    rows += [[name, str(value)] for name, value in machine.items()]
-    rows += [[name, str(value)] for name, value in facts.get("versions", {}).items()]
+    found = {
+        "option": facts["config"],
+        "machine": facts.get("machine", {}) | {"shadow": facts["precision_backend"]},
+        "version": facts.get("versions", {}),
+    }
+    tables = [
+        Table((name, ""), [[key, str(value)] for key, value in values.items()], is_text=True)
+        for name, values in found.items()
+    ]
     config = record / "config.yaml"
     kept = [("The whole configuration (.hydra/config.yaml)", config.read_text())] if config.is_file() else []
-    tables = [Table((), rows, is_text=True)]
     return Section("What was run", code=code, tables=tables, files=kept)
 
 

@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from solrl_lightning.module import Evaluation
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, Rollouts
@@ -47,6 +48,8 @@ class StandIn(LightningModule):
             precision_backend="nvfp4 (emulated)", sync=lambda: self.events.append("requantize")
         )
         self.eval_history: list[dict[str, Any]] = []
+        self.eval_base: Tensor | None = None
+        self.evaluation = Evaluation("euler", steps=4, images=2)
         self.eval_prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
         self.evaluated = ["shapes"]
         self.ema_state: dict[str, Tensor] | None = None
