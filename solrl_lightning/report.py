@@ -207,12 +207,12 @@ def held_out_section(facts: Mapping[str, Any]) -> Section | None:
     if not rows:
         return None
     at = [alarm["since"] for alarm in facts.get("alarms") or [] if alarm.get("since") is not None]
-    charts = [evaluation_chart(f"{reward} reward against iterations", rows, reward, "iteration", at)]
+    charts = [evaluation_chart(f"{reward} reward by iteration", rows, reward, "iteration", at)]
     costed = [row for row in rows if row.get("seconds") is not None]
     if len(costed) > 1:
-        title = f"{reward} reward against time of training"
+        title = f"{reward} reward by training time"
         charts.append(evaluation_chart(title, costed, reward, "seconds"))
-        charts.append(evaluation_chart(f"{reward} reward against model evaluations", costed, reward, "evaluations"))
+        charts.append(evaluation_chart(f"{reward} reward by model evaluations", costed, reward, "evaluations"))
     columns = ["iteration", "training, s", "model evaluations", f"{reward} reward", "change from the base"]
     cells = [
         [

@@ -62,13 +62,14 @@ def draw_lines(
         figure.patch.set_visible(False)
         axes = figure.subplots()
         axes.patch.set_visible(False)
+        band = 0.16 if len(series) < 4 else 0.07
         for number, line in enumerate(series):
             colour, dashes = f"#0400{number % COLOURS:02x}", look(number)[1]
             style = (0, tuple(map(float, dashes.split()))) if dashes else "-"
             marker = "o" if len(line.x) <= _FEW else None
             axes.plot(line.x, line.y, color=colour, linestyle=style, linewidth=1.6, marker=marker, markersize=2.6)
             if line.low:
-                axes.fill_between(line.x, line.low, line.high, color=colour, alpha=0.16, linewidth=0)
+                axes.fill_between(line.x, line.low, line.high, color=colour, alpha=band, linewidth=0)
         if level is not None:
             axes.axhline(level, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
         for x in at:
@@ -78,7 +79,7 @@ def draw_lines(
         axes.yaxis.set_major_locator(MaxNLocator(5))
         for axis in (axes.xaxis, axes.yaxis):
             formatter = ScalarFormatter(useOffset=False)
-            formatter.set_powerlimits((-3, 5))
+            formatter.set_powerlimits((-3, 6))
             axis.set_major_formatter(formatter)
             axis.get_offset_text().set_color(_INK)
         axes.tick_params(color=_GRID, labelcolor=_INK)

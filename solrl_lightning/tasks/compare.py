@@ -420,7 +420,9 @@ def study_page(result: Mapping[str, Any], lines: Sequence[Line]) -> Page:
         for group in groups
         for run, seed in zip(group["runs"], group["seeds"], strict=True)
     ]
-    sections.append(Section("Runs", tables=[Table(["folder", "group", "seed"], rows, is_text=True)]))
+    sections.append(
+        Section("Runs", tables=[Table(["folder", "group", "seed"], rows, folded=f"All {len(rows)} runs", is_text=True)])
+    )
     tiles = [
         Tile("groups", str(len(groups)), f"{len(runs)} runs"),
         Tile("highest final reward", f"{best['final']['mean']:.4f}", best["group"]),
@@ -449,7 +451,7 @@ def curve_chart(lines: Sequence[Line], cost: str, reward: str, target: float) ->
     level = target if len(lines) > 1 else None
     svg = draw_lines(drawn, unit, whole_x=cost == "iteration", level=level)
     note = "dashed: the final reward of the reference" if level is not None else ""
-    return Chart(f"{reward} reward against {unit}", svg, note, legend_of([line.label for line in lines]))
+    return Chart(f"{reward} reward by {unit}", svg, note, legend_of([line.label for line in lines]))
 
 
 def _has(lines: Sequence[Line], cost: str) -> bool:
