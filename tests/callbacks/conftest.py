@@ -6,7 +6,7 @@ the stopwatch and the rank fidelity are the real ones.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import Evaluation
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -151,6 +152,7 @@ def make_trainer(
     trainer = Trainer(**(defaults | options), callbacks=[*callbacks, roll_out or RollOut()])
     trainer.fit_loop.stopwatch = Stopwatch()
     trainer.fit_loop.iterations_done = 0
+    trainer.fit_loop.logged = MethodType(ExploreTrainLoop.logged, trainer.fit_loop)
     return trainer
 
 
