@@ -1,4 +1,4 @@
-"""Summarises a run when it ends: ``summary.json``, TensorBoard's HParams, and a table on the terminal.
+"""Summarises a run when it ends: ``summary.json``, ``report.html``, TensorBoard's HParams, and a table on the terminal.
 
 The summary is written when the run completes, is stopped early by a callback or ``trainer.max_time``, is interrupted
 (Ctrl-C, SIGTERM) or fails. A run that fails before training starts does not overwrite an earlier summary. All values
@@ -22,11 +22,14 @@ from solrl_lightning import IMPORTED
 from solrl_lightning.callbacks.checkpoints import BestCheckpoint
 from solrl_lightning.callbacks.common import file_logger, find_callback, loop_of, module_of, stop_reason
 from solrl_lightning.callbacks.guard import Guard
+from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
+from solrl_lightning.environment import machine, versions
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import finite_only, iterations_done, read_checkpoint, write_atomically
 from solrl_lightning.memory import peak_resident_bytes
+from solrl_lightning.report import render, run_page
 from solrl_lightning.run_folder import BEST, LAST
 
 _PATHS = {
@@ -42,7 +45,7 @@ _POLICY = ("train/", "policy/", "reward/group_std", "reward/zero_std_fraction") 
 
 
 class RunSummary(Callback):
-    """Writes ``summary.json`` into ``trainer.default_root_dir`` and prints the summary.
+    """Writes ``summary.json`` and ``report.html`` into ``trainer.default_root_dir`` and prints the summary.
 
     Must be the last callback, because it lists the files that the others write.
 
@@ -95,9 +98,9 @@ class RunSummary(Callback):
             self._finish(trainer, pl_module, "failed", f"{type(exception).__name__}: {exception}")
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        history = module_of(pl_module).eval_history
-        own = {"first_metrics": self._first, "last_metrics": self._last}
-        checkpoint[_STATE] = {"seconds": self._seconds(), "eval_history": list(history), **own}
+        module = module_of(pl_module)
+        own = {"first_metrics": self._first, "last_metrics": self._last, "eval_base": module.eval_base}
+        checkpoint[_STATE] = {"seconds": self._seconds(), "eval_history": list(module.eval_history), **own}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # A checkpoint saved without this callback has no such key.
@@ -105,6 +108,7 @@ class RunSummary(Callback):
         self._seconds_before = state["seconds"]
         self._first, self._last = state.get("first_metrics", {}), state.get("last_metrics", {})
         module_of(pl_module).eval_history[:0] = state["eval_history"]
+        module_of(pl_module).eval_base = state.get("eval_base")  # an older version has none
 
     def _seconds(self) -> float:
         return self._seconds_before + (time.perf_counter() - self._started if self._started is not None else 0.0)
@@ -113,8 +117,11 @@ class RunSummary(Callback):
         if not self._open or not trainer.is_global_zero:
             return
         facts = self.collect(trainer, pl_module, status, error)
-        path = Path(trainer.default_root_dir) / "summary.json"
-        write_atomically(path, (json.dumps(finite_only(facts), indent=2, default=str) + "\n").encode())
+        facts = finite_only(facts)
+        run, history = Path(trainer.default_root_dir), find_callback(trainer, MetricHistory)
+        facts["paths"]["report"] = str(run.resolve() / "report.html")
+        write_atomically(run / "summary.json", (json.dumps(facts, indent=2, default=str) + "\n").encode())
+        write_atomically(run / "report.html", render(run_page(facts, history.rows if history else [], run)))
         log_hyperparameters(trainer, self.hparams, self.columns, facts)
         print(format_summary(facts), flush=True)
         file_logger.info(format_summary(facts))
@@ -162,8 +169,15 @@ class RunSummary(Callback):
             "alarms": [alarm._asdict() for alarm in guard.alarms] if guard else [],
             "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
+            "held_out": {
+                "prompts": len(module.eval_prompts),
+                "images_per_prompt": module.evaluation.images,
+                "steps": module.evaluation.steps,
+            },
             "evaluations": evaluations,
             "config": self.hparams,
+            "versions": versions(),
+            "machine": machine(trainer.strategy.root_device, trainer.world_size),
             "paths": {"run": str(run), **paths},
         }
 

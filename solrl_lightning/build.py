@@ -20,6 +20,8 @@ from peft import LoraConfig
 from transformers.utils import logging as transformers_logging
 
 from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
+from solrl_lightning.callbacks.history import MetricHistory
+from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.checks import prompt_sets, reward_members
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
@@ -98,6 +100,7 @@ def build_trainer(cfg: DictConfig) -> Trainer:
     if cfg.family.get("levels"):
         rule = Rule(cfg.family.threshold, cfg.family.margin, cfg.family.patience)
         callbacks.append(AdaptiveExploration(levels_of(cfg), cfg.family.start, rule))
+    callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))  # stable: these two follow
     logger = cfg.get("logger")
     if logger is not None and "_target_" in logger:
         named = [str(name) for name, node in logger.items() if isinstance(node, DictConfig) and "_target_" in node]

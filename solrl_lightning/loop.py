@@ -197,6 +197,10 @@ class ExploreTrainLoop(_FitLoop):
         spent = self.stopwatch.seconds
         return self._seconds_before + sum(spent.get(stage, 0.0) for stage in STAGES)
 
+    def logged(self) -> dict[str, Tensor]:
+        """Return the values that this iteration has logged; only in ``on_train_epoch_end``. Collective."""
+        return self._results.metrics(on_step=False)["log"]
+
     def on_save_checkpoint(self) -> dict[str, Any]:
         return super().on_save_checkpoint() | {"iterations_done": self.iterations_done} | self.cost()
 

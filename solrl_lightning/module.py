@@ -5,7 +5,7 @@ Replicas (see ``samplers``), encoders, autoencoder and rewards are not registere
 only. ``optimizer_step`` also updates the old policy, so a checkpoint never separates the two.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,11 +39,6 @@ from solrl_lightning.samplers import MERGED, REFERENCE, Samplers
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.stopwatch import Stopwatch
-
-
-def standard_error(values: Tensor) -> Tensor:
-    """Return the standard error of the mean of values [P]; NaN for a single one."""
-    return values.std() / len(values) ** 0.5
 
 
 class Evaluation(NamedTuple):
@@ -103,6 +98,7 @@ class SolRLModule(LightningModule):
         self.evaluation, self.eval_prompts, self.lora, self.seed = evaluation, eval_prompts, lora, seed
         self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
         self.held_out: Tensor | None = None  # see `evaluated_columns`
+        self.eval_base: Tensor | None = None  # [P, R], scores of the base, means over the images of a prompt
         self.ema_state: State | None = None  # set by the EMA callback
         self.distances: dict[str, Tensor] = {}  # of the trained policy, before the old policy follows it
         self.transformer = samplers.transformer
@@ -240,9 +236,11 @@ class SolRLModule(LightningModule):
             self.log(f"eval/{name}", mean, batch_size=1, logger=False)  # Lightning would log it at iteration - 1
         if not self.trainer.sanity_checking:
             loop: Any = self.trainer.fit_loop
-            errors = {name: float(standard_error(columns[name])) for name in self.evaluated}
             statistics = {name: float(columns[name].mean()) for name in STATISTICS}
-            more = {"standard_errors": errors, "statistics": statistics}
+            scores = self.held_out[:, : len(self.evaluated)]
+            if loop.iterations_done == 0:
+                self.eval_base = scores
+            more = {"statistics": statistics, **evaluation_errors(self.evaluated, scores, self.eval_base)}
             self.eval_history.append({"iteration": loop.iterations_done, **loop.cost(), **means, **more})
             logged = {f"eval/{name}": mean for name, mean in means.items()}
             logged |= {f"images/{name}": mean for name, mean in statistics.items()}
@@ -314,3 +312,18 @@ class SolRLModule(LightningModule):
         """Write adapter "ema" or "default" in the format of diffusers' ``pipe.load_lora_weights(folder)``."""
         state = {name: value.detach().cpu().contiguous() for name, value in self.adapter_state(weights).items()}
         self.policy.save_lora(folder, state, self.lora)
+
+
+def evaluation_errors(names: Sequence[str], per_prompt: Tensor, base: Tensor | None) -> dict[str, dict[str, float]]:
+    """Return the standard errors over prompts of the means, and of their differences to the base, prompt by prompt.
+
+    ``per_prompt`` and ``base`` are [P, R] with a column for each of ``names``. Empty for a single prompt; without the
+    differences if ``base`` is None or of other prompts.
+    """
+    values = {"standard_error": per_prompt}
+    if base is not None and base.shape == per_prompt.shape:
+        values["change_error"] = per_prompt - base
+    if len(per_prompt) < 2:
+        return {}
+    errors = {key: (value.std(0) / len(value) ** 0.5).tolist() for key, value in values.items()}
+    return {key: dict(zip(names, error, strict=True)) for key, error in errors.items()}

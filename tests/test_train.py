@@ -42,6 +42,11 @@ def test_a_run_leaves_everything_that_the_readme_lists(command: Command, tmp_pat
     assert (run / "lora" / "pytorch_lora_weights.safetensors").is_file()
     assert (run / ".hydra" / "overrides.yaml").is_file()
     assert {path.suffix for path in (run / "samples").iterdir()} == {".png"}
+    report = (run / "report.html").read_text()
+    for name in ("train/drift", "lr", "explore/proxy_reward", "rank correlation of a probe", "data:image/png"):
+        assert name in report
+    errors = summary["evaluations"][-1]
+    assert 0 < errors["change_error"]["shapes"] < errors["standard_error"]["shapes"]
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
     assert set(events.Tags()["scalars"]) >= TAGS

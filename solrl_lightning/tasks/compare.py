@@ -13,13 +13,24 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
+from solrl_lightning import __version__
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import write_atomically
 from solrl_lightning.finished_runs import RECORDED_CONFIG, Run, finished_runs
 from solrl_lightning.metrics.confidence import mean_of
 from solrl_lightning.metrics.time_to_reward import Reached, cost_to_reach, first_reached, speed_up
+from solrl_lightning.report import Chart, Page, Section, Table, Tile, legend_of, render
 from solrl_lightning.resume import is_subkey, leaves
-from solrl_lightning.tasks.learning_curves import COSTS, Line, costs, draw_curves, group_curve, learning_curve
+from solrl_lightning.svg_charts import Series, draw_lines
+from solrl_lightning.tasks.learning_curves import (
+    COSTS,
+    Line,
+    cost_scale,
+    costs,
+    draw_curves,
+    group_curve,
+    learning_curve,
+)
 from solrl_lightning.tasks.tables import format_table, write_json
 
 # Keys, with those below them, in which runs of one experiment may differ.
@@ -71,7 +82,9 @@ class Settings(NamedTuple):
 
 
 def compare(cfg: DictConfig) -> dict[str, Any]:
-    """Print the tables of the runs that match ``cfg.task.runs``; write compare.json and compare.png (learning curves).
+    """Print the tables of the runs that match ``cfg.task.runs``.
+
+    Writes compare.json, compare.png (learning curves) and report.html.
 
     Raises:
         UserError: no run matches, none of them is finished, or no group has the words of ``cfg.task.reference``.
@@ -93,6 +106,7 @@ def compare(cfg: DictConfig) -> dict[str, Any]:
     write_json(folder / "compare.json", result)
     lines = [line_of(group, reference) for group in groups]
     write_atomically(folder / "compare.png", draw_curves(lines, result["reward"], result["target"]))
+    write_atomically(folder / "report.html", render(study_page(result, lines)))
     print(format_comparison(result, folder))
     return result
 
@@ -281,6 +295,46 @@ def _summarised(group: Group, read: Callable[[Mapping[str, Any]], float | None])
 
 
 def format_comparison(result: Mapping[str, Any], folder: Path) -> str:
+    columns, rows = final_rewards(result)
+    lines = [f"{result['reward']} reward, mean +- standard deviation over seeds", format_table(columns, rows)]
+    if result["usual"]:
+        lines.append(f"  unless a name says otherwise: {' '.join(result['usual'])}")
+    if len(rows) > 1:
+        lines += [
+            f"  reference: {result['reference']}; differences seed by seed, in brackets the 95 % confidence interval",
+            "",
+            _cost_title(result),
+            format_table(*costs_to_reference(result)),
+            f"  {_COST_NOTE}",
+            *(f"  {note}" for note in cost_notes(result)),
+        ]
+    lines += [f"  {note}" for note in _general_notes(result)]
+    files = ", ".join(str(folder / name) for name in ("report.html", "compare.json", "compare.png"))
+    return "\n".join([*lines, f"  {files}"])
+
+
+_COST_NOTE = "without evaluations, probes and sample grids; in brackets the 95 % interval; > and <: beyond the run"
+
+
+def _cost_title(result: Mapping[str, Any]) -> str:
+    return (
+        f"training until the mean {result['reward']} reward is {result['target']:.4f}, the final one of the reference"
+    )
+
+
+def _general_notes(result: Mapping[str, Any]) -> list[str]:
+    notes = [f"left out {run}: {reason}" for run, reason in result["left_out"].items()]
+    if any(len(group["seeds"]) == 1 for group in result["groups"]):
+        notes.insert(
+            0,
+            "a group of one seed has no deviation and no interval, so its difference may be chance; train with more "
+            "seeds: -m seed=1,2,3",
+        )
+    return notes
+
+
+def final_rewards(result: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of the table of final rewards."""
     columns = ["group", "seeds", "base", "final", "improvement", "s/iteration", "spearman", "final - reference"]
     rows = []
     for group in result["groups"]:
@@ -299,33 +353,25 @@ def format_comparison(result: Mapping[str, Any], folder: Path) -> str:
                 _paired(group["difference"], len(group["difference_per_seed"])),
             ]
         )
-    lines = [f"{result['reward']} reward, mean +- standard deviation over seeds", format_table(columns, rows)]
-    if result["usual"]:
-        lines.append(f"  unless a name says otherwise: {' '.join(result['usual'])}")
-    if len(rows) > 1:
-        lines += [
-            f"  reference: {result['reference']}; differences seed by seed, in brackets the 95 % confidence interval",
-            "",
-            *_format_costs(result),
-        ]
-    if any(len(group["seeds"]) == 1 for group in result["groups"]):
-        lines.append(
-            "  a group of one seed has no deviation and no interval, so its difference may be chance; train with more "
-            "seeds: -m seed=1,2,3"
-        )
-    lines += [f"  left out {run}: {reason}" for run, reason in result["left_out"].items()]
-    return "\n".join([*lines, f"  {folder / 'compare.json'}, {folder / 'compare.png'}"])
+    return columns, rows
 
 
-def _format_costs(result: Mapping[str, Any]) -> list[str]:
-    """Lines of the table of costs to the reference's final reward, and of the runs that do not reach or record it."""
+def costs_to_reference(result: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of the table of costs to the reference's final reward."""
     columns = ["group", "seconds", "speed-up", "model evaluations", "fewer by"]
-    rows, notes = [], []
+    rows = []
     for group in result["groups"]:
         seconds, evaluations = (group["to_reference"][cost] for cost in ("seconds", "evaluations"))
         cells = [cell for cost in (seconds, evaluations) for cell in (_amount(cost), _factor(cost))]
         rows.append([group["group"], *cells])
-        iterations = group["to_reference"]["iteration"]
+    return columns, rows
+
+
+def cost_notes(result: Mapping[str, Any]) -> list[str]:
+    """Sentences on the runs that do not reach the reference's final reward, or do not record their cost."""
+    notes = []
+    for group in result["groups"]:
+        seconds, iterations = (group["to_reference"][cost] for cost in ("seconds", "iteration"))
         by, unit = (seconds, " s") if seconds else (iterations, " iterations")
         missed = [
             f"seed {seed} after {own['spent']:,.0f}{unit}, {own['best']:.4f} at most"
@@ -333,18 +379,93 @@ def _format_costs(result: Mapping[str, Any]) -> list[str]:
             if own["reached"] is None
         ]
         if missed:
-            notes.append(f"  not reached by {group['group']}: {'; '.join(missed)}")
+            notes.append(f"not reached by {group['group']}: {'; '.join(missed)}")
         unknown = [run for run in group["runs"] if not seconds or run in seconds["unknown"]]
         if group["against"] is None and iterations and iterations["mean"] == 0:
-            notes.append("  the reference ends no higher than it began; name another one with task.reference=<group>")
+            notes.append("the reference ends no higher than it began; name another one with task.reference=<group>")
         if unknown:
-            notes.append(f"  without seconds and model evaluations (of an older version): {', '.join(unknown)}")
-    return [
-        f"training until the mean {result['reward']} reward is {result['target']:.4f}, the final one of the reference",
-        format_table(columns, rows),
-        "  without evaluations, probes and sample grids; in brackets the 95 % interval; > and <: beyond the run",
-        *notes,
+            notes.append(f"without seconds and model evaluations (of an older version): {', '.join(unknown)}")
+    return notes
+
+
+def study_page(result: Mapping[str, Any], lines: Sequence[Line]) -> Page:
+    """The report of a study: final rewards and curves of every group, and the costs to the reference's final reward."""
+    reward, groups = result["reward"], result["groups"]
+    runs = [run for group in groups for run in group["runs"]]
+    best = max(groups, key=lambda group: group["final"]["mean"])
+    several = len(groups) > 1
+    text = [f"{reward} reward on held-out prompts, mean ± standard deviation over seeds."]
+    if result["usual"]:
+        text.append(f"Unless a name says otherwise: {' '.join(result['usual'])}.")
+    if several:
+        text.append(
+            f"Reference: {result['reference']}. Differences are taken seed by seed; in brackets the 95 % confidence "
+            "interval (Student's t)."
+        )
+    sections = [
+        Section(
+            "Final rewards", [*text, *map(_as_sentence, _general_notes(result))], tables=[_shown(final_rewards(result))]
+        ),
+        Section(
+            "Learning curves",
+            ["Lines are means over the seeds that have an evaluation, bands the range of the seeds."],
+            charts=[curve_chart(lines, cost, reward, result["target"]) for cost in COSTS if _has(lines, cost)],
+        ),
     ]
+    if several:
+        notes = [_as_sentence(note) for note in (_cost_title(result), _COST_NOTE, *cost_notes(result))]
+        sections.append(Section("Cost of the same reward", notes, tables=[_shown(costs_to_reference(result))]))
+    rows = [
+        [run, group["group"], str(seed)]
+        for group in groups
+        for run, seed in zip(group["runs"], group["seeds"], strict=True)
+    ]
+    sections.append(
+        Section("Runs", tables=[Table(["folder", "group", "seed"], rows, folded=f"All {len(rows)} runs", is_text=True)])
+    )
+    tiles = [
+        Tile("groups", str(len(groups)), f"{len(runs)} runs"),
+        Tile("highest final reward", f"{best['final']['mean']:.4f}", best["group"]),
+        Tile("final reward of the reference", f"{result['target']:.4f}", result["reference"]),
+    ]
+    lead = f"{len(runs)} finished runs of {result['runs']}, grouped by all that differs except the seed."
+    return Page(
+        f"Study: {reward} reward",
+        lead,
+        tiles if several else tiles[:2],
+        sections,
+        footer=f"solrl_lightning {__version__}",
+    )
+
+
+def curve_chart(lines: Sequence[Line], cost: str, reward: str, target: float) -> Chart:
+    """The mean reward of each group against a cost, with the range of its seeds."""
+    scale, names = cost_scale(lines, cost), {"iteration": "iterations", "evaluations": "model evaluations"}
+    unit = names.get(cost, "hours of training" if scale > 1 else "seconds of training")
+    drawn = []
+    for line in lines:
+        curve = line.curves.get(cost)
+        x = [at / scale for at in curve.cost] if curve else []
+        rewards = [list(rewards.values()) for rewards in curve.rewards] if curve else []
+        drawn.append(Series(line.label, x, [*map(fmean, rewards)], [*map(min, rewards)], [*map(max, rewards)]))
+    level = target if len(lines) > 1 else None
+    svg = draw_lines(drawn, unit, whole_x=cost == "iteration", level=level)
+    note = "dashed: the final reward of the reference" if level is not None else ""
+    return Chart(f"{reward} reward by {unit}", svg, note, legend_of([line.label for line in lines]))
+
+
+def _has(lines: Sequence[Line], cost: str) -> bool:
+    return any(cost in line.curves for line in lines)
+
+
+def _as_sentence(note: str) -> str:
+    return f"{note[:1].upper()}{note[1:]}."
+
+
+def _shown(table: tuple[Sequence[str], Sequence[Sequence[Any]]]) -> Table:
+    columns, rows = table
+    cells = [["-" if cell is None else str(cell).replace("+-", "±") for cell in row] for row in rows]
+    return Table(columns, cells)
 
 
 def _amount(cost: Mapping[str, Any] | None) -> str | None:

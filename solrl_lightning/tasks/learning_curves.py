@@ -81,12 +81,12 @@ def draw_curves(lines: Sequence[Line], reward: str, target: float) -> bytes:
         colour, style = (_REFERENCE, "-") if line.is_reference and len(lines) > 1 else next(looks)
         for panel, cost in zip(axes, panels, strict=True):
             if cost in line.curves:
-                drawn = _draw_line(panel, line.curves[cost], _scale(lines, cost), colour, style)
+                drawn = _draw_line(panel, line.curves[cost], cost_scale(lines, cost), colour, style)
                 handles.setdefault(id(line), drawn)
                 if len(lines) > 1 and (at := line.reached.get(cost)) is not None:
-                    panel.scatter([at / _scale(lines, cost)], [target], 50, colour, edgecolors="white", zorder=4)
+                    panel.scatter([at / cost_scale(lines, cost)], [target], 50, colour, edgecolors="white", zorder=4)
     for panel, cost in zip(axes, panels, strict=True):
-        _label_axis(panel, cost, _scale(lines, cost))
+        _label_axis(panel, cost, cost_scale(lines, cost))
         if len(lines) > 1:
             panel.axhline(target, color=_REFERENCE, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
     axes[0].set_ylabel(f"held-out {reward} reward", fontsize=11)
@@ -130,7 +130,8 @@ def _label_axis(panel: Axes, cost: str, scale: float) -> None:
     panel.spines[["top", "right"]].set_visible(False)
 
 
-def _scale(lines: Sequence[Line], cost: str) -> float:
+def cost_scale(lines: Sequence[Line], cost: str) -> float:
+    """Divisor of a cost for its axis: 3600 for many seconds, which are shown in hours."""
     longest = max(line.curves[cost].cost[-1] for line in lines if cost in line.curves)
     return 3600 if cost == "seconds" and longest > _HOURS_FROM else 1
 
@@ -143,7 +144,7 @@ def _legend(line: Line, lines: Sequence[Line]) -> str:
         return f"{line.label}: not reached"
     reference = next(other for other in lines if other.is_reference).reached.get("seconds")
     factor = "" if not seconds or reference is None or line.is_reference else f", {reference / seconds:.2f}x"
-    spent = f"{seconds / 3600:,.1f} h" if _scale(lines, "seconds") > 1 else f"{seconds:,.0f} s"
+    spent = f"{seconds / 3600:,.1f} h" if cost_scale(lines, "seconds") > 1 else f"{seconds:,.0f} s"
     return f"{line.label}: {spent}{factor}"
 
 

@@ -6,7 +6,7 @@ the stopwatch and the rank fidelity are the real ones.
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +14,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from solrl_lightning.loop import ExploreTrainLoop
+from solrl_lightning.module import Evaluation
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, Rollouts
@@ -47,6 +49,8 @@ class StandIn(LightningModule):
             precision_backend="nvfp4 (emulated)", sync=lambda: self.events.append("requantize")
         )
         self.eval_history: list[dict[str, Any]] = []
+        self.eval_base: Tensor | None = None
+        self.evaluation = Evaluation("euler", steps=4, images=2)
         self.eval_prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
         self.evaluated = ["shapes"]
         self.evaluated_columns = ["shapes", "brightness", "saturation", "edges", "diversity"]
@@ -151,6 +155,7 @@ def make_trainer(
     trainer = Trainer(**(defaults | options), callbacks=[*callbacks, roll_out or RollOut()])
     trainer.fit_loop.stopwatch = Stopwatch()
     trainer.fit_loop.iterations_done = 0
+    trainer.fit_loop.logged = MethodType(ExploreTrainLoop.logged, trainer.fit_loop)
     return trainer
 
 

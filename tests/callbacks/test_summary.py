@@ -73,14 +73,17 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, stand_in, capsys)
     assert summary["seconds_total"] < summary["seconds_since_process_start"] < 86400
     assert summary["peak_memory_bytes"] > 50 * 2**20 and summary["peak_memory_reserved_bytes"] is None
     assert summary["config"] == HPARAMS
-    assert summary["paths"] == {"run": str(tmp_path), "lora": str(tmp_path / "lora")}
+    named = {"lora": str(tmp_path / "lora"), "report": str(tmp_path / "report.html")}
+    assert summary["paths"] == {"run": str(tmp_path)} | named
+    assert summary["versions"].keys() >= {"solrl_lightning", "torch", "lightning", "diffusers"}
+    assert summary["machine"]["cores"] >= 1 and summary["machine"]["device"].startswith("CPU ")
 
     printed = capsys.readouterr().out
     assert re.search(r"completed after 3 iterations in \d+ s \(\d+ s since the process started\)\n", printed)
     assert "last checkpoint" not in printed
     assert "shapes reward" in printed and "0.5000 -> 0.5488 (+0.0488), evaluated after 3 iterations" in printed
     assert "proxy spearman" in printed and "1.0000 at first, 1.0000 at last" in printed
-    assert re.search(rf"run folder +{re.escape(str(tmp_path))}\n +in it +summary.json, lora\n", printed)
+    assert re.search(rf"run folder +{re.escape(str(tmp_path))}\n +in it +summary.json, lora, report.html\n", printed)
     assert "s an iteration, without evaluation, probe, grid" in printed
 
 

@@ -109,6 +109,14 @@ def test_groups_differ_in_other_keys_than_the_seed_and_have_means_and_sample_dev
     assert "+0.2000 [-0.0484, +0.4484] over 3" in shown
     with Image.open(tmp_path / "compare.png") as picture:
         assert picture.width == 1600
+    report = (tmp_path / "report.html").read_text()
+    for text in (
+        "0.7000 ± 0.1000",
+        "+0.2000 [-0.0484, +0.4484] over 3",
+        "6 finished runs",
+        "shapes reward by iterations",
+    ):
+        assert text in report
 
 
 def test_groups_of_one_seed_have_no_deviation(
