@@ -25,7 +25,7 @@ from solrl_lightning.checks import check_kinds, check_machine, check_needs, chec
 from solrl_lightning.config import CONFIG_MODULE, ConfigTree, application_config
 from solrl_lightning.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.errors import UserError
-from solrl_lightning.finished_runs import check_runs
+from solrl_lightning.finished_runs import check_runs, stopped_early
 from solrl_lightning.hub import check_hub
 from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job
 from solrl_lightning.resume import check_contents, resume
@@ -174,7 +174,11 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     message = resumed.message
     if resumed.checkpoint is not None:
         iterations = min(cfg.iterations for cfg in jobs.values())
-        done = check_contents(resumed.checkpoint, iterations if resumed.training else None)
+        requires_more = resumed.training and not resumed.requeued
+        done = check_contents(resumed.checkpoint, iterations if requires_more else None)
+        if resumed.requeued and (done >= iterations or stopped_early(resumed.checkpoint.parent.parent, done)):
+            _print_first(f"ckpt=auto: the run in {resumed.folder} has ended after {done} iterations; nothing to do")
+            raise SystemExit(0)
         message += f"; iterations done: {done}" if resumed.training else ""
     _print_first(*dict.fromkeys(notes))
     _each(jobs, check_prompts)

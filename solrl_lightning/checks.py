@@ -280,7 +280,7 @@ def check_checkpoint(cfg: DictConfig) -> None:
             raise UserError(
                 f"callbacks.checkpoint.{key}={value} is invalid: this callback writes checkpoints/last.ckpt, the last "
                 f"state, for ckpt=last. Leave it at {needed}. For others set callbacks.best.monitor=<reward> or "
-                " callbacks.periodic.every=<iterations>."
+                "callbacks.periodic.every=<iterations>."
             )
 
 

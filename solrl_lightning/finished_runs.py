@@ -74,6 +74,13 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     return runs, left_out
 
 
+def stopped_early(folder: Path, iterations: int) -> bool:
+    """Whether a callback ended the run in ``folder`` after this number of iterations."""
+    file = folder / "summary.json"
+    summary = _read_summary(file) if file.is_file() else {"status": ""}
+    return bool(summary["status"] == "stopped early" and summary.get("iterations") == iterations)
+
+
 def _read_summary(file: Path) -> dict[str, Any]:
     try:
         summary = json.loads(file.read_text())

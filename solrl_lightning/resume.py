@@ -16,7 +16,7 @@ from yaml import YAMLError
 
 from solrl_lightning.config import ConfigTree, application_config
 from solrl_lightning.errors import UserError
-from solrl_lightning.run_folder import LAST, NEXT_RECORD, RECORD, check_free
+from solrl_lightning.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free
 
 OUTPUTS = Path("outputs")
 # In the folder of a run these keys and those below them may change: its length, what watches it, and how it is
@@ -33,15 +33,17 @@ class Resumed(NamedTuple):
 
     arguments: list[str]
     checkpoint: Path | None = None
-    folder: Path | None = None  # absolute, of the run that resumes in place
+    folder: Path | None = None  # absolute, of the run that resumes or begins again in place
     training: bool = False
     message: str = ""
+    requeued: bool = False  # a run that has finished is then no error
 
 
 def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resumed:
     """Resolves ``ckpt=``: finds the file, and puts the overrides that its run recorded before those given.
 
-    Training from ``ckpt=last`` resumes in the same folder; every other use of a checkpoint gets a new folder.
+    Training from ``ckpt=last`` and ``ckpt=auto`` resumes in the same folder; every other use of a checkpoint gets a new
+    folder. ``ckpt=auto`` begins the run if its folder has no checkpoint.
     """
     given = tree.parse(arguments)
     chosen = [override for override in given if override.key_or_group == "ckpt"]
@@ -49,15 +51,23 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         return Resumed(list(arguments))
     if chosen[-1].is_sweep_override():
         raise UserError(f"{chosen[-1].input_line} is invalid: ckpt takes one file. Start a run for each.")
-    last = str(chosen[-1].value()) == "last"
-    if last and multirun:
-        raise UserError("ckpt=last continues one run, so it does not go with -m. Name the file with ckpt=<file>.")
+    value = str(chosen[-1].value())
+    if value in ("last", "auto") and multirun:
+        raise UserError(f"ckpt={value} continues one run, so it does not go with -m. Name the file with ckpt=<file>.")
     training = all(override.value() == "train" for override in given if override.key_or_group == "task")
     folders = [Path(str(o.value())) for o in given if o.key_or_group == "hydra.run.dir"]
-    checkpoint = _last_checkpoint(folders if training else []) if last else Path(str(chosen[-1].value()))
+    if value == "auto":
+        folders = [_stable_folder(tree, given, training)]
+        if not (folders[-1] / LAST).is_file():
+            return _begin(tree, given, folders[-1])
+    if value in ("last", "auto"):
+        checkpoint = _newest_checkpoint(folders if training else [], LAST)
+    else:
+        checkpoint = _newest_checkpoint([], BEST) if value == "best" else Path(value)
     check_checkpoint(checkpoint)
     source = checkpoint.resolve().parent.parent
-    in_place = training and not multirun and (last or (bool(folders) and folders[-1].resolve() == source))
+    own_folder = value in ("last", "auto") or (value != "best" and bool(folders) and folders[-1].resolve() == source)
+    in_place = training and not multirun and own_folder
 
     recorded = (source / RECORD / "overrides.yaml").is_file()
     if training and not recorded:
@@ -88,11 +98,36 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         f"{'continuing' if in_place else 'from'} {checkpoint}, with the overrides of its run: {taken}; "
         f"overridden here: {_listed(own)}"
     )
-    return Resumed(merged, checkpoint, source if in_place else None, training, message)
+    return Resumed(merged, checkpoint, source if in_place else None, training, message, value == "auto")
 
 
-def _last_checkpoint(folders: Sequence[Path]) -> Path:
-    """The last checkpoint of the run in the last of ``folders``; without one, of the newest run under outputs/."""
+def _stable_folder(tree: ConfigTree, given: list[Override], training: bool) -> Path:
+    """The run's folder for ``ckpt=auto``, which must be the same when the command is given again."""
+    if not training:
+        raise UserError(
+            "ckpt=auto is invalid: it continues a training run. Use ckpt=last or ckpt=best for other tasks."
+        )
+    cfg = tree.compose([str(o.input_line) for o in given if o.key_or_group != "ckpt"])
+    pattern: Any = OmegaConf.to_container(cfg.hydra.run, resolve=False)
+    if "${launched:" in pattern["dir"] or "${now:" in pattern["dir"]:
+        raise UserError(
+            "ckpt=auto is invalid: it needs a folder that the same command finds again, and this one's name has the "
+            "time in it. Name one with hydra.run.dir=<folder>."
+        )
+    return Path(cfg.hydra.run.dir)
+
+
+def _begin(tree: ConfigTree, given: list[Override], folder: Path) -> Resumed:
+    """Start a run in a folder that has no checkpoint, also in what the same command left when it was killed."""
+    lines = [str(o.input_line) for o in given if o.key_or_group != "ckpt"]
+    begun = [str(o.input_line) for o in _recorded_overrides(tree, folder)]
+    same = bool(begun) and begun == [line for line in lines if not line.startswith("hydra.")]
+    message = f"ckpt=auto: {folder} has no checkpoint, so the run begins"
+    return Resumed(lines, folder=folder.resolve() if same else None, training=True, message=message)
+
+
+def _newest_checkpoint(folders: Sequence[Path], name: Path) -> Path:
+    """The checkpoint ``name`` of the run in the last of ``folders``; without one, of the newest run under outputs/."""
     if folders:
         if not (folders[-1] / LAST).is_file():
             check_free(folders[-1])
@@ -101,10 +136,10 @@ def _last_checkpoint(folders: Sequence[Path]) -> Path:
                 f"checkpoint. Remove {folders[-1]} and give the command that started it again."
             )
         return folders[-1] / LAST
-    found = list(OUTPUTS.rglob(str(LAST)))
+    found = list(OUTPUTS.rglob(str(name)))
     if not found:
         raise UserError(
-            f"ckpt=last takes the newest run that has {LAST}; there is none under {OUTPUTS.resolve()}. "
+            f"ckpt={name.stem} takes the newest run that has {name}; there is none under {OUTPUTS.resolve()}. "
             "Change to the folder where it was started, or name a file with ckpt=<file>."
         )
     return max(found, key=lambda file: file.stat().st_mtime)

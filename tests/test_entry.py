@@ -482,6 +482,69 @@ def test_a_run_named_by_its_folder_goes_on(command: Command, tmp_path: Path, ear
     assert (recorded(earlier)["cfg"]["iterations"], recorded(earlier)["cfg"]["seed"]) == (4, 5)
 
 
+AUTO = ["ckpt=auto", "hydra.run.dir=runs/${seed}", "seed=3"]
+
+
+def test_auto_begins_a_run_and_continues_it_when_the_command_is_given_again(command: Command, tmp_path: Path) -> None:
+    begun = command(RECORD, *AUTO, "iterations=2")
+    assert begun.status == 0, begun.err
+    assert "ckpt=auto: runs/3 has no checkpoint, so the run begins\n" in begun.out
+    assert recorded(tmp_path / "runs" / "3")["cfg"]["ckpt"] is None
+    continued = command(RECORD, *AUTO, "iterations=2")
+    assert continued.status == 0, continued.err
+    last = tmp_path / "runs" / "3" / "checkpoints" / "last.ckpt"
+    assert recorded(tmp_path / "runs" / "3")["cfg"]["ckpt"] == str(last)
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["3"]
+
+
+def test_auto_leaves_a_finished_run_as_it_is(command: Command, tmp_path: Path) -> None:
+    assert command(RECORD, *AUTO, "iterations=1").status == 0
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    again = command(RECORD, *AUTO, "iterations=1")
+    assert (again.status, again.err) == (0, "") and "has ended after 1 iterations; nothing to do" in again.out
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    stopped = {"status": "stopped early", "iterations": 1, "final_reward": 0.5, "evaluations": [], "config": {}}
+    (tmp_path / "runs" / "3" / "summary.json").write_text(json.dumps(stopped), encoding="utf-8")
+    assert "nothing to do" in command(RECORD, *AUTO, "iterations=9").out
+
+
+def test_auto_begins_again_only_what_the_same_command_left_without_a_checkpoint(
+    command: Command, tmp_path: Path
+) -> None:
+    assert command(RECORD, *AUTO, "iterations=2").status == 0
+    (tmp_path / "runs" / "3" / "checkpoints" / "last.ckpt").unlink()
+    assert "already holds a run" in refused(command, RECORD, *AUTO, "iterations=3")
+    again = command(RECORD, *AUTO, "iterations=2")
+    assert again.status == 0 and recorded(tmp_path / "runs" / "3")["cfg"]["ckpt"] is None, again.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["ckpt=auto"], "ckpt=auto is invalid: it needs a folder that the same command finds again"),
+        (["ckpt=auto", "-m", "hydra.sweep.dir=x"], "ckpt=auto continues one run"),
+        (["task=evaluate", "ckpt=auto", "hydra.run.dir=x"], "Use ckpt=last or ckpt=best for other tasks"),
+        (["ckpt=best"], "ckpt=best takes the newest run that has checkpoints/best.ckpt; there is none under"),
+        (["callbacks.best.monitor=hpsv2"], "it must be one of the run's rewards, shapes, or null"),
+    ],
+)
+def test_what_auto_and_best_cannot_find_is_refused(command: Command, arguments: list[str], message: str) -> None:
+    assert message in refused(command, *arguments)
+
+
+def test_the_best_checkpoint_starts_a_new_folder_and_serves_other_tasks(
+    command: Command, tmp_path: Path, earlier: Path
+) -> None:
+    best = earlier / "checkpoints" / "best.ckpt"
+    best.write_bytes((earlier / "checkpoints" / "last.ckpt").read_bytes())
+    for arguments in (["iterations=4", "hydra.run.dir=branch"], ["task=audit", "hydra.run.dir=audited"]):
+        done = command(*arguments, RECORD, "ckpt=best")
+        assert done.status == 0, done.err
+        cfg = recorded(tmp_path / arguments[-1].partition("=")[2])["cfg"]
+        assert (cfg["ckpt"], cfg["seed"]) == (str(best), 5)
+    assert "already holds a run" in refused(command, RECORD, "ckpt=best", "iterations=4", f"hydra.run.dir={earlier}")
+
+
 def test_a_checkpoint_file_starts_a_new_folder_with_the_overrides_of_its_run(
     command: Command, tmp_path: Path, earlier: Path
 ) -> None:

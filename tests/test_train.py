@@ -7,12 +7,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from solrl_lightning.module import SolRLModule
 
@@ -23,7 +28,8 @@ TAGS = {
     *(f"rank/{name}" for name in ("spearman", "kendall", "top_overlap", "bottom_overlap")),
     *("rank/top_mean_rank", "rank/bottom_mean_rank"),
     *(f"time/{stage}" for stage in ("explore", "regenerate", "train", "requantize", "iteration", "probe")),
-    *("train/loss", "train/kl", "train/grad_norm"),
+    *("train/loss", "train/kl", "train/grad_norm", "policy/base_distance", "policy/old_distance"),
+    *("reward/group_std", "reward/zero_std_fraction"),
 }
 
 
@@ -53,9 +59,12 @@ def test_a_run_leaves_everything_that_the_readme_lists(command: Command, tmp_pat
     evaluated = [row["iteration"] for row in summary["evaluations"]]
     assert [event.step for event in events.Scalars("eval/shapes")] == evaluated == [0, 1, 2]
     assert all([event.step for event in events.Scalars(tag)] == [1, 2] for tag in TAGS - {"eval/shapes"})
+    for tag in events.Tags()["scalars"]:  # one iteration has one number
+        first = 0 if tag.startswith(("eval/", "images/")) else 2 if tag.startswith("summary/") else 1
+        assert [event.step for event in events.Scalars(tag)] == list(range(first, 3)), tag
     assert [event.step for event in events.Images("samples/grid")] == [1, 2]
     assert "epoch" not in events.Tags()["scalars"]
-    told = ("before training | shapes 0.", "NVFP4 is emulated", "checkpoints/last.ckpt, lora, tensorboard, samples")
+    told = ("before training | shapes 0.", "NVFP4 is emulated", "checkpoints/best.ckpt, lora, tensorboard, samples")
     for text in (*told, "shapes reward"):
         assert text in done.out
     table = "transformer_blocks.0.attn.to_q"
@@ -126,6 +135,46 @@ def test_a_prompt_that_the_reward_cannot_score_is_refused_before_the_model_is_lo
     (tmp_path / "empty").mkdir()  # no pipeline, which only loading would tell
     done = command(*LONG, "data.train=prompts.txt", "prompts_per_iteration=1", "model.pretrained=./empty")
     assert done.status == 2 and "'a dog on a sofa'" in done.err
+
+
+TINY = ["family=diffusionnft", "family.pool=4", "model.full_steps=2", "model.eval_steps=2", "data.eval_prompts=2"]
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two states are equal, tensors bit for bit."""
+    (values, structure), (others, other_structure) = tree_flatten(first), tree_flatten(second)
+    pairs = zip(values, others, strict=True)
+    return structure == other_structure and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs
+    )
+
+
+def test_a_run_that_was_killed_and_is_given_again_ends_as_one_that_was_not(command: Command, tmp_path: Path) -> None:
+    options = [*TINY, "iterations=3", "callbacks.periodic.every=1", "callbacks.periodic.keep=2"]
+    process = start(tmp_path / "killed", *options, "ckpt=auto")
+    wait_for(tmp_path / "killed" / "checkpoints" / "last.ckpt", process)
+    process.kill()
+    process.communicate()
+    for folder in ("killed", "straight"):
+        done = command(*LONG, *options, "ckpt=auto", f"hydra.run.dir={folder}")
+        assert done.status == 0, done.err
+    killed, straight = (tmp_path / name for name in ("killed", "straight"))
+    for name in ("last", "best", "iteration_000003"):
+        states = [torch.load(run / "checkpoints" / f"{name}.ckpt", weights_only=True) for run in (killed, straight)]
+        for part in ("state_dict", "optimizer_states", "callbacks.WeightEMA", "callbacks.Guard"):
+            first, second = (reduce(getitem, part.split("."), state) for state in states)
+            assert same(first, second), (name, part)
+    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == [
+        *("best.ckpt", "iteration_000002.ckpt", "iteration_000003.ckpt", "last.ckpt")
+    ]
+    first, second = (json.loads((run / "summary.json").read_text()) for run in (killed, straight))
+    rewards = [row["shapes"] for row in second["evaluations"]]
+    assert [row["shapes"] for row in first["evaluations"]] == rewards
+    for summary in (first, second):
+        assert (summary["status"], summary["alarms"], summary["stopped_by"]) == ("completed", [], None)
+        assert summary["best_reward"] == max(rewards[1:])
+        assert rewards[summary["best_iteration"]] == summary["best_reward"]
+        assert summary["policy_metrics"].keys() >= {"policy/base_distance", "policy/old_distance", "train/drift"}
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_a_summary(tmp_path: Path) -> None:
