@@ -14,10 +14,13 @@ import pytest
 import torch
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from solrl_lightning.__main__ import main
 from solrl_lightning.config import ConfigTree, application_config
+
+RUN = "hydra.mode=RUN"
 
 torch.set_num_threads(1)  # at these sizes threads wait for each other more than they compute
 
@@ -32,11 +35,16 @@ def compositions_of_the_package_are_made_once() -> Iterator[None]:
         own = {path for path in sources if not path.startswith(("pkg://", "structured://"))}
         if own or any("searchpath" in override for override in overrides):
             return load(self, config_name, overrides, *args, **kw)
-        key = config_name, *overrides, *args, *kw.values()
+        words = [word for word in overrides if word != RUN]  # which Hydra adds to the command line of a single run
+        sweeps = any("," in word or "(" in word for word in words)
+        key = config_name, *words, *((*args, *kw.values()) if sweeps else ())
         if key not in made:
-            made[key] = pickle.dumps(load(self, config_name, overrides, *args, **kw))
+            made[key] = pickle.dumps(load(self, config_name, words, *args, **kw))
         cfg = pickle.loads(made[key])
         cfg.hydra.runtime.cwd = os.getcwd()
+        if len(words) < len(overrides):
+            cfg.hydra.mode = RunMode.RUN
+            cfg.hydra.overrides.hydra.append(RUN)
         return cfg
 
     with pytest.MonkeyPatch.context() as patch:
