@@ -2,21 +2,54 @@
 
 import functools
 import logging
+import os
+import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig
 
 from solrl_lightning.__main__ import main
 from solrl_lightning.config import ConfigTree, application_config
 
+RUN = "hydra.mode=RUN"
+
 torch.set_num_threads(1)  # at these sizes threads wait for each other more than they compute
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compositions_of_the_package_are_made_once() -> Iterator[None]:
+    """Hydra takes 0.15 s for a composition, and a command line has up to four, most of them the same in many tests."""
+    load, made = ConfigLoaderImpl.load_configuration, dict[Any, bytes]()
+
+    def loaded(self: ConfigLoaderImpl, config_name: str | None, overrides: list[str], *args: Any, **kw: Any) -> Any:
+        sources = {source.path for source in self.get_search_path().get_path()}
+        own = {path for path in sources if not path.startswith(("pkg://", "structured://"))}
+        if own or any("searchpath" in override for override in overrides):
+            return load(self, config_name, overrides, *args, **kw)
+        words = [word for word in overrides if word != RUN]  # which Hydra adds to the command line of a single run
+        sweeps = any("," in word or "(" in word for word in words)
+        key = config_name, *words, *((*args, *kw.values()) if sweeps else ())
+        if key not in made:
+            made[key] = pickle.dumps(load(self, config_name, words, *args, **kw))
+        cfg = pickle.loads(made[key])
+        cfg.hydra.runtime.cwd = os.getcwd()
+        if len(words) < len(overrides):
+            cfg.hydra.mode = RunMode.RUN
+            cfg.hydra.overrides.hydra.append(RUN)
+        return cfg
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ConfigLoaderImpl, "load_configuration", loaded)
+        yield
 
 
 class Finished(NamedTuple):
