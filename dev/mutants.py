@@ -49,6 +49,9 @@ SELECT = "tests/rollout/test_select.py"
 STAGE = "tests/rollout/test_stage.py"
 ROWS = "tests/rollout/test_micro_batches.py"
 NFT = "tests/objectives/test_nft.py"
+GRPO = "tests/objectives/test_grpo.py"
+RATIOS = f"{LOOP}::test_first_ratios_are_one_where_the_policy_samples"
+SDE = "tests/sampling/test_sde.py"
 AWM = "tests/objectives/test_awm.py"
 SOLVERS = "tests/sampling/test_solvers.py"
 NVFP4 = "tests/quantization/test_nvfp4.py"
@@ -243,6 +246,25 @@ MUTANTS: dict[str, list[Edit]] = {
             "log_likelihood = weighting(_mean_square(v - target)",
             AWM,
         ),
+    ],
+    "solrl_lightning/objectives/grpo.py": [
+        ("GRPO optimistic clip", "torch.maximum(-a * ratio", "torch.minimum(-a * ratio", GRPO),
+        ("GRPO ratio inverted", "(log_prob - old_log_prob.detach())", "(old_log_prob.detach() - log_prob)", GRPO),
+        ("GRPO clip off", "advantage.to(ratio).clamp(-advantage_clip, advantage_clip)", "advantage.to(ratio)", GRPO),
+        ("GRPO KL scale", "distance / (2 * noise_std.detach().square())", "distance / noise_std.detach()", GRPO),
+        ("GRPO trains the last step", "return range(num_steps - 1)", "return range(num_steps)", GRPO),
+        ("old ratios called first", "if batch.optimizer_step == 0", "if batch.optimizer_step >= 0", RATIOS),
+    ],
+    "solrl_lightning/objectives/flow_grpo.py": [
+        ("fixed window", "window/{self.seed}/{iteration}", "window/{self.seed}", GRPO),
+        ("window anywhere", "num_steps // 2 - size + 1", "num_steps - size", GRPO),
+    ],
+    "solrl_lightning/sampling/sde.py": [
+        ("score sign", "velocity - 0.5 * eta**2 * score", "velocity + 0.5 * eta**2 * score", SDE),
+        ("noise without the step", "mean, s * (-dt).sqrt()", "mean, s", SDE),
+        ("log-probability as a sum", "square().flatten(1).mean(1)", "square().flatten(1).sum(1)", SDE),
+        ("noise in every step", "if drawn is None:", "if noise is None:", SDE),
+        ("log-probability of the mean", "log_prob=log_prob(x, mean, std)", "log_prob=log_prob(mean, mean, std)", SDE),
     ],
     "solrl_lightning/sampling/__init__.py": [
         ("resumed from the first step", "range(state.step, stop_step)", "range(stop_step)", SOLVERS),
