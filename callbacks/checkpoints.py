@@ -41,7 +41,7 @@ class BestCheckpoint(Checkpoint):
         reward = row[self.monitor or module.rewards.name]
         if self.reward is None or reward > self.reward:
             self.reward, self.iteration = reward, iteration
-            trainer.save_checkpoint(self.path)
+            trainer.save_checkpoint(self.path, weights_only=False)
 
     def state_dict(self) -> dict[str, Any]:
         return {"reward": self.reward, "iteration": self.iteration}
@@ -66,7 +66,7 @@ class PeriodicCheckpoints(Checkpoint):
         done = loop_of(trainer).iterations_done
         if self.every == 0 or done % self.every != 0:
             return
-        trainer.save_checkpoint(self.folder / f"iteration_{done:06d}.ckpt")
+        trainer.save_checkpoint(self.folder / f"iteration_{done:06d}.ckpt", weights_only=False)
         if self.keep is not None and trainer.is_global_zero:
             for file in sorted(self.folder.glob("iteration_*.ckpt"))[: -self.keep]:
                 file.unlink()

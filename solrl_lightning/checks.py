@@ -27,6 +27,7 @@ DECODERS = ("full", "bf16", "preview")
 MAX_SEED = 2**32 - 1
 _EXPLORER_KEYS = {"sampler", "steps", "solver", "stop_after", "rungs", "decoder"}
 _STRATEGIES = "auto single_device ddp ddp_find_unused_parameters_false ddp_find_unused_parameters_true"
+LORA_FILE = "pytorch_lora_weights.safetensors"  # of diffusers' save_lora_weights
 _ABSENT = object()  # a key that the chosen options do not have
 
 
@@ -324,6 +325,12 @@ def check_paths(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key)
         if value is not None and str(value).startswith(("/", ".", "~")) and not Path(value).expanduser().exists():
             raise _invalid(key, value, "a hub id, a local folder or file; there is none at that path")
+
+    lora = OmegaConf.select(cfg, "model.init_lora")
+    if lora is not None and cfg.ckpt is None:  # a resumed run has its adapters from the checkpoint
+        path = Path(str(lora)).expanduser()
+        if not (path / LORA_FILE if path.is_dir() else path).is_file():
+            raise _invalid("model.init_lora", lora, f"a LoRA file of diffusers, or a folder with {LORA_FILE}")
 
 
 # The family's stages

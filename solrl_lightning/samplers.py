@@ -14,6 +14,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from peft import LoraConfig
@@ -106,6 +107,12 @@ class Samplers:
     def sync(self) -> None:
         """Write the old policy, merged in float32 and then rounded or quantised, into the replicas in place."""
         self._write(self.adapter_state(OLD), self.replicas.values())
+
+    def start_from(self, lora: Path) -> None:
+        """Load a LoRA of diffusers' format into both adapters; raises ``UserError`` if it does not fit."""
+        state = adapters.read_lora(lora, self.lora_layers)
+        for name in (TRAINED, OLD):
+            adapters.load_state(self.lora_layers, name, state)
 
     def update_old(self, decay: float) -> None:
         """Update the old adapter in place: old <- decay * old + (1 - decay) * trained."""

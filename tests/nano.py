@@ -3,7 +3,7 @@
 Words of shapes captions are words to their tokenizers. 32 x 32 pixels are 16 image tokens everywhere.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -224,11 +224,12 @@ def _policy(architecture: str) -> DictConfig:
     return OmegaConf.create({"model": model}).model.policy
 
 
-def lora_config(rank: int = 4, alpha: int = 8) -> LoraConfig:
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+def lora_config(rank: int = 4, alpha: int = 8, targets: Sequence[str] = ATTENTION) -> LoraConfig:
     """On the attention projections of every block, scaled by alpha / rank."""
-    return LoraConfig(
-        r=rank, lora_alpha=alpha, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights="gaussian"
-    )
+    return LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights="gaussian")
 
 
 def random_state(state: dict[str, Tensor], seed: int, size: float = 0.3) -> dict[str, Tensor]:

@@ -307,6 +307,7 @@ def refused(command: Command, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["model.init_lora=nowhere"], "model.init_lora=nowhere is invalid: it must be a LoRA file of diffusers"),
         (["reward.pretrained=x", "iterations=3"], "it is for one reward that is loaded from files"),
         (["model.pretrained=./nowhere"], "is invalid: it must be a hub id, a local folder or file"),
         (

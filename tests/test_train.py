@@ -170,11 +170,18 @@ def test_a_run_that_was_killed_and_is_given_again_ends_as_one_that_was_not(comma
     first, second = (json.loads((run / "summary.json").read_text()) for run in (killed, straight))
     rewards = [row["shapes"] for row in second["evaluations"]]
     assert [row["shapes"] for row in first["evaluations"]] == rewards
+    straight_summary = second
     for summary in (first, second):
         assert (summary["status"], summary["alarms"], summary["stopped_by"]) == ("completed", [], None)
         assert summary["best_reward"] == max(rewards[1:])
         assert rewards[summary["best_iteration"]] == summary["best_reward"]
         assert summary["policy_metrics"].keys() >= {"policy/base_distance", "policy/old_distance", "train/drift"}
+
+    # A new run from the LoRA of that one begins where it ended.
+    done = command(*LONG, *TINY, "iterations=1", "model.init_lora=straight/lora", "hydra.run.dir=third")
+    assert done.status == 0, done.err
+    third = json.loads((tmp_path / "third" / "summary.json").read_text())
+    assert third["base_reward"] == straight_summary["final_reward"]
 
 
 def test_ctrl_c_leaves_a_checkpoint_and_a_summary(tmp_path: Path) -> None:

@@ -4,16 +4,20 @@ Adapter weights are float32 beside the bfloat16 base: a step of 3e-4 would vanis
 ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``, the names under which diffusers saves a LoRA.
 """
 
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import ModelMixin
+from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from peft import LoraConfig
 from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -112,6 +116,46 @@ def adapter_state(layers: dict[str, LoraLayer], adapter: str) -> State:
 def load_state(layers: dict[str, LoraLayer], adapter: str, state: State) -> None:
     for name, weight in adapter_state(layers, adapter).items():
         weight.copy_(state[name])
+
+
+_PREFIX = "transformer."
+
+
+def read_lora(path: Path, layers: dict[str, LoraLayer]) -> State:
+    """The state in a LoRA of diffusers' format, a file or a folder, for these adapted layers.
+
+    Raises:
+        UserError: the file is damaged or its alpha, rank or layers are others.
+    """
+    named = f"model.init_lora={path} is invalid"
+    file = path / LORA_WEIGHT_NAME_SAFE if path.is_dir() else path
+    try:
+        with safe_open(file, framework="pt") as opened:
+            state = {name.removeprefix(_PREFIX): opened.get_tensor(name) for name in opened.keys()}
+            metadata = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{named}: {file} cannot be read ({error}). Name a LoRA that diffusers has saved.") from error
+    expected = {name: list(value.shape) for name, value in adapter_state(layers, TRAINED).items()}
+    found = {name: list(value.shape) for name, value in state.items()}
+    if expected.keys() != found.keys():
+        name = min(expected.keys() ^ found.keys())
+        where = "in the file" if name in found else "in the run"
+        raise UserError(f"{named}: it adapts other layers; {name} is only {where}. Set model.lora.target_modules so.")
+    (rank, own_rank) = (shapes[next(n for n in expected if "lora_A" in n)][0] for shapes in (found, expected))
+    if rank != own_rank:
+        raise UserError(f"{named}: its rank is {rank}, and that of the run {own_rank}. Set model.lora.rank={rank}.")
+    if expected != found:
+        name = next(name for name in expected if expected[name] != found[name])
+        raise UserError(
+            f"{named}: {name} has shape {found[name]}, and {expected[name]} in the model. Take a LoRA of this model."
+        )
+    alpha = metadata.get(f"{_PREFIX}lora_alpha", rank)  # diffusers' default
+    own_alpha = next(iter(layers.values())).lora_alpha[TRAINED]
+    if alpha != own_alpha:
+        raise UserError(
+            f"{named}: its alpha is {alpha}, and that of the run {own_alpha}. Set model.lora.alpha={alpha}."
+        )
+    return state
 
 
 def update_old_adapter(layers: dict[str, LoraLayer], decay: float) -> None:

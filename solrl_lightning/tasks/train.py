@@ -39,6 +39,8 @@ def train(cfg: DictConfig) -> float | None:
         trainer.callbacks.append(_CommitOverrides(Path(cfg.run_dir)))  # type: ignore[attr-defined]
     stages = [stage for level in levels_of(cfg) for stage in level]
     module = build_module(cfg, trainer.strategy.root_device, stages)
+    if checkpoint is None and cfg.model.init_lora is not None:
+        module.samplers.start_from(Path(cfg.model.init_lora).expanduser())
     if checkpoint is not None:
         module.on_load_checkpoint(checkpoint)  # an error about other adapters must precede the loggers' first write
     if module.samplers.layer_table:

@@ -1,6 +1,7 @@
 """Two adapters on one transformer: which one acts, which one trains, and what the merged weights are."""
 
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from peft.tuners import lora as peft_lora
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import OLD, TRAINED, State
 from solrl_lightning.policies.bf16 import use_fp32_products
@@ -182,6 +184,43 @@ def test_norms_of_updates_are_those_of_the_dense_matrices(adapted: Adapted) -> N
     assert float(difference) == pytest.approx(float((dense(TRAINED) - dense(OLD)).norm()), rel=5e-3)
     base = torch.cat([layer.get_base_layer().weight.flatten() for layer in adapted.layers.values()])
     assert float(adapters.base_norm(adapted.layers)) == pytest.approx(float(base.double().norm()), rel=1e-5)
+
+
+def test_a_saved_lora_is_read_from_its_folder_and_its_file(adapted: Adapted, tmp_path: Path) -> None:
+    adapted.load(default=1)
+    state = adapters.adapter_state(adapted.layers, TRAINED)
+    adapted.policy.save_lora(tmp_path, state, lora_config())
+    for path in (tmp_path, tmp_path / "pytorch_lora_weights.safetensors"):
+        found = adapters.read_lora(path, adapted.layers)
+        assert found.keys() == state.keys() and all(torch.equal(found[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rank": 3}, "its rank is 3, and that of the run 4. Set model.lora.rank=3."),
+        ({"alpha": 5}, "its alpha is 5, and that of the run 8. Set model.lora.alpha=5."),
+        (
+            {"targets": ["to_q"]},
+            "it adapts other layers; .*to_k.lora_A.weight is only in the run. Set model.lora.target",
+        ),
+    ],
+)
+def test_a_lora_of_another_kind_is_refused(
+    adapted: Adapted, nano_folder: str, tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    other = load_policy(nano_folder)
+    config = lora_config(**change)
+    layers = adapters.add_adapters(other.transformer, config, seed=0)
+    other.save_lora(tmp_path, adapters.adapter_state(layers, TRAINED), config)
+    with pytest.raises(UserError, match=f"model.init_lora={tmp_path} is invalid: {message}"):
+        adapters.read_lora(tmp_path, adapted.layers)
+
+
+def test_a_damaged_lora_is_refused(adapted: Adapted, tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(b"x" * 100)
+    with pytest.raises(UserError, match="x.safetensors cannot be read"):
+        adapters.read_lora(tmp_path / "x.safetensors", adapted.layers)
 
 
 def test_a_state_loads_back_under_its_own_names(adapted: Adapted) -> None:
