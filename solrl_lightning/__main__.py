@@ -25,8 +25,13 @@ from solrl_lightning.checks import check_kinds, check_machine, check_needs, chec
 from solrl_lightning.config import CONFIG_MODULE, ConfigTree, application_config
 from solrl_lightning.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.errors import UserError
+<<<<<<< HEAD
 from solrl_lightning.finished_runs import check_runs, stopped_early
 from solrl_lightning.hub import check_hub
+=======
+from solrl_lightning.finished_runs import check_runs
+from solrl_lightning.hub import check_hub, check_push
+>>>>>>> report
 from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job
 from solrl_lightning.resume import check_contents, resume
 from solrl_lightning.run_folder import check_free, check_new, check_writable, claimed, remove_unused
@@ -169,7 +174,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
             check_new(folder)
         check_writable(folder)
     notes: list[str] = []
-    for check in (check_runs, check_needs, lambda cfg: notes.extend(check_hub(cfg)), check_machine):
+    for check in (check_runs, check_needs, check_push, lambda cfg: notes.extend(check_hub(cfg)), check_machine):
         _each(jobs, check)
     message = resumed.message
     if resumed.checkpoint is not None:

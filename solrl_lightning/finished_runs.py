@@ -62,7 +62,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     runs, left_out = [], {}
     for folder in folders:
         file = folder / "summary.json"
-        summary = _read_summary(file) if file.is_file() else {"status": "has no summary.json (yet)"}
+        summary = read_summary(file) if file.is_file() else {"status": "has no summary.json (yet)"}
         if summary["status"] not in _FINISHED:
             left_out[str(folder)] = summary["status"]
         elif summary["final_reward"] is None:
@@ -74,6 +74,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     return runs, left_out
 
 
+<<<<<<< HEAD
 def stopped_early(folder: Path, iterations: int) -> bool:
     """Whether a callback ended the run in ``folder`` after this number of iterations."""
     file = folder / "summary.json"
@@ -82,6 +83,10 @@ def stopped_early(folder: Path, iterations: int) -> bool:
 
 
 def _read_summary(file: Path) -> dict[str, Any]:
+=======
+def read_summary(file: Path) -> dict[str, Any]:
+    """The content of a summary.json; of a damaged one, its ``status`` alone says so."""
+>>>>>>> report
     try:
         summary = json.loads(file.read_text())
     except (ValueError, RecursionError):  # endless brackets are a RecursionError

@@ -6,6 +6,8 @@ and a minute and a half with a server that accepts connections and does not resp
 
 import os
 import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from http.client import HTTPException
 from pathlib import Path
@@ -90,6 +92,60 @@ def _silence(endpoint: str, seconds: float) -> str:
     thread.start()
     thread.join(seconds)
     return outcome[-1]
+
+
+# Uploads
+
+
+def check_push(cfg: DictConfig) -> None:
+    """UserError for a ``task.push``, where the task has it, that is no hub id, and where there is no token."""
+    from huggingface_hub import constants, get_token
+
+    push = cfg.task.get("push")
+    if push is None:
+        return
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(push)):
+        raise UserError(f"task.push={push} is invalid: it must be a hub id. Use task.push=<your account>/<name>.")
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"task.push={push} is invalid: HF_HUB_OFFLINE is set. Unset it for the upload.")
+    if get_token() is None:
+        raise UserError(
+            f"task.push={push} is invalid: an upload needs a token that may write, and there is none. Log in with "
+            "`hf auth login`, or set HF_TOKEN."
+        )
+
+
+def create_repository(name: str) -> None:
+    """Create a private repository on the hub; one that exists is left as it is. UserError if the hub refuses."""
+    import huggingface_hub
+
+    with _refused(name):
+        huggingface_hub.create_repo(name, private=True, exist_ok=True)
+
+
+def upload(name: str, folder: Path, entries: Sequence[str]) -> str:
+    """Upload files and whole folders of ``folder`` and return the address. UserError if the hub refuses."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    patterns = [pattern for entry in entries for pattern in (entry, f"{entry}/*")]
+    with _refused(name):
+        message = "Weights and model card by solrl_lightning"
+        huggingface_hub.upload_folder(repo_id=name, folder_path=folder, allow_patterns=patterns, commit_message=message)
+    return f"{constants.ENDPOINT}/{name}"
+
+
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except (OSError, errors.HTTPError, errors.HFValidationError) as error:
+        raise UserError(
+            f"task.push={name} failed: {sentence(error)} Check with `hf auth whoami` that the token may write there, "
+            "and give the same command again."
+        ) from error
 
 
 # Files of a folder or of the hub

@@ -22,7 +22,7 @@ _HOURS_FROM = 10_000  # seconds
 _LARGE = 2**20  # bytes of a PNG file from which a page holds it as JPEG
 _MOODS = {"completed": "ok", "stopped early": "ok", "interrupted": "warn", "failed": "bad"}
 
-Rows = Sequence[Mapping[str, float]]
+Rows = Sequence[Mapping[str, Any]]
 
 
 class Tile(NamedTuple):
@@ -243,7 +243,7 @@ def evaluation_chart(title: str, rows: Rows, reward: str, cost: str, at: Sequenc
     if cost == "seconds" and rows[-1]["seconds"] > _HOURS_FROM:
         unit, scale = "hours", 3600
     x, y = [row[cost] / scale for row in rows], [row[reward] for row in rows]
-    errors = [row.get("standard_error", {}).get(reward) for row in rows]  # type: ignore[attr-defined]
+    errors = [row.get("standard_error", {}).get(reward) for row in rows]
     low: list[float] = []
     high: list[float] = []
     if None not in errors:
@@ -323,23 +323,25 @@ def rank_section(history: Rows) -> Section | None:
     probes = [row for row in history if "rank/spearman" in row]
     charts = []
     if probes:
-        for title, names in (
-            ("rank correlation of a probe", ("spearman", "kendall")),
-            ("overlap with the true best and worst", ("top_overlap", "bottom_overlap")),
-        ):
-            charts.append(history_chart(probes, *(f"rank/{name}" for name in names), title=title))
+        charts += [
+            history_chart(probes, "rank/spearman", "rank/kendall", title="rank correlation of a probe"),
+            history_chart(
+                probes, "rank/top_overlap", "rank/bottom_overlap", title="overlap with the true best and worst"
+            ),
+        ]
     kept = [name for name in ("rank/kept_spearman", "rank/kept_kendall") if name in names_of(history)]
     if kept:
         title = "rank correlation on the kept set"
         charts.append(history_chart(history, *kept, title=title, note="too high: the kept seeds are the extremes"))
     if not charts:
         return None
-    names = [name for name in names_of(probes) if name.startswith("rank/") and not name.startswith("rank/kept")]
-    means = [mean_of(column(probes, name)[1]) for name in names if column(probes, name)[1]]
-    rows = [
-        [name, *(f"{column(probes, name)[1][i]:.3f}" for i in (0, -1)), measured(mean.mean, mean.standard_error, 3)]
-        for name, mean in zip([name for name in names if column(probes, name)[1]], means, strict=True)
-    ]
+    rows = []
+    for name in names_of(probes):
+        values = column(probes, name)[1]
+        if name.startswith("rank/") and name not in kept and values:
+            mean = mean_of(values)
+            ends = [f"{value:.3f}" for value in (values[0], values[-1])]
+            rows.append([name, *ends, measured(mean.mean, mean.standard_error, 3)])
     text = [
         "A probe generates the whole pool of one prompt in BF16 at full steps, and compares its order with that of the "
         f"proxy. {len(probes)} probes; ± is one standard error over them. Mean ranks count from 1, the best."

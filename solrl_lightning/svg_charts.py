@@ -7,7 +7,7 @@ Matplotlib draws them without pyplot and without a display. Colours are CSS vari
 import io
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 COLOURS = 7  # CSS variables --c0 to --c6
 _DASHES = ("", "6 3", "1.5 2", "6 2 1.5 2")  # SVG; one for every round of the colours
@@ -55,7 +55,7 @@ def draw_lines(
     from matplotlib.ticker import MaxNLocator, ScalarFormatter
 
     # Without a hash salt the names in <defs> are random.
-    text = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": _FONT, "font.family": "DejaVu Sans"}
+    text: Any = {"svg.fonttype": "none", "svg.hashsalt": "report", "font.size": _FONT, "font.family": "DejaVu Sans"}
     with rc_context(text):
         figure = Figure(figsize=_SIZE)
         figure.subplots_adjust(*_MARGINS)

@@ -1,4 +1,4 @@
-"""task=export: saves a checkpoint's weights in the formats of diffusers, for use without this application.
+"""task=export: saves a checkpoint's weights in the formats of diffusers, and a model card; uploads them if asked.
 
 Runs on the CPU for any trainer: export samples nothing, and the host usually has more memory.
 """
@@ -10,15 +10,29 @@ from diffusers import ModelMixin
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_model, load_adapters
-from solrl_lightning.files import written_whole
+from solrl_lightning.checks import reward_members
+from solrl_lightning.files import iterations_done, read_checkpoint, write_atomically, written_whole
+from solrl_lightning.finished_runs import read_summary
+from solrl_lightning.hub import create_repository, upload
+from solrl_lightning.model_card import PICTURE, model_card
+from solrl_lightning.module import SolRLModule
 from solrl_lightning.tasks.generate import without_training
 
 _LORAS = {"lora_ema": "ema", "lora_trained": "default"}
 _MERGED = "transformer"
+_CARD = "README.md"
 
 
 def export(cfg: DictConfig) -> None:
-    """Write lora_ema/, lora_trained/ and transformer/ (the base with the merged average) into the run folder."""
+    """Write lora_ema/, lora_trained/, transformer/ (the base with the merged average) and README.md (a model card).
+
+    With ``cfg.task.push`` it uploads them.
+
+    Raises:
+        UserError: the hub refuses the upload.
+    """
+    if cfg.task.push is not None:
+        create_repository(cfg.task.push)  # an error must precede the work
     folder = Path(cfg.run_dir)
     module = build_model(without_training(cfg), torch.device("cpu"))
     load_adapters(module, cfg.ckpt)
@@ -29,7 +43,39 @@ def export(cfg: DictConfig) -> None:
         with written_whole(folder / _MERGED) as part:
             transformer.save_pretrained(part)  # shares the weights that LoRA does not adapt with the base
     name, dtype = type(transformer).__name__, str(transformer.dtype).removeprefix("torch.")
+    write_card(cfg, module, name, dtype)
     print(
         f"pipe.load_lora_weights({str(folder / 'lora_ema')!r})  # or lora_trained, without averaging\n"
-        f"{name}.from_pretrained({str(folder / _MERGED)!r}, dtype=torch.{dtype})  # merged"
+        f"{name}.from_pretrained({str(folder / _MERGED)!r}, dtype=torch.{dtype})  # merged\n"
+        f"{folder / _CARD}  # model card"
     )
+    if cfg.task.push is not None:
+        print(upload(cfg.task.push, folder, [*_LORAS, _MERGED, PICTURE.parts[0], _CARD]))
+
+
+def write_card(cfg: DictConfig, module: SolRLModule, transformer: str, dtype: str) -> None:
+    """Write README.md and its picture, from the summary and the last sample grid of the checkpoint's run."""
+    folder, run = Path(cfg.run_dir), Path(cfg.ckpt).resolve().parent.parent
+    done = iterations_done(read_checkpoint(cfg.ckpt))
+    file = run / "summary.json"
+    summary = read_summary(file) if file.is_file() else {}
+    grid = run / "samples" / f"grid_{done:06d}.png"
+    if grid.is_file():
+        write_atomically(folder / PICTURE, grid.read_bytes())
+    card = model_card(
+        base=str(cfg.model.pretrained),
+        pipeline=module.policy.pipeline_class.__name__,
+        transformer=transformer,
+        dtype=dtype,
+        call={
+            "num_inference_steps": cfg.model.eval_steps,
+            "height": cfg.model.resolution,
+            "width": cfg.model.resolution,
+        },
+        settings=summary.get("config") or {"reward": ", ".join(reward_members(cfg)), "lora_rank": cfg.model.lora.rank},
+        iterations=done,
+        summary=summary if "config" in summary else None,
+        with_picture=grid.is_file(),
+        name=cfg.task.push,
+    )
+    write_atomically(folder / _CARD, card.encode())

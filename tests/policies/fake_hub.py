@@ -1,5 +1,6 @@
 """A model hub of one repository in this process, for the parts of the protocol that a download needs."""
 
+import base64
 import hashlib
 import json
 import threading
@@ -21,6 +22,8 @@ class FakeHub:
         self.folder = folder
         self.refusal: tuple[int, str] | None = None
         self.served: list[str] = []  # files that were downloaded
+        self.uploaded: dict[str, bytes] = {}
+        self.created: list[dict[str, object]] = []  # requests for a new repository
 
     def answer(self, path: str, with_body: bool) -> tuple[int, dict[str, str], bytes]:
         if self.refusal:
@@ -42,6 +45,28 @@ class FakeHub:
         etag = hashlib.sha256(name.encode() + content).hexdigest()
         return 200, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, content
 
+    def take(self, path: str, body: bytes) -> tuple[int, dict[str, object]]:
+        """The answer to a POST of an upload: create the repository, then commit every file as a small one."""
+        if self.refusal:
+            return self.refusal[0], {"error": self.refusal[1]}
+        if path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            return 200, {"url": f"https://huggingface.co/{REPOSITORY}", "name": REPOSITORY}
+        if "/preupload/" in path:
+            files = json.loads(body)["files"]
+            ways = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
+            return 200, {"files": ways}
+        if "/commit/" in path:
+            lines = [json.loads(line) for line in body.splitlines()]
+            added = [line["value"] for line in lines if line["key"] == "file"]
+            self.uploaded |= {file["path"]: base64.b64decode(file["content"]) for file in added}
+            return 200, {
+                "success": True,
+                "commitOid": COMMIT,
+                "commitUrl": f"https://huggingface.co/{REPOSITORY}/commit/{COMMIT}",
+            }
+        return 200, {"errors": [], "warnings": []}  # of the card's metadata
+
 
 @contextmanager
 def serving(hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
@@ -60,6 +85,16 @@ def serving(hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
                 self.wfile.write(body)
 
         do_HEAD = do_GET
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            status, answer = hub.take(self.path.partition("?")[0], body)
+            content = json.dumps(answer).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
 
         def log_message(self, *args: object) -> None:
             pass

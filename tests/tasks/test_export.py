@@ -1,20 +1,26 @@
-"""Loads the files of task=export with diffusers alone."""
+"""Loads the files of task=export with diffusers alone, reads its card, and uploads them to a hub in this process."""
 
 import json
+import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
+from huggingface_hub import ModelCard, constants
 from nano import PROMPTS, save_nano
 from omegaconf import DictConfig
+from policies.fake_hub import REPOSITORY, FakeHub, serving
 from safetensors.torch import load_file
 from test_generate import write_checkpoint
 from torch import Tensor
 
 from solrl_lightning.build import build_model, load_adapters
 from solrl_lightning.config import ConfigTree, application_config
+from solrl_lightning.errors import UserError
+from solrl_lightning.hub import check_push, create_repository, upload
+from solrl_lightning.model_card import model_card
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.tasks.export import export
 from solrl_lightning.tasks.generate import without_training
@@ -109,3 +115,94 @@ def test_merged_folder_has_exactly_the_names_and_the_dtype_of_the_base(tmp_path:
     assert changed == {f"{name}.weight" for name in module.samplers.lora_layers}
     config = json.loads((folder / "transformer" / "config.json").read_text())
     assert config["_class_name"] == "FluxTransformer2DModel"
+
+
+def test_usage_lines_of_the_card_run(exact: Exported) -> None:
+    card = (exact.folder / "README.md").read_text()
+    assert exact.pipeline not in card and "no evaluation of the base" in card
+    named = card.replace("<this folder>", str(exact.folder)).replace("<folder of the base model>", exact.pipeline)
+    blocks = re.findall("```python\n(.*?)```", named, flags=re.DOTALL)
+    found: dict[str, Any] = {}
+    exec("\n".join(blocks), found)
+    assert found["image"].size == (32, 32)
+    torch.testing.assert_close(images_of(found["pipe"], exact.module), ours(exact.module, "ema"), rtol=0, atol=1e-4)
+
+
+SUMMARY: dict[str, Any] = {
+    "reward": "pickscore",
+    "other_rewards": {"hpsv2": {"weight": 0.0}},
+    "held_out": {"prompts": 64, "images_per_prompt": 2, "steps": 28},
+    "versions": {"torch": "2.15.0"},
+    "machine": {"device": "NVIDIA H100"},
+    "evaluations": [
+        {"iteration": 0, "pickscore": 20.0, "hpsv2": 0.3, "standard_error": {"pickscore": 0.1}},
+        {"iteration": 40, "pickscore": 22.0, "hpsv2": 0.29, "change_error": {"pickscore": 0.05}},
+        {"iteration": 60, "pickscore": 25.0, "hpsv2": 0.2},
+    ],
+}
+
+
+def card_of(base: str, iterations: int = 40) -> str:
+    return model_card(
+        base=base,
+        pipeline="FluxPipeline",
+        transformer="FluxTransformer2DModel",
+        dtype="bfloat16",
+        call={"num_inference_steps": 28},
+        settings={"model": "flux1", "reward": "pickscore", "family": "a|b", "objective": "nft"},
+        iterations=iterations,
+        summary=SUMMARY,
+        with_picture=True,
+        name="me/flux-pickscore",
+    )
+
+
+def test_card_has_the_results_of_its_checkpoint_and_the_base_with_its_licence() -> None:
+    text = card_of("black-forest-labs/FLUX.1-dev")
+    data = ModelCard(text).data
+    assert data.base_model == "black-forest-labs/FLUX.1-dev" and data.license == "other"
+    assert data.license_name == "flux.1-dev-non-commercial-license" and data.pipeline_tag == "text-to-image"
+    assert "| pickscore | 20.0000 ± 0.1000 | 22.0000 | +2.0000 ± 0.0500 |" in text
+    assert "| hpsv2 | 0.3000 | 0.2900 | -0.0100 |" in text and "25.0000" not in text
+    assert 'pipe.load_lora_weights("me/flux-pickscore", subfolder="lora_ema"' in text
+    assert "40 iterations on NVIDIA H100" in text and "images/base_and_trained.png" in text
+    assert "a&#124;b" in text
+
+
+def test_card_invents_no_licence_and_no_result() -> None:
+    text = card_of("someone/other", iterations=41)
+    assert ModelCard(text).data.license is None
+    assert "no evaluation of the base and after 41 iterations" in text and "22.0000" not in text
+
+
+def test_upload_sends_the_weights_and_the_card_only(
+    exact: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    (exact.folder / "solrl_lightning.log").write_text("not for others")
+    with serving(FakeHub(tmp_path), tmp_path / "cache", monkeypatch) as hub:
+        create_repository(REPOSITORY)
+        upload(REPOSITORY, exact.folder, ["lora_ema", "lora_trained", "transformer", "images", "README.md"])
+        (request,) = hub.created
+        assert request.get("visibility") == "private" or request["private"] is True  # by version of huggingface_hub
+        weights = "lora_ema/pytorch_lora_weights.safetensors"
+        assert hub.uploaded[weights] == (exact.folder / weights).read_bytes()
+        assert {name.partition("/")[0] for name in hub.uploaded} == {
+            *("lora_ema", "lora_trained"),
+            *("transformer", "README.md"),
+        }
+        hub.refusal = 403, "Forbidden"
+        with pytest.raises(UserError, match=f"task.push={REPOSITORY} failed: 403 .*hf auth whoami"):
+            create_repository(REPOSITORY)
+
+
+def test_a_push_that_cannot_work_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_test")
+    check_push(composed(tmp_path, "task=export", "task.push=me/lora"))
+    check_push(composed(tmp_path))
+    with pytest.raises(UserError, match="task.push=lora is invalid: it must be a hub id"):
+        check_push(composed(tmp_path, "task=export", "task.push=lora"))
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
+    with pytest.raises(UserError, match="there is none. Log in with `hf auth login`"):
+        check_push(composed(tmp_path, "task=export", "task.push=me/lora"))
