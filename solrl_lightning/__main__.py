@@ -25,13 +25,8 @@ from solrl_lightning.checks import check_kinds, check_machine, check_needs, chec
 from solrl_lightning.config import CONFIG_MODULE, ConfigTree, application_config
 from solrl_lightning.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.errors import UserError
-<<<<<<< HEAD
 from solrl_lightning.finished_runs import check_runs, stopped_early
-from solrl_lightning.hub import check_hub
-=======
-from solrl_lightning.finished_runs import check_runs
 from solrl_lightning.hub import check_hub, check_push
->>>>>>> report
 from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job
 from solrl_lightning.resume import check_contents, resume
 from solrl_lightning.run_folder import check_free, check_new, check_writable, claimed, remove_unused

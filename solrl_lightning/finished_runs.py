@@ -74,19 +74,15 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     return runs, left_out
 
 
-<<<<<<< HEAD
 def stopped_early(folder: Path, iterations: int) -> bool:
     """Whether a callback ended the run in ``folder`` after this number of iterations."""
     file = folder / "summary.json"
-    summary = _read_summary(file) if file.is_file() else {"status": ""}
+    summary = read_summary(file) if file.is_file() else {"status": ""}
     return bool(summary["status"] == "stopped early" and summary.get("iterations") == iterations)
 
 
-def _read_summary(file: Path) -> dict[str, Any]:
-=======
 def read_summary(file: Path) -> dict[str, Any]:
     """The content of a summary.json; of a damaged one, its ``status`` alone says so."""
->>>>>>> report
     try:
         summary = json.loads(file.read_text())
     except (ValueError, RecursionError):  # endless brackets are a RecursionError
