@@ -182,7 +182,7 @@ def check_numbers(cfg: DictConfig) -> None:
     for key, holds, rule in rules:
         value = OmegaConf.select(cfg, key, default=_ABSENT)
         if value is not _ABSENT and not holds(value):
-            raise _invalid(key, value, rule)
+            raise _invalid(key, value, f"{rule}. Leave it out for the default")
     for where in ("family", "task"):
         keep, pool = (OmegaConf.select(cfg, f"{where}.{key}") for key in ("keep", "pool"))
         if keep is not None and pool is not None and keep > pool:
