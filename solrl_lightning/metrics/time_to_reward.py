@@ -55,6 +55,22 @@ def first_reached(costs: Sequence[float], gaps: Sequence[float]) -> float | None
     return None
 
 
+def rewards_at(curve: GroupCurve, cost: float) -> list[float]:
+    """Return the reward of each run of a group at a cost, linear between the evaluations beside it.
+
+    Raises:
+        ValueError: the curve does not contain the cost.
+    """
+    if not curve.cost[0] <= cost <= curve.cost[-1]:
+        raise ValueError(f"cost must lie in the curve, {curve.cost[0]} to {curve.cost[-1]}; got {cost}")
+    after = next(i for i, spent in enumerate(curve.cost) if spent >= cost)
+    before = max(after - 1, 0)
+    width = curve.cost[after] - curve.cost[before]
+    share = (cost - curve.cost[before]) / width if width else 0.0
+    ends = curve.rewards[before], curve.rewards[after]
+    return [(1 - share) * ends[0][seed] + share * ends[1][seed] for seed in ends[0]]
+
+
 def _gap(rewards: Mapping[Any, float], finals: Mapping[Any, float], paired: bool) -> Mean:
     if paired:
         return mean_of([rewards[seed] - finals[seed] for seed in rewards])

@@ -18,7 +18,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.files import write_atomically
 from solrl_lightning.finished_runs import RECORDED_CONFIG, Run, finished_runs
 from solrl_lightning.metrics.confidence import mean_of
-from solrl_lightning.metrics.time_to_reward import Reached, cost_to_reach, first_reached, speed_up
+from solrl_lightning.metrics.time_to_reward import Reached, cost_to_reach, first_reached, rewards_at, speed_up
 from solrl_lightning.report import Chart, Page, Section, Table, Tile, legend_of, render
 from solrl_lightning.resume import is_subkey, leaves
 from solrl_lightning.svg_charts import Series, draw_lines
@@ -93,13 +93,15 @@ def compare(cfg: DictConfig) -> dict[str, Any]:
     groups, superseded = group_runs(runs)
     left_out |= superseded
     reference = choose_reference(groups, cfg.task.reference)
+    seconds = equal_seconds(groups)
     result = {
         "runs": cfg.task.runs,
         "reward": runs[0].summary["reward"],
         "reference": reference.name,
         "target": fmean(reference.finals.values()),
         "usual": list(dict.fromkeys(word for group in groups for word in group.usual)),
-        "groups": [describe(group, reference) for group in groups],
+        "equal_seconds": seconds,
+        "groups": [describe(group, reference, seconds) for group in groups],
         "left_out": left_out,
     }
     folder = Path(cfg.run_dir)
@@ -218,8 +220,17 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def describe(group: Group, reference: Group) -> dict[str, Any]:
+def equal_seconds(groups: Sequence[Group]) -> float | None:
+    """Return the seconds of training that all groups have been evaluated at; None if a group records no seconds."""
+    curves = [group_curve(group.runs, "seconds") for group in groups]
+    known = [curve.cost[-1] for curve in curves if curve is not None]
+    return min(known) if len(known) == len(curves) else None
+
+
+def describe(group: Group, reference: Group, seconds: float | None) -> dict[str, Any]:
     """Means over the seeds of a group, and its difference and its speed-up to the reference group."""
+    curve = group_curve(group.runs, "seconds")
+    at_seconds = None if curve is None or seconds is None else mean_of(rewards_at(curve, seconds))
     final, theirs = group.finals, reference.finals
     paired = {} if group is reference else {seed: final[seed] - theirs[seed] for seed in final if seed in theirs}
     return {
@@ -229,6 +240,7 @@ def describe(group: Group, reference: Group) -> dict[str, Any]:
         "base": _summarised(group, lambda s: s["base_reward"]),
         "final": _summarised(group, lambda s: s["final_reward"]),
         "improvement": _summarised(group, lambda s: s["improvement"]),
+        "at_equal_seconds": None if at_seconds is None else {"mean": at_seconds.mean, "std": at_seconds.std},
         "seconds_per_iteration": _summarised(group, _seconds),
         "spearman_first": _summarised(group, lambda s: _probe(s, "first")),
         "spearman_last": _summarised(group, lambda s: _probe(s, "last")),
@@ -359,11 +371,14 @@ def final_rewards(result: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]
 def costs_to_reference(result: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
     """Columns and rows of the table of costs to the reference's final reward."""
     columns = ["group", "seconds", "speed-up", "model evaluations", "fewer by"]
+    equal = result["equal_seconds"]
+    if equal is not None:
+        columns.append(f"reward after {equal:,.0f} s")
     rows = []
     for group in result["groups"]:
         seconds, evaluations = (group["to_reference"][cost] for cost in ("seconds", "evaluations"))
         cells = [cell for cost in (seconds, evaluations) for cell in (_amount(cost), _factor(cost))]
-        rows.append([group["group"], *cells])
+        rows.append([group["group"], *cells, *([] if equal is None else [_spread(group["at_equal_seconds"])])])
     return columns, rows
 
 

@@ -11,6 +11,7 @@ from solrl_lightning.metrics.time_to_reward import (
     Reached,
     cost_to_reach,
     first_reached,
+    rewards_at,
     speed_up,
 )
 
@@ -79,3 +80,10 @@ def test_the_speed_up_is_the_ratio_of_the_costs() -> None:
     assert speed_up(Reached(20, 0, None, 80, PAIRED), reference) == (3, None, None)
     assert speed_up(Reached(None, 15, None, 80, PAIRED), reference) is None
     assert speed_up(reference, Reached(None, None, None, 80, None)) is None
+
+
+def test_rewards_at_a_cost_lie_between_the_evaluations() -> None:
+    curve = GroupCurve([0.0, 10.0, 30.0], [{1: 0.0, 2: 1.0}, {1: 1.0, 2: 1.0}, {1: 2.0, 2: 5.0}])
+    assert [rewards_at(curve, cost) for cost in (0, 5, 10, 25, 30)] == [[0, 1], [0.5, 1], [1, 1], [1.75, 4], [2, 5]]
+    with pytest.raises(ValueError, match=r"cost must lie in the curve, 0.0 to 30.0; got 31"):
+        rewards_at(curve, 31)

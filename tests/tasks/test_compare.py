@@ -211,7 +211,9 @@ def test_costs_to_the_final_reward_of_the_reference(
     assert (never["seconds"]["mean"], never["seconds"]["spent"], never["seconds"]["speed_up"]) == (None, 60, None)
     shown = capfd.readouterr().out
     assert re.search(r"family=sol_rl +50 \[50, 50\] +0[.]80 \[0[.]80, 0[.]80\] +750 \[750, 750\]", shown)
-    assert re.search(r"family=compile +not reached after 60 +- +not reached after 400 +-\n", shown)
+    assert re.search(r"family=compile +not reached after 60 +- +not reached after 400 +- +0[.]\d+ [+]- ", shown)
+    assert result["equal_seconds"] == 40 and "reward after 40 s" in shown
+    assert [group["at_equal_seconds"]["mean"] for group in result["groups"][:2]] == pytest.approx([0.5, 0.48])
     assert "not reached by family=diffusionnft: seed 3 after 40 s, 0.4900 at most\n" in shown
     assert re.search("not reached by family=compile: seed 1 after 60 s, 0[.]4200 at most; seed 2 .*; seed 3", shown)
 
