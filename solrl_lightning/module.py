@@ -238,7 +238,7 @@ class SolRLModule(LightningModule):
         if not self.trainer.sanity_checking:
             loop: Any = self.trainer.fit_loop
             errors = {name: float(standard_error(columns[name])) for name in self.evaluated}
-            statistics = {name: float(columns[name].mean()) for name in STATISTICS}
+            statistics = {name: float(columns[f"images/{name}"].mean()) for name in STATISTICS}
             more = {"standard_errors": errors, "statistics": statistics}
             self.eval_history.append({"iteration": loop.iterations_done, **loop.cost(), **means, **more})
             logged = {f"eval/{name}": mean for name, mean in means.items()}
@@ -274,7 +274,7 @@ class SolRLModule(LightningModule):
     @property
     def evaluated_columns(self) -> list[str]:
         """Columns of ``held_out`` [P, columns], the means over each held-out prompt's images: scores and statistics."""
-        return [*self.evaluated, *STATISTICS]
+        return [*self.evaluated, *(f"images/{name}" for name in STATISTICS)]
 
     def evaluated_scores(self, scored: Candidates) -> Tensor:
         """Return the scores [P, n, len(evaluated)]."""

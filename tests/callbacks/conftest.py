@@ -14,6 +14,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
+from solrl_lightning.metrics.images import STATISTICS
+from solrl_lightning.module import Evaluation
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, Rollouts
@@ -49,7 +51,8 @@ class StandIn(LightningModule):
         self.eval_history: list[dict[str, Any]] = []
         self.eval_prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
         self.evaluated = ["shapes"]
-        self.evaluated_columns = ["shapes", "brightness", "saturation", "edges", "diversity"]
+        self.evaluated_columns = ["shapes", *(f"images/{name}" for name in STATISTICS)]
+        self.evaluation = Evaluation("euler", 1, 1)
         self.held_out: Tensor | None = None
         self.ema_state: dict[str, Tensor] | None = None
         self.distances: dict[str, Tensor] = {}

@@ -83,8 +83,9 @@ class Falling:
         self.held_out = torch.tensor([[self.MEANS[done], 0.5, 0.5, 0.5, 0.5]], dtype=torch.float64) + spread
 
 
-def run(tmp_path, stand_in, guard, iterations=4, ckpt_path=None):
+def run(tmp_path, stand_in, guard, iterations=4, ckpt_path=None, **attributes):
     module = type("Module", (Falling, stand_in.Evaluated), {})()
+    vars(module).update(attributes)
     trainer = stand_in.trainer(tmp_path, [RolloutStats(), guard], max_epochs=iterations)
     if ckpt_path is None:
         trainer.validate(module, stand_in.micro_batches(), verbose=False)
@@ -111,6 +112,9 @@ def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(tmp_path, stand_i
     trainer = run(tmp_path, stand_in, Guard(False, 3, LIMITS), iterations=2)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]["Guard"]["evaluated"] == [0, 1, 2]
+    other = Guard(False, 3, LIMITS)
+    run(tmp_path, stand_in, other, ckpt_path=tmp_path / "x.ckpt", eval_prompts=["another prompt"])
+    assert other.history.evaluated == [3, 4]  # rewards of other prompts are not compared with those of before
     resumed = Guard(False, 3, LIMITS)
     run(tmp_path, stand_in, resumed, ckpt_path=tmp_path / "x.ckpt")
     assert resumed.alarms == straight.alarms and resumed.history.evaluated == straight.history.evaluated == [
