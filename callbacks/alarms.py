@@ -18,6 +18,7 @@ _FEWEST_PROMPTS = 8  # with fewer, a standard error over prompts says little
 _LEAST_FALL = 0.2  # in standard deviations over prompts, of a reward that has gained nothing yet
 _RECENT, _BEFORE, _FEWEST_BEFORE = 3, 12, 6  # iterations whose medians are compared to find a jump
 _NEAR_CONSTANT = 1e-4  # std / root mean square; real rewards have 1e-2 and more, float32 noise of equal images 1e-7
+_MOVING = ("brightness", "saturation", "edges")  # of metrics.images.STATISTICS
 _SATURATED = 0.95  # share of samples on one extreme value
 
 METRICS = ("reward/mean", "train/loss", "train/grad_norm", "train/kl", "policy/base_distance")
@@ -87,11 +88,8 @@ def find_alarms(
         found += [
             reward_fell(history, columns.index(reward), reward, limits),
             *(watched_fell(history, columns.index(name), name, limits) for name in watched),
-            *(
-                picture_moved(history, columns.index(name), name, limits)
-                for name in ("brightness", "saturation", "edges")
-            ),
-            diversity_fell(history, columns.index("diversity"), limits),
+            *(picture_moved(history, columns.index(f"images/{name}"), name, limits) for name in _MOVING),
+            diversity_fell(history, columns.index("images/diversity"), limits),
         ]
     return [alarm for alarm in found if alarm is not None]
 
@@ -161,7 +159,7 @@ def watched_fell(history: History, column: int, name: str, limits: Limits) -> Al
     if fall is None:
         return None
     return Alarm(
-        f"{name}_fell",
+        f"{name}_reward_fell",
         history.evaluated[-1],
         history.evaluated[fall.best],
         f"the watched {name} reward, of weight 0, fell from {fall.before:.4g} to {fall.now:.4g} (standard error of the "

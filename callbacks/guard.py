@@ -6,6 +6,7 @@ iteration that raised it. All ranks have the same history, so all of them stop.
 
 from collections.abc import Mapping
 from typing import Any
+from zlib import crc32
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -24,20 +25,24 @@ class Guard(Callback):
     """
 
     def __init__(self, stop: bool, patience: int, limits: Mapping[str, float | None]) -> None:
-        self.stop, self.patience, self.limits = stop, patience, Limits(**limits)  # type: ignore[arg-type]
+        self.stop, self.patience, self.limits = stop, patience, Limits(**limits)
         self.history = History()
         self.alarms: list[Alarm] = []
         self.stopped_by: Alarm | None = None
         self._active: list[str] = []  # names of the alarms that the last iteration had
+        self._sampled = 0  # checksum of the held-out prompts and of how their images are sampled
         self._faulty = 0  # consecutive iterations with rewards that train nothing
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        table = module_of(pl_module).held_out
-        if not trainer.sanity_checking and table is not None:
-            iteration = loop_of(trainer).iterations_done
-            self.history = self.history.until(iteration - 1)
-            self.history.evaluated.append(iteration)
-            self.history.tables.append(table.clone())
+        module, iteration = module_of(pl_module), loop_of(trainer).iterations_done
+        if trainer.sanity_checking or module.held_out is None:
+            return
+        sampled = crc32(repr((module.eval_prompts, module.evaluation)).encode())
+        if sampled != self._sampled:  # a resumed run may have other held-out prompts, whose rewards are not comparable
+            self.history, self._sampled = History(self.history.rows), sampled
+        self.history = self.history.until(iteration - 1)
+        self.history.evaluated.append(iteration)
+        self.history.tables.append(module.held_out.clone())
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A checkpoint within an iteration has the evaluation of that iteration, which is repeated.
@@ -81,9 +86,11 @@ class Guard(Callback):
     def state_dict(self) -> dict[str, Any]:
         history = {"rows": self.history.rows, "evaluated": self.history.evaluated, "tables": self.history.tables}
         alarms = [alarm._asdict() for alarm in self.alarms]
-        return {**history, "alarms": alarms, "active": self._active, "faulty": self._faulty}
+        own = {"active": self._active, "sampled": self._sampled, "faulty": self._faulty}
+        return {**history, "alarms": alarms, **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = History(*(list(state_dict[name]) for name in ("rows", "evaluated", "tables")))
         self.alarms = [Alarm(**alarm) for alarm in state_dict["alarms"]]
-        self._active, self._faulty = list(state_dict["active"]), state_dict["faulty"]
+        self._active, self._sampled = list(state_dict["active"]), state_dict["sampled"]
+        self._faulty = state_dict["faulty"]

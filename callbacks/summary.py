@@ -252,7 +252,8 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         done += f", {facts['seconds_before_resume']:.0f} s of them before it was resumed"
     done += f" ({facts['seconds_since_process_start']:.0f} s since the process started)"
     if facts["stopped_by"] is not None:
-        done += f", by {facts['stopped_by']}; lora/ is that of the best checkpoint"
+        done += f", by {facts['stopped_by']}"
+        done += "; lora/ is that of the best checkpoint" if facts["best_reward"] is not None else ""
     rows = [("status", done if facts["error"] is None else f"{done}: {facts['error']}")]
     kept = facts["last_checkpoint_iterations"]
     if kept is not None and kept < facts["iterations"]:
@@ -267,9 +268,8 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         watched = ", weight 0: not trained on" if other["weight"] == 0 else ""
         rows.append((f"{name} reward", change(other["base"], other["final"]) + watched))
     for alarm in facts["alarms"]:
-        rows.append(
-            ("alarm", f"after iteration {alarm['iteration']}: {alarm['saw']}, since iteration {alarm['since']}")
-        )
+        when = f"after iteration {alarm['iteration']}, since iteration {alarm['since']}"
+        rows.append(("alarm", f"{when}: {alarm['saw']}"))
     for stage, seconds in facts["seconds_per_stage"].items():
         parts = [f"{seconds['total']:.1f} s in all"] if seconds["total"] is not None else []
         parts += [f"{seconds['median']:.2f} s an iteration"] if seconds["median"] is not None else []

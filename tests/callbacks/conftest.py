@@ -15,6 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
 from solrl_lightning.loop import ExploreTrainLoop
+from solrl_lightning.metrics.images import STATISTICS
 from solrl_lightning.module import Evaluation
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -53,7 +54,7 @@ class StandIn(LightningModule):
         self.evaluation = Evaluation("euler", steps=4, images=2)
         self.eval_prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
         self.evaluated = ["shapes"]
-        self.evaluated_columns = ["shapes", "brightness", "saturation", "edges", "diversity"]
+        self.evaluated_columns = ["shapes", *(f"images/{name}" for name in STATISTICS)]
         self.held_out: Tensor | None = None
         self.ema_state: dict[str, Tensor] | None = None
         self.distances: dict[str, Tensor] = {}

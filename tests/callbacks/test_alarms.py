@@ -9,7 +9,7 @@ from torch import Tensor
 from solrl_lightning.callbacks.alarms import Alarm, History, Limits, above, fall_of, find_alarms, jumped
 
 LIMITS = Limits(fall=3.0, lost_gain=0.25, pictures=3.0, diversity=0.5, kl=0.5, base_distance=0.5, jump=5.0)
-COLUMNS = ["shapes", "bright", "brightness", "saturation", "edges", "diversity"]
+COLUMNS = ["shapes", "bright", "images/brightness", "images/saturation", "images/edges", "images/diversity"]
 PROMPTS = 64
 
 
@@ -28,7 +28,7 @@ def history(every: int, **columns: list[float]) -> History:
     """Evaluations every few iterations with these means of the columns; columns that are not given stay at 0.5."""
     count = len(next(iter(columns.values())))
     rows = [{"iteration": i + 1, "reward/mean": 0.5} for i in range((count - 1) * every)]
-    means = [[columns.get(name, [0.5] * count)[e] for name in COLUMNS] for e in range(count)]
+    means = [[columns.get(name.removeprefix("images/"), [0.5] * count)[e] for name in COLUMNS] for e in range(count)]
     tables = [torch.stack([prompts(m, noise=0.08, seed=e) for m in row], dim=1) for e, row in enumerate(means)]
     return History(rows, [every * e for e in range(count)], tables)
 
@@ -98,7 +98,7 @@ def test_an_alarm_tells_overfitting_from_a_collapse(trained: list[float], helps:
 
 def test_a_watched_reward_that_falls_while_the_trained_one_rises() -> None:
     hacked = history(6, shapes=[0.4, 0.5, 0.6], bright=[0.5, 0.51, 0.45])
-    assert alarms_by_evaluation(hacked) == [[], [], ["bright_fell"]]
+    assert alarms_by_evaluation(hacked) == [[], [], ["bright_reward_fell"]]
     assert find_alarms(hacked, COLUMNS, "shapes", [], LIMITS) == []  # not watched: it has a weight
 
 

@@ -1,11 +1,19 @@
+import json
 import re
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 
 from solrl_lightning.callbacks.alarms import Limits
+from solrl_lightning.callbacks.checkpoints import BestCheckpoint, PeriodicCheckpoints
+from solrl_lightning.callbacks.common import stop_reason
+from solrl_lightning.callbacks.ema import WeightEMA
+from solrl_lightning.callbacks.export import ExportLoRA
 from solrl_lightning.callbacks.guard import Guard
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
+from solrl_lightning.callbacks.summary import RunSummary
+from solrl_lightning.module import SolRLModule
 
 OFF = dict.fromkeys(Limits._fields) | {"lost_gain": 0.0}
 
@@ -80,11 +88,13 @@ class Falling:
         done = self.eval_history[-1]["iteration"]
         self.trainer.fit_loop.iterations_done = done
         spread = torch.linspace(-0.1, 0.1, 16, dtype=torch.float64)[:, None]
+        self.eval_history[-1]["shapes"] = self.MEANS[done]
         self.held_out = torch.tensor([[self.MEANS[done], 0.5, 0.5, 0.5, 0.5]], dtype=torch.float64) + spread
 
 
-def run(tmp_path, stand_in, guard, iterations=4, ckpt_path=None):
+def run(tmp_path, stand_in, guard, iterations=4, ckpt_path=None, **attributes):
     module = type("Module", (Falling, stand_in.Evaluated), {})()
+    vars(module).update(attributes)
     trainer = stand_in.trainer(tmp_path, [RolloutStats(), guard], max_epochs=iterations)
     if ckpt_path is None:
         trainer.validate(module, stand_in.micro_batches(), verbose=False)
@@ -111,6 +121,9 @@ def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(tmp_path, stand_i
     trainer = run(tmp_path, stand_in, Guard(False, 3, LIMITS), iterations=2)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]["Guard"]["evaluated"] == [0, 1, 2]
+    other = Guard(False, 3, LIMITS)
+    run(tmp_path, stand_in, other, ckpt_path=tmp_path / "x.ckpt", eval_prompts=["another prompt"])
+    assert other.history.evaluated == [3, 4]  # rewards of other prompts are not compared with those of before
     resumed = Guard(False, 3, LIMITS)
     run(tmp_path, stand_in, resumed, ckpt_path=tmp_path / "x.ckpt")
     assert resumed.alarms == straight.alarms and resumed.history.evaluated == straight.history.evaluated == [
@@ -122,3 +135,48 @@ def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(tmp_path, stand_i
     ]
     assert all(map(torch.equal, resumed.history.tables, straight.history.tables))
     assert [row["iteration"] for row in resumed.history.rows] == [1, 2, 3, 4]
+
+
+def test_a_run_that_the_guard_ends_exports_the_best_weights_and_says_so(tmp_path, stand_in, capsys):
+    checkpoints = tmp_path / "checkpoints"
+    guard, best = Guard(True, 3, LIMITS), BestCheckpoint(str(checkpoints))
+    exported = {}
+    module = type("Module", (Falling, stand_in.Evaluated), {"load_average": SolRLModule.load_average})()
+    module.save_lora = lambda folder, weights: exported.update(module.ema_state)
+    periodic = PeriodicCheckpoints(str(checkpoints), every=1, keep=2)
+    summary = RunSummary({"seed": 1}, columns=["seed"])
+    callbacks = [WeightEMA(), RolloutStats(), guard, best, periodic, ExportLoRA(), summary]
+    trainer = stand_in.trainer(tmp_path, callbacks, max_epochs=4, enable_checkpointing=True)
+    trainer.validate(module, stand_in.micro_batches(), verbose=False)
+    trainer.fit(module, stand_in.micro_batches(), stand_in.micro_batches())
+
+    names = ["best.ckpt", "iteration_000002.ckpt", "iteration_000003.ckpt"]
+    assert sorted(file.name for file in checkpoints.iterdir()) == names
+    states = [torch.load(checkpoints / name, weights_only=True)["callbacks"] for name in names]
+    assert states[0]["BestCheckpoint"] == {"reward": 0.6, "iteration": 2}
+    average, same, later = (state["WeightEMA"]["average"]["lora"] for state in states)
+    assert torch.equal(exported["lora"], average) and torch.equal(average, same) and not torch.equal(average, later)
+
+    facts = json.loads((tmp_path / "summary.json").read_text())
+    assert (facts["status"], facts["iterations"], facts["stopped_by"]) == ("stopped early", 3, "the guard: reward_fell")
+    assert (facts["best_reward"], facts["best_iteration"], facts["best_monitor"]) == (0.6, 2, "shapes")
+    assert [(alarm["name"], alarm["iteration"], alarm["since"]) for alarm in facts["alarms"]] == [("reward_fell", 3, 2)]
+    printed = capsys.readouterr().out
+    assert "by the guard: reward_fell; lora/ is that of the best checkpoint" in printed
+    assert re.search(r"best shapes +0\.6000 after 2 iterations; ckpt=best takes it\n", printed)
+    assert re.search(
+        r"alarm +after iteration 3, since iteration 2: the held-out shapes reward fell from 0.6 to", printed
+    )
+
+
+def test_early_stopping_is_the_reason_of_a_stop(tmp_path, stand_in):
+    class Logged(Falling, stand_in.Evaluated):
+        def on_validation_epoch_end(self):
+            super().on_validation_epoch_end()
+            self.log("eval/shapes", self.MEANS[self.eval_history[-1]["iteration"]])
+
+    stopping = EarlyStopping("eval/shapes", patience=2, mode="max", check_on_train_epoch_end=False)
+    trainer = stand_in.trainer(tmp_path, [stopping], max_epochs=4)
+    trainer.fit(Logged(), stand_in.micro_batches(), stand_in.micro_batches())
+    assert trainer.current_epoch == 4
+    assert stop_reason(trainer) == "early stopping: eval/shapes did not improve in 2 evaluations"
