@@ -236,17 +236,11 @@ class SolRLModule(LightningModule):
             self.log(f"eval/{name}", mean, batch_size=1, logger=False)  # Lightning would log it at iteration - 1
         if not self.trainer.sanity_checking:
             loop: Any = self.trainer.fit_loop
-<<<<<<< HEAD
-            statistics = {name: float(columns[name].mean()) for name in STATISTICS}
+            statistics = {name: float(columns[f"images/{name}"].mean()) for name in STATISTICS}
             scores = self.held_out[:, : len(self.evaluated)]
             if loop.iterations_done == 0:
                 self.eval_base = scores
             more = {"statistics": statistics, **evaluation_errors(self.evaluated, scores, self.eval_base)}
-=======
-            errors = {name: float(standard_error(columns[name])) for name in self.evaluated}
-            statistics = {name: float(columns[f"images/{name}"].mean()) for name in STATISTICS}
-            more = {"standard_errors": errors, "statistics": statistics}
->>>>>>> trust
             self.eval_history.append({"iteration": loop.iterations_done, **loop.cost(), **means, **more})
             logged = {f"eval/{name}": mean for name, mean in means.items()}
             logged |= {f"images/{name}": mean for name, mean in statistics.items()}
