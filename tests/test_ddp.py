@@ -28,6 +28,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*ranks.OPTIONS, f"model.pretrained={save_nano(folder / 'nano')}", f"data.train={folder}/prompts.txt"]
 
 
+@pytest.mark.slow
 def test_two_ranks_match_one_rank(
     compose: Callable[..., DictConfig], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -69,6 +70,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
 
 
+@pytest.mark.slow
 def test_two_torchrun_nodes_share_one_folder(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -76,6 +78,7 @@ def test_two_torchrun_nodes_share_one_folder(tmp_path: Path) -> None:
     node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
     job = ["-m", "solrl_lightning", "experiment=smoke", "family=diffusionnft"]
     job += ["iterations=1", "callbacks.sample_grid.every=0", "trainer.accelerator=cpu"]
+    job += ["family.pool=2", "family.keep=2", "model.full_steps=2", "model.eval_steps=1", "data.eval_prompts=2"]
     job += ["trainer.strategy=ddp", "trainer.num_nodes=2", "trainer.devices=1"]
     commands = [
         [sys.executable, "-m", "torch.distributed.run", *node, f"--node_rank={rank}", *job] for rank in range(2)

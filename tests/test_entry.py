@@ -823,6 +823,7 @@ def python_m(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_help_reads_like_a_manual_and_loads_no_library(tmp_path: Path) -> None:
     result = python_m(tmp_path, "--help")
     assert result.returncode == 0
@@ -866,6 +867,7 @@ def test_a_mistake_is_told_from_any_folder_before_a_library_is_loaded(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_missing_gpu_is_told_before_lightning_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = python_m(tmp_path, "trainer=gpu", "trainer.accelerator=cuda")

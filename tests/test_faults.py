@@ -25,8 +25,8 @@ from solrl_lightning.files import WholeCheckpointIO, write_atomically, written_w
 Command = Callable[..., Any]
 
 SMALL = (
-    "experiment=smoke trainer=cpu iterations=8 prompts_per_iteration=1 family.pool=4 family.keep=2 model.full_steps=2 "
-    "model.preview_steps=1 model.eval_steps=1 data.eval_prompts=1 data.eval_images=1 evaluation.every=8 "
+    "experiment=smoke trainer=cpu iterations=4 prompts_per_iteration=1 family.pool=4 family.keep=2 model.full_steps=2 "
+    "model.preview_steps=1 model.eval_steps=1 data.eval_prompts=1 data.eval_images=1 evaluation.every=4 "
     "callbacks.rank_correlation.probe_every=0 callbacks.sample_grid.every=0"
 ).split()
 
@@ -204,19 +204,20 @@ def tensors(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
 def assert_equal_to_the_bit(run: Path, expected: Path) -> None:
     """Return adapters, optimiser state and average."""
     loaded = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (run, expected)]
-    assert loaded[0]["global_step"] == loaded[1]["global_step"] == 8
+    assert loaded[0]["global_step"] == loaded[1]["global_step"] == 4
     first, second = map(tensors, loaded)
     assert first.keys() == second.keys() and len(first) > 300
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
 
+@pytest.mark.slow
 def test_run_killed_while_saving_resumes_from_previous_checkpoint(
     forks: Forks, straight: tuple[Path, float], tmp_path: Path
 ) -> None:
     assert forks.run(tmp_path, *SMALL, "iterations=2", "hydra.run.dir=run").status == 0
     checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
     before = checkpoint.read_bytes()
-    more = ("ckpt=last", "hydra.run.dir=run", "iterations=8")
+    more = ("ckpt=last", "hydra.run.dir=run", "iterations=4")
     assert forks.run(tmp_path, *more, file_limit=2**21).status == -signal.SIGXFSZ
     assert checkpoint.read_bytes() == before
     (part,) = (file for file in checkpoint.parent.iterdir() if file != checkpoint)
@@ -227,11 +228,15 @@ def test_run_killed_while_saving_resumes_from_previous_checkpoint(
     assert list(checkpoint.parent.iterdir()) == [checkpoint]
 
 
-@pytest.mark.parametrize("number", range(10))
+KILLS = 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(KILLS))
 def test_run_killed_at_random_time_resumes_to_same_result(
     forks: Forks, straight: tuple[Path, float], tmp_path: Path, number: int
 ) -> None:
-    moment = (number + random.Random(number).random()) / 10  # one per tenth of the run
+    moment = (number + random.Random(number).random()) / KILLS  # one per sixth of the run
     forks.run(tmp_path, *SMALL, "hydra.run.dir=run", kill_after=moment * straight[1])
     resumable = (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
     done = forks.run(tmp_path, "ckpt=last", "hydra.run.dir=run")

@@ -702,9 +702,7 @@ def adapted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Levels, dict[str,
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning")
-@pytest.mark.parametrize(
-    "save", ["at the end of an iteration", "after the optimiser step", "between two micro-batches"]
-)
+@pytest.mark.parametrize("save", ["at the end of an iteration", "between two micro-batches"])
 def test_adaptive_exploration_resumes_exactly(
     save: str, adapted: tuple[Levels, dict[str, float], Tensor], tmp_path: Path
 ) -> None:

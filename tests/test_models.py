@@ -59,6 +59,7 @@ def test_a_model_trains_in_a_family(
     folders: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
     model: str,
     family: str,
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_model_trains_in_a_family(
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["iterations"] == 2
     assert reward == summary["final_reward"]
+    assert ("It is a control" in caplog.text) == (family == "naive_quant")
     assert [row["iteration"] for row in summary["evaluations"]] == [0, 1, 2]
     # One graph for each kind of block in rollouts and one in training, however often the weights are written anew.
     assert graphs == (2 * KINDS_OF_BLOCKS if family == "compile" else 0)
@@ -114,7 +116,7 @@ def test_compiled_training_has_two_graphs_per_kind_of_block_and_the_eager_gradie
     def counted(graph: Any, inputs: Any) -> Any:
         nonlocal graphs
         graphs += 1
-        return aot_eager(graph, inputs)
+        return aot_eager(graph, inputs) if checkpointing else graph  # which recomputes in the backward pass
 
     torch._dynamo.reset()
     compile_with = torch.compile

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, Trainer
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch import Tensor
@@ -72,41 +73,16 @@ def test_a_run_leaves_everything_that_the_readme_lists(command: Command, tmp_pat
     assert table in (run / "solrl_lightning.log").read_text()
 
 
-def test_the_control_family_says_that_it_is_one(command: Command, tmp_path: Path) -> None:
-    small = ["family.pool=6", "family.keep=3", "model.full_steps=2", "iterations=1", "callbacks.sample_grid.every=0"]
-    done = command("experiment=smoke", "family=naive_quant", *small, "hydra.run.dir=run")
-    assert done.status == 0, done.err
-    assert "It is a control" in done.out
-
-
-LONG = ["experiment=smoke", "callbacks.sample_grid.every=0", "callbacks.rank_correlation.probe_every=0"]
-
-
-def start(folder: Path, *arguments: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, "-m", "solrl_lightning", *LONG, *arguments, f"hydra.run.dir={folder}"],
-        cwd=folder.parent,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        # A test run in the background of a shell script ignores SIGINT, and so would its children.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-
-
-def wait_for(path: Path, process: subprocess.Popen) -> None:
-    deadline = time.monotonic() + 240
-    while not path.exists():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+LONG = (
+    "experiment=smoke prompts_per_iteration=1 family.pool=4 family.keep=2 model.full_steps=2 model.preview_steps=1 "
+    "model.eval_steps=1 data.eval_prompts=1 callbacks.sample_grid.every=0 callbacks.rank_correlation.probe_every=0"
+).split()
 
 
 def test_a_run_takes_over_what_a_resume_was_given_once_that_has_started(command: Command, tmp_path: Path) -> None:
     record = tmp_path / "run" / ".hydra"
     names = {"config.yaml", "hydra.yaml", "overrides.yaml"}
-    assert command(*LONG, "iterations=1", "data.eval_prompts=1", "hydra.run.dir=run").status == 0
+    assert command(*LONG, "iterations=1", "hydra.run.dir=run").status == 0
     begun = {file.name: file.read_bytes() for file in record.iterdir()}
     summary = (tmp_path / "run" / "summary.json").read_text()
     done = command("ckpt=last", "hydra.run.dir=run")
@@ -133,7 +109,7 @@ def test_a_prompt_that_the_reward_cannot_score_is_refused_before_the_model_is_lo
 ) -> None:
     (tmp_path / "prompts.txt").write_text("a red circle above a blue square\na dog on a sofa\n")
     (tmp_path / "empty").mkdir()  # no pipeline, which only loading would tell
-    done = command(*LONG, "data.train=prompts.txt", "prompts_per_iteration=1", "model.pretrained=./empty")
+    done = command(*LONG, "data.train=prompts.txt", "model.pretrained=./empty")
     assert done.status == 2 and "'a dog on a sofa'" in done.err
 
 
@@ -149,10 +125,19 @@ def same(first: Any, second: Any) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_was_killed_and_is_given_again_ends_as_one_that_was_not(command: Command, tmp_path: Path) -> None:
     options = [*TINY, "iterations=3", "callbacks.periodic.every=1", "callbacks.periodic.keep=2"]
-    process = start(tmp_path / "killed", *options, "ckpt=auto")
-    wait_for(tmp_path / "killed" / "checkpoints" / "last.ckpt", process)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "solrl_lightning", *LONG, *options, "ckpt=auto", "hydra.run.dir=killed"],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    while not (tmp_path / "killed" / "checkpoints" / "last.ckpt").exists():
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.05)
     process.kill()
     process.communicate()
     for folder in ("killed", "straight"):
@@ -184,17 +169,26 @@ def test_a_run_that_was_killed_and_is_given_again_ends_as_one_that_was_not(comma
     assert third["base_reward"] == straight_summary["final_reward"]
 
 
-def test_ctrl_c_leaves_a_checkpoint_and_a_summary(tmp_path: Path) -> None:
+class CtrlC(Callback):
+    """Interrupts the process in its second iteration, as a terminal does."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_a_summary(command: Command, tmp_path: Path) -> None:
+    # A test run in the background of a shell script ignores SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    done = command(*LONG, "iterations=1000", f"+callbacks.ctrl_c._target_={__name__}.CtrlC", "hydra.run.dir=run")
+    signal.signal(signal.SIGINT, before)  # Lightning ignores further ones from then on
+    assert done.status == 130, done.err
     run = tmp_path / "run"
-    process = start(run, "iterations=1000")
-    wait_for(run / "checkpoints" / "last.ckpt", process)
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, output
     summary = json.loads((run / "summary.json").read_text())
-    assert summary["status"] == "interrupted" and 1 <= summary["iterations"] < 1000
+    assert summary["status"] == "interrupted" and summary["iterations"] == 1
+    assert (run / "checkpoints" / "last.ckpt").is_file()
     assert (run / "lora" / "pytorch_lora_weights.safetensors").is_file()
-    assert "interrupted after" in output and "Traceback" not in output
+    assert "interrupted after" in done.out and "Traceback" not in done.out + done.err
 
 
 def test_sigterm_during_the_first_evaluation_ends_the_run_as_shells_know_it(
@@ -207,7 +201,7 @@ def test_sigterm_during_the_first_evaluation_ends_the_run_as_shells_know_it(
         validation_step(self, prompts, batch_idx)
 
     monkeypatch.setattr(SolRLModule, "validation_step", terminated)
-    done = command("experiment=smoke", "hydra.run.dir=run")
+    done = command(*LONG, "hydra.run.dir=run")
     assert done.status == 143 and done.err.endswith("terminated\n")
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["iterations"]) == ("interrupted", 0)

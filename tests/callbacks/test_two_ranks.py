@@ -9,6 +9,7 @@ import torch
 from solrl_lightning.seeds import pool_seeds
 
 
+@pytest.mark.slow
 def test_two_ranks_with_uneven_prompts_log_the_values_of_one_rank_with_all_prompts(tmp_path, stand_in):
     script = Path(__file__).with_name("two_ranks.py")
     run = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120)
