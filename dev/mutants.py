@@ -60,6 +60,7 @@ REFRESH = "tests/quantization/test_shadow.py::test_requantize_does_not_recompile
 CODES = "tests/quantization/test_rowwise.py::test_codes_and_scales_match_definition"
 ADAPTERS = "tests/policies/test_adapters.py"
 REPLICA = "tests/policies/test_replica.py"
+ALARMS = "tests/callbacks/test_alarms.py"
 EMA = "tests/callbacks/test_ema.py"
 PUBLISHED = "tests/test_config.py::test_the_published_hyperparameters_are_the_defaults"
 PIPELINES = "tests/policies/test_pipelines.py"
@@ -331,6 +332,22 @@ MUTANTS: dict[str, list[Edit]] = {
         ("average inverted", "1.0 - decay", "decay", EMA),
         ("an update per micro-batch", "if self.updates < trainer.global_step", "if trainer.global_step >= 0", EMA),
         ("average is the policy", "value.detach().float().clone()", "value.detach().float()", EMA),
+    ],
+    "callbacks/alarms.py": [
+        ("falls measured from the base", "best = int(means[:-1].argmax())", "best = 0", ALARMS),
+        ("errors over images of all prompts", "/ values.shape[1] ** 0.5", "* 1.0", ALARMS),
+        ("a jump of a single iteration", "median(before), median(recent)", "median(before), max(recent)", ALARMS),
+    ],
+    "callbacks/guard.py": [
+        (
+            "a persisting alarm is repeated",
+            "if alarm.name not in self._active",
+            "if alarm.name",
+            "tests/callbacks/test_guard.py",
+        ),
+    ],
+    "callbacks/checkpoints.py": [
+        ("best is the newest", "reward > self.reward", "reward is not None", "tests/callbacks/test_guard.py"),
     ],
     "callbacks/requantize.py": [
         (

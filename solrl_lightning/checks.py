@@ -458,7 +458,9 @@ def uses_model(cfg: DictConfig) -> bool:
 def check_needs(cfg: DictConfig) -> None:
     """UserError if the task lacks something that it needs, as far as this can be known without torch."""
     if "ckpt" in cfg.task.reads and cfg.ckpt is None:
-        raise UserError("This task takes the weights of a checkpoint. Set ckpt=<file>, or ckpt=last for the newest.")
+        raise UserError(
+            "This task takes the weights of a checkpoint. Set ckpt=<file>, or ckpt=last or ckpt=best of the newest run."
+        )
     if "prompt_file" in cfg.task:
         requested_weights(cfg)
         _check_seeds(cfg)
