@@ -34,6 +34,9 @@ _PATHS = {
     "last_checkpoint": str(LAST),
     "lora": "lora",
     "tensorboard": "tensorboard",
+    "csv": "csv",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
     "samples": "samples",
     "config": ".hydra",
 }
