@@ -5,7 +5,6 @@ All of them log at the number of the iteration, and without Lightning's scalar `
 
 import logging
 import os
-from collections.abc import Mapping
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -22,8 +21,9 @@ log = logging.getLogger(__name__)
 
 
 class _Iterations(Logger):
-    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        super().log_metrics({name: value for name, value in metrics.items() if name != "epoch"}, step)
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        without = {name: value for name, value in metrics.items() if name != "epoch"}
+        super().log_metrics(without, step)  # type: ignore[safe-super]
 
 
 class TensorBoard(_Iterations, TensorBoardLogger):
