@@ -1,21 +1,20 @@
 """Draws sample grids: base and current model side by side, and the best and worst samples of a prompt.
 
-Writes PNG files to the run folder's ``samples/`` and, with a TensorBoard logger, images to TensorBoard. Only rank 0
+Writes PNG files to the run folder's ``samples/``, and the pictures to the loggers that take some. Only rank 0
 samples and draws, so no call may be collective. File names hold the iteration only, because prompts can be any text.
 """
 
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 
 from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import write_atomically
+from solrl_lightning.loggers import log_picture
 from solrl_lightning.pictures import Row, draw_grid, to_png
 from solrl_lightning.seeds import evaluation_seeds
 
@@ -86,5 +85,4 @@ class SampleGrid(Callback):
         done = trainer.current_epoch + 1
         write_atomically(Path(trainer.default_root_dir) / "samples" / f"{name}_{done:06d}.png", to_png(picture))
         for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_image(f"samples/{name}", np.asarray(picture), done, dataformats="HWC")
+            log_picture(logger, f"samples/{name}", picture, done)

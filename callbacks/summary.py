@@ -26,7 +26,7 @@ from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.environment import machine, versions
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, WriteError
 from solrl_lightning.files import finite_only, iterations_done, read_checkpoint, write_atomically
 from solrl_lightning.memory import peak_resident_bytes
 from solrl_lightning.report import render, run_page
@@ -37,6 +37,9 @@ _PATHS = {
     "best_checkpoint": str(BEST),
     "lora": "lora",
     "tensorboard": "tensorboard",
+    "csv": "csv",
+    "wandb": "wandb",
+    "mlflow": "mlflow",
     "samples": "samples",
     "config": ".hydra",
 }
@@ -95,7 +98,9 @@ class RunSummary(Callback):
         if isinstance(exception, KeyboardInterrupt | SIGTERMException):
             self._finish(trainer, pl_module, "interrupted", None)
         else:
-            self._finish(trainer, pl_module, "failed", f"{type(exception).__name__}: {exception}")
+            # A WriteError means that the disk is full; a second one, of the large report, would hide the first.
+            error, fits = f"{type(exception).__name__}: {exception}", not isinstance(exception, WriteError)
+            self._finish(trainer, pl_module, "failed", error, with_report=fits)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         module = module_of(pl_module)
@@ -113,15 +118,19 @@ class RunSummary(Callback):
     def _seconds(self) -> float:
         return self._seconds_before + (time.perf_counter() - self._started if self._started is not None else 0.0)
 
-    def _finish(self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None) -> None:
+    def _finish(
+        self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None, with_report: bool = True
+    ) -> None:
         if not self._open or not trainer.is_global_zero:
             return
         facts = self.collect(trainer, pl_module, status, error)
-        facts = finite_only(facts)
-        run, history = Path(trainer.default_root_dir), find_callback(trainer, MetricHistory)
-        facts["paths"]["report"] = str(run.resolve() / "report.html")
+        facts, run = finite_only(facts), Path(trainer.default_root_dir)
+        if with_report:
+            facts["paths"]["report"] = str(run.resolve() / "report.html")
         write_atomically(run / "summary.json", (json.dumps(facts, indent=2, default=str) + "\n").encode())
-        write_atomically(run / "report.html", render(run_page(facts, history.rows if history else [], run)))
+        if with_report:
+            history = find_callback(trainer, MetricHistory)
+            write_atomically(run / "report.html", render(run_page(facts, history.rows if history else [], run)))
         log_hyperparameters(trainer, self.hparams, self.columns, facts)
         print(format_summary(facts), flush=True)
         file_logger.info(format_summary(facts))

@@ -1,5 +1,7 @@
 """The configuration tree, which is also the manual; installed as ``solrl_lightning.conf``."""
 
+from pathlib import Path
+
 from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.launch import launched
@@ -18,6 +20,7 @@ OmegaConf.register_new_resolver(
 )
 # ${launched:<pattern>} is ${now:<pattern>}, but the same in every rank.
 OmegaConf.register_new_resolver("launched", launched, replace=True, use_cache=True)
+OmegaConf.register_new_resolver("folder_name", lambda folder: Path(folder).name, replace=True)
 
 
 def _names(cfg: DictConfig) -> list[str]:

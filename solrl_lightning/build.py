@@ -101,17 +101,7 @@ def build_trainer(cfg: DictConfig) -> Trainer:
         rule = Rule(cfg.family.threshold, cfg.family.margin, cfg.family.patience)
         callbacks.append(AdaptiveExploration(levels_of(cfg), cfg.family.start, rule))
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))  # stable: these two follow
-    logger = cfg.get("logger")
-    if logger is not None and "_target_" in logger:
-        named = [str(name) for name, node in logger.items() if isinstance(node, DictConfig) and "_target_" in node]
-        if named:  # which TensorBoardLogger would take for arguments of its writer
-            raise UserError(
-                f"logger={logger} is invalid: it must be one logger or several by name, not both. Take the one out: "
-                f"~logger {' '.join(f'+logger.{name}={{...}}' for name in named)}"
-            )
-        loggers = [make("logger", logger, kind=Logger)]
-    else:
-        loggers = _made_each("logger", logger, Logger)
+    loggers = _made_each("logger", cfg.get("logger"), Logger)
     # Lightning adds a ModelCheckpoint of its own, in the logger's folder, where there is none.
     checkpoints = any(isinstance(callback, Checkpoint) for callback in callbacks)
     trainer = instantiate_trainer(cfg, logger=loggers or False, callbacks=callbacks, enable_checkpointing=checkpoints)

@@ -66,7 +66,9 @@ def model_card(
 
 def _metadata(base: str, on_hub: bool) -> ModelCardData:
     known = _LICENCES.get(base)
-    licence = {} if known is None else {"license": "other", "license_name": _slug(known), "license_link": _page(base)}
+    licence: dict[str, Any] = {}
+    if known is not None:
+        licence = {"license": "other", "license_name": _slug(known), "license_link": _page(base)}
     return ModelCardData(
         base_model=base if on_hub else None,
         library_name="diffusers",

@@ -1,6 +1,7 @@
 """From a configuration to objects: what a user's own classes and this machine's devices can get wrong."""
 
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub
+from hydra.errors import InstantiationException
 from nano import save_nano
 from omegaconf import DictConfig
 from transformers.utils import logging as transformers_logging
@@ -25,6 +27,7 @@ from solrl_lightning.build import (
 )
 from solrl_lightning.checks import check_machine
 from solrl_lightning.errors import UserError
+from solrl_lightning.loggers import has_wandb_key
 from solrl_lightning.objectives.nft import NFT
 
 Compose = Callable[..., DictConfig]
@@ -81,8 +84,12 @@ def test_an_optimiser_of_ones_own_passes(compose: Compose, arguments: tuple[str,
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("logger._target_=lightning.pytorch.loggers.CSVLogger", "logger: .* keyword argument 'default_hp_metric'"),
-        ("+logger.csv._target_=lightning.pytorch.loggers.CSVLogger", "by name, not both.* ~logger .logger.csv={...}"),
+        ("logger.tensorboard._target_=lightning.pytorch.loggers.CSVLogger", "keyword argument 'default_hp_metric'"),
+        ("logger.tensorboard._target_=torch.nn.Identity", "must be a lightning.pytorch.loggers.logger.Logger"),
+        (
+            "+logger._target_=lightning.pytorch.loggers.CSVLogger",
+            "logger._target_=.*CSVLogger is invalid: it must have",
+        ),
         ("+callbacks.mine._target_=nowhere.Mine", "callbacks.mine: nowhere.Mine could not be made: .*PYTHONPATH"),
         ("+callbacks.progress.colour=red", "callbacks.progress: .* keyword argument 'colour'"),
         ("+callbacks.mine._target_=torch.nn.Identity", "callbacks.mine: .*must be a lightning.pytorch.callbacks"),
@@ -99,14 +106,40 @@ def test_a_part_of_the_trainer_that_cannot_be_made_is_told_by_its_name(
         build_trainer(compose("trainer=cpu", argument))
 
 
-def test_several_loggers_are_given_by_name(compose: Compose) -> None:
-    loggers = [
-        f"+logger.{name}={{_target_:lightning.pytorch.loggers.{name},save_dir:${{run_dir}}}}"
-        for name in ("TensorBoardLogger", "CSVLogger")
-    ]
-    trainer = build_trainer(compose("trainer=cpu", "~logger", *loggers))
-    assert [type(logger).__name__ for logger in trainer.loggers] == ["TensorBoardLogger", "CSVLogger"]
-    assert build_trainer(compose("trainer=cpu", "~logger")).loggers == []
+def test_loggers_are_composed_by_name(compose: Compose) -> None:
+    def names(*arguments: str) -> list[str]:
+        return [type(logger).__name__ for logger in build_trainer(compose("trainer=cpu", *arguments)).loggers]
+
+    own = "+logger.mine={_target_:lightning.pytorch.loggers.CSVLogger,save_dir:${run_dir}}"
+    assert names() == ["TensorBoard"]
+    assert names("logger=[tensorboard,csv]", own) == ["TensorBoard", "CSV", "CSVLogger"]
+    assert names("logger=none") == names("~logger") == []
+
+
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+def test_a_logger_whose_package_is_missing_names_the_command(
+    package: str, compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
+    with pytest.raises(InstantiationException) as found:
+        build_trainer(compose("trainer=cpu", f"logger=[csv,{package}]"))
+    assert f"logger={package} is invalid" in str(found.value.__cause__)
+    assert f"pip install {package}" in str(found.value.__cause__)
+
+
+def test_wandb_has_a_key_from_the_environment_or_the_netrc_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_BASE_URL", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    assert not has_wandb_key()
+    (tmp_path / "netrc").write_text("machine api.wandb.ai\n  login user\n  password x\n")
+    assert has_wandb_key()
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    assert not has_wandb_key()
+    monkeypatch.setenv("WANDB_API_KEY", "x")
+    assert has_wandb_key()
 
 
 def test_a_gpu_that_is_not_there_is_told_in_a_sentence(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:

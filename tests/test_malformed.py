@@ -105,7 +105,7 @@ def test_reward_files(command: Command, tmp_path: Path) -> None:
 
 
 def test_a_key_that_the_writer_of_a_logger_does_not_take(command: Command, tmp_path: Path) -> None:
-    assert faults(command, tmp_path, [("logger", [*SMALL, "+logger.foo=1"])]) == []
+    assert faults(command, tmp_path, [("logger", [*SMALL, "+logger.tensorboard.foo=1"])]) == []
 
 
 def test_a_callback_that_needs_a_logger(command: Command) -> None:
