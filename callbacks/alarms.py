@@ -4,7 +4,7 @@ Evaluations use the same prompts and noise, so two of them are compared in pairs
 prompts. Shapes: E evaluations, P held-out prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import NamedTuple
@@ -72,11 +72,12 @@ class Alarm(NamedTuple):
 
 
 def find_alarms(
-    history: History, columns: Sequence[str], reward: str, watched: Sequence[str], limits: Limits
+    history: History, columns: Sequence[str], reward: str, watched: Mapping[str, float], limits: Limits
 ) -> list[Alarm]:
     """Return the alarms of the last iteration of ``history``.
 
-    ``columns`` are those of its tables; ``reward`` is the trained one and ``watched`` those of weight 0.
+    ``columns`` are those of its tables; ``reward`` is the trained one, and ``watched`` the weight of each reward
+    of which it is the sum and of those that are only evaluated.
     """
     found = [
         above(history, "train/kl", limits.kl),
@@ -87,7 +88,7 @@ def find_alarms(
     if len(history.tables) > 1 and len(history.tables[-1]) >= _FEWEST_PROMPTS:
         found += [
             reward_fell(history, columns.index(reward), reward, limits),
-            *(watched_fell(history, columns.index(name), name, limits) for name in watched),
+            *(watched_fell(history, columns.index(name), name, weight, limits) for name, weight in watched.items()),
             *(picture_moved(history, columns.index(f"images/{name}"), name, limits) for name in _MOVING),
             diversity_fell(history, columns.index("images/diversity"), limits),
         ]
@@ -153,8 +154,8 @@ def training_rise(history: History, since: int) -> float | None:
     return fmean(after) - fmean(before) if after and before else None
 
 
-def watched_fell(history: History, column: int, name: str, limits: Limits) -> Alarm | None:
-    """A reward of weight 0 is below its best, so the policy may exploit the rewards that it is trained on."""
+def watched_fell(history: History, column: int, name: str, weight: float, limits: Limits) -> Alarm | None:
+    """A reward of weight 0, or one of several trained ones, is below its best: the policy may exploit the others."""
     fall = fall_of(history.values(column), limits)
     if fall is None:
         return None
@@ -162,9 +163,9 @@ def watched_fell(history: History, column: int, name: str, limits: Limits) -> Al
         f"{name}_reward_fell",
         history.evaluated[-1],
         history.evaluated[fall.best],
-        f"the watched {name} reward, of weight 0, fell from {fall.before:.4g} to {fall.now:.4g} (standard error of the "
-        f"difference {fall.error:.2g})",
-        f"a weight for it (reward.{name}.weight), or a larger objective.kl_weight",
+        f"the {name} reward, of weight {weight:g}, fell from {fall.before:.4g} to {fall.now:.4g} (standard error of "
+        f"the difference {fall.error:.2g})",
+        f"a larger reward.{name}.weight, or a larger objective.kl_weight",
     )
 
 

@@ -54,7 +54,7 @@ class Guard(Callback):
         row = {name: float(logged[name]) for name in METRICS if name in logged}
         self.history.rows.append({"iteration": iteration} | row)
         module = module_of(pl_module)
-        watched = [name for name, weight in module.rewards.weights.items() if weight == 0]
+        watched = {name: w for name, w in module.rewards.weights.items() if w >= 0 and name != module.rewards.name}
         found = find_alarms(self.history, module.evaluated_columns, module.rewards.name, watched, self.limits)
         found += self._constant_rewards(trainer)
         begun = [alarm for alarm in found if alarm.name not in self._active]

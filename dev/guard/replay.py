@@ -26,7 +26,7 @@ def replayed(folder: Path, limits: Limits) -> tuple[int, list[Alarm]]:
     history = History([rows[step] for step in sorted(rows)])
     first: dict[str, Alarm] = {}
     for step in sorted(rows):
-        for alarm in find_alarms(history.until(step), [], "", [], limits):
+        for alarm in find_alarms(history.until(step), [], "", {}, limits):
             first.setdefault(alarm.name, alarm)
     return len(rows), list(first.values())
 

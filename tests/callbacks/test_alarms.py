@@ -38,7 +38,7 @@ def names(found: list[Alarm]) -> list[str]:
 
 
 def alarms_by_evaluation(whole: History) -> list[list[str]]:
-    each = [find_alarms(whole.until(i), COLUMNS, "shapes", ["bright"], LIMITS) for i in whole.evaluated]
+    each = [find_alarms(whole.until(i), COLUMNS, "shapes", {"bright": 0.0}, LIMITS) for i in whole.evaluated]
     return [names(found) for found in each]
 
 
@@ -90,7 +90,7 @@ def test_an_alarm_tells_overfitting_from_a_collapse(trained: list[float], helps:
     whole = history(3, shapes=[0.4, 0.6, 0.5])
     for row in whole.rows:
         row["reward/mean"] = trained[row["iteration"] > 3]
-    (alarm,) = find_alarms(whole, COLUMNS, "shapes", [], LIMITS)
+    (alarm,) = find_alarms(whole, COLUMNS, "shapes", {}, LIMITS)
     assert (alarm.name, alarm.iteration, alarm.since) == ("reward_fell", 6, 3)
     assert "fell from 0.6 to 0.5" in alarm.saw and f"{'rose' if trained[1] > 0.5 else 'fell'} by 0.1" in alarm.saw
     assert helps in alarm.helps and "objective.kl_weight" in alarm.helps
@@ -99,14 +99,14 @@ def test_an_alarm_tells_overfitting_from_a_collapse(trained: list[float], helps:
 def test_a_watched_reward_that_falls_while_the_trained_one_rises() -> None:
     hacked = history(6, shapes=[0.4, 0.5, 0.6], bright=[0.5, 0.51, 0.45])
     assert alarms_by_evaluation(hacked) == [[], [], ["bright_reward_fell"]]
-    assert find_alarms(hacked, COLUMNS, "shapes", [], LIMITS) == []  # not watched: it has a weight
+    assert find_alarms(hacked, COLUMNS, "shapes", {}, LIMITS) == []
 
 
 def test_statistics_of_pictures_are_measured_in_the_spread_of_the_base_over_prompts() -> None:
     whole = history(6, brightness=[0.5, 0.6, 0.75, 0.85], edges=[0.5, 0.5, 0.4, 0.05])  # spread 0.13
     assert alarms_by_evaluation(whole) == [[], [], [], ["edges_moved"]]
     whole = history(6, brightness=[0.5, 0.6, 0.75, 0.95])
-    (alarm,) = find_alarms(whole, COLUMNS, "shapes", [], LIMITS)
+    (alarm,) = find_alarms(whole, COLUMNS, "shapes", {}, LIMITS)
     assert (alarm.name, alarm.iteration, alarm.since) == ("brightness_moved", 18, 6)
     assert "from 0.5 to 0.95" in alarm.saw
 
@@ -114,7 +114,7 @@ def test_statistics_of_pictures_are_measured_in_the_spread_of_the_base_over_prom
 def test_diversity_is_measured_as_a_share_of_that_of_the_base() -> None:
     assert alarms_by_evaluation(history(6, diversity=[0.5, 0.4, 0.3, 0.26])) == [[]] * 4
     whole = history(6, diversity=[0.5, 0.4, 0.3, 0.24])
-    (alarm,) = find_alarms(whole, COLUMNS, "shapes", [], LIMITS)
+    (alarm,) = find_alarms(whole, COLUMNS, "shapes", {}, LIMITS)
     assert (alarm.name, alarm.iteration, alarm.since) == ("diversity_fell", 18, 6)
     assert "from 0.5 to 0.24, by 52%" in alarm.saw
 
@@ -122,7 +122,7 @@ def test_diversity_is_measured_as_a_share_of_that_of_the_base() -> None:
 def test_few_prompts_raise_no_alarm_about_rewards_and_pictures() -> None:
     whole = history(3, shapes=[0.4, 0.6, 0.2])
     few = History(whole.rows, whole.evaluated, [table[:4] for table in whole.tables])
-    assert find_alarms(few, COLUMNS, "shapes", [], LIMITS) == []
+    assert find_alarms(few, COLUMNS, "shapes", {}, LIMITS) == []
 
 
 def metric(name: str, values: list[float]) -> History:
