@@ -66,9 +66,16 @@ PUBLISHED = "tests/test_config.py::test_the_published_hyperparameters_are_the_de
 PIPELINES = "tests/policies/test_pipelines.py"
 CHECKPOINTED = "test_gradients_are_the_same_with_checkpointing_and_without"
 SCHEDULES = "tests/test_schedules.py"
+GUIDANCE = "tests/policies/test_guidance.py"
 
 MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/loop.py": [
+        (
+            "guided evaluations counted once",
+            "velocities * forward_passes(self._module.policy.guidance_scale)",
+            "velocities",
+            GUIDANCE,
+        ),
         ("labels from proxies", "group_advantages(kept.rewards,", "group_advantages(proxy_rewards,", REGENERATED),
         ("statistics of one rank", ", all_reduce_sum=self._sum)", ")", RANKS),
         (
@@ -123,6 +130,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ("old policy stays", "adapters.update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
     ],
     "solrl_lightning/module.py": [
+        (
+            "loss without guidance",
+            "self.policy.guided_velocity(transformer, batch",
+            "self.policy.velocity(transformer, batch",
+            GUIDANCE,
+        ),
         (
             "reference in the same micro-batches",
             "(batch_idx + self.trainer.fit_loop.iterations_done) % every",
@@ -192,6 +205,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ("timesteps alike", 'f"timesteps/{seed}"', '"timesteps"', SEEDS),
     ],
     "solrl_lightning/rollout/stage.py": [
+        (
+            "samples without guidance",
+            "policy.guided_velocity(transformer",
+            "policy.velocity(transformer",
+            GUIDANCE,
+        ),
         ("conditioning of the first prompt", "prompts.gather(owner[index])", "prompts.gather(0 * owner[index])", STAGE),
         ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", STAGE),
         ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", STAGE),
@@ -317,6 +336,10 @@ MUTANTS: dict[str, list[Edit]] = {
         ("old decay inverted", "1.0 - decay", "decay", ADAPTERS),
         ("adapters in BF16", "            weights.float()", "            weights", ADAPTERS),
         ("old policy trains", "inference_mode=adapter != TRAINED", "inference_mode=False", ADAPTERS),
+    ],
+    "solrl_lightning/policies/guidance.py": [
+        ("unconditional velocity trained", "with torch.no_grad():", "with torch.enable_grad():", GUIDANCE),
+        ("guidance from the prompt", "return without + scale", "return scale", GUIDANCE),
     ],
     "solrl_lightning/policies/replica.py": [
         ("base overwritten", "layer.weight.detach().clone()", "layer.weight.detach()", REPLICA),

@@ -4,7 +4,7 @@ import csv
 import functools
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -85,6 +85,23 @@ def weights(module: SolRLModule) -> Tensor:
     return torch.cat([value.flatten() for state in states for value in state.values()])
 
 
+class Finished(NamedTuple):
+    """A run of one iteration, for tests that change nothing of it."""
+
+    module: SolRLModule
+    loop: ExploreTrainLoop
+    checkpoint: Path
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    folder = tmp_path_factory.mktemp("finished")
+    module, trainer, loop = make(folder, max_epochs=1)
+    fit(module, trainer, loop)
+    trainer.save_checkpoint(folder / "x.ckpt")
+    return Finished(module, loop, folder / "x.ckpt")
+
+
 class Recorder(Callback):
     """Records the order of events, and the prompts and seeds that every iteration explored."""
 
@@ -142,9 +159,8 @@ def test_single_stage_family_samples_pool_once(tmp_path: Path) -> None:
     assert torch.equal(loop.rollouts.proxy_rewards, loop.rollouts.rewards)
 
 
-def test_regenerated_samples_have_same_seeds_and_new_rewards(tmp_path: Path) -> None:
-    module, trainer, loop = make(tmp_path, max_epochs=1)
-    fit(module, trainer, loop)
+def test_regenerated_samples_have_same_seeds_and_new_rewards(finished: Finished) -> None:
+    loop = finished.loop
     assert loop.explored is not None
     for seeds, pool in zip(loop.rollouts.seeds.tolist(), loop.explored.seeds.tolist(), strict=True):
         assert len(set(seeds)) == 3 and set(seeds) <= set(pool)
@@ -238,16 +254,16 @@ class Rates(Callback):
 
 def test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume(tmp_path: Path) -> None:
     options = ("scheduler=cosine", "scheduler.iterations=4", "optimizer.lr=0.01")
-    expected = [0.01 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(3)]
+    expected = [0.01 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(2)]
     straight, first, second = Rates(), Rates(), Rates()
-    module, trainer, loop = make(tmp_path, *options, callbacks=(straight,), max_epochs=3)
+    module, trainer, loop = make(tmp_path, *options, callbacks=(straight,), max_epochs=2)
     fit(module, trainer, loop)
     learnt = weights(module)
     assert straight.rates == pytest.approx(expected)
     module, trainer, loop = make(tmp_path, *options, callbacks=(first,), max_epochs=1)
     fit(module, trainer, loop)
     trainer.save_checkpoint(tmp_path / "x.ckpt")
-    module, trainer, loop = make(tmp_path, *options, callbacks=(second,), max_epochs=3)
+    module, trainer, loop = make(tmp_path, *options, callbacks=(second,), max_epochs=2)
     fit(module, trainer, loop, tmp_path / "x.ckpt")
     assert first.rates + second.rates == straight.rates and torch.equal(weights(module), learnt)
     other = Rates()
@@ -468,7 +484,7 @@ def test_custom_objective_trains_on_sampler_transitions(tmp_path: Path) -> None:
 def test_prompts_of_four_iterations_are_encoded_at_once_and_resumed_ones_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module, trainer, loop = make(tmp_path, max_epochs=6)
+    module, trainer, loop = make(tmp_path, max_epochs=5)
     encoded: list[list[str]] = []
     encode = module.policy.encode
 
@@ -724,31 +740,23 @@ def test_adaptive_exploration_resumes_exactly(
     assert torch.equal(weights(module), learnt)
 
 
-def test_checkpoint_holds_adapters_only(tmp_path: Path) -> None:
-    module, trainer, loop = make(tmp_path, max_epochs=1)
-    fit(module, trainer, loop)
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
-    state = torch.load(tmp_path / "x.ckpt", weights_only=True)["state_dict"]
+def test_checkpoint_holds_adapters_only(finished: Finished) -> None:
+    state = torch.load(finished.checkpoint, weights_only=True)["state_dict"]
     assert all(".lora_A.default." in k or ".lora_B.default." in k or ".old." in k for k in state)
-    assert sum(value.numel() for value in state.values()) == 2 * sum(p.numel() for p in module.trained_parameters())
+    trained = sum(parameter.numel() for parameter in finished.module.trained_parameters())
+    assert sum(value.numel() for value in state.values()) == 2 * trained
 
 
-def test_checkpoint_of_another_lora_rank_raises(tmp_path: Path) -> None:
-    module, trainer, loop = make(tmp_path, max_epochs=1)
-    fit(module, trainer, loop)
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
+def test_checkpoint_of_another_lora_rank_raises(tmp_path: Path, finished: Finished) -> None:
     module, trainer, loop = make(tmp_path, "model.lora.rank=16", max_epochs=2)
     with pytest.raises(UserError, match="adapters do not fit"):
-        fit(module, trainer, loop, tmp_path / "x.ckpt")
+        fit(module, trainer, loop, finished.checkpoint)
 
 
-def test_resumed_run_uses_configured_optimizer_options(tmp_path: Path) -> None:
-    module, trainer, loop = make(tmp_path, max_epochs=1)
-    fit(module, trainer, loop)
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
+def test_resumed_run_uses_configured_optimizer_options(tmp_path: Path, finished: Finished) -> None:
     changed = ("optimizer.lr=1e-5", "optimizer.weight_decay=0.5", "optimizer.betas=[0.5,0.9]")
     module, trainer, loop = make(tmp_path, *changed, max_epochs=2)
-    fit(module, trainer, loop, tmp_path / "x.ckpt")
+    fit(module, trainer, loop, finished.checkpoint)
     trainer.save_checkpoint(tmp_path / "y.ckpt")
     (state,) = torch.load(tmp_path / "y.ckpt", weights_only=True)["optimizer_states"]
     (group,) = state["param_groups"]

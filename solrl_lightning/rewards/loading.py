@@ -107,9 +107,11 @@ def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, d
             f"state_dict; {path} holds {found}. Set reward.{reward}.pretrained to the published file."
         )
     # open_clip.create_model would log that nothing pretrained was loaded, and resize embeddings that do not fit.
+    config, unfit = open_clip.get_model_config(architecture), f"it does not fit {architecture}"
+    with torch.device("meta"):
+        check_state_dict(reward, pretrained, open_clip.CLIP(**config), weights, unfit, "Give the published file.")
     with device:  # the constructor draws a billion random numbers, which load_state_dict overwrites
-        model = open_clip.CLIP(**open_clip.get_model_config(architecture))
-    check_state_dict(reward, pretrained, model, weights, f"it does not fit {architecture}", "Give the published file.")
+        model = open_clip.CLIP(**config)
     model.load_state_dict(weights)
     return model
 
