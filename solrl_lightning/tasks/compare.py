@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning import __version__
@@ -21,6 +22,7 @@ from solrl_lightning.metrics.confidence import mean_of
 from solrl_lightning.metrics.time_to_reward import Reached, cost_to_reach, first_reached, rewards_at, speed_up
 from solrl_lightning.report import Chart, Page, Section, Table, Tile, legend_of, render
 from solrl_lightning.resume import is_subkey, leaves
+from solrl_lightning.run_folder import RECORD
 from solrl_lightning.svg_charts import Series, draw_lines
 from solrl_lightning.tasks.learning_curves import (
     COSTS,
@@ -36,6 +38,7 @@ from solrl_lightning.tasks.tables import format_table, write_json
 # Keys, with those below them, in which runs of one experiment may differ.
 _SAME_EXPERIMENT = (
     "seed",
+    "objective.seed",
     "ckpt",
     "run_dir",
     "task",
@@ -79,6 +82,7 @@ class Settings(NamedTuple):
     options: dict[str, Any]  # config group -> the option chosen of it
     written: dict[str, Any]  # with interpolations as they are
     resolved: dict[str, Any]
+    given: set[str]  # keys on the command line of the run
 
 
 def compare(cfg: DictConfig) -> dict[str, Any]:
@@ -183,7 +187,10 @@ def read_settings(run: Run) -> Settings:
     keys = [key for key in resolved if not is_subkey(key, *_SAME_EXPERIMENT)]
     groups = {key.partition(".")[0] for key in keys if "." in key}
     options = {key: value for key, value in run.summary["config"].items() if key in groups}
-    return Settings(options, {key: written.get(key) for key in keys}, {key: _plain(resolved[key]) for key in keys})
+    values = {key: written.get(key) for key in keys}, {key: _plain(resolved[key]) for key in keys}
+    overrides = Path(run.folder) / RECORD / "overrides.yaml"
+    arguments = yaml.safe_load(overrides.read_text()) if overrides.is_file() else []
+    return Settings(options, *values, {str(argument).partition("=")[0].lstrip("+~") for argument in arguments})
 
 
 def _plain(value: Any) -> Any:
@@ -194,14 +201,19 @@ def name_values(own: Settings, settings: Sequence[Settings], differing: Sequence
     """Return key -> value of what distinguishes a group: chosen options, then single values.
 
     A value distinguishes it if the runs with the same option of its config group differ in it, and if it does not
-    follow another key by interpolation.
+    follow another key by interpolation. A value of no config group that was not on the command line follows the option
+    that sets it if the runs with the same option of some group agree in it.
     """
     options = [key for key in _keys(s.options for s in settings) if _differs(key, (s.options for s in settings))]
 
     def distinguishes(key: str) -> bool:
         group = key.partition(".")[0]
-        alike = [s for s in settings if s.options.get(group) == own.options.get(group)]
-        return _differs(key, (s.written for s in alike)) and _differs(key, (s.resolved for s in alike))
+        follows = group not in own.options and not any(key in s.given for s in settings)
+        for option in options if follows else [group]:
+            alike = [s for s in settings if s.options.get(option) == own.options.get(option)]
+            if not (_differs(key, (s.written for s in alike)) and _differs(key, (s.resolved for s in alike))):
+                return False
+        return True
 
     values = own.options | own.resolved
     keys = [*options, *(key for key in differing if distinguishes(key))]
