@@ -195,7 +195,8 @@ def sample_size(facts: Mapping[str, Any]) -> str:
     if size["prompts"] > 1:
         text += (
             " ± and bands are one standard error over prompts. Every evaluation has the same prompts and the same "
-            "noise, so the change from the base is taken prompt by prompt and has a smaller error than the two means."
+            "noise, so the change from the base is taken prompt by prompt: how hard the prompts are is no part of its "
+            "error."
         )
     return text
 

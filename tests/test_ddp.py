@@ -92,6 +92,7 @@ def test_two_torchrun_nodes_share_one_folder(tmp_path: Path) -> None:
         "lora",
         "solrl_lightning.log",
         "summary.json",
+        "report.html",
         "tensorboard",
     }
     assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
