@@ -52,6 +52,7 @@ def write_run(folder: Path, final: float, *arguments: str, seed: int = 1, **chan
         del cfg["hydra"]
     (folder / ".hydra").mkdir(parents=True)
     OmegaConf.save(cfg, folder / ".hydra" / "config.yaml")
+    OmegaConf.save(list(arguments), folder / ".hydra" / "overrides.yaml")
     (folder / "summary.json").write_text(json.dumps(summary | changes))
     return folder
 
@@ -173,6 +174,22 @@ def test_names_omit_the_values_that_most_groups_have(
     assert result["usual"] == ["objective=nft", "optimizer.lr=0.001"]
     assert "unless a name says otherwise: objective=nft optimizer.lr=0.001\n" in capfd.readouterr().out
     assert result["groups"][0]["settings"]["optimizer.lr"] == 0.002
+
+
+def test_names_omit_the_values_that_an_option_sets(tmp_path: Path) -> None:
+    arguments = ["objective=nft", "objective=flow_grpo", "objective=flow_grpo optimizer_steps=4"]
+    runs = [
+        write_run(tmp_path / f"{i}_{seed}", 0.6, *own.split(), seed=seed)
+        for i, own in enumerate(arguments)
+        for seed in (1, 2)
+    ]
+    groups, _ = group_runs(read_runs(runs)[0])
+    assert [len(group.runs) for group in groups] == [2, 2, 2]
+    names = ["objective=nft optimizer_steps=1", "objective=flow_grpo optimizer_steps=2", arguments[2]]
+    assert [group.name for group in groups] == names
+    groups, _ = group_runs(read_runs(runs[:4])[0])
+    assert [group.name for group in groups] == arguments[:2]
+    assert groups[1].settings["old_policy.decay_type"] == 0
 
 
 def test_the_picture_names_a_group_by_its_options_and_by_the_last_part_of_a_key(tmp_path: Path) -> None:
