@@ -424,7 +424,7 @@ def test_what_would_change_or_cut_short_an_iteration_is_refused(argument: str, m
     [
         ("+callbacks.checkpoint.monitor=eval/shapes", "monitor=eval/shapes is invalid: this callback writes"),
         ("callbacks.checkpoint.save_top_k=3", "save_top_k=3 is invalid"),
-        ("callbacks.checkpoint.save_top_k=-1", "Leave it at 1, and add a callback for other checkpoints"),
+        ("callbacks.checkpoint.save_top_k=-1", "Leave it at 1. For others set callbacks.best.monitor"),
         ("callbacks.checkpoint.filename=mine", "Leave it at last"),
         ("~callbacks.checkpoint.filename", "Leave it at last"),
         ("callbacks.checkpoint.dirpath=elsewhere", "Leave it at run/checkpoints"),
