@@ -37,7 +37,7 @@ def compositions_of_the_package_are_made_once() -> Iterator[None]:
             return load(self, config_name, overrides, *args, **kw)
         words = [word for word in overrides if word != RUN]  # which Hydra adds to the command line of a single run
         sweeps = any("," in word or "(" in word for word in words)
-        key = config_name, *words, *((*args, *kw.values()) if sweeps else ())
+        key = config_name, *sorted(sources), *words, *((*args, *kw.values()) if sweeps else ())
         if key not in made:
             made[key] = pickle.dumps(load(self, config_name, words, *args, **kw))
         cfg = pickle.loads(made[key])

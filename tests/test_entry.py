@@ -213,7 +213,10 @@ def test_what_another_sweeper_may_choose_is_checked_before_and_in_its_jobs(
     )
     result = command(task(negate), *sweeper, "optimizer.lr=interval(0.1,1)")
     assert result.status == 2
-    assert "error: optimizer.lr=-0.5 is invalid: it must be a number above 0.\n" in result.err
+    assert (
+        "error: optimizer.lr=-0.5 is invalid: it must be a number above 0. Leave it out for the default.\n"
+        in result.err
+    )
     assert [folder.name for folder in (tmp_path / "sweep").glob("[0-9]*")] == ["0_optimizer.lr-0.5"]
 
 
@@ -848,7 +851,7 @@ def test_help_reads_like_a_manual_and_loads_no_library(tmp_path: Path) -> None:
         ("famly=sol_rl", "Did you mean family?"),
         ("task=generate", "got neither"),
         ("task=compare", "matches nothing"),
-        ("task=export", "ckpt=last for the newest"),
+        ("task=export", "ckpt=last or ckpt=best of the newest run"),
         ("data.train=nowhere.txt", "the path nowhere.txt does not exist"),
         (
             "model.resolution=33",

@@ -121,7 +121,7 @@ def test_full_disk_ends_run_with_one_line_and_no_partial_file(
 ) -> None:
     fault = [f"+callbacks.full._target_={__name__}.FillDisk", f"+callbacks.full.size={size}"]
     with small_disk():
-        done = command(*SMALL, "iterations=2", "hydra.run.dir=run", *arguments, *fault)
+        done = command(*SMALL, "~callbacks.best", "iterations=2", "hydra.run.dir=run", *arguments, *fault)
     assert done.status == 1
     line = the_line(done.err)
     assert f"run/{file} could not be written: " in line and "File too large" in line and "Free space" in line
@@ -220,12 +220,13 @@ def test_run_killed_while_saving_resumes_from_previous_checkpoint(
     more = ("ckpt=last", "hydra.run.dir=run", "iterations=4")
     assert forks.run(tmp_path, *more, file_limit=2**21).status == -signal.SIGXFSZ
     assert checkpoint.read_bytes() == before
-    (part,) = (file for file in checkpoint.parent.iterdir() if file != checkpoint)
+    best = checkpoint.with_name("best.ckpt")
+    (part,) = (file for file in checkpoint.parent.iterdir() if file not in (checkpoint, best))
     assert part.stat().st_size == 2**21  # killed in the middle of the write
     done = forks.run(tmp_path, *more)
     assert done.status == 0, done.output
     assert_equal_to_the_bit(tmp_path / "run", straight[0])
-    assert list(checkpoint.parent.iterdir()) == [checkpoint]
+    assert set(checkpoint.parent.iterdir()) == {checkpoint, best}
 
 
 KILLS = 6

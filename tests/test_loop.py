@@ -540,8 +540,8 @@ def test_old_velocity_uses_named_sampler(tmp_path: Path, sampler: str) -> None:
     module.samplers.sync()
     prompts = module.encode(module.eval_prompts)
     x, one = module.policy.noise(torch.tensor([5, 6])), torch.ones(2)
-    rest = (one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]))
-    batch = TrainingBatch(0 * x, x, None, one.long(), 0.5 * one, 0 * one, *rest)
+    rest = (one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]), 0)
+    batch = TrainingBatch(0 * x, x, None, None, one.long(), 0.5 * one, 0 * one, *rest)
     objective, seen = module.objective, []
 
     class Noting(NFT):

@@ -31,8 +31,8 @@ FACTS: dict[str, Any] = {
             "name": "collapse",
             "iteration": 9,
             "since": 6,
-            "message": "It fell <b>much</b>.",
-            "advice": "Lower lr & wait.",
+            "saw": "It fell <b>much</b>",
+            "helps": "lower lr & wait",
         }
     ],
     "other_rewards": {"watched": {"weight": 0.0, "base": 0.75, "final": 0.7}},
@@ -135,7 +135,7 @@ def test_the_page_has_the_results_with_their_errors_and_where_they_come_from(run
 
 def test_text_from_outside_is_escaped_and_nothing_is_loaded(run: Path) -> None:
     text = page(run, {"status": "failed", "error": "ValueError: <img src=x>"})
-    assert "It fell &lt;b&gt;much&lt;/b&gt;." in text and "Lower lr &amp; wait." in text
+    assert "It fell &lt;b&gt;much&lt;/b&gt;." in text and "What usually helps: lower lr &amp; wait." in text
     assert "&lt;img src=x&gt;" in text and "&lt;script&gt;" in text
     assert "<script" not in text and "since iteration 6" in text
     assert set(re.findall(r'(?:src|href)="(.{5})', text)) <= {"data:"} | {
