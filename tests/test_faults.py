@@ -205,7 +205,8 @@ def assert_equal_to_the_bit(run: Path, expected: Path) -> None:
     """Return adapters, optimiser state and average."""
     loaded = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (run, expected)]
     assert loaded[0]["global_step"] == loaded[1]["global_step"] == 4
-    first, second = map(tensors, loaded)
+    # A run that ended earlier, or was killed, may have another number of evaluations.
+    first, second = ({k: v for k, v in tensors(state).items() if "/Guard/" not in k} for state in loaded)
     assert first.keys() == second.keys() and len(first) > 300
     assert [name for name in first if not torch.equal(first[name], second[name])] == []
 
