@@ -277,7 +277,7 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/objectives/flow_grpo.py": [
         ("fixed window", "window/{self.seed}/{iteration}", "window/{self.seed}", GRPO),
-        ("window anywhere", "num_steps // 2 - size + 1", "num_steps - size", GRPO),
+        ("window anywhere", "num_steps // 2 - self.window + 1", "num_steps - self.window", GRPO),
     ],
     "solrl_lightning/sampling/sde.py": [
         ("score sign", "velocity - 0.5 * eta**2 * score", "velocity + 0.5 * eta**2 * score", SDE),

@@ -342,6 +342,10 @@ def check_stages(cfg: DictConfig) -> None:
         if (stage is None and name == "regenerate") or (stage and None in _way(stage)):
             rule = "a stage with a sampler, steps and a solver. Choose a family that has it"
             raise _invalid(f"family.{name}", stage, rule)
+    window = cfg.objective.get("window")
+    if window is not None and window > max(1, regenerate.steps // 2):
+        rule = f"at most {max(1, regenerate.steps // 2)}, half of family.regenerate.steps={regenerate.steps}"
+        raise _invalid("objective.window", window, f"{rule}. Set objective.window=null for all steps")
     if regenerate.get("stop_after") is not None:
         raise UserError("family.regenerate.stop_after is not supported. Set family.explore.stop_after.")
     if regenerate.get("decoder", "full") != "full":

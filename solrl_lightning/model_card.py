@@ -103,9 +103,10 @@ def _origin(
     machine = ((summary or {}).get("machine") or {}).get("device")
     where = f" on {machine}" if machine else ""
     return (
-        f"Adapters of {model}, trained by reinforcement learning on the reward `{settings.get('reward')}` with Sol-RL "
-        f"([arXiv 2604.06916](https://arxiv.org/abs/2604.06916)): family `{settings.get('family')}`, objective "
-        f"`{settings.get('objective')}`, {iterations} iterations{where}. Software: {used}."
+        f"Adapters of {model}, trained by reinforcement learning on the reward `{settings.get('reward')}` with "
+        "solrl_lightning, an implementation of Sol-RL ([arXiv 2604.06916](https://arxiv.org/abs/2604.06916)): family "
+        f"`{settings.get('family')}`, objective `{settings.get('objective')}`, iterations: {iterations}{where}. "
+        f"Software: {used}."
     )
 
 

@@ -139,6 +139,8 @@ def run_page(facts: Mapping[str, Any], history: Rows, folder: Path) -> Page:
 def lead(facts: Mapping[str, Any]) -> str:
     """The result in a sentence."""
     done = f"{facts['iterations']} iterations in {duration(facts['seconds_total'])}."
+    if facts.get("stopped_by") is not None:
+        done = f"{done[:-1]}, ended by {facts['stopped_by']}."
     base, final = facts["base_reward"], facts["final_reward"]
     if base is None or final is None:
         return f"{done} The {facts['reward']} reward on held-out prompts was not evaluated before and after training."

@@ -542,13 +542,26 @@ def test_rungs_that_cannot_be_raced_are_refused_with_their_rule(rungs: str) -> N
     [
         ("optimizer_steps=25", "optimizer_steps=25 is invalid: it must be at most family.keep=24"),
         ("optimizer_steps=0", "optimizer_steps=0 is invalid: it must be a whole number of at least 1"),
+        (
+            "objective=flow_grpo objective.window=6",
+            "objective.window=6 is invalid: it must be at most 5, half of family.regenerate.steps=10",
+        ),
+        (
+            "objective=flow_grpo objective.window=0",
+            "objective.window=0 is invalid: it must be a whole number of at least 1, or null",
+        ),
+        (
+            "objective=flow_grpo objective.noise_level=-1",
+            "objective.noise_level=-1 is invalid: it must be a number above 0",
+        ),
+        ("training_sampler=foo", "foo is invalid: it must be one of"),
         ("scheduler.warmup=-3", "scheduler.warmup=-3 is invalid: it must be a number of at least 0"),
         ("family.pool=36", r"rungs=\[\{step:3, keep:48\}, .* from the pool of 36 down to 24"),
     ],
 )
 def test_steps_rungs_and_warmup_that_cannot_be(argument: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_values(compose("family=race", argument))
+        check_values(compose("family=race", *argument.split()))
 
 
 @pytest.mark.parametrize(

@@ -31,10 +31,9 @@ class FlowGRPO(GRPO):
     def transitions(self, num_steps: int, iteration: int) -> range:
         if self.window is None:
             return super().transitions(num_steps, iteration)
-        size = min(self.window, num_steps - 1)
-        places = max(1, num_steps // 2 - size + 1)
+        places = max(1, num_steps // 2 - self.window + 1)
         first = int(permutation(f"window/{self.seed}/{iteration}", places)[0])
-        return range(first, first + size)
+        return range(first, first + self.window)
 
     def transition(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
         # Only the first step has sigma = 1, so its sigma_next is the schedule's second value.

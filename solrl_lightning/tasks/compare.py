@@ -105,6 +105,7 @@ def compare(cfg: DictConfig) -> dict[str, Any]:
         "target": fmean(reference.finals.values()),
         "usual": list(dict.fromkeys(word for group in groups for word in group.usual)),
         "equal_seconds": seconds,
+        "held_out_sets": len({json.dumps(run.summary.get("held_out")) for run in runs if "held_out" in run.summary}),
         "groups": [describe(group, reference, seconds) for group in groups],
         "left_out": left_out,
     }
@@ -146,6 +147,11 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
     for run, own in zip(runs, settings, strict=True):
         identity = json.dumps(own.resolved, sort_keys=True)
         earlier = members.setdefault(identity, {}).get(run.seed)
+        if earlier is not None and (earlier.summary["status"], run.summary["status"]) == ("completed", "stopped early"):
+            superseded[run.folder] = (
+                f"stopped early; {earlier.folder} has the same configuration and seed and completed"
+            )
+            continue
         if earlier is not None:
             superseded[earlier.folder] = f"{run.folder} is a later run of the same configuration and seed"
         members[identity][run.seed] = run
@@ -348,6 +354,8 @@ def _cost_title(result: Mapping[str, Any]) -> str:
 
 def _general_notes(result: Mapping[str, Any]) -> list[str]:
     notes = [f"left out {run}: {reason}" for run, reason in result["left_out"].items()]
+    if result["held_out_sets"] > 1:
+        notes.insert(0, "the groups were evaluated on different held-out images, so their rewards do not compare")
     if any(len(group["seeds"]) == 1 for group in result["groups"]):
         notes.insert(
             0,

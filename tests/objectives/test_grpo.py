@@ -76,7 +76,6 @@ def test_windows_lie_in_the_first_half_and_move_with_iteration_and_seed() -> Non
     assert {len(place) for place in places} == {2}
     assert {place.start for place in places} == {0, 1, 2, 3}
     assert places != [flow_grpo(2, seed=2).transitions(10, iteration) for iteration in range(40)]
-    assert flow_grpo(9).transitions(4, 0) == range(3)  # all that may take noise
 
 
 def test_rows_per_sample_are_the_trained_transitions() -> None:
