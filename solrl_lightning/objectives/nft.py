@@ -56,6 +56,7 @@ class NFTLoss(NamedTuple):
     positive: Tensor  # scalar, L+
     negative: Tensor  # scalar, L-
     drift: Tensor  # scalar, mean (v - v_old)^2
+    clipped: Tensor  # scalar, share of samples whose advantage lies outside +- advantage_clip
 
 
 def nft_loss(
@@ -101,6 +102,7 @@ def nft_loss(
         positive=positive.detach().mean().float(),
         negative=negative.detach().mean().float(),
         drift=_mean_square(v.detach() - v_old).mean().float(),
+        clipped=(advantage.abs() > advantage_clip).float().mean(),
     )
 
 

@@ -145,6 +145,7 @@ def test_advantages_are_clipped() -> None:
     beyond = nft_loss(**batch() | {"advantage": torch.tensor([9.0, -9.0, math.inf, -math.inf])}, **SETTINGS)
     at_clip = nft_loss(**batch() | {"advantage": torch.tensor([5.0, -5.0, 5.0, -5.0])}, **SETTINGS)
     assert torch.equal(beyond.rows, at_clip.rows)
+    assert (float(beyond.clipped), float(at_clip.clipped)) == (1, 0)
 
 
 def test_effective_kl_weight_is_divided_by_advantage_clip() -> None:
