@@ -76,8 +76,8 @@ MUTANTS: dict[str, list[Edit]] = {
             "velocities",
             GUIDANCE,
         ),
-        ("labels from proxies", "group_advantages(kept.rewards,", "group_advantages(proxy_rewards,", REGENERATED),
-        ("statistics of one rank", ", all_reduce_sum=self._sum)", ")", RANKS),
+        ("labels from proxies", "advantages(kept.rewards,", "advantages(proxy_rewards,", REGENERATED),
+        ("statistics of one rank", "(kept.rewards, self._sum)", "(kept.rewards, lambda total: total)", RANKS),
         (
             "one pool for all iterations",
             "pool_seeds(self.seed, iteration,",
@@ -99,8 +99,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "timesteps of exploration",
-            "dtype=torch.int64), stages[-1].steps)",
-            "dtype=torch.int64), stages[0].steps)",
+            "rows_per_sample(stages[-1].steps)",
+            "rows_per_sample(stages[0].steps)",
             WEIGHTS,
         ),
         (
@@ -149,7 +149,7 @@ MUTANTS: dict[str, list[Edit]] = {
             "evaluation_seeds(self.trainer.global_step,",
             WEIGHTS,
         ),
-        ("evaluation of one rank", 'total = self.trainer.strategy.reduce(total, reduce_op="sum")', "pass", RANKS),
+        ("evaluation of one rank", 'self.trainer.strategy.reduce(table, reduce_op="sum").cpu()', "table.cpu()", RANKS),
         ("old velocity is the base's", '{"old": old_velocity,', '{"old": REFERENCE,', WEIGHTS),
         ("reference is the old policy", '"reference": REFERENCE}', '"reference": old_velocity}', WEIGHTS),
         (
