@@ -14,7 +14,7 @@ from solrl_lightning.sampling.sde import dance_grpo_transition
 
 @dataclass(frozen=True, kw_only=True)
 class DanceGRPO(GRPO):
-    """GRPO with `dance_grpo_transition` and advantages of each prompt by itself.
+    """GRPO with `dance_grpo_transition` and advantages per prompt.
 
     Args:
         eta: noise scale.

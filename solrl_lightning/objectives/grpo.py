@@ -7,6 +7,7 @@ ranges are small.
 Shapes: B batch.
 """
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -43,9 +44,9 @@ class GRPO(KLObjective):
     def transitions(self, num_steps: int, iteration: int) -> range:
         return range(num_steps - 1)
 
+    @abstractmethod
     def transition(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:
         """Return the mean [B, ...] and the standard deviation [B] of the next x."""
-        raise NotImplementedError
 
     def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
         assert batch.x_next is not None and batch.log_prob is not None, "the solver records its transitions"
