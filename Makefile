@@ -5,10 +5,10 @@ BIN := $(VENV)/bin
 PYTHONS ?= python3.10 python3.11 python3.12
 TORCHES ?= 2.11 newest
 
-.PHONY: help run test lint type contract matrix clean
+.PHONY: help run test lint type contract docs matrix release-check clean
 
 help: ## List these targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
 
 run: $(VENV)/installed ## Install, then run the main job on the embedded model (ARGS="iterations=10 seed=1" passes options)
 	$(BIN)/python -m solrl_lightning $(ARGS)
@@ -28,6 +28,17 @@ contract: $(VENV)/installed-dev ## Check our calls of Transformer Engine against
 		PYTHONPATH="$(VENV)/contract$$version" $(BIN)/python tests/quantization/check_transformer_engine.py || exit 1; \
 	done
 
+docs: $(VENV)/installed-dev ## Build the documentation as a site in site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+release-check: $(VENV)/installed-dev ## Build wheel and sdist, install each in a new environment, run the smoke job from it
+	rm -rf dist && $(BIN)/python -m build --outdir dist .
+	for package in dist/*.whl dist/*.tar.gz; do \
+		rm -rf .venv-release && $(PYTHON) -m venv .venv-release && .venv-release/bin/pip install -q $$package && \
+		folder=$$(mktemp -d) && (cd $$folder && $(CURDIR)/.venv-release/bin/solrl experiment=smoke) && \
+		test -s $$folder/outputs/train/*/lora/pytorch_lora_weights.safetensors && rm -rf $$folder .venv-release || exit 1; \
+	done
+
 matrix: ## Run the tests with every version of PYTHONS that is installed and of TORCHES (PYTHONS=python3.12 TORCHES=2.11)
 	@status=0; for python in $(PYTHONS); do \
 		$$python -c "" 2>/dev/null || { echo "matrix: skipped $$python: it is not installed"; continue; }; \
@@ -41,7 +52,7 @@ matrix: ## Run the tests with every version of PYTHONS that is installed and of 
 	done; exit $$status
 
 clean: ## Remove the virtual environment and build leftovers; outputs/ stays
-	rm -rf $(VENV) .venv-matrix build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-matrix .venv-release build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,16 @@
+# The package from its wheel, without the sources. The default command trains the embedded model:
+#   docker build -t solrl . && docker run --rm --shm-size 1g -v "$PWD/outputs:/work/outputs" solrl
+# With GPUs, options, and the caches of the hub:
+#   docker run --rm --gpus all --ipc host -v "$PWD/outputs:/work/outputs" -v ~/.cache/huggingface:/root/.cache/huggingface \
+#     -e HF_TOKEN solrl model=flux1 reward=pickscore
+FROM python:3.12-slim AS wheel
+WORKDIR /src
+COPY . .
+RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
+
+FROM python:3.12-slim
+# The compiler is for torch.compile.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+RUN --mount=from=wheel,source=/wheels,target=/wheels pip install --no-cache-dir /wheels/*.whl
+WORKDIR /work
+ENTRYPOINT ["solrl"]

@@ -1,0 +1,118 @@
+"""Runs the commands of README, docs/ and conf/ at small sizes; those that need a download run up to it.
+
+Those of task=benchmark and task=doctor, which take long, are only checked.
+"""
+
+import re
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+from nano import BUILDERS, MAX_WORDS, save_nano
+
+from solrl_lightning.__main__ import prepare
+
+ROOT = Path(__file__).parents[1]
+COMMAND = re.compile(r'(?:python -m solrl_lightning|main\(sys\.argv\[1:\]\)\)") ?([^\n`]*)')
+CONTINUED = re.compile(r"\s*\\\n[#\s]*")
+NOT_RUN = {
+    r"\.\.\.|key=|\$": "a scheme, or a part of a shell script",
+    r"--config-dir|mine": "has files of its page: test_extending.py",
+    r"hydra/": "needs a plugin",
+    r"trainer=ddp": "starts processes: test_ddp.py",
+    r"task.push": "uploads: tasks/test_export.py",
+    r"logger=.*wandb": "needs wandb",
+}
+PLACEHOLDERS = {
+    "outputs/train/<run>": "outputs/train/done",
+    "<run>": "outputs/train/done",
+    "<time>": "study",
+    "<file>": "outputs/train/done/checkpoints/last.ckpt",
+    "nft diffusionnft": "all",  # a group of another study
+}
+# The same for all, so they are cut off the commands.
+SIZES = r" ?\b(seed|iterations|evaluation\.every|prompts_per_iteration|task\.(devices|tflops|speedup|repeats|rounds)|"
+SIZES += r"family\.(pool|keep|compile)|model\.rollout_batch)=\S+"
+SMALL = "prompts_per_iteration=1 data.eval_prompts=1 callbacks.sample_grid.every=0 family.compile=false".split()
+SMALL_TASK = {
+    "train": "iterations=1 data.eval_images=1".split(),
+    "audit": "task.prompts=1".split(),
+}
+NANO = f"model.resolution=32 model.max_sequence_length={MAX_WORDS}".split()
+
+
+def documented() -> dict[str, str]:
+    """Command -> file, without options of sizes."""
+    found = {}
+    for file in sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "conf").rglob("*.yaml"), ROOT / "README.md"]):
+        for match in COMMAND.finditer(CONTINUED.sub(" ", file.read_text())):
+            text = re.split(r"\s{2,}|; done", match[1])[0]  # a comment follows several spaces
+            if text.count('"') % 2:
+                text = text.removesuffix('"')  # the command is in quotes
+            if not any(re.search(each, text) for each in NOT_RUN):
+                found[re.sub(SIZES, "", text).strip()] = str(file.relative_to(ROOT))
+    return found
+
+
+COMMANDS = documented()
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {name: save_nano(tmp_path_factory.mktemp(name), name) for name in BUILDERS}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the first of these tests keeps the outputs of a finished run."""
+    return tmp_path_factory.mktemp("finished") / "outputs"
+
+
+@pytest.mark.parametrize("text", COMMANDS, ids=lambda text: f"{COMMANDS[text]} {text[:60]}")
+def test_documented_command_runs(
+    command: Callable[..., Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    folders: dict[str, str],
+    outputs: Path,
+    text: str,
+) -> None:
+    if not outputs.exists():
+        assert command("experiment=smoke", "hydra.run.dir=outputs/train/done").status == 0
+        shutil.copytree(tmp_path / "outputs" / "train" / "done", tmp_path / "outputs" / "multirun" / "study" / "0")
+        shutil.move(tmp_path / "outputs", outputs)
+    shutil.copytree(outputs, tmp_path / "outputs")
+    for name in ("mine.txt", "prompts.txt"):
+        (tmp_path / name).write_text("a red circle above a blue square\na blue circle\n")
+    for placeholder, value in PLACEHOLDERS.items():
+        text = text.replace(placeholder, value)
+    options, words = dict(re.findall(r"([\w.]+)=(\w+)", text)), shlex.split(text)
+    task = options.get("task", "train")
+    needs_files = "model" in options or options.get("reward", "shapes") != "shapes" or "hf://" in text
+    if needs_files and task != "plan" and "model.weights" not in options:
+        monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # which refuses connections
+        ended = command(*words)
+        assert ended.status == 2 and "is not on this machine, and the hub at" in ended.err, ended.err
+        return
+    if task in ("benchmark", "doctor"):  # tests/tasks/ run them
+        prepare(words)
+        return
+    if "model" in options:
+        folder = folders[options["model"].removesuffix("_medium")]
+        words += [f"model.pretrained={folder}", *NANO]
+    if task in ("compare", "export") or "--help" in text:
+        pass
+    elif options.get("ckpt") in ("last", "best", "outputs") and task == "train":
+        words += ["iterations=3"]  # the run has 2, and keeps its other options
+    elif "smoke" not in text:
+        pool = (48, 24) if re.search("race|fast|-m experiment|rungs", text) else (8, 4)  # the rungs keep 24
+        if "-m" in words and "experiment" in options:
+            words += ["seed=1", "family=diffusionnft,race"]
+        sizes = "task.pool={} task.keep={}" if task == "audit" else "family.pool={} family.keep={}"
+        words += [*SMALL, *SMALL_TASK.get(task, []), *sizes.format(*pool).split()]
+    ended = command(*words)
+    assert ended.status == 0, ended.err
