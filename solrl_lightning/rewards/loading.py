@@ -129,27 +129,35 @@ def load_tensors(reward: str, file: Path) -> Any:
 
 
 def check_state_dict(
-    reward: str, pretrained: str, model: nn.Module, weights: Mapping[str, Tensor], unfit: str, fix: str
+    reward: str,
+    pretrained: str,
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    unfit: str,
+    fix: str,
+    argument: str = "pretrained",
 ) -> None:
     """Raise ``UserError`` unless ``weights`` have the names and shapes of the model's."""
     own = model.state_dict()
-    check_state_dict_keys(reward, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys())
+    check_state_dict_keys(reward, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys(), argument)
     misfits = [name for name in own if own[name].shape != weights[name].shape]
     if misfits:
         name = misfits[0]
         raise UserError(
-            f"reward.{reward}.pretrained={pretrained} is invalid: {unfit}: {len(misfits)} tensors have another shape, "
+            f"reward.{reward}.{argument}={pretrained} is invalid: {unfit}: {len(misfits)} tensors have another shape, "
             f"such as {name} with {list(weights[name].shape)} for {list(own[name].shape)}. {fix}"
         )
 
 
-def check_state_dict_keys(reward: str, pretrained: str, missing: Any, unexpected: Any) -> None:
+def check_state_dict_keys(
+    reward: str, pretrained: str, missing: Any, unexpected: Any, argument: str = "pretrained"
+) -> None:
     """Raise ``UserError`` if there are missing or unexpected keys."""
     for what, keys in (("lacks", missing), ("has unexpectedly", unexpected)):
         if keys:
             raise UserError(
-                f"reward.{reward}.pretrained={pretrained} is invalid: it {what} {len(keys)} tensors, such as "
-                f"{min(keys)}, so these are not the weights of this model. Set reward.{reward}.pretrained to the "
+                f"reward.{reward}.{argument}={pretrained} is invalid: it {what} {len(keys)} tensors, such as "
+                f"{min(keys)}, so these are not the weights of this model. Set reward.{reward}.{argument} to the "
                 "published weights."
             )
 
