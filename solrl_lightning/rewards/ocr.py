@@ -63,8 +63,8 @@ def quoted(prompt: str) -> str:
     parts = prompt.split('"')
     if len(parts) < 3 or not parts[1].strip():
         raise UserError(
-            f"the prompt {prompt!r} is invalid: reward=ocr reads in the image what the prompt has in double quotes, and "
-            'this one has nothing. Write it as in: a sign that says "open". Or set data=ocr.'
+            f"the prompt {prompt!r} is invalid: reward=ocr reads in the image what is in double quotes in the prompt, "
+            'and here that is nothing. Write it as in: a sign that says "open". Or set data=ocr.'
         )
     return parts[1]
 

@@ -1,4 +1,4 @@
-"""LAION's aesthetic predictor against transformers' pipeline and numpy; what it shares with others: test_clipscore.py."""
+"""LAION's aesthetic predictor against transformers and numpy; test_clipscore.py tests what it shares with others."""
 
 from pathlib import Path
 from typing import Any

@@ -80,7 +80,7 @@ def test_similarity_disregards_case_and_spaces_and_is_clipped(read: str, target:
 
 @pytest.mark.parametrize("prompt", ["a sign", 'a 5" nail', 'a sign that says ""', 'a sign " "', "a sign 'open'"])
 def test_prompt_without_quoted_text_is_an_error(reward: OCR, prompt: str) -> None:
-    with pytest.raises(UserError, match="is invalid: reward=ocr reads in the image what the prompt has in double"):
+    with pytest.raises(UserError, match="is invalid: reward=ocr reads in the image what is in double quotes"):
         reward.check_prompts(['a sign "open"', prompt])
 
 
