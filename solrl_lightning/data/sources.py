@@ -7,7 +7,7 @@ locally, because ``datasets`` takes a second to import and files do not need it.
 import difflib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ class Record(NamedTuple):
     """One row of a source."""
 
     text: str
-    tag: str | None = None  # the kind of prompt; None where the source has no kinds
+    metadata: Mapping[str, Any] = {}  # for rewards; a string under "tag" is the kind of prompt
 
 
 def _shapes(split: str) -> list[Record]:
@@ -135,7 +135,7 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _read_json_lines(path: Path) -> list[Record]:
-    """Records of a file with one JSON object a line, in GenEval's layout: "prompt", optionally "tag"."""
+    """Records of a file with one JSON object a line, in GenEval's layout: "prompt", and metadata under other keys."""
     records = []
     for number, line in enumerate(_read_lines(path), 1):
         if line.strip():
@@ -164,7 +164,7 @@ def _json_record(line: str) -> Record | str:
         return f'every line of a .jsonl file must have a string under "prompt"; this one has {found} (its keys: {keys})'
     if tag is not None and not isinstance(tag, str):
         return f'the "tag" of a prompt must be a string; got {tag!r}'
-    return Record(prompt, tag)
+    return Record(prompt, {key: value for key, value in row.items() if key != "prompt"})
 
 
 def _read_parquet(path: Path, column: str) -> list[Record]:

@@ -28,14 +28,16 @@ def write_table(path: Path, **columns: list[Any]) -> Path:
 # JSON lines
 
 
-def test_json_lines_in_the_layout_of_geneval_give_prompts_and_tags(tmp_path: Path) -> None:
+def test_json_lines_in_the_layout_of_geneval_give_prompts_and_metadata(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path,
         '{"tag": "counting", "include": [{"class": "owl", "count": 3}], "prompt": "three owls – drei Käuze"}',
         "",
         '{"prompt": "fog", "seed": 3}',
     )
-    assert read_records(path, "prompt") == [Record("three owls – drei Käuze", "counting"), Record("fog")]
+    include = [{"class": "owl", "count": 3}]
+    owls = Record("three owls – drei Käuze", {"tag": "counting", "include": include})
+    assert read_records(path, "prompt") == [owls, Record("fog", {"seed": 3})]
     assert read_records(path, "caption") == read_records(path, "prompt")  # data.column is for tables
 
 
