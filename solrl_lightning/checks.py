@@ -320,7 +320,7 @@ def check_rewards(cfg: DictConfig) -> None:
 def check_paths(cfg: DictConfig) -> None:
     """Rejects a path-like value (/, ., ~) that does not exist; anything else may be a hub id."""
     keys = ["model.pretrained", "model.preview_decoder", "reward.pretrained"]
-    parts = ("pretrained", "processor", "tokenizer", "head", "classifier")
+    parts = ("pretrained", "processor", "tokenizer", "head", "detector")
     for key in (*keys, *(f"reward.{name}.{part}" for name in reward_members(cfg) for part in parts)):
         value = OmegaConf.select(cfg, key)
         if value is not None and str(value).startswith(("/", ".", "~")) and not Path(value).expanduser().exists():

@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 import torch
 from drawings import PROMPTS, all_pairs
+from hydra.utils import instantiate
 from PIL import Image
 from torch import Tensor
 from transformers import CLIPModel
 
+from solrl_lightning.config import ConfigTree
 from solrl_lightning.errors import UserError
 from solrl_lightning.rewards import Aesthetic
 
@@ -81,6 +83,14 @@ def test_head_is_frozen_and_float32_whatever_the_dtype_of_clip(clip_folder: str,
     assert {parameter.dtype for parameter in low.head.parameters()} == {torch.float32}
     assert not any(parameter.requires_grad for parameter in low.head.parameters())
     assert low(images, PROMPTS + PROMPTS[:1]).dtype == torch.float32
+
+
+def test_shipped_configuration_builds_the_reward(clip_folder: str, head: Path) -> None:
+    with ConfigTree() as tree:
+        arguments = dict(tree.compose(["reward=aesthetic"]).reward.aesthetic)
+    assert arguments.pop("weight") == 1
+    local = {"pretrained": clip_folder, "processor": clip_folder, "head": str(head)}
+    assert isinstance(instantiate(arguments | local, device="cpu"), Aesthetic)
 
 
 def message_of(clip_folder: str, head: str | Path) -> str:
