@@ -66,7 +66,7 @@ def _models(cfg: DictConfig) -> dict[str, str]:
     if cfg.model.get("weights", "pretrained") == "pretrained":
         keys += ["model.pretrained", "model.transformer_weights"]
     if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # only these tasks load rewards
-        parts = ["processor", "tokenizer", "head", "detector"] + ["pretrained"] * (not cfg.reward.pretrained)
+        parts = [*["pretrained"] * (not cfg.reward.pretrained), "processor", "tokenizer", "head", "detector"]
         keys += ["reward.pretrained", *(f"reward.{name}.{part}" for name in reward_members(cfg) for part in parts)]
     given = {key: str(OmegaConf.select(cfg, key)) for key in keys}
     return {key: name for key, name in given.items() if re.fullmatch(r"[\w.-]+/[\w.-]+", name)}

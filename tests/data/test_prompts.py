@@ -67,7 +67,7 @@ def test_error_about_a_missing_file_names_the_folder_and_the_nearest_source(
     message = str(caught.value)
     assert "shapes_trian does not exist" in message and str(tmp_path) in message
     assert "shapes-train, shapes-eval, compositional" in message and "Did you mean shapes-train?" in message
-    with pytest.raises(UserError, match=r"pickapic-test\.$"):
+    with pytest.raises(UserError, match=r"hpdv2-photo\.$"):
         read_prompts("prompts.csv")
 
 
