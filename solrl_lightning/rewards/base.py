@@ -26,6 +26,8 @@ class Reward(ABC):
     """
 
     name: str  # labels curves, tables and messages
+    example: tuple[str, Metadata] = ("a red circle above a blue square", {})
+    """A prompt that the reward can score, with its metadata; task=doctor scores an image with it."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)

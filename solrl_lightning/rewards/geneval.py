@@ -63,6 +63,7 @@ class GenEval(TransformersCLIP):
     """
 
     name = "geneval"
+    example = ("a photo of a red dog", {"include": [{"class": "dog", "count": 1, "color": "red"}], "tag": "colors"})
 
     def __init__(
         self,

@@ -33,6 +33,7 @@ class OCR(Reward):
     """
 
     name = "ocr"
+    example = ('a sign that says "open"', {})
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         try:
