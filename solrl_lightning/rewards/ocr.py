@@ -8,6 +8,9 @@ where that contains the quoted text; spaces and case do not count. So it is in F
 by ONNX Runtime on the CPU.
 """
 
+from importlib import import_module
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -37,15 +40,15 @@ class OCR(Reward):
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         try:
-            import onnxruntime  # noqa: F401  (RapidOCR imports it at the first image)
-            from rapidocr import RapidOCR
+            import_module("onnxruntime")  # RapidOCR imports it at the first image
+            rapidocr: Any = import_module("rapidocr")
         except ModuleNotFoundError as error:
             raise UserError(
                 f"reward=ocr is invalid: the package {error.name} is not installed. Install it with pip install "
                 "'solrl-lightning[ocr]'."
             ) from error
         self.device = torch.device(device)
-        self._read = RapidOCR(params=_OPTIONS)
+        self._read = rapidocr.RapidOCR(params=_OPTIONS)
 
     def check_prompts(self, prompts: list[str]) -> None:
         """Raise ``UserError`` for a prompt without text in double quotes."""
