@@ -5,7 +5,7 @@ what an object detector finds; OpenAI's CLIP ViT-L/14 names the colour of an obj
 al. 2023, arXiv 2306.09683), which takes any class, in place of a Mask2Former that needs mmcv.
 
     strict:     1 if every clause of the prompt's metadata holds, else 0: GenEval's score
-    otherwise:  the mean of the terms of all clauses, in [0, 1], as Flow-GRPO trains (arXiv 2505.05470, section 4.1)
+    otherwise:  the mean of the terms of all clauses, in [0, 1], as Flow-GRPO trains (Liu et al. 2025, arXiv 2505.05470)
 
 Shapes: B images, k objects. A box is (left, top, right, bottom) in pixels.
 """
