@@ -31,6 +31,7 @@ from solrl_lightning.module import Evaluation, SolRLModule
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve
+from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
 from solrl_lightning.samplers import SHADOW, Samplers
@@ -149,8 +150,10 @@ def explorers(stage: Mapping[str, Any], rungs: Sequence[Mapping[str, Any]], name
     return [Stage(name, *way, stop, decoder, rung["keep"]) for stop, rung in zip(stops, rungs, strict=True)]
 
 
-def build_rewards(cfg: DictConfig, device: torch.device) -> WeightedRewards:
-    """Every reward of ``cfg.reward``, loaded once per process."""
+def build_rewards(
+    cfg: DictConfig, device: torch.device, metadata: Mapping[str, Metadata] | None = None
+) -> WeightedRewards:
+    """Every reward of ``cfg.reward``, loaded once per process, with the ``metadata`` of the prompts that have any."""
     hide_loading_bars()
     members = reward_members(cfg)
     if cfg.reward.pretrained is not None:
@@ -158,7 +161,7 @@ def build_rewards(cfg: DictConfig, device: torch.device) -> WeightedRewards:
         only["pretrained"] = cfg.reward.pretrained
     weights = {name: member.pop("weight") for name, member in members.items()}
     loaded = {name: make(f"reward.{name}", m, takes="`device`", device=str(device)) for name, m in members.items()}
-    return WeightedRewards(loaded, weights)
+    return WeightedRewards(loaded, weights, metadata)
 
 
 def hide_loading_bars() -> None:
@@ -187,7 +190,8 @@ def prepare_device(device: torch.device) -> None:
 def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> SolRLModule:
     """With rewards and held-out prompts, which are checked against each other before the model is loaded."""
     prepare_device(device)
-    rewards, prompts = build_rewards(cfg, device), prompt_sets(cfg)
+    prompts = prompt_sets(cfg)
+    rewards = build_rewards(cfg, device, prompts.metadata)
     for note in prompts.notes:
         log.info("%s", note)
     rewards.check_prompts([*prompts.train, *prompts.eval])

@@ -45,6 +45,7 @@ def check_values(cfg: DictConfig) -> None:
 # Kinds
 
 _ONE_EACH = "task model data family objective scheduler precision trainer".split()  # a run has one option of each
+REWARD_FILES = ("pretrained", "processor", "tokenizer", "head", "detector")  # keys of a reward's hub ids and paths
 _DELETABLE = ("callbacks", "logger", "trainer", "reward", "optimizer", "objective", "model.quantization.exclude")
 _OPEN = ("callbacks", "logger", "trainer")  # where their classes take several kinds, null among them
 # In `_requested_texts` and `check_choices`
@@ -157,7 +158,8 @@ _RULES = {
     "a number of at least 1; 1 is without guidance": (_number(lambda value: value >= 1), "model.guidance_scale"),
     "a fraction above 0 and at most 1": (
         _number(lambda value: 0 < value <= 1),
-        "model.train_timestep_fraction objective.timestep_fraction task.min_gap family.threshold",
+        "model.train_timestep_fraction objective.timestep_fraction task.min_gap family.threshold "
+        "reward.geneval.threshold reward.geneval.counting_threshold",
     ),
 }
 _CHOICES = {
@@ -172,6 +174,7 @@ _CHOICES = {
     "family.compile": (True, False, "auto"),
     "compile_training": (True, False, "auto"),
     "model.gradient_checkpointing": (True, False, "selective"),
+    "reward.geneval.strict": (True, False),
 }
 
 
@@ -320,8 +323,7 @@ def check_rewards(cfg: DictConfig) -> None:
 def check_paths(cfg: DictConfig) -> None:
     """Rejects a path-like value (/, ., ~) that does not exist; anything else may be a hub id."""
     keys = ["model.pretrained", "model.preview_decoder", "reward.pretrained"]
-    parts = ("pretrained", "processor", "tokenizer")
-    for key in (*keys, *(f"reward.{name}.{part}" for name in reward_members(cfg) for part in parts)):
+    for key in (*keys, *(f"reward.{name}.{part}" for name in reward_members(cfg) for part in REWARD_FILES)):
         value = OmegaConf.select(cfg, key)
         if value is not None and str(value).startswith(("/", ".", "~")) and not Path(value).expanduser().exists():
             raise _invalid(key, value, "a hub id, a local folder or file; there is none at that path")

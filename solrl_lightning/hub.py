@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 
 from omegaconf import DictConfig, OmegaConf
 
-from solrl_lightning.checks import reward_members, uses_model
+from solrl_lightning.checks import REWARD_FILES, reward_members, uses_model
 from solrl_lightning.data.sources import dataset_of
 from solrl_lightning.errors import UserError, sentence
 
@@ -66,7 +66,7 @@ def _models(cfg: DictConfig) -> dict[str, str]:
     if cfg.model.get("weights", "pretrained") == "pretrained":
         keys += ["model.pretrained", "model.transformer_weights"]
     if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # only these tasks load rewards
-        parts = ("processor", "tokenizer") if cfg.reward.pretrained else ("pretrained", "processor", "tokenizer")
+        parts = REWARD_FILES[1:] if cfg.reward.pretrained else REWARD_FILES
         keys += ["reward.pretrained", *(f"reward.{name}.{part}" for name in reward_members(cfg) for part in parts)]
     given = {key: str(OmegaConf.select(cfg, key)) for key in keys}
     return {key: name for key, name in given.items() if re.fullmatch(r"[\w.-]+/[\w.-]+", name)}

@@ -98,6 +98,9 @@ PROMPT_FILES = {
     "surrogate.jsonl": b'{"prompt": "\\ud800"}\n',
     "text.parquet": b"a red circle\n",
     "zeros.parquet": bytes(1000),
+    "binary.csv": bytes(range(256)) * 20,
+    "twice.csv": b"prompt,prompt\na,b\n",
+    "quote.csv": b'prompt\n"a red circle\n',
 }
 
 

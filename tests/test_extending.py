@@ -29,14 +29,18 @@ def test_objective_reward_model_and_family_of_the_page_train(
     command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     examples = dict(re.findall(r"^`(\S+)`:\n\n```\w+\n(.*?)^```$", PAGE.read_text(), re.M | re.S))
-    assert len(examples) == 7
+    assert len(examples) == 9
     for name, text in examples.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
-    chosen = ("objective=rwr", "reward=redness", "model=mirrored", "family=small")
-    ended = command("--config-dir", "mine", *chosen, *SMALL, "hydra.run.dir=run")
+    for name, caption in {"train": "a dark street", "eval": "a dim room"}.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": caption, "level": 0.1}))
+    chosen = ("objective=rwr", "reward=[redness,dimness]", "model=mirrored", "family=small", "data.train=train.jsonl")
+    without = command("--config-dir", "mine", *chosen, *SMALL, "data.eval=shapes-eval", "hydra.run.dir=run")
+    assert without.status == 2 and "is invalid: its row must have" in without.err
+    ended = command("--config-dir", "mine", *chosen, *SMALL, "data.eval=eval.jsonl", "hydra.run.dir=run")
     assert ended.status == 0, ended.err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert (summary["status"], summary["reward"], summary["iterations"]) == ("completed", "redness", 1)
-    assert {"rwr", "redness", "mirrored"} <= sys.modules.keys()
+    assert (summary["status"], summary["reward"], summary["iterations"]) == ("completed", "weighted_sum", 1)
+    assert {"rwr", "redness", "dimness", "mirrored"} <= sys.modules.keys()

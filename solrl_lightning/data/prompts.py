@@ -5,10 +5,10 @@ A prompt's identity is its text without regard to case and spacing. A set holds 
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from solrl_lightning.data.sources import Record, read_records
 from solrl_lightning.errors import UserError
@@ -23,6 +23,7 @@ class PromptSets(NamedTuple):
     train: list[str]
     eval: list[str]
     notes: list[str]  # numbers of the prompts that were dropped, for the log
+    metadata: dict[str, Mapping[str, Any]]  # of the prompts that have any, which rewards read
 
 
 def read_prompts(source: str | Path, column: str = "prompt") -> list[str]:
@@ -39,7 +40,8 @@ def read_prompts(source: str | Path, column: str = "prompt") -> list[str]:
 
 def read_tags(source: str | Path, column: str = "prompt") -> dict[str, str]:
     """prompt -> tag, for those prompts of ``read_prompts`` that have a tag."""
-    return {record.text: record.tag for record in _unique_records(source, column)[0] if record.tag is not None}
+    records = _unique_records(source, column)[0]
+    return {record.text: tag for record in records if (tag := record.metadata.get("tag")) is not None}
 
 
 def read_prompt_sets(train: str | Path | None, held_out: str | Path | None, column: str = "prompt") -> PromptSets:
@@ -63,7 +65,8 @@ def read_prompt_sets(train: str | Path | None, held_out: str | Path | None, colu
         )
     taken = len(prompts) - len(left)
     overlap = [f"{train}: dropped {taken} of {len(prompts)} prompts that are held out in {held_out}"] if taken else []
-    return PromptSets(left, eval_prompts, [*notes, *more, *overlap])
+    metadata = {record.text: record.metadata for record in (*given, *evaluated) if record.metadata}
+    return PromptSets(left, eval_prompts, [*notes, *more, *overlap], metadata)
 
 
 def _unique_records(source: str | Path, column: str) -> tuple[Sequence[Record], Sequence[str]]:
@@ -76,11 +79,11 @@ def _read(source: str, column: str, cwd: Path) -> tuple[Sequence[Record], Sequen
     rows = read_records(source, column)
     # Preference tables such as Pick-a-Pic repeat a prompt many times: count equal texts before normalising them.
     times = Counter(row.text for row in rows)
-    tags = {row.text: row.tag for row in reversed(rows)}  # the first of equal rows wins
+    first = {row.text: row for row in reversed(rows)}  # the first of equal rows wins
     unique: dict[str, Record] = {}
     for text in times:
         if text.strip():
-            unique.setdefault(_identity(text), Record(text.strip(), tags[text]))
+            unique.setdefault(_identity(text), Record(text.strip(), first[text].metadata))
     if not unique:
         raise UserError(
             f"the prompt source {source} is invalid: it must have at least one line with text, and has none. Write one "

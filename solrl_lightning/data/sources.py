@@ -1,4 +1,4 @@
-"""Reads prompt sources: text, JSON lines and parquet files, data sets of the Hugging Face hub, named sources.
+"""Reads prompt sources: text, JSON lines and tables, data sets of the Hugging Face hub, named sources.
 
 A reader returns all rows of its source in order and unchanged; ``prompts`` filters them. Readers import libraries
 locally, because ``datasets`` takes a second to import and files do not need it.
@@ -7,7 +7,8 @@ locally, because ``datasets`` takes a second to import and files do not need it.
 import difflib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +16,14 @@ from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.policies.config_files import ASSETS
 
 HUB = "hf://"
-PICKAPIC = "yuvalkirstain/pickapic_v1_no_images"
+GITHUB = "https://raw.githubusercontent.com"
+# Repositories on GitHub, and data sets of the hub.
+DANCE_GRPO, DIFFUSION_NFT, GENEVAL = "XueZeyue/DanceGRPO", "NVlabs/DiffusionNFT", "djghosh13/geneval"
+HPDV2, PARTI, PICKAPIC = "zhwang/HPDv2", "nateraw/parti-prompts", "yuvalkirstain/pickapic_v1_no_images"
 PICKAPIC_SPACES = 5  # the published filter: prompts of at least six words
+HPDV2_STYLES = ("anime", "concept-art", "paintings", "photo")
 
-_TABLES = {  # suffix -> pandas call that reads a table in an unsupported format
-    ".csv": "pd.read_csv('{}')",
-    ".tsv": "pd.read_csv('{}', sep='\\t')",
-    ".json": "pd.read_json('{}')",
-}
+_TABLES = (".parquet", ".csv", ".tsv")
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -30,7 +31,7 @@ class Record(NamedTuple):
     """One row of a source."""
 
     text: str
-    tag: str | None = None  # the kind of prompt; None where the source has no kinds
+    metadata: Mapping[str, Any] = {}  # for rewards; a string under "tag" is the kind of prompt
 
 
 def _shapes(split: str) -> list[Record]:
@@ -43,6 +44,11 @@ def _pickapic(split: str) -> list[Record]:
     return [record for record in _read_hub(PICKAPIC, split, "caption") if record.text.count(" ") >= PICKAPIC_SPACES]
 
 
+def _hpdv2(*styles: str) -> list[Record]:
+    files = {style: _read_hub(HPDV2, "train", "text", f"benchmark/{style}.json") for style in styles}
+    return [Record(record.text, {"tag": style}) for style, records in files.items() for record in records]
+
+
 # name -> reader of a named source
 SOURCES: dict[str, Callable[[], list[Record]]] = {
     "shapes-train": lambda: _shapes("train"),
@@ -50,13 +56,27 @@ SOURCES: dict[str, Callable[[], list[Record]]] = {
     "compositional": lambda: _read_json_lines(ASSETS / "prompts" / "compositional.jsonl"),
     "pickapic-train": lambda: _pickapic("train"),
     "pickapic-test": lambda: _pickapic("test"),
+    "pickscore-train": lambda: _read_github(DIFFUSION_NFT, "dataset/pickscore/train.txt"),
+    "pickscore-test": lambda: _read_github(DIFFUSION_NFT, "dataset/pickscore/test.txt"),
+    "geneval-train": lambda: _read_github(DIFFUSION_NFT, "dataset/geneval/train_metadata.jsonl"),
+    "geneval-test": lambda: _read_github(GENEVAL, "prompts/evaluation_metadata.jsonl"),
+    "ocr-train": lambda: _read_github(DIFFUSION_NFT, "dataset/ocr/train.txt"),
+    "ocr-test": lambda: _read_github(DIFFUSION_NFT, "dataset/ocr/test.txt"),
+    "drawbench": lambda: _read_github(DIFFUSION_NFT, "dataset/drawbench/test.txt"),
+    "partiprompts": lambda: _read_hub(PARTI, "train", "Prompt", tag="Category"),
+    "hpdv2-train": lambda: _read_github(DANCE_GRPO, "assets/prompts.txt"),
+    "hpdv2": lambda: _hpdv2(*HPDV2_STYLES),
+    **{f"hpdv2-{style}": partial(_hpdv2, style) for style in HPDV2_STYLES},
+}
+_DATASETS = {"pickapic-train": PICKAPIC, "pickapic-test": PICKAPIC, "partiprompts": PARTI, "hpdv2": HPDV2} | {
+    f"hpdv2-{style}": HPDV2 for style in HPDV2_STYLES
 }
 
 
 def read_records(source: str | Path, column: str) -> list[Record]:
-    """All rows of a named source, of ``hf://owner/name/split``, or of a .txt, .jsonl or .parquet file.
+    """All rows of a named source, of ``hf://owner/name/split``, or of a text, .jsonl, .parquet, .csv or .tsv file.
 
-    ``column`` is the column with the prompts in data sets of the hub and in parquet files; other sources ignore it.
+    ``column`` is the column with the prompts in data sets of the hub and in tables; other sources ignore it.
 
     Raises:
         UserError: the source does not exist, cannot be read, or has another format.
@@ -69,11 +89,7 @@ def read_records(source: str | Path, column: str) -> list[Record]:
         owner, dataset, split = name.removeprefix(HUB).split("/")
         return _read_hub(f"{owner}/{dataset}", split, column)
     path = Path(source)
-    if path.suffix == ".parquet":
-        return _read_parquet(path, column)
-    if path.suffix == ".jsonl":
-        return _read_json_lines(path)
-    return [Record(line) for line in _read_lines(path)]
+    return _read_table(path, column) if path.suffix.lower() in _TABLES else _read_text(path, path.suffix)
 
 
 def check_source(source: str) -> None:
@@ -91,17 +107,17 @@ def check_source(source: str) -> None:
     path = Path(source)
     if not path.is_file():
         problem = "is not a file" if path.exists() else "does not exist"
-        near = difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.7)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UserError(
             f"the prompt source {source} is invalid: it must be a file, {HUB}<owner>/<name>/<split> or a named source; "
             f"the path {path} {problem} (looked in {Path.cwd()}), and the named sources are {', '.join(SOURCES)}.{hint}"
         )
-    if path.suffix.lower() in _TABLES:
-        convert = _TABLES[path.suffix.lower()].format(path) + f".to_parquet('{path.with_suffix('.parquet')}')"
+    if path.suffix.lower() == ".json":
+        convert = f"pd.read_json('{path}').to_parquet('{path.with_suffix('.parquet')}')"
         raise UserError(
-            f"the prompt file {path} is invalid: a table must be a .parquet file, and other prompts a .jsonl file or "
-            "text with one prompt a line. Convert it, and set data.column=<name>: "
+            f"the prompt file {path} is invalid: it must be a table ({', '.join(_TABLES)}), a .jsonl file, or text "
+            "with one prompt a line. Convert it, and set data.column=<name>: "
             f'python -c "import pandas as pd; {convert}"'
         )
 
@@ -110,10 +126,14 @@ def dataset_of(source: str) -> str | None:
     """owner/name of the data set of the hub that a source reads; None for other sources."""
     if source.startswith(HUB):
         return source.removeprefix(HUB).rpartition("/")[0]
-    return PICKAPIC if source.startswith("pickapic-") else None
+    return _DATASETS.get(source)
 
 
 # Files
+
+
+def _read_text(path: Path, suffix: str) -> list[Record]:
+    return _read_json_lines(path) if suffix == ".jsonl" else [Record(line) for line in _read_lines(path)]
 
 
 def _read_lines(path: Path) -> list[str]:
@@ -135,7 +155,7 @@ def _read_lines(path: Path) -> list[str]:
 
 
 def _read_json_lines(path: Path) -> list[Record]:
-    """Records of a file with one JSON object a line, in GenEval's layout: "prompt", optionally "tag"."""
+    """Records of a file with one JSON object a line, in GenEval's layout: "prompt", and metadata under other keys."""
     records = []
     for number, line in enumerate(_read_lines(path), 1):
         if line.strip():
@@ -164,19 +184,23 @@ def _json_record(line: str) -> Record | str:
         return f'every line of a .jsonl file must have a string under "prompt"; this one has {found} (its keys: {keys})'
     if tag is not None and not isinstance(tag, str):
         return f'the "tag" of a prompt must be a string; got {tag!r}'
-    return Record(prompt, tag)
+    return Record(prompt, {key: value for key, value in row.items() if key != "prompt"})
 
 
-def _read_parquet(path: Path, column: str) -> list[Record]:
+def _read_table(path: Path, column: str) -> list[Record]:
     import pyarrow
-    from pyarrow import parquet
+    from pyarrow import csv, dataset
 
+    text = csv.ConvertOptions(column_types={column: pyarrow.string()})  # a prompt may look like a number
+    suffix = path.suffix.lower()
+    parse = csv.ParseOptions(delimiter="\t" if suffix == ".tsv" else ",", newlines_in_values=True)
+    separated = dataset.CsvFileFormat(parse, convert_options=text)
     try:
-        with parquet.ParquetFile(path) as file:
-            _check_column(file.schema_arrow.names, column, str(path))
-            texts = file.read(columns=[column]).column(0).to_pylist()
+        table = dataset.dataset(path, format="parquet" if suffix == ".parquet" else separated)
+        _check_column(table.schema.names, column, str(path))
+        texts = table.to_table(columns=[column]).column(0).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as a parquet file: {sentence(error)} Write the file again.") from error
+        raise UserError(f"{path} cannot be read as a {suffix} file: {sentence(error)} Write the file again.") from error
     return _table_records(texts, column, str(path))
 
 
@@ -202,12 +226,13 @@ def _table_records(values: list[Any], column: str, name: str) -> list[Record]:
 # The hub
 
 
-def _read_hub(dataset: str, split: str, column: str) -> list[Record]:
+def _read_hub(dataset: str, split: str, column: str, file: str | None = None, tag: str | None = None) -> list[Record]:
+    """Records of a split of a data set, or of one of its files; ``tag`` is the column of the kind of prompt."""
     import datasets
 
     name = f"{HUB}{dataset}/{split}"
     try:
-        table = datasets.load_dataset(dataset, split=split)
+        table = datasets.load_dataset(dataset, data_files=file, split=split)
     except datasets.exceptions.DatasetNotFoundError as error:
         step = "Check owner and name. If it is private, log in with `hf auth login`."
         if "gated" in str(error):
@@ -226,4 +251,26 @@ def _read_hub(dataset: str, split: str, column: str) -> list[Record]:
             f"the data set {name} cannot be read: {sentence(error)} Name it as {HUB}<owner>/<name>/<split>."
         ) from error
     _check_column(table.column_names, column, name)
-    return _table_records(table.data.column(column).to_pylist(), column, name)
+    records = _table_records(table.data.column(column).to_pylist(), column, name)
+    if tag is None:
+        return records
+    return [Record(record.text, {"tag": kind}) for record, kind in zip(records, table[tag], strict=True)]
+
+
+def _read_github(repository: str, file: str) -> list[Record]:
+    """Records of a file in the folder ``repository`` of the working directory or, downloaded once, on GitHub."""
+    import datasets
+
+    path, url = Path(repository, file), f"{GITHUB}/{repository}/main/{file}"
+    if not path.is_file():
+        # Without etag a file in the cache needs no network.
+        manager = datasets.DownloadManager(download_config=datasets.DownloadConfig(use_etag=False))
+        try:
+            path = Path(manager.download(url))
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"{url} cannot be downloaded: {sentence(error)} Check the network and HF_HUB_OFFLINE. Or run `git "
+                f"clone https://github.com/{repository} {repository}` where there is a network, and copy the folder "
+                f"{repository} into the working directory."
+            ) from error
+    return _read_text(path, Path(file).suffix)

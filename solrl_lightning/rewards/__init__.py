@@ -7,12 +7,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from solrl_lightning.rewards.aesthetic import Aesthetic
     from solrl_lightning.rewards.clipscore import CLIPScore
+    from solrl_lightning.rewards.geneval import GenEval
     from solrl_lightning.rewards.hpsv2 import HPSv2
     from solrl_lightning.rewards.imagereward import ImageReward
+    from solrl_lightning.rewards.ocr import OCR
     from solrl_lightning.rewards.pickscore import PickScore
 
-__all__ = ["CLIPScore", "HPSv2", "ImageReward", "PickScore"]
+__all__ = ["OCR", "Aesthetic", "CLIPScore", "GenEval", "HPSv2", "ImageReward", "PickScore"]
 
 
 def __getattr__(name: str) -> object:

@@ -3,34 +3,52 @@
 Shapes: B images, U unique prompts.
 """
 
+import inspect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from solrl_lightning.errors import NonFiniteError, UserError
 
+T = TypeVar("T")
+Metadata = Mapping[str, Any]
+"""Keys beside "prompt" of a prompt's row in its source."""
+
 
 class Reward(ABC):
-    """A frozen scorer of images on ``device``, called as ``reward(images, prompts)``. Subclasses define ``score``."""
+    """A frozen scorer of images on ``device``, called as ``reward(images, prompts)``.
+
+    Subclasses define ``score(images, prompts)``, or ``score(images, prompts, metadata)`` to read the prompts' metadata.
+    """
 
     name: str  # labels curves, tables and messages
+    example: tuple[str, Metadata] = ("a red circle above a blue square", {})
+    """A prompt that the reward can score, with its metadata; task=doctor scores an image with it."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
 
     @torch.no_grad()
-    def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """Scores, float32 [B], of images [B, 3, H, W] in [0, 1] with one prompt each.
+    def __call__(self, images: Tensor, prompts: list[str], metadata: list[Metadata] | None = None) -> Tensor:
+        """Scores, float32 [B], of images [B, 3, H, W] in [0, 1] with one prompt each and, perhaps, its metadata.
 
         Raises:
-            ValueError: the images have another shape, dtype or range, or the number of prompts is not B.
+            ValueError: the images have another shape, dtype or range, or the number of prompts or metadata is not B.
             UserError: ``score`` did not return a tensor [B].
             NonFiniteError: an image has NaN, or a score is NaN or infinite.
         """
         check_images(self.name, images, prompts)
-        scores = self.score(images, prompts)
+        metadata = [{} for _ in prompts] if metadata is None else metadata
+        if len(metadata) != len(prompts):
+            raise ValueError(
+                f"the metadata of the reward {self.name} are invalid: there must be one per prompt; got "
+                f"{len(metadata)} for {len(prompts)} prompts. Leave them out, or give {{}} where there is none."
+            )
+        scores = call_with_metadata(self.score, images, prompts, metadata=metadata)
         if not isinstance(scores, Tensor) or scores.shape != (len(prompts),):
             found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise UserError(
@@ -42,11 +60,19 @@ class Reward(ABC):
         return scores
 
     @abstractmethod
-    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """Scores [B] of images [B, 3, H, W] in [0, 1], which are already validated."""
+    def score(self, images: Tensor, prompts: list[str], *args: Any, **kwargs: Any) -> Tensor:
+        """Scores [B] of images [B, 3, H, W] in [0, 1], which are already validated.
 
-    def check_prompts(self, prompts: list[str]) -> None:  # noqa: B027  (most rewards can score any text)
-        """Raise ``UserError`` for a prompt that the reward cannot score."""
+        A third parameter ``metadata`` gets a list of B dicts, which are empty for prompts without metadata.
+        """
+
+    def check_prompts(self, prompts: list[str], *args: Any, **kwargs: Any) -> None:  # noqa: B027  (most take any text)
+        """Raise ``UserError`` for a prompt that the reward cannot score; ``metadata`` is that of ``score``."""
+
+
+def call_with_metadata(method: Callable[..., T], *args: Any, metadata: list[Metadata]) -> T:
+    """The result of ``method(*args)``, or of ``method(*args, metadata)`` if it has a parameter of that name."""
+    return method(*args, metadata) if "metadata" in inspect.signature(method).parameters else method(*args)
 
 
 def check_images(name: str, images: Tensor, prompts: list[str]) -> None:

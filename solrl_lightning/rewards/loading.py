@@ -15,6 +15,8 @@ from solrl_lightning.hub import fetch, is_path
 from solrl_lightning.rewards.preprocessing import CropToSquare
 
 _BICUBIC = 3  # PIL's number
+# transformers raises OSError and ValueError for missing files, and passes on the others for damaged ones.
+_READING = (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError)
 
 
 def floating_dtype(reward: str, dtype: str | torch.dtype) -> torch.dtype:
@@ -35,22 +37,12 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
         UserError: one of them is missing or damaged, has another architecture, or does not fit the other.
     """
     # Local import, as of open_clip below: the models of one library do not need the other.
-    from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPTokenizer
+    from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
-    source = _source(reward, "pretrained", pretrained, "config.json")
-    try:
-        kind = CLIPConfig.get_config_dict(source)[0].get("model_type", "model of no type")
-    except (OSError, ValueError) as error:
-        raise _unreadable(reward, "pretrained", pretrained, error) from error
-    if kind != "clip":
-        raise UserError(
-            f"reward.{reward}.pretrained={pretrained} is invalid: it must be a CLIP model of type clip, and is a "
-            f"{kind}. Remove the override of reward.{reward}.pretrained, or give a CLIP model."
-        )
+    source = _model_of_type(reward, "pretrained", pretrained, "CLIP model", "clip")
     try:
         model, info = CLIPModel.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-    # transformers raises OSError and ValueError for missing files, and passes on RuntimeError and SafetensorError.
-    except (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError) as error:
+    except _READING as error:
         raise UserError(
             f"reward.{reward}.pretrained={pretrained} is invalid: it is a CLIP model, but its weights cannot be read: "
             f"{sentence(error)} A file is missing, is damaged, or does not fit config.json. Download the model again."
@@ -82,6 +74,25 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
             f"reward.{reward}.processor to the processor of the model's training."
         )
     return model, tokenizer, preprocess
+
+
+def load_detector(reward: str, detector: str) -> tuple[Any, Any]:
+    """The Owlv2ForObjectDetection of a hub id or folder in float32, and its processor.
+
+    Raises:
+        UserError: it is missing or damaged, or is no OWLv2.
+    """
+    from transformers import Owlv2ForObjectDetection, Owlv2Processor
+
+    source = _model_of_type(reward, "detector", detector, "detector", "owlv2")
+    try:
+        model, info = Owlv2ForObjectDetection.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
+        processor = Owlv2Processor.from_pretrained(source)
+    except _READING as error:
+        raise _unreadable(reward, "detector", detector, error) from error
+    unexpected = [key for key in info["unexpected_keys"] if not key.endswith(".embeddings.position_ids")]
+    check_state_dict_keys(reward, detector, info["missing_keys"], unexpected, "detector")
+    return model, processor
 
 
 def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, device: torch.device) -> nn.Module:
@@ -129,35 +140,60 @@ def load_tensors(reward: str, file: Path) -> Any:
 
 
 def check_state_dict(
-    reward: str, pretrained: str, model: nn.Module, weights: Mapping[str, Tensor], unfit: str, fix: str
+    reward: str,
+    pretrained: str,
+    model: nn.Module,
+    weights: Mapping[str, Tensor],
+    unfit: str,
+    fix: str,
+    argument: str = "pretrained",
 ) -> None:
     """Raise ``UserError`` unless ``weights`` have the names and shapes of the model's."""
     own = model.state_dict()
-    check_state_dict_keys(reward, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys())
+    check_state_dict_keys(reward, pretrained, own.keys() - weights.keys(), weights.keys() - own.keys(), argument)
     misfits = [name for name in own if own[name].shape != weights[name].shape]
     if misfits:
         name = misfits[0]
         raise UserError(
-            f"reward.{reward}.pretrained={pretrained} is invalid: {unfit}: {len(misfits)} tensors have another shape, "
+            f"reward.{reward}.{argument}={pretrained} is invalid: {unfit}: {len(misfits)} tensors have another shape, "
             f"such as {name} with {list(weights[name].shape)} for {list(own[name].shape)}. {fix}"
         )
 
 
-def check_state_dict_keys(reward: str, pretrained: str, missing: Any, unexpected: Any) -> None:
+def check_state_dict_keys(
+    reward: str, pretrained: str, missing: Any, unexpected: Any, argument: str = "pretrained"
+) -> None:
     """Raise ``UserError`` if there are missing or unexpected keys."""
     for what, keys in (("lacks", missing), ("has unexpectedly", unexpected)):
         if keys:
             raise UserError(
-                f"reward.{reward}.pretrained={pretrained} is invalid: it {what} {len(keys)} tensors, such as "
-                f"{min(keys)}, so these are not the weights of this model. Set reward.{reward}.pretrained to the "
+                f"reward.{reward}.{argument}={pretrained} is invalid: it {what} {len(keys)} tensors, such as "
+                f"{min(keys)}, so these are not the weights of this model. Set reward.{reward}.{argument} to the "
                 "published weights."
             )
 
 
-def _source(reward: str, argument: str, name: str, file: str) -> str:
+def _model_of_type(reward: str, argument: str, name: str, kind: str, model_type: str) -> str:
+    """The argument of from_pretrained for a hub id or folder. Raises ``UserError`` for a model of another type."""
+    from transformers import PretrainedConfig
+
+    source = _source(reward, argument, name, "config.json", kind)
+    try:
+        found = PretrainedConfig.get_config_dict(source)[0].get("model_type", "model of no type")
+    except (OSError, ValueError) as error:
+        raise _unreadable(reward, argument, name, error) from error
+    if found != model_type:
+        raise UserError(
+            f"reward.{reward}.{argument}={name} is invalid: it must be a {kind} of type {model_type}, and is a "
+            f"{found}. Remove the override of reward.{reward}.{argument}, or give a {kind} of that type."
+        )
+    return source
+
+
+def _source(reward: str, argument: str, name: str, file: str, kind: str = "CLIP model") -> str:
     """The argument of from_pretrained for a hub id or folder. Raises ``UserError`` if ``file`` is not in it."""
     hint = "Or give a local folder that save_pretrained wrote."
-    fetch(name, file, key=f"reward.{reward}.{argument}", kind="CLIP model", hint=hint)
+    fetch(name, file, key=f"reward.{reward}.{argument}", kind=kind, hint=hint)
     return str(Path(name).expanduser()) if is_path(name) else name
 
 

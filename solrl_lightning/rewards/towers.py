@@ -33,10 +33,14 @@ class TwoTowers(Reward):
     def embed_texts(self, prompts: list[str]) -> Tensor:
         """Embeddings [U, D] of prompts."""
 
+    def embeddings(self, images: Tensor) -> Tensor:
+        """Embeddings, float32 [B, D], of images [B, 3, H, W] in [0, 1] on any device."""
+        return torch.cat([self.embed_images(part.to(self.device)).float() for part in images.split(_CHUNK)])
+
     def cosine(self, images: Tensor, prompts: list[str]) -> Tensor:
         """Cosines, float32 [B], of each image with its prompt. Embeds equal prompts once."""
         texts, place = unique_prompts(prompts)
-        seen = torch.cat([self.embed_images(part.to(self.device)).float() for part in images.split(_CHUNK)])
+        seen = self.embeddings(images)
         parts = [texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK)]
         meant = torch.cat([self.embed_texts(part).float() for part in parts])[place.to(self.device)]
         return (F.normalize(seen, dim=-1) * F.normalize(meant, dim=-1)).sum(-1)

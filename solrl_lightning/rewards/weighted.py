@@ -11,17 +11,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from solrl_lightning.rewards.base import Reward
+from solrl_lightning.rewards.base import Metadata, Reward, call_with_metadata
 
 
 class WeightedRewards:
-    """R rewards by name, with their weights.
+    """R rewards by name, with their weights and the metadata of the prompts that have any.
 
     ``name`` labels the sum in curves and tables: "weighted_sum", or the name of the only reward.
     """
 
-    def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
-        self.rewards = dict(rewards)
+    def __init__(
+        self,
+        rewards: Mapping[str, Reward],
+        weights: Mapping[str, float],
+        metadata: Mapping[str, Metadata] | None = None,
+    ) -> None:
+        self.rewards, self.metadata = dict(rewards), metadata or {}
         self.weights = {name: float(weights[name]) for name in rewards}
         self.name = next(iter(self.rewards)) if len(self.rewards) == 1 else "weighted_sum"
 
@@ -29,18 +34,22 @@ class WeightedRewards:
     def for_training(self) -> "WeightedRewards":
         """The rewards that rollouts score: those whose weight is not 0."""
         names = [name for name, weight in self.weights.items() if weight != 0]
-        chosen = WeightedRewards({name: self.rewards[name] for name in names}, self.weights)
+        chosen = WeightedRewards({name: self.rewards[name] for name in names}, self.weights, self.metadata)
         chosen.name = self.name
         return chosen
 
     def check_prompts(self, prompts: list[str]) -> None:
         """Raise ``UserError`` for a prompt that one of the rewards cannot score."""
         for reward in self.rewards.values():
-            reward.check_prompts(prompts)
+            call_with_metadata(reward.check_prompts, prompts, metadata=self._metadata_of(prompts))
 
     def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
         """Raw scores, float32 [B, R], in the order of ``rewards``; raises as ``Reward.__call__`` does."""
-        return torch.stack([reward(images, prompts) for reward in self.rewards.values()], dim=-1)
+        metadata = self._metadata_of(prompts)
+        return torch.stack([reward(images, prompts, metadata) for reward in self.rewards.values()], dim=-1)
+
+    def _metadata_of(self, prompts: list[str]) -> list[Metadata]:
+        return [self.metadata.get(prompt, {}) for prompt in prompts]
 
     def total(self, scores: Tensor) -> Tensor:
         """Weighted sum [...] of scores [..., R]."""

@@ -3,6 +3,7 @@
 Layers and blocks have the sizes of the chosen model and made-up weights, so only the rows about files need files.
 """
 
+import json
 import logging
 import math
 import os
@@ -12,15 +13,18 @@ from itertools import chain
 from pathlib import Path
 
 import torch
+from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from solrl_lightning import IMPORTED
 from solrl_lightning.build import build_objective, build_rewards, device_of, stages_of, uses_shadow, with_option
 from solrl_lightning.callbacks.common import file_logger
-from solrl_lightning.checks import reward_members
+from solrl_lightning.checks import REWARD_FILES, reward_members
 from solrl_lightning.errors import CheckFailed, UserError
+from solrl_lightning.files import write_atomically
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import resolve
+from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
 from solrl_lightning.tasks.doctor_machine import environment, local_path, locate
@@ -173,7 +177,7 @@ def rewards_of(cfg: DictConfig) -> dict[str, str]:
     for name, member in reward_members(cfg).items():
         if "pretrained" in member and cfg.reward.pretrained is not None:
             member["pretrained"] = cfg.reward.pretrained
-        found |= {f"reward.{name}.{k}": member[k] for k in ("pretrained", "processor", "tokenizer") if k in member}
+        found |= {f"reward.{name}.{k}": member[k] for k in REWARD_FILES if k in member}
     return found
 
 
@@ -191,14 +195,27 @@ def scores(cfg: DictConfig, device: torch.device) -> Iterator[Row]:
     start = time.perf_counter()
     rewards = build_rewards(with_local_rewards(cfg), device)
     image = torch.rand(1, 3, cfg.model.resolution, cfg.model.resolution, device=device)
-    found = rewards(image, ["a red circle above a blue square"])[0].tolist()
-    named = ", ".join(f"{name} {score:.3g}" for name, score in zip(rewards.rewards, found, strict=True))
+    examples = {name: reward.example for name, reward in rewards.rewards.items()}
+    found = {name: rewards.rewards[name](image, [text], [metadata]) for name, (text, metadata) in examples.items()}
+    named = ", ".join(f"{name} {score.item():.3g}" for name, score in found.items())
     yield Row("reward", OK, f"loaded, and one image of noise scored in {time.perf_counter() - start:.1f} s: {named}")
+
+
+def prompts_for(cfg: DictConfig) -> str:
+    """A source of training prompts that the rewards can score: captions, or the example of one that needs others."""
+    targets = [get_object(member["_target_"]) for member in reward_members(cfg).values()]
+    for text, metadata in (getattr(target, "example", Reward.example) for target in targets):
+        if text != Reward.example[0]:
+            file = Path(cfg.run_dir) / "doctor.jsonl"
+            write_atomically(file, json.dumps({"prompt": text, **metadata}).encode())
+            return str(file)
+    return "shapes-train"
 
 
 def small(cfg: DictConfig, count: int) -> DictConfig:
     """A copy with one prompt, a pool that fills one rollout batch, and kept samples that fill one micro-batch."""
     changed = with_option(with_local_rewards(cfg), "data", "shapes")
+    changed.data.train = prompts_for(cfg)
     levels = build_objective(cfg).rows_per_sample(cfg.family.regenerate.steps)
     with open_dict(changed):
         changed.prompts_per_iteration = 1

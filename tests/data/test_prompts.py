@@ -67,7 +67,7 @@ def test_error_about_a_missing_file_names_the_folder_and_the_nearest_source(
     message = str(caught.value)
     assert "shapes_trian does not exist" in message and str(tmp_path) in message
     assert "shapes-train, shapes-eval, compositional" in message and "Did you mean shapes-train?" in message
-    with pytest.raises(UserError, match=r"pickapic-test\.$"):
+    with pytest.raises(UserError, match=r"hpdv2-photo\.$"):
         read_prompts("prompts.csv")
 
 
@@ -92,6 +92,19 @@ def test_tags_belong_to_the_prompts_that_are_kept(tmp_path: Path) -> None:
     assert read_tags("shapes-eval") == {}
 
 
+def test_sets_have_the_metadata_of_the_prompts_that_are_kept(tmp_path: Path) -> None:
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
+    train.write_text('{"prompt": " An owl", "n": 1}\n{"prompt": "an  owl", "n": 2}\n{"prompt": "Fog", "n": 3}\n')
+    held_out.write_text('{"prompt": "fog", "n": 4}\n{"prompt": "snow"}\n')
+    sets = read_prompt_sets(train, held_out)
+    assert [*sets.train, *sets.eval] == ["An owl", "fog", "snow"]
+    assert {text: sets.metadata.get(text) for text in ("An owl", "fog", "snow")} == {
+        "An owl": {"n": 1},
+        "fog": {"n": 4},
+        "snow": None,
+    }
+
+
 def test_held_out_prompts_are_removed_from_the_training_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train, held_out = tmp_path / "train.txt", tmp_path / "eval.txt"
     train.write_text("a red circle\na star\nA  STAR\nfog\nrain\n", encoding="utf-8")
@@ -113,8 +126,8 @@ def test_disjoint_sets_are_unchanged_and_have_no_notes() -> None:
 
 
 def test_set_without_a_source_is_empty() -> None:
-    assert read_prompt_sets(None, "shapes-eval") == ([], read_prompts("shapes-eval"), [])
-    assert read_prompt_sets(None, None) == ([], [], [])
+    assert read_prompt_sets(None, "shapes-eval") == ([], read_prompts("shapes-eval"), [], {})
+    assert read_prompt_sets(None, None) == ([], [], [], {})
 
 
 def test_process_reads_a_source_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

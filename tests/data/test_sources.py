@@ -1,6 +1,11 @@
 """Reads every kind of source with the real libraries. Local folders hold the data sets of the hub."""
 
+import json
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import datasets
@@ -8,8 +13,19 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from solrl_lightning.data.prompts import read_prompts
-from solrl_lightning.data.sources import PICKAPIC, Record, read_records
+from solrl_lightning.data.prompts import read_prompts, read_tags
+from solrl_lightning.data.sources import (
+    DIFFUSION_NFT,
+    GENEVAL,
+    HPDV2,
+    HPDV2_STYLES,
+    PARTI,
+    PICKAPIC,
+    SOURCES,
+    Record,
+    dataset_of,
+    read_records,
+)
 from solrl_lightning.errors import UserError
 
 
@@ -28,14 +44,16 @@ def write_table(path: Path, **columns: list[Any]) -> Path:
 # JSON lines
 
 
-def test_json_lines_in_the_layout_of_geneval_give_prompts_and_tags(tmp_path: Path) -> None:
+def test_json_lines_in_the_layout_of_geneval_give_prompts_and_metadata(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path,
         '{"tag": "counting", "include": [{"class": "owl", "count": 3}], "prompt": "three owls – drei Käuze"}',
         "",
         '{"prompt": "fog", "seed": 3}',
     )
-    assert read_records(path, "prompt") == [Record("three owls – drei Käuze", "counting"), Record("fog")]
+    include = [{"class": "owl", "count": 3}]
+    owls = Record("three owls – drei Käuze", {"tag": "counting", "include": include})
+    assert read_records(path, "prompt") == [owls, Record("fog", {"seed": 3})]
     assert read_records(path, "caption") == read_records(path, "prompt")  # data.column is for tables
 
 
@@ -66,16 +84,26 @@ def test_parquet_file_gives_the_column_and_rows_without_text_are_dropped(tmp_pat
 @pytest.mark.parametrize(
     ("name", "content"),
     [
-        ("prompts.csv", 'prompt,tag\n"one, two",a\nthree,b\n'),
-        ("prompts.TSV", "prompt\ttag\none, two\ta\nthree\tb\n"),
-        ("prompts.json", '[{"prompt": "one, two"}, {"prompt": "three"}]'),
+        ("prompts.csv", 'tag,prompt\n1,"one, two"\nb,\nc,"a ""quoted""\nword"\nd,NA\n'),
+        ("prompts.TSV", 'tag\tprompt\n1\tone, two\nb\t\nc\t"a ""quoted""\nword"\nd\tNA\n'),
     ],
 )
-def test_error_about_another_table_format_has_the_command_that_converts_it(
-    tmp_path: Path, name: str, content: str
-) -> None:
-    file = tmp_path / name
-    file.write_text(content, encoding="utf-8")
+def test_csv_and_tsv_files_give_the_column(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert read_prompts(tmp_path / name) == ["one, two", 'a "quoted"\nword', "NA"]
+    assert read_prompts(tmp_path / name, "tag") == ["1", "b", "c", "d"]
+    with pytest.raises(UserError, match="data.column=caption is invalid: .* are tag, prompt"):
+        read_prompts(tmp_path / name, "caption")
+
+
+def test_prompts_of_a_csv_file_may_look_like_numbers(tmp_path: Path) -> None:
+    (tmp_path / "years.csv").write_text("prompt\n1984\n2001\n")
+    assert read_prompts(tmp_path / "years.csv") == ["1984", "2001"]
+
+
+def test_error_about_a_json_file_has_the_command_that_converts_it(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.json"
+    file.write_text('[{"prompt": "one, two"}, {"prompt": "three"}]', encoding="utf-8")
     with pytest.raises(UserError, match=f"the prompt file {file} is invalid") as refusal:
         read_records(file, "prompt")
     exec(str(refusal.value).split('python -c "')[1].removesuffix('"'))
@@ -94,8 +122,15 @@ def test_error_about_a_column_names_the_columns_of_the_table(tmp_path: Path) -> 
 def test_damaged_parquet_file_is_an_error(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.parquet", prompt=["a cat"])
     path.write_bytes(path.read_bytes()[:-4])
-    with pytest.raises(UserError, match="a.parquet cannot be read as a parquet file: "):
+    with pytest.raises(UserError, match="a.parquet cannot be read as a .parquet file: "):
         read_prompts(path)
+
+
+@pytest.mark.parametrize("data", [b"prompt\na cat,2\n", "prompt\nein grüner Stern\n".encode("latin-1"), b""])
+def test_malformed_csv_file_is_an_error(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "a.csv").write_bytes(data)
+    with pytest.raises(UserError, match="a.csv cannot be read as a .csv file: "):
+        read_prompts(tmp_path / "a.csv")
 
 
 # The hub
@@ -137,6 +172,86 @@ def test_pick_a_pic_keeps_prompts_of_at_least_six_words(hub: Path) -> None:
     )
     assert read_prompts("pickapic-train") == ["a cat on a red mat"]
     assert read_prompts("pickapic-test") == ["six owls in a bare tree"]
+
+
+def test_parti_prompts_have_their_category_as_tag(hub: Path) -> None:
+    write_table(hub / PARTI / "train.parquet", Prompt=["a cat", "two dogs"], Category=["Animals", "Quantity"])
+    assert read_records("partiprompts", "prompt") == [
+        Record("a cat", {"tag": "Animals"}),
+        Record("two dogs", {"tag": "Quantity"}),
+    ]
+
+
+def test_hpdv2_prompts_are_lists_of_strings_in_a_file_per_style(hub: Path) -> None:
+    folder = hub / HPDV2 / "benchmark"
+    folder.mkdir(parents=True)
+    for style in HPDV2_STYLES:
+        (folder / f"{style}.json").write_text(json.dumps([f"{style} {number}" for number in range(3)]))
+    assert read_prompts("hpdv2-concept-art") == ["concept-art 0", "concept-art 1", "concept-art 2"]
+    assert len(read_prompts("hpdv2")) == 12
+    assert read_tags("hpdv2")["photo 2"] == "photo"
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_data_set_of_a_named_source_is_what_its_reader_asks_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = set()
+    monkeypatch.setattr("solrl_lightning.data.sources._read_hub", lambda dataset, *_, **__: asked.add(dataset) or [])
+    monkeypatch.setattr("solrl_lightning.data.sources._read_github", lambda *_: [])
+    SOURCES[name]()
+    assert asked == {dataset_of(name)} - {None}
+
+
+# GitHub
+
+
+def test_sets_of_github_are_read_from_the_folder_of_a_clone(hub: Path) -> None:
+    folder = hub / DIFFUSION_NFT / "dataset"
+    for name, line in (("ocr", 'a sign "open"\n'), ("pickscore", "fog\n")):
+        (folder / name).mkdir(parents=True)
+        for split in ("train", "test"):
+            (folder / name / f"{split}.txt").write_text(split + " " + line)
+            assert read_prompts(f"{name}-{split}") == [split + " " + line.strip()]
+    row = {"tag": "counting", "include": [{"class": "owl", "count": 3}], "exclude": [{"class": "owl", "count": 4}]}
+    for source, file in (
+        ("geneval-train", hub / DIFFUSION_NFT / "dataset/geneval/train_metadata.jsonl"),
+        ("geneval-test", hub / GENEVAL / "prompts/evaluation_metadata.jsonl"),
+    ):
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"prompt": "three owls"} | row) + "\n")
+        assert read_records(source, "prompt") == [Record("three owls", row)]
+
+
+@pytest.fixture
+def github(tmp_path_factory: pytest.TempPathFactory, hub: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The folder that a web server serves in place of GitHub."""
+    folder = tmp_path_factory.mktemp("github")
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder))) as server:
+        Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
+        monkeypatch.setattr("solrl_lightning.data.sources.GITHUB", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr(datasets.config, "DOWNLOADED_DATASETS_PATH", hub / "downloads")
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
+        yield folder
+        server.shutdown()
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+def test_file_of_github_is_downloaded_once(github: Path) -> None:
+    file = github / DIFFUSION_NFT / "main/dataset/drawbench/test.txt"
+    file.parent.mkdir(parents=True)
+    file.write_text("a brown bird\na blue bear\n" * 5)
+    assert read_prompts("drawbench") == ["a brown bird", "a blue bear"]
+    file.unlink()
+    assert len(read_records("drawbench", "prompt")) == 11  # from the cache; the last line is empty
+
+
+def test_error_about_a_file_of_github_has_the_command_that_clones_it(github: Path) -> None:
+    with pytest.raises(UserError, match=r"/prompts/evaluation_metadata.jsonl cannot be downloaded: ") as caught:
+        read_prompts("geneval-test")
+    assert "`git clone https://github.com/djghosh13/geneval djghosh13/geneval`" in str(caught.value)
 
 
 def test_error_without_a_network_has_the_download_command(hub: Path) -> None:

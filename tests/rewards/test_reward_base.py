@@ -13,7 +13,8 @@ from torch import Tensor
 import solrl_lightning.rewards
 from solrl_lightning.config import ConfigTree
 from solrl_lightning.errors import NonFiniteError, UserError
-from solrl_lightning.rewards.base import Reward, unique_prompts
+from solrl_lightning.rewards.base import Metadata, Reward, unique_prompts
+from solrl_lightning.rewards.weighted import WeightedRewards
 
 
 class Brightness(Reward):
@@ -166,6 +167,40 @@ def test_error_about_the_shape_of_scores_names_the_expected_shape(value: Any, fo
     message = f"reward mine is invalid: it must return one score per image, a tensor [2]; its score() returned {found}"
     with pytest.raises(UserError, match=re.escape(message)):
         Returns(value)(torch.zeros(2, 3, 4, 4), ["a", "b"])
+
+
+class Counting(Reward):
+    """Scores by the metadata's "count", which every prompt must have."""
+
+    name = "counting"
+
+    def check_prompts(self, prompts: list[str], metadata: list[Metadata]) -> None:
+        for prompt, row in zip(prompts, metadata, strict=True):
+            if "count" not in row:
+                raise UserError(f"{prompt!r} has no count")
+
+    def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
+        return torch.tensor([float(row.get("count", -1)) for row in metadata])
+
+
+def test_metadata_reach_the_rewards_that_take_them() -> None:
+    metadata = {"a cat": {"count": 3}, "a fish": {"count": 5}}
+    both = {"counting": Counting(), "brightness": Brightness()}
+    rewards = WeightedRewards(both, {"counting": 1.0, "brightness": 0.0}, metadata)
+    images, prompts = grey(0.0, 0.5, 1.0, 0.25), ["a fish", "a cat", "a fish", "a dog"]
+    assert rewards(images, prompts).T.tolist() == [[5, 3, 5, -1], [0.0, 0.5, 1.0, 0.25]]
+    assert rewards.for_training(images, prompts).T.tolist() == [[5, 3, 5, -1]]
+    rewards.check_prompts(["a cat", "a fish"])
+    with pytest.raises(UserError, match="'a dog' has no count"):
+        rewards.check_prompts(prompts)
+
+
+def test_metadata_of_a_reward_called_alone_are_a_list_or_nothing() -> None:
+    reward = Counting()
+    assert reward(grey(0.0, 0.5), PROMPTS[:2]).tolist() == [-1, -1]
+    assert reward(grey(0.0, 0.5), PROMPTS[:2], [{"count": 2}, {}]).tolist() == [2, -1]
+    with pytest.raises(ValueError, match="metadata of the reward counting are invalid: .* got 1 for 2 prompts"):
+        reward(grey(0.0, 0.5), PROMPTS[:2], [{"count": 2}])
 
 
 def test_reward_without_its_own_init_takes_a_device() -> None:

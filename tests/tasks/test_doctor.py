@@ -13,11 +13,13 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from solrl_lightning.checks import check_values
+from solrl_lightning.data.prompts import read_prompt_sets
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.architectures import read_architecture
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
 from solrl_lightning.quantization import Backend, resolve
+from solrl_lightning.rewards.geneval import broken_rule
 from solrl_lightning.tasks import doctor, doctor_shadow
 from solrl_lightning.tasks.doctor import (
     arithmetic,
@@ -26,6 +28,7 @@ from solrl_lightning.tasks.doctor import (
     judge_memory,
     planned_bytes,
     rewards_of,
+    scores,
     small,
     sources,
 )
@@ -223,6 +226,14 @@ def test_iterations_fill_one_batch_of_the_rollout_and_one_of_the_training(compos
         "tiny": (1, 96, 24, 1),
         "flux1": (1, 24, 4, 1),
     }  # 24 x 2 and 4 x 4 noise levels
+
+
+def test_iterations_use_a_prompt_that_the_reward_can_score(compose: Compose, tmp_path: Path) -> None:
+    own = small(compose("task=doctor", "reward=[shapes,geneval]", f"run_dir={tmp_path}"), 2)
+    prompts = read_prompt_sets(own.data.train, None)
+    assert [broken_rule(prompts.metadata[prompt]) for prompt in prompts.train] == [""]
+    (row,) = scores(compose("task=doctor", "reward=ocr"), CPU)
+    assert row.status == OK and "ocr 0" in row.found  # of noise
 
 
 def test_iterations_are_timed_by_stage(compose: Compose) -> None:

@@ -1,0 +1,73 @@
+"""LAION's aesthetic predictor (christophschuhmann/improved-aesthetic-predictor, version sac+logos+ava1-l14-linearMSE).
+
+    reward = head(e / |e|)
+
+e is the image's embedding by OpenAI's CLIP ViT-L/14. The head is five linear layers without activations between them,
+trained on people's ratings of photographs, logos and generated images from 1 to 10. The prompt has no effect.
+"""
+
+from collections import OrderedDict
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.hub import fetch
+from solrl_lightning.rewards.loading import check_state_dict, load_tensors
+from solrl_lightning.rewards.towers import TransformersCLIP
+
+WEIGHTS = ("aesthetic-model.pth", "sac+logos+ava1-l14-linearMSE.pth")  # names on the hub and in LAION's repository
+
+_WIDTHS = (1024, 128, 64, 16, 1)
+_PLACES = (0, 2, 4, 6, 7)  # of the linear layers in the published model; dropout layers are between them
+
+
+class Aesthetic(TransformersCLIP):
+    """LAION's aesthetic predictor, with the arguments of ``TransformersCLIP`` and:
+
+    Args:
+        head: hub id or folder with one of ``WEIGHTS``, or a .pth file.
+
+    Raises:
+        UserError: the head is missing or damaged or does not fit CLIP; see also ``TransformersCLIP``.
+    """
+
+    name = "aesthetic"
+
+    def __init__(
+        self,
+        pretrained: str,
+        processor: str,
+        head: str,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(pretrained, processor, device, dtype)
+        self.head = load_head(head, self.model.config.projection_dim).requires_grad_(False).to(self.device)
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return self.head(F.normalize(self.embeddings(images), dim=-1)).squeeze(-1)
+
+
+def load_head(name: str, width: int) -> nn.Sequential:
+    """The head for embeddings of ``width`` numbers, in float32. Raises ``UserError``: see ``Aesthetic``."""
+    path = Path(name).expanduser()
+    if not path.is_file():
+        hint = "Or give the path of a local .pth file."
+        path = fetch(name, *WEIGHTS, key="reward.aesthetic.head", kind="aesthetic predictor", hint=hint)
+    weights = load_tensors("aesthetic", path)
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        raise UserError(
+            f"reward.aesthetic.head={name} is invalid: it must be a state_dict; {path} holds something else. Set "
+            "reward.aesthetic.head to the published file."
+        )
+    layers = [nn.Linear(*sizes) for sizes in pairwise((width, *_WIDTHS))]
+    head = nn.Sequential(OrderedDict((f"{place}", layer) for place, layer in zip(_PLACES, layers, strict=True)))
+    own = {key.removeprefix("layers."): value for key, value in weights.items()}
+    unfit, fix = f"it does not fit embeddings of {width} numbers", "Set reward.pretrained to CLIP ViT-L/14."
+    check_state_dict("aesthetic", name, head, own, unfit, fix, argument="head")
+    head.load_state_dict(own)
+    return head

@@ -1,0 +1,233 @@
+"""GenEval: whether the objects that a prompt names are in the image, in their number, colours and positions.
+
+The rules are those of Ghosh et al. 2023 (arXiv 2310.11513; djghosh13/geneval, evaluation/evaluate_images.py), here for
+what an object detector finds; OpenAI's CLIP ViT-L/14 names the colour of an object. The detector is OWLv2 (Minderer et
+al. 2023, arXiv 2306.09683), which takes any class, in place of a Mask2Former that needs mmcv.
+
+    strict:     1 if every clause of the prompt's metadata holds, else 0: GenEval's score
+    otherwise:  the mean of the terms of all clauses, in [0, 1], as Flow-GRPO trains (Liu et al. 2025, arXiv 2505.05470)
+
+Shapes: B images, k objects. A box is (left, top, right, bottom) in pixels.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchvision.ops import batched_nms
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.rewards.base import Metadata, unique_prompts
+from solrl_lightning.rewards.loading import load_detector
+from solrl_lightning.rewards.preprocessing import eight_bits
+from solrl_lightning.rewards.towers import TransformersCLIP
+
+COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
+RELATIONS = ("left of", "right of", "above", "below")
+_TEMPLATES = ("a photo of a {colour} {kind}", "a photo of a {colour}-colored {kind}", "a photo of a {colour} object")
+_QUERY = "a photo of a {kind}"  # OWLv2's
+_MAX_OBJECTS = 16  # of a class
+_MARGIN = 0.1  # share of both objects' sizes that an offset must exceed
+_OVERLAP = 0.5  # intersection over union above which two boxes of a class are one object
+_BATCH = 8  # images per pass of the detector
+
+
+class Found(NamedTuple):
+    """A detected object."""
+
+    box: tuple[float, ...]
+    score: float
+
+
+Objects = Mapping[str, Sequence[Found]]
+"""class -> objects in the order of falling scores"""
+
+ColoursOf = Callable[[Sequence[Found], str], Sequence[str]]
+"""The colour of each of the objects of a class"""
+
+
+class GenEval(TransformersCLIP):
+    """GenEval's rules on the objects that OWLv2 finds, with the arguments of ``TransformersCLIP`` and:
+
+    Args:
+        detector: hub id or folder of an OWLv2.
+        threshold, counting_threshold: lowest score of an object, for prompts of other tags and of the tag "counting".
+        strict: GenEval's 0 or 1 instead of the mean of the terms.
+
+    Raises:
+        UserError: the detector is missing, damaged or no OWLv2; see also ``TransformersCLIP``.
+    """
+
+    name = "geneval"
+    example = ("a photo of a red dog", {"include": [{"class": "dog", "count": 1, "color": "red"}], "tag": "colors"})
+
+    def __init__(
+        self,
+        pretrained: str,
+        processor: str,
+        detector: str,
+        threshold: float,
+        counting_threshold: float,
+        strict: bool = False,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(pretrained, processor, device, dtype)
+        self.thresholds = {"counting": counting_threshold}
+        self.threshold, self._rate = threshold, correct if strict else mean_of_terms
+        model, self._detector_processor = load_detector(self.name, detector)
+        self.detector: Any = model.eval().requires_grad_(False).to(self.device, self.dtype)
+        self._classifiers: dict[str, Tensor] = {}
+
+    def check_prompts(self, prompts: list[str], metadata: list[Metadata]) -> None:
+        """Raise ``UserError`` for a prompt whose metadata are not GenEval's."""
+        for prompt, row in zip(prompts, metadata, strict=True):
+            if broken := broken_rule(row):
+                raise UserError(
+                    f"the metadata of the prompt {prompt!r} are invalid: reward=geneval needs GenEval's, and {broken}. "
+                    "Set data=geneval, or data.train and data.eval to .jsonl files with such metadata."
+                )
+
+    def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
+        images, scores = eight_bits(images.to(self.device)), torch.zeros(len(prompts), device=self.device)
+        texts, place = unique_prompts(prompts)
+        for number in range(len(texts)):
+            rows = (place == number).nonzero().flatten()
+            row = metadata[int(rows[0])]
+            kinds = list(dict.fromkeys(clause["class"] for clause in (*row["include"], *row.get("exclude", []))))
+            threshold = self.thresholds.get(row.get("tag", ""), self.threshold)
+            for part in rows.split(_BATCH):
+                for index, objects in zip(part, self.detect(images[part], kinds, threshold), strict=True):
+                    scores[index] = self._rate(row, objects, partial(self.colours, images[index]))
+        return scores
+
+    def detect(self, images: Tensor, kinds: list[str], threshold: float) -> list[dict[str, list[Found]]]:
+        """The objects of each class in each of the images [B, 3, H, W]: at most 16, and none twice."""
+        pixels = self._detector_processor.image_processor((images * 255).round().byte(), return_tensors="pt")
+        tokens = self._detector_processor.tokenizer(
+            [_QUERY.format(kind=kind) for kind in kinds] * len(images),
+            padding="max_length",
+            truncation=True,
+            max_length=self.detector.config.text_config.max_position_embeddings,
+            return_tensors="pt",
+        ).to(self.device)
+        outputs = self.detector(pixel_values=pixels.pixel_values.to(self.device, self.dtype), **tokens)
+        sizes = [tuple(images.shape[-2:])] * len(images)
+        results = self._detector_processor.post_process_grounded_object_detection(outputs, threshold, sizes)
+        found = []
+        for result in results:
+            scores, labels, boxes = result["scores"].float(), result["labels"], result["boxes"].float()
+            kept = batched_nms(boxes, scores, labels, _OVERLAP)  # in the order of falling scores
+            objects: dict[str, list[Found]] = {kind: [] for kind in kinds}
+            for box, score, label in zip(*(values[kept].tolist() for values in (boxes, scores, labels)), strict=True):
+                objects[kinds[label]].append(Found(tuple(box), score))
+            found.append({kind: each[:_MAX_OBJECTS] for kind, each in objects.items()})
+        return found
+
+    def colours(self, image: Tensor, objects: Sequence[Found], kind: str) -> list[str]:
+        """The colour of each of the objects in the image [3, H, W]: CLIP's zero-shot class of its box."""
+        if kind not in self._classifiers:
+            texts = [template.format(colour=colour, kind=kind) for colour in COLOURS for template in _TEMPLATES]
+            each = F.normalize(self.embed_texts(texts).float(), dim=-1).unflatten(0, (len(COLOURS), len(_TEMPLATES)))
+            self._classifiers[kind] = F.normalize(each.mean(1), dim=-1)  # [10, D]
+        crops = [crop(image, found.box)[None] for found in objects]
+        likelihoods = [self.embeddings(picture) @ self._classifiers[kind].T for picture in crops]
+        return [COLOURS[int(likelihood.argmax())] for likelihood in likelihoods]
+
+
+def crop(image: Tensor, box: Sequence[float]) -> Tensor:
+    """The part of an image [3, H, W] within a box, of one pixel or more."""
+    high, wide = image.shape[-2:]
+    left, right = (min(max(round(x), 0), wide) for x in box[0::2])
+    top, bottom = (min(max(round(y), 0), high) for y in box[1::2])
+    left, top = min(left, wide - 1), min(top, high - 1)
+    return image[:, top : max(bottom, top + 1), left : max(right, left + 1)]
+
+
+# Rules
+
+
+def broken_rule(metadata: Metadata) -> str:
+    """The rule of GenEval's layout that the metadata break; an empty string if they break none."""
+    if not isinstance(metadata.get("include"), list) or not metadata["include"]:
+        return 'they must have a list under "include"'
+    exclude = metadata.get("exclude", [])
+    if not isinstance(exclude, list):
+        return '"exclude" must be a list'
+    for number, clause in enumerate([*metadata["include"], *exclude]):
+        kind, count = (clause.get(key) if isinstance(clause, dict) else None for key in ("class", "count"))
+        if not isinstance(kind, str) or not isinstance(count, int) or count < 1:
+            return f'each clause must have a "class" and a "count" of at least 1; got {clause}'
+        if "color" in clause and clause["color"] not in COLOURS:
+            return f'"color" must be one of {", ".join(COLOURS)}; got {clause["color"]!r}'
+        if "position" in clause and clause["position"] not in [[name, i] for name in RELATIONS for i in range(number)]:
+            names = ", ".join(RELATIONS)
+            return f'"position" must be [{names}; number of an earlier clause]; got {clause["position"]}'
+    return ""
+
+
+def correct(metadata: Metadata, objects: Objects, colours: ColoursOf) -> float:
+    """GenEval's score: 1.0 if every clause of "include" holds and none of "exclude", else 0.0.
+
+    Of each class the objects with the highest scores are looked at, as many as the clause counts.
+    """
+    groups: list[Sequence[Found] | None] = []  # the objects of each clause that holds
+    for clause in metadata["include"]:
+        found = objects.get(clause["class"], [])[: clause["count"]]
+        holds = len(found) == clause["count"]
+        if holds and "color" in clause:
+            holds = all(colour == clause["color"] for colour in colours(found, clause["class"]))
+        if holds and "position" in clause:
+            holds = placed(found, groups, *clause["position"])
+        groups.append(found if holds else None)
+    excluded = any(len(objects.get(each["class"], [])) >= each["count"] for each in metadata.get("exclude", []))
+    return float(None not in groups and not excluded)
+
+
+def mean_of_terms(metadata: Metadata, objects: Objects, colours: ColoursOf) -> float:
+    """Flow-GRPO's score: the mean of the terms of the clauses of "include", n objects found and m required:
+
+    - max(0, 1 - |n - m| / m); the published code has no lower bound;
+    - of a clause with a colour: the share of the objects that have it, 0 unless n = m;
+    - of a clause with a position: 1 if all objects are there, else 0; 0 unless n = m and the other clause holds.
+    """
+    groups: list[Sequence[Found] | None] = []
+    terms = []
+    for clause in metadata["include"]:
+        found, count = objects.get(clause["class"], []), clause["count"]
+        terms.append(max(0.0, 1 - abs(len(found) - count) / count))
+        holds = len(found) == count
+        if "color" in clause:
+            share = sum(each == clause["color"] for each in colours(found, clause["class"])) / count if holds else 0.0
+            terms.append(share)
+            holds = share == 1
+        if "position" in clause:
+            holds = holds and placed(found, groups, *clause["position"])
+            terms.append(float(holds))
+        groups.append(found if holds else None)
+    return math.fsum(terms) / len(terms)
+
+
+def placed(found: Sequence[Found], groups: Sequence[Sequence[Found] | None], relation: str, target: int) -> bool:
+    """Whether each object is in the relation to each object of clause number ``target``, which holds."""
+    others = groups[target]
+    return others is not None and all(relation in relations(one.box, other.box) for one in found for other in others)
+
+
+def relations(one: Sequence[float], other: Sequence[float]) -> set[str]:
+    """Where box ``one`` is relative to box ``other``: none, one or two of ``RELATIONS``.
+
+    The offset of the centres counts beyond a tenth of the sum of both sizes, per axis, and as a share of its length.
+    """
+    offset = [(one[i] + one[i + 2] - other[i] - other[i + 2]) / 2 for i in (0, 1)]
+    sizes = [abs(one[i + 2] - one[i]) + abs(other[i + 2] - other[i]) for i in (0, 1)]
+    beyond = [math.copysign(max(abs(d) - _MARGIN * size, 0), d) for d, size in zip(offset, sizes, strict=True)]
+    if max(map(abs, beyond)) < 1e-3:
+        return set()
+    x, y = (value / math.hypot(*offset) for value in beyond)
+    holds = {"left of": x < -0.5, "right of": x > 0.5, "above": y < -0.5, "below": y > 0.5}
+    return {name for name, true in holds.items() if true}

@@ -1,0 +1,89 @@
+"""OCR: whether the image shows the text that the prompt has in double quotes.
+
+    reward = max(0, 1 - d / n)        in [0, 1]
+
+n is the length of the quoted text and d the Levenshtein distance from the text that an OCR model reads in the image, 0
+where that contains the quoted text; spaces and case do not count. So it is in Flow-GRPO (Liu et al. 2025, arXiv
+2505.05470; flow_grpo/ocr.py), which reads with PaddleOCR. Here RapidOCR runs PaddleOCR's models, which its wheel has,
+by ONNX Runtime on the CPU.
+"""
+
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.rewards.base import Reward
+from solrl_lightning.rewards.preprocessing import eight_bits
+
+_OPTIONS = {
+    # As PaddleOCR 2, which Flow-GRPO uses: larger images are scaled down to 960 pixels, smaller ones are not scaled up,
+    # and no model looks for upside-down lines.
+    "Det.limit_type": "max",
+    "Det.limit_side_len": 960,
+    "Global.use_cls": False,
+    "Global.log_level": "error",  # it warns for every image without text
+}
+
+
+class OCR(Reward):
+    """OCR of one image after the other. ``device`` is where scores are returned.
+
+    Raises:
+        UserError: a package is not installed.
+    """
+
+    name = "ocr"
+    example = ('a sign that says "open"', {})
+
+    def __init__(self, device: str | torch.device = "cpu") -> None:
+        try:
+            import_module("onnxruntime")  # RapidOCR imports it at the first image
+            rapidocr: Any = import_module("rapidocr")
+        except ModuleNotFoundError as error:
+            raise UserError(
+                f"reward=ocr is invalid: the package {error.name} is not installed. Install it with pip install "
+                "'solrl-lightning[ocr]'."
+            ) from error
+        self.device = torch.device(device)
+        self._read = rapidocr.RapidOCR(params=_OPTIONS)
+
+    def check_prompts(self, prompts: list[str]) -> None:
+        """Raise ``UserError`` for a prompt without text in double quotes."""
+        for prompt in prompts:
+            quoted(prompt)
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        pictures = (eight_bits(images) * 255).byte().permute(0, 2, 3, 1).cpu().numpy()[..., ::-1]  # blue, green, red
+        read = ["".join(self._read(picture).txts or ()) for picture in pictures]
+        scores = [similarity(text, quoted(prompt)) for text, prompt in zip(read, prompts, strict=True)]
+        return torch.tensor(scores, device=self.device)
+
+
+def quoted(prompt: str) -> str:
+    """The first text in double quotes. Raises ``UserError`` if there is none."""
+    parts = prompt.split('"')
+    if len(parts) < 3 or not parts[1].strip():
+        raise UserError(
+            f"the prompt {prompt!r} is invalid: reward=ocr reads in the image what is in double quotes in the prompt, "
+            'and here that is nothing. Write it as in: a sign that says "open". Or set data=ocr.'
+        )
+    return parts[1]
+
+
+def similarity(read: str, target: str) -> float:
+    """max(0, 1 - distance / length of the target), 1 if ``read`` contains it, without regard to spaces and case."""
+    read, target = ("".join(text.split()).lower() for text in (read, target))
+    return 1.0 if target in read else max(0.0, 1 - levenshtein(read, target) / len(target))
+
+
+def levenshtein(a: str, b: str) -> int:
+    """The number of characters to insert, delete or replace that turns a into b."""
+    row = list(range(len(b) + 1))  # distances from the first i characters of a to each prefix of b
+    for i, x in enumerate(a, 1):
+        last, row[0] = row[0], i
+        for j, y in enumerate(b, 1):
+            last, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, last + (x != y))
+    return row[-1]

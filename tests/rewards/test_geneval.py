@@ -1,0 +1,259 @@
+"""GenEval's rules on hand-made boxes, and its detector and colours with small models of the real classes."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import spread_out
+from drawings import as_tensor, drawn
+from hydra.utils import instantiate
+from PIL import Image
+from torch import Tensor
+from torchvision.ops import nms
+from transformers import CLIPModel, CLIPTokenizer, Owlv2Config, Owlv2ForObjectDetection, Owlv2Processor
+from transformers.models.owlv2.image_processing_owlv2 import Owlv2ImageProcessor
+
+from solrl_lightning.config import ConfigTree
+from solrl_lightning.errors import UserError
+from solrl_lightning.rewards import GenEval
+from solrl_lightning.rewards.geneval import COLOURS, Found, broken_rule, correct, crop, mean_of_terms, relations
+
+DOG = {"class": "dog", "count": 1}
+
+
+def found(*boxes: Sequence[float]) -> list[Found]:
+    return [Found(tuple(box), 0.9 - 0.1 * place) for place, box in enumerate(boxes)]
+
+
+def colours(objects: Sequence[Found], kind: str) -> list[str]:
+    """Red for boxes in the left half of 100 pixels, blue for others."""
+    return ["red" if each.box[0] < 50 else "blue" for each in objects]
+
+
+LEFT, RIGHT, TOP, BOTTOM = (0, 40, 20, 60), (80, 40, 100, 60), (40, 0, 60, 20), (40, 80, 60, 100)
+
+
+# Relations
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        (LEFT, RIGHT, {"left of"}),
+        (RIGHT, LEFT, {"right of"}),
+        (TOP, BOTTOM, {"above"}),
+        (BOTTOM, TOP, {"below"}),
+        (LEFT, TOP, {"left of", "below"}),  # 45 degrees
+        (LEFT, LEFT, set()),
+        # Centres 4 apart, which a tenth of both widths (4) takes away; at 10 apart 6 of 10 are left.
+        ((0, 0, 20, 20), (4, 0, 24, 20), set()),
+        ((0, 0, 20, 20), (10, 0, 30, 20), {"left of"}),
+        # 7 apart: 3 of 7 are left, less than a half, so there is an offset and no relation.
+        ((0, 0, 20, 20), (7, 0, 27, 20), set()),
+        ((0, 0, 100, 10), (10, 30, 110, 40), {"above"}),  # a tenth of both widths takes away all of the 10
+    ],
+)
+def test_relations_have_a_margin_of_a_tenth_of_both_sizes(
+    one: Sequence[float], other: Sequence[float], expected: set[str]
+) -> None:
+    assert relations(one, other) == expected
+
+
+# Both scores
+
+
+def scores(objects: dict[str, list[Found]], include: list[dict[str, Any]], **rest: Any) -> tuple[float, float]:
+    metadata = {"include": include, **rest}
+    assert broken_rule(metadata) == ""
+    return correct(metadata, objects, colours), mean_of_terms(metadata, objects, colours)
+
+
+def test_one_object() -> None:
+    assert scores({"dog": found(LEFT)}, [DOG]) == (1, 1)
+    assert scores({"dog": []}, [DOG]) == (0, 0)
+    assert scores({}, [DOG]) == (0, 0)
+    assert scores({"dog": found(LEFT, RIGHT)}, [DOG]) == (1, 0)  # GenEval allows more, Flow-GRPO's score counts
+
+
+def test_two_objects() -> None:
+    include = [DOG, {"class": "cat", "count": 1}]
+    assert scores({"dog": found(LEFT), "cat": found(TOP)}, include) == (1, 1)
+    assert scores({"dog": found(LEFT)}, include) == (0, 0.5)
+
+
+@pytest.mark.parametrize(("number", "expected"), [(0, (0, 0)), (2, (0, 0.5)), (4, (1, 1)), (5, (0, 0.75)), (9, (0, 0))])
+def test_counting_excludes_one_more(number: int, expected: tuple[float, float]) -> None:
+    include, exclude = [{"class": "dog", "count": 4}], [{"class": "dog", "count": 5}]
+    assert scores({"dog": found(*[LEFT] * number)}, include, exclude=exclude) == expected
+
+
+def test_colours_are_those_of_the_objects_with_the_highest_scores() -> None:
+    red, two = [{**DOG, "color": "red"}], [{"class": "dog", "count": 2, "color": "red"}]
+    assert scores({"dog": found(LEFT)}, red) == (1, 1)
+    assert scores({"dog": found(RIGHT)}, red) == (0, 0.5)
+    assert scores({"dog": found(LEFT, RIGHT)}, red) == (1, 0)
+    assert scores({"dog": found(RIGHT, LEFT)}, red) == (0, 0)
+    assert scores({"dog": found(LEFT, RIGHT)}, two) == (0, 0.75)
+    assert scores({}, two) == (0, 0)
+
+
+def test_position_is_relative_to_an_earlier_clause_that_holds() -> None:
+    include = [DOG, {"class": "cat", "count": 1, "position": ["left of", 0]}]
+    assert scores({"dog": found(RIGHT), "cat": found(LEFT)}, include) == (1, 1)
+    assert scores({"dog": found(LEFT), "cat": found(RIGHT)}, include) == (0, 2 / 3)
+    assert scores({"cat": found(LEFT)}, include) == (0, pytest.approx(1 / 3))
+    assert scores({"dog": found(RIGHT)}, include) == (0, pytest.approx(1 / 3))
+    assert scores({"dog": found(RIGHT, LEFT), "cat": found(LEFT)}, include) == (1, pytest.approx(1 / 3))
+    coloured = [{**DOG, "color": "red"}, include[1]]
+    assert scores({"dog": found(RIGHT), "cat": found(LEFT)}, coloured)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("metadata", "rule"),
+    [
+        ({}, '"include"'),
+        ({"include": []}, '"include"'),
+        ({"include": ["dog"]}, "each clause"),
+        ({"include": [{"class": "dog"}]}, "each clause"),
+        ({"include": [{**DOG, "count": 0}]}, "at least 1"),
+        ({"include": [{**DOG, "color": "beige"}]}, "must be one of red, orange"),
+        ({"include": [{**DOG, "position": ["above", 0]}]}, "an earlier clause"),
+        ({"include": [DOG, {**DOG, "position": ["under", 0]}]}, "left of, right of, above, below"),
+        ({"include": [DOG], "exclude": {}}, '"exclude" must be a list'),
+        ({"include": [DOG], "exclude": [{"class": "dog"}]}, "each clause"),
+    ],
+)
+def test_prompt_with_other_metadata_is_an_error(reward: GenEval, metadata: dict[str, Any], rule: str) -> None:
+    reward.check_prompts(["a dog"], [{"include": [DOG], "tag": "single_object"}])
+    with pytest.raises(
+        UserError, match="metadata of the prompt 'two dogs' are invalid: reward=geneval needs"
+    ) as caught:
+        reward.check_prompts(["a dog", "two dogs"], [{"include": [DOG]}, metadata])
+    assert rule in str(caught.value)
+
+
+# Models
+
+
+@pytest.fixture(scope="module")
+def detector(clip_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a small OWLv2 with random weights, saved by save_pretrained."""
+    folder = tmp_path_factory.mktemp("owlv2")
+    tokenizer = CLIPTokenizer.from_pretrained(clip_folder, model_max_length=16)
+    Owlv2Processor(Owlv2ImageProcessor(size={"height": 64, "width": 64}), tokenizer).save_pretrained(folder)
+    tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ends = {key: getattr(tokenizer, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    text = tower | ends | {"vocab_size": len(tokenizer), "max_position_embeddings": 16}
+    model = Owlv2ForObjectDetection(
+        Owlv2Config(text_config=text, vision_config=tower | {"image_size": 64, "patch_size": 16}, projection_dim=32)
+    )
+    spread_out(model, seed=4)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def reward(clip_folder: str, detector: str) -> GenEval:
+    return GenEval(clip_folder, clip_folder, detector, threshold=0.5, counting_threshold=0.6)
+
+
+@pytest.mark.parametrize("size", [(96, 96), (80, 120)])
+def test_objects_are_those_of_transformers_documented_usage(
+    reward: GenEval, detector: str, size: tuple[int, int]
+) -> None:
+    pictures, kinds = [drawn(*size, seed) for seed in range(2)], ["dog", "cat"]
+    with torch.no_grad():
+        ours = reward.detect(torch.stack([as_tensor(picture) for picture in pictures]), kinds, 0.5)
+    processor, model = Owlv2Processor.from_pretrained(detector), Owlv2ForObjectDetection.from_pretrained(detector)
+    number = 0
+    for picture, objects in zip(pictures, ours, strict=True):
+        inputs = processor(text=[[f"a photo of a {kind}" for kind in kinds]], images=picture, return_tensors="pt")
+        with torch.no_grad():
+            outputs = model(**inputs)
+        (theirs,) = processor.post_process_grounded_object_detection(outputs, 0.5, torch.tensor([size]))
+        for label, kind in enumerate(kinds):
+            chosen = theirs["labels"] == label
+            boxes, marks = theirs["boxes"][chosen], theirs["scores"][chosen]
+            kept = nms(boxes, marks, 0.5)
+            assert [each.score for each in objects[kind]] == pytest.approx(marks[kept].tolist(), abs=1e-5)
+            found_boxes = torch.tensor([each.box for each in objects[kind]]).view(-1, 4)
+            torch.testing.assert_close(found_boxes, boxes[kept], rtol=0, atol=1e-3)
+            number += len(kept)
+    assert number >= 8
+
+
+def test_crop_is_within_the_image_and_has_a_pixel_or_more() -> None:
+    image = torch.arange(3 * 4 * 6).view(3, 4, 6)
+    assert torch.equal(crop(image, (1.4, 0.6, 3.6, 9.0)), image[:, 1:4, 1:4])
+    assert crop(image, (-5, -5, -1, -1)).shape == crop(image, (9, 9, 20, 20)).shape == (3, 1, 1)
+
+
+def test_colours_are_clips_zero_shot_classes_of_the_crop(
+    reward: GenEval, clip_folder: str, pil_processor: Any, images: Tensor
+) -> None:
+    """Against transformers' CLIP with each template's embedding averaged, as clip_benchmark does."""
+    model, tokenizer = CLIPModel.from_pretrained(clip_folder), CLIPTokenizer.from_pretrained(clip_folder)
+    boxes = [(0, 0, 60, 60), (50, 20, 128, 96), (10, 40, 40, 90), (64, 0, 128, 48)]
+    kind, expected, ours = "dog", [], []
+    with torch.no_grad():
+        classes = []
+        for colour in COLOURS:
+            texts = [
+                f"a photo of a {colour} {kind}",
+                f"a photo of a {colour}-colored {kind}",
+                f"a photo of a {colour} object",
+            ]
+            each = model.get_text_features(**tokenizer(texts, padding=True, return_tensors="pt")).pooler_output
+            mean = (each / each.norm(dim=-1, keepdim=True)).mean(0)
+            classes.append(mean / mean.norm())
+        for image, box in zip(images, boxes, strict=True):
+            picture = Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy()).crop(box)
+            seen = model.get_image_features(**pil_processor(images=picture, return_tensors="pt")).pooler_output
+            expected.append(COLOURS[int((torch.stack(classes) @ seen[0]).argmax())])
+            ours += reward.colours(image, [Found(box, 1.0)], kind)
+    assert ours == expected and len(set(expected)) > 1
+
+
+def test_score_rates_each_image_by_its_own_metadata(reward: GenEval, images: Tensor) -> None:
+    rows = [
+        {"include": [DOG], "tag": "single_object"},
+        {"include": [{**DOG, "count": 4}], "exclude": [{**DOG, "count": 5}], "tag": "counting"},
+    ]
+    prompts = ["a dog", "four dogs", "a dog", "four dogs"]
+    rated = reward(images, prompts, [rows[0], rows[1], rows[0], rows[1]])
+    for place, (image, threshold) in enumerate(zip(images, (0.5, 0.6, 0.5, 0.6), strict=True)):
+        with torch.no_grad():
+            (objects,) = reward.detect(image[None], ["dog"], threshold)
+        assert rated[place] == mean_of_terms(rows[place % 2], objects, colours)
+    assert rated.std() > 0 and ((rated >= 0) & (rated <= 1)).all()
+
+
+def test_shipped_configuration_builds_the_reward(clip_folder: str, detector: str) -> None:
+    local = {"pretrained": clip_folder, "processor": clip_folder, "detector": detector}
+    with ConfigTree() as tree:
+        arguments = dict(tree.compose(["reward=geneval"]).reward.geneval)
+    assert arguments.pop("weight") == 1
+    assert isinstance(instantiate(arguments | local, device="cpu"), GenEval)
+
+
+def test_strict_score_is_0_or_1(clip_folder: str, detector: str, images: Tensor) -> None:
+    strict = GenEval(clip_folder, clip_folder, detector, threshold=0.5, counting_threshold=0.6, strict=True)
+    row = {"include": [{**DOG, "color": "red"}]}
+    assert set(strict(images, ["a red dog"] * 4, [row] * 4).tolist()) <= {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("clip", "must be a detector of type owlv2, and is a clip"),
+        ("no/where", "is neither a folder here nor in the hub's cache"),
+        ("empty", "it holds no config.json"),
+    ],
+)
+def test_error_about_the_detector_names_its_key(name: str, message: str, clip_folder: str, offline: Path) -> None:
+    given = {"clip": clip_folder, "empty": str(offline)}.get(name, name)
+    with pytest.raises(UserError, match=rf"reward\.geneval\.detector={given} ") as caught:
+        GenEval(clip_folder, clip_folder, given, threshold=0.5, counting_threshold=0.6)
+    assert message in str(caught.value)

@@ -1,0 +1,95 @@
+"""OCR with RapidOCR's own models on drawn text; the distance against hand-made pairs."""
+
+import socket
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydra.utils import instantiate
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from solrl_lightning.config import ConfigTree
+from solrl_lightning.errors import UserError
+from solrl_lightning.rewards import OCR
+from solrl_lightning.rewards.ocr import levenshtein, quoted, similarity
+
+
+def sign(text: str) -> Tensor:
+    """A picture [1, 3, 64, 192] of a text."""
+    picture = Image.new("RGB", (192, 64), "white")
+    ImageDraw.Draw(picture).text((12, 14), text, fill="black", font=ImageFont.load_default(30))
+    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None] / 255
+
+
+@pytest.fixture(scope="module")
+def reward() -> OCR:
+    return OCR()
+
+
+def test_models_are_in_the_wheel_and_read_what_is_drawn(reward: OCR, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a connection was opened")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    images = torch.cat([sign("Open Late"), sign("Open Late"), sign("Open Late"), sign("")])
+    prompts = ['a sign "open late"', 'a sign "OPENLATE 24h"', 'a sign "closed" by a "road"', 'a sign "open late"']
+    scores = reward(images, prompts)
+    assert scores.dtype == torch.float32
+    assert scores.tolist() == pytest.approx([1, 8 / 11, similarity("Open Late", "closed"), 0])
+
+
+def test_channels_are_in_the_order_of_opencv(reward: OCR, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[np.ndarray] = []
+    read = reward._read
+    monkeypatch.setattr(reward, "_read", lambda picture: seen.append(picture) or read(picture))
+    reward(torch.tensor([1.0, 0.5, 0.0])[None, :, None, None].expand(1, 3, 32, 32), ['"a"'])
+    assert seen[0][0, 0].tolist() == [0, 128, 255]
+
+
+def test_shipped_configuration_builds_the_reward() -> None:
+    with ConfigTree() as tree:
+        arguments = dict(tree.compose(["reward=ocr"]).reward.ocr)
+    assert arguments.pop("weight") == 1
+    assert isinstance(instantiate(arguments, device="cpu"), OCR)
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "distance"),
+    [("", "", 0), ("", "abc", 3), ("abc", "", 3), ("kitten", "sitting", 3), ("flaw", "lawn", 2), ("ab", "ba", 2)],
+)
+def test_distance_counts_insertions_deletions_and_replacements(a: str, b: str, distance: int) -> None:
+    assert levenshtein(a, b) == levenshtein(b, a) == distance
+
+
+@pytest.mark.parametrize(
+    ("read", "target", "score"),
+    [
+        ("NEW YORK", "New York", 1),
+        ("welcometonewyorkcity", "New York", 1),  # contained, as in Flow-GRPO
+        ("New Yrk", "New York", 6 / 7),
+        ("", "New York", 0),
+        ("entirely different words", "New York", 0),  # clipped
+    ],
+)
+def test_similarity_disregards_case_and_spaces_and_is_clipped(read: str, target: str, score: float) -> None:
+    assert similarity(read, target) == pytest.approx(score)
+
+
+@pytest.mark.parametrize("prompt", ["a sign", 'a 5" nail', 'a sign that says ""', 'a sign " "', "a sign 'open'"])
+def test_prompt_without_quoted_text_is_an_error(reward: OCR, prompt: str) -> None:
+    with pytest.raises(UserError, match="is invalid: reward=ocr reads in the image what is in double quotes"):
+        reward.check_prompts(['a sign "open"', prompt])
+
+
+def test_first_quoted_text_is_the_target() -> None:
+    assert quoted('a "red" and a "blue" sign') == "red"
+
+
+@pytest.mark.parametrize("package", ["onnxruntime", "rapidocr"])
+def test_error_about_a_missing_package_has_the_command(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # makes an import an error
+    with pytest.raises(UserError, match=rf"package {package} is not .* pip install 'solrl-lightning\[ocr\]'"):
+        OCR()
