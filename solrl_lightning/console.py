@@ -14,7 +14,10 @@ from solrl_lightning.errors import CheckFailed, NonFiniteError, ServerError, Use
 from solrl_lightning.run_folder import LAST
 
 EXPECTED = (UserError, NonFiniteError, WriteError, ServerError, CheckFailed)  # errors that a user can act on
-_CURES = {WriteError: "Free space or make the folder writable", ServerError: "Start or correct the server"}
+_CURES: dict[type[Exception], str] = {
+    WriteError: "Free space or make the folder writable",
+    ServerError: "Start or correct the server",
+}
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
