@@ -34,7 +34,7 @@ class HTTPReward(Reward):
         concurrency: requests at the same time.
         timeout: seconds without an answer after which a request has failed.
         retries: attempts after the first one.
-        backoff: seconds before the second retry, doubled before every further one.
+        backoff: seconds; retry n waits backoff * 2 ** (n - 1), at most 60, and the first one not at all.
 
     Raises:
         UserError: ``url`` is no address, or has a password; the token in the environment has other characters.
