@@ -123,14 +123,13 @@ def test_server_that_is_killed_during_a_request_and_restarted_loses_nothing() ->
     thread.start()
     try:
         scores = reward(images(), PROMPTS)
+        assert torch.equal(scores, reward(images(), PROMPTS)) and scores.min() > 0.1
     finally:
         kill(hanging)
         thread.join()
         hanging.stdout.close()
-    try:
-        assert torch.equal(scores, reward(images(), PROMPTS)) and scores.min() > 0.1
-    finally:
-        kill(restarted[0])
+        for process in restarted:
+            kill(process)
 
 
 def start_hanging(port: int) -> Any:
