@@ -89,7 +89,8 @@ class HTTPReward(Reward):
 
         with ThreadPool(self.concurrency) as threads:  # daemons, which Ctrl-C does not wait for
             parts = threads.imap(ask, range(0, len(prompts), self.batch))
-            scores = torch.tensor([score for part in parts for score in part], device=images.device)
+            found = [score for part in parts for score in part]
+        scores = torch.tensor(found, dtype=torch.float32, device=images.device)
         check_scores(f"{self.name} of {self.url}", scores, prompts)
         return scores
 
