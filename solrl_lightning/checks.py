@@ -125,15 +125,17 @@ _RULES = {
         "family.pool family.explore.steps family.regenerate.steps model.resolution model.max_sequence_length "
         "model.full_steps model.preview_steps model.eval_steps model.prefix_steps model.micro_batch model.decode_batch "
         "model.rollout_batch model.lora.rank data.eval_images task.pool task.images task.repeats task.rounds "
-        "task.grid_prompts task.grid_images family.patience callbacks.guard.patience",
+        "task.grid_prompts task.grid_images family.patience callbacks.guard.patience "
+        "reward.http.batch reward.http.concurrency task.max_images task.max_pixels",
     ),
     "a whole number of at least 1, or null": (
         _or_null(_whole(1)),
         "data.eval_prompts task.sizes.pool objective.window callbacks.periodic.keep",
     ),
-    "a whole number of at least 0": (_whole(0), "callbacks.periodic.every"),
+    "a whole number of at least 0": (_whole(0), "callbacks.periodic.every reward.http.retries"),
     "a whole number of at least 0, or null": (_or_null(_whole(0)), "task.iterations"),
     f"a whole number from 0 to {MAX_SEED}": (_whole(0, MAX_SEED), "seed"),
+    "a whole number from 0 to 65535; 0 takes a free port": (_whole(0, 65535), "task.port"),
     "a whole number of at least 2: the best and the worst of a prompt are compared with each other": (
         _whole(2),
         "family.keep task.keep",
@@ -142,7 +144,7 @@ _RULES = {
         _number(lambda value: value > 0),
         "model.max_grad_norm model.lora.alpha objective.beta objective.advantage_clip objective.ratio_clip "
         "objective.clip_range objective.noise_level objective.eta "
-        "optimizer.lr scheduler.iterations",
+        "optimizer.lr scheduler.iterations reward.http.timeout",
     ),
     "a number above 0, or null": (
         _or_null(_number(lambda value: value > 0)),
@@ -153,7 +155,7 @@ _RULES = {
     "a number of at least 0": (
         _number(lambda value: value >= 0),
         "model.guidance objective.kl_weight objective.old_weight optimizer.weight_decay scheduler.warmup family.margin "
-        "callbacks.guard.limits.lost_gain",
+        "callbacks.guard.limits.lost_gain reward.http.backoff",
     ),
     "a number of at least 1; 1 is without guidance": (_number(lambda value: value >= 1), "model.guidance_scale"),
     "a fraction above 0 and at most 1": (

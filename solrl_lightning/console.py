@@ -10,10 +10,14 @@ from pathlib import Path
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
-from solrl_lightning.errors import CheckFailed, NonFiniteError, UserError, WriteError
+from solrl_lightning.errors import CheckFailed, NonFiniteError, ServerError, UserError, WriteError
 from solrl_lightning.run_folder import LAST
 
-EXPECTED = (UserError, NonFiniteError, WriteError, CheckFailed)  # errors that a user can act on
+EXPECTED = (UserError, NonFiniteError, WriteError, ServerError, CheckFailed)  # errors that a user can act on
+_CURES: dict[type[Exception], str] = {
+    WriteError: "Free space or make the folder writable",
+    ServerError: "Start or correct the server",
+}
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
@@ -42,13 +46,13 @@ def report_error(error: Exception, folder: Path | None = None) -> Exception:
     if found is None:
         raise error
     fix = ""
-    if isinstance(found, WriteError):
+    if type(found) in _CURES:
         again = "give the same command again"
         if folder is not None and (folder / LAST).is_file():
             again = f"continue the run with ckpt=last hydra.run.dir={folder}"
         elif folder is not None:
             again = f"remove {folder} and {again}"
-        fix = f" Free space or make the folder writable, then {again}."
+        fix = f" {_CURES[type(found)]}, then {again}."
     print(f"error: {found}{fix}", file=sys.stderr)
     return found
 

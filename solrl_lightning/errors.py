@@ -27,6 +27,10 @@ class WriteError(RuntimeError):
         return cls(f"{path} could not be written: {getattr(error, 'strerror', None) or error}.")
 
 
+class ServerError(RuntimeError):
+    """A server that does not answer, or not as agreed; the message names the server and the sample."""
+
+
 class CheckFailed(RuntimeError):
     """Faults found by a task that completed; its report lists them, the message counts them."""
 

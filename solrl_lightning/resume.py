@@ -24,7 +24,8 @@ OUTPUTS = Path("outputs")
 RESUMABLE_KEYS = (
     "iterations evaluation callbacks trainer logger hydra task ckpt family.compile compile_training precision.backend "
     "model.rollout_batch model.micro_batch model.decode_batch model.gradient_checkpointing model.pretrained "
-    "model.embeddings data.eval data.eval_prompts data.eval_images"
+    "model.embeddings data.eval data.eval_prompts data.eval_images reward.http.url reward.http.concurrency "
+    "reward.http.timeout reward.http.retries reward.http.backoff"
 ).split()
 
 

@@ -1,4 +1,5 @@
-"""External faults: full disks, kills at any time, damaged files, two runs in one folder, a hub that hangs.
+"""External faults: full disks, kills at any time, damaged files, two runs in one folder, a hub that hangs, a reward
+server that dies.
 
 After each of them old files are intact, there are no partial files, and one line names a fix.
 """
@@ -9,15 +10,18 @@ import os
 import random
 import resource
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
 import torch
 from forks import Forks
 from lightning.pytorch import Callback, LightningModule, Trainer
+from reward_servers import free_port, kill, start, started
 
 from solrl_lightning.errors import WriteError
 from solrl_lightning.files import WholeCheckpointIO, write_atomically, written_whole
@@ -250,3 +254,58 @@ def test_run_killed_at_random_time_resumes_to_same_result(
         line = the_line(done.output)
         assert "has no checkpoints/last.ckpt" in line
         assert "Remove run and give the command that started it again" in line
+
+
+# Reward servers
+
+
+class KillServer(Callback):
+    """Calls ``kill`` after the first iteration."""
+
+    kill: Callable[[], None]
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            type(self).kill()
+
+
+@pytest.mark.slow
+def test_run_survives_a_restart_of_its_reward_server_and_resumes_after_its_end(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/score"
+    fault = f"+callbacks.fault._target_={__name__}.KillServer"
+    http = ("reward=http", f"reward.http.url={url}", "reward.http.batch=3", "reward.http.backoff=0.02", fault)
+    server = start("example_server.py", port)
+
+    def restart() -> None:
+        nonlocal server
+        time.sleep(0.2)
+        server = start("example_server.py", port)
+
+    def kill_and_restart() -> None:
+        kill(server)
+        Thread(target=restart).start()
+
+    try:
+        for name, at_fault in {"straight": lambda: None, "restarted": kill_and_restart}.items():
+            monkeypatch.setattr(KillServer, "kill", at_fault, raising=False)
+            done = command(*SMALL, *http, f"hydra.run.dir={name}")
+            assert done.status == 0, done.err
+        assert_equal_to_the_bit(tmp_path / "restarted", tmp_path / "straight")
+
+        monkeypatch.setattr(KillServer, "kill", lambda: kill(server))
+        done = command(*SMALL, *http, "reward.http.retries=2", "hydra.run.dir=dead")
+    finally:
+        kill(server)
+    assert done.status == 1
+    line = the_line(done.err)
+    assert f"the reward server {url}, asked about the prompt 'a " in line and "does not answer: " in line
+    assert "Start or correct the server, then continue the run with ckpt=last hydra.run.dir=" in line
+    assert torch.load(tmp_path / "dead" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 1
+    monkeypatch.setattr(KillServer, "kill", lambda: None)
+    with started("example_server.py", free_port()) as moved:
+        done = command("ckpt=last", "hydra.run.dir=dead", f"reward.http.url={moved}")
+    assert done.status == 0, done.err
+    assert_equal_to_the_bit(tmp_path / "dead", tmp_path / "straight")

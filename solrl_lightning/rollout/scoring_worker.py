@@ -41,8 +41,11 @@ def background_worker(device: torch.device) -> Iterator[Submit]:
         ready = None if stream is None else torch.cuda.current_stream(device).record_event()
         return worker.submit(do, work, ready)
 
-    with ThreadPoolExecutor(max_workers=1) as worker:
+    worker = ThreadPoolExecutor(max_workers=1)
+    try:
         yield submit
+    finally:
+        worker.shutdown(cancel_futures=True)  # after an error: a reward server would be asked about every queued chunk
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """One stage of a rollout on the real classes: chunks, padding, prompts of candidates, and non-finite rewards."""
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -358,3 +359,22 @@ def test_gather_selects_texts_and_embeddings() -> None:
     texts, rows = EncodedPrompts(["a", "b", "c"], conditioning).gather(torch.tensor([2, 0, 2, 1]))
     assert texts == ["c", "a", "c", "b"]
     assert rows["x"].tolist() == [[4, 5], [0, 1], [4, 5], [2, 3]] and rows["y"].tolist() == [2, 0, 2, 1]
+
+
+def test_work_that_waits_behind_an_error_is_not_done() -> None:
+    done: list[int] = []
+    first = threading.Event()
+
+    def fail() -> Tensor:
+        first.wait()
+        raise RuntimeError("no answer")
+
+    def work(number: int) -> None:
+        time.sleep(0.05)
+        done.append(number)
+
+    with pytest.raises(RuntimeError, match="no answer"), background_worker(torch.device("cpu")) as submit:
+        futures = [submit(fail), *(submit(partial(work, number)) for number in range(3))]
+        first.set()
+        futures[0].result()
+    assert len(done) < 3 and futures[-1].cancelled()

@@ -1,0 +1,132 @@
+"""reward=http: a server scores the images. docs/rewards/http.md has the format of requests and answers.
+
+Shapes: B images.
+"""
+
+import base64
+import io
+import os
+from collections.abc import Sequence
+from multiprocessing.pool import ThreadPool
+from urllib.parse import urlsplit
+
+import torch
+from PIL import Image
+from torch import Tensor
+from urllib3 import PoolManager, Retry
+from urllib3.exceptions import HTTPError
+
+from solrl_lightning.errors import ServerError, UserError, sentence
+from solrl_lightning.rewards.base import Metadata, Reward, check_scores
+
+TOKEN = "SOLRL_REWARD_TOKEN"  # environment variable
+_RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
+_MAX_BACKOFF = 60  # seconds
+_SHOWN = 300  # characters of an answer in a message
+
+
+class HTTPReward(Reward):
+    """Posts batches of images to a server, several at the same time, and retries failed requests with back-off.
+
+    Args:
+        url: http or https address of the requests.
+        batch: images per request.
+        concurrency: requests at the same time.
+        timeout: seconds without an answer after which a request has failed.
+        retries: attempts after the first one.
+        backoff: seconds; retry n waits backoff * 2 ** (n - 1), at most 60, and the first one not at all.
+
+    Raises:
+        UserError: ``url`` is no address, or has a password; the token in the environment has other characters.
+    """
+
+    name = "http"
+
+    def __init__(
+        self,
+        url: str,
+        device: str | torch.device = "cpu",
+        batch: int = 8,
+        concurrency: int = 4,
+        timeout: float = 60.0,
+        retries: int = 8,
+        backoff: float = 1.0,
+    ) -> None:
+        super().__init__(device)
+        parts = urlsplit(str(url))
+        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
+            given = "<hidden>" if "@" in parts.netloc else url
+            raise UserError(
+                f"reward.http.url={given} is invalid: it must be an address without user and password. Set "
+                f"reward.http.url=http://<host>:<port>/score, and the server's token with export {TOKEN}=<token>."
+            )
+        self.url, self.batch, self.concurrency = url, batch, concurrency
+        token = read_token()
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        # A score has no side effects, so a POST may be repeated.
+        retry = Retry(
+            retries,
+            allowed_methods=None,
+            status_forcelist=_RETRIED,
+            raise_on_status=False,
+            backoff_factor=backoff,
+            backoff_max=_MAX_BACKOFF,
+        )
+        self._pool = PoolManager(maxsize=concurrency, retries=retry, timeout=timeout)
+
+    def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
+        """Scores, float32 [B], of the images rounded to 8 bits.
+
+        Raises:
+            ServerError: a request still fails after the retries, or has an invalid answer.
+            NonFiniteError: a score is null, NaN or infinite.
+        """
+        levels = (images.float() * 255).round().byte().permute(0, 2, 3, 1).cpu()
+
+        def ask(first: int) -> list[float]:
+            part = slice(first, first + self.batch)
+            return self._ask(levels[part], prompts[part], metadata[part])
+
+        with ThreadPool(self.concurrency) as threads:  # daemons, which Ctrl-C does not wait for
+            parts = threads.imap(ask, range(0, len(prompts), self.batch))
+            found = [score for part in parts for score in part]
+        scores = torch.tensor(found, dtype=torch.float32, device=images.device)
+        check_scores(f"{self.name} of {self.url}", scores, prompts)
+        return scores
+
+    def _ask(self, levels: Tensor, prompts: list[str], metadata: Sequence[Metadata]) -> list[float]:
+        """Scores of uint8 images [B, H, W, 3] by one request."""
+        images = [base64.b64encode(to_png(image)).decode() for image in levels]
+        body = {"images": images, "prompts": prompts, "metadata": [dict(row) for row in metadata]}
+        others = f" and {len(prompts) - 1} more" if len(prompts) > 1 else ""
+        asked = f"the reward server {self.url}, asked about the prompt {prompts[0]!r}{others},"
+        try:
+            answer = self._pool.request("POST", self.url, json=body, headers=self._headers, redirect=False)
+        except HTTPError as error:
+            raise ServerError(f"{asked} does not answer: {sentence(getattr(error, 'reason', error))}") from error
+        found = answer.data[:_SHOWN].decode(errors="replace")
+        if answer.status != 200:
+            raise ServerError(f"{asked} answered with status {answer.status}: {found}")
+        try:
+            scores = [float("nan" if score is None else score) for score in answer.json()["scores"]]
+        except (ValueError, TypeError, KeyError, OverflowError):
+            scores = []
+        if len(scores) != len(prompts):
+            rule = f'it must be {{"scores": [...]}} with {len(prompts)} numbers'
+            raise ServerError(f"{asked} gave an invalid answer: {rule}; got {found}")
+        return scores
+
+
+def to_png(levels: Tensor) -> bytes:
+    """A PNG file of a uint8 image [H, W, 3], compressed faster and less than by Pillow's default."""
+    file = io.BytesIO()
+    Image.fromarray(levels.numpy()).save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def read_token() -> str:
+    """The token in the environment, empty without one. Raises ``UserError`` if no HTTP header can hold it."""
+    token = os.environ.get(TOKEN, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise UserError(f"{TOKEN} is invalid: it must be printable ASCII. Set it with export {TOKEN}=<token>.")
+    return token

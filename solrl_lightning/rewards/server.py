@@ -1,0 +1,129 @@
+"""Server that scores batches of images in the format of docs/rewards/http.md.
+
+Imported by task=serve only, because fastapi and uvicorn are optional dependencies.
+
+Shapes: B images.
+"""
+
+import asyncio
+import hmac
+import io
+import signal
+import socket
+from contextlib import suppress
+from typing import Any
+
+import torch
+import uvicorn
+from fastapi import FastAPI, HTTPException, Request
+from PIL import Image
+from pydantic import Base64Bytes, BaseModel, ValidationError
+from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
+
+from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.rewards.base import Metadata, call_with_metadata
+from solrl_lightning.rewards.weighted import WeightedRewards
+
+_BYTES_PER_PIXEL = 4  # of a PNG file with three channels in base64, at most
+_TEXT_BYTES = 2**20  # of prompts and metadata, at most
+
+
+class Batch(BaseModel):
+    """A request."""
+
+    images: list[Base64Bytes]
+    prompts: list[str]
+    metadata: list[dict[str, Any]] | None = None
+
+
+def create_app(rewards: WeightedRewards, device: torch.device, token: str, max_images: int, max_pixels: int) -> FastAPI:
+    """The application: GET /health and POST /score, which requires ``token`` unless it is empty.
+
+    Requests are scored one after another. A request with another format, too many images or too large ones is refused,
+    and so is a prompt that a reward cannot score.
+    """
+    app = FastAPI(openapi_url=None)
+    turn = asyncio.Lock()
+    max_bytes = max_images * max_pixels * _BYTES_PER_PIXEL + _TEXT_BYTES
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok", "reward": rewards.name}
+
+    @app.post("/score")
+    async def score(request: Request) -> dict[str, list[float]]:
+        given = request.headers.get("authorization", "")
+        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+            raise HTTPException(401, "the token is missing or wrong")
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > max_bytes:
+                raise HTTPException(413, f"a request must have at most {max_bytes} bytes")
+        try:
+            images, batch = await asyncio.to_thread(decode, bytes(body), max_images, max_pixels)
+            async with turn:
+                scores = await asyncio.to_thread(score_batch, rewards, images.to(device), batch)
+        except (UserError, NonFiniteError) as error:
+            raise HTTPException(422, str(error)) from error
+        return {"scores": scores.tolist()}
+
+    return app
+
+
+def decode(body: bytes, max_images: int, max_pixels: int) -> tuple[Tensor, Batch]:
+    """Images [B, 3, H, W] in [0, 1] of a request, and the request. Raises ``UserError`` for an invalid one."""
+    try:
+        batch = Batch.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "the body"
+        raise UserError(f"{place} is invalid: {first['msg']}") from error
+    count = len(batch.images)
+    if not 1 <= count <= max_images:
+        raise UserError(f"a request must have 1 to {max_images} images; got {count}")
+    if len(batch.prompts) != count or (batch.metadata is not None and len(batch.metadata) != count):
+        raise UserError(f"prompts, and metadata if there are any, must be as many as the images, {count}")
+    images = [pixels(png, max_pixels) for png in batch.images]
+    if len({image.shape for image in images}) > 1:
+        raise UserError("the images of a request must be of one size")
+    return torch.stack(images).float() / 255, batch
+
+
+def pixels(png: bytes, max_pixels: int) -> Tensor:
+    """The uint8 image [3, H, W] of a PNG file. Raises ``UserError`` if it is damaged or has too many pixels."""
+    try:
+        with Image.open(io.BytesIO(png), formats=["PNG"]) as image:  # reads the header only
+            if image.width * image.height <= max_pixels:
+                return pil_to_tensor(image.convert("RGB"))
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UserError(f"an image must be a PNG file; one of {len(png)} bytes cannot be read") from error
+    raise UserError(f"an image must have at most {max_pixels} pixels; got {image.width} x {image.height}")
+
+
+def score_batch(rewards: WeightedRewards, images: Tensor, batch: Batch) -> Tensor:
+    """Weighted sums, float32 [B]; raises as ``Reward.__call__`` and ``Reward.check_prompts`` do."""
+    metadata: list[Metadata] = list(batch.metadata or [{} for _ in batch.prompts])
+    for reward in rewards.rewards.values():
+        call_with_metadata(reward.check_prompts, batch.prompts, metadata=metadata)
+    each = [reward(images, batch.prompts, metadata) for reward in rewards.rewards.values()]
+    return rewards.total(torch.stack(each, dim=-1))
+
+
+class Server(uvicorn.Server):
+    """Prints ``announcement`` when it listens."""
+
+    def __init__(self, app: FastAPI, announcement: str) -> None:
+        super().__init__(uvicorn.Config(app, log_config=None, log_level="warning", access_log=False))
+        self.announcement = announcement
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(self.announcement, flush=True)
+
+    def run_until_signal(self, listener: socket.socket) -> None:
+        """Answer requests until SIGINT or SIGTERM, which wait for the requests in work."""
+        signal.signal(signal.SIGTERM, signal.default_int_handler)  # uvicorn raises again the signal that ended it
+        with suppress(KeyboardInterrupt):
+            self.run(sockets=[listener])

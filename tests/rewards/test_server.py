@@ -1,0 +1,153 @@
+"""The server of task=serve, asked by reward=http over a socket."""
+
+import base64
+import json
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+import uvicorn
+from torch import Tensor
+from urllib3 import request
+
+from solrl_lightning.errors import ServerError, UserError
+from solrl_lightning.rewards.base import Metadata, Reward
+from solrl_lightning.rewards.http import TOKEN, HTTPReward, to_png
+from solrl_lightning.rewards.server import create_app
+from solrl_lightning.rewards.shapes import ShapesReward
+from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.shapes.world import eval_captions
+
+CPU = torch.device("cpu")
+Serving = Callable[..., AbstractContextManager[str]]
+
+
+class Count(Reward):
+    """The metadata's count; NaN for -1, and an exception for -2."""
+
+    name = "count"
+
+    def check_prompts(self, prompts: list[str], metadata: list[Metadata]) -> None:
+        if missing := [prompt for prompt, row in zip(prompts, metadata, strict=True) if "count" not in row]:
+            raise UserError(f"the prompt {missing[0]!r} has no count")
+
+    def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
+        counts = torch.tensor([float(row["count"]) for row in metadata])
+        if (counts == -2).any():
+            raise RuntimeError("out of order")
+        return torch.where(counts == -1, torch.nan, counts)
+
+
+@contextmanager
+def serving(rewards: WeightedRewards, token: str = "", **limits: int) -> Iterator[str]:
+    app = create_app(rewards, CPU, token, **({"max_images": 8, "max_pixels": 32 * 32} | limits))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, log_level="critical"))
+    config = server.config
+    config.load()
+    listener = config.bind_socket()
+    thread = Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+SHAPES, COUNT = ShapesReward(), Count()
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving(WeightedRewards({"shapes": SHAPES, "count": COUNT}, {"shapes": 0.5, "count": 2.0})) as address:
+        yield address
+
+
+def client(url: str, **options: Any) -> HTTPReward:
+    return HTTPReward(f"{url}/score", **({"retries": 0, "backoff": 0} | options))
+
+
+def eight_bit_images() -> Tensor:
+    return torch.randint(256, (11, 3, 32, 32), generator=torch.Generator().manual_seed(0)) / 255
+
+
+def test_scores_are_those_of_the_rewards_on_8_bit_images(url: str) -> None:
+    images, prompts = eight_bit_images(), eval_captions()[:11]
+    metadata: list[Metadata] = [{"count": number} for number in range(11)]
+    expected = 0.5 * SHAPES(images, prompts) + 2.0 * COUNT(images, prompts, metadata)
+    found = client(url, batch=4)(images, prompts, metadata)
+    assert torch.equal(found, expected) and found.unique().numel() == 11
+
+
+def test_health_names_the_reward(url: str) -> None:
+    answer = request("GET", f"{url}/health")
+    assert (answer.status, answer.json()) == (200, {"status": "ok", "reward": "weighted_sum"})
+
+
+@pytest.mark.parametrize(
+    ("options", "prompts", "rows", "message"),
+    [
+        ({"batch": 9}, eval_captions()[:9], {"count": 1}, "status 422: .*must have 1 to 8 images; got 9"),
+        ({}, ["a cat"], {"count": 1}, "status 422: .*a cat"),
+        ({}, eval_captions()[:1], {}, "status 422: .*has no count"),
+        ({}, eval_captions()[:1], {"count": -1}, "status 422: .*the reward count is nan for the prompt"),
+        ({}, eval_captions()[:1], {"count": -2}, "status 500"),
+    ],
+)
+def test_refusals_reach_the_run_with_their_reason(
+    url: str, options: dict[str, Any], prompts: list[str], rows: Metadata, message: str
+) -> None:
+    with pytest.raises(ServerError, match=message):
+        client(url, **options)(eight_bit_images()[: len(prompts)], prompts, [rows] * len(prompts))
+    assert request("GET", f"{url}/health").status == 200
+
+
+def test_image_with_too_many_pixels_is_refused_before_it_is_decoded(url: str) -> None:
+    with pytest.raises(ServerError, match="status 422: .*at most 1024 pixels; got 33 x 32"):
+        client(url)(torch.zeros(1, 3, 32, 33), eval_captions()[:1], [{"count": 1}])
+
+
+def encoded(*sides: int) -> list[str]:
+    images = [torch.zeros(side, side, 3, dtype=torch.uint8) for side in sides]
+    return [base64.b64encode(to_png(image)).decode() for image in images]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"hello", 422, "the body is invalid: Invalid JSON"),
+        (b'{"images": ["aaaa"]}', 422, "prompts is invalid: Field required"),
+        ({"images": "aaaa", "prompts": []}, 422, "images is invalid: Input should be a valid array"),
+        ({"images": [7], "prompts": ["a"]}, 422, "images.0 is invalid: Input should be"),
+        ({"images": ["aaaa"], "prompts": ["a"]}, 422, "an image must be a PNG file"),
+        ({"images": [encoded(32)[0][:60]], "prompts": ["a"]}, 422, "an image must be a PNG file"),
+        ({"images": encoded(8, 9), "prompts": ["a", "b"]}, 422, "images of a request must be of one size"),
+        ({"images": encoded(8), "prompts": ["a", "b"]}, 422, "must be as many as the images, 1"),
+        ({"images": encoded(8), "prompts": ["a"], "metadata": []}, 422, "must be as many as the images, 1"),
+        ({"images": [], "prompts": []}, 422, "1 to 8 images; got 0"),
+        (b" " * (8 * 32 * 32 * 4 + 2**20 + 1), 413, "a request must have at most 1081344 bytes"),
+    ],
+)
+def test_malformed_request_is_refused(url: str, body: Any, status: int, message: str) -> None:
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = request("POST", f"{url}/score", body=data, retries=False)
+    assert answer.status == status and message in answer.json()["detail"] and len(answer.data) < 300
+
+
+def test_token_is_required_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(WeightedRewards({"count": COUNT}, {"count": 1.0}), token="s3cret") as url:
+
+        def score() -> list[float]:
+            return client(url)(torch.zeros(1, 3, 8, 8), ["a"], [{"count": 3}]).tolist()
+
+        for wrong in ("", "s3cre", "s3cretx"):
+            monkeypatch.setenv(TOKEN, wrong)
+            with pytest.raises(ServerError, match="status 401: .*the token is missing or wrong"):
+                score()
+        monkeypatch.setenv(TOKEN, "s3cret")
+        assert score() == [3.0]
+        assert request("GET", f"{url}/health").status == 200
