@@ -1,6 +1,6 @@
 """Runs the commands of README, docs/ and conf/ at small sizes; those that need a download run up to it.
 
-Those of task=benchmark and task=doctor, which tests/tasks/ run, and the studies of docs/measurements.md are only checked.
+Those of task=benchmark and task=doctor, which tests/tasks/ run, and studies (docs/measurements.md) are only checked.
 """
 
 import re
