@@ -99,11 +99,12 @@ def test_float32_images_are_those_of_the_diffusers_pipeline(policy: PipelinePoli
     assert torch.equal(as_painted(policy, latents), paint(policy, theirs))
     assert torch.equal(as_painted(policy, latents), paint(policy, theirs, PROMPTS))  # embedded by itself
     expected = paint(policy, theirs, output_type="pt")
-    assert expected.std() > 0.1  # not a flat picture
+    assert expected.std() > 0.05  # not a flat picture
     # Our autoencoder gets the batch in parts and in another memory layout, so its sums have another order.
     torch.testing.assert_close(policy.decode(latents), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("architecture", ["flux1", "sd3", "sana"], indirect=True, scope="session")
 def test_previews_are_images_of_the_diffusers_pipeline_with_the_tiny_autoencoder(
     policy: PipelinePolicy, theirs: DiffusionPipeline, architecture: str, folder: str, tmp_path: Path
 ) -> None:
@@ -125,13 +126,15 @@ def test_bfloat16_latents_are_those_of_the_diffusers_pipeline_up_to_rounding(
 ) -> None:
     rounded = load_nano(architecture, folder)
     theirs.transformer.to(torch.bfloat16)
-    found, expected = sample(rounded), paint(rounded, theirs)
+    found, expected = as_painted(policy, sample(rounded)), paint(rounded, theirs)
     # FLUX.1's and SD3's pipelines also round their latents after each step; ours stay in float32. SANA's do not round
     # them, so on a CPU with BF16 units, where both run the same kernels, they are equal.
     assert relative_error(found, expected) < 2**-7
-    assert 0 < relative_error(found, sample(policy)) < 2**-5
+    assert 0 < relative_error(found, as_painted(policy, sample(policy))) < 2**-5
 
 
+# Qwen-Image's pipeline gives its scheduler noise levels, which that one does not take.
+@pytest.mark.parametrize("architecture", ["flux1", "flux2", "sana", "sd3"], indirect=True, scope="session")
 # numpy asks for an argument that torch's tensors do not take yet
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 def test_dpm2_latents_are_those_of_the_diffusers_pipeline_with_the_multistep_scheduler(
@@ -142,14 +145,14 @@ def test_dpm2_latents_are_those_of_the_diffusers_pipeline_with_the_multistep_sch
         prediction_type="flow_prediction",
         use_flow_sigmas=True,
         flow_shift=3.0,
-        use_dynamic_shifting=architecture == "flux1",
+        use_dynamic_shifting=architecture in ("flux1", "flux2"),
         time_shift_type="exponential",
     )
     expected = paint(policy, theirs, num_inference_steps=6)
     sigmas, timesteps = theirs.scheduler.sigmas, theirs.scheduler.timesteps
     told = {float(sigma): timestep / 1000 for sigma, timestep in zip(sigmas, timesteps, strict=False)}  # whole ones
     found = sample(policy, sigmas, "dpm2", level=lambda sigma: told[float(sigma)])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(as_painted(policy, found), expected, rtol=0, atol=1e-4)
     assert relative_error(found, sample(policy, sigmas, "euler")) > 1e-3
 
 
@@ -168,7 +171,7 @@ def test_plain_diffusers_loads_the_saved_lora_and_paints_the_merged_replicas_pic
     found, without = (policy.decode(sample(policy, transformer=module)) for module in (merged, None))
     theirs.load_lora_weights(tmp_path)
     torch.testing.assert_close(found, paint(policy, theirs, output_type="pt"), rtol=0, atol=1e-4)
-    assert (found - without).abs().max() > 0.05
+    assert (found - without).abs().max() > 0.02
 
 
 def test_gradients_are_the_same_with_checkpointing_and_without(architecture: str, folder: str) -> None:
@@ -244,10 +247,11 @@ def test_components_and_embeddings_have_the_dtypes_that_the_options_say(architec
         assert not any(parameter.requires_grad for parameter in module.parameters())
     assert len(modules) >= 3
     assert policy.decode(policy.noise(SEEDS)).isfinite().all()
+    masks = {"prompt_mask": torch.int64, "prompt_embeds_mask": torch.bool}
     for dtype in (torch.bfloat16, torch.float32):
         policy.transformer.to(dtype)
-        second = {"prompt_mask": torch.int64} if architecture == "sana" else {"pooled": dtype}
-        assert {n: v.dtype for n, v in policy.encode(PROMPTS[:1]).items()} == {"prompt_embeds": dtype} | second
+        found = {name: value.dtype for name, value in policy.encode(PROMPTS[:1]).items()}
+        assert "prompt_embeds" in found and found == {name: masks.get(name, dtype) for name in found}
 
 
 # Memory
@@ -294,7 +298,7 @@ def test_decoding_halves_its_batch_when_memory_runs_out_and_remembers(
 def test_an_image_that_does_not_fit_is_decoded_in_tiles_and_a_tile_that_does_not_is_an_error(
     policy: PipelinePolicy, limited: Callable[..., Limited], architecture: str
 ) -> None:
-    side = {"flux1": 8, "sd3": 8, "sana": 4}[architecture]  # of the latents
+    side = 4 if architecture == "sana" else 8  # of the latents
     tight, asked = limited(images=1, side=side // 2, decode_batch=2)
     latents = policy.noise(SEEDS)
     found, whole = tight.decode(latents), policy.decode(latents)
