@@ -28,6 +28,9 @@ class Flux2(PipelinePolicy):
         side = resolution // self.pixels_per_token
         self.latent_shape = (self.transformer.config.in_channels, side, side)
         self._image_ids = Flux2KleinPipeline._prepare_latent_ids(torch.empty(1, *self.latent_shape)).to(self.device)
+        self._text_ids = Flux2KleinPipeline._prepare_text_ids(torch.empty(1, self.max_sequence_length, 0)).to(
+            self.device
+        )
 
     @property
     def pixels_per_token(self) -> int:
@@ -57,9 +60,10 @@ class Flux2(PipelinePolicy):
         output = transformer(
             hidden_states=Flux2KleinPipeline._pack_latents(x.to(embeds.dtype)),
             encoder_hidden_states=embeds,
-            timestep=(1000 * sigma.to(self.device)).to(embeds.dtype).expand(len(x)) / 1000,  # rounded as by the pipeline
+            timestep=(1000 * sigma.to(self.device)).to(embeds.dtype).expand(len(x))
+            / 1000,  # rounded as by the pipeline
             img_ids=self._image_ids,
-            txt_ids=Flux2KleinPipeline._prepare_text_ids(embeds[:1]).to(self.device),
+            txt_ids=self._text_ids,
             return_dict=False,
         )
         return output[0].float().mT.unflatten(2, x.shape[2:])

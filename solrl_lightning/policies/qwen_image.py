@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import QwenImagePipeline
+from diffusers import AutoencoderTiny, QwenImagePipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.guidance import extrapolated, guided
 from solrl_lightning.policies.pipeline import PipelinePolicy
@@ -46,7 +47,9 @@ class QwenImage(PipelinePolicy):
         """
         conditioning = super().encode(prompts)
         embeds = conditioning["prompt_embeds"]
-        mask = conditioning.get("prompt_embeds_mask", torch.ones(embeds.shape[:2], dtype=torch.bool, device=self.device))
+        mask = conditioning.get(
+            "prompt_embeds_mask", torch.ones(embeds.shape[:2], dtype=torch.bool, device=self.device)
+        )
         missing = self.max_sequence_length - embeds.shape[1]
         return {"prompt_embeds": F.pad(embeds, (0, 0, 0, missing)), "prompt_embeds_mask": F.pad(mask, (0, missing))}
 
@@ -60,6 +63,8 @@ class QwenImage(PipelinePolicy):
 
     def sigmas(self, steps: int) -> Tensor:
         """Levels of the pipeline's scheduler: shifted by the number of image tokens, the last one before 0 is 0.02."""
+        if steps == 1:  # whose level the scheduler would divide by zero to stretch it
+            return torch.tensor([1.0, 0.0])
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         mu = calculate_shift(self.latent_shape[0], *(scheduler.config[name] for name in names))
@@ -90,9 +95,16 @@ class QwenImage(PipelinePolicy):
         """[B, C, 1, H / 8, W / 8] latents of a video of one frame."""
         frames = QwenImagePipeline._unpack_latents(x, self.resolution, self.resolution, self.pipeline.vae_scale_factor)
         mean, std = (
-            torch.tensor(vae.config[name], device=x.device).view(-1, 1, 1, 1) for name in ("latents_mean", "latents_std")
+            torch.tensor(vae.config[name], device=x.device).view(-1, 1, 1, 1)
+            for name in ("latents_mean", "latents_std")
         )
         return frames * std + mean
+
+    def _preview_decoder(self, pretrained: str) -> AutoencoderTiny:
+        raise UserError(
+            f"model.preview_decoder={pretrained} is invalid: an AutoencoderTiny of diffusers decodes pictures, and these "
+            "latents are those of a video of one frame. Set model.preview_decoder=null."
+        )
 
     def _tile(self) -> None:
         """Enables tiles of half the side that overlap by a quarter, in whole latents."""

@@ -70,7 +70,9 @@ def test_sampled_images_are_those_of_the_diffusers_pipeline_with_guidance(
         options |= dict(sigmas=policy.sigmas(STEPS)[:-1].tolist())
 
     # Without a negative prompt, Qwen-Image's pipeline has no guidance.
-    scale = dict(true_cfg_scale=SCALE, negative_prompt=[""] * 3) if model == "qwen_image" else dict(guidance_scale=SCALE)
+    scale = (
+        dict(true_cfg_scale=SCALE, negative_prompt=[""] * 3) if model == "qwen_image" else dict(guidance_scale=SCALE)
+    )
 
     def paint(kind: str) -> Tensor:
         noise = policy.noise(SEEDS)
