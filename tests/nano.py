@@ -33,9 +33,9 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
 from pretrain import MAX_WORDS, build_pipeline
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from torch.nn import functional as F
-from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     CLIPTextConfig,
     CLIPTextModelWithProjection,

@@ -22,7 +22,7 @@ from solrl_lightning.tasks.train import train
 
 Compose = Callable[..., DictConfig]
 
-# FLUX's double and single; SD3's last has no text stream; SANA's first has its tokens transposed; Qwen-Image has one kind.
+# FLUX has double and single; SD3's last has no text stream; SANA's first has its tokens transposed.
 KINDS_OF_BLOCKS = {"flux1": 2, "flux2": 2, "sd3": 2, "sana": 2, "qwen_image": 1}
 # One model has every family; the others those that explore, and the one whose compiled graphs their blocks decide.
 CASES = [

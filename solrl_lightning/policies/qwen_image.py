@@ -1,7 +1,7 @@
 """Qwen-Image.
 
-Latents are packed, [B, S, C] with S image tokens of C = 4 x latent channels, from the noise to the decoder, which is one
-of videos: it takes [B, C / 4, frames, H / 8, W / 8].
+Latents are packed, [B, S, C] with S image tokens of C = 4 x latent channels, from the noise to the decoder, which is
+one of videos: it takes [B, C / 4, frames, H / 8, W / 8].
 """
 
 import copy
@@ -102,8 +102,8 @@ class QwenImage(PipelinePolicy):
 
     def _preview_decoder(self, pretrained: str) -> AutoencoderTiny:
         raise UserError(
-            f"model.preview_decoder={pretrained} is invalid: an AutoencoderTiny of diffusers decodes pictures, and these "
-            "latents are those of a video of one frame. Set model.preview_decoder=null."
+            f"model.preview_decoder={pretrained} is invalid: an AutoencoderTiny of diffusers decodes pictures, and "
+            "these latents are those of a video of one frame. Set model.preview_decoder=null."
         )
 
     def _tile(self) -> None:

@@ -1,4 +1,4 @@
-"""What is Qwen-Image's own: prompts of different lengths, terminal of the levels, an autoencoder of videos, guidance."""
+"""What is Qwen-Image's own: prompts of different lengths, the terminal level, an autoencoder of videos, guidance."""
 
 import math
 from collections.abc import Callable
