@@ -128,7 +128,7 @@ def _usage(
         "",
         f"pipe = {pipeline}.from_pretrained({place}, dtype=torch.{dtype})",
         f'pipe.load_lora_weights("{name}", subfolder="lora_ema", weight_name="{_WEIGHTS}")',
-        f'image = pipe("a prompt"{options}).images[0]',
+        f'image = pipe(prompt="a prompt"{options}).images[0]',
     ]
     return "\n".join(
         [
