@@ -27,11 +27,8 @@ KINDS_OF_BLOCKS = {"flux1": 2, "flux2": 2, "sd3": 2, "sana": 2, "qwen_image": 1}
 # One model has every family; the others those that explore, and the one whose compiled graphs their blocks decide.
 CASES = [
     *(("flux1", family) for family in ("diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl", "prefix")),
-    *(
-        (model, family)
-        for model in ("sd3", "sana", "flux2", "qwen_image")
-        for family in ("compile", "sol_rl", "prefix")
-    ),
+    *((model, family) for model in ("sd3", "sana") for family in ("compile", "sol_rl", "prefix")),
+    *((model, family) for model in ("flux2", "qwen_image") for family in ("compile", "sol_rl")),
 ]
 SMALL = (
     "reward=shapes",

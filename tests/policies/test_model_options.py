@@ -120,6 +120,9 @@ def test_medium_is_large_with_another_transformer(compose: Compose) -> None:
     assert isinstance(large, dict) and isinstance(medium, dict)
     assert {key for key in large if large[key] != medium[key]} == {"pretrained", "needs", "policy"}
     assert medium["policy"] == large["policy"] | {"pretrained": "stabilityai/stable-diffusion-3.5-medium"}
+    small = OmegaConf.to_container(compose("model=sd3_medium_512").model)
+    differs = {key for key in medium if medium[key] != small[key]}  # type: ignore[index]
+    assert differs == {"resolution", "train_timestep_fraction", "micro_batch", "max_grad_norm", "policy"}
     shipped = find_architecture(medium["pretrained"], policy_class("sd3").pipeline_class)
     transformer = build_component(shipped.components["transformer"], "meta", torch.bfloat16)
     lora = LoraConfig(target_modules=medium["lora"]["target_modules"])
