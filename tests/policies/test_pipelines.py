@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import AutoencoderTiny, DiffusionPipeline, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from nano import (
+    ATTENTION,
     PROMPTS,
     load_nano,
     lora_config,
@@ -162,7 +163,8 @@ def test_plain_diffusers_loads_the_saved_lora_and_paints_the_merged_replicas_pic
     adapted = load_nano(architecture, folder)
     adapted.transformer.float()
     merged = replica.clone_sharing_weights(adapted.transformer)
-    config = lora_config(rank=4, alpha=12)
+    fused = ("to_qkv_mlp_proj",) if architecture == "flux2" else ()  # in its single blocks
+    config = lora_config(rank=4, alpha=12, targets=(*ATTENTION, *fused))
     layers = adapters.add_adapters(adapted.transformer, config, seed=0)
     state = random_state(adapters.adapter_state(layers, TRAINED), seed=6)
     replica.untie_weights(merged, layers)
