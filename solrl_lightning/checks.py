@@ -483,7 +483,7 @@ def check_needs(cfg: DictConfig) -> None:
 
 
 def _check_resolution(cfg: DictConfig) -> None:
-    """Does what ``PipelinePolicy`` does after loading, if the config files of the model are on this machine."""
+    """Does what ``PipelinePolicy`` does after loading, where the model's config files are here and say enough."""
     folder, side = config_folder(str(cfg.model.get("pretrained"))), cfg.model.get("resolution", 0)
     if folder is None:
         return
@@ -493,8 +493,9 @@ def _check_resolution(cfg: DictConfig) -> None:
     except (OSError, ValueError, TypeError, RecursionError):
         return  # loading reports missing and damaged files
     vae, transformer = configs
-    halvings = len(vae.get("block_out_channels", vae.get("encoder_block_out_channels", [0]))) - 1
-    packs = transformer.get("_class_name") == "FluxTransformer2DModel"  # its patch_size says 1
+    levels = ("block_out_channels", "encoder_block_out_channels", "dim_mult")  # by kind of autoencoder
+    halvings = next((len(vae[name]) for name in levels if name in vae), 1) - 1
+    packs = transformer.get("in_channels") == 4 * vae.get("latent_channels", 0)  # a token is a patch of 2 x 2 latents
     pixels = 2**halvings * (2 if packs else transformer.get("patch_size", 1))
     if side % pixels:
         raise _invalid("model.resolution", side, f"a multiple of {pixels}, the pixels of one image token of this model")

@@ -1,5 +1,6 @@
 """README.md of exported weights, in the format of the Hugging Face hub: what they are, and what was measured."""
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,16 +10,11 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from solrl_lightning import __version__
 from solrl_lightning.hub import is_path
+from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
 from solrl_lightning.report import measured, signed
 
 PICTURE = Path("images") / "base_and_trained.png"
 _WEIGHTS = "pytorch_lora_weights.safetensors"
-# Those that docs/models names; of other bases the card names the page only.
-_LICENCES = {
-    "black-forest-labs/FLUX.1-dev": "FLUX.1 [dev] Non-Commercial License",
-    "stabilityai/stable-diffusion-3.5-large": "Stability AI Community License",
-    "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers": "NSCL v2-custom",
-}
 
 
 def model_card(
@@ -65,10 +61,12 @@ def model_card(
 
 
 def _metadata(base: str, on_hub: bool) -> ModelCardData:
-    known = _LICENCES.get(base)
+    known = _licence_name(base) if on_hub else None
     licence: dict[str, Any] = {}
     if known is not None:
-        licence = {"license": "other", "license_name": _slug(known), "license_link": _page(base)}
+        is_spdx = " " not in known
+        own = {"license": "other", "license_name": _slug(known), "license_link": _page(base)}
+        licence = {"license": known.lower()} if is_spdx else own
     return ModelCardData(
         base_model=base if on_hub else None,
         library_name="diffusers",
@@ -86,10 +84,16 @@ def _page(base: str) -> str:
     return f"https://huggingface.co/{base}"
 
 
+def _licence_name(base: str) -> str | None:
+    """The licence of a hub id whose config files the package has; of other bases the card names the page only."""
+    index = ARCHITECTURES / base / INDEX
+    return json.loads(index.read_text())["_licence"] if index.is_file() else None
+
+
 def _licence(base: str, on_hub: bool) -> str:
     if not on_hub:
         return "That of the base model, of which these weights are a derivative."
-    known = _LICENCES.get(base)
+    known = _licence_name(base)
     named = f"{base} is under the {known}" if known else f"The licence of {base} is"
     return f"{named} ([its page]({_page(base)})). These weights are a derivative of it."
 
@@ -124,7 +128,7 @@ def _usage(
         "",
         f"pipe = {pipeline}.from_pretrained({place}, dtype=torch.{dtype})",
         f'pipe.load_lora_weights("{name}", subfolder="lora_ema", weight_name="{_WEIGHTS}")',
-        f'image = pipe("a prompt"{options}).images[0]',
+        f'image = pipe(prompt="a prompt"{options}).images[0]',
     ]
     return "\n".join(
         [

@@ -12,12 +12,18 @@ import torch
 from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
     AutoencoderTiny,
     DiffusionPipeline,
     DPMSolverMultistepScheduler,
     FlowMatchEulerDiscreteScheduler,
+    Flux2KleinPipeline,
+    Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImagePipeline,
+    QwenImageTransformer2DModel,
     SanaPipeline,
     SanaTransformer2DModel,
     SD3Transformer2DModel,
@@ -27,14 +33,26 @@ from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
 from pretrain import MAX_WORDS, build_pipeline
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import CLIPTextConfig, CLIPTextModelWithProjection, Gemma2Config, Gemma2Model, GemmaTokenizer
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModelWithProjection,
+    Gemma2Config,
+    Gemma2Model,
+    GemmaTokenizer,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2Tokenizer,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.policies.random_weights import init_random_weights
-from solrl_lightning.shapes.world import IMAGE_SIZE
+from solrl_lightning.shapes.world import COLOURS, IMAGE_SIZE, RELATIONS, SHAPES
 
 Policy = TypeVar("Policy", bound=PipelinePolicy)
 
@@ -158,10 +176,75 @@ def build_nano_sana(*, seed: int = 0) -> SanaPipeline:
     return SanaPipeline(tokenizer, text_encoder, vae, transformer, scheduler)
 
 
+def build_nano_flux2(*, seed: int = 0) -> Flux2KleinPipeline:
+    """FLUX.2 [klein] in float32: 27 layers of Qwen3, the last that the pipeline reads, and latents with statistics."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = _qwen_tokenizer()
+        text_encoder = Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=len(tokenizer),
+                hidden_size=WIDTH,
+                intermediate_size=WIDTH,
+                num_hidden_layers=27,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=WIDTH // 2,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+        )
+        transformer = Flux2Transformer2DModel(
+            in_channels=32,
+            num_layers=1,
+            num_single_layers=1,
+            num_attention_heads=2,
+            attention_head_dim=WIDTH // 2,
+            joint_attention_dim=3 * WIDTH,
+            axes_dims_rope=(4, 4, 4, 4),
+            guidance_embeds=False,
+        )
+        vae = AutoencoderKLFlux2(**_KL, latent_channels=8)
+        vae.bn.running_mean.uniform_(-0.5, 0.5)
+        vae.bn.running_var.uniform_(0.5, 2.0)
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    return Flux2KleinPipeline(scheduler, vae, text_encoder, tokenizer, transformer)
+
+
+def build_nano_qwen_image(*, seed: int = 0) -> QwenImagePipeline:
+    """Qwen-Image in float32: an autoencoder of videos, and the scheduler's shift and terminal as published."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = _qwen_tokenizer()
+        text = dict(vocab_size=len(tokenizer), hidden_size=TEXT_WIDTH, intermediate_size=TEXT_WIDTH)
+        text |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
+        text |= dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
+        text |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]})
+        vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=TEXT_WIDTH)
+        text_encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+        transformer = QwenImageTransformer2DModel(
+            in_channels=64,
+            out_channels=16,
+            num_layers=1,
+            num_attention_heads=2,
+            attention_head_dim=WIDTH // 2,
+            joint_attention_dim=TEXT_WIDTH,
+            axes_dims_rope=(4, 6, 6),
+        )
+        vae = AutoencoderKLQwenImage(
+            base_dim=8, z_dim=16, dim_mult=[1, 1, 1], num_res_blocks=1, temperal_downsample=[False, False]
+        )
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, base_image_seq_len=8, max_image_seq_len=64, max_shift=0.9, shift_terminal=0.02
+    )
+    return QwenImagePipeline(scheduler, vae, text_encoder, tokenizer, transformer)
+
+
 BUILDERS: dict[str, Callable[..., DiffusionPipeline]] = {
     "flux1": build_nano,
     "sd3": build_nano_sd3,
     "sana": build_nano_sana,
+    "flux2": build_nano_flux2,
+    "qwen_image": build_nano_qwen_image,
 }
 DTYPES = {"transformer": "bfloat16", "default": "float32"}
 NANO: dict[str, Any] = dict(resolution=IMAGE_SIZE, max_sequence_length=MAX_WORDS, decode_batch=2, dtypes=DTYPES)
@@ -243,19 +326,19 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     return float(F.mse_loss(found.double(), expected.double()).sqrt() / expected.double().square().mean().sqrt())
 
 
+_KL: dict[str, Any] = dict(
+    down_block_types=("DownEncoderBlock2D",) * 3,
+    up_block_types=("UpDecoderBlock2D",) * 3,
+    block_out_channels=(8, 8, 8),
+    layers_per_block=1,
+    norm_num_groups=4,
+    mid_block_add_attention=False,
+)
+
+
 def _autoencoder(**latents: Any) -> AutoencoderKL:
     """4-fold, with the published models' scale and shift of the latents."""
-    return AutoencoderKL(
-        down_block_types=("DownEncoderBlock2D",) * 3,
-        up_block_types=("UpDecoderBlock2D",) * 3,
-        block_out_channels=(8, 8, 8),
-        layers_per_block=1,
-        norm_num_groups=4,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        mid_block_add_attention=False,
-        **latents,
-    )
+    return AutoencoderKL(**_KL, use_quant_conv=False, use_post_quant_conv=False, **latents)
 
 
 def _clip(tokenizer: Any, width: int) -> CLIPTextModelWithProjection:
@@ -281,3 +364,23 @@ def _gemma_tokenizer() -> GemmaTokenizer:
     letters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
     vocabulary = {token: number for number, token in enumerate([*special, "▁", *letters])}
     return GemmaTokenizer(vocab=vocabulary, merges=[], model_max_length=MAX_WORDS, add_bos_token=True)
+
+
+def _qwen_tokenizer() -> Qwen2Tokenizer:
+    """Words of the captions and of the pipelines' templates; other text is spelled in bytes.
+
+    As with the published vocabulary, the template of Qwen-Image has 34 tokens before the prompt.
+    """
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {token: number for number, token in enumerate([*special, *sorted(ByteLevel.alphabet())])}
+    tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=[], model_max_length=1024)
+    template = "system user assistant Describe the image by detailing color shape size texture quantity text"
+    template += " spatial relationships of objects and background"
+    captions = ("a", "an", *COLOURS, *SHAPES, *" ".join(RELATIONS).split())
+    words = dict.fromkeys([*template.split(), *captions])
+    tokenizer.add_tokens([*special[1:], *(form for word in words for form in (f" {word}", word))])
+    tokenizer.chat_template = (
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    return tokenizer

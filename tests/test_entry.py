@@ -334,6 +334,8 @@ def refused(command: Command, *arguments: str) -> str:
         (["data.eval=nowhere.csv"], "the path nowhere.csv does not exist"),
         (["model=sana", "reward=shapes", "data=shapes", "model.resolution=1000"], "a multiple of 32"),
         (["model=flux1", "reward=shapes", "data=shapes", "model.resolution=500"], "a multiple of 16"),
+        (["model=flux2", "reward=shapes", "data=shapes", "model.resolution=500"], "a multiple of 16"),
+        (["model=qwen_image", "reward=shapes", "data=shapes", "model.resolution=500"], "a multiple of 16"),
         (["optimizer._target_=torch.optim.SGD"], "unexpected keyword argument 'betas'"),
         (["reward.shape.weight=2"], "Did you mean reward.shapes.weight?"),
         (["reward.shapes.weight=0"], "At least one reward needs a weight other than 0"),

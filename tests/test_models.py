@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, SanaPipeline
 from nano import BUILDERS, MAX_WORDS, PROMPTS, load_nano, lora_config, random_state, save_nano
 from omegaconf import DictConfig
 from safetensors.torch import load_file
@@ -22,11 +22,13 @@ from solrl_lightning.tasks.train import train
 
 Compose = Callable[..., DictConfig]
 
-KINDS_OF_BLOCKS = 2  # FLUX.1's double and single; SD3's last has no text stream; SANA's first has its tokens transposed
+# FLUX has double and single; SD3's last has no text stream; SANA's first has its tokens transposed.
+KINDS_OF_BLOCKS = {"flux1": 2, "flux2": 2, "sd3": 2, "sana": 2, "qwen_image": 1}
 # One model has every family; the others those that explore, and the one whose compiled graphs their blocks decide.
 CASES = [
     *(("flux1", family) for family in ("diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl", "prefix")),
     *((model, family) for model in ("sd3", "sana") for family in ("compile", "sol_rl", "prefix")),
+    *((model, family) for model in ("flux2", "qwen_image") for family in ("compile", "sol_rl")),
 ]
 SMALL = (
     "reward=shapes",
@@ -81,7 +83,7 @@ def test_a_model_trains_in_a_family(
     assert ("It is a control" in caplog.text) == (family == "naive_quant")
     assert [row["iteration"] for row in summary["evaluations"]] == [0, 1, 2]
     # One graph for each kind of block in rollouts and one in training, however often the weights are written anew.
-    assert graphs == (2 * KINDS_OF_BLOCKS if family == "compile" else 0)
+    assert graphs == (2 * KINDS_OF_BLOCKS[model] if family == "compile" else 0)
     assert (tmp_path / "checkpoints" / "last.ckpt").is_file()
     assert len(list((tmp_path / "embeddings").glob("*.safetensors"))) >= 2
     moved = load_file(tmp_path / "lora" / "pytorch_lora_weights.safetensors")
@@ -93,13 +95,14 @@ def test_a_model_trains_in_a_family(
 
 
 def picture(pipeline: Any) -> torch.Tensor:
-    """Latents after one step of plain diffusers."""
+    """Latents after two steps of plain diffusers."""
     generator = torch.Generator().manual_seed(0)
-    options: dict[str, Any] = dict(height=32, width=32, num_inference_steps=1, guidance_scale=1.0, output_type="latent")
+    options: dict[str, Any] = dict(height=32, width=32, num_inference_steps=2, output_type="latent")
+    options["true_cfg_scale" if isinstance(pipeline, QwenImagePipeline) else "guidance_scale"] = 1.0
     if isinstance(pipeline, SanaPipeline):
         options["use_resolution_binning"] = False  # to one of the real model's sizes
         pipeline.scheduler = FlowMatchEulerDiscreteScheduler()  # numpy warns about its own one
-    return pipeline(PROMPTS[0], generator=generator, max_sequence_length=MAX_WORDS, **options).images
+    return pipeline(prompt=PROMPTS[0], generator=generator, max_sequence_length=MAX_WORDS, **options).images
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
@@ -140,7 +143,7 @@ def test_compiled_training_has_two_graphs_per_kind_of_block_and_the_eager_gradie
             (velocity - old).square().mean().backward()
             samplers.update_old(0.5)
         gradients[compiled] = [p.grad for p in policy.transformer.parameters() if p.grad is not None]
-    assert graphs == 2 * KINDS_OF_BLOCKS
+    assert graphs == 2 * KINDS_OF_BLOCKS[model]
     scale = max(value.abs().max().item() for value in gradients[False])
     for eager, fused in zip(gradients[False], gradients[True], strict=True):
         torch.testing.assert_close(fused, eager, rtol=0.05, atol=0.02 * scale)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from solrl_lightning.policies.conditioning import Conditioning
 
 Velocity = Callable[[nn.Module, Tensor, Tensor, Conditioning], Tensor]  # transformer, x, sigma, conditioning -> v
+Combination = Callable[[Tensor, Tensor, float], Tensor]  # v_cond, v_uncond, scale -> v
 
 
 def forward_passes(scale: float) -> int:
@@ -18,8 +19,15 @@ def forward_passes(scale: float) -> int:
     return 1 if scale == 1 else 2
 
 
-def guided(velocity: Velocity, unconditional: Conditioning, scale: float) -> Velocity:
-    """Returns v_uncond + scale * (v_cond - v_uncond), v_uncond without gradient; ``velocity`` itself where scale is 1.
+def extrapolated(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    """v_uncond + scale * (v_cond - v_uncond)."""
+    return unconditional + scale * (conditional - unconditional)
+
+
+def guided(
+    velocity: Velocity, unconditional: Conditioning, scale: float, combined: Combination = extrapolated
+) -> Velocity:
+    """Returns the ``combined`` velocity, with v_uncond without gradient; ``velocity`` itself where scale is 1.
 
     It takes two forward passes of B and not one of 2 B, which would be the same arithmetic: the shape is the one that a
     compiled transformer has, the memory does not double, and autograd saves nothing of v_uncond.
@@ -27,6 +35,7 @@ def guided(velocity: Velocity, unconditional: Conditioning, scale: float) -> Vel
     Args:
         velocity: of a policy.
         unconditional: its embedding of the empty or negative prompt, each [1, ...].
+        combined: how the velocities of prompt and empty prompt are combined.
     """
     if scale == 1:
         return velocity
@@ -35,6 +44,6 @@ def guided(velocity: Velocity, unconditional: Conditioning, scale: float) -> Vel
         rows = {name: value.expand(len(x), *value.shape[1:]) for name, value in unconditional.items()}
         with torch.no_grad():
             without = velocity(transformer, x, sigma, rows)
-        return without + scale * (velocity(transformer, x, sigma, conditioning) - without)
+        return combined(velocity(transformer, x, sigma, conditioning), without, scale)
 
     return guided_velocity

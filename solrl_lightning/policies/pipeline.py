@@ -108,7 +108,9 @@ class PipelinePolicy(ABC):
             if not bf16.has_fast_bf16_attention():
                 bf16.use_fp32_attention(self.transformer)
         self.transformer.to(self.device)
-        self.pipeline.vae.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
+        vae = self.pipeline.vae.requires_grad_(False)
+        of_videos = any(parameter.ndim == 5 for parameter in vae.parameters())  # PyTorch refuses channels_last for them
+        vae.to(self.device, memory_format=torch.contiguous_format if of_videos else torch.channels_last)
         self._check_resolution()
         side = resolution // self.pipeline.vae_scale_factor
         self.latent_shape = (self.transformer.config.in_channels, side, side)

@@ -149,7 +149,7 @@ def test_attention_in_float32_is_exact_attention_rounded_once_with_its_gradients
     assert torch.equal(by_name, found)
 
 
-@pytest.mark.parametrize("architecture", ["flux1", "sd3", "sana"])
+@pytest.mark.parametrize("architecture", ["flux1", "sd3", "sana", "flux2", "qwen_image"])
 def test_every_attention_of_a_transformer_runs_in_float32(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -56,7 +56,7 @@ def test_scale_1_takes_one_forward_pass() -> None:
     assert guided(times_embedding, {"embeds": torch.zeros(1, 6)}, 1.0) is times_embedding
 
 
-@pytest.mark.parametrize("model", ["sd3", "sana"])
+@pytest.mark.parametrize("model", ["sd3", "sana", "flux2", "qwen_image"])
 def test_sampled_images_are_those_of_the_diffusers_pipeline_with_guidance(
     folder_of: Callable[[str], str], model: str
 ) -> None:
@@ -69,15 +69,21 @@ def test_sampled_images_are_those_of_the_diffusers_pipeline_with_guidance(
         options |= dict(use_resolution_binning=False, complex_human_instruction=None)
         options |= dict(sigmas=policy.sigmas(STEPS)[:-1].tolist())
 
+    # Without a negative prompt, Qwen-Image's pipeline has no guidance.
+    scale = (
+        dict(true_cfg_scale=SCALE, negative_prompt=[""] * 3) if model == "qwen_image" else dict(guidance_scale=SCALE)
+    )
+
     def paint(kind: str) -> Tensor:
         noise = policy.noise(SEEDS)
-        return theirs(PROMPTS, guidance_scale=SCALE, latents=noise, output_type=kind, **options).images
+        return theirs(prompt=PROMPTS, latents=noise, output_type=kind, **scale, **options).images
 
     spec, prompts = SamplingSpec(policy.sigmas(STEPS), "euler"), EncodedPrompts(PROMPTS, policy.encode(PROMPTS))
     batch = BatchSize(2, pad_to_size=False)
     chunks = list(iter_sampled_chunks(policy, policy.transformer, batch, prompts, SEEDS[:, None], spec))
     latents = torch.cat([chunk.state.x for chunk in chunks])
-    torch.testing.assert_close(latents, paint("latent"), rtol=0, atol=1e-4)
+    painted = policy.unscale_latents(latents, policy.pipeline.vae) if model == "flux2" else latents
+    torch.testing.assert_close(painted, paint("latent"), rtol=0, atol=1e-4)
     torch.testing.assert_close(policy.decode(latents), paint("pt"), rtol=0, atol=1e-4)
     policy.guidance_scale = 1.0
     (chunk, _) = iter_sampled_chunks(policy, policy.transformer, batch, prompts, SEEDS[:, None], spec)

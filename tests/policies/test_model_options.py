@@ -32,13 +32,23 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         resolution=1024, max_sequence_length=300, flow_shift=1.0, solver="euler", preview_steps=6, full_steps=10,
         eval_steps=40, train_timestep_fraction=0.6, micro_batch=16, max_grad_norm=1.0,
     ),
+    "flux2": dict(  # nothing is published for these: as FLUX.1
+        resolution=512, max_sequence_length=512, solver="dpm2", preview_steps=6, full_steps=10,
+        eval_steps=28, train_timestep_fraction=0.4, micro_batch=12, max_grad_norm=1.0,
+    ),
+    "qwen_image": dict(
+        resolution=512, max_sequence_length=128, solver="dpm2", preview_steps=6, full_steps=10,
+        eval_steps=28, train_timestep_fraction=0.4, micro_batch=4, max_grad_norm=1.0,
+    ),
 }  # fmt: skip
 COMMON = dict(learning_rate=3e-4, kl_weight=1e-4, rollout_batch=24, prompts_per_iteration=48, evaluation_every=20)
-LORA_LAYERS = {"flux1": 19 * 4 + 38 * 3, "sd3": 38 * 8 - 1, "sana": 20 * 8}
-QUANTISED = {"flux1": 0.72, "sd3": 0.66, "sana": 0.97}  # of the linear weights
+LORA_LAYERS = {"flux1": 19 * 4 + 38 * 3, "sd3": 38 * 8 - 1, "sana": 20 * 8, "flux2": 5 * 4 + 20, "qwen_image": 60 * 4}
+QUANTISED = {"flux1": 0.72, "sd3": 0.66, "sana": 0.97, "flux2": 0.95, "qwen_image": 0.67}  # of the linear weights
 KEPT = {  # what the rule must not touch
     "flux1": {"x_embedder", "context_embedder", "norm_out.linear", "proj_out", "transformer_blocks.0.norm1.linear"},
     "sd3": {"context_embedder", "norm_out.linear", "proj_out", "transformer_blocks.0.norm1_context.linear"},
+    "flux2": {"x_embedder", "context_embedder", "norm_out.linear", "proj_out", "single_stream_modulation.linear"},
+    "qwen_image": {"img_in", "txt_in", "norm_out.linear", "proj_out", "transformer_blocks.0.img_mod.1"},
     "sana": {"proj_out", "time_embed.linear", "caption_projection.linear_1", "patch_embed.proj"},
 }
 
@@ -76,7 +86,8 @@ def test_the_shadow_covers_attention_and_mlp_of_every_block(
     quantized = {p.name for p in plans if p.quantized}
     share = sum(weights[name] for name in quantized) / sum(weights.values())
     assert share == pytest.approx(QUANTISED[architecture], abs=0.01)
-    in_blocks = {name for name in weights if "blocks." in name and ".norm" not in name}
+    modulations = (".norm", "_mod.")
+    in_blocks = {name for name in weights if "blocks." in name and not any(part in name for part in modulations)}
     assert quantized == in_blocks  # and so no embedder, no modulation, no output projection
     assert KEPT[architecture] <= weights.keys() - quantized
     assert all(p.reason != "not included by the rule" for p in plans)
@@ -109,6 +120,9 @@ def test_medium_is_large_with_another_transformer(compose: Compose) -> None:
     assert isinstance(large, dict) and isinstance(medium, dict)
     assert {key for key in large if large[key] != medium[key]} == {"pretrained", "needs", "policy"}
     assert medium["policy"] == large["policy"] | {"pretrained": "stabilityai/stable-diffusion-3.5-medium"}
+    small = OmegaConf.to_container(compose("model=sd3_medium_512").model)
+    differs = {key for key in medium if medium[key] != small[key]}  # type: ignore[index]
+    assert differs == {"resolution", "train_timestep_fraction", "micro_batch", "max_grad_norm", "policy"}
     shipped = find_architecture(medium["pretrained"], policy_class("sd3").pipeline_class)
     transformer = build_component(shipped.components["transformer"], "meta", torch.bfloat16)
     lora = LoraConfig(target_modules=medium["lora"]["target_modules"])

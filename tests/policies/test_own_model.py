@@ -1,61 +1,103 @@
-"""A model of a user's own is two files: a policy and its configuration."""
+"""A model of a user's own is two files: a policy and its configuration. The package has no list of models."""
 
+import ast
 import json
-import sys
 from collections.abc import Callable
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
+
+# Unlike those of the class that it extends, its latents are 5-D in a batch and its prompts have lengths of their own.
 POLICY = """
 from solrl_lightning.policies.sd3 import SD3
 
 
-class Mirrored(SD3):
-    decoded = 0
+class OneFrame(SD3):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        channels, *sides = self.latent_shape
+        self.latent_shape = (channels, 1, *sides)
+
+    def encode_uncached(self, prompts):
+        whole = super().encode_uncached(prompts)
+        lengths = [3 + len(prompt) % 5 for prompt in prompts]
+        rows = zip(whole["prompt_embeds"], lengths)
+        return whole | {"prompt_embeds": [row[:length] for row, length in rows]}
+
+    def velocity(self, transformer, x, sigma, conditioning):
+        assert x.ndim == 5
+        return super().velocity(transformer, x.squeeze(2), sigma, conditioning).unsqueeze(2)
 
     def decode_latents(self, x, vae):
-        Mirrored.decoded += len(x)
-        return super().decode_latents(x, vae).flip(-1)
+        return super().decode_latents(x.squeeze(2), vae)
 """
 CONFIG = """
-# Mirrored pictures.
+# Videos of one frame.
 defaults: [sd3, _self_]
 pretrained: {folder}
 resolution: 32
 max_sequence_length: 10
-embeddings: null
+embeddings: embeddings
 policy:
-  _target_: mirrored_policy.Mirrored
+  _target_: one_frame_policy.OneFrame
 """
 SMALL = (
+    "--config-dir",
+    "mine",
     "reward=shapes",
     "data=shapes",
     "trainer=cpu",
     "~logger",
-    "iterations=1",
-    "prompts_per_iteration=1",
+    "prompts_per_iteration=2",
     "family.pool=4",
     "family.keep=2",
     "model.full_steps=2",
     "model.preview_steps=2",
     "model.eval_steps=2",
     "data.eval_prompts=2",
-    "callbacks.sample_grid.every=0",
+    "callbacks.rank_correlation.probe_every=0",
 )
 
 
-def test_a_model_in_two_files_is_trained(
+def test_a_model_in_two_files_is_trained_evaluated_and_planned(
     command: Callable[..., Any], folder_of: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "mirrored_policy.py").write_text(POLICY)
+    (tmp_path / "one_frame_policy.py").write_text(POLICY)
     (tmp_path / "mine" / "model").mkdir(parents=True)
-    (tmp_path / "mine" / "model" / "mirrored.yaml").write_text(CONFIG.format(folder=folder_of("sd3")))
+    (tmp_path / "mine" / "model" / "one_frame.yaml").write_text(CONFIG.format(folder=folder_of("sd3")))
     monkeypatch.syspath_prepend(str(tmp_path))
-    ended = command("--config-dir", "mine", "model=mirrored", *SMALL, "hydra.run.dir=run")
-    assert ended.status == 0, ended.err
+    trained = command(*SMALL, "model=one_frame", "iterations=1", "callbacks.sample_grid.every=0", "hydra.run.dir=run")
+    assert trained.status == 0, trained.err
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["iterations"] == 1
-    assert sys.modules["mirrored_policy"].Mirrored.decoded > 0
     assert (tmp_path / "run" / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    checkpoint = "ckpt=run/checkpoints/last.ckpt"
+    evaluated = command(*SMALL, "task=evaluate", "model=one_frame", checkpoint, "hydra.run.dir=evaluated")
+    assert evaluated.status == 0, evaluated.err
+    planned = command(*SMALL, "task=plan", "model=one_frame", "hydra.run.dir=planned")
+    assert planned.status == 0, planned.err
+    assert json.loads((tmp_path / "planned" / "plan.json").read_text())["latents"] == [16, 1, 8, 8]
+
+
+def test_the_package_names_no_model_outside_its_two_files() -> None:
+    models = {file.name.removesuffix(".yaml") for file in (files("solrl_lightning.conf") / "model").iterdir()} - {
+        "tiny"
+    }
+    names, indices = set(models), [json.loads(index.read_text()) for index in ARCHITECTURES.rglob(INDEX)]
+    for index in indices:
+        names |= {index["_class_name"], index["transformer"][1], index["vae"][1]}
+    names |= {str(index.parent.relative_to(ARCHITECTURES)) for index in ARCHITECTURES.rglob(INDEX)}
+    assert {"sd3", "FluxPipeline", "AutoencoderDC", "Qwen/Qwen-Image"} <= names
+    package = Path(str(files("solrl_lightning")))
+    for file in package.rglob("*.py"):
+        if file.parent.name == "policies" and any(file.stem.startswith(model) for model in models):
+            continue
+        nodes = list(ast.walk(ast.parse(file.read_text())))
+        found = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        found |= {node.id for node in nodes if isinstance(node, ast.Name)}
+        found |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        assert not found & names, file

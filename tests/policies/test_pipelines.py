@@ -9,6 +9,7 @@ import pytest
 import torch
 from diffusers import AutoencoderTiny, DiffusionPipeline, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from nano import (
+    ATTENTION,
     PROMPTS,
     load_nano,
     lora_config,
@@ -21,7 +22,9 @@ from torch import Tensor, nn
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters, replica
 from solrl_lightning.policies.adapters import TRAINED
+from solrl_lightning.policies.flux2 import Flux2
 from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.qwen_image import QwenImage
 from solrl_lightning.policies.sana import Sana
 from solrl_lightning.sampling import integrate
 
@@ -75,27 +78,34 @@ def paint(
         if isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
             options |= {"sigmas": policy.sigmas(STEPS)[:-1].tolist()}
     options = {"output_type": "latent", "num_inference_steps": STEPS} | options
+    scale = "true_cfg_scale" if isinstance(policy, QwenImage) else "guidance_scale"
     return pipeline(
-        texts,
+        prompt=texts,
         height=32,
         width=32,
         latents=policy.noise(SEEDS),
-        guidance_scale=1.0,
         max_sequence_length=policy.max_sequence_length,
+        **{scale: 1.0},
         **options,
     ).images
 
 
+def as_painted(policy: PipelinePolicy, latents: Tensor) -> Tensor:
+    """Our latents as the pipeline returns them: FLUX.2's are unscaled already."""
+    return policy.unscale_latents(latents, policy.pipeline.vae) if isinstance(policy, Flux2) else latents
+
+
 def test_float32_images_are_those_of_the_diffusers_pipeline(policy: PipelinePolicy, theirs: DiffusionPipeline) -> None:
     latents = sample(policy)
-    assert torch.equal(latents, paint(policy, theirs))
-    assert torch.equal(latents, paint(policy, theirs, PROMPTS))  # embedded by itself
+    assert torch.equal(as_painted(policy, latents), paint(policy, theirs))
+    assert torch.equal(as_painted(policy, latents), paint(policy, theirs, PROMPTS))  # embedded by itself
     expected = paint(policy, theirs, output_type="pt")
-    assert expected.std() > 0.1  # not a flat picture
+    assert expected.std() > 0.05  # not a flat picture
     # Our autoencoder gets the batch in parts and in another memory layout, so its sums have another order.
     torch.testing.assert_close(policy.decode(latents), expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("architecture", ["flux1", "sd3", "sana"], indirect=True, scope="session")
 def test_previews_are_images_of_the_diffusers_pipeline_with_the_tiny_autoencoder(
     policy: PipelinePolicy, theirs: DiffusionPipeline, architecture: str, folder: str, tmp_path: Path
 ) -> None:
@@ -117,13 +127,15 @@ def test_bfloat16_latents_are_those_of_the_diffusers_pipeline_up_to_rounding(
 ) -> None:
     rounded = load_nano(architecture, folder)
     theirs.transformer.to(torch.bfloat16)
-    found, expected = sample(rounded), paint(rounded, theirs)
+    found, expected = as_painted(policy, sample(rounded)), paint(rounded, theirs)
     # FLUX.1's and SD3's pipelines also round their latents after each step; ours stay in float32. SANA's do not round
     # them, so on a CPU with BF16 units, where both run the same kernels, they are equal.
     assert relative_error(found, expected) < 2**-7
-    assert 0 < relative_error(found, sample(policy)) < 2**-5
+    assert 0 < relative_error(found, as_painted(policy, sample(policy))) < 2**-5
 
 
+# Qwen-Image's pipeline gives its scheduler noise levels, which that one does not take.
+@pytest.mark.parametrize("architecture", ["flux1", "flux2", "sana", "sd3"], indirect=True, scope="session")
 # numpy asks for an argument that torch's tensors do not take yet
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 def test_dpm2_latents_are_those_of_the_diffusers_pipeline_with_the_multistep_scheduler(
@@ -134,14 +146,14 @@ def test_dpm2_latents_are_those_of_the_diffusers_pipeline_with_the_multistep_sch
         prediction_type="flow_prediction",
         use_flow_sigmas=True,
         flow_shift=3.0,
-        use_dynamic_shifting=architecture == "flux1",
+        use_dynamic_shifting=architecture in ("flux1", "flux2"),
         time_shift_type="exponential",
     )
     expected = paint(policy, theirs, num_inference_steps=6)
     sigmas, timesteps = theirs.scheduler.sigmas, theirs.scheduler.timesteps
     told = {float(sigma): timestep / 1000 for sigma, timestep in zip(sigmas, timesteps, strict=False)}  # whole ones
     found = sample(policy, sigmas, "dpm2", level=lambda sigma: told[float(sigma)])
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(as_painted(policy, found), expected, rtol=0, atol=1e-4)
     assert relative_error(found, sample(policy, sigmas, "euler")) > 1e-3
 
 
@@ -151,7 +163,8 @@ def test_plain_diffusers_loads_the_saved_lora_and_paints_the_merged_replicas_pic
     adapted = load_nano(architecture, folder)
     adapted.transformer.float()
     merged = replica.clone_sharing_weights(adapted.transformer)
-    config = lora_config(rank=4, alpha=12)
+    fused = ("to_qkv_mlp_proj",) if architecture == "flux2" else ()  # in its single blocks
+    config = lora_config(rank=4, alpha=12, targets=(*ATTENTION, *fused))
     layers = adapters.add_adapters(adapted.transformer, config, seed=0)
     state = random_state(adapters.adapter_state(layers, TRAINED), seed=6)
     replica.untie_weights(merged, layers)
@@ -160,7 +173,7 @@ def test_plain_diffusers_loads_the_saved_lora_and_paints_the_merged_replicas_pic
     found, without = (policy.decode(sample(policy, transformer=module)) for module in (merged, None))
     theirs.load_lora_weights(tmp_path)
     torch.testing.assert_close(found, paint(policy, theirs, output_type="pt"), rtol=0, atol=1e-4)
-    assert (found - without).abs().max() > 0.05
+    assert (found - without).abs().max() > 0.02
 
 
 def test_gradients_are_the_same_with_checkpointing_and_without(architecture: str, folder: str) -> None:
@@ -173,7 +186,7 @@ def test_gradients_are_the_same_with_checkpointing_and_without(architecture: str
         calls = [counted(block) for block in blocks]
         velocity = policy.velocity(policy.transformer, policy.noise(SEEDS), torch.tensor(0.5), policy.encode(PROMPTS))
         velocity.square().mean().backward()
-        every = {False: len(calls) + 1, True: 1, "selective": 2}[checkpointing]
+        every = {False: 3, True: 1, "selective": 2}[checkpointing]
         assert [len(called) for called in calls] == [1 + (n % every == 0 and every <= 2) for n in range(len(calls))]
         gradients[checkpointing] = {
             name: parameter.grad for name, parameter in policy.transformer.named_parameters() if parameter.requires_grad
@@ -236,10 +249,11 @@ def test_components_and_embeddings_have_the_dtypes_that_the_options_say(architec
         assert not any(parameter.requires_grad for parameter in module.parameters())
     assert len(modules) >= 3
     assert policy.decode(policy.noise(SEEDS)).isfinite().all()
+    masks = {"prompt_mask": torch.int64, "prompt_embeds_mask": torch.bool}
     for dtype in (torch.bfloat16, torch.float32):
         policy.transformer.to(dtype)
-        second = {"prompt_mask": torch.int64} if architecture == "sana" else {"pooled": dtype}
-        assert {n: v.dtype for n, v in policy.encode(PROMPTS[:1]).items()} == {"prompt_embeds": dtype} | second
+        found = {name: value.dtype for name, value in policy.encode(PROMPTS[:1]).items()}
+        assert "prompt_embeds" in found and found == {name: masks.get(name, dtype) for name in found}
 
 
 # Memory
@@ -286,7 +300,7 @@ def test_decoding_halves_its_batch_when_memory_runs_out_and_remembers(
 def test_an_image_that_does_not_fit_is_decoded_in_tiles_and_a_tile_that_does_not_is_an_error(
     policy: PipelinePolicy, limited: Callable[..., Limited], architecture: str
 ) -> None:
-    side = {"flux1": 8, "sd3": 8, "sana": 4}[architecture]  # of the latents
+    side = 4 if architecture == "sana" else 8  # of the latents
     tight, asked = limited(images=1, side=side // 2, decode_batch=2)
     latents = policy.noise(SEEDS)
     found, whole = tight.decode(latents), policy.decode(latents)

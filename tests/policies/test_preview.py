@@ -10,7 +10,7 @@ import torch
 from diffusers import AutoencoderTiny
 from fake_hub import REPOSITORY, FakeHub, serving
 from hydra.utils import instantiate
-from nano import load_nano, save_preview_decoder
+from nano import BUILDERS, load_nano, save_preview_decoder
 from omegaconf import DictConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -170,5 +170,5 @@ def test_the_option_reaches_the_policy_where_a_model_has_it(
     options |= {"model.resolution": 32, "model.max_sequence_length": 10, "model.embeddings": "null"}
     cfg = compose("model=flux1", *(f"{key}={value}" for key, value in options.items()))
     assert instantiate(cfg.model.policy, device="cpu").preview_decoder is not None
-    has_it = {name for name in ("flux1", "sd3", "sana", "tiny") if "preview_decoder" in compose(f"model={name}").model}
+    has_it = {name for name in (*BUILDERS, "tiny") if "preview_decoder" in compose(f"model={name}").model}
     assert has_it == {"flux1", "sd3", "tiny"}

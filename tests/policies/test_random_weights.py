@@ -18,20 +18,24 @@ from solrl_lightning.policies.architectures import (
 )
 from solrl_lightning.policies.config_files import ARCHITECTURES
 from solrl_lightning.policies.flux1 import Flux1
+from solrl_lightning.policies.flux2 import Flux2
 from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.qwen_image import QwenImage
 from solrl_lightning.policies.random_weights import random_component
 from solrl_lightning.policies.sana import Sana
 from solrl_lightning.policies.sd3 import SD3
 from solrl_lightning.sampling import integrate
 from tests.nano import PROMPTS, load_policy
 
-FLUX1, SD3_LARGE, SD3_MEDIUM, SANA = (
+FLUX1, SD3_LARGE, SD3_MEDIUM, SANA, FLUX2, QWEN_IMAGE = (
     read_architecture(ARCHITECTURES / name)._replace(name=name)
     for name in (
         "black-forest-labs/FLUX.1-dev",
         "stabilityai/stable-diffusion-3.5-large",
         "stabilityai/stable-diffusion-3.5-medium",
         "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers",
+        "black-forest-labs/FLUX.2-klein-base-4B",
+        "Qwen/Qwen-Image",
     )
 )
 # Parameters as the model cards and the weight files have them, in millions.
@@ -49,6 +53,12 @@ PUBLISHED = [
     (SANA, "transformer", 1604.5),
     (SANA, "vae", 312.3),
     (SANA, "text_encoder", 2614.3),
+    (FLUX2, "transformer", 3875.5),
+    (FLUX2, "vae", 84.0),
+    (FLUX2, "text_encoder", 4022.5),
+    (QWEN_IMAGE, "transformer", 20430.4),
+    (QWEN_IMAGE, "vae", 126.9),
+    (QWEN_IMAGE, "text_encoder", 8292.2),
 ]
 DTYPES = {"transformer": "bfloat16", "default": "float32"}
 KL = dict(down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2) | dict(
@@ -74,6 +84,18 @@ SMALL: dict[type[PipelinePolicy], tuple[Architecture, dict[str, Any], dict[str, 
         HEADS | SANA_HEADS | dict(num_layers=2, caption_channels=24, in_channels=8, out_channels=8),
         DC,
         {"flow_shift": 1.0},
+    ),
+    Flux2: (
+        FLUX2,
+        HEADS | dict(joint_attention_dim=24, num_layers=1, num_single_layers=1, axes_dims_rope=[4, 4, 4, 4]),
+        KL,
+        {},
+    ),
+    QwenImage: (
+        QWEN_IMAGE,
+        HEADS | dict(joint_attention_dim=24, num_layers=1, axes_dims_rope=[4, 6, 6]),
+        dict(base_dim=8, dim_mult=[1, 1], num_res_blocks=1, temperal_downsample=[False]),
+        {},
     ),
 }
 
@@ -114,11 +136,13 @@ def test_a_shipped_architecture_has_the_published_number_of_parameters(
 
 
 def test_the_shipped_schedulers_are_those_of_the_checkpoints() -> None:
-    shipped = (FLUX1, SD3_LARGE, SANA)
-    flux1, sd3, sana = (build_component(part.components["scheduler"], "cpu").config for part in shipped)
+    shipped = (FLUX1, SD3_LARGE, SANA, FLUX2, QWEN_IMAGE)
+    flux1, sd3, sana, flux2, qwen = (build_component(part.components["scheduler"], "cpu").config for part in shipped)
     assert (flux1.use_dynamic_shifting, flux1.base_shift, flux1.max_shift) == (True, 0.5, 1.15)
     assert (sd3.use_dynamic_shifting, sd3.shift) == (False, 3.0)
     assert (sana.prediction_type, sana.flow_shift) == ("flow_prediction", 3.0)
+    assert flux2.use_dynamic_shifting and qwen.use_dynamic_shifting
+    assert (qwen.max_image_seq_len, qwen.max_shift, qwen.shift_terminal) == (8192, 0.9, 0.02)
 
 
 def test_an_architecture_is_that_of_the_hub_id_or_of_the_folder(tmp_path: Path) -> None:
@@ -201,9 +225,8 @@ def test_the_embedding_of_a_prompt_depends_on_its_text_alone(policy: PipelinePol
     forwards, backwards = policy.encode(PROMPTS), policy.encode(PROMPTS[::-1])
     tokens = 77 + 5 if isinstance(policy, SD3) else 5
     assert forwards["prompt_embeds"].shape == (3, tokens, 24)
-    assert set(forwards) == (
-        {"prompt_embeds", "prompt_mask"} if isinstance(policy, Sana) else {"prompt_embeds", "pooled"}
-    )
+    others = {Sana: {"prompt_mask"}, Flux2: set(), QwenImage: {"prompt_embeds_mask"}}.get(type(policy), {"pooled"})
+    assert set(forwards) == {"prompt_embeds"} | others
     for name, value in forwards.items():
         assert torch.equal(value, backwards[name].flip(0)), name
     assert not torch.equal(forwards["prompt_embeds"][0], forwards["prompt_embeds"][1])

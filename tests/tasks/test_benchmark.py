@@ -85,7 +85,7 @@ def test_families_and_forward_passes_are_timed(
 
 
 @pytest.mark.usefixtures("briefly")
-@pytest.mark.parametrize("model", ["flux1", "sd3", "sana"])
+@pytest.mark.parametrize("model", ["flux1", "sd3", "sana", "flux2", "qwen_image"])
 def test_random_weights_and_shapes_captions_need_no_network(
     compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
 ) -> None:

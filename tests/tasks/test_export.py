@@ -169,6 +169,11 @@ def test_card_has_the_results_of_its_checkpoint_and_the_base_with_its_licence() 
     assert "a&#124;b" in text
 
 
+def test_card_names_an_open_licence_by_its_identifier() -> None:
+    text = card_of("Qwen/Qwen-Image")
+    assert ModelCard(text).data.license == "apache-2.0" and "Qwen/Qwen-Image is under the Apache-2.0" in text
+
+
 def test_card_invents_no_licence_and_no_result() -> None:
     text = card_of("someone/other", iterations=41)
     assert ModelCard(text).data.license is None

@@ -1,0 +1,75 @@
+"""FLUX.2 [klein].
+
+Latents are [B, C, H / 16, W / 16]: 2 x 2 patches of the autoencoder's, normalised by its batch-norm statistics. The
+transformer takes them as a sequence.
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import Flux2KleinPipeline
+from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
+from torch import Tensor, nn
+
+from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.pipeline import PipelinePolicy
+
+
+class Flux2(PipelinePolicy):
+    """A ``Flux2KleinPipeline`` as a policy; see ``PipelinePolicy`` for its arguments."""
+
+    pipeline_class = Flux2KleinPipeline
+    encoders = ("text_encoder", "tokenizer")
+
+    def __init__(self, pretrained: str, resolution: int, **others: Any) -> None:
+        super().__init__(pretrained, resolution, **others)
+        side = resolution // self.pixels_per_token
+        self.latent_shape = (self.transformer.config.in_channels, side, side)
+        self._image_ids = Flux2KleinPipeline._prepare_latent_ids(torch.empty(1, *self.latent_shape)).to(self.device)
+        self._text_ids = Flux2KleinPipeline._prepare_text_ids(torch.empty(1, self.max_sequence_length, 0)).to(
+            self.device
+        )
+
+    @property
+    def pixels_per_token(self) -> int:
+        return self.pipeline.vae_scale_factor * 2
+
+    def encode_uncached(self, prompts: list[str]) -> Conditioning:
+        """``prompt_embeds`` [P, L, 3 D]: three layers of Qwen3. Padding is not masked."""
+        embeds, _ = self.pipeline.encode_prompt(
+            prompt=prompts, device=self.device, max_sequence_length=self.max_sequence_length
+        )
+        return {"prompt_embeds": embeds}
+
+    def embedding_like(self) -> Conditioning:
+        width = self.transformer.config.joint_attention_dim
+        return {"prompt_embeds": torch.empty(self.max_sequence_length, width, device="meta")}
+
+    def sigmas(self, steps: int) -> Tensor:
+        """Levels of the pipeline's scheduler, with its shift by image tokens and steps."""
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        _, height, width = self.latent_shape
+        mu = compute_empirical_mu(height * width, steps)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+        return scheduler.sigmas.float()
+
+    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        embeds = conditioning["prompt_embeds"]
+        output = transformer(
+            hidden_states=Flux2KleinPipeline._pack_latents(x.to(embeds.dtype)),
+            encoder_hidden_states=embeds,
+            timestep=(1000 * sigma.to(self.device)).to(embeds.dtype).expand(len(x))
+            / 1000,  # rounded as by the pipeline
+            img_ids=self._image_ids,
+            txt_ids=self._text_ids,
+            return_dict=False,
+        )
+        return output[0].float().mT.unflatten(2, x.shape[2:])
+
+    def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
+        statistics = self.pipeline.vae.bn
+        mean, variance = (value.float()[:, None, None] for value in (statistics.running_mean, statistics.running_var))
+        std = torch.sqrt(variance + self.pipeline.vae.config.batch_norm_eps)
+        return Flux2KleinPipeline._unpatchify_latents(x * std + mean)

@@ -1,0 +1,123 @@
+"""Qwen-Image.
+
+Latents are packed, [B, S, C] with S image tokens of C = 4 x latent channels, from the noise to the decoder, which is
+one of videos: it takes [B, C / 4, frames, H / 8, W / 8].
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderTiny, QwenImagePipeline
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.guidance import extrapolated, guided
+from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.seeds import noise
+
+
+class QwenImage(PipelinePolicy):
+    """A ``QwenImagePipeline`` as a policy; see ``PipelinePolicy`` for its arguments."""
+
+    pipeline_class = QwenImagePipeline
+    encoders = ("text_encoder", "tokenizer")
+
+    def __init__(self, pretrained: str, resolution: int, **others: Any) -> None:
+        super().__init__(pretrained, resolution, **others)
+        self._side = resolution // self.pixels_per_token
+        self.latent_shape = (self._side**2, self.transformer.config.in_channels)
+
+    def encode_uncached(self, prompts: list[str]) -> dict[str, list[Tensor]]:
+        """``prompt_embeds`` of Qwen2.5-VL, P tensors [L_i, D] without padding."""
+        embeds, mask = self.pipeline.encode_prompt(
+            prompt=prompts, device=self.device, max_sequence_length=self.max_sequence_length
+        )
+        mask = torch.ones_like(embeds[..., 0]) if mask is None else mask
+        return {"prompt_embeds": [row[kept.bool()] for row, kept in zip(embeds, mask, strict=True)]}
+
+    def encode(self, prompts: list[str]) -> Conditioning:
+        """``prompt_embeds`` [P, L, D], padded to ``max_sequence_length``, and ``prompt_embeds_mask`` bool [P, L].
+
+        One length for all prompts keeps the shapes that a compiled transformer has.
+        """
+        conditioning = super().encode(prompts)
+        embeds = conditioning["prompt_embeds"]
+        mask = conditioning.get(
+            "prompt_embeds_mask", torch.ones(embeds.shape[:2], dtype=torch.bool, device=self.device)
+        )
+        missing = self.max_sequence_length - embeds.shape[1]
+        return {"prompt_embeds": F.pad(embeds, (0, 0, 0, missing)), "prompt_embeds_mask": F.pad(mask, (0, missing))}
+
+    def embedding_like(self) -> Conditioning:
+        width = self.transformer.config.joint_attention_dim
+        return {"prompt_embeds": torch.empty(self.max_sequence_length, width, device="meta")}
+
+    def noise(self, seeds: Tensor) -> Tensor:
+        spatial = noise(seeds, (self.latent_shape[1] // 4, self._side * 2, self._side * 2))
+        return QwenImagePipeline._pack_latents(spatial, *spatial.shape).to(self.device)
+
+    def sigmas(self, steps: int) -> Tensor:
+        """Levels of the pipeline's scheduler: shifted by the number of image tokens, the last one before 0 is 0.02."""
+        if steps == 1:  # whose level the scheduler would divide by zero to stretch it
+            return torch.tensor([1.0, 0.0])
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        mu = calculate_shift(self.latent_shape[0], *(scheduler.config[name] for name in names))
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+        return scheduler.sigmas.float()
+
+    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        dtype = conditioning["prompt_embeds"].dtype
+        output = transformer(
+            hidden_states=x.to(dtype),
+            encoder_hidden_states=conditioning["prompt_embeds"],
+            encoder_hidden_states_mask=conditioning["prompt_embeds_mask"],
+            timestep=(1000 * sigma.to(self.device)).to(dtype).expand(len(x)) / 1000,  # rounded as the pipeline does
+            img_shapes=[[(1, self._side, self._side)]] * len(x),
+            return_dict=False,
+        )
+        return output[0].float()
+
+    def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        """As ``PipelinePolicy.guided_velocity``, each token with the norm of its conditional velocity."""
+        velocity = guided(self.velocity, self.unconditional, self.guidance_scale, with_conditional_norm)
+        return velocity(transformer, x, sigma, conditioning)
+
+    def decode_latents(self, x: Tensor, vae: Any) -> Tensor:
+        return super().decode_latents(x, vae)[:, :, 0]
+
+    def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
+        """[B, C, 1, H / 8, W / 8] latents of a video of one frame."""
+        frames = QwenImagePipeline._unpack_latents(x, self.resolution, self.resolution, self.pipeline.vae_scale_factor)
+        mean, std = (
+            torch.tensor(vae.config[name], device=x.device).view(-1, 1, 1, 1)
+            for name in ("latents_mean", "latents_std")
+        )
+        return frames * std + mean
+
+    def _preview_decoder(self, pretrained: str) -> AutoencoderTiny:
+        raise UserError(
+            f"model.preview_decoder={pretrained} is invalid: an AutoencoderTiny of diffusers decodes pictures, and "
+            "these latents are those of a video of one frame. Set model.preview_decoder=null."
+        )
+
+    def _tile(self) -> None:
+        """Enables tiles of half the side that overlap by a quarter, in whole latents."""
+        compression = self.pipeline.vae_scale_factor
+        side = max(self.resolution // 2 // compression, 1) * compression
+        stride = max(side * 3 // 4 // compression, 1) * compression
+        self.pipeline.vae.enable_tiling(side, side, stride, stride)
+
+
+def with_conditional_norm(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+    """[B, S, C] extrapolated velocity, rescaled token by token to the norm of the conditional one.
+
+    It is the guidance of ``QwenImagePipeline`` (its ``true_cfg_scale``).
+    """
+    combined = extrapolated(conditional, unconditional, scale)
+    return combined * (conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))
