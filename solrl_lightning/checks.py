@@ -460,7 +460,7 @@ def check_decoder(cfg: DictConfig, key: str, decoder: Any) -> None:
 
 
 def uses_model(cfg: DictConfig) -> bool:
-    return bool(cfg.task.reads) or "prompt_file" in cfg.task
+    return not {"train", "eval", "ckpt"}.isdisjoint(cfg.task.reads) or "prompt_file" in cfg.task
 
 
 def check_needs(cfg: DictConfig) -> None:

@@ -31,7 +31,7 @@ def check_hub(cfg: DictConfig) -> list[str]:
     """
     from huggingface_hub import constants, get_token  # imported here because most runs do not use the hub
 
-    if not uses_model(cfg) or constants.HF_HUB_OFFLINE:
+    if constants.HF_HUB_OFFLINE:
         return []
     models = {key: name for key, name in _models(cfg).items() if not Path(name).expanduser().exists()}
     sources = [dataset_of(str(cfg.data[name])) for name in ("train", "eval") if name in cfg.task.reads]
@@ -62,10 +62,10 @@ def check_hub(cfg: DictConfig) -> list[str]:
 
 def _models(cfg: DictConfig) -> dict[str, str]:
     """Return the hub ids of the models that this run loads, by configuration key."""
-    keys = ["model.preview_decoder"]
-    if cfg.model.get("weights", "pretrained") == "pretrained":
+    keys = ["model.preview_decoder"] if uses_model(cfg) else []
+    if uses_model(cfg) and cfg.model.get("weights", "pretrained") == "pretrained":
         keys += ["model.pretrained", "model.transformer_weights"]
-    if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # only these tasks load rewards
+    if not {"train", "eval", "reward"}.isdisjoint(cfg.task.reads):  # only these tasks load rewards
         parts = REWARD_FILES[1:] if cfg.reward.pretrained else REWARD_FILES
         keys += ["reward.pretrained", *(f"reward.{name}.{part}" for name in reward_members(cfg) for part in parts)]
     given = {key: str(OmegaConf.select(cfg, key)) for key in keys}

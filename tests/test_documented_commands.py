@@ -26,6 +26,7 @@ NOT_RUN = {
     r"trainer=ddp": "starts processes: test_ddp.py",
     r"task.push": "uploads: tasks/test_export.py",
     r"logger=.*wandb": "needs wandb",
+    r"task\.host|reward\.http": "a server: tasks/test_serve.py, test_faults.py",
 }
 PLACEHOLDERS = {
     "outputs/train/<run>": "outputs/train/done",

@@ -104,6 +104,8 @@ def test_answering_hub_is_used_and_requirements_are_told(compose: Compose, cache
         (("reward=hpsv2",), True),
         (("reward=hpsv2", "reward.pretrained=.", "task=audit"), False),
         (("task=generate", "reward=hpsv2"), False),
+        (("task=serve", "reward=hpsv2"), True),
+        (("task=serve", "model=flux1"), False),
         (("+reward.mine={_target_:a.B,weight:1.0,tokenizer:words}",), False),
     ],
 )
