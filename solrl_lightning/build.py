@@ -204,7 +204,8 @@ def build_model(
     """The module alone; without rewards it can only make pictures."""
     prepare_device(device)
     hide_loading_bars()
-    policy = make("model.policy", cfg.model.policy, takes="`device`", device=str(device))
+    options = dict(device=str(device), base_weights=cfg.base_weights, encode_on=cfg.encode_on)
+    policy = make("model.policy", cfg.model.policy, takes=", ".join(f"`{name}`" for name in options), **options)
     compiled = {}
     for key, what in (("family.compile", "rollouts"), ("compile_training", "training steps")):
         compiled[key], why = should_compile(key, what, OmegaConf.select(cfg, key), device)

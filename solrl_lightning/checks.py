@@ -167,6 +167,8 @@ _CHOICES = {
     "family.regenerate.sampler": SAMPLERS,
     "family.regenerate.solver": SOLVERS,
     "model.weights": ("pretrained", "random"),
+    "base_weights": ("bfloat16", "int8", "nf4"),
+    "encode_on": ("device", "cpu"),
     "old_velocity": ("policy", "merged"),
     "training_sampler": ("merged", "policy"),
     "family.compile": (True, False, "auto"),
@@ -576,6 +578,7 @@ def check_machine(cfg: DictConfig) -> None:
     """UserError for a device, precision or optimiser that is not available here. Imports torch, but not Lightning."""
     import torch
 
+    from solrl_lightning.policies.base_weights import check_storage
     from solrl_lightning.quantization import resolve
     from solrl_lightning.targets import check_objective, check_optimizer
 
@@ -590,6 +593,8 @@ def check_machine(cfg: DictConfig) -> None:
     if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
         gpu = accelerator != "cpu" and torch.cuda.is_available()
         resolve(cfg.precision.name, cfg.precision.backend, torch.device("cuda", 0) if gpu else torch.device("cpu"))
+    if uses_model(cfg):
+        check_storage(cfg.base_weights)
     if "train" in cfg.task.reads:
         check_optimizer(cfg)
         check_objective(cfg)

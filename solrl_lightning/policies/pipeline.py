@@ -23,6 +23,7 @@ from solrl_lightning.files import written_whole
 from solrl_lightning.memory import retry_with_empty_cache
 from solrl_lightning.policies import bf16
 from solrl_lightning.policies.architectures import find_architecture
+from solrl_lightning.policies.base_weights import store_weights
 from solrl_lightning.policies.checkpointing import checkpoint_blocks
 from solrl_lightning.policies.conditioning import Conditioning, Row, stack_rows
 from solrl_lightning.policies.config_files import TINY
@@ -57,6 +58,8 @@ class PipelinePolicy(ABC):
         preview_decoder: hub id or local folder of an ``AutoencoderTiny`` of the same latents, for ``preview``;
             ``tiny`` for the embedded model's.
         guidance_scale: of classifier-free guidance, in every image and in training; 1 for none.
+        base_weights: storage of the transformer's frozen weights, see ``base_weights``.
+        encode_on: ``device``, or ``cpu`` to leave the text encoders there.
         device: of transformer and autoencoder; text encoders stay on the CPU and move to it only while encoding.
 
     Raises:
@@ -81,12 +84,15 @@ class PipelinePolicy(ABC):
         weights: str = "pretrained",
         preview_decoder: str | None = None,
         guidance_scale: float = 1.0,
+        base_weights: str = "bfloat16",
+        encode_on: str = "device",
         device: str | torch.device = "cpu",
     ) -> None:
         self.pretrained = str(TINY) if pretrained == "tiny" else pretrained
         self.resolution, self.max_sequence_length = resolution, max_sequence_length
         self.decode_batch, self.variant, self.device = decode_batch, variant, torch.device(device)
         self.dtypes = {name: _dtype(name, value) for name, value in dtypes.items()}
+        self.encode_on = self.device if encode_on == "device" else torch.device("cpu")
         self.cache: EmbeddingCache | None = None
         self.random = weights == "random"
         if self.random:
@@ -107,6 +113,7 @@ class PipelinePolicy(ABC):
                 bf16.use_fp32_products(self.transformer)
             if not bf16.has_fast_bf16_attention():
                 bf16.use_fp32_attention(self.transformer)
+        store_weights(self.transformer, base_weights, self.device)
         self.transformer.to(self.device)
         self.pipeline.vae.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
         self._check_resolution()
@@ -188,10 +195,12 @@ class PipelinePolicy(ABC):
         self._load_encoders()
         modules = [module for module in map(self._component, self.encoders) if isinstance(module, nn.Module)]
         for module in modules:
-            module.to(self.device)
+            module.to(self.encode_on)
         chunks = [texts[first : first + EMBED_BATCH] for first in range(0, len(texts), EMBED_BATCH)]
+        device, self.device = self.device, self.encode_on  # which `encode_uncached` gives to the pipeline
         parts = [self.encode_uncached(chunk) for chunk in chunks]
-        if self.device.type != "cpu":
+        self.device = device
+        if self.encode_on.type != "cpu":
             for module in modules:
                 module.to("cpu")
         return [
