@@ -72,7 +72,8 @@ def dense(weight: Tensor) -> Tensor:
     if type(weight) in (Tensor, nn.Parameter):
         return weight
     stored: Any = weight
-    whole: Tensor = stored.get_original_weight() if hasattr(stored, "get_original_weight") else stored.dequantize()
+    is_nf4 = type(weight).__name__ == "NF4Tensor"  # torch.compile traces this, and not hasattr
+    whole: Tensor = stored.get_original_weight() if is_nf4 else stored.dequantize()
     return whole
 
 
