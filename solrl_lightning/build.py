@@ -208,7 +208,10 @@ def build_model(
     policy = make("model.policy", cfg.model.policy, takes=", ".join(f"`{name}`" for name in options), **options)
     compiled = {}
     for key, what in (("family.compile", "rollouts"), ("compile_training", "training steps")):
-        compiled[key], why = should_compile(key, what, OmegaConf.select(cfg, key), device)
+        wanted = OmegaConf.select(cfg, key)
+        if wanted == "auto" and cfg.base_weights != "bfloat16":
+            wanted = False
+        compiled[key], why = should_compile(key, what, wanted, device)
         if stages or compiled[key]:
             log.info("%s", why)
     if cfg.family.warning:

@@ -200,6 +200,12 @@ def check_choices(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key, default=_ABSENT)
         if value is not _ABSENT and value not in choices:
             raise _invalid(key, value, f"one of {', '.join(str(choice).lower() for choice in choices)}")
+    for key in ("family.compile", "compile_training", "task.compile"):
+        if cfg.base_weights != "bfloat16" and OmegaConf.select(cfg, key) is True:
+            raise UserError(
+                f"base_weights={cfg.base_weights} is invalid with {key}=true: torch.compile does not trace the stored "
+                f"weights of torchao. Set {key}=false."
+            )
 
 
 def _invalid(key: str, value: Any, rule: str) -> UserError:

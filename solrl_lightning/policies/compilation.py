@@ -45,8 +45,6 @@ def compile_blocks(
     ``fullgraph=False`` lets layers of another library break a block into several graphs. ``compile_repeated_blocks`` of
     diffusers knows the blocks of FLUX.1 but not those of SD3 and SANA.
     """
-    # Equal code of four transformers, which differ in their layers, times two layouts of the input in FLUX.1.
-    torch._dynamo.config.recompile_limit = 32
     for blocks in transformer.children():
         if isinstance(blocks, nn.ModuleList):
             for block in blocks:

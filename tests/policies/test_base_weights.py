@@ -1,10 +1,14 @@
 """A policy with stored weights computes what a BF16 policy with the dequantised weights computes."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from nano import PROMPTS, load_policy, lora_config, random_state
+from omegaconf import DictConfig
 from torch import Tensor, nn
 
+from solrl_lightning.checks import check_values
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters, base_weights
 from solrl_lightning.policies.adapters import OLD, TRAINED
@@ -72,11 +76,19 @@ def test_stored_weights_are_those_of_every_sampler_and_gradient(storage: str, er
 def test_layers_that_nf4_cannot_store_and_an_absent_library_are_errors(
     nano_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(UserError, match="base_weights=nf4 is invalid: every layer .* multiple of 16384 weights; .* has"):
+    with pytest.raises(
+        UserError, match="base_weights=nf4 is invalid: every layer .* multiple of 16384 weights; .* has"
+    ):
         load_policy(nano_folder, base_weights="nf4")
     monkeypatch.setattr(base_weights, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="base_weights=int8 is invalid: it needs torchao. Install it: pip install"):
         load_policy(nano_folder, base_weights="int8")
+
+
+def test_compilation_is_refused(compose: Callable[..., DictConfig]) -> None:
+    for key in ("family.compile", "compile_training"):
+        with pytest.raises(UserError, match=f"base_weights=int8 is invalid with {key}=true: .* Set {key}=false."):
+            check_values(compose("base_weights=int8", f"{key}=true"))
 
 
 def test_text_encoders_stay_on_the_cpu_where_that_is_asked_for(
