@@ -8,15 +8,13 @@ Not counted: the text encoders' arithmetic, once per prompt, and what ``plan_mem
 """
 
 import math
-import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from omegaconf import DictConfig
 from peft import LoraConfig
@@ -132,9 +130,16 @@ def _flash_attention(query: Tensor, key: Tensor, value: Tensor, **unused: Any) -
 
 
 def trace(
-    policy: PipelinePolicy, lora: LoraConfig, checkpointing: bool | str, previews: bool = False
+    policy: PipelinePolicy,
+    lora: LoraConfig,
+    checkpointing: bool | str,
+    previews: bool = False,
+    recomputed: Collection[bool | str] = (False, "selective", True),
 ) -> tuple[Passes, dict[str, LoraLayer]]:
-    """The passes of a policy on ``meta``, and its adapted layers by name. Adds the adapters to the policy."""
+    """The passes of a policy on ``meta``, and its adapted layers by name. Adds the adapters to the policy.
+
+    ``recomputed``: the values of model.gradient_checkpointing to find the activations of.
+    """
     images = 2  # operators return views of a batch of one where they copy larger ones
     transformer, vae = policy.transformer, policy.pipeline.vae
     conditioning = policy.encode(images * ["a prompt"])
@@ -154,7 +159,7 @@ def trace(
         adapted_layers = adapters.add_adapters(transformer, lora, seed=0)
     transformer.train()
     peaks: dict[bool | str, int] = {}
-    for blocks in (False, "selective", True):
+    for blocks in recomputed:
         _checkpoint(transformer, blocks)
         with FusedAttention(), PeakBytes(transformer) as training:
             loss = velocity().sum()
@@ -205,8 +210,10 @@ def layer_statistics(layers: Sequence[LayerPlan], passes: Passes) -> Json:
     }
 
 
-def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
-    """The run's model on ``meta`` with its MACs and bytes."""
+def on_meta(
+    cfg: DictConfig, backend: Backend, recomputed: Collection[bool | str] = (False, "selective", True)
+) -> Shapes:
+    """The run's model on ``meta`` with its MACs and bytes; ``recomputed`` as in ``trace``."""
     policy = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
     architecture = find_architecture(policy.pretrained, policy.pipeline_class)
     layers = plan_layers(policy.transformer, quantization_rule(cfg), backend)
@@ -215,7 +222,7 @@ def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
     stored = stored_bytes(bytes_of(policy.transformer), block_linears(policy.transformer).values())
     checkpointing = cfg.model.gradient_checkpointing
     previews = cfg.model.policy.get("preview_decoder") is not None
-    passes, adapted = trace(policy, lora_config(cfg), checkpointing, previews)
+    passes, adapted = trace(policy, lora_config(cfg), checkpointing, previews, recomputed)
     lora = 4 * sum(weight.numel() for weight in adapters.adapter_state(adapted, TRAINED).values())
     quantized = [layer.name for layer in layers if layer.quantized]
     packed, here = (
@@ -247,6 +254,15 @@ def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
     activations = passes.training_bytes, passes.sampling_bytes, passes.decoding_bytes
     footprint = Footprint(stored, packed, others, size["text_encoders"], *activations)
     return Shapes(policy, architecture, layers, passes, adapted, parameters, size, footprint, options)
+
+
+def planned_peak(cfg: DictConfig, policy: PipelinePolicy) -> int:
+    """Bytes that a run of ``cfg`` with the loaded ``policy`` is planned to hold at most, on the policy's device."""
+    own = cfg.copy()
+    own.model.policy.pretrained = policy.pretrained if policy.random else policy.pipeline.config._name_or_path
+    backend = resolve(cfg.precision.name, cfg.precision.backend, policy.device)
+    model = on_meta(own, backend, [cfg.model.gradient_checkpointing])
+    return model.footprint._replace(shadow=model.bytes["shadow_here"]).peak(model.options)
 
 
 # An iteration. An evaluation is a forward pass of the transformer for one image.
@@ -337,7 +353,7 @@ def plan(cfg: DictConfig) -> Json:
         },
         "planned_peak": model.footprint.peak(model.options),
         "reserve": cfg.task.reserve,
-        "cards": [on_card(model, size_in_gb, cfg.task.reserve) for size_in_gb in cfg.task.cards],
+        "cards": [on_card(model, card, cfg.task) for card in cfg.task.cards],
         "weights_to_one_copy": {**copies, "published": float(PUBLISHED_COPIES)},
         "prompts_per_iteration": cfg.prompts_per_iteration,
         "devices": cfg.task.devices,
@@ -351,18 +367,13 @@ def plan(cfg: DictConfig) -> Json:
     return result
 
 
-def on_card(model: Shapes, card: float, reserve: float) -> Json:
-    """Options that fit a card of ``card`` GB (10^9 bytes) with ``reserve`` GB left free, or come nearest."""
-    options = fit(model.footprint, model.options, room := round((card - reserve) * 1e9))
+def on_card(model: Shapes, card: float, task: DictConfig) -> Json:
+    """Arguments that fit a card of ``card`` GB (10^9 bytes) with ``task.reserve`` GB left free, or come nearest."""
+    options = fit(model.footprint, model.options, room := round((card - task.reserve) * 1e9))
     peak = model.footprint.peak(options)
     changed = overrides(options, model.options)
     replaced = ("task", *(argument.partition("=")[0] for argument in changed))
-    own = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    kept = [
-        argument
-        for argument in own
-        if re.split("[.=]", argument)[0] != "task" and argument.partition("=")[0] not in replaced
-    ]
+    kept = [a for a in task.overrides if a.partition("=")[0] not in replaced and not a.startswith("task.")]
     return {"card": card, "fits": peak <= room, "peak": peak, "arguments": [*kept, *changed]}
 
 

@@ -16,6 +16,7 @@ from solrl_lightning.build import lora_config, stages_of, with_option
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.architectures import build_component, find_architecture
+from solrl_lightning.policies.base_weights import block_linears
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization import plan as plan_layers
@@ -27,10 +28,19 @@ from solrl_lightning.tasks.plan import (
     count_macs,
     iteration_cost,
     plan,
+    planned_peak,
     seconds,
     trace,
 )
-from solrl_lightning.tasks.plan_memory import Footprint, Options, PeakBytes, bytes_of, fit, overrides, replica_bytes
+from solrl_lightning.tasks.plan_memory import (
+    Footprint,
+    Options,
+    PeakBytes,
+    bytes_of,
+    fit,
+    overrides,
+    replica_bytes,
+)
 from tests.nano import lora_config as small_lora
 
 Compose = Callable[..., DictConfig]
@@ -232,6 +242,19 @@ def test_guidance_takes_a_second_forward_pass_but_no_second_backward_pass(compos
     assert guided["macs"]["explore"] == 2 * plain["macs"]["explore"]
     assert guided["macs"]["train"] == guided["train_rows"] * (200 + 2 * (110 + 110 + 100))
     assert guided["decodes"] == plain["decodes"]
+
+
+def test_a_run_plans_its_peak_from_the_policy_that_it_loaded(compose: Compose) -> None:
+    loaded = embedded()
+    loaded.device = torch.device("cpu")
+    cfg = compose("experiment=smoke")
+    cfg.model.policy.pretrained = "nowhere"
+    peaks = {}
+    for cfg.base_weights in ("bfloat16", "int8"):
+        peaks[cfg.base_weights] = planned_peak(cfg, loaded)
+    weights = sum(layer.weight.numel() for layer in block_linears(loaded.transformer).values())
+    assert peaks["bfloat16"] - peaks["int8"] == weights
+    assert peaks["int8"] > cfg.model.decode_batch * 3 * 32 * 32 * 4  # the images of a batch
 
 
 def test_float32_decoding_takes_twice_the_seconds_of_bf16() -> None:
