@@ -14,8 +14,10 @@ import ranks
 import torch
 from nano import PROMPTS, save_nano
 from omegaconf import DictConfig
+from safetensors.torch import load_file
 from torch import Tensor
 
+from solrl_lightning.checks import LORA_FILE
 from solrl_lightning.policies import pipeline
 
 Results = dict[str, dict[str, Any]]  # by family
@@ -71,19 +73,22 @@ def distance(found: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.slow
-def test_two_torchrun_nodes_share_one_folder(tmp_path: Path) -> None:
+def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
     job = ["-m", "solrl_lightning", "experiment=smoke", "family=diffusionnft"]
-    job += ["iterations=1", "callbacks.sample_grid.every=0", "trainer.accelerator=cpu"]
+    job += ["iterations=1", "callbacks.sample_grid.every=0"]
     job += ["family.pool=2", "family.keep=2", "model.full_steps=2", "model.eval_steps=1", "data.eval_prompts=2"]
-    job += ["trainer.strategy=ddp", "trainer.num_nodes=2", "trainer.devices=1"]
-    commands = [
-        [sys.executable, "-m", "torch.distributed.run", *node, f"--node_rank={rank}", *job] for rank in range(2)
-    ]
-    nodes = [subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}) for command in commands]
+    job += ["trainer=ddp", "trainer.accelerator=cpu"]
+    start, on_nodes = (
+        [sys.executable, "-m", "torch.distributed.run", *node],
+        ["trainer.num_nodes=2", "trainer.devices=1"],
+    )
+    commands = [[*start, f"--node_rank={rank}", *job, *on_nodes] for rank in range(2)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    nodes = [subprocess.Popen(command, cwd=tmp_path, env=environment) for command in commands]
     assert [process.wait(timeout=280) for process in nodes] == [0, 0]
     (folder,) = tmp_path.glob("outputs/train/*")
     assert {file.name for file in folder.iterdir()} == {
@@ -95,4 +100,12 @@ def test_two_torchrun_nodes_share_one_folder(tmp_path: Path) -> None:
         "report.html",
         "tensorboard",
     }
-    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+    one_node = [sys.executable, *job, "trainer.devices=2", "hydra.run.dir=one_node"]
+    subprocess.run(one_node, cwd=tmp_path, env=environment, timeout=280, check=True)
+    found, expected = (json.loads((run / "summary.json").read_text()) for run in (folder, tmp_path / "one_node"))
+    assert found["status"] == "completed"
+    for row in (*found["evaluations"], *expected["evaluations"]):
+        row.pop("seconds")
+    assert found["evaluations"] == expected["evaluations"] and len(found["evaluations"]) == 2
+    found, expected = (load_file(run / "lora" / LORA_FILE) for run in (folder, tmp_path / "one_node"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
