@@ -40,6 +40,7 @@ def check_values(cfg: DictConfig) -> None:
     check_paths(cfg)
     check_stages(cfg)
     check_choices(cfg)
+    check_sharded(cfg)
 
 
 # Kinds
@@ -272,6 +273,36 @@ def check_trainer(cfg: DictConfig) -> None:
             f"trainer.max_epochs={epochs} is invalid: a Lightning epoch is one iteration, and there are "
             f"iterations={cfg.iterations}. Leave it out, or set iterations=<number>."
         )
+
+
+def is_sharded(cfg: DictConfig) -> bool:
+    """Whether the ranks share the frozen weights, as with trainer=fsdp."""
+    return OmegaConf.select(cfg, "trainer.strategy._target_") == "solrl_lightning.sharding.ShardedBase"
+
+
+def check_sharded(cfg: DictConfig) -> None:
+    """UserError for an option that needs a copy of the transformer, or forward passes on rank 0 alone."""
+    if not is_sharded(cfg):
+        return
+    if cfg.task._target_ != "solrl_lightning.tasks.train.train":
+        raise UserError("trainer=fsdp is invalid: only task=train shards the weights. Set trainer=auto.")
+    ways = [cfg.family.get("explore"), *(cfg.family.get("levels") or [])]
+    rules = {
+        "family.explore.sampler=shadow": (any(way and way.sampler == "shadow" for way in ways), "family=prefix"),
+        "family.compile=true": (cfg.family.compile is True, "family.compile=false"),
+        "compile_training=true": (cfg.compile_training is True, "compile_training=false"),
+        f"base_weights={cfg.base_weights}": (cfg.base_weights != "bfloat16", "base_weights=bfloat16"),
+        "callbacks.sample_grid": (
+            bool(OmegaConf.select(cfg, "callbacks.sample_grid.every")),
+            "callbacks.sample_grid.every=0",
+        ),
+    }
+    for option, (found, fix) in rules.items():
+        if found:
+            raise UserError(
+                f"{option} is invalid with trainer=fsdp: ranks have no copy of the weights and compute each forward "
+                f"pass together. Set {fix}."
+            )
 
 
 def check_checkpoint(cfg: DictConfig) -> None:

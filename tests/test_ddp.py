@@ -17,7 +17,8 @@ from omegaconf import DictConfig
 from safetensors.torch import load_file
 from torch import Tensor
 
-from solrl_lightning.checks import LORA_FILE
+from solrl_lightning.checks import LORA_FILE, check_values
+from solrl_lightning.errors import UserError
 from solrl_lightning.policies import pipeline
 
 Results = dict[str, dict[str, Any]]  # by family
@@ -48,8 +49,11 @@ def test_two_ranks_match_one_rank(
     assert process.returncode == 0, output
     assert not list(tmp_path.glob("outputs"))  # the second process uses the first one's folder
     of_ranks: list[Results] = [torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
-    for family in ranks.FAMILIES:
-        check(alone[family], [results[family] for results in of_ranks])
+    assert alone.keys() == {*ranks.FAMILIES, "sharded"}
+    for family, expected in alone.items():
+        check(expected, [results[family] for results in of_ranks])
+        share = 0.6 if family == "sharded" else 1  # of the parameters; each rank has all adapters
+        assert all(results[family]["held"] <= share * expected["held"] for results in of_ranks)
 
 
 def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
@@ -70,6 +74,27 @@ def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
 
 def distance(found: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("family=sol_rl", "family.explore.sampler=shadow is invalid with trainer=fsdp: .* Set family=prefix"),
+        ("family.compile=true", "family.compile=true is invalid .* Set family.compile=false"),
+        ("compile_training=true", "compile_training=true is invalid .* Set compile_training=false"),
+        ("base_weights=int8", "base_weights=int8 is invalid .* Set base_weights=bfloat16"),
+        ("callbacks.sample_grid.every=1", "callbacks.sample_grid is invalid .* Set callbacks.sample_grid.every=0"),
+        ("task=evaluate", "trainer=fsdp is invalid: only task=train shards"),
+    ],
+)
+def test_what_needs_whole_weights_is_refused_with_shards(
+    compose: Callable[..., DictConfig], argument: str, message: str
+) -> None:
+    good = ("trainer=fsdp", "family=prefix", "callbacks.sample_grid.every=0")
+    check_values(compose(*good))
+    key = argument.partition("=")[0]
+    with pytest.raises(UserError, match=message):
+        check_values(compose(*(word for word in good if not word.startswith(f"{key}=")), argument))
 
 
 @pytest.mark.slow

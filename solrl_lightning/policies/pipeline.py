@@ -60,6 +60,7 @@ class PipelinePolicy(ABC):
         guidance_scale: of classifier-free guidance, in every image and in training; 1 for none.
         base_weights: storage of the transformer's frozen weights, see ``base_weights``.
         encode_on: ``device``, or ``cpu`` to leave the text encoders there.
+        transformer_device: where the transformer is left if not on ``device``, for a run that shards it.
         device: of transformer and autoencoder; text encoders stay on the CPU and move to it only while encoding.
 
     Raises:
@@ -86,18 +87,20 @@ class PipelinePolicy(ABC):
         guidance_scale: float = 1.0,
         base_weights: str = "bfloat16",
         encode_on: str = "device",
+        transformer_device: str | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
         self.pretrained = str(TINY) if pretrained == "tiny" else pretrained
         self.resolution, self.max_sequence_length = resolution, max_sequence_length
         self.decode_batch, self.variant, self.device = decode_batch, variant, torch.device(device)
         self.dtypes = {name: _dtype(name, value) for name, value in dtypes.items()}
+        home = torch.device(transformer_device or self.device)
         self.encode_on = self.device if encode_on == "device" else torch.device("cpu")
         self.cache: EmbeddingCache | None = None
         self.random = weights == "random"
         if self.random:
             architecture = find_architecture(self.pretrained, self.pipeline_class)
-            self.pipeline = random_pipeline(architecture, self.device, self.dtypes)
+            self.pipeline = random_pipeline(architecture, home, self.dtypes)
         elif weights != "pretrained":
             raise UserError(f"model.weights must be pretrained or random; got {weights}")
         elif embeddings is None:
@@ -113,8 +116,8 @@ class PipelinePolicy(ABC):
                 bf16.use_fp32_products(self.transformer)
             if not bf16.has_fast_bf16_attention():
                 bf16.use_fp32_attention(self.transformer)
-        store_weights(self.transformer, base_weights, self.device)
-        self.transformer.to(self.device)
+        store_weights(self.transformer, base_weights, home)
+        self.transformer.to(home)
         self.pipeline.vae.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
         self._check_resolution()
         side = resolution // self.pipeline.vae_scale_factor
