@@ -54,7 +54,8 @@ def store_weights(transformer: nn.Module, storage: str, device: torch.device) ->
             )
         product_dtype = torch.float32 if widened else layer.weight.dtype
         layer.weight = nn.Parameter(_stored(layer.weight.detach().to(device), storage), requires_grad=False)
-        layer.__class__, layer.product_dtype = StoredLinear, product_dtype
+        layer.__class__ = StoredLinear
+        layer.product_dtype = product_dtype  # type: ignore[assignment]  # mypy takes it for a submodule
 
 
 def _stored(weight: Tensor, storage: str) -> Tensor:

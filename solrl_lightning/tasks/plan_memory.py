@@ -65,7 +65,7 @@ def fit(footprint: Footprint, most: Options, room: int) -> Options:
     storages = list(STORAGE_BITS)[list(STORAGE_BITS).index(most.base_weights) :]
     exact = [name for name in storages if name != "nf4"]
     weights = [*product([True, False], exact), *product([True, False], ["nf4"])]
-    blocks = [False, "selective", True]
+    blocks: list[bool | str] = [False, "selective", True]
     rows = halvings(most.micro_batch)
     enough = [n for n in rows if n >= min(_FEWEST_ROWS, most.micro_batch)]
     training = [*product(blocks, enough), *product(blocks, rows)]
