@@ -74,7 +74,9 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     states = [module.adapter_state(name) for name in ("default", "old", "ema")]
     weights = torch.cat([value.flatten() for state in states for value in state.values()])
     evaluations = torch.tensor([row["shapes"] for row in module.eval_history], dtype=torch.float64)
-    held = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in module.transformer.parameters())
+    named = module.transformer.named_parameters()
+    frozen = [weight for name, weight in named if "blocks." in name and ".lora_" not in name]
+    held = sum((weight.to_local() if isinstance(weight, DTensor) else weight).numel() for weight in frozen)
     found = {"rank": trainer.global_rank, "weights": weights, "evaluations": evaluations, "held": held}
     return results.found | found
 

@@ -5,17 +5,15 @@ allocator. ``task.reserve`` leaves room for them.
 """
 
 import math
-import weakref
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from solrl_lightning.policies.architectures import Architecture, build_component
+from solrl_lightning.tasks.plan_trace import CHECKPOINTING
 
 STORAGE_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4.127}
 """Bits of a weight in ``base_weights``; those of a row's scale in int8 are less than 0.04."""
@@ -65,10 +63,9 @@ def fit(footprint: Footprint, most: Options, room: int) -> Options:
     storages = list(STORAGE_BITS)[list(STORAGE_BITS).index(most.base_weights) :]
     exact = [name for name in storages if name != "nf4"]
     weights = [*product([True, False], exact), *product([True, False], ["nf4"])]
-    blocks: list[bool | str] = [False, "selective", True]
     rows = halvings(most.micro_batch)
     enough = [n for n in rows if n >= min(_FEWEST_ROWS, most.micro_batch)]
-    training = [*product(blocks, enough), *product(blocks, rows)]
+    training = [*product(CHECKPOINTING, enough), *product(CHECKPOINTING, rows)]
     rollout = list(product(halvings(most.decode_batch), halvings(most.rollout_batch)))
     tried = [
         Options(base, shadow, device, *recompute, candidates, images)
@@ -98,34 +95,7 @@ def overrides(options: Options, most: Options) -> list[str]:
     return changed if options.shadow == most.shadow else ["family=prefix", *changed]
 
 
-# Measured on meta
-
-
-class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the live tensors that operators return, each storage once, without those of a module.
-
-    ``peak`` is the largest sum so far. The mode may be entered again, for the backward pass.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.peak = self._now = 0
-        self._known = {tensor.untyped_storage()._cdata for tensor in module.parameters()}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._known:
-                storage = tensor.untyped_storage()
-                self._known.add(storage._cdata)
-                self._now += storage.nbytes()
-                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
-        self.peak = max(self.peak, self._now)
-        return result
-
-    def _freed(self, address: int, size: int) -> None:
-        self._known.remove(address)
-        self._now -= size
+# Weights
 
 
 def bytes_of(module: nn.Module) -> int:

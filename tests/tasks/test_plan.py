@@ -24,23 +24,20 @@ from solrl_lightning.rollout.stage import evaluations
 from solrl_lightning.tasks.plan import (
     PACKED_BITS,
     Json,
-    Passes,
-    count_macs,
     iteration_cost,
     plan,
     planned_peak,
     seconds,
-    trace,
 )
 from solrl_lightning.tasks.plan_memory import (
     Footprint,
     Options,
-    PeakBytes,
     bytes_of,
     fit,
     overrides,
     replica_bytes,
 )
+from solrl_lightning.tasks.plan_trace import Passes, PeakBytes, count_macs, trace
 from tests.nano import lora_config as small_lora
 
 Compose = Callable[..., DictConfig]
