@@ -95,7 +95,7 @@ class PipelinePolicy(ABC):
         self.decode_batch, self.variant, self.device = decode_batch, variant, torch.device(device)
         self.dtypes = {name: _dtype(name, value) for name, value in dtypes.items()}
         home = torch.device(transformer_device or self.device)
-        self.encode_on = self.device if encode_on == "device" else torch.device("cpu")
+        self.encode_on = encode_on
         self.cache: EmbeddingCache | None = None
         self.random = weights == "random"
         if self.random:
@@ -197,13 +197,14 @@ class PipelinePolicy(ABC):
             return []
         self._load_encoders()
         modules = [module for module in map(self._component, self.encoders) if isinstance(module, nn.Module)]
+        device, encoding = self.device, self.device if self.encode_on == "device" else torch.device("cpu")
         for module in modules:
-            module.to(self.encode_on)
+            module.to(encoding)
         chunks = [texts[first : first + EMBED_BATCH] for first in range(0, len(texts), EMBED_BATCH)]
-        device, self.device = self.device, self.encode_on  # which `encode_uncached` gives to the pipeline
+        self.device = encoding  # which `encode_uncached` gives to the pipeline
         parts = [self.encode_uncached(chunk) for chunk in chunks]
         self.device = device
-        if self.encode_on.type != "cpu":
+        if encoding.type != "cpu":
             for module in modules:
                 module.to("cpu")
         return [
