@@ -18,8 +18,8 @@ from solrl_lightning.tasks.plan_trace import CHECKPOINTING
 STORAGE_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4.127}
 """Bits of a weight in ``base_weights``; those of a row's scale in int8 are less than 0.04."""
 
-_FEWEST_ROWS = 4
-"""Micro-batches below this are the last resort: small products leave a GPU idle."""
+_FEWEST_ROWS = 3
+"""Micro-batches below this are the last resort, with all blocks recomputed: small products leave a GPU idle."""
 
 
 class Options(NamedTuple):
@@ -58,18 +58,19 @@ def fit(footprint: Footprint, most: Options, room: int) -> Options:
     """Return the first options that need at most ``room`` bytes, or, where none do, those that need least.
 
     Order of preference: weights in BF16 or int8 with a shadow, then without, then nf4; text encoders on the device; no
-    recomputation rather than a large micro-batch; large rollout and decoding batches. No value exceeds ``most``.
+    recomputation rather than a large micro-batch; large rollout batches, then large decoding batches. No batch exceeds
+    that of ``most``.
     """
     storages = list(STORAGE_BITS)[list(STORAGE_BITS).index(most.base_weights) :]
     exact = [name for name in storages if name != "nf4"]
     weights = [*product([True, False], exact), *product([True, False], ["nf4"])]
     rows = halvings(most.micro_batch)
     enough = [n for n in rows if n >= min(_FEWEST_ROWS, most.micro_batch)]
-    training = [*product(CHECKPOINTING, enough), *product(CHECKPOINTING, rows)]
-    rollout = list(product(halvings(most.decode_batch), halvings(most.rollout_batch)))
+    training = [*product(CHECKPOINTING, enough), *product([True], rows)]
+    rollout = list(product(halvings(most.rollout_batch), halvings(most.decode_batch)))
     tried = [
-        Options(base, shadow, device, *recompute, candidates, images)
-        for (shadow, base), device, recompute, (images, candidates) in product(
+        Options(base, shadow, device, *training_options, *rollout_options)
+        for (shadow, base), device, training_options, rollout_options in product(
             weights, ("device", "cpu"), training, rollout
         )
         if shadow <= most.shadow

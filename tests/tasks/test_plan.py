@@ -133,17 +133,17 @@ MOST = Options("bfloat16", True, "device", False, micro_batch=8, rollout_batch=1
 
 def test_options_that_fit_change_no_more_than_is_needed() -> None:
     checkpointed = ["model.gradient_checkpointing=true"]
-    small = [*checkpointed, "model.micro_batch=4", "model.rollout_batch=4", "model.decode_batch=2"]
+    small = [*checkpointed, "model.micro_batch=4", "model.rollout_batch=8", "model.decode_batch=1"]
     least = [*checkpointed, "model.micro_batch=2", "model.rollout_batch=1", "model.decode_batch=1"]
     expected = {
         130 + 8 * 16: [],
         130 + 4 * 16: ["model.micro_batch=4"],
         130 + 4 * 9: ["model.gradient_checkpointing=selective", "model.micro_batch=4"],
-        130 + 30: [*checkpointed, "model.rollout_batch=8"],  # the text encoders
-        130 + 2 + 4 * 4: ["encode_on=cpu", *checkpointed, "model.rollout_batch=2"],
-        80 + 30: ["base_weights=int8", *checkpointed, "model.rollout_batch=8"],
-        80 + 4 + 2 * 4: ["base_weights=int8", "encode_on=cpu", *small],
-        60 + 4 + 2 * 4: ["family=prefix", "base_weights=int8", "encode_on=cpu", *small],
+        130 + 30: [*checkpointed, "model.decode_batch=2"],  # the text encoders
+        130 + 8 + 2 * 4: ["encode_on=cpu", *checkpointed, "model.rollout_batch=8", "model.decode_batch=2"],
+        80 + 30: ["base_weights=int8", *checkpointed, "model.decode_batch=2"],
+        80 + 8 + 4: ["base_weights=int8", "encode_on=cpu", *small],
+        60 + 8 + 4: ["family=prefix", "base_weights=int8", "encode_on=cpu", *small],
         35 + 1 + 4: ["family=prefix", "base_weights=nf4", "encode_on=cpu", *least],
     }
     for room, arguments in expected.items():
