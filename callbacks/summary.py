@@ -73,6 +73,8 @@ class RunSummary(Callback):
         self._first: dict[str, float] = {}  # what the policy did in its first iteration, and in the last one
         self._last: dict[str, float] = {}
         self._stopped_by: str | None = None
+        self.planned_memory_bytes: int | None = None
+        """Planned peak of a GPU's memory; None on a CPU, whose measured peak is that of the whole process."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._started is None:  # the evaluation before training calls setup, too
@@ -178,6 +180,7 @@ class RunSummary(Callback):
             "alarms": [alarm._asdict() for alarm in guard.alarms] if guard else [],
             "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
+            "planned_memory_bytes": self.planned_memory_bytes,
             "held_out": {
                 "prompts": len(module.eval_prompts),
                 "images_per_prompt": module.evaluation.images,
@@ -294,6 +297,8 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     rows.append(("precision", facts["precision_backend"]))
     reserved = facts["peak_memory_reserved_bytes"]
     more = "" if reserved is None else f", {reserved / 2**30:.2f} GiB reserved by the allocator"
+    planned = facts["planned_memory_bytes"]
+    more += "" if planned is None else f", {planned / 2**30:.2f} GiB planned"
     rows.append(("peak memory", f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB{more}"))
     run, *paths = map(Path, facts["paths"].values())
     names = ["summary.json", *(str(path.relative_to(run)) for path in paths)]

@@ -22,7 +22,7 @@ from transformers.utils import logging as transformers_logging
 from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
-from solrl_lightning.checks import prompt_sets, reward_members
+from solrl_lightning.checks import is_sharded, prompt_sets, reward_members
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import WholeCheckpointIO, read_checkpoint
@@ -35,6 +35,7 @@ from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
 from solrl_lightning.samplers import SHADOW, Samplers
+from solrl_lightning.sharding import ShardedSamplers
 from solrl_lightning.targets import make
 
 log = logging.getLogger(__name__)
@@ -208,25 +209,35 @@ def build_model(
     """The module alone; without rewards it can only make pictures."""
     prepare_device(device)
     hide_loading_bars()
-    policy = make("model.policy", cfg.model.policy, takes="`device`", device=str(device))
+    options = dict(device=str(device), base_weights=cfg.base_weights, encode_on=cfg.encode_on)
+    if is_sharded(cfg):
+        options["transformer_device"] = "cpu"
+    policy = make("model.policy", cfg.model.policy, takes=", ".join(f"`{name}`" for name in options), **options)
     compiled = {}
     for key, what in (("family.compile", "rollouts"), ("compile_training", "training steps")):
-        compiled[key], why = should_compile(key, what, OmegaConf.select(cfg, key), device)
+        wanted = OmegaConf.select(cfg, key)
+        if wanted == "auto" and (cfg.base_weights != "bfloat16" or is_sharded(cfg)):
+            wanted = False
+        compiled[key], why = should_compile(key, what, wanted, device)
         if stages or compiled[key]:
             log.info("%s", why)
     if cfg.family.warning:
         log.warning("%s", cfg.family.warning)
     lora = lora_config(cfg)
-    samplers = Samplers(
-        policy,
-        lora,
-        seed=cfg.seed,
-        batch_size=cfg.model.rollout_batch,
-        compile_replicas=compiled["family.compile"],
-        compile_policy=compiled["compile_training"],
-        with_shadow=any(stage.sampler == SHADOW for stage in stages),
-        backend=resolve(cfg.precision.name, cfg.precision.backend, device),
-        rule=quantization_rule(cfg),
+    samplers = (
+        ShardedSamplers(policy, lora, cfg.seed, cfg.model.rollout_batch)
+        if is_sharded(cfg)
+        else Samplers(
+            policy,
+            lora,
+            seed=cfg.seed,
+            batch_size=cfg.model.rollout_batch,
+            compile_replicas=compiled["family.compile"],
+            compile_policy=compiled["compile_training"],
+            with_shadow=any(stage.sampler == SHADOW for stage in stages),
+            backend=resolve(cfg.precision.name, cfg.precision.backend, device),
+            rule=quantization_rule(cfg),
+        )
     )
     return SolRLModule(
         policy,

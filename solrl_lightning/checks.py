@@ -40,6 +40,7 @@ def check_values(cfg: DictConfig) -> None:
     check_paths(cfg)
     check_stages(cfg)
     check_choices(cfg)
+    check_sharded(cfg)
 
 
 # Kinds
@@ -171,6 +172,8 @@ _CHOICES = {
     "family.regenerate.sampler": SAMPLERS,
     "family.regenerate.solver": SOLVERS,
     "model.weights": ("pretrained", "random"),
+    "base_weights": ("bfloat16", "int8", "nf4"),
+    "encode_on": ("device", "cpu"),
     "old_velocity": ("policy", "merged"),
     "training_sampler": ("merged", "policy"),
     "family.compile": (True, False, "auto"),
@@ -203,6 +206,12 @@ def check_choices(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key, default=_ABSENT)
         if value is not _ABSENT and value not in choices:
             raise _invalid(key, value, f"one of {', '.join(str(choice).lower() for choice in choices)}")
+    for key in ("family.compile", "compile_training", "task.compile"):
+        if cfg.base_weights != "bfloat16" and OmegaConf.select(cfg, key) is True:
+            raise UserError(
+                f"base_weights={cfg.base_weights} is invalid with {key}=true: torch.compile does not trace the stored "
+                f"weights of torchao. Set {key}=false."
+            )
 
 
 def _invalid(key: str, value: Any, rule: str) -> UserError:
@@ -269,6 +278,36 @@ def check_trainer(cfg: DictConfig) -> None:
             f"trainer.max_epochs={epochs} is invalid: a Lightning epoch is one iteration, and there are "
             f"iterations={cfg.iterations}. Leave it out, or set iterations=<number>."
         )
+
+
+def is_sharded(cfg: DictConfig) -> bool:
+    """Whether the ranks share the frozen weights, as with trainer=fsdp."""
+    return OmegaConf.select(cfg, "trainer.strategy._target_") == "solrl_lightning.sharding.ShardedBase"
+
+
+def check_sharded(cfg: DictConfig) -> None:
+    """UserError for an option that needs a copy of the transformer, or forward passes on rank 0 alone."""
+    if not is_sharded(cfg):
+        return
+    if cfg.task._target_ != "solrl_lightning.tasks.train.train":
+        raise UserError("trainer=fsdp is invalid: only task=train shards the weights. Set trainer=auto.")
+    ways = [cfg.family.get("explore"), *(cfg.family.get("levels") or [])]
+    rules = {
+        "family.explore.sampler=shadow": (any(way and way.sampler == "shadow" for way in ways), "family=prefix"),
+        "family.compile=true": (cfg.family.compile is True, "family.compile=false"),
+        "compile_training=true": (cfg.compile_training is True, "compile_training=false"),
+        f"base_weights={cfg.base_weights}": (cfg.base_weights != "bfloat16", "base_weights=bfloat16"),
+        "callbacks.sample_grid": (
+            bool(OmegaConf.select(cfg, "callbacks.sample_grid.every")),
+            "callbacks.sample_grid.every=0",
+        ),
+    }
+    for option, (found, fix) in rules.items():
+        if found:
+            raise UserError(
+                f"{option} is invalid with trainer=fsdp: ranks have no copy of the weights and compute each forward "
+                f"pass together. Set {fix}."
+            )
 
 
 def check_checkpoint(cfg: DictConfig) -> None:
@@ -581,6 +620,7 @@ def check_machine(cfg: DictConfig) -> None:
     """UserError for a device, precision or optimiser that is not available here. Imports torch, but not Lightning."""
     import torch
 
+    from solrl_lightning.policies.base_weights import check_storage
     from solrl_lightning.quantization import resolve
     from solrl_lightning.targets import check_objective, check_optimizer
 
@@ -595,6 +635,8 @@ def check_machine(cfg: DictConfig) -> None:
     if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
         gpu = accelerator != "cpu" and torch.cuda.is_available()
         resolve(cfg.precision.name, cfg.precision.backend, torch.device("cuda", 0) if gpu else torch.device("cpu"))
+    if uses_model(cfg):
+        check_storage(cfg.base_weights)
     if "train" in cfg.task.reads:
         check_optimizer(cfg)
         check_objective(cfg)

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, Trainer
 from nano import MAX_WORDS, PROMPTS
 from omegaconf import DictConfig
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from solrl_lightning.build import build_loop, build_module, instantiate_trainer, stages_of, with_option
 from solrl_lightning.callbacks.ema import WeightEMA
@@ -62,7 +63,8 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     """This rank's part of an iteration, and the weights after it."""
     results = Results()
     callbacks = [Requantize(), WeightEMA(), results]
-    trainer = instantiate_trainer(cfg, logger=False, enable_checkpointing=False, callbacks=callbacks)
+    options = {"strategy": "auto"} if cfg.trainer.devices == 1 else {}  # a single process shards nothing
+    trainer = instantiate_trainer(cfg, logger=False, enable_checkpointing=False, callbacks=callbacks, **options)
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
     module.rewards.rewards["shapes"].score = score  # type: ignore[method-assign]
     loop = build_loop(cfg, trainer, module.objective)
@@ -72,7 +74,11 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     states = [module.adapter_state(name) for name in ("default", "old", "ema")]
     weights = torch.cat([value.flatten() for state in states for value in state.values()])
     evaluations = torch.tensor([row["shapes"] for row in module.eval_history], dtype=torch.float64)
-    return results.found | {"rank": trainer.global_rank, "weights": weights, "evaluations": evaluations}
+    named = module.transformer.named_parameters()
+    frozen = [weight for name, weight in named if "blocks." in name and ".lora_" not in name]
+    held = sum((weight.to_local() if isinstance(weight, DTensor) else weight).numel() for weight in frozen)
+    found = {"rank": trainer.global_rank, "weights": weights, "evaluations": evaluations, "held": held}
+    return results.found | found
 
 
 def train_all(cfg: DictConfig) -> dict[str, dict[str, Any]]:
@@ -82,6 +88,9 @@ def train_all(cfg: DictConfig) -> dict[str, dict[str, Any]]:
         chosen = with_option(cfg, "family", family)
         chosen.family.update(pool=6, keep=4, compile=False)
         results[family] = train(chosen)
+    chosen.prompts_per_iteration = chosen.data.eval_prompts = 2
+    chosen.trainer.strategy = {"_target_": "solrl_lightning.sharding.ShardedBase"}
+    results["sharded"] = train(chosen)
     return results
 
 

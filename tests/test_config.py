@@ -53,7 +53,8 @@ def options(group: str) -> list[str]:
 
 @pytest.mark.parametrize(("group", "option"), OPTIONS)
 def test_every_shipped_option_composes_to_valid_values(group: str, option: str) -> None:
-    check_values(compose(f"{group}={option}"))
+    needs = {"fsdp": ["family=prefix", "callbacks.sample_grid.every=0"]}  # it has no replicas
+    check_values(compose(f"{group}={option}", *needs.get(option, [])))
 
 
 # Groups know nothing of each other, so every option once is enough.

@@ -14,8 +14,11 @@ import ranks
 import torch
 from nano import PROMPTS, save_nano
 from omegaconf import DictConfig
+from safetensors.torch import load_file
 from torch import Tensor
 
+from solrl_lightning.checks import LORA_FILE, check_values
+from solrl_lightning.errors import UserError
 from solrl_lightning.policies import pipeline
 
 Results = dict[str, dict[str, Any]]  # by family
@@ -46,8 +49,11 @@ def test_two_ranks_match_one_rank(
     assert process.returncode == 0, output
     assert not list(tmp_path.glob("outputs"))  # the second process uses the first one's folder
     of_ranks: list[Results] = [torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
-    for family in ranks.FAMILIES:
-        check(alone[family], [results[family] for results in of_ranks])
+    assert alone.keys() == {*ranks.FAMILIES, "sharded"}
+    for family, expected in alone.items():
+        check(expected, [results[family] for results in of_ranks])
+        share = 2 if family == "sharded" else 1
+        assert all(results[family]["held"] * share == expected["held"] for results in of_ranks)
 
 
 def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
@@ -70,20 +76,44 @@ def distance(found: Tensor, expected: Tensor) -> float:
     return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
 
 
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("family=sol_rl", "family.explore.sampler=shadow is invalid with trainer=fsdp: .* Set family=prefix"),
+        ("family.compile=true", "family.compile=true is invalid .* Set family.compile=false"),
+        ("compile_training=true", "compile_training=true is invalid .* Set compile_training=false"),
+        ("base_weights=int8", "base_weights=int8 is invalid .* Set base_weights=bfloat16"),
+        ("callbacks.sample_grid.every=1", "callbacks.sample_grid is invalid .* Set callbacks.sample_grid.every=0"),
+        ("task=evaluate", "trainer=fsdp is invalid: only task=train shards"),
+    ],
+)
+def test_what_needs_whole_weights_is_refused_with_shards(
+    compose: Callable[..., DictConfig], argument: str, message: str
+) -> None:
+    good = ("trainer=fsdp", "family=prefix", "callbacks.sample_grid.every=0")
+    check_values(compose(*good))
+    key = argument.partition("=")[0]
+    with pytest.raises(UserError, match=message):
+        check_values(compose(*(word for word in good if not word.startswith(f"{key}=")), argument))
+
+
 @pytest.mark.slow
-def test_two_torchrun_nodes_share_one_folder(tmp_path: Path) -> None:
+def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(tmp_path: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
     job = ["-m", "solrl_lightning", "experiment=smoke", "family=diffusionnft"]
-    job += ["iterations=1", "callbacks.sample_grid.every=0", "trainer.accelerator=cpu"]
+    job += ["iterations=1", "callbacks.sample_grid.every=0"]
     job += ["family.pool=2", "family.keep=2", "model.full_steps=2", "model.eval_steps=1", "data.eval_prompts=2"]
-    job += ["trainer.strategy=ddp", "trainer.num_nodes=2", "trainer.devices=1"]
-    commands = [
-        [sys.executable, "-m", "torch.distributed.run", *node, f"--node_rank={rank}", *job] for rank in range(2)
-    ]
-    nodes = [subprocess.Popen(command, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}) for command in commands]
+    job += ["trainer=ddp", "trainer.accelerator=cpu"]
+    start, on_nodes = (
+        [sys.executable, "-m", "torch.distributed.run", *node],
+        ["trainer.num_nodes=2", "trainer.devices=1"],
+    )
+    commands = [[*start, f"--node_rank={rank}", *job, *on_nodes] for rank in range(2)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    nodes = [subprocess.Popen(command, cwd=tmp_path, env=environment) for command in commands]
     assert [process.wait(timeout=280) for process in nodes] == [0, 0]
     (folder,) = tmp_path.glob("outputs/train/*")
     assert {file.name for file in folder.iterdir()} == {
@@ -95,4 +125,12 @@ def test_two_torchrun_nodes_share_one_folder(tmp_path: Path) -> None:
         "report.html",
         "tensorboard",
     }
-    assert json.loads((folder / "summary.json").read_text())["status"] == "completed"
+    one_node = [sys.executable, *job, "trainer.devices=2", "hydra.run.dir=one_node"]
+    subprocess.run(one_node, cwd=tmp_path, env=environment, timeout=280, check=True)
+    found, expected = (json.loads((run / "summary.json").read_text()) for run in (folder, tmp_path / "one_node"))
+    assert found["status"] == "completed"
+    for row in (*found["evaluations"], *expected["evaluations"]):
+        row.pop("seconds")
+    assert found["evaluations"] == expected["evaluations"] and len(found["evaluations"]) == 2
+    found, expected = (load_file(run / "lora" / LORA_FILE) for run in (folder, tmp_path / "one_node"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies.bf16 import BF16Linear
+from solrl_lightning.policies.base_weights import dense
 
 TRAINED, OLD = "default", "old"
 State = dict[str, Tensor]
@@ -45,6 +45,7 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
         )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are what we want
+        warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated")  # peft never merges them here
         torch.manual_seed(seed)
         for name in (OLD, TRAINED):
             transformer.add_adapter(config, adapter_name=name)
@@ -52,7 +53,7 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
     for layer in layers.values():
         for weights in (layer.lora_A, layer.lora_B):
             weights.float()
-        if type(layer) is PeftLinear:
+        if isinstance(layer, PeftLinear):
             layer.__class__ = FusedLoRALinear
     load_state(layers, OLD, adapter_state(layers, TRAINED))
     _activate(layers, TRAINED)
@@ -66,7 +67,7 @@ class FusedLoRALinear(PeftLinear):
         (adapter,) = self.active_adapters
         base = self.get_base_layer()
         down, up = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-        product_dtype = torch.float32 if isinstance(base, BF16Linear) else x.dtype
+        product_dtype = getattr(base, "product_dtype", x.dtype)
         y: Tensor = _LoRAProduct.apply(
             x.flatten(0, -2), base.weight, base.bias, down, up, self.scaling[adapter], product_dtype
         )
@@ -85,7 +86,7 @@ class _LoRAProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, down: Tensor, up: Tensor, scale: float, dtype: Any
     ) -> Tensor:
         down, up, wide = down.to(dtype), up.to(dtype), x.to(dtype)
-        y = F.linear(wide, weight.to(dtype), None if bias is None else bias.to(dtype))
+        y = F.linear(wide, dense(weight).to(dtype), None if bias is None else bias.to(dtype))
         low = wide @ down.t()
         ctx.save_for_backward(x, weight, down, up, low)
         ctx.scale, ctx.dtype = scale, dtype
@@ -100,7 +101,7 @@ class _LoRAProduct(torch.autograd.Function):
         down_gradient = (low_gradient.t() @ x.to(ctx.dtype)).float()
         x_gradient = None
         if ctx.needs_input_grad[0]:
-            x_gradient = (g @ weight.to(ctx.dtype)).addmm_(low_gradient, down).to(x.dtype)
+            x_gradient = (g @ dense(weight).to(ctx.dtype)).addmm_(low_gradient, down).to(x.dtype)
         return x_gradient, None, None, down_gradient, up_gradient, None, None
 
 
@@ -166,7 +167,8 @@ def update_old_adapter(layers: dict[str, LoraLayer], decay: float) -> None:
 
 def base_norm(layers: dict[str, LoraLayer]) -> Tensor:
     """L2 norm of the base weights of all adapted layers."""
-    norms = [torch.linalg.vector_norm(x.get_base_layer().weight, dtype=torch.float32) for x in layers.values()]
+    weights = (dense(layer.get_base_layer().weight) for layer in layers.values())
+    norms = [torch.linalg.vector_norm(weight, dtype=torch.float32) for weight in weights]
     return torch.linalg.vector_norm(torch.stack(norms))
 
 
@@ -193,7 +195,7 @@ def merged_weights(layers: dict[str, LoraLayer], state: State) -> Iterator[tuple
     """Yields each adapted layer's name and float32 weight W + (alpha / r) B A."""
     for name, layer in layers.items():
         down, up = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
-        base = layer.get_base_layer().weight
+        base = dense(layer.get_base_layer().weight)
         yield name, torch.addmm(base.float(), up.float(), down.float(), alpha=layer.scaling[TRAINED])
 
 

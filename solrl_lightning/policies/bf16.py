@@ -71,6 +71,8 @@ def _widened(tensor: Tensor) -> Tensor:
 class BF16Linear(nn.Linear):
     """A linear layer of bfloat16 weights and results whose products run in float32."""
 
+    product_dtype = torch.float32
+
     def forward(self, x: Tensor) -> Tensor:
         bias = None if self.bias is None else self.bias.float()
         return F.linear(x.float(), self.weight.float(), bias).to(x.dtype)

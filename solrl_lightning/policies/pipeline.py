@@ -23,6 +23,7 @@ from solrl_lightning.files import written_whole
 from solrl_lightning.memory import retry_with_empty_cache
 from solrl_lightning.policies import bf16
 from solrl_lightning.policies.architectures import find_architecture
+from solrl_lightning.policies.base_weights import store_weights
 from solrl_lightning.policies.checkpointing import checkpoint_blocks
 from solrl_lightning.policies.conditioning import Conditioning, Row, stack_rows
 from solrl_lightning.policies.config_files import TINY
@@ -57,6 +58,9 @@ class PipelinePolicy(ABC):
         preview_decoder: hub id or local folder of an ``AutoencoderTiny`` of the same latents, for ``preview``;
             ``tiny`` for the embedded model's.
         guidance_scale: of classifier-free guidance, in every image and in training; 1 for none.
+        base_weights: storage of the transformer's frozen weights, see ``base_weights``.
+        encode_on: ``device``, or ``cpu`` to leave the text encoders there.
+        transformer_device: where the transformer is left if not on ``device``, for a run that shards it.
         device: of transformer and autoencoder; text encoders stay on the CPU and move to it only while encoding.
 
     Raises:
@@ -81,17 +85,22 @@ class PipelinePolicy(ABC):
         weights: str = "pretrained",
         preview_decoder: str | None = None,
         guidance_scale: float = 1.0,
+        base_weights: str = "bfloat16",
+        encode_on: str = "device",
+        transformer_device: str | None = None,
         device: str | torch.device = "cpu",
     ) -> None:
         self.pretrained = str(TINY) if pretrained == "tiny" else pretrained
         self.resolution, self.max_sequence_length = resolution, max_sequence_length
         self.decode_batch, self.variant, self.device = decode_batch, variant, torch.device(device)
         self.dtypes = {name: _dtype(name, value) for name, value in dtypes.items()}
+        home = torch.device(transformer_device or self.device)
+        self.encode_on = encode_on
         self.cache: EmbeddingCache | None = None
         self.random = weights == "random"
         if self.random:
             architecture = find_architecture(self.pretrained, self.pipeline_class)
-            self.pipeline = random_pipeline(architecture, self.device, self.dtypes)
+            self.pipeline = random_pipeline(architecture, home, self.dtypes)
         elif weights != "pretrained":
             raise UserError(f"model.weights must be pretrained or random; got {weights}")
         elif embeddings is None:
@@ -107,7 +116,8 @@ class PipelinePolicy(ABC):
                 bf16.use_fp32_products(self.transformer)
             if not bf16.has_fast_bf16_attention():
                 bf16.use_fp32_attention(self.transformer)
-        self.transformer.to(self.device)
+        store_weights(self.transformer, base_weights, home)
+        self.transformer.to(home)
         vae = self.pipeline.vae.requires_grad_(False)
         of_videos = any(parameter.ndim == 5 for parameter in vae.parameters())  # PyTorch refuses channels_last for them
         vae.to(self.device, memory_format=torch.contiguous_format if of_videos else torch.channels_last)
@@ -189,11 +199,14 @@ class PipelinePolicy(ABC):
             return []
         self._load_encoders()
         modules = [module for module in map(self._component, self.encoders) if isinstance(module, nn.Module)]
+        device, encoding = self.device, self.device if self.encode_on == "device" else torch.device("cpu")
         for module in modules:
-            module.to(self.device)
+            module.to(encoding)
         chunks = [texts[first : first + EMBED_BATCH] for first in range(0, len(texts), EMBED_BATCH)]
+        self.device = encoding  # which `encode_uncached` gives to the pipeline
         parts = [self.encode_uncached(chunk) for chunk in chunks]
-        if self.device.type != "cpu":
+        self.device = device
+        if encoding.type != "cpu":
             for module in modules:
                 module.to("cpu")
         return [

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from solrl_lightning.policies.base_weights import dense
+
 
 def clone_sharing_weights(transformer: nn.Module) -> nn.Module:
     """A copy of the module tree whose parameters and buffers are the original's tensors."""
@@ -26,7 +28,7 @@ def untie_weights(replica: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         layer = replica.get_submodule(name)
         if isinstance(layer, nn.Linear):
-            layer.weight = nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+            layer.weight = nn.Parameter(dense(layer.weight).detach().clone(), requires_grad=False)
 
 
 @torch.no_grad()

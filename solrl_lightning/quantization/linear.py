@@ -11,6 +11,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor, nn
 
+from solrl_lightning.policies.base_weights import dense
+
 Layer = TypeVar("Layer", bound="QuantizedLinear")
 
 
@@ -39,7 +41,7 @@ class QuantizedLinear(nn.Module):
     @classmethod
     def from_linear(cls: type[Layer], linear: nn.Linear) -> Layer:
         layer = cls(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.device)
-        layer.requantize_(linear.weight, linear.bias)
+        layer.requantize_(dense(linear.weight), linear.bias)
         return layer
 
     @abstractmethod

@@ -136,28 +136,28 @@ def held(model: Shapes, weights: str) -> dict[str, int]:
 
 
 def planned_bytes(parts: Mapping[str, int], on_gpu: bool) -> int:
-    """Planned peak in bytes. A GPU never holds text encoders and activations for a backward pass at the same time."""
-    passing = parts.get("text_encoders", 0), parts["kept_for_backward"]
-    return sum(parts.values()) - (min(passing) if on_gpu else 0)
+    """Planned peak in bytes. A GPU holds text encoders, activations of training and of sampling at different times."""
+    passing = [parts[name] for name in ("text_encoders", "training", "rollout") if name in parts]
+    return sum(parts.values()) - sum(passing) + (max(passing) if on_gpu else sum(passing))
 
 
 def judge_memory(parts: Mapping[str, int], total: int, model: DictConfig, on_gpu: bool) -> Row:
     planned = planned_bytes(parts, on_gpu)
     largest = sorted(parts, key=lambda name: -parts[name])[:4]
     found = (
-        f"{planned / 1e9:.3g} GB planned of {total / 1e9:.3g} GB, rewards and sampling not counted; most for "
+        f"{planned / 1e9:.3g} GB planned of {total / 1e9:.3g} GB, rewards not counted; most for "
         f"{', '.join(f'{name} {parts[name] / 1e9:.2g}' for name in largest)}"
     )
     measured = {"planned": planned, "total": total, "parts": dict(parts)}
     if planned <= total:
         return Row("memory", OK, found, "", measured)
-    kept, batch = parts["kept_for_backward"], model.micro_batch
+    kept, batch = parts["training"], model.micro_batch
 
     def fits(changed: Mapping[str, int]) -> bool:
         return planned_bytes({**parts, **changed}, on_gpu) <= total
 
-    ways = [f"model.micro_batch={n}" for n in range(1, batch) if fits({"kept_for_backward": kept * n // batch})][-1:]
-    if not model.gradient_checkpointing and fits({"kept_for_backward": 0}):
+    ways = [f"model.micro_batch={n}" for n in range(1, batch) if fits({"training": kept * n // batch})][-1:]
+    if not model.gradient_checkpointing and fits({"training": 0}):
         ways.append("model.gradient_checkpointing=true")
     if parts["shadow_here"] and fits({"shadow_here": 0}):
         ways.append(NO_SHADOW)

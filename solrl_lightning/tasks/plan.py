@@ -4,26 +4,19 @@ The policy is built on the device ``meta``, where tensors have shapes but no num
 PyTorch's counter counts the multiply-adds (MACs) of linear layers, convolutions and attention. Bytes follow from the
 same modules. ``task=benchmark`` measures.
 
-Not counted: reward models, because only their files have their size; the text encoders' arithmetic, once per prompt;
-activations of sampling; memory of CUDA and the allocator.
+Not counted: the text encoders' arithmetic, once per prompt, and what ``plan_memory`` leaves out.
 """
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from itertools import chain
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from hydra.utils import instantiate
 from omegaconf import DictConfig
-from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.build import (
     build_objective,
@@ -37,8 +30,8 @@ from solrl_lightning.build import (
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import TRAINED
-from solrl_lightning.policies.architectures import Architecture, build_component, find_architecture
-from solrl_lightning.policies.checkpointing import checkpoint_blocks
+from solrl_lightning.policies.architectures import Architecture, find_architecture
+from solrl_lightning.policies.base_weights import block_linears
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.quantization import Backend, LayerPlan, resolve
@@ -47,24 +40,23 @@ from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.rollout.micro_batches import plan_micro_batches
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, candidates, evaluations
 from solrl_lightning.targets import check_objective
+from solrl_lightning.tasks.plan_memory import (
+    Footprint,
+    Options,
+    bytes_of,
+    encoder_bytes,
+    fit,
+    overrides,
+    replica_bytes,
+    stored_bytes,
+)
+from solrl_lightning.tasks.plan_trace import CHECKPOINTING, Passes, trace
 from solrl_lightning.tasks.tables import format_table, write_json
 
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
 PACKED_BITS = {"nvfp4": 4.5, "fp8": 8.0, "int8": 8.0, "bf16": 16.0}  # of a weight, with its part of a block's scale
 
 Json = dict[str, Any]
-
-
-class Passes(NamedTuple):
-    """MACs of one image."""
-
-    forward: int
-    layers: Mapping[str, int]  # those of each linear layer and convolution in a forward pass, by name
-    adapted: int  # of a forward pass with LoRA branches
-    backward: int  # through the frozen weights to the LoRA's, with what gradient checkpointing computes again
-    decode: int
-    activation_bytes: Mapping[bool | str, int]  # kept for the backward pass, by model.gradient_checkpointing
-    preview: int = 0  # of decoding by the preview decoder, 0 without one
 
 
 class Shapes(NamedTuple):
@@ -77,92 +69,8 @@ class Shapes(NamedTuple):
     adapted: Mapping[str, LoraLayer]
     parameters: int
     bytes: dict[str, int]
-
-
-# Multiply-adds
-
-
-def flop_counter() -> FlopCounterMode:
-    """Return PyTorch's counter, extended by products that are added in place, such as LoRA's."""
-    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops})
-
-
-def _addmm_flops(y: Sequence[int], a: Sequence[int], b: Sequence[int], **unused: Any) -> int:
-    """2 m k n of the shapes a [m, k] and b [k, n]."""
-    return 2 * a[0] * a[1] * b[1]
-
-
-def count_macs(run: Callable[[], Any], module: nn.Module) -> tuple[int, dict[str, int]]:
-    """MACs of ``run()``, which calls ``module``, and the part of each linear layer and convolution of ``module``."""
-    with flop_counter() as counter:
-        run()
-    counts, root = counter.get_flop_counts(), type(module).__name__
-    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
-    layers = {name: sum(counts[f"{root}.{name}"].values()) // 2 for name in names if f"{root}.{name}" in counts}
-    return counter.get_total_flops() // 2, layers
-
-
-class FusedAttention(TorchFunctionMode):
-    """Runs attention as a GPU does. On ``meta``, PyTorch's own computes and saves the matrix of all pairs of tokens."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is nn.functional.scaled_dot_product_attention:
-            func = _flash_attention
-        return func(*args, **(kwargs or {}))
-
-
-def _flash_attention(query: Tensor, key: Tensor, value: Tensor, **unused: Any) -> Tensor:
-    return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
-
-
-@contextmanager
-def saved_for_backward(module: nn.Module) -> Iterator[dict[int, Any]]:
-    """Collects the storages that autograd saves, each once, without those of the parameters of ``module``."""
-    parameters = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
-    saved: dict[int, Any] = {}  # holds the storages, so that no address is used twice
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters:
-            saved[storage._cdata] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield saved
-
-
-def trace(
-    policy: PipelinePolicy, lora: LoraConfig, checkpointing: bool | str, previews: bool = False
-) -> tuple[Passes, dict[str, LoraLayer]]:
-    """The passes of a policy on ``meta``, and its adapted layers by name. Adds the adapters to the policy."""
-    conditioning = policy.encode(["a prompt"])
-    x = policy.noise(torch.zeros(1, dtype=torch.int64))
-    sigma = torch.ones(1, device=policy.device)
-
-    def velocity() -> Tensor:
-        return policy.velocity(policy.transformer, x, sigma, conditioning)
-
-    with torch.no_grad():
-        forward, layers = count_macs(velocity, policy.transformer)
-        decode = count_macs(lambda: policy.decode(x), policy.transformer)[0]
-        preview = count_macs(lambda: policy.preview(x), policy.transformer)[0] if previews else 0
-    with torch.device(policy.device):  # PEFT would leave the adapters of layers on meta on the CPU
-        adapted_layers = adapters.add_adapters(policy.transformer, lora, seed=0)
-    policy.transformer.train()
-    activations: dict[bool | str, int] = {}
-    backward: dict[bool | str, int] = {}
-    for blocks in (False, "selective", True):
-        # Tensor.backward runs outside of the mode, so recomputation enters another mode.
-        checkpoint_blocks(policy.transformer, blocks, context_fn=lambda: (nullcontext(), FusedAttention()))
-        with FusedAttention():
-            with saved_for_backward(policy.transformer) as saved, flop_counter() as there:
-                loss = velocity().sum()
-            with flop_counter() as back:
-                loss.backward()
-        backward[blocks] = back.get_total_flops() // 2
-        activations[blocks] = sum(storage.nbytes() for storage in saved.values())
-    adapted = there.get_total_flops() // 2
-    return Passes(forward, layers, adapted, backward[checkpointing], decode, activations, preview), adapted_layers
+    footprint: Footprint
+    options: Options
 
 
 def layer_statistics(layers: Sequence[LayerPlan], passes: Passes) -> Json:
@@ -184,59 +92,57 @@ def layer_statistics(layers: Sequence[LayerPlan], passes: Passes) -> Json:
     }
 
 
-# Bytes
-
-
-def bytes_of(module: nn.Module) -> int:
-    """Bytes of a module's parameters and buffers."""
-    return sum(tensor.numel() * tensor.itemsize for tensor in chain(module.parameters(), module.buffers()))
-
-
-def replica_bytes(
-    weights: Mapping[str, Tensor], adapted: Collection[str], quantized: Collection[str] = (), bits: float = 16
-) -> int:
-    """Bytes of the ``weights`` that a replica owns: the quantised ones at ``bits``, and others that LoRA adapts."""
-    packed = sum(weights[name].numel() for name in quantized) * bits / 8
-    own = sum(weights[name].numel() * weights[name].itemsize for name in adapted if name not in quantized)
-    return math.ceil(packed) + own
-
-
-def encoder_bytes(architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> int:
-    """Bytes of the text encoders in their dtypes."""
-    parts = {name: part for name, part in architecture.components.items() if name.startswith("text_encoder")}
-    return sum(
-        bytes_of(build_component(part, "meta", dtypes.get(name, dtypes["default"]))) for name, part in parts.items()
-    )
-
-
-def on_meta(cfg: DictConfig, backend: Backend) -> Shapes:
-    """The run's model on ``meta`` with its MACs and bytes."""
+def on_meta(cfg: DictConfig, backend: Backend, recomputed: Collection[bool | str] = CHECKPOINTING) -> Shapes:
+    """The run's model on ``meta`` with its MACs and bytes; ``recomputed`` as in ``trace``."""
     policy = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
     architecture = find_architecture(policy.pretrained, policy.pipeline_class)
     layers = plan_layers(policy.transformer, quantization_rule(cfg), backend)
     weights = {layer.name: policy.transformer.get_submodule(layer.name).weight for layer in layers}
-    parameters, held = sum(p.numel() for p in policy.transformer.parameters()), bytes_of(policy.transformer)
+    parameters = sum(p.numel() for p in policy.transformer.parameters())
+    stored = stored_bytes(bytes_of(policy.transformer), block_linears(policy.transformer).values())
     checkpointing = cfg.model.gradient_checkpointing
     previews = cfg.model.policy.get("preview_decoder") is not None
-    passes, adapted = trace(policy, lora_config(cfg), checkpointing, previews)
+    passes, adapted = trace(policy, lora_config(cfg), checkpointing, previews, recomputed)
     lora = 4 * sum(weight.numel() for weight in adapters.adapter_state(adapted, TRAINED).values())
     quantized = [layer.name for layer in layers if layer.quantized]
     packed, here = (
-        replica_bytes(weights, adapted, quantized, bits) if uses_shadow(cfg) else 0
+        replica_bytes(weights, adapted, quantized, bits)
         for bits in (PACKED_BITS[backend.precision], backend.bits_per_weight)
     )
+    options = Options(
+        cfg.base_weights,
+        uses_shadow(cfg),
+        cfg.encode_on,
+        checkpointing,
+        cfg.model.micro_batch,
+        cfg.model.rollout_batch,
+        cfg.model.decode_batch,
+    )
     size = {
-        "policy": held,
+        "policy": stored[options.base_weights],
         "merged": replica_bytes(weights, adapted),
-        "shadow_packed": packed,
-        "shadow_here": here,
+        "shadow_packed": packed if options.shadow else 0,
+        "shadow_here": here if options.shadow else 0,
         "lora": (3 if cfg.callbacks and cfg.callbacks.get("ema") else 2) * lora,
         "gradients_and_moments": 3 * lora,
         "autoencoder": bytes_of(policy.pipeline.vae),
         "text_encoders": encoder_bytes(architecture, policy.dtypes),
-        "kept_for_backward": cfg.model.micro_batch * passes.activation_bytes[checkpointing],
+        "training": options.micro_batch * passes.training_bytes[checkpointing],
+        "rollout": options.rollout_batch * passes.sampling_bytes + options.decode_batch * passes.decoding_bytes,
     }
-    return Shapes(policy, architecture, layers, passes, adapted, parameters, size)
+    others = sum(size[name] for name in ("merged", "lora", "gradients_and_moments", "autoencoder"))
+    activations = passes.training_bytes, passes.sampling_bytes, passes.decoding_bytes
+    footprint = Footprint(stored, packed, others, size["text_encoders"], *activations)
+    return Shapes(policy, architecture, layers, passes, adapted, parameters, size, footprint, options)
+
+
+def planned_peak(cfg: DictConfig, policy: PipelinePolicy) -> int:
+    """Bytes that a run of ``cfg`` with the loaded ``policy`` is planned to hold at most, on the policy's device."""
+    own = cfg.copy()
+    own.model.policy.pretrained = policy.pretrained if policy.random else policy.pipeline.config._name_or_path
+    backend = resolve(cfg.precision.name, cfg.precision.backend, policy.device)
+    model = on_meta(own, backend, [cfg.model.gradient_checkpointing])
+    return model.footprint._replace(shadow=model.bytes["shadow_here"]).peak(model.options)
 
 
 # An iteration. An evaluation is a forward pass of the transformer for one image.
@@ -322,9 +228,12 @@ def plan(cfg: DictConfig) -> Json:
         "bits_a_weight": {"packed": PACKED_BITS[backend.precision], "here": backend.bits_per_weight},
         "layers": statistics,
         "bytes": size,
-        "kept_for_backward": {
-            str(blocks).lower(): cfg.model.micro_batch * kept for blocks, kept in model.passes.activation_bytes.items()
+        "training_bytes": {
+            str(blocks).lower(): cfg.model.micro_batch * row for blocks, row in model.passes.training_bytes.items()
         },
+        "planned_peak": model.footprint.peak(model.options),
+        "reserve": cfg.task.reserve,
+        "cards": [on_card(model, card, cfg.task) for card in cfg.task.cards],
         "weights_to_one_copy": {**copies, "published": float(PUBLISHED_COPIES)},
         "prompts_per_iteration": cfg.prompts_per_iteration,
         "devices": cfg.task.devices,
@@ -336,6 +245,16 @@ def plan(cfg: DictConfig) -> Json:
     write_json(path, result)
     print(f"{format_plan(result, format_layers(model.layers), cfg.model.micro_batch)}\n  {path}")
     return result
+
+
+def on_card(model: Shapes, card: float, task: DictConfig) -> Json:
+    """Arguments that fit a card of ``card`` GB (10^9 bytes) with ``task.reserve`` GB left free, or come nearest."""
+    options = fit(model.footprint, model.options, room := round((card - task.reserve) * 1e9))
+    peak = model.footprint.peak(options)
+    changed = overrides(options, model.options)
+    replaced = ("task", *(argument.partition("=")[0] for argument in changed))
+    kept = [a for a in task.overrides if a.partition("=")[0] not in replaced and not a.startswith("task.")]
+    return {"card": card, "fits": peak <= room, "peak": peak, "arguments": [*kept, *changed]}
 
 
 def _check(options: DictConfig, prompts: int) -> None:
@@ -382,10 +301,16 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         "gradients_and_moments": "their gradients and AdamW moments",
         "autoencoder": "autoencoder",
         "text_encoders": "text encoders: on a GPU only while they encode",
-        "kept_for_backward": f"kept for the backward pass of {micro_batch} rows (uncompiled)",
+        "training": f"activations of training, {micro_batch} rows (uncompiled)",
+        "rollout": "activations of sampling and decoding (uncompiled)",
     }
     held = [[label, _si(result["bytes"][key])] for key, label in labels.items() if result["bytes"][key]]
-    kept_bytes = ", ".join(f"{blocks} {_si(count)}" for blocks, count in result["kept_for_backward"].items())
+    training = ", ".join(f"{blocks} {_si(count)}" for blocks, count in result["training_bytes"].items())
+    cards = "\n".join(
+        f"  {card['card']:g} GB: {'' if card['fits'] else 'nothing fits; nearest: '}{_si(card['peak'])}, "
+        f"{' '.join(['python -m solrl_lightning', *card['arguments']])}"
+        for card in result["cards"]
+    )
     counts = [
         [row["family"], row["prompt"].get(EXPLORE), row["prompt"][REGENERATE]]
         + [sum(row[scope].values()) for scope in ("prompt", "all_devices", "device")]
@@ -412,11 +337,13 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         f"latents {' x '.join(map(str, result['latents']))}\n"
         f"The layers of the shadow, precision={result['precision']}:\n{layer_table}\n\n"
         f"Multiply-adds (MACs) of one image:\n{format_table(['', 'MACs', 'share'], macs)}\n\n"
-        "Bytes on one device (G of 10^9; not counted: reward models, activations of sampling):\n"
+        "Bytes on one device (G of 10^9; not counted: reward models, CUDA):\n"
         f"{format_table(['', 'bytes'], held)}\n"
-        f"  kept for the backward pass by model.gradient_checkpointing: {kept_bytes}\n"
+        f"  activations of training by model.gradient_checkpointing: {training}\n"
+        f"  peak {_si(result['planned_peak'])}: activations and text encoders are not there at the same time\n"
         f"  weights of policy, merged replica and shadow: {ratio['packed']:.2f}x one copy if packed, "
         f"{ratio['here']:.2f}x here; published: {ratio['published']:.0f}x\n\n"
+        f"Options that fit a card, with {result['reserve']:g} GB left for rewards, CUDA and the allocator:\n{cards}\n\n"
         f"Model evaluations (forward passes of one image) of an iteration of {result['prompts_per_iteration']} prompts "
         f"on {result['devices']} device(s); explore and regenerate for a prompt; decoding and training for a device:\n"
         f"{format_table(['family', *count_columns], counts)}\n\n"

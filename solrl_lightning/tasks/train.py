@@ -11,13 +11,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_loop, build_module, build_trainer, levels_of
-from solrl_lightning.callbacks.common import file_logger
-from solrl_lightning.callbacks.summary import base_and_final
+from solrl_lightning.callbacks.common import file_logger, find_callback
+from solrl_lightning.callbacks.summary import RunSummary, base_and_final
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import read_checkpoint
 from solrl_lightning.optimizer_state import check_fits
 from solrl_lightning.run_folder import LOG, commit_overrides, is_resuming
+from solrl_lightning.tasks.plan import planned_peak
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ def train(cfg: DictConfig) -> float | None:
     if module.samplers.layer_table:
         file_logger.info("%s", module.samplers.layer_table)
         log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), Path(cfg.run_dir) / LOG)
+    summary = find_callback(trainer, RunSummary)
+    if summary is not None and trainer.is_global_zero and module.policy.device.type == "cuda":
+        summary.planned_memory_bytes = planned_peak(cfg, module.policy)
     loop = build_loop(cfg, trainer, module.objective)
     held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     try:

@@ -72,6 +72,7 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, stand_in, capsys)
     assert summary["seconds_per_stage"]["iteration"]["median"] <= summary["seconds_total"]
     assert summary["seconds_total"] < summary["seconds_since_process_start"] < 86400
     assert summary["peak_memory_bytes"] > 50 * 2**20 and summary["peak_memory_reserved_bytes"] is None
+    assert summary["planned_memory_bytes"] is None
     assert summary["config"] == HPARAMS
     named = {"lora": str(tmp_path / "lora"), "report": str(tmp_path / "report.html")}
     assert summary["paths"] == {"run": str(tmp_path)} | named
@@ -201,7 +202,8 @@ def test_summary_of_a_gpu_run_has_the_reserved_memory(tmp_path, stand_in, monkey
     monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda device: 5 * 2**30)
     memory = peak_memory(torch.device("cuda", 0))
     assert memory == {"peak_memory_bytes": 3 * 2**30, "peak_memory_reserved_bytes": 5 * 2**30}
-    assert "3.00 GiB, 5.00 GiB reserved by the allocator" in format_summary(read(tmp_path) | memory)
+    facts = read(tmp_path) | memory | {"planned_memory_bytes": 2 * 2**30}
+    assert "3.00 GiB, 5.00 GiB reserved by the allocator, 2.00 GiB planned" in format_summary(facts)
 
 
 def test_base_and_final_are_none_without_an_evaluation():

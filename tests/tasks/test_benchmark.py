@@ -27,7 +27,7 @@ from solrl_lightning.tasks.benchmark import (
     times_of_families,
     with_speedups,
 )
-from solrl_lightning.tasks.plan import count_macs
+from solrl_lightning.tasks.plan_trace import count_macs
 from tests.nano import load_policy, save_nano
 
 Compose = Callable[..., DictConfig]

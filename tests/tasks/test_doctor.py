@@ -201,7 +201,7 @@ def test_blocks_are_a_few_of_the_model(folder: Path, tmp_path: Path, monkeypatch
 
 
 def test_plan_that_does_not_fit_is_wrong_and_names_options_that_fit() -> None:
-    parts = {"policy": 100, "shadow_here": 40, "kept_for_backward": 60, "text_encoders": 30}
+    parts = {"policy": 100, "shadow_here": 40, "training": 60, "text_encoders": 30}
     model = OmegaConf.create({"micro_batch": 12, "gradient_checkpointing": False})
     assert (planned_bytes(parts, on_gpu=False), planned_bytes(parts, on_gpu=True)) == (230, 200)
     assert judge_memory(parts, 200, model, on_gpu=True).status == OK

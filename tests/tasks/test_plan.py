@@ -16,6 +16,7 @@ from solrl_lightning.build import lora_config, stages_of, with_option
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.architectures import build_component, find_architecture
+from solrl_lightning.policies.base_weights import block_linears
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization import plan as plan_layers
@@ -23,16 +24,20 @@ from solrl_lightning.rollout.stage import evaluations
 from solrl_lightning.tasks.plan import (
     PACKED_BITS,
     Json,
-    Passes,
-    bytes_of,
-    count_macs,
     iteration_cost,
     plan,
-    replica_bytes,
-    saved_for_backward,
+    planned_peak,
     seconds,
-    trace,
 )
+from solrl_lightning.tasks.plan_memory import (
+    Footprint,
+    Options,
+    bytes_of,
+    fit,
+    overrides,
+    replica_bytes,
+)
+from solrl_lightning.tasks.plan_trace import Passes, PeakBytes, count_macs, trace
 from tests.nano import lora_config as small_lora
 
 Compose = Callable[..., DictConfig]
@@ -90,23 +95,64 @@ def test_macs_of_lora_branches_are_proportional_to_their_rank(passes: Passes) ->
 
 
 def test_gradient_checkpointing_saves_less_and_recomputes_the_blocks(passes: Passes) -> None:
-    checkpointed, selective = (trace(embedded(), small_lora(), blocks)[0] for blocks in (True, "selective"))
-    kept = passes.activation_bytes
-    assert kept == checkpointed.activation_bytes and kept[True] < kept[False] / 2
-    assert kept[True] < kept["selective"] < kept[False]
+    checkpointed = trace(embedded(), small_lora(), True)[0]
+    peak = passes.training_bytes
+    assert peak == checkpointed.training_bytes and peak[True] < peak["selective"] < peak[False]
+    assert passes.sampling_bytes < peak[True]
     assert (checkpointed.forward, checkpointed.adapted) == (passes.forward, passes.adapted)
-    again, half = checkpointed.backward - passes.backward, selective.backward - passes.backward
-    assert 0.9 * passes.adapted < again < passes.adapted
-    assert 0.3 * again < half < 0.7 * again
+    assert 0.9 * passes.adapted < checkpointed.backward - passes.backward < passes.adapted
 
 
-def test_saved_activations_are_counted_once_and_without_parameters() -> None:
+def test_peak_counts_each_live_storage_once_and_no_parameters() -> None:
     linear = nn.Linear(8, 8, bias=False, device="meta")
-    x = torch.empty(5, 8, device="meta", requires_grad=True)
-    with saved_for_backward(linear) as saved:
-        y = linear(x)  # saves x
-        (y * y).sum()  # saves y, twice
-    assert [storage.nbytes() for storage in saved.values()] == [5 * 8 * 4, 5 * 8 * 4]
+    x = torch.empty(5, 8, device="meta")
+    size = 5 * 8 * 4
+    with torch.no_grad(), PeakBytes(linear) as tracker:
+        y = linear(x)
+        y.view(8, 5).add_(1)
+        linear.weight.t()
+        assert tracker.peak == size
+        y = y + 1
+        assert tracker.peak == 2 * size
+        del y
+        linear(x)
+    assert tracker.peak == 2 * size
+
+
+FOOTPRINT = Footprint(
+    policy={"bfloat16": 100, "int8": 50, "nf4": 25},
+    shadow=20,
+    others=10,
+    text_encoders=30,
+    training={False: 16, "selective": 9, True: 2},
+    sampling=1,
+    decoding=4,
+)
+MOST = Options("bfloat16", True, "device", False, micro_batch=8, rollout_batch=16, decode_batch=4)
+
+
+def test_options_that_fit_change_no_more_than_is_needed() -> None:
+    checkpointed = ["model.gradient_checkpointing=true"]
+    small = [*checkpointed, "model.micro_batch=4", "model.rollout_batch=8", "model.decode_batch=1"]
+    least = [*checkpointed, "model.micro_batch=2", "model.rollout_batch=1", "model.decode_batch=1"]
+    expected = {
+        130 + 8 * 16: [],
+        130 + 4 * 16: ["model.micro_batch=4"],
+        130 + 4 * 9: ["model.gradient_checkpointing=selective", "model.micro_batch=4"],
+        130 + 30: [*checkpointed, "model.decode_batch=2"],  # the text encoders
+        130 + 8 + 2 * 4: ["encode_on=cpu", *checkpointed, "model.rollout_batch=8", "model.decode_batch=2"],
+        80 + 30: ["base_weights=int8", *checkpointed, "model.decode_batch=2"],
+        80 + 8 + 4: ["base_weights=int8", "encode_on=cpu", *small],
+        60 + 8 + 4: ["family=prefix", "base_weights=int8", "encode_on=cpu", *small],
+        35 + 1 + 4: ["family=prefix", "base_weights=nf4", "encode_on=cpu", *least],
+    }
+    for room, arguments in expected.items():
+        options = fit(FOOTPRINT, MOST, room)
+        assert overrides(options, MOST) == arguments
+        assert FOOTPRINT.peak(options) == room
+    nearest = fit(FOOTPRINT, MOST, 39)
+    assert FOOTPRINT.peak(nearest) == 40
+    assert not any(fit(FOOTPRINT, MOST._replace(shadow=False), room).shadow for room in (1000, 10))
 
 
 def test_replica_owns_quantised_and_adapted_layers_only() -> None:
@@ -149,7 +195,7 @@ def test_evaluations_per_prompt(compose: Compose) -> None:
 
 
 def test_devices_share_an_iteration_and_only_quantised_layers_are_faster(compose: Compose) -> None:
-    sizes = Passes(forward=100, layers={}, adapted=110, backward=200, decode=7, activation_bytes={}, preview=3)
+    sizes = Passes(forward=100, layers={}, adapted=110, backward=200, decode=7, training_bytes={}, preview=3)
     composed = compose(
         "task=plan", "task.devices=8", "task.speedup=2", "prompts_per_iteration=12", "model.micro_batch=10"
     )
@@ -182,7 +228,7 @@ def test_devices_share_an_iteration_and_only_quantised_layers_are_faster(compose
 
 
 def test_guidance_takes_a_second_forward_pass_but_no_second_backward_pass(compose: Compose) -> None:
-    sizes = Passes(forward=100, layers={}, adapted=110, backward=200, decode=7, activation_bytes={})
+    sizes = Passes(forward=100, layers={}, adapted=110, backward=200, decode=7, training_bytes={})
     options = ("task=plan", "model=sd3", "model.train_timestep_fraction=0.4")
     plain, guided = (
         iteration_cost(compose(*options, f"model.guidance_scale={scale}"), sizes, quantized_macs=80)
@@ -195,6 +241,19 @@ def test_guidance_takes_a_second_forward_pass_but_no_second_backward_pass(compos
     assert guided["decodes"] == plain["decodes"]
 
 
+def test_a_run_plans_its_peak_from_the_policy_that_it_loaded(compose: Compose) -> None:
+    loaded = embedded()
+    loaded.device = torch.device("cpu")
+    cfg = compose("experiment=smoke")
+    cfg.model.policy.pretrained = "nowhere"
+    peaks = {}
+    for cfg.base_weights in ("bfloat16", "int8"):
+        peaks[cfg.base_weights] = planned_peak(cfg, loaded)
+    weights = sum(layer.weight.numel() for layer in block_linears(loaded.transformer).values())
+    assert peaks["bfloat16"] - peaks["int8"] == weights
+    assert peaks["int8"] > cfg.model.decode_batch * 3 * 32 * 32 * 4  # the images of a batch
+
+
 def test_float32_decoding_takes_twice_the_seconds_of_bf16() -> None:
     macs = {"train": 3e12, "decode": 1e12, "iteration": 4e12}
     assert seconds(macs, 2.0, torch.bfloat16) == {"train": 3.0, "decode": 1.0, "iteration": 4.0}
@@ -203,6 +262,7 @@ def test_float32_decoding_takes_twice_the_seconds_of_bf16() -> None:
 
 def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[..., Any], tmp_path: Path) -> None:
     sizes = ("task.devices=4", "task.tflops=100", "task.speedup=2", "task.families=[prefix]")
+    sizes += ("task.cards=[24,0.01]", "task.reserve=0")
     absent = ("data.train=nowhere.txt", "data.eval=nowhere.txt", "reward=pickscore", "hydra.run.dir=out")
     finished = command("task=plan", "trainer=cpu", *sizes, *absent)
     assert finished.status == 0, finished.err
@@ -219,6 +279,12 @@ def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[.
     assert sizes_of["lora"] == sizes_of["gradients_and_moments"] > 0
     packed = (sizes_of["policy"] + sizes_of["merged"] + sizes_of["shadow_packed"]) / sizes_of["policy"]
     assert math.isclose(result["weights_to_one_copy"]["packed"], packed)
+    assert sizes_of["training"] == result["training_bytes"]["false"] > result["training_bytes"]["true"]
+    held = ("policy", "merged", "shadow_packed", "lora", "gradients_and_moments", "autoencoder")
+    largest = max(sizes_of[name] for name in ("text_encoders", "training", "rollout"))
+    assert result["planned_peak"] == sum(sizes_of[name] for name in held) + largest
+    assert [(card["card"], card["fits"]) for card in result["cards"]] == [(24, True), (0.01, False)]
+    assert result["cards"][0]["arguments"] == ["trainer=cpu", *absent[:-1]]
     for words in ("22 of 40 linear layers quantised", "attention and other", "published: 3x", "Arithmetic"):
         assert words in finished.out
 

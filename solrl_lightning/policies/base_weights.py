@@ -1,0 +1,104 @@
+"""Frozen weights stored in 8 or 4 bits by torchao, as in QLoRA (Dettmers et al. 2023, arXiv 2305.14314).
+
+Only storage changes: every product reads the weight dequantised to the dtype of the layer. The policy and its reference
+share the stored weights. The merged replica owns its adapted layers in BF16 (stored weight plus LoRA, one rounding) and
+the shadow its quantised ones, made of the same sums; they share the stored weights of all other layers.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.policies.bf16 import has_fast_bf16_products
+
+_NF4_MULTIPLE = 64 * 256
+"""Weights of a layer in NF4: 256 blocks of 64, whose scales share one of their own."""
+
+
+def block_linears(transformer: nn.Module) -> dict[str, nn.Linear]:
+    """The linear layers of the blocks by name: all but embedders, output projection and convolutions."""
+    return {
+        f"{name}.{inner}": layer
+        for name, child in transformer.named_children()
+        if isinstance(child, nn.ModuleList)
+        for inner, layer in child.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
+
+
+def check_storage(storage: str) -> None:
+    """Raise ``UserError`` if ``storage`` needs torchao and it is not installed."""
+    if storage != "bfloat16" and find_spec("torchao") is None:
+        raise UserError(f"base_weights={storage} is invalid: it needs torchao. Install it: pip install torchao.")
+
+
+def store_weights(transformer: nn.Module, storage: str, device: torch.device) -> None:
+    """Store the weights of `block_linears` on ``device``, layer by layer and in place.
+
+    Raises:
+        UserError: torchao is not installed, or a layer has no whole number of NF4 blocks.
+    """
+    check_storage(storage)
+    if storage == "bfloat16":
+        return
+    widened = device.type == "cpu" and not has_fast_bf16_products()
+    for name, layer in block_linears(transformer).items():
+        if storage == "nf4" and layer.weight.numel() % _NF4_MULTIPLE:
+            raise UserError(
+                f"base_weights=nf4 is invalid: every layer of the blocks must have a multiple of {_NF4_MULTIPLE} "
+                f"weights; {name} has {layer.weight.numel()}. Set base_weights=int8."
+            )
+        product_dtype = torch.float32 if widened else layer.weight.dtype
+        layer.weight = nn.Parameter(_stored(layer.weight.detach().to(device), storage), requires_grad=False)
+        layer.__class__ = StoredLinear
+        layer.product_dtype = product_dtype  # type: ignore[assignment]  # mypy takes it for a submodule
+
+
+def _stored(weight: Tensor, storage: str) -> Tensor:
+    from torchao import quantization  # a second, which only these runs pay
+
+    if storage == "nf4":
+        nf4: Tensor = quantization.NF4Tensor.from_tensor(weight, 64, 256)
+        return nf4
+    int8: Tensor = quantization.Int8Tensor.from_hp(weight, quantization.PerRow())
+    return int8
+
+
+def dense(weight: Tensor) -> Tensor:
+    """``weight`` [out, in] itself, or dequantised if torchao stores it."""
+    if type(weight) in (Tensor, nn.Parameter):
+        return weight
+    stored: Any = weight
+    is_nf4 = type(weight).__name__ == "NF4Tensor"  # torch.compile traces this, and not hasattr
+    whole: Tensor = stored.get_original_weight() if is_nf4 else stored.dequantize()
+    return whole
+
+
+class StoredLinear(nn.Linear):
+    """A frozen linear layer whose weight torchao stores."""
+
+    product_dtype: torch.dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = _StoredProduct.apply(x.flatten(0, -2), self.weight, self.bias, self.product_dtype)
+        return y.unflatten(0, x.shape[:-1])
+
+
+class _StoredProduct(torch.autograd.Function):
+    """y = x W^T + b with a gradient for x. Autograd of the plain product would keep W dequantised."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.dtype = dtype
+        return F.linear(x.to(dtype), dense(weight).to(dtype), None if bias is None else bias.to(dtype)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (weight,) = ctx.saved_tensors
+        (g,) = gradients
+        return (g.to(ctx.dtype) @ dense(weight).to(ctx.dtype)).to(g.dtype), None, None, None
