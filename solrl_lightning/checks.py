@@ -209,7 +209,7 @@ def check_choices(cfg: DictConfig) -> None:
     for key in ("family.compile", "compile_training", "task.compile"):
         if cfg.base_weights != "bfloat16" and OmegaConf.select(cfg, key) is True:
             raise UserError(
-                f"base_weights={cfg.base_weights} is invalid with {key}=true: torch.compile does not trace the stored "
+                f"base_weights={cfg.base_weights} is invalid with {key}=true: torch.compile does not run stored "
                 f"weights of torchao. Set {key}=false."
             )
 
