@@ -104,7 +104,7 @@ def test_documented_command_runs(
         prepare(words)
         return
     if "model" in options:
-        folder = folders[options["model"].removesuffix("_medium")]
+        folder = folders[options["model"].partition("_medium")[0]]
         words += [f"model.pretrained={folder}", *NANO]
     if task in ("compare", "export") or "--help" in text:
         pass
