@@ -23,7 +23,7 @@ NOT_RUN = {
     r"\.\.\.|key=|\$": "a scheme, or a part of a shell script",
     r"--config-dir|mine": "has files of its page: test_extending.py",
     r"hydra/": "needs a plugin",
-    r"trainer=ddp": "starts processes: test_ddp.py",
+    r"trainer=(ddp|fsdp)": "starts processes: test_ddp.py",
     r"task.push": "uploads: tasks/test_export.py",
     r"logger=.*wandb": "needs wandb",
     r"task\.host|reward\.http": "a server: tasks/test_serve.py, test_faults.py",

@@ -6,7 +6,7 @@ the shadow its quantised ones, made of the same sums; they share the stored weig
 """
 
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -70,11 +70,12 @@ def _stored(weight: Tensor, storage: str) -> Tensor:
 
 def dense(weight: Tensor) -> Tensor:
     """``weight`` [out, in] itself, or dequantised if torchao stores it."""
-    if type(weight) in (Tensor, nn.Parameter):
-        return weight
-    stored: Any = weight
-    is_nf4 = type(weight).__name__ == "NF4Tensor"  # torch.compile traces this, and not hasattr
-    whole: Tensor = stored.get_original_weight() if is_nf4 else stored.dequantize()
+    stored, kind = cast(Any, weight), type(weight).__name__  # torchao's classes are imported only where they are used
+    whole: Tensor = weight
+    if kind == "NF4Tensor":
+        whole = stored.get_original_weight()
+    elif kind == "Int8Tensor":
+        whole = stored.dequantize()
     return whole
 
 
