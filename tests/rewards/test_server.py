@@ -2,6 +2,7 @@
 
 import base64
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import Thread
@@ -50,6 +51,8 @@ def serving(rewards: WeightedRewards, token: str = "", **limits: int) -> Iterato
     listener = config.bind_socket()
     thread = Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
+    while not server.started:
+        time.sleep(0.01)
     try:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
