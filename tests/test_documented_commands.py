@@ -1,6 +1,6 @@
 """Runs the commands of README, docs/ and conf/ at small sizes; those that need a download run up to it.
 
-Those of task=benchmark and task=doctor, which tests/tasks/ run, and studies (docs/measurements.md) are only checked.
+Those of task=benchmark, doctor and plan, which tests/tasks/ run, and studies (docs/measurements.md) are only checked.
 """
 
 import re
@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
-from nano import BUILDERS, MAX_WORDS, save_nano
 
 from solrl_lightning.__main__ import prepare
 
@@ -39,11 +38,11 @@ PLACEHOLDERS = {
 SIZES = r" ?\b(seed|iterations|evaluation\.every|prompts_per_iteration|task\.(devices|tflops|speedup|repeats|rounds)|"
 SIZES += r"family\.(pool|keep|compile)|model\.rollout_batch)=\S+"
 SMALL = "prompts_per_iteration=1 data.eval_prompts=1 callbacks.sample_grid.every=0 family.compile=false".split()
+SMALL += ["model.eval_steps=2"]
 SMALL_TASK = {
     "train": "iterations=1 data.eval_images=1".split(),
     "audit": "task.prompts=1".split(),
 }
-NANO = f"model.resolution=32 model.max_sequence_length={MAX_WORDS}".split()
 
 
 def documented() -> dict[str, str]:
@@ -63,11 +62,6 @@ COMMANDS = documented()
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {name: save_nano(tmp_path_factory.mktemp(name), name) for name in BUILDERS}
-
-
-@pytest.fixture(scope="module")
 def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the first of these tests keeps the outputs of a finished run."""
     return tmp_path_factory.mktemp("finished") / "outputs"
@@ -78,7 +72,6 @@ def test_documented_command_runs(
     command: Callable[..., Any],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    folders: dict[str, str],
     outputs: Path,
     text: str,
 ) -> None:
@@ -100,12 +93,9 @@ def test_documented_command_runs(
         ended = command(*words)
         assert ended.status == 2 and "is not on this machine, and the hub at" in ended.err, ended.err
         return
-    if task in ("benchmark", "doctor") or checked_only:
+    if task in ("benchmark", "doctor", "plan") or checked_only:
         prepare(words)
         return
-    if "model" in options:
-        folder = folders[options["model"].partition("_medium")[0]]
-        words += [f"model.pretrained={folder}", *NANO]
     if task in ("compare", "export") or "--help" in text:
         pass
     elif options.get("ckpt") in ("last", "best", "outputs") and task == "train":
