@@ -49,6 +49,9 @@ SELECT = "tests/rollout/test_select.py"
 STAGE = "tests/rollout/test_stage.py"
 ROWS = "tests/rollout/test_micro_batches.py"
 NFT = "tests/objectives/test_nft.py"
+QWEN = "tests/policies/test_qwen_image.py"
+BASE_WEIGHTS = "tests/policies/test_base_weights.py"
+AESTHETIC, GENEVAL, HTTP = (f"tests/rewards/test_{name}.py" for name in ("aesthetic", "geneval", "http"))
 GRPO = "tests/objectives/test_grpo.py"
 RATIOS = f"{LOOP}::test_first_ratios_are_one_where_the_policy_samples"
 SDE = "tests/sampling/test_sde.py"
@@ -166,10 +169,15 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/rollout/advantages.py": [
         ("no std", "(std + eps)", "1.0", ADVANTAGES),
-        ("mean of all prompts", "rewards.mean(dim=1, keepdim=True)", "rewards.mean()", ADVANTAGES),
+        (
+            "mean of all prompts",
+            "((rewards - rewards.mean(dim=1, keepdim=True))",
+            "((rewards - rewards.mean())",
+            ADVANTAGES,
+        ),
         ("sample std", "(squares / count)", "(squares / (count - 1))", ADVANTAGES),
         ("std around the rank's mean", "rewards - total / count", "rewards - rewards.mean()", ADVANTAGES),
-        ("float32 advantages", "rewards = rewards.double()", "rewards = rewards.float()", ADVANTAGES),
+        ("float32 advantages", "rewards.double()\n    count", "rewards.float()\n    count", ADVANTAGES),
     ],
     "solrl_lightning/rollout/explore.py": [
         (
@@ -339,10 +347,37 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/policies/guidance.py": [
         ("unconditional velocity trained", "with torch.no_grad():", "with torch.enable_grad():", GUIDANCE),
-        ("guidance from the prompt", "return without + scale", "return scale", GUIDANCE),
+        ("guidance from the prompt", "return unconditional + scale", "return scale", GUIDANCE),
+    ],
+    "solrl_lightning/policies/flux2.py": [
+        ("latents without variance", "x * std + mean", "x + mean", "tests/policies/test_flux2.py"),
+    ],
+    "solrl_lightning/policies/qwen_image.py": [
+        ("norm of the guided velocity", "combined.norm(dim=-1", "combined.norm(dim=1", QWEN),
+        ("padding unmasked", "F.pad(mask, (0, missing))", "F.pad(mask, (0, missing), value=True)", QWEN),
+    ],
+    "solrl_lightning/policies/base_weights.py": [
+        ("stored gradient transposed", "@ dense(weight).to", "@ dense(weight).T.to", BASE_WEIGHTS),
+    ],
+    "solrl_lightning/rewards/aesthetic.py": [
+        (
+            "embedding of any length",
+            "F.normalize(self.embeddings(images), dim=-1)",
+            "self.embeddings(images)",
+            AESTHETIC,
+        ),
+    ],
+    "solrl_lightning/rewards/geneval.py": [
+        ("left is right", '"left of": x < -0.5', '"left of": x > 0.5', GENEVAL),
+        ("colour without objects", "/ count if holds else 0.0", "/ count", GENEVAL),
+        ("objects that are excluded", "None not in groups and not excluded", "None not in groups", GENEVAL),
+    ],
+    "solrl_lightning/rewards/http.py": [
+        ("scores in the order of answers", "threads.imap(", "threads.imap_unordered(", HTTP),
+        ("posts not repeated", "allowed_methods=None", "allowed_methods={'GET'}", HTTP),
     ],
     "solrl_lightning/policies/replica.py": [
-        ("base overwritten", "layer.weight.detach().clone()", "layer.weight.detach()", REPLICA),
+        ("base overwritten", "dense(layer.weight).detach().clone()", "dense(layer.weight).detach()", REPLICA),
         ("quantised layers stay", "layer.requantize_(weight)", "pass", REPLICA),
         ("replica with copied weights", "{id(tensor): tensor for tensor in tensors}", "{}", REPLICA),
     ],
@@ -471,7 +506,7 @@ def run(mutants: list[Mutant], jobs: int, limit: float) -> Iterator[tuple[Mutant
 def plant(mutant: Mutant, tree: Path) -> None:
     """Copy the repository to ``tree`` with the mutant, in the layout of the installed package."""
     ignored = shutil.ignore_patterns("__pycache__")
-    for folder in ("solrl_lightning", "tests", "dev"):
+    for folder in ("solrl_lightning", "tests", "dev", "docs"):
         shutil.copytree(ROOT / folder, tree / folder, ignore=ignored)
     for folder in ("callbacks", "conf"):
         shutil.copytree(ROOT / folder, tree / "solrl_lightning" / folder, ignore=ignored)

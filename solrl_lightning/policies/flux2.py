@@ -57,11 +57,11 @@ class Flux2(PipelinePolicy):
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         embeds = conditioning["prompt_embeds"]
+        timestep = (1000 * sigma.to(self.device)).to(embeds.dtype).expand(len(x))  # rounded as the pipeline does
         output = transformer(
             hidden_states=Flux2KleinPipeline._pack_latents(x.to(embeds.dtype)),
             encoder_hidden_states=embeds,
-            timestep=(1000 * sigma.to(self.device)).to(embeds.dtype).expand(len(x))
-            / 1000,  # rounded as by the pipeline
+            timestep=timestep / 1000,
             img_ids=self._image_ids,
             txt_ids=self._text_ids,
             return_dict=False,
