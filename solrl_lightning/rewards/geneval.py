@@ -31,6 +31,7 @@ RELATIONS = ("left of", "right of", "above", "below")
 _TEMPLATES = ("a photo of a {colour} {kind}", "a photo of a {colour}-colored {kind}", "a photo of a {colour} object")
 _QUERY = "a photo of a {kind}"  # OWLv2's
 _MAX_OBJECTS = 16  # of a class
+_KEYS = ("class", "count", "color", "position")  # of a clause
 _MARGIN = 0.1  # share of both objects' sizes that an offset must exceed
 _OVERLAP = 0.5  # intersection over union above which two boxes of a class are one object
 _BATCH = 8  # images per pass of the detector
@@ -154,14 +155,16 @@ def crop(image: Tensor, box: Sequence[float]) -> Tensor:
 def broken_rule(metadata: Metadata) -> str:
     """The rule of GenEval's layout that the metadata break; an empty string if they break none."""
     if not isinstance(metadata.get("include"), list) or not metadata["include"]:
-        return 'they must have a list under "include"'
+        return 'they must have a list with one clause or more under "include"'
     exclude = metadata.get("exclude", [])
     if not isinstance(exclude, list):
         return '"exclude" must be a list'
     for number, clause in enumerate([*metadata["include"], *exclude]):
         kind, count = (clause.get(key) if isinstance(clause, dict) else None for key in ("class", "count"))
-        if not isinstance(kind, str) or not isinstance(count, int) or count < 1:
-            return f'each clause must have a "class" and a "count" of at least 1; got {clause}'
+        if not isinstance(kind, str) or type(count) is not int or not 1 <= count <= _MAX_OBJECTS:
+            return f'each clause must have a "class" and a "count" from 1 to {_MAX_OBJECTS}; got {clause}'
+        if unknown := sorted(clause.keys() - _KEYS):
+            return f"a clause has the keys {', '.join(_KEYS)}; got {unknown[0]!r}"
         if "color" in clause and clause["color"] not in COLOURS:
             return f'"color" must be one of {", ".join(COLOURS)}; got {clause["color"]!r}'
         if "position" in clause and clause["position"] not in [[name, i] for name in RELATIONS for i in range(number)]:

@@ -57,8 +57,8 @@ class HTTPReward(Reward):
         if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
             given = "<hidden>" if "@" in parts.netloc else url
             raise UserError(
-                f"reward.http.url={given} is invalid: it must be an address without user and password. Set "
-                f"reward.http.url=http://<host>:<port>/score, and the server's token with export {TOKEN}=<token>."
+                f"reward.http.url={given} is invalid: it must begin with http:// or https:// and have no user or "
+                f"password. Set reward.http.url=http://<host>:<port>/score, and the token with export {TOKEN}=<token>."
             )
         self.url, self.batch, self.concurrency = url, batch, concurrency
         token = read_token()

@@ -263,6 +263,11 @@ def _check(options: DictConfig, prompts: int) -> None:
             f"task.devices={options.devices} is invalid: every device needs at least one prompt an iteration, so it "
             f"must be between 1 and prompts_per_iteration={prompts}. Set task.devices=1."
         )
+    if any(isinstance(size, bool) or size <= options.reserve for size in options.cards) or options.reserve < 0:
+        raise UserError(
+            f"task.cards={list(options.cards)} task.reserve={options.reserve} is invalid: cards must be larger than "
+            "the reserve, and the reserve at least 0 GB. Set task.cards=[12,24] task.reserve=6."
+        )
     for name in ("tflops", "speedup"):
         value = options[name]
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):

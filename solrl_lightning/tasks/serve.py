@@ -7,6 +7,7 @@ from pathlib import Path
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_rewards, device_of, prepare_device
+from solrl_lightning.checks import reward_members
 from solrl_lightning.errors import UserError
 from solrl_lightning.rewards.http import TOKEN, read_token
 from solrl_lightning.run_folder import remove_unused
@@ -16,8 +17,8 @@ def serve(cfg: DictConfig) -> None:
     """Load the rewards and answer requests until Ctrl-C or SIGTERM, which wait for the requests in work.
 
     Raises:
-        UserError: fastapi or uvicorn is not installed, the address cannot be listened on, or it is not this machine's
-            own and there is no token.
+        UserError: fastapi or uvicorn is not installed, a reward is itself that of a server, the address cannot be
+            listened on, or it is not this machine's own and there is no token.
     """
     try:
         from solrl_lightning.rewards.server import Server, create_app
@@ -26,6 +27,10 @@ def serve(cfg: DictConfig) -> None:
             f"task=serve is invalid: the package {error.name} is not installed. Install it with "
             'pip install "solrl-lightning[serve]".'
         ) from error
+    if "http" in reward_members(cfg):
+        raise UserError(
+            "reward=http is invalid with task=serve: a server of its own scores that reward. Choose another reward."
+        )
     host, token = str(cfg.task.host), read_token()
     if not token and not is_loopback(host):
         raise UserError(

@@ -219,7 +219,9 @@ def test_token_is_sent_and_in_no_message(
 
 @pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/score", "http://", "http://me:s3cret@host/score", None])
 def test_url_that_is_no_address_or_has_a_password_is_refused(url: Any) -> None:
-    with pytest.raises(UserError, match="reward.http.url=.* is invalid: it must be an address without") as caught:
+    with pytest.raises(
+        UserError, match="reward.http.url=.* is invalid: it must begin with http:// or https://"
+    ) as caught:
         HTTPReward(url)
     assert "s3cret" not in str(caught.value)
 

@@ -61,6 +61,12 @@ def no_reward_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_reward_is_loaded")
+def test_reward_of_another_server_is_refused(command: Command) -> None:
+    ended = command("task=serve", "reward=http")
+    assert ended.status == 2 and "Choose another reward" in ended.err
+
+
+@pytest.mark.usefixtures("no_reward_is_loaded")
 def test_address_that_others_can_reach_requires_a_token(command: Command, tmp_path: Path) -> None:
     ended = command("task=serve", "task.host=0.0.0.0")
     assert ended.status == 2 and "task.host=0.0.0.0 is invalid without a token" in ended.err
