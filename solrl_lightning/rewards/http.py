@@ -8,6 +8,7 @@ import io
 import os
 from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
@@ -74,6 +75,21 @@ class HTTPReward(Reward):
         )
         self._pool = PoolManager(maxsize=concurrency, retries=retry, timeout=timeout)
 
+    def check_prompts(self, prompts: list[str], metadata: list[Metadata]) -> None:
+        """Ask once for the score of a grey image of the first prompt, before a model is loaded.
+
+        Raises:
+            UserError: the server does not answer, or not as agreed.
+        """
+        grey = torch.full((1, 64, 64, 3), 128, dtype=torch.uint8)
+        try:
+            self._ask(grey, prompts[:1], metadata[:1], retries=False)
+        except ServerError as error:
+            raise UserError(
+                f"reward.http.url={self.url} is invalid: {error} Start or correct the server, or set "
+                "reward.http.url=<its address>."
+            ) from error
+
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
         """Scores, float32 [B], of the images rounded to 8 bits.
 
@@ -94,14 +110,14 @@ class HTTPReward(Reward):
         check_scores(f"{self.name} of {self.url}", scores, prompts)
         return scores
 
-    def _ask(self, levels: Tensor, prompts: list[str], metadata: Sequence[Metadata]) -> list[float]:
-        """Scores of uint8 images [B, H, W, 3] by one request."""
+    def _ask(self, levels: Tensor, prompts: list[str], metadata: Sequence[Metadata], **options: Any) -> list[float]:
+        """Scores of uint8 images [B, H, W, 3] by one request with urllib3's ``options``."""
         images = [base64.b64encode(to_png(image)).decode() for image in levels]
         body = {"images": images, "prompts": prompts, "metadata": [dict(row) for row in metadata]}
         others = f" and {len(prompts) - 1} more" if len(prompts) > 1 else ""
         asked = f"the reward server {self.url}, asked about the prompt {prompts[0]!r}{others},"
         try:
-            answer = self._pool.request("POST", self.url, json=body, headers=self._headers, redirect=False)
+            answer = self._pool.request("POST", self.url, json=body, headers=self._headers, redirect=False, **options)
         except HTTPError as error:
             raise ServerError(f"{asked} does not answer: {sentence(getattr(error, 'reason', error))}") from error
         found = answer.data[:_SHOWN].decode(errors="replace")

@@ -263,3 +263,16 @@ def test_judge_of_the_page_asks_an_openai_compatible_api() -> None:
                 reward(grey, ["a cat", "a dog", "fog"])
             with pytest.raises(ServerError, match="'storm', answered with status 502"):
                 reward(grey, ["a cat", "a dog", "storm"])
+
+
+def test_server_is_asked_once_before_a_model_is_loaded(server: Server) -> None:
+    server.will_reply((200, '{"scores": [null]}', 0))
+    server.reward().check_prompts(["a cat", "a dog"], [{"tag": "one"}, {}])
+    (asked,) = server.handler.requests
+    assert (asked["prompts"], asked["metadata"], len(asked["images"])) == (["a cat"], [{"tag": "one"}], 1)
+    server.will_reply((503, "busy", 0))
+    with pytest.raises(
+        UserError, match=f"reward.http.url={server.url} is invalid: .* status 503: busy.* Start or correct"
+    ):
+        server.reward(retries=5).check_prompts(["a cat"], [{}])
+    assert len(server.handler.requests) == 2
