@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from solrl_lightning import __version__
 from solrl_lightning.hub import is_path
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
-from solrl_lightning.report import measured, signed
+from solrl_lightning.report import measured
 
 PICTURE = Path("images") / "base_and_trained.png"
 _WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -159,7 +159,7 @@ def _results(summary: Mapping[str, Any] | None, iterations: int) -> list[str]:
             name,
             measured(base[name], base.get("standard_error", {}).get(name)),
             measured(trained[name], trained.get("standard_error", {}).get(name)),
-            signed(trained[name] - base[name], trained.get("change_error", {}).get(name)),
+            measured(trained[name] - base[name], trained.get("change_error", {}).get(name), "+.4f"),
         ]
         for name in names
         if name in base and name in trained

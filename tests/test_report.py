@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
+from solrl_lightning.charts import Series, draw_chart
 from solrl_lightning.module import evaluation_errors
 from solrl_lightning.report import data_uri, history_chart, render, run_page
-from solrl_lightning.svg_charts import Series, draw_lines
 
 REWARD = "shapes"
 FACTS: dict[str, Any] = {
@@ -169,14 +169,16 @@ def test_errors_of_an_evaluation_are_those_of_means_over_prompts() -> None:
 
 def test_a_chart_has_the_colours_of_the_page_and_fits_its_place() -> None:
     series = [Series(f"a & {i}", [0, 1, 2], [i, i + 1, i], [i - 1] * 3, [i + 2] * 3) for i in range(9)]
-    svg = draw_lines(series, "iterations", whole_x=True, level=3.0, at=[1])
+    chart = draw_chart("rewards", series, "iterations", level=3.0, at=[1])
+    svg = chart.svg
     root = ElementTree.fromstring(svg)
     assert "viewBox" in root.attrib and not {"width", "height"} & root.attrib.keys()
     assert not re.findall("#[0-9a-f]{6}", svg)
     assert {f"var(--c{i})" for i in range(7)} | {"var(--ink)", "var(--warn)", "var(--grid)"} <= set(
         re.findall(r"var\(--\w+\)", svg)
     )
-    assert draw_lines(series, "iterations", whole_x=True, level=3.0, at=[1]) == svg
+    assert chart.legend[7:] == [("a & 7", "var(--c0)", "6 3"), ("a & 8", "var(--c1)", "6 3")]
+    assert draw_chart("rewards", series, "iterations", level=3.0, at=[1]) == chart
 
 
 def test_a_large_picture_is_embedded_as_jpeg(tmp_path: Path) -> None:
