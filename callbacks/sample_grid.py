@@ -14,6 +14,7 @@ from PIL import Image
 from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import write_atomically
+from solrl_lightning.formatting import counted
 from solrl_lightning.loggers import log_picture
 from solrl_lightning.pictures import Row, draw_grid, to_png
 from solrl_lightning.seeds import evaluation_seeds
@@ -71,7 +72,7 @@ class SampleGrid(Callback):
                 self._base = module_of(pl_module).sample(prompts, seeds, weights="base", steps=self.steps)
             current = module_of(pl_module).sample(prompts, seeds, weights="ema", steps=self.steps)
             rows = [Row(prompt, images) for prompt, *images in zip(prompts, self._base, current, strict=True)]
-            headings = ["base", f"after {done} iterations"]
+            headings = ["base", f"after {counted(done, 'iteration')}"]
             self._publish(trainer, "grid", draw_grid("Same held-out prompts, same noise", headings, rows))
             if self._pool is not None:
                 self._publish(trainer, "pool", self._pool)

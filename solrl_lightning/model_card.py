@@ -9,9 +9,9 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from solrl_lightning import __version__
+from solrl_lightning.formatting import counted, measured
 from solrl_lightning.hub import is_path
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
-from solrl_lightning.report import measured
 
 PICTURE = Path("images") / "base_and_trained.png"
 _WEIGHTS = "pytorch_lora_weights.safetensors"
@@ -151,7 +151,7 @@ def _results(summary: Mapping[str, Any] | None, iterations: int) -> list[str]:
     """The evaluations of the base and of these weights; nothing if the run has not evaluated both."""
     rows = {row["iteration"]: row for row in (summary or {}).get("evaluations", [])}
     if summary is None or iterations not in rows or 0 not in rows or iterations == 0:
-        return ["## Results", f"The run has no evaluation of the base and after {iterations} iterations."]
+        return ["## Results", f"The run has no evaluation of the base and after {counted(iterations, 'iteration')}."]
     base, trained = rows[0], rows[iterations]
     names = dict.fromkeys([summary["reward"], *summary["other_rewards"]])
     cells = [
@@ -172,7 +172,8 @@ def _results(summary: Mapping[str, Any] | None, iterations: int) -> list[str]:
             f"{size['steps']} steps; ± is one standard error over prompts. The change is taken prompt by prompt, with "
             "the same noise."
         )
-    return ["## Results", text, _table(["reward", "base", f"after {iterations} iterations", "change"], cells)]
+    columns = ["reward", "base", f"after {counted(iterations, 'iteration')}", "change"]
+    return ["## Results", text, _table(columns, cells)]
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from solrl_lightning.charts import ITERATIONS, Chart, Series, cost_axis, draw_chart
+from solrl_lightning.formatting import counted, duration, gibibytes, measured
 from solrl_lightning.metrics.confidence import mean_of
 
 _LARGE = 2**20  # bytes of a PNG file from which a page holds it as JPEG
@@ -140,11 +141,11 @@ def tiles(facts: Mapping[str, Any]) -> list[Tile]:
     each = facts["seconds_per_stage"].get("iteration", {}).get("median")
     if each is not None:
         shown.append(Tile("an iteration", f"{each:.2f} s", "median, without evaluation, probe, grid"))
-    more = "of the process" if reserved is None else f"{reserved / 2**30:.2f} GiB reserved by the allocator"
+    more = "of the process" if reserved is None else f"{gibibytes(reserved)} reserved by the allocator"
     return [
         *shown,
         Tile("whole run", duration(facts["seconds_total"]), counted(facts["iterations"], "iteration")),
-        Tile("peak memory", f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB", more),
+        Tile("peak memory", gibibytes(facts["peak_memory_bytes"]), more),
     ]
 
 
@@ -384,22 +385,3 @@ def history_chart(history: Rows, *names: str, title: str = "", note: str = "") -
     """A chart of some tags against iterations."""
     series = [Series(name, *column(history, name)) for name in names]
     return draw_chart(title or names[0], series, ITERATIONS, note=note)
-
-
-def measured(value: float | None, error: float | None = None, form: str = ".4f") -> str:
-    """``value ± error``; "-" for None."""
-    if value is None:
-        return "-"
-    return f"{value:{form}}" + ("" if error is None else f" ± {error:{form.lstrip('+')}}")
-
-
-def counted(number: int, noun: str) -> str:
-    """``1 iteration``, ``2 iterations``."""
-    return f"{number} {noun}" + "s" * (number != 1)
-
-
-def duration(seconds: float) -> str:
-    """Seconds, or minutes or hours where there are many."""
-    if seconds < 120:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

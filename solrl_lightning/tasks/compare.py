@@ -16,6 +16,7 @@ from solrl_lightning import __version__
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import write_atomically
 from solrl_lightning.finished_runs import finished_runs
+from solrl_lightning.formatting import counted, measured
 from solrl_lightning.metrics.confidence import mean_of
 from solrl_lightning.metrics.time_to_reward import cost_to_reach, first_reached, rewards_at, speed_up
 from solrl_lightning.report import Page, Section, Table, Tile, render
@@ -214,12 +215,11 @@ def cost_notes(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     notes = []
     for group in groups:
         seconds, iterations = (group["to_reference"][cost] for cost in ("seconds", "iteration"))
-        by, unit = (seconds, "s") if seconds else (iterations, "iterations")
-        missed = [
-            f"seed {seed} after {own['spent']:,.0f} {unit}, {own['best']:.4f} at most"
-            for seed, own in (by["per_seed"] if by else {}).items()
-            if own["reached"] is None
-        ]
+        missed = []
+        for seed, own in (seconds or iterations or {"per_seed": {}})["per_seed"].items():
+            spent = f"{own['spent']:,.0f} s" if seconds else counted(own["spent"], "iteration")
+            if own["reached"] is None:
+                missed.append(f"seed {seed} after {spent}, {own['best']:.4f} at most")
         if missed:
             notes.append(f"not reached by {group['group']}: {'; '.join(missed)}")
         if group["against"] is None and iterations and iterations["mean"] == 0:
@@ -240,7 +240,7 @@ def study_page(result: Mapping[str, Any], groups: Sequence[Group], sections: Seq
     runs = [[run.folder, group.name, run.seed] for group in groups for run in group.runs]
     best = max(groups, key=lambda group: fmean(group.finals.values()))
     tiles = [
-        Tile("groups", str(len(groups)), f"{len(runs)} runs"),
+        Tile("groups", str(len(groups)), counted(len(runs), "run")),
         Tile("highest final reward", f"{fmean(best.finals.values()):.4f}", best.name),
         Tile("final reward of the reference", f"{result['target']:.4f}", result["reference"]),
     ]
@@ -253,7 +253,7 @@ def study_page(result: Mapping[str, Any], groups: Sequence[Group], sections: Seq
     final, *cost = [section._replace(text=[*map(_as_sentence, section.text)]) for section in sections]
     return Page(
         f"Study: {result['reward']} reward",
-        f"{len(runs)} finished runs of {result['runs']}, grouped by all that differs except the seed.",
+        f"{counted(len(runs), 'finished run')} of {result['runs']}, grouped by all that differs except the seed.",
         tiles if len(groups) > 1 else tiles[:2],
         [final, curves, *cost, Section("Runs", tables=[table])],
         footer=f"solrl_lightning {__version__}",
@@ -288,9 +288,7 @@ def _factor(cost: Mapping[str, Any] | None) -> str | None:
 
 
 def _spread(values: Mapping[str, float | None] | None) -> str | None:
-    if values is None:
-        return None
-    return f"{values['mean']:.4f}" + (f" ± {values['std']:.4f}" if values["std"] is not None else "")
+    return None if values is None else measured(values["mean"], values["std"])
 
 
 def _paired(difference: Mapping[str, float | None] | None, seeds: int) -> str | None:
