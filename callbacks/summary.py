@@ -31,19 +31,10 @@ from solrl_lightning.files import finite_only, iterations_done, read_checkpoint,
 from solrl_lightning.formatting import counted, gibibytes, measured
 from solrl_lightning.memory import peak_resident_bytes
 from solrl_lightning.report import render, run_page
-from solrl_lightning.run_folder import BEST, LAST
+from solrl_lightning.run_folder import BEST, LAST, RECORD
 
-_PATHS = {
-    "last_checkpoint": str(LAST),
-    "best_checkpoint": str(BEST),
-    "lora": "lora",
-    "tensorboard": "tensorboard",
-    "csv": "csv",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "samples": "samples",
-    "config": ".hydra",
-}
+_OUTPUTS = ("lora", "tensorboard", "csv", "wandb", "mlflow", "samples")
+_PATHS = {"last_checkpoint": LAST, "best_checkpoint": BEST, **{name: name for name in _OUTPUTS}, "config": RECORD}
 _STATE = "run_summary"  # key in the checkpoint
 _POLICY = ("train/", "policy/", "reward/group_std", "reward/zero_std_fraction")  # metrics of the closing table
 
@@ -155,6 +146,8 @@ class RunSummary(Callback):
         run = Path(trainer.default_root_dir).resolve()
         guard, best = find_callback(trainer, Guard), find_callback(trainer, BestCheckpoint)
         timings, last = find_callback(trainer, StageTimings), run / LAST
+        held_out = {"prompts": len(module.eval_prompts)}
+        held_out |= {"images_per_prompt": module.evaluation.images, "steps": module.evaluation.steps}
         paths = {name: str(run / relative) for name, relative in _PATHS.items() if (run / relative).exists()}
         return {
             "status": status,
@@ -183,11 +176,7 @@ class RunSummary(Callback):
             "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
             "planned_memory_bytes": self.planned_memory_bytes,
-            "held_out": {
-                "prompts": len(module.eval_prompts),
-                "images_per_prompt": module.evaluation.images,
-                "steps": module.evaluation.steps,
-            },
+            "held_out": held_out,
             "evaluations": evaluations,
             "config": self.hparams,
             "versions": versions(),

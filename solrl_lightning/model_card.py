@@ -73,7 +73,7 @@ def model_card(
         picture=PICTURE.as_posix() if with_picture else None,
         name=name or "<this folder>",
     )
-    return str(card)
+    return f"{card}\n"
 
 
 def licence_of(base: str) -> str | None:

@@ -162,8 +162,7 @@ def fidelity(proxy: Tensor, truth: Tensor, keep: int) -> dict[str, float]:
     """The rank fidelity of rewards [P, N]."""
     metric = RankFidelity(keep=keep)
     metric.update(proxy, truth)
-    values = metric.compute()
-    return {name: float(values[name]) for name in NAMES}
+    return {name: float(value) for name, value in metric.compute().items()}
 
 
 def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:

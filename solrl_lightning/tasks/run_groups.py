@@ -23,21 +23,9 @@ COSTS = ("iteration", "seconds", "evaluations")
 
 # Keys, with those below them, in which runs of one experiment may differ.
 _SAME_EXPERIMENT = (
-    "seed",
-    "objective.seed",
-    "ckpt",
-    "run_dir",
-    "task",
-    "callbacks",
-    "logger",
-    "evaluation",
-    "trainer.accelerator",
-    "trainer.devices",
-    "trainer.num_nodes",
-    "trainer.strategy",
-    "trainer.default_root_dir",
-    "trainer.check_val_every_n_epoch",
-)
+    "seed objective.seed ckpt run_dir task callbacks logger evaluation trainer.accelerator trainer.devices "
+    "trainer.num_nodes trainer.strategy trainer.default_root_dir trainer.check_val_every_n_epoch"
+).split()
 
 
 class Group(NamedTuple):
