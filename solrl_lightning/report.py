@@ -17,6 +17,7 @@ from markupsafe import Markup
 from omegaconf import OmegaConf
 from PIL import Image
 
+from solrl_lightning import __version__
 from solrl_lightning.charts import ITERATIONS, Chart, Series, cost_axis, draw_chart
 from solrl_lightning.formatting import counted, duration, gibibytes, measured
 from solrl_lightning.metrics.confidence import mean_of
@@ -91,7 +92,7 @@ def run_page(facts: Mapping[str, Any], history: Rows, folder: Path) -> Page:
     """
     config = facts["config"]
     sections = [
-        Section("Alarms", alarms=facts.get("alarms") or []),
+        Section("Alarms", alarms=facts["alarms"]),
         held_out_section(facts),
         picture_section(folder / "samples"),
         other_rewards_section(facts),
@@ -106,7 +107,7 @@ def run_page(facts: Mapping[str, Any], history: Rows, folder: Path) -> Page:
         lead(facts),
         tiles(facts),
         [section for section in sections if section.alarms or section.charts or section.pictures or section.tables],
-        footer=f"solrl_lightning {facts.get('versions', {}).get('solrl_lightning', '')}, {facts['paths']['run']}",
+        footer=f"solrl_lightning {__version__}, {facts['paths']['run']}",
         status=facts["status"],
         mood=_MOODS[facts["status"]],
         error=facts["error"],
@@ -115,7 +116,7 @@ def run_page(facts: Mapping[str, Any], history: Rows, folder: Path) -> Page:
 
 def lead(facts: Mapping[str, Any]) -> str:
     """The result in a sentence."""
-    end = "" if facts.get("stopped_by") is None else f", ended by {facts['stopped_by']}"
+    end = "" if facts["stopped_by"] is None else f", ended by {facts['stopped_by']}"
     done = f"{counted(facts['iterations'], 'iteration')} in {duration(facts['seconds_total'])}{end}."
     base, final = facts["base_reward"], facts["final_reward"]
     if base is None or final is None:
@@ -131,7 +132,7 @@ def tiles(facts: Mapping[str, Any]) -> list[Tile]:
         (f"{reward} reward, base", facts["base_reward"], ".4f", error_of(facts, 0), "iteration 0"),
         (f"{reward} reward, trained", facts["final_reward"], ".4f", error_of(facts, last), f"iteration {last}"),
         ("change", facts["improvement"], "+.4f", error_of(facts, last, "change_error"), "prompt by prompt, same noise"),
-        ("best evaluation", facts.get("best_reward"), ".4f", None, f"iteration {facts.get('best_iteration')}"),
+        ("best evaluation", facts["best_reward"], ".4f", None, f"iteration {facts['best_iteration']}"),
     ]
     shown = [
         Tile(label, f"{value:{form}}", ("" if error is None else f"± {error:.4f}, ") + detail)
@@ -150,16 +151,19 @@ def tiles(facts: Mapping[str, Any]) -> list[Tile]:
 
 
 def error_of(facts: Mapping[str, Any], iteration: int, key: str = "standard_error") -> float | None:
-    """The standard error of the evaluated reward after an iteration, or ("change_error") of its change."""
+    """The standard error of the trained reward after an iteration, or ("change_error") of its change."""
     rows = [row for row in facts["evaluations"] if row["iteration"] == iteration]
-    return rows[-1].get(key, {}).get(facts["reward"]) if rows else None
+    return error_in(rows[-1], facts["reward"], key) if rows else None
+
+
+def error_in(row: Mapping[str, Any], reward: str, key: str = "standard_error") -> float | None:
+    """The error of a reward in an evaluation; None for a single prompt."""
+    return row.get(key, {}).get(reward)
 
 
 def sample_size(facts: Mapping[str, Any]) -> str:
     """How many images an evaluation is a mean of, and what its errors are."""
-    size = facts.get("held_out")
-    if size is None:
-        return "Means over the held-out prompts."
+    size = facts["held_out"]
     images = size["prompts"] * size["images_per_prompt"]
     text = f"Means over {images} images: {size['prompts']} held-out prompts, {size['images_per_prompt']} images each."
     if size["prompts"] > 1:
@@ -177,7 +181,7 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     rows = [row for row in facts["evaluations"] if row.get(reward) is not None]
     if not rows:
         return Section(title)
-    at = [alarm["since"] for alarm in facts.get("alarms") or []]
+    at = [alarm["since"] for alarm in facts["alarms"]]
     charts = [evaluation_chart(f"{reward} reward by iteration", rows, reward, "iteration", at)]
     costed = [row for row in rows if row.get("seconds") is not None]
     if len(costed) > 1:
@@ -186,18 +190,11 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     columns = ["iteration", "training, s", "model evaluations", f"{reward} reward", "change from the base"]
     cells = []
     for row in rows:
-        seconds, evaluations, change = row.get("seconds"), row.get("evaluations"), None
-        if rows[0]["iteration"] == 0 and row is not rows[0]:
-            change = measured(row[reward] - rows[0][reward], row.get("change_error", {}).get(reward), "+.4f")
-        cells.append(
-            [
-                row["iteration"],
-                None if seconds is None else f"{seconds:.1f}",
-                None if evaluations is None else f"{evaluations:,}",
-                measured(row[reward], row.get("standard_error", {}).get(reward)),
-                change,
-            ]
-        )
+        cost = [f"{row['seconds']:.1f}", f"{row['evaluations']:,}"] if row in costed else [None, None]
+        is_base = row is rows[0] or rows[0]["iteration"] > 0
+        gain = None if is_base else row[reward] - rows[0][reward]
+        change = measured(gain, error_in(row, reward, "change_error"), "+.4f")
+        cells.append([row["iteration"], *cost, measured(row[reward], error_in(row, reward)), change])
     text = [
         sample_size(facts),
         "Seconds and model evaluations are those of training, without evaluation, probe and grid.",
@@ -209,10 +206,8 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
 def evaluation_chart(title: str, rows: Rows, reward: str, cost: str, at: Sequence[float] = ()) -> Chart:
     """A chart of an evaluated reward with its standard error against a cost."""
     unit, scale = cost_axis(cost, rows[-1][cost])
-    errors = [row.get("standard_error", {}).get(reward) for row in rows]
-    return draw_chart(
-        title, [banded(reward, [row[cost] / scale for row in rows], [row[reward] for row in rows], errors)], unit, at=at
-    )
+    x, y, errors = zip(*((row[cost] / scale, row[reward], error_in(row, reward)) for row in rows), strict=True)
+    return draw_chart(title, [banded(reward, x, y, errors)], unit, at=at)
 
 
 def banded(label: str, x: Sequence[float], y: Sequence[float], errors: Sequence[float | None]) -> Series:
@@ -231,15 +226,11 @@ def other_rewards_section(facts: Mapping[str, Any]) -> Section:
         scored = [row for row in facts["evaluations"] if row.get(name) is not None]
         first, last = (scored[0], scored[-1]) if scored else ({}, {})
         base, final, watched = other["base"], other["final"], other["weight"] == 0
-        change = None if base is None or final is None else final - base
+        weight = "0: watched, not trained on" if watched else f"{other['weight']:g}"
+        gain = None if base is None or final is None else final - base
+        change = measured(gain, error_in(last, name, "change_error"), "+.4f")
         rows.append(
-            [
-                name,
-                "0: watched, not trained on" if watched else f"{other['weight']:g}",
-                measured(base, first.get("standard_error", {}).get(name)),
-                measured(final, last.get("standard_error", {}).get(name)),
-                measured(change, last.get("change_error", {}).get(name), "+.4f"),
-            ]
+            [name, weight, measured(base, error_in(first, name)), measured(final, error_in(last, name)), change]
         )
         if scored:
             charts.append(evaluation_chart(f"{name} reward{', watched' * watched}", scored, name, "iteration"))
@@ -359,8 +350,8 @@ def origin_section(facts: Mapping[str, Any], folder: Path) -> Section:
     command = shlex.join(["python", "-m", "solrl_lightning", *map(str, options)]) if overrides.is_file() else ""
     found = {
         "option": facts["config"],
-        "machine": facts.get("machine", {}) | {"shadow": facts["precision_backend"]},
-        "version": facts.get("versions", {}),
+        "machine": facts["machine"] | {"shadow": facts["precision_backend"]},
+        "version": facts["versions"],
     }
     kept = [("The whole configuration (.hydra/config.yaml)", config.read_text())] if config.is_file() else []
     tables = [Table((name, ""), list(values.items()), is_text=True) for name, values in found.items()]

@@ -19,6 +19,7 @@ REWARD = "shapes"
 FACTS: dict[str, Any] = {
     "status": "completed",
     "error": None,
+    "stopped_by": None,
     "reward": REWARD,
     "base_reward": 0.4321,
     "final_reward": 0.5361,
@@ -146,8 +147,8 @@ def test_text_from_outside_is_escaped_and_nothing_is_loaded(run: Path) -> None:
 def test_a_run_without_results_has_a_page(tmp_path: Path) -> None:
     nothing = {"base_reward": None, "final_reward": None, "final_reward_iteration": None, "improvement": None}
     nothing |= {"evaluations": [], "other_rewards": {}, "seconds_per_stage": {}, "status": "interrupted"}
-    old = {key: value for key, value in FACTS.items() if key not in ("alarms", "best_reward", "held_out", "machine")}
-    text = render(run_page(old | nothing, [], tmp_path)).decode()
+    nothing |= {"alarms": [], "best_reward": None, "best_iteration": None}
+    text = page(tmp_path, nothing, [])
     assert "interrupted" in text and "was not evaluated" in text
     assert "Alarms" not in text and "Pictures" not in text
 
