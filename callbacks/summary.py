@@ -34,7 +34,12 @@ from solrl_lightning.report import render, run_page
 from solrl_lightning.run_folder import BEST, LAST, RECORD
 
 _OUTPUTS = ("lora", "tensorboard", "csv", "wandb", "mlflow", "samples")
-_PATHS = {"last_checkpoint": LAST, "best_checkpoint": BEST, **{name: name for name in _OUTPUTS}, "config": RECORD}
+_PATHS: dict[str, str | Path] = {
+    "last_checkpoint": LAST,
+    "best_checkpoint": BEST,
+    **{name: name for name in _OUTPUTS},
+    "config": RECORD,
+}
 _STATE = "run_summary"  # key in the checkpoint
 _POLICY = ("train/", "policy/", "reward/group_std", "reward/zero_std_fraction")  # metrics of the closing table
 
