@@ -7,7 +7,6 @@ chart serves light, dark and printed pages, and text stays text.
 import io
 import re
 from collections.abc import Sequence
-from itertools import count
 from typing import Any, NamedTuple
 
 from matplotlib import rc_context
@@ -58,12 +57,15 @@ def cost_axis(cost: str, largest: float) -> tuple[str, float]:
 
 def looks(series: Sequence[Series]) -> list[tuple[str, str]]:
     """Colour and SVG dashes of each series."""
-    numbers = count()
-    rounds = ((0, 0) if line.is_reference else divmod(next(numbers), len(_COLOURS)) for line in series)
-    return [
-        (_INK if line.is_reference else _COLOURS[place], _DASHES[turn % len(_DASHES)])
-        for line, (turn, place) in zip(series, rounds, strict=True)
-    ]
+    found, number = [], 0
+    for line in series:
+        if line.is_reference:
+            found.append((_INK, ""))
+        else:
+            turn, place = divmod(number, len(_COLOURS))
+            found.append((_COLOURS[place], _DASHES[turn % len(_DASHES)]))
+            number += 1
+    return found
 
 
 def plot(axes: Axes, series: Sequence[Series], x_label: str, level: float | None = None) -> list[Line2D]:

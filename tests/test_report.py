@@ -180,6 +180,8 @@ def test_a_chart_has_the_colours_of_the_page_and_fits_its_place() -> None:
     )
     assert chart.legend[7:] == [("a & 7", "var(--c0)", "6 3"), ("a & 8", "var(--c1)", "6 3")]
     assert draw_chart("rewards", series, "iterations", level=3.0, at=[1]) == chart
+    reference = [series[0]._replace(is_reference=True), series[1]]
+    assert [colour for _, colour, _ in draw_chart("", reference, "iterations").legend] == ["var(--ink)", "var(--c0)"]
 
 
 def test_a_large_picture_is_embedded_as_jpeg(tmp_path: Path) -> None:

@@ -143,7 +143,7 @@ def _probe(summary: Mapping[str, Any], which: str) -> float | None:
 def _mean(values: Iterable[float | None]) -> dict[str, float | None] | None:
     """Mean and sample standard deviation of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
-    return {name: getattr(mean_of(known), name) for name in ("mean", "std")} if known else None
+    return {"mean": mean_of(known).mean, "std": mean_of(known).std} if known else None
 
 
 # The report
