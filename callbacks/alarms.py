@@ -99,7 +99,7 @@ def find_alarms(
 
 
 class Fall(NamedTuple):
-    """A significant fall of a column of an evaluation."""
+    """A significant fall of a column of an evaluation; its text completes "the reward ..."."""
 
     best: int  # index of the best evaluation
     before: float
@@ -163,7 +163,7 @@ def watched_fell(history: History, column: int, name: str, weight: float, limits
 # Distances from the base
 
 
-def left(distances: Sequence[float], limit: float | None) -> int | None:
+def last_below_half(distances: Sequence[float], limit: float | None) -> int | None:
     """Return the index of the last distance below half the limit, or -1; None unless the last one is at the limit."""
     if limit is None or not distances or not distances[-1] >= limit:
         return None
@@ -175,7 +175,7 @@ def picture_moved(history: History, column: int, name: str, limits: Limits) -> A
     values = history.values(column)
     means = values.mean(1)
     shifts = ((means - means[0]).abs() / values[0].std()).tolist()
-    since = left(shifts, limits.pictures)
+    since = last_below_half(shifts, limits.pictures)
     if since is None:
         return None
     saw = (
@@ -190,7 +190,7 @@ def diversity_fell(history: History, column: int, limits: Limits) -> Alarm | Non
     """The pictures of a prompt are more alike than in the first evaluation by a share of their diversity."""
     means = history.values(column).mean(1)
     lost = (1 - means / means[0]).tolist()
-    since = left(lost, limits.diversity)
+    since = last_below_half(lost, limits.diversity)
     if since is None:
         return None
     saw = (
@@ -204,7 +204,7 @@ def diversity_fell(history: History, column: int, limits: Limits) -> Alarm | Non
 def above(history: History, metric: str, limit: float | None) -> Alarm | None:
     """A distance of the policy from the base has exceeded its limit."""
     iterations, values = history.series(metric)
-    last = left(values, limit)
+    last = last_below_half(values, limit)
     if last is None:
         return None
     saw = f"{metric}, the distance of the policy from the base, is {values[-1]:.3g}; its limit is {limit:g}"

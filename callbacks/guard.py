@@ -93,10 +93,8 @@ class Guard(Callback):
         return [Alarm("rewards_constant", iteration, iteration - self._faulty, saw, helps)]
 
     def state_dict(self) -> dict[str, Any]:
-        history = {"rows": self.history.rows, "evaluated": self.history.evaluated, "tables": self.history.tables}
-        alarms = [alarm._asdict() for alarm in self.alarms]
         own = {"active": self._active, "sampled": self._sampled, "faulty": self._faulty}
-        return {**history, "alarms": alarms, **own}
+        return {**vars(self.history), "alarms": [alarm._asdict() for alarm in self.alarms], **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = History(*(list(state_dict[name]) for name in ("rows", "evaluated", "tables")))
