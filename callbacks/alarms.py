@@ -99,13 +99,16 @@ def find_alarms(
 
 
 class Fall(NamedTuple):
-    """A significant fall of a column of an evaluation."""
+    """A significant fall of a column of an evaluation; its text completes "the reward ..."."""
 
     best: int  # index of the best evaluation
     before: float
     now: float
     error: float  # standard error of the difference
-    gain: float  # of the best evaluation over the first
+
+    def __str__(self) -> str:
+        error = f"(standard error of the difference {self.error:.2g})"
+        return f"fell from {self.before:.4g} to {self.now:.4g} {error}"
 
 
 def fall_of(values: Tensor, limits: Limits) -> Fall | None:
@@ -122,8 +125,7 @@ def fall_of(values: Tensor, limits: Limits) -> Fall | None:
     error = float(lost.std()) / values.shape[1] ** 0.5
     gain = float(means[best] - means[0])
     least = max(limits.fall * error, limits.lost_gain * gain, _LEAST_FALL * float(values[0].std()))
-    fell = float(lost.mean()) >= least > 0
-    return Fall(best, float(means[best]), float(means[-1]), error, gain) if fell else None
+    return Fall(best, float(means[best]), float(means[-1]), error) if float(lost.mean()) >= least > 0 else None
 
 
 def reward_fell(history: History, column: int, name: str, limits: Limits) -> Alarm | None:
@@ -136,14 +138,8 @@ def reward_fell(history: History, column: int, name: str, limits: Limits) -> Ala
     training = "" if rise is None else f"; the training reward {'rose' if rise > 0 else 'fell'} by {abs(rise):.4g}"
     overfits = rise is not None and rise > 0
     more = "more prompts in data.train, and a " if overfits else "a lower optimizer.lr, more prompts_per_iteration, a "
-    return Alarm(
-        "reward_fell",
-        history.evaluated[-1],
-        since,
-        f"the held-out {name} reward fell from {fall.before:.4g} to {fall.now:.4g} (standard error of the difference "
-        f"{fall.error:.2g}){training}",
-        f"{more}larger objective.kl_weight",
-    )
+    saw, helps = f"the held-out {name} reward {fall}{training}", f"{more}larger objective.kl_weight"
+    return Alarm("reward_fell", history.evaluated[-1], since, saw, helps)
 
 
 def training_rise(history: History, since: int) -> float | None:
@@ -159,81 +155,65 @@ def watched_fell(history: History, column: int, name: str, weight: float, limits
     fall = fall_of(history.values(column), limits)
     if fall is None:
         return None
-    return Alarm(
-        f"{name}_reward_fell",
-        history.evaluated[-1],
-        history.evaluated[fall.best],
-        f"the {name} reward, of weight {weight:g}, fell from {fall.before:.4g} to {fall.now:.4g} (standard error of "
-        f"the difference {fall.error:.2g})",
-        f"a larger reward.{name}.weight, or a larger objective.kl_weight",
-    )
+    saw = f"the {name} reward, of weight {weight:g}, {fall}"
+    helps = f"a larger reward.{name}.weight, or a larger objective.kl_weight"
+    return Alarm(f"{name}_reward_fell", history.evaluated[-1], history.evaluated[fall.best], saw, helps)
 
 
-# Pictures
+# Distances from the base
+
+
+def last_below_half(distances: Sequence[float], limit: float | None) -> int | None:
+    """Return the index of the last distance below half the limit, or -1; None unless the last one is at the limit."""
+    if limit is None or not distances or not distances[-1] >= limit:
+        return None
+    return max((i for i, distance in enumerate(distances) if distance < limit / 2), default=-1)
 
 
 def picture_moved(history: History, column: int, name: str, limits: Limits) -> Alarm | None:
     """A statistic of the held-out pictures is far from that of the first evaluation, in its spread over prompts."""
-    if limits.pictures is None:
-        return None
     values = history.values(column)
     means = values.mean(1)
     shifts = ((means - means[0]).abs() / values[0].std()).tolist()
-    if not shifts[-1] >= limits.pictures:
+    since = last_below_half(shifts, limits.pictures)
+    if since is None:
         return None
-    since = max(i for i, shift in enumerate(shifts) if shift < limits.pictures / 2)
-    return Alarm(
-        f"{name}_moved",
-        history.evaluated[-1],
-        history.evaluated[since],
+    saw = (
         f"the {name} of the held-out pictures went from {float(means[0]):.4g} to {float(means[-1]):.4g}, by "
-        f"{shifts[-1]:.1f} standard deviations of the first evaluation over prompts",
-        "a look at samples/, a second reward that the pictures lose by it, or a larger objective.kl_weight",
+        f"{shifts[-1]:.1f} standard deviations of the first evaluation over prompts"
     )
+    helps = "a look at samples/, a second reward that the pictures lose by it, or a larger objective.kl_weight"
+    return Alarm(f"{name}_moved", history.evaluated[-1], history.evaluated[since], saw, helps)
 
 
 def diversity_fell(history: History, column: int, limits: Limits) -> Alarm | None:
     """The pictures of a prompt are more alike than in the first evaluation by a share of their diversity."""
-    if limits.diversity is None:
-        return None
     means = history.values(column).mean(1)
     lost = (1 - means / means[0]).tolist()
-    if not lost[-1] >= limits.diversity:
+    since = last_below_half(lost, limits.diversity)
+    if since is None:
         return None
-    since = max(i for i, share in enumerate(lost) if share < limits.diversity / 2)
-    return Alarm(
-        "diversity_fell",
-        history.evaluated[-1],
-        history.evaluated[since],
+    saw = (
         f"the diversity of a prompt's held-out pictures fell from {float(means[0]):.4g} to {float(means[-1]):.4g}, by "
-        f"{lost[-1]:.0%}",
-        "a look at samples/, a larger objective.kl_weight, or a lower optimizer.lr",
+        f"{lost[-1]:.0%}"
     )
-
-
-# Metrics of the iterations
-
-_HELPS = {
-    "train/kl": "a larger objective.kl_weight, or a lower optimizer.lr",
-    "policy/base_distance": "a lower optimizer.lr, or a larger objective.kl_weight",
-    "train/loss": "a lower optimizer.lr, or a smaller model.max_grad_norm",
-    "train/grad_norm": "a lower optimizer.lr, or a smaller model.max_grad_norm",
-}
+    helps = "a look at samples/, a larger objective.kl_weight, or a lower optimizer.lr"
+    return Alarm("diversity_fell", history.evaluated[-1], history.evaluated[since], saw, helps)
 
 
 def above(history: History, metric: str, limit: float | None) -> Alarm | None:
     """A distance of the policy from the base has exceeded its limit."""
     iterations, values = history.series(metric)
-    if limit is None or not values or not values[-1] >= limit:
+    last = last_below_half(values, limit)
+    if last is None:
         return None
-    since = max((i for i, value in zip(iterations, values, strict=True) if value < limit / 2), default=0)
-    return Alarm(
-        f"{metric.rpartition('/')[2]}_ran_away",
-        iterations[-1],
-        since,
-        f"{metric}, the distance of the policy from the base, is {values[-1]:.3g}; its limit is {limit:g}",
-        _HELPS[metric],
-    )
+    saw = f"{metric}, the distance of the policy from the base, is {values[-1]:.3g}; its limit is {limit:g}"
+    helps = "a larger objective.kl_weight, or a lower optimizer.lr"
+    since = iterations[last] if last >= 0 else 0
+    return Alarm(f"{metric.rpartition('/')[2]}_ran_away", iterations[-1], since, saw, helps)
+
+
+# Jumps of a metric
 
 
 def jumped(history: History, metric: str, limit: float | None) -> Alarm | None:
@@ -245,14 +225,12 @@ def jumped(history: History, metric: str, limit: float | None) -> Alarm | None:
     usual, now, spread = median(before), median(recent), max(before) - min(before)
     if not now - usual > limit * spread > 0:
         return None
-    return Alarm(
-        f"{metric.removeprefix('train/')}_jumped",
-        iterations[-1],
-        iterations[-_RECENT - 1],
+    saw = (
         f"the median of {metric} went from {usual:.3g} (range {min(before):.3g} to {max(before):.3g} in {len(before)} "
-        f"iterations) to {now:.3g} in {_RECENT}",
-        _HELPS[metric],
+        f"iterations) to {now:.3g} in {_RECENT}"
     )
+    helps = "a lower optimizer.lr, or a smaller model.max_grad_norm"
+    return Alarm(f"{metric.removeprefix('train/')}_jumped", iterations[-1], iterations[-_RECENT - 1], saw, helps)
 
 
 # Rewards without information

@@ -54,9 +54,8 @@ def stop_reason(trainer: Trainer) -> str | None:
 
 def log_values(pl_module: LightningModule, values: Mapping[str, float]) -> None:
     """Log values as means over ranks at the end of the epoch. Collective: every rank must pass the same names."""
-    for name, value in values.items():
-        # Without batch_size Lightning weights the value by the size of the last micro-batch.
-        pl_module.log(name, float(value), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
+    # Without batch_size Lightning weights the values by the size of the last micro-batch.
+    pl_module.log_dict(dict(values), on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
 
 
 class Moments(NamedTuple):

@@ -13,6 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from solrl_lightning.callbacks.alarms import METRICS, Alarm, History, Limits, find_alarms, reward_fault
 from solrl_lightning.callbacks.common import file_logger, loop_of, module_of, moments, reduced
+from solrl_lightning.errors import UserError
+from solrl_lightning.formatting import counted
 
 
 class Guard(Callback):
@@ -22,9 +24,17 @@ class Guard(Callback):
         stop: end the run at the first alarm.
         patience: consecutive iterations with near-constant or saturated rewards before an alarm.
         limits: the fields of ``alarms.Limits``.
+
+    Raises:
+        UserError: there are no limits.
     """
 
-    def __init__(self, stop: bool, patience: int, limits: Mapping[str, float | None]) -> None:
+    def __init__(self, stop: bool, patience: int, limits: Mapping[str, float | None] | None) -> None:
+        if limits is None:
+            raise UserError(
+                "callbacks.guard.limits=null is invalid: it must have the limit of every alarm. Turn one off, for "
+                "example with callbacks.guard.limits.kl=null, or all of them with ~callbacks.guard."
+            )
         self.stop, self.patience, self.limits = stop, patience, Limits(**limits)
         self.history = History()
         self.alarms: list[Alarm] = []
@@ -78,16 +88,13 @@ class Guard(Callback):
         self._faulty = self._faulty + 1 if fault else 0
         if fault is None or self._faulty < self.patience:
             return []
-        saw, helps = fault
-        iteration = trainer.current_epoch + 1
-        since = iteration - self._faulty
-        return [Alarm("rewards_constant", iteration, since, f"in {self._faulty} iterations in a row, {saw}", helps)]
+        (saw, helps), iteration = fault, trainer.current_epoch + 1
+        saw = f"in {counted(self._faulty, 'iteration')} in a row, {saw}"
+        return [Alarm("rewards_constant", iteration, iteration - self._faulty, saw, helps)]
 
     def state_dict(self) -> dict[str, Any]:
-        history = {"rows": self.history.rows, "evaluated": self.history.evaluated, "tables": self.history.tables}
-        alarms = [alarm._asdict() for alarm in self.alarms]
         own = {"active": self._active, "sampled": self._sampled, "faulty": self._faulty}
-        return {**history, "alarms": alarms, **own}
+        return {**vars(self.history), "alarms": [alarm._asdict() for alarm in self.alarms], **own}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = History(*(list(state_dict[name]) for name in ("rows", "evaluated", "tables")))

@@ -83,7 +83,7 @@ class StageProgressBar(ProgressBar):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stopwatch = loop_of(trainer).stopwatch
-        self._mark, self._seconds = time.perf_counter(), self._stopwatch.seconds
+        self._seconds = self._stopwatch.seconds
         if not self._enabled:
             return
         self._stopwatch.on_change.append(self._stage_changed)

@@ -12,8 +12,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from solrl_lightning.callbacks.common import log_values, loop_of
-from solrl_lightning.errors import UserError
-from solrl_lightning.metrics.rank import NAMES, RankFidelity
+from solrl_lightning.metrics.rank import RankFidelity
 
 
 class RankCorrelation(Callback):
@@ -24,17 +23,9 @@ class RankCorrelation(Callback):
 
     Args:
         probe_every: iterations from one probe to the next, from the first iteration on; 0 never probes.
-
-    Raises:
-        UserError: ``probe_every`` is negative.
     """
 
     def __init__(self, probe_every: int) -> None:
-        if probe_every < 0:
-            raise UserError(
-                f"callbacks.rank_correlation.probe_every={probe_every} is invalid: it must be a number of iterations, "
-                "or 0 (never). Set callbacks.rank_correlation.probe_every=0."
-            )
         self.probe_every = probe_every
         self.history: list[dict[str, float]] = []  # one row per probe: iteration and the values without "rank/"
         self.last_kept: dict[str, float] = {}
@@ -91,5 +82,4 @@ class RankCorrelation(Callback):
 
 def measured(fidelity: RankFidelity) -> dict[str, float]:
     """Values of the metric over all ranks; NaN if no prompt has ranks. Collective."""
-    values = fidelity.compute()
-    return {name: float(values[name]) for name in NAMES}
+    return {name: float(value) for name, value in fidelity.compute().items()}

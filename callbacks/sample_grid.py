@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 
 from solrl_lightning.callbacks.common import loop_of, module_of
-from solrl_lightning.errors import UserError
 from solrl_lightning.files import write_atomically
+from solrl_lightning.formatting import counted
 from solrl_lightning.loggers import log_picture
 from solrl_lightning.pictures import Row, draw_grid, to_png
 from solrl_lightning.seeds import evaluation_seeds
@@ -27,18 +27,9 @@ class SampleGrid(Callback):
         prompts, steps: number of held-out prompts in the first grid, and of their images' solver steps.
         seeds_per_prompt: images per prompt and model in the first grid; best and worst samples in the second.
         seed: of the noise, which is the same in every picture of a run.
-
-    Raises:
-        UserError: a number is too small.
     """
 
     def __init__(self, every: int, prompts: int, seeds_per_prompt: int, steps: int, seed: int) -> None:
-        if every < 0 or prompts < 1 or seeds_per_prompt < 1 or steps < 1:
-            raise UserError(
-                f"callbacks.sample_grid with every={every}, prompts={prompts}, seeds_per_prompt={seeds_per_prompt}, "
-                f"steps={steps} is invalid: every must be at least 0, and the others at least 1. To draw no grids, set "
-                "callbacks.sample_grid.every=0."
-            )
         self.every, self.prompts, self.seeds_per_prompt = every, prompts, seeds_per_prompt
         self.steps, self.seed = steps, seed
         self._base = torch.empty(0)  # [P, n, 3, H, W]
@@ -71,7 +62,7 @@ class SampleGrid(Callback):
                 self._base = module_of(pl_module).sample(prompts, seeds, weights="base", steps=self.steps)
             current = module_of(pl_module).sample(prompts, seeds, weights="ema", steps=self.steps)
             rows = [Row(prompt, images) for prompt, *images in zip(prompts, self._base, current, strict=True)]
-            headings = ["base", f"after {done} iterations"]
+            headings = ["base", f"after {counted(done, 'iteration')}"]
             self._publish(trainer, "grid", draw_grid("Same held-out prompts, same noise", headings, rows))
             if self._pool is not None:
                 self._publish(trainer, "pool", self._pool)

@@ -28,20 +28,17 @@ from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.environment import machine, versions
 from solrl_lightning.errors import UserError, WriteError
 from solrl_lightning.files import finite_only, iterations_done, read_checkpoint, write_atomically
+from solrl_lightning.formatting import counted, gibibytes, measured
 from solrl_lightning.memory import peak_resident_bytes
 from solrl_lightning.report import render, run_page
-from solrl_lightning.run_folder import BEST, LAST
+from solrl_lightning.run_folder import BEST, LAST, RECORD
 
-_PATHS = {
-    "last_checkpoint": str(LAST),
-    "best_checkpoint": str(BEST),
-    "lora": "lora",
-    "tensorboard": "tensorboard",
-    "csv": "csv",
-    "wandb": "wandb",
-    "mlflow": "mlflow",
-    "samples": "samples",
-    "config": ".hydra",
+_OUTPUTS = ("lora", "tensorboard", "csv", "wandb", "mlflow", "samples")
+_PATHS: dict[str, str | Path] = {
+    "last_checkpoint": LAST,
+    "best_checkpoint": BEST,
+    **{name: name for name in _OUTPUTS},
+    "config": RECORD,
 }
 _STATE = "run_summary"  # key in the checkpoint
 _POLICY = ("train/", "policy/", "reward/group_std", "reward/zero_std_fraction")  # metrics of the closing table
@@ -153,6 +150,9 @@ class RunSummary(Callback):
         }
         run = Path(trainer.default_root_dir).resolve()
         guard, best = find_callback(trainer, Guard), find_callback(trainer, BestCheckpoint)
+        timings, last = find_callback(trainer, StageTimings), run / LAST
+        held_out = {"prompts": len(module.eval_prompts)}
+        held_out |= {"images_per_prompt": module.evaluation.images, "steps": module.evaluation.steps}
         paths = {name: str(run / relative) for name, relative in _PATHS.items() if (run / relative).exists()}
         return {
             "status": status,
@@ -168,11 +168,11 @@ class RunSummary(Callback):
             "improvement": final - base if base is not None and final is not None else None,
             "other_rewards": others,
             "iterations": loop_of(trainer).iterations_done,
-            "last_checkpoint_iterations": saved_iterations(run / LAST),
+            "last_checkpoint_iterations": iterations_done(read_checkpoint(last)) if last.exists() else None,
             "seconds_total": self._seconds(),
             "seconds_since_process_start": time.perf_counter() - IMPORTED,  # in a sweep, includes the earlier jobs
             "seconds_before_resume": self._seconds_before,
-            "seconds_per_stage": stage_seconds(find_callback(trainer, StageTimings)),
+            "seconds_per_stage": timings.seconds_per_stage() if timings else {},
             "rank_fidelity": rank_fidelity(find_callback(trainer, RankCorrelation)),
             "policy_metrics": {
                 name: {"first": first, "last": self._last.get(name)} for name, first in self._first.items()
@@ -181,22 +181,13 @@ class RunSummary(Callback):
             "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
             "planned_memory_bytes": self.planned_memory_bytes,
-            "held_out": {
-                "prompts": len(module.eval_prompts),
-                "images_per_prompt": module.evaluation.images,
-                "steps": module.evaluation.steps,
-            },
+            "held_out": held_out,
             "evaluations": evaluations,
             "config": self.hparams,
             "versions": versions(),
             "machine": machine(trainer.strategy.root_device, trainer.world_size),
             "paths": {"run": str(run), **paths},
         }
-
-
-def saved_iterations(last: Path) -> int | None:
-    """Iterations done in a checkpoint file; None if there is no file."""
-    return iterations_done(read_checkpoint(last)) if last.exists() else None
 
 
 def base_and_final(
@@ -207,15 +198,6 @@ def base_and_final(
     base = next((float(row[reward]) for row in scored if row["iteration"] == 0), None)
     latest = next((row for row in reversed(scored) if row["iteration"] > 0), None)
     return (base, None, None) if latest is None else (base, float(latest[reward]), latest["iteration"])
-
-
-def stage_seconds(timings: StageTimings | None) -> dict[str, dict[str, float | None]]:
-    """stage -> total seconds of the run and median seconds of an iteration; None if not recorded."""
-    if timings is None:
-        return {}
-    totals, medians = timings.totals(), timings.medians()
-    names = list(dict.fromkeys([*totals, *medians]))
-    return {name: {"total": totals.get(name), "median": medians.get(name)} for name in names}
 
 
 def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
@@ -259,7 +241,7 @@ def log_hyperparameters(
 
 def format_summary(facts: Mapping[str, Any]) -> str:
     """The table that a run prints at its end."""
-    done = f"{facts['status']} after {facts['iterations']} iterations in {facts['seconds_total']:.0f} s"
+    done = f"{facts['status']} after {counted(facts['iterations'], 'iteration')} in {facts['seconds_total']:.0f} s"
     if facts["seconds_before_resume"] > 0:
         done += f", {facts['seconds_before_resume']:.0f} s of them before it was resumed"
     done += f" ({facts['seconds_since_process_start']:.0f} s since the process started)"
@@ -269,13 +251,13 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     rows = [("status", done if facts["error"] is None else f"{done}: {facts['error']}")]
     kept = facts["last_checkpoint_iterations"]
     if kept is not None and kept < facts["iterations"]:
-        rows.append(("last checkpoint", f"after {kept} iterations; ckpt=last repeats the later ones"))
+        rows.append(("last checkpoint", f"after {counted(kept, 'iteration')}; ckpt=last repeats the later ones"))
     evaluated_at = facts["final_reward_iteration"]
-    when = "" if evaluated_at is None else f", evaluated after {evaluated_at} iterations"
+    when = "" if evaluated_at is None else f", evaluated after {counted(evaluated_at, 'iteration')}"
     rows.append((f"{facts['reward']} reward", change(facts["base_reward"], facts["final_reward"]) + when))
     if facts["best_reward"] is not None:
-        best = f"{number(facts['best_reward'])} after {facts['best_iteration']} iterations; ckpt=best takes it"
-        rows.append((f"best {facts['best_monitor']}", best))
+        best = f"{measured(facts['best_reward'])} after {counted(facts['best_iteration'], 'iteration')}"
+        rows.append((f"best {facts['best_monitor']}", f"{best}; ckpt=best takes it"))
     for name, other in facts["other_rewards"].items():
         watched = ", weight 0: not trained on" if other["weight"] == 0 else ""
         rows.append((f"{name} reward", change(other["base"], other["final"]) + watched))
@@ -288,18 +270,18 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         parts += ["without evaluation, probe, grid"] if stage == "iteration" else []
         rows.append((f"time {stage}", ", ".join(parts)))
     fidelity = facts["rank_fidelity"] or {}
-    if "last" in fidelity:
-        first, last = fidelity["first"], fidelity["last"]
-        rows.append(("proxy spearman", f"{number(first['spearman'])} at first, {number(last['spearman'])} at last"))
-        rows.append(("proxy kendall", f"{number(first['kendall'])} at first, {number(last['kendall'])} at last"))
+    for name in ("spearman", "kendall") if "last" in fidelity else ():
+        first, last = (measured(fidelity[which][name]) for which in ("first", "last"))
+        rows.append((f"proxy {name}", f"{first} at first, {last} at last"))
     for name, values in facts["policy_metrics"].items():
-        rows.append((name, f"{significant(values['first'])} at first, {significant(values['last'])} at last"))
+        first, last = (measured(values[which], form=".4g") for which in ("first", "last"))
+        rows.append((name, f"{first} at first, {last} at last"))
     rows.append(("precision", facts["precision_backend"]))
-    reserved = facts["peak_memory_reserved_bytes"]
-    more = "" if reserved is None else f", {reserved / 2**30:.2f} GiB reserved by the allocator"
-    planned = facts["planned_memory_bytes"]
-    more += "" if planned is None else f", {planned / 2**30:.2f} GiB planned"
-    rows.append(("peak memory", f"{facts['peak_memory_bytes'] / 2**30:.2f} GiB{more}"))
+    reserved, planned = facts["peak_memory_reserved_bytes"], facts["planned_memory_bytes"]
+    memory = gibibytes(facts["peak_memory_bytes"])
+    memory += "" if reserved is None else f", {gibibytes(reserved)} reserved by the allocator"
+    memory += "" if planned is None else f", {gibibytes(planned)} planned"
+    rows.append(("peak memory", memory))
     run, *paths = map(Path, facts["paths"].values())
     names = ["summary.json", *(str(path.relative_to(run)) for path in paths)]
     rows += [("run folder", str(run)), ("in it", ", ".join(names))]
@@ -310,14 +292,4 @@ def format_summary(facts: Mapping[str, Any]) -> str:
 def change(base: float | None, final: float | None) -> str:
     """``base -> final (difference)``; "-" for None."""
     difference = "" if base is None or final is None else f" ({final - base:+.4f})"
-    return f"{number(base)} -> {number(final)}{difference}"
-
-
-def number(value: float | None) -> str:
-    """Four decimals; "-" for None."""
-    return "-" if value is None else f"{value:.4f}"
-
-
-def significant(value: float | None) -> str:
-    """Four significant digits; "-" for None."""
-    return "-" if value is None else f"{value:.4g}"
+    return f"{measured(base)} -> {measured(final)}{difference}"

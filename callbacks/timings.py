@@ -53,9 +53,11 @@ class StageTimings(Callback):
         """Seconds per stage of the run, with those before a resume and of the current iteration."""
         return dict(self._resumed + Counter(self._stopwatch.seconds))
 
-    def medians(self) -> dict[str, float]:
-        """Median seconds of every logged stage and of the iteration; empty before the first iteration ends."""
-        return {name: median(row[name] for row in self.history) for name in self.history[0]} if self.history else {}
+    def seconds_per_stage(self) -> dict[str, dict[str, float | None]]:
+        """stage -> total seconds of the run and median seconds of an iteration; None if not recorded."""
+        totals, logged = self.totals(), self.history[0] if self.history else {}
+        medians = {name: median(row[name] for row in self.history) for name in logged}
+        return {name: {"total": totals.get(name), "median": medians.get(name)} for name in totals | medians}
 
     def state_dict(self) -> dict[str, Any]:
         return {"totals": self.totals(), "history": list(self.history)}

@@ -26,6 +26,7 @@ from solrl_lightning.config import CONFIG_MODULE, ConfigTree, application_config
 from solrl_lightning.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.errors import UserError
 from solrl_lightning.finished_runs import check_runs, stopped_early
+from solrl_lightning.formatting import counted
 from solrl_lightning.hub import check_hub, check_push
 from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job
 from solrl_lightning.resume import check_contents, resume
@@ -177,7 +178,8 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         requires_more = resumed.training and not resumed.requeued
         done = check_contents(resumed.checkpoint, iterations if requires_more else None)
         if resumed.requeued and (done >= iterations or stopped_early(resumed.checkpoint.parent.parent, done)):
-            _print_first(f"ckpt=auto: the run in {resumed.folder} has ended after {done} iterations; nothing to do")
+            ended = f"has ended after {counted(done, 'iteration')}"
+            _print_first(f"ckpt=auto: the run in {resumed.folder} {ended}; nothing to do")
             raise SystemExit(0)
         message += f"; iterations done: {done}" if resumed.training else ""
     _print_first(*dict.fromkeys(notes))

@@ -126,14 +126,19 @@ _RULES = {
         "family.pool family.explore.steps family.regenerate.steps model.resolution model.max_sequence_length "
         "model.full_steps model.preview_steps model.eval_steps model.prefix_steps model.micro_batch model.decode_batch "
         "model.rollout_batch model.lora.rank data.eval_images task.pool task.images task.repeats task.rounds "
-        "task.grid_prompts task.grid_images family.patience callbacks.guard.patience "
+        "task.grid_prompts task.grid_images family.patience callbacks.guard.patience callbacks.sample_grid.prompts "
+        "callbacks.sample_grid.seeds_per_prompt callbacks.sample_grid.steps "
         "reward.http.batch reward.http.concurrency task.max_images task.max_pixels",
     ),
     "a whole number of at least 1, or null": (
         _or_null(_whole(1)),
         "data.eval_prompts task.sizes.pool objective.window callbacks.periodic.keep",
     ),
-    "a whole number of at least 0": (_whole(0), "callbacks.periodic.every reward.http.retries"),
+    "a whole number of at least 0": (
+        _whole(0),
+        "callbacks.periodic.every callbacks.rank_correlation.probe_every callbacks.sample_grid.every "
+        "reward.http.retries",
+    ),
     "a whole number of at least 0, or null": (_or_null(_whole(0)), "task.iterations"),
     f"a whole number from 0 to {MAX_SEED}": (_whole(0, MAX_SEED), "seed"),
     "a whole number from 0 to 65535; 0 takes a free port": (_whole(0, 65535), "task.port"),

@@ -61,8 +61,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     """The finished runs, and why each of the others is left out."""
     runs, left_out = [], {}
     for folder in folders:
-        file = folder / "summary.json"
-        summary = read_summary(file) if file.is_file() else {"status": "has no summary.json (yet)"}
+        summary = read_summary(folder)
         if summary["status"] not in _FINISHED:
             left_out[str(folder)] = summary["status"]
         elif summary["final_reward"] is None:
@@ -76,15 +75,16 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
 
 def stopped_early(folder: Path, iterations: int) -> bool:
     """Whether a callback ended the run in ``folder`` after this number of iterations."""
-    file = folder / "summary.json"
-    summary = read_summary(file) if file.is_file() else {"status": ""}
+    summary = read_summary(folder)
     return bool(summary["status"] == "stopped early" and summary.get("iterations") == iterations)
 
 
-def read_summary(file: Path) -> dict[str, Any]:
-    """The content of a summary.json; of a damaged one, its ``status`` alone says so."""
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The content of summary.json; where it is missing or damaged, a ``status`` alone says so."""
+    if not (folder / "summary.json").is_file():
+        return {"status": "has no summary.json (yet)"}
     try:
-        summary = json.loads(file.read_text())
+        summary = json.loads((folder / "summary.json").read_text())
     except (ValueError, RecursionError):  # endless brackets are a RecursionError
         summary = None
     whole = isinstance(summary, dict) and summary.keys() >= {"status", "final_reward", "evaluations", "config"}

@@ -507,7 +507,7 @@ def test_auto_leaves_a_finished_run_as_it_is(command: Command, tmp_path: Path) -
     assert command(RECORD, *AUTO, "iterations=1").status == 0
     before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
     again = command(RECORD, *AUTO, "iterations=1")
-    assert (again.status, again.err) == (0, "") and "has ended after 1 iterations; nothing to do" in again.out
+    assert (again.status, again.err) == (0, "") and "has ended after 1 iteration; nothing to do" in again.out
     assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
     stopped = {"status": "stopped early", "iterations": 1, "final_reward": 0.5, "evaluations": [], "config": {}}
     (tmp_path / "runs" / "3" / "summary.json").write_text(json.dumps(stopped), encoding="utf-8")

@@ -11,14 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
+from solrl_lightning.charts import Series, draw_chart
 from solrl_lightning.module import evaluation_errors
 from solrl_lightning.report import data_uri, history_chart, render, run_page
-from solrl_lightning.svg_charts import Series, draw_lines
 
 REWARD = "shapes"
 FACTS: dict[str, Any] = {
     "status": "completed",
     "error": None,
+    "stopped_by": None,
     "reward": REWARD,
     "base_reward": 0.4321,
     "final_reward": 0.5361,
@@ -146,8 +147,8 @@ def test_text_from_outside_is_escaped_and_nothing_is_loaded(run: Path) -> None:
 def test_a_run_without_results_has_a_page(tmp_path: Path) -> None:
     nothing = {"base_reward": None, "final_reward": None, "final_reward_iteration": None, "improvement": None}
     nothing |= {"evaluations": [], "other_rewards": {}, "seconds_per_stage": {}, "status": "interrupted"}
-    old = {key: value for key, value in FACTS.items() if key not in ("alarms", "best_reward", "held_out", "machine")}
-    text = render(run_page(old | nothing, [], tmp_path)).decode()
+    nothing |= {"alarms": [], "best_reward": None, "best_iteration": None}
+    text = page(tmp_path, nothing, [])
     assert "interrupted" in text and "was not evaluated" in text
     assert "Alarms" not in text and "Pictures" not in text
 
@@ -169,14 +170,18 @@ def test_errors_of_an_evaluation_are_those_of_means_over_prompts() -> None:
 
 def test_a_chart_has_the_colours_of_the_page_and_fits_its_place() -> None:
     series = [Series(f"a & {i}", [0, 1, 2], [i, i + 1, i], [i - 1] * 3, [i + 2] * 3) for i in range(9)]
-    svg = draw_lines(series, "iterations", whole_x=True, level=3.0, at=[1])
+    chart = draw_chart("rewards", series, "iterations", level=3.0, at=[1])
+    svg = chart.svg
     root = ElementTree.fromstring(svg)
     assert "viewBox" in root.attrib and not {"width", "height"} & root.attrib.keys()
     assert not re.findall("#[0-9a-f]{6}", svg)
     assert {f"var(--c{i})" for i in range(7)} | {"var(--ink)", "var(--warn)", "var(--grid)"} <= set(
         re.findall(r"var\(--\w+\)", svg)
     )
-    assert draw_lines(series, "iterations", whole_x=True, level=3.0, at=[1]) == svg
+    assert chart.legend[7:] == [("a & 7", "var(--c0)", "6 3"), ("a & 8", "var(--c1)", "6 3")]
+    assert draw_chart("rewards", series, "iterations", level=3.0, at=[1]) == chart
+    reference = [series[0]._replace(is_reference=True), series[1]]
+    assert [colour for _, colour, _ in draw_chart("", reference, "iterations").legend] == ["var(--ink)", "var(--c0)"]
 
 
 def test_a_large_picture_is_embedded_as_jpeg(tmp_path: Path) -> None:

@@ -24,14 +24,12 @@ class RankFidelity(Metric):
     top_mean_rank               mean true rank of the proxy's k best: 1 is the best candidate, (k + 1) / 2 is perfect
     bottom_mean_rank            mean true rank of the proxy's k worst: N is the worst candidate; tied ranks are averaged
 
-    A prompt whose proxy or truth is constant or not finite is excluded and counted as `skipped`; with no prompt left
-    the means are NaN.
+    A prompt whose proxy or truth is constant or not finite is excluded; with no prompt left the means are NaN.
     """
 
     full_state_update = False
     totals: Tensor
     prompts: Tensor
-    skipped: Tensor
 
     def __init__(self, keep: int) -> None:
         super().__init__()
@@ -40,7 +38,6 @@ class RankFidelity(Metric):
         self.k = keep // 2
         self.add_state("totals", torch.zeros(len(NAMES), dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("prompts", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("skipped", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, proxy: Tensor, truth: Tensor) -> None:
         """Add the rewards proxy [P, N] and truth [P, N] of the same candidates.
@@ -54,16 +51,14 @@ class RankFidelity(Metric):
                 f"got {list(proxy.shape)} and {list(truth.shape)}"
             )
         ranked = _has_ranks(proxy) & _has_ranks(truth)
-        self.skipped += (~ranked).sum().to(self.skipped.device)
         if ranked.any():
             values = rank_fidelity(proxy[ranked].float(), truth[ranked].float(), self.k)
             self.totals += values.sum(dim=0).to(self.totals.device)
             self.prompts += ranked.sum().to(self.prompts.device)
 
     def compute(self) -> dict[str, Tensor]:
-        """Return one scalar per metric of the class docstring, and `skipped`."""
-        means = (self.totals / self.prompts).float()
-        return {**dict(zip(NAMES, means, strict=True)), "skipped": self.skipped.clone()}
+        """Return one scalar per metric of the class docstring."""
+        return dict(zip(NAMES, (self.totals / self.prompts).float(), strict=True))
 
 
 def rank_fidelity(proxy: Tensor, truth: Tensor, k: int) -> Tensor:

@@ -3,7 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from solrl_lightning.metrics.confidence import Mean, difference_of_means, mean_of
+import numpy as np
+
+from solrl_lightning.metrics.confidence import difference_of_means, mean_of
 
 PAIRED, INDEPENDENT = "paired by seed", "independent seeds"
 
@@ -34,7 +36,12 @@ def cost_to_reach(curve: GroupCurve, finals: Mapping[Any, float]) -> Reached:
     Costs are means over the seeds; their deviations are not part of the interval.
     """
     paired = curve.rewards[0].keys() == finals.keys()
-    gaps = [_gap(rewards, finals, paired) for rewards in curve.rewards]
+    gaps = [
+        mean_of([rewards[seed] - finals[seed] for seed in rewards])
+        if paired
+        else difference_of_means(list(rewards.values()), list(finals.values()))
+        for rewards in curve.rewards
+    ]
     reached, spent = first_reached(curve.cost, [gap.mean for gap in gaps]), curve.cost[-1]
     upper = [gap.high for gap in gaps if gap.high is not None]
     lower = [gap.low for gap in gaps if gap.low is not None]
@@ -63,18 +70,8 @@ def rewards_at(curve: GroupCurve, cost: float) -> list[float]:
     """
     if not curve.cost[0] <= cost <= curve.cost[-1]:
         raise ValueError(f"cost must lie in the curve, {curve.cost[0]} to {curve.cost[-1]}; got {cost}")
-    after = next(i for i, spent in enumerate(curve.cost) if spent >= cost)
-    before = max(after - 1, 0)
-    width = curve.cost[after] - curve.cost[before]
-    share = (cost - curve.cost[before]) / width if width else 0.0
-    ends = curve.rewards[before], curve.rewards[after]
-    return [(1 - share) * ends[0][seed] + share * ends[1][seed] for seed in ends[0]]
-
-
-def _gap(rewards: Mapping[Any, float], finals: Mapping[Any, float], paired: bool) -> Mean:
-    if paired:
-        return mean_of([rewards[seed] - finals[seed] for seed in rewards])
-    return difference_of_means(list(rewards.values()), list(finals.values()))
+    seeds = curve.rewards[0]
+    return [float(np.interp(cost, curve.cost, [rewards[seed] for rewards in curve.rewards])) for seed in seeds]
 
 
 class SpeedUp(NamedTuple):

@@ -70,7 +70,6 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
         scored += score_pool(own, [*first, *stages])
     truth, *proxies = scored
     gap = reward_gap(truth.rewards, truth.rewards, options.keep)
-    passes = forward_passes(cfg.model.get("guidance_scale", 1))
     result: dict[str, Any] = {
         "prompts": truth.rewards.shape[0],
         "pool": truth.rewards.shape[1],
@@ -83,28 +82,7 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
             "seconds": truth.seconds[_PROXY],
             "gap": gap,
         },
-        "proxies": [
-            {
-                "name": name_of(proxy, cfg.model.solver),
-                "command": command_of(proxy, cfg),
-                "sampler": proxy.stages[0].sampler,
-                "precision": proxy.precision,
-                "backend": proxy.backend,
-                "steps": proxy.stages[0].steps,
-                "solver": proxy.stages[0].solver,
-                "rungs": [{"step": stage.stop_step, "keep": stage.keep} for stage in proxy.explorers],
-                "decoder": proxy.stages[0].decoder,
-                "evaluations": passes * sum(evaluations(proxy.stages, options.pool)[:-1]),
-                "regenerate_evaluations": passes * evaluations(proxy.stages, options.pool)[-1],
-                "reward": proxy.rewards.mean().item(),
-                "seconds": proxy.seconds[_PROXY],
-                "regenerate_seconds": proxy.seconds[REGENERATE],
-                "gap": (own_gap := reward_gap(proxy.rewards, truth.rewards, options.keep)),
-                "gap_kept": own_gap / gap,
-                **fidelity(proxy.rewards, truth.rewards, options.keep),
-            }
-            for proxy in proxies
-        ],
+        "proxies": [describe(proxy, truth.rewards, gap, cfg) for proxy in proxies],
     }
     result["recommended"] = recommend(result["proxies"], options.min_gap)
     folder = Path(cfg.run_dir)
@@ -115,6 +93,32 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
     return result
 
 
+def describe(proxy: Scored, truth: Tensor, gap: float, cfg: DictConfig) -> dict[str, Any]:
+    """A proxy's settings, cost and fidelity; ``gap`` is that of the truth [P, N]."""
+    first, keep, passes = proxy.stages[0], cfg.task.keep, forward_passes(cfg.model.get("guidance_scale", 1))
+    *explored, regenerated = evaluations(proxy.stages, cfg.task.pool)
+    own_gap = reward_gap(proxy.rewards, truth, keep)
+    return {
+        "name": name_of(proxy, cfg.model.solver),
+        "command": command_of(proxy, cfg),
+        "sampler": first.sampler,
+        "precision": proxy.precision,
+        "backend": proxy.backend,
+        "steps": first.steps,
+        "solver": first.solver,
+        "rungs": [{"step": stage.stop_step, "keep": stage.keep} for stage in proxy.explorers],
+        "decoder": first.decoder,
+        "evaluations": passes * sum(explored),
+        "regenerate_evaluations": passes * regenerated,
+        "reward": proxy.rewards.mean().item(),
+        "seconds": proxy.seconds[_PROXY],
+        "regenerate_seconds": proxy.seconds[REGENERATE],
+        "gap": own_gap,
+        "gap_kept": own_gap / gap,
+        **fidelity(proxy.rewards, truth, keep),
+    }
+
+
 def _stages(proxy: Mapping[str, Any], cfg: DictConfig) -> list[Stage]:
     rungs = proxy.get("rungs") or [{"step": proxy.get("stop_after"), "keep": cfg.task.keep}]
     own = explorers({"solver": cfg.model.solver, **proxy}, rungs, name=_PROXY)
@@ -122,7 +126,6 @@ def _stages(proxy: Mapping[str, Any], cfg: DictConfig) -> list[Stage]:
 
 
 def _full(cfg: DictConfig) -> tuple[str, int, str]:
-    """Sampler, steps and solver of the truth and of regeneration."""
     return MERGED, cfg.model.full_steps, cfg.model.solver
 
 
@@ -162,8 +165,7 @@ def fidelity(proxy: Tensor, truth: Tensor, keep: int) -> dict[str, float]:
     """The rank fidelity of rewards [P, N]."""
     metric = RankFidelity(keep=keep)
     metric.update(proxy, truth)
-    values = metric.compute()
-    return {name: float(values[name]) for name in NAMES}
+    return {name: float(value) for name, value in metric.compute().items()}
 
 
 def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
@@ -260,26 +262,14 @@ def format_recommendation(result: Mapping[str, Any], min_gap: float) -> str:
 def format_audit(result: dict[str, Any]) -> str:
     truth, pool, k = result["truth"], result["pool"], result["keep"] // 2
     columns = ["proxy", "spearman", "kendall", "top", "bottom", "top rank", "bottom rank", "gap kept", "evals", "ms"]
-    rows = [
-        [
-            row["name"],
-            *(f"{row[name]:.3f}" for name in NAMES[:4]),
-            *(f"{row[name]:.1f}" for name in NAMES[4:]),
-            f"{100 * row['gap_kept']:.0f} %",
-            row["evaluations"],
-            f"{1000 * row['seconds']:.1f}",
-        ]
-        for row in result["proxies"]
-    ]
+    rows = []
+    for row in result["proxies"]:
+        ranks = [*(f"{row[name]:.3f}" for name in NAMES[:4]), *(f"{row[name]:.1f}" for name in NAMES[4:])]
+        kept, seconds = f"{100 * row['gap_kept']:.0f} %", f"{1000 * row['seconds']:.1f}"
+        rows.append([row["name"], *ranks, kept, row["evaluations"], seconds])
     ranks = [f"{(k + 1) / 2:.1f}", f"{pool - (k - 1) / 2:.1f}"]
-    perfect = [
-        "the truth itself",
-        *["1.000"] * 4,
-        *ranks,
-        "100 %",
-        truth["steps"] * pool,
-        f"{1000 * truth['seconds']:.1f}",
-    ]
+    costs = [truth["steps"] * pool, f"{1000 * truth['seconds']:.1f}"]
+    perfect = ["the truth itself", *["1.000"] * 4, *ranks, "100 %", *costs]
     return (
         f"against BF16 at {truth['steps']} steps, mean reward {truth['reward']:.4f}: {result['prompts']} prompts x "
         f"{pool} seeds\noverlap of the {k} best and of the {k} worst, their mean true rank, share of the true reward "
@@ -295,10 +285,9 @@ def draw(result: Mapping[str, Any]) -> bytes:
     labels: list[tuple[str, tuple[float, float]]] = []
     for precision in dict.fromkeys(row["precision"] for row in result["proxies"]):
         rows = [row for row in result["proxies"] if row["precision"] == precision]
-        costs = [row["seconds"] / result["truth"]["seconds"] for row in rows]
-        points = [(cost, row["spearman"]) for cost, row in zip(costs, rows, strict=True)]
+        points = [(row["seconds"] / result["truth"]["seconds"], row["spearman"]) for row in rows]
         axes.scatter(*zip(*points, strict=True), label=precision)
-        labels += [(row["name"].removeprefix(f"{precision} "), point) for row, point in zip(rows, points, strict=True)]
+        labels += zip((row["name"].removeprefix(f"{precision} ") for row in rows), points, strict=True)
     axes.scatter([1.0], [1.0], marker="*", color="black", label=f"truth: bf16 {result['truth']['steps']} steps")
     axes.set_xlabel("seconds a candidate, as a share of the truth's")
     axes.set_ylabel("Spearman correlation with the truth")

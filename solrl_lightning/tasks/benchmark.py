@@ -72,14 +72,14 @@ def benchmark(cfg: DictConfig) -> dict[str, Any]:
 
 def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfig]:
     """The configuration of every row; its name is the family, with precision and decoder if the task lists them."""
-    configs: dict[str, DictConfig] = {}
+    configs = {}
     for family in cfg.task.families:
-        own = sized(with_option(cfg, "family", family))
+        own = with_option(cfg, "family", family)
+        own.family.update({key: value for key, value in cfg.task.sizes.items() if value is not None})
         if own.family.compile == "auto":  # eager products are not to be compared with the family compile's
             own.family.compile = bool(cfg.task.compile) and can_compile(device)
         check_values(own)
-        has_shadow = uses_shadow(own)
-        precisions = cfg.task.precisions if has_shadow else None
+        precisions = cfg.task.precisions if uses_shadow(own) else None
         decoders = cfg.task.decoders if own.family.explore is not None else None
         for precision, decoder in product(precisions or [None], decoders or [None]):
             row = own.copy() if precision is None else with_option(own, "precision", precision)
@@ -88,13 +88,6 @@ def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfi
                 check_decoder(row, "task.decoders", decoder)
             configs[" ".join(word for word in (family, precision, decoder) if word is not None)] = row
     return configs
-
-
-def sized(cfg: DictConfig) -> DictConfig:
-    """A copy with the sizes of ``task.sizes``."""
-    changed = cfg.copy()
-    changed.family.update({key: value for key, value in cfg.task.sizes.items() if value is not None})
-    return changed
 
 
 # One forward pass
@@ -263,23 +256,16 @@ def with_speedups(families: dict[str, dict[str, Any]]) -> dict[str, dict[str, An
 def format_families(families: dict[str, dict[str, Any]], repeats: int) -> str:
     first = next(iter(families.values()))
     baselines, memory = list(first["speedup"]), first["peak_memory"]["of"]
-    seconds = [
-        [name, f"{times['keep']}-in-{times['pool']}", "yes" if times["compiled"] else "no"]
-        + [f"{times[column]:.3g}" for column in (*STAGES, "rollout", "iteration", "warm_up")]
-        for name, times in families.items()
-    ]
-    rates = [
-        [
-            name,
-            f"{times['images_per_second']:.3g}",
-            *(f"{times['speedup'][b][span]:.2f}" for span in ("rollout", "iteration") for b in baselines),
-            f"{100 * times['requantize_share']:.2f} %",
-            f"{times['peak_memory']['bytes'] / 1e9:.2f}",
-        ]
-        for name, times in families.items()
-    ]
+    ratios = [(span, b) for span in ("rollout", "iteration") for b in baselines]
+    seconds, rates = [], []
+    for name, times in families.items():
+        spans = [f"{times[column]:.3g}" for column in (*STAGES, "rollout", "iteration", "warm_up")]
+        seconds.append([name, f"{times['keep']}-in-{times['pool']}", "yes" if times["compiled"] else "no", *spans])
+        speedups = [f"{times['speedup'][b][span]:.2f}" for span, b in ratios]
+        shares = [f"{100 * times['requantize_share']:.2f} %", f"{times['peak_memory']['bytes'] / 1e9:.2f}"]
+        rates.append([name, f"{times['images_per_second']:.3g}", *speedups, *shares])
     columns = ["family", "kept", "compiled", *STAGES, "rollout", "iteration", "warm-up"]
-    against = [f"{span} x {b}" for span in ("rollout", "iteration") for b in baselines]
+    against = [f"{span} x {b}" for span, b in ratios]
     return (
         f"seconds per iteration, median of {repeats}; rollout is {' + '.join(_ROLLOUT)}; warm-up is the iteration "
         f"before, which compiles where rollouts are compiled\n{format_table(columns, seconds)}\n"

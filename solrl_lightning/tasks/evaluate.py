@@ -10,6 +10,7 @@ import csv
 import io
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,25 +57,26 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     share = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     found: Any = trainer.predict(scorer, share, return_predictions=True)
     models = in_order(gathered(found[0]))
-    tags = read_tags(cfg.data.eval, cfg.data.column)
+    tags, prompts = read_tags(cfg.data.eval, cfg.data.column), module.eval_prompts
+    kinds: defaultdict[str, list[int]] = defaultdict(list)
+    for row, prompt in enumerate(prompts):
+        if prompt in tags:
+            kinds[tags[prompt]].append(row)
     result: dict[str, Any] = {
         "checkpoint": cfg.ckpt,
-        "prompts": len(module.eval_prompts),
+        "prompts": len(prompts),
         "images_per_prompt": cfg.data.eval_images,
         "steps": cfg.model.eval_steps,
         "seed": cfg.seed,
-        "rewards": by_reward(module, models),
-        "tags": {
-            tag: by_reward(module, models, [i for i, p in enumerate(module.eval_prompts) if tags.get(p) == tag])
-            for tag in dict.fromkeys(tags[prompt] for prompt in module.eval_prompts if prompt in tags)
-        },
+        "rewards": by_reward(module, models, list(range(len(prompts)))),
+        "tags": {tag: by_reward(module, models, rows) for tag, rows in kinds.items()},
         "seconds": time.perf_counter() - started,
     }
     means = {model: scored.scores.mean(dim=1).tolist() for model, scored in models.items()}
     result["per_prompt"] = [
         {"prompt": prompt}
         | {name: {model: rows[row][i] for model, rows in means.items()} for i, name in enumerate(module.evaluated)}
-        for row, prompt in enumerate(module.eval_prompts)
+        for row, prompt in enumerate(prompts)
     ]
     if trainer.is_global_zero:
         folder = Path(cfg.run_dir)
@@ -139,13 +141,10 @@ def in_order(ranks: Sequence[Mapping[str, Scored]]) -> dict[str, Scored]:
     }
 
 
-def by_reward(
-    module: SolRLModule, models: Mapping[str, Scored], rows: Sequence[int] | None = None
-) -> dict[str, dict[str, Any]]:
-    """reward -> ``compared`` of its scores, for the prompts ``rows`` or for all."""
-    chosen = slice(None) if rows is None else list(rows)
+def by_reward(module: SolRLModule, models: Mapping[str, Scored], rows: Sequence[int]) -> dict[str, dict[str, Any]]:
+    """reward -> ``compared`` of its scores, for the prompts ``rows``."""
     return {
-        name: compared({model: scored.scores[chosen, :, i] for model, scored in models.items()})
+        name: compared({model: scored.scores[rows, :, i] for model, scored in models.items()})
         for i, name in enumerate(module.evaluated)
     }
 
@@ -178,8 +177,8 @@ def to_csv(module: SolRLModule, models: Mapping[str, Scored]) -> str:
     table.writerow(["prompt", "seed", *columns])
     for row, prompt in enumerate(module.eval_prompts):
         for image, seed in enumerate(seeds[row].tolist()):
-            each = [scored.scores[row, image].tolist() for scored in models.values()]
-            table.writerow([prompt, seed, *(value for values in zip(*each, strict=True) for value in values)])
+            scores = torch.stack([scored.scores[row, image] for scored in models.values()], dim=1)  # [R, models]
+            table.writerow([prompt, seed, *scores.flatten().tolist()])
     return text.getvalue()
 
 

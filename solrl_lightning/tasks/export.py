@@ -57,8 +57,7 @@ def write_card(cfg: DictConfig, module: SolRLModule, transformer: str, dtype: st
     """Write README.md and its picture, from the summary and the last sample grid of the checkpoint's run."""
     folder, run = Path(cfg.run_dir), Path(cfg.ckpt).resolve().parent.parent
     done = iterations_done(read_checkpoint(cfg.ckpt))
-    file = run / "summary.json"
-    summary = read_summary(file) if file.is_file() else {}
+    summary = read_summary(run)
     grid = run / "samples" / f"grid_{done:06d}.png"
     if grid.is_file():
         write_atomically(folder / PICTURE, grid.read_bytes())
@@ -67,11 +66,7 @@ def write_card(cfg: DictConfig, module: SolRLModule, transformer: str, dtype: st
         pipeline=module.policy.pipeline_class.__name__,
         transformer=transformer,
         dtype=dtype,
-        call={
-            "num_inference_steps": cfg.model.eval_steps,
-            "height": cfg.model.resolution,
-            "width": cfg.model.resolution,
-        },
+        call={"num_inference_steps": cfg.model.eval_steps} | dict.fromkeys(("height", "width"), cfg.model.resolution),
         settings=summary.get("config") or {"reward": ", ".join(reward_members(cfg)), "lora_rank": cfg.model.lora.rank},
         iterations=done,
         summary=summary if "config" in summary else None,

@@ -13,6 +13,7 @@ from solrl_lightning.callbacks.export import ExportLoRA
 from solrl_lightning.callbacks.guard import Guard
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
 from solrl_lightning.callbacks.summary import RunSummary
+from solrl_lightning.errors import UserError
 from solrl_lightning.module import SolRLModule
 
 OFF = dict.fromkeys(Limits._fields) | {"lost_gain": 0.0}
@@ -25,6 +26,11 @@ def guarded(tmp_path, stand_in, rewards_of, iterations, guard, prompts="ab") -> 
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     assert {alarm.name for alarm in guard.alarms} <= {"rewards_constant"}
     return [alarm.saw for alarm in guard.alarms]
+
+
+def test_limits_of_null_are_an_error_with_the_way_to_turn_alarms_off():
+    with pytest.raises(UserError, match=r"callbacks.guard.limits=null is invalid: .* with ~callbacks.guard\."):
+        Guard(stop=False, patience=3, limits=None)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.51, -1.7])

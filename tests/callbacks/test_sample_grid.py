@@ -5,6 +5,7 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from solrl_lightning.callbacks.sample_grid import SampleGrid
+from solrl_lightning.checks import check_numbers
 from solrl_lightning.errors import UserError
 from solrl_lightning.pictures import Row, draw_grid, to_cell, wrap
 
@@ -71,8 +72,12 @@ def test_every_zero_draws_nothing(tmp_path, stand_in):
     stand_in.trainer(tmp_path, [grid(every=0)], max_epochs=2).fit(module, stand_in.micro_batches())
     assert module.sampled == []
     assert not (tmp_path / "samples").exists()
-    with pytest.raises(UserError, match="prompts=0"):
-        SampleGrid(every=1, prompts=0, seeds_per_prompt=1, steps=1, seed=0)
+
+
+@pytest.mark.parametrize("option", ["every=-1", "prompts=0", "seeds_per_prompt=0", "steps=0"])
+def test_a_number_that_is_too_small_is_an_error(compose, option):
+    with pytest.raises(UserError, match=f"callbacks.sample_grid.{option} is invalid: it must be a whole number of at"):
+        check_numbers(compose(f"callbacks.sample_grid.{option}"))
 
 
 def test_tensorboard_shows_the_pictures(tmp_path, stand_in):

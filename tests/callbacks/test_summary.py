@@ -211,5 +211,12 @@ def test_base_and_final_are_none_without_an_evaluation():
     assert base_and_final([{"iteration": 4, "shapes": 0.7}], "shapes") == (None, 0.7, 4)
 
 
+def test_one_iteration_is_not_plural(tmp_path, stand_in, capsys):
+    fit(tmp_path, stand_in, 1)
+    printed = capsys.readouterr().out
+    assert "completed after 1 iteration in" in printed and "evaluated after 1 iteration\n" in printed
+    assert "1 iteration in" in (tmp_path / "report.html").read_text()
+
+
 def test_finite_only_replaces_nan_and_infinity_by_none():
     assert finite_only({"a": [float("nan"), 1.0], "b": {"c": float("inf")}}) == {"a": [None, 1.0], "b": {"c": None}}

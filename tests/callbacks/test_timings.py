@@ -64,7 +64,7 @@ def test_stages_are_exclusive_and_an_iteration_excludes_observing_stages(tmp_pat
         "time/train": 3.0,
         "time/iteration": 9.0,
     }
-    assert timings.medians()["iteration"] == 9.0
+    assert timings.seconds_per_stage()["iteration"] == {"total": None, "median": 9.0}
 
 
 def test_totals_have_every_stage_and_resume(tmp_path, stand_in, monkeypatch):

@@ -17,8 +17,8 @@ from PIL import Image
 from solrl_lightning.config import ConfigTree
 from solrl_lightning.errors import UserError
 from solrl_lightning.finished_runs import read_runs
-from solrl_lightning.tasks.compare import compare, group_runs, line_of
-from solrl_lightning.tasks.learning_curves import costs, draw_curves, learning_curve
+from solrl_lightning.tasks.compare import compare
+from solrl_lightning.tasks.run_groups import costs, group_runs, learning_curve
 
 Compose = Callable[..., DictConfig]
 
@@ -106,7 +106,7 @@ def test_groups_differ_in_other_keys_than_the_seed_and_have_means_and_sample_dev
     assert difference["high"] - difference["mean"] == pytest.approx(4.30265 * 0.1 / math.sqrt(3), rel=1e-5)
     assert json.loads((tmp_path / "compare.json").read_text()) == result
     shown = capfd.readouterr().out
-    assert "0.7000 +- 0.1000" in shown
+    assert "0.7000 ± 0.1000" in shown
     assert "+0.2000 [-0.0484, +0.4484] over 3" in shown
     with Image.open(tmp_path / "compare.png") as picture:
         assert picture.width == 1600
@@ -228,7 +228,7 @@ def test_costs_to_the_final_reward_of_the_reference(
     assert (never["seconds"]["mean"], never["seconds"]["spent"], never["seconds"]["speed_up"]) == (None, 60, None)
     shown = capfd.readouterr().out
     assert re.search(r"family=sol_rl +50 \[50, 50\] +0[.]80 \[0[.]80, 0[.]80\] +750 \[750, 750\]", shown)
-    assert re.search(r"family=compile +not reached after 60 +- +not reached after 400 +- +0[.]\d+ [+]- ", shown)
+    assert re.search(r"family=compile +not reached after 60 +- +not reached after 400 +- +0[.]\d+ ± ", shown)
     assert result["equal_seconds"] == 40 and "reward after 40 s" in shown
     assert [group["at_equal_seconds"]["mean"] for group in result["groups"][:2]] == pytest.approx([0.5, 0.48])
     assert "not reached by family=diffusionnft: seed 3 after 40 s, 0.4900 at most\n" in shown
@@ -418,11 +418,10 @@ def test_the_picture_has_a_panel_for_every_cost_and_the_groups_that_have_it(
     assert [panel.get_xlabel() for panel in figures[1].axes] == ["iterations"]
 
 
-def test_ticks_of_short_runs_are_whole_numbers(tmp_path: Path, figures: list[Figure]) -> None:
+def test_ticks_of_short_runs_are_whole_numbers(compose: Compose, tmp_path: Path, figures: list[Figure]) -> None:
     evaluations = [{"iteration": iteration, "shapes": 0.5} for iteration in (0, 1, 2)]
-    runs, _ = read_runs([write_run(tmp_path / "run", 0.6, evaluations=evaluations)])
-    (group,), _ = group_runs(runs)
-    draw_curves([line_of(group, group)], "shapes", 0.5)
+    write_run(tmp_path / "run", 0.6, evaluations=evaluations)
+    compared(compose, tmp_path, "run")
     ticks = figures[0].axes[0].get_xticks()
     assert {0, 1, 2} <= set(ticks) and all(tick == round(tick) for tick in ticks)
 
