@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -47,8 +48,19 @@ def compositions_of_the_package_are_made_once() -> Iterator[None]:
             cfg.hydra.overrides.hydra.append(RUN)
         return cfg
 
+    read, files = ConfigRepository.load_config, dict[Any, bytes]()
+
+    def read_once(self: ConfigRepository, config_path: str) -> Any:
+        key = *(source.path for source in self.get_sources()), config_path
+        if any(source.scheme() == "file" for source in self.get_sources()):  # a test's own
+            return read(self, config_path)
+        if key not in files:
+            files[key] = pickle.dumps(read(self, config_path))
+        return pickle.loads(files[key])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ConfigLoaderImpl, "load_configuration", loaded)
+        patch.setattr(ConfigRepository, "load_config", read_once)
         yield
 
 
