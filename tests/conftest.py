@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from forks import Forks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.hydra_config import HydraConfig
@@ -62,6 +63,13 @@ def compositions_of_the_package_are_made_once() -> Iterator[None]:
         patch.setattr(ConfigLoaderImpl, "load_configuration", loaded)
         patch.setattr(ConfigRepository, "load_config", read_once)
         yield
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Runs commands in processes of their own that can be killed, without the seconds of their imports."""
+    with Forks() as process:
+        yield process
 
 
 class Finished(NamedTuple):
