@@ -1,6 +1,7 @@
 """Fixtures for the whole suite: configurations composed as a run gets them, and the command line in this process."""
 
 import functools
+import gc
 import logging
 import os
 import pickle
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from forks import Forks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
@@ -24,7 +24,14 @@ from solrl_lightning.config import ConfigTree, application_config
 
 RUN = "hydra.mode=RUN"
 
-torch.set_num_threads(1)  # at these sizes threads wait for each other more than they compute
+
+def pytest_collection_finish() -> None:
+    """In the processes that run tests; the one that starts them needs no torch."""
+    import torch
+
+    torch.set_num_threads(1)  # at these sizes threads wait for each other more than they compute
+    gc.collect()
+    gc.freeze()  # a tenth of the time was garbage collection among what the libraries keep
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -101,6 +108,8 @@ def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., Finished]]:
     """command("iterations=2") is `python -m solrl_lightning iterations=2` in the folder ``tmp_path``."""
+    import torch
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["solrl_lightning"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
