@@ -34,6 +34,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # a tenth of the time was garbage collection among what the libraries keep
 
 
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else nanobind reports leaks
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compositions_of_the_package_are_made_once() -> Iterator[None]:
     """Hydra takes 0.15 s for a composition, and a command line has up to four, most of them the same in many tests."""
