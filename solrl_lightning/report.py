@@ -18,9 +18,9 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from solrl_lightning import __version__
-from solrl_lightning.charts import ITERATIONS, Chart, Series, cost_axis, draw_chart
 from solrl_lightning.formatting import counted, duration, gibibytes, measured
 from solrl_lightning.metrics.confidence import mean_of
+from solrl_lightning.svg_charts import ITERATIONS, Chart, Series, cost_axis, draw_chart
 
 _LARGE = 2**20  # bytes of a PNG file from which a page holds it as JPEG
 _MOODS = {"completed": "ok", "stopped early": "ok", "interrupted": "warn", "failed": "bad"}

@@ -1,6 +1,7 @@
 """Fixtures for the whole suite: configurations composed as a run gets them, and the command line in this process."""
 
 import functools
+import gc
 import logging
 import os
 import pickle
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
+from forks import Forks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig
@@ -22,7 +24,18 @@ from solrl_lightning.config import ConfigTree, application_config
 
 RUN = "hydra.mode=RUN"
 
-torch.set_num_threads(1)  # at these sizes threads wait for each other more than they compute
+
+def pytest_collection_finish() -> None:
+    """In the processes that run tests; the one that starts them needs no torch."""
+    import torch
+
+    torch.set_num_threads(1)  # at these sizes threads wait for each other more than they compute
+    gc.collect()
+    gc.freeze()  # a tenth of the time was garbage collection among what the libraries keep
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # else nanobind reports leaks
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -47,9 +60,27 @@ def compositions_of_the_package_are_made_once() -> Iterator[None]:
             cfg.hydra.overrides.hydra.append(RUN)
         return cfg
 
+    read, files = ConfigRepository.load_config, dict[Any, bytes]()
+
+    def read_once(self: ConfigRepository, config_path: str) -> Any:
+        key = *(source.path for source in self.get_sources()), config_path
+        if any(source.scheme() == "file" for source in self.get_sources()):  # a test's own
+            return read(self, config_path)
+        if key not in files:
+            files[key] = pickle.dumps(read(self, config_path))
+        return pickle.loads(files[key])
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ConfigLoaderImpl, "load_configuration", loaded)
+        patch.setattr(ConfigRepository, "load_config", read_once)
         yield
+
+
+@pytest.fixture(scope="session")
+def forks() -> Iterator[Forks]:
+    """Runs commands in processes of their own that can be killed, without the seconds of their imports."""
+    with Forks() as process:
+        yield process
 
 
 class Finished(NamedTuple):
@@ -81,6 +112,8 @@ def command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> Iterator[Callable[..., Finished]]:
     """command("iterations=2") is `python -m solrl_lightning iterations=2` in the folder ``tmp_path``."""
+    import torch
+
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["solrl_lightning"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")

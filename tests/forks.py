@@ -1,7 +1,7 @@
 """Runs the command line in forks of a process that has imported everything, so that a run can be killed cheaply.
 
-python tests/forks.py reads one JSON line per run, {"folder", "arguments", "kill_after", "file_limit"}, and answers with
-one, {"status", "seconds", "output"}; the status of a killed run is minus the signal. It has one thread, as forks need.
+python tests/forks.py reads one JSON line per run, the arguments of `Forks.ranks`, and answers with one, a list of
+{"status", "seconds", "output"}; the status of a killed run is minus the signal. It has one thread, as forks need.
 """
 
 import importlib
@@ -13,8 +13,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 _IMPORTED = (  # what a run imports on its way
     "solrl_lightning.tasks.train",
@@ -38,7 +39,8 @@ class Forks:
     """A context manager: the process that forks the runs."""
 
     def __enter__(self) -> "Forks":
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        dev = Path(__file__).parents[1] / "dev"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(dev)}
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -48,28 +50,40 @@ class Forks:
         self._process.communicate()
 
     def run(
-        self, folder: Path, *arguments: str, kill_after: float | None = None, file_limit: int | None = None
+        self,
+        folder: Path,
+        *arguments: str,
+        kill_after: float | None = None,
+        kill_at: str | None = None,
+        file_limit: int | None = None,
     ) -> Ended:
         """Runs the command line in ``folder``.
 
         Args:
             kill_after: seconds until SIGKILL.
+            kill_at: a path in ``folder``; SIGKILL once it exists.
             file_limit: bytes; the kernel kills the run while it writes a longer file.
         """
-        asked = {"folder": str(folder), "arguments": arguments, "kill_after": kill_after, "file_limit": file_limit}
+        (ended,) = self.ranks(folder, [{}], *arguments, kill_after=kill_after, kill_at=kill_at, file_limit=file_limit)
+        return ended
+
+    def ranks(self, folder: Path, environments: list[dict[str, str]], *arguments: str, **faults: Any) -> list[Ended]:
+        """Runs the command line in ``folder`` once with each environment, all at the same time."""
+        asked = {"folder": str(folder), "environments": environments, "arguments": arguments, **faults}
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(asked), file=self._process.stdin, flush=True)
-        return Ended(**json.loads(self._process.stdout.readline()))
+        return [Ended(**each) for each in json.loads(self._process.stdout.readline())]
 
 
-def _run(asked: dict[str, Any]) -> None:
+def _run(asked: dict[str, Any], environment: dict[str, str]) -> None:
     """In the fork; does not return."""
     from solrl_lightning.__main__ import main
 
     status = 1
     try:
         os.chdir(asked["folder"])
-        if asked["file_limit"] is not None:
+        os.environ.update(environment)
+        if asked.get("file_limit") is not None:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (asked["file_limit"],) * 2)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
@@ -83,25 +97,39 @@ def _run(asked: dict[str, Any]) -> None:
         os._exit(status)
 
 
-def _forked(asked: dict[str, Any]) -> Ended:
-    with tempfile.TemporaryFile() as output:
-        started = time.monotonic()
-        process = os.fork()
-        if process == 0:
-            os.dup2(output.fileno(), 1)
-            os.dup2(output.fileno(), 2)
-            _run(asked)
-        if asked["kill_after"] is not None:
-            while (
-                time.monotonic() < started + asked["kill_after"]
-                and os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-            ):
+def _forked(asked: dict[str, Any]) -> list[Ended]:
+    with ExitStack() as stack:
+        started, runs = time.monotonic(), []
+        for environment in asked["environments"]:
+            output = stack.enter_context(tempfile.TemporaryFile())
+            process = os.fork()
+            if process == 0:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                _run(asked, environment)
+            runs.append((process, output))
+        if asked.get("kill_after") is not None or asked.get("kill_at") is not None:
+            ((process, _),) = runs
+            while not _is_time(asked, started) and os.waitid(os.P_PID, process, _ENDED) is None:
                 time.sleep(0.005)
             os.kill(process, signal.SIGKILL)  # no harm to one that has ended: it is not waited for yet
-        status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
-        seconds = time.monotonic() - started
-        output.seek(0)
-        return Ended(status, seconds, output.read().decode(errors="replace"))
+        return [_waited_for(process, output, started) for process, output in runs]
+
+
+_ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
+
+
+def _is_time(asked: dict[str, Any], started: float) -> bool:
+    if asked["kill_at"] is not None:
+        return (Path(asked["folder"]) / asked["kill_at"]).exists()
+    return time.monotonic() >= started + asked["kill_after"]
+
+
+def _waited_for(process: int, output: IO[bytes], started: float) -> Ended:
+    status = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
+    seconds = time.monotonic() - started
+    output.seek(0)
+    return Ended(status, seconds, output.read().decode(errors="replace"))
 
 
 if __name__ == "__main__":
@@ -111,4 +139,4 @@ if __name__ == "__main__":
     for name in _IMPORTED:
         importlib.import_module(name)
     for line in sys.stdin:
-        print(json.dumps(_forked(json.loads(line))._asdict()), flush=True)
+        print(json.dumps([ended._asdict() for ended in _forked(json.loads(line))]), flush=True)

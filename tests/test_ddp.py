@@ -1,4 +1,4 @@
-"""Two processes on gloo, started by the command, compute the rollouts, advantages and gradient of one process."""
+"""Two processes on gloo, as torchrun starts them, compute the rollouts, advantages and gradient of one process."""
 
 import json
 import os
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import ranks
 import torch
+from forks import Forks
 from nano import PROMPTS, save_nano
 from omegaconf import DictConfig
 from safetensors.torch import load_file
@@ -31,23 +32,28 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*ranks.OPTIONS, f"model.pretrained={save_nano(folder / 'nano')}", f"data.train={folder}/prompts.txt"]
 
 
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
 @pytest.mark.slow
 def test_two_ranks_match_one_rank(
-    compose: Callable[..., DictConfig], arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    compose: Callable[..., DictConfig],
+    forks: Forks,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", f"hydra.run.dir={tmp_path}/two"]
-    command = [sys.executable, "-m", "solrl_lightning", "task._target_=ranks.save_all", *arguments, *two]
-    tests, dev = Path(__file__).parent, Path(__file__).parents[1] / "dev"
-    path = os.pathsep.join([str(tests), str(dev), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    process = subprocess.Popen(
-        command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "hydra.run.dir=two"]
+    torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    torchrun |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    environments = [torchrun | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     monkeypatch.setattr(pipeline, "EMBED_BATCH", 1)
+    ended = forks.ranks(tmp_path, environments, "task._target_=ranks.save_all", *arguments, *two)
+    assert [each.status for each in ended] == [0, 0], ended
     alone: Results = ranks.train_all(compose("trainer=cpu", *arguments))
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    assert not list(tmp_path.glob("outputs"))  # the second process uses the first one's folder
     of_ranks: list[Results] = [torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert alone.keys() == {*ranks.FAMILIES, "sharded"}
     for family, expected in alone.items():
@@ -99,19 +105,13 @@ def test_what_needs_whole_weights_is_refused_with_shards(
 
 @pytest.mark.slow
 def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
-    job = ["-m", "solrl_lightning", "experiment=smoke", "family=diffusionnft"]
-    job += ["iterations=1", "callbacks.sample_grid.every=0"]
+    node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    job = ["experiment=smoke", "family=diffusionnft", "iterations=1", "callbacks.sample_grid.every=0"]
     job += ["family.pool=2", "family.keep=2", "model.full_steps=2", "model.eval_steps=1", "data.eval_prompts=2"]
     job += ["trainer=ddp", "trainer.accelerator=cpu"]
-    start, on_nodes = (
-        [sys.executable, "-m", "torch.distributed.run", *node],
-        ["trainer.num_nodes=2", "trainer.devices=1"],
-    )
-    commands = [[*start, f"--node_rank={rank}", *job, *on_nodes] for rank in range(2)]
+    start = [sys.executable, "-m", "torch.distributed.run", *node]
+    on_nodes = ["-m", "solrl_lightning", *job, "trainer.num_nodes=2", "trainer.devices=1"]
+    commands = [[*start, f"--node_rank={rank}", *on_nodes] for rank in range(2)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     nodes = [subprocess.Popen(command, cwd=tmp_path, env=environment) for command in commands]
     assert [process.wait(timeout=280) for process in nodes] == [0, 0]
@@ -125,8 +125,9 @@ def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(tmp_path: Pat
         "report.html",
         "tensorboard",
     }
-    one_node = [sys.executable, *job, "trainer.devices=2", "hydra.run.dir=one_node"]
+    one_node = [sys.executable, "-m", "solrl_lightning", *job, "trainer.devices=2", "hydra.run.dir=one_node"]
     subprocess.run(one_node, cwd=tmp_path, env=environment, timeout=280, check=True)
+    assert list(tmp_path.glob("outputs/train/*")) == [folder]  # the second process uses the first one's folder
     found, expected = (json.loads((run / "summary.json").read_text()) for run in (folder, tmp_path / "one_node"))
     assert found["status"] == "completed"
     for row in (*found["evaluations"], *expected["evaluations"]):

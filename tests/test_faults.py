@@ -184,12 +184,6 @@ def test_read_only_folder_ends_run_with_one_line_and_last_checkpoint(
 
 
 @pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks() as process:
-        yield process
-
-
-@pytest.fixture(scope="module")
 def straight(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
     """Return the folder of an undisturbed run, and its seconds."""
     folder = tmp_path_factory.mktemp("straight")

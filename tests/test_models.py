@@ -127,7 +127,7 @@ def picture(pipeline: Any) -> torch.Tensor:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
 @pytest.mark.parametrize(
     ("model", "checkpointing"),
-    [("flux1", True), ("sd3", "selective"), ("sana", False)],
+    [("flux1", True), ("sd3", "selective")],
 )
 def test_compiled_training_has_two_graphs_per_kind_of_block_and_the_eager_gradients(
     folders: dict[str, str], model: str, checkpointing: bool | str, monkeypatch: pytest.MonkeyPatch
@@ -138,7 +138,7 @@ def test_compiled_training_has_two_graphs_per_kind_of_block_and_the_eager_gradie
     def counted(graph: Any, inputs: Any) -> Any:
         nonlocal graphs
         graphs += 1
-        return aot_eager(graph, inputs) if checkpointing else graph  # which recomputes in the backward pass
+        return aot_eager(graph, inputs)  # which recomputes in the backward pass
 
     torch._dynamo.reset()
     compile_with = torch.compile

@@ -11,9 +11,9 @@ import pytest
 import torch
 from PIL import Image
 
-from solrl_lightning.charts import Series, draw_chart
 from solrl_lightning.module import evaluation_errors
 from solrl_lightning.report import data_uri, history_chart, render, run_page
+from solrl_lightning.svg_charts import Series, draw_chart
 
 REWARD = "shapes"
 FACTS: dict[str, Any] = {

@@ -3,9 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from functools import reduce
 from operator import getitem
@@ -14,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from forks import Forks
 from lightning.pytorch import Callback, Trainer
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -126,20 +124,14 @@ def same(first: Any, second: Any) -> bool:
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_and_is_given_again_ends_as_one_that_was_not(command: Command, tmp_path: Path) -> None:
+def test_a_run_that_was_killed_and_is_given_again_ends_as_one_that_was_not(
+    command: Command, forks: Forks, tmp_path: Path
+) -> None:
     options = [*TINY, "iterations=3", "callbacks.periodic.every=1", "callbacks.periodic.keep=2"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "solrl_lightning", *LONG, *options, "ckpt=auto", "hydra.run.dir=killed"],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+    ended = forks.run(
+        tmp_path, *LONG, *options, "ckpt=auto", "hydra.run.dir=killed", kill_at="killed/checkpoints/last.ckpt"
     )
-    while not (tmp_path / "killed" / "checkpoints" / "last.ckpt").exists():
-        assert process.poll() is None, process.communicate()[0]
-        time.sleep(0.05)
-    process.kill()
-    process.communicate()
+    assert ended.status == -signal.SIGKILL, ended.output
     for folder in ("killed", "straight"):
         done = command(*LONG, *options, "ckpt=auto", f"hydra.run.dir={folder}")
         assert done.status == 0, done.err

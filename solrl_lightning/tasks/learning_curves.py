@@ -6,12 +6,27 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from solrl_lightning.charts import Chart, Series, cost_axis, draw_chart, plot
+from solrl_lightning.svg_charts import (
+    DASHES,
+    EVALUATIONS,
+    FEW,
+    ITERATIONS,
+    Chart,
+    Series,
+    cost_axis,
+    draw_chart,
+    numbered,
+)
 from solrl_lightning.tasks.run_groups import COSTS, Group
 
 _WIDTH, _DPI = 10, 160  # inches, pixels per inch: text is legible at half the size
+_INK, _GRID = "#1c2024", "#d9dee3"
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c0568f", "#b07d00", "#3594cc", "#7f3c8d")  # after Okabe and Ito
 _TITLE, _LEGEND = 110, 128  # characters in a row
 
 
@@ -45,6 +60,33 @@ def curve_chart(groups: Sequence[Group], cost: str, result: Mapping[str, Any]) -
     return draw_chart(title, series, label, level=result["target"], note=note)
 
 
+def _plot(axes: Axes, series: Sequence[Series], x_label: str, level: float | None = None) -> list[Line2D]:
+    """Draw the series, and a dashed line at the y ``level``; return the line of each series."""
+    lines, band = [], 0.16 if len(series) < 4 else 0.07
+    for line, number in zip(series, numbered(series), strict=True):
+        turn, place = divmod(number or 0, len(_COLOURS))
+        colour, dashes = (_INK, "") if number is None else (_COLOURS[place], DASHES[turn % len(DASHES)])
+        style: Any = (0, tuple(map(float, dashes.split()))) if dashes else "-"
+        marker = "o" if len(line.x) <= FEW else None
+        lines += axes.plot(line.x, line.y, color=colour, linestyle=style, linewidth=2, marker=marker, markersize=3)
+        if line.low:
+            axes.fill_between(line.x, line.low, line.high, color=colour, alpha=band, linewidth=0)
+    if level is not None:
+        axes.axhline(level, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_xlabel(x_label, color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=x_label == ITERATIONS))
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.ticklabel_format(useOffset=False)
+    if x_label == EVALUATIONS:
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.tick_params(color=_GRID, labelcolor=_INK)
+    axes.grid(color=_GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_GRID)
+    return lines
+
+
 def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     """Return a PNG file with a panel for every cost that a run has; ``result`` is the content of compare.json.
 
@@ -62,7 +104,7 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     lines = []
     for panel, cost in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
         series, label, scale = series_of(groups, cost, result["reference"])
-        lines = plot(panel, series, label, target if several else None)
+        lines = _plot(panel, series, label, target if several else None)
         panel.set_xlim(left=0)
         for line, facts in zip(lines, result["groups"], strict=True):
             reached = facts["to_reference"][cost]
