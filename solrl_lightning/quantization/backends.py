@@ -13,11 +13,16 @@ import torch
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.quantization import transformer_engine
-from solrl_lightning.quantization.emulated import NVFP4Linear, operand_dtype
-from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear
-from solrl_lightning.quantization.int8 import EmulatedINT8Linear, INT8Linear
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
+from solrl_lightning.quantization.scaled_linear import (
+    EmulatedFP8Linear,
+    EmulatedINT8Linear,
+    FP8Linear,
+    INT8Linear,
+    NVFP4Linear,
+    operand_dtype,
+)
 from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear
 
 

@@ -20,8 +20,10 @@ from solrl_lightning.policies import replica
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
 from solrl_lightning.policies.compilation import compile_blocks
-from solrl_lightning.quantization import Backend, convert, fp8, int8, nvfp4, resolve, transformer_engine
+from solrl_lightning.quantization import Backend, convert, resolve, transformer_engine
 from solrl_lightning.quantization.backends import BACKENDS
+from solrl_lightning.quantization.nvfp4 import fake_quantize
+from solrl_lightning.quantization.rowwise import quantize_fp8, quantize_int8
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.tasks.benchmark import alternate
 from solrl_lightning.tasks.plan import Shapes
@@ -29,8 +31,12 @@ from solrl_lightning.tasks.tables import OK, SLOW, WRONG, Row
 
 Quantizer = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 
-_QUANTIZE: dict[str, Quantizer] = {"nvfp4": nvfp4.fake_quantize, "fp8": fp8.quantize, "int8": int8.quantize}
-_QUANTIZE_INPUT: dict[str, Quantizer] = _QUANTIZE | {"nvfp4": partial(nvfp4.fake_quantize, per_row=True)}
+_QUANTIZE: dict[str, Quantizer] = {
+    "nvfp4": nvfp4.fake_quantize,
+    "fp8": rowwise.quantize_fp8,
+    "int8": rowwise.quantize_int8,
+}
+_QUANTIZE_INPUT: dict[str, Quantizer] = _QUANTIZE | {"nvfp4": partial(fake_quantize, per_row=True)}
 # Shares of the largest output. BF16 rounds an output by 2^-9, and twice on a CPU with BF16 units. Compiled code may
 # round a value between two codes to the other code. FP8 units of capability 9.0 keep 14 bits of a sum.
 _TOLERANCE = {"nvfp4": 2**-6, "fp8": 2**-5, "int8": 2**-7}
@@ -68,7 +74,7 @@ def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, co
     for (inputs, outputs), count in tokens.items():
         torch.compiler.reset()
         linear = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
-        layer = backend.linear_cls.from_linear(linear)
+        layer = backend.linear_cls(linear)
         if compiled:
             layer.compile(fullgraph=backend.fullgraph, dynamic=False)
         rows = min(count * batch, _MOST_ROWS[device.type])
