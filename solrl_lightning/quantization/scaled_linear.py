@@ -67,8 +67,11 @@ class ScaledLinear(QuantizedLinear):
 
     def scaled(self, sums: Tensor, scale: Tensor) -> Tensor:
         """Return y of sums of products, FP32 [M, out], in place."""
-        y = sums.mul_(scale).mul_(self.weight_scale)
+        y = self.rescale_(sums, scale)
         return y if self.bias is None else y.add_(self.bias)
+
+    def rescale_(self, sums: Tensor, scale: Tensor) -> Tensor:
+        return sums.mul_(scale).mul_(self.weight_scale)
 
 
 class NVFP4Linear(ScaledLinear):
@@ -78,9 +81,8 @@ class NVFP4Linear(ScaledLinear):
     quantize_weight = staticmethod(fake_quantize)
     quantize_input = CachedQuantizer(partial(fake_quantize, per_row=True))
 
-    def scaled(self, sums: Tensor, scale: Tensor) -> Tensor:
-        y = sums.mul_(scale * self.weight_scale)
-        return y if self.bias is None else y.add_(self.bias)
+    def rescale_(self, sums: Tensor, scale: Tensor) -> Tensor:
+        return sums.mul_(scale * self.weight_scale)
 
 
 class EmulatedFP8Linear(ScaledLinear):

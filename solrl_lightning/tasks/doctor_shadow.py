@@ -31,11 +31,7 @@ from solrl_lightning.tasks.tables import OK, SLOW, WRONG, Row
 
 Quantizer = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
 
-_QUANTIZE: dict[str, Quantizer] = {
-    "nvfp4": nvfp4.fake_quantize,
-    "fp8": rowwise.quantize_fp8,
-    "int8": rowwise.quantize_int8,
-}
+_QUANTIZE: dict[str, Quantizer] = {"nvfp4": fake_quantize, "fp8": quantize_fp8, "int8": quantize_int8}
 _QUANTIZE_INPUT: dict[str, Quantizer] = _QUANTIZE | {"nvfp4": partial(fake_quantize, per_row=True)}
 # Shares of the largest output. BF16 rounds an output by 2^-9, and twice on a CPU with BF16 units. Compiled code may
 # round a value between two codes to the other code. FP8 units of capability 9.0 keep 14 bits of a sum.
