@@ -56,6 +56,8 @@ _NATIVE = {  # best first
     "int8": {"torch": _NativeBackend(INT8Linear, 8, (8, 0), cpu=True)},
 }
 _EMULATED = {"nvfp4": NVFP4Linear, "fp8": EmulatedFP8Linear, "int8": EmulatedINT8Linear}
+PACKED_BITS = {precision: next(iter(native.values())).bits_per_weight for precision, native in _NATIVE.items()}
+PACKED_BITS |= {"bf16": 16}  # bits per weight where the hardware multiplies the format
 BACKENDS = {precision: ("auto", *native, "emulated") for precision, native in _NATIVE.items()} | {"bf16": ("auto",)}
 
 
