@@ -21,6 +21,7 @@ from solrl_lightning.quantization.scaled_linear import (
     FP8Linear,
     INT8Linear,
     NVFP4Linear,
+    ScaledLinear,
     operand_dtype,
 )
 from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear
@@ -55,7 +56,7 @@ _NATIVE = {  # best first
     "fp8": {"torch": _NativeBackend(FP8Linear, 8, (8, 9))},
     "int8": {"torch": _NativeBackend(INT8Linear, 8, (8, 0), cpu=True)},
 }
-_EMULATED = {"nvfp4": NVFP4Linear, "fp8": EmulatedFP8Linear, "int8": EmulatedINT8Linear}
+EMULATED: dict[str, type[ScaledLinear]] = {"nvfp4": NVFP4Linear, "fp8": EmulatedFP8Linear, "int8": EmulatedINT8Linear}
 PACKED_BITS = {precision: next(iter(native.values())).bits_per_weight for precision, native in _NATIVE.items()}
 PACKED_BITS |= {"bf16": 16}  # bits per weight where the hardware multiplies the format
 BACKENDS = {precision: ("auto", *native, "emulated") for precision, native in _NATIVE.items()} | {"bf16": ("auto",)}
@@ -84,7 +85,7 @@ def resolve(precision: str, backend: str, device: torch.device) -> Backend:
         chosen = next((name for name, candidate in native.items() if _runs(candidate, device)), "emulated")
     if chosen == "emulated":
         description, bits = _emulation_description(precision, backend, device), 8 * operand_dtype(device).itemsize
-        return Backend(precision, chosen, _EMULATED[precision], description, bits)
+        return Backend(precision, chosen, EMULATED[precision], description, bits)
     found = native[chosen]
     description = (
         f"precision.backend={backend}: {precision.upper()} by {chosen} on {describe(device)}, weights of quantised "

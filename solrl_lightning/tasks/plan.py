@@ -281,15 +281,10 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         "  linear layers that are kept": kept,
         "  attention and other convolutions": forward - quantised - kept,
     }
-    passes = {
-        "forward pass with LoRA branches": share["train_forward_macs"],
-        "its backward pass": share["train_backward_macs"],
-        "decoding": share["decode_macs"],
-    }
-    macs: list[list[str | None]] = [
-        [name, _si(value), f"{100 * value / forward:.1f} %"] for name, value in parts.items()
-    ]
-    macs += [[name, _si(value), None] for name, value in passes.items()]
+    macs = [[name, _si(value), f"{100 * value / forward:.1f} %"] for name, value in parts.items()]
+    macs.append(["forward pass with LoRA branches", _si(share["train_forward_macs"]), "-"])
+    macs.append(["its backward pass", _si(share["train_backward_macs"]), "-"])
+    macs.append(["decoding", _si(share["decode_macs"]), "-"])
     labels = {
         "policy": "policy",
         "merged": "merged replica: layers that LoRA adapts",
