@@ -15,15 +15,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.quantization import transformer_engine
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
-from solrl_lightning.quantization.scaled_linear import (
-    EmulatedFP8Linear,
-    EmulatedINT8Linear,
-    FP8Linear,
-    INT8Linear,
-    NVFP4Linear,
-    ScaledLinear,
-    operand_dtype,
-)
+from solrl_lightning.quantization.scaled_linear import EMULATED, FP8Linear, INT8Linear, operand_dtype
 from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear
 
 
@@ -56,7 +48,6 @@ _NATIVE = {  # best first
     "fp8": {"torch": _NativeBackend(FP8Linear, 8, (8, 9))},
     "int8": {"torch": _NativeBackend(INT8Linear, 8, (8, 0), cpu=True)},
 }
-EMULATED: dict[str, type[ScaledLinear]] = {"nvfp4": NVFP4Linear, "fp8": EmulatedFP8Linear, "int8": EmulatedINT8Linear}
 PACKED_BITS = {precision: next(iter(native.values())).bits_per_weight for precision, native in _NATIVE.items()}
 PACKED_BITS |= {"bf16": 16}  # bits per weight where the hardware multiplies the format
 BACKENDS = {precision: ("auto", *native, "emulated") for precision, native in _NATIVE.items()} | {"bf16": ("auto",)}

@@ -17,20 +17,11 @@ from solrl_lightning.policies.base_weights import dense
 class QuantizedLinear(nn.Module):
     """Computes y = x W^T + b with W and x quantised: x [..., in] -> y [..., out] of the same dtype.
 
-    Built from a linear layer, whose quantised weight it holds in buffers: it has no parameters to train.
+    A subclass is built from an `nn.Linear`, and has nothing to train.
     """
 
     feature_multiples: ClassVar[tuple[int, int]] = (1, 1)
     """in_features and out_features must be multiples of these."""
-
-    bias: Tensor | None  # float32 [out]
-
-    @torch.no_grad()
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        for name, value in self.quantized_weight(dense(linear.weight)).items():
-            self.register_buffer(name, value)
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.to(torch.float32, copy=True))
 
     @classmethod
     def unsupported_reason(cls, linear: nn.Linear) -> str:
@@ -42,15 +33,31 @@ class QuantizedLinear(nn.Module):
         return ""
 
     @abstractmethod
+    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Quantise weight [out, in] in place, so that compiled graphs stay valid.
+
+        A bias [out] overwrites the current one; None keeps it.
+        """
+
+
+class BufferedLinear(QuantizedLinear):
+    """Linear layer that holds its quantised weight and its bias in buffers."""
+
+    bias: Tensor | None  # float32 [out]
+
+    @torch.no_grad()
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        for name, value in self.quantized_weight(dense(linear.weight)).items():
+            self.register_buffer(name, value)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.to(torch.float32, copy=True))
+
+    @abstractmethod
     def quantized_weight(self, weight: Tensor) -> dict[str, Tensor]:
         """Return the buffers of a weight [out, in] by name."""
 
     @torch.no_grad()
     def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Quantise weight [out, in] into the existing buffers, so that compiled graphs stay valid.
-
-        A bias [out] overwrites the current one; None keeps it.
-        """
         for name, value in self.quantized_weight(weight).items():
             self.get_buffer(name).copy_(value)
         if self.bias is not None and bias is not None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from solrl_lightning.quantization.linear import QuantizedLinear
+from solrl_lightning.quantization.linear import BufferedLinear
 from solrl_lightning.quantization.nvfp4 import BLOCK, NVFP4Tensor, encode
 
 E2M1X2 = torch.float4_e2m1fn_x2
@@ -39,7 +39,7 @@ def scaled_product(x: NVFP4Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     )
 
 
-class PackedNVFP4Linear(QuantizedLinear):
+class PackedNVFP4Linear(BufferedLinear):
     """Linear layer with W and x in NVFP4, W packed."""
 
     feature_multiples = (2 * BLOCK, BLOCK)  # torch._scaled_mm requires rows aligned to 16 bytes, 32 codes

@@ -11,7 +11,7 @@ the dtype of the input. Sums of INT8 products are exact up to in_features = 1040
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
 from functools import partial
 from typing import ClassVar
 
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
 from solrl_lightning.quantization.cached_quantizer import CachedQuantizer
-from solrl_lightning.quantization.linear import QuantizedLinear
+from solrl_lightning.quantization.linear import BufferedLinear
 from solrl_lightning.quantization.nvfp4 import BLOCK, fake_quantize
 from solrl_lightning.quantization.rowwise import E4M3, quantize_fp8, quantize_int8
 
@@ -40,15 +40,19 @@ def operand_dtype(device: torch.device) -> torch.dtype:
     return torch.float32
 
 
-class ScaledLinear(QuantizedLinear):
+class ScaledLinear(BufferedLinear):
     """Linear layer with W and x as values and scales. Subclasses choose the format; without ``dtype`` they emulate."""
 
     dtype: ClassVar[torch.dtype | None] = None  # of values; None: ``operand_dtype``
-    quantize_weight: ClassVar[Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]]
     quantize_input: ClassVar[CachedQuantizer]
 
     weight_values: Tensor  # [out, in]
     weight_scale: Tensor  # float32 [out]; NVFP4: []
+
+    @staticmethod
+    @abstractmethod
+    def quantize_weight(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return values [out, in] of x [out, in] in `dtype`, and FP32 scales [out, 1], or [] for one scale."""
 
     def quantized_weight(self, weight: Tensor) -> dict[str, Tensor]:
         values, scale = self.quantize_weight(weight, self.dtype or operand_dtype(weight.device))
@@ -133,3 +137,7 @@ class INT8Linear(EmulatedINT8Linear):
         if rows < _FEWEST_ROWS:
             values = F.pad(values, (0, 0, 0, _FEWEST_ROWS - rows))
         return self.scaled(torch._int_mm(values, self.weight_values.t())[:rows].float(), scale)
+
+
+EMULATED: dict[str, type[ScaledLinear]] = {"nvfp4": NVFP4Linear, "fp8": EmulatedFP8Linear, "int8": EmulatedINT8Linear}
+"""By precision."""

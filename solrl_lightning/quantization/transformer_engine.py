@@ -69,7 +69,7 @@ class TransformerEngineLinear(QuantizedLinear):
         # Imported here because Transformer Engine is an optional dependency.
         import transformer_engine.pytorch as te
 
-        nn.Module.__init__(self)
+        super().__init__()
         with torch.no_grad(), te.quantized_model_init(enabled=True, recipe=rollout_recipe()):
             self.linear = te.Linear(
                 linear.in_features,

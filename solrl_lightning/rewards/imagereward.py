@@ -126,7 +126,7 @@ def load_tokenizer(tokenizer: str, vocab_size: int) -> BertTokenizer:
         UserError: its files are missing, or its size is not ``vocab_size``.
     """
     # Not from_pretrained of a hub id: transformers 5 silently builds an empty tokenizer when files are missing.
-    key, hint = "reward.imagereward.tokenizer", f"`hf download {_TOKENIZER} --local-dir <folder>` makes a folder."
+    key, hint = "reward.imagereward.tokenizer", _HINT.replace(_RELEASE, _TOKENIZER)
     vocabulary = fetch(tokenizer, "vocab.txt", "tokenizer.json", key=key, kind="BERT tokenizer", hint=hint)
     try:
         loaded = BertTokenizer.from_pretrained(vocabulary.parent)
