@@ -208,5 +208,4 @@ def _crop_to_square(key: str, processor: str, images: Any) -> CropToSquare:
             f"it has size={size}, crop_size={crop}, resample={int(images.resample)}"
             f"{''.join(f', {step}=false' for step in skipped)}. Set {key} to that of a CLIP model."
         )
-    mean, std = (tuple(float(value) for value in values) for values in (images.image_mean, images.image_std))
-    return CropToSquare(shortest, crop["height"], crop["width"], mean, std)
+    return CropToSquare(shortest, crop["height"], crop["width"], list(images.image_mean), list(images.image_std))

@@ -95,7 +95,7 @@ def overrides(options: Options, most: Options) -> list[str]:
 
 def bytes_of(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers."""
-    return sum(tensor.numel() * tensor.itemsize for tensor in chain(module.parameters(), module.buffers()))
+    return sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers()))
 
 
 def replica_bytes(
@@ -103,18 +103,15 @@ def replica_bytes(
 ) -> int:
     """Bytes of the ``weights`` that a replica owns: the quantised ones at ``bits``, and others that LoRA adapts."""
     packed = sum(weights[name].numel() for name in quantized) * bits / 8
-    own = sum(weights[name].numel() * weights[name].itemsize for name in adapted if name not in quantized)
+    own = sum(weights[name].nbytes for name in adapted if name not in quantized)
     return math.ceil(packed) + own
 
 
 def stored_bytes(whole: int, layers: Iterable[nn.Linear]) -> dict[str, int]:
     """Bytes of a transformer of ``whole`` bytes whose frozen ``layers`` are stored, by ``base_weights``."""
     weights = [layer.weight for layer in layers]
-    saved = sum(weight.numel() * weight.itemsize for weight in weights)
-    stored = sum(weight.numel() for weight in weights)
-    return {name: whole - saved + math.ceil(stored * bits / 8) for name, bits in STORAGE_BITS.items()} | {
-        "bfloat16": whole
-    }
+    others, stored = whole - sum(weight.nbytes for weight in weights), sum(weight.numel() for weight in weights)
+    return {name: others + math.ceil(stored * bits / 8) for name, bits in STORAGE_BITS.items()} | {"bfloat16": whole}
 
 
 def encoder_bytes(architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> int:
