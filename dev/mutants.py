@@ -58,7 +58,7 @@ SDE = "tests/sampling/test_sde.py"
 AWM = "tests/objectives/test_awm.py"
 SOLVERS = "tests/sampling/test_solvers.py"
 NVFP4 = "tests/quantization/test_nvfp4.py"
-EMULATED = "tests/quantization/test_emulated.py"
+EMULATED = "tests/quantization/test_nvfp4_linear.py"
 REFRESH = "tests/quantization/test_shadow.py::test_requantize_does_not_recompile"
 CODES = "tests/quantization/test_rowwise.py::test_codes_and_scales_match_definition"
 ADAPTERS = "tests/policies/test_adapters.py"
@@ -322,14 +322,15 @@ MUTANTS: dict[str, list[Edit]] = {
         ("sign lost", "blocks.signbit(), code | 8, code", "blocks.signbit(), code, code", NVFP4),
         ("global scale", "(amax / (E4M3_MAX * E2M1_MAX))", "(amax / E4M3_MAX)", NVFP4),
     ],
-    "solrl_lightning/quantization/emulated.py": [
+    "solrl_lightning/quantization/scaled_linear.py": [
         ("weight scale lost", "scale * self.weight_scale", "scale", EMULATED),
         ("bias lost", "y if self.bias is None else y.add_(self.bias)", "y", EMULATED),
-        ("weight scale not refreshed", "self.weight_scale.copy_(scale)", "pass", REFRESH),
+    ],
+    "solrl_lightning/quantization/linear.py": [
+        ("weight not refreshed", "self.get_buffer(name).copy_(value)", "pass", REFRESH),
     ],
     "solrl_lightning/quantization/rowwise.py": [
         ("negative side of a row", "torch.maximum(high, -low)", "high", CODES),
-        ("row scale not refreshed", "self.weight_scale.copy_(scale.squeeze(-1))", "pass", REFRESH),
     ],
     "solrl_lightning/quantization/cached_quantizer.py": [
         ("input changed in place", "self.version != x._version or", "", EMULATED),

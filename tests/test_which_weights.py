@@ -96,7 +96,7 @@ def layer_with(like: nn.Module, weight: Tensor) -> nn.Module:
     """Return a layer of the same class made from a float32 weight."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=getattr(like, "bias", None) is not None)
     linear.weight = nn.Parameter(weight)
-    return type(like).from_linear(linear) if isinstance(like, QuantizedLinear) else linear.bfloat16()
+    return type(like)(linear) if isinstance(like, QuantizedLinear) else linear.bfloat16()
 
 
 def holds(layer: nn.Module, weight: Tensor) -> bool:

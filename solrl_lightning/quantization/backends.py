@@ -13,11 +13,9 @@ import torch
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.quantization import transformer_engine
-from solrl_lightning.quantization.emulated import NVFP4Linear, operand_dtype
-from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear
-from solrl_lightning.quantization.int8 import EmulatedINT8Linear, INT8Linear
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
+from solrl_lightning.quantization.scaled_linear import EMULATED, FP8Linear, INT8Linear, operand_dtype
 from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear
 
 
@@ -50,7 +48,8 @@ _NATIVE = {  # best first
     "fp8": {"torch": _NativeBackend(FP8Linear, 8, (8, 9))},
     "int8": {"torch": _NativeBackend(INT8Linear, 8, (8, 0), cpu=True)},
 }
-_EMULATED = {"nvfp4": NVFP4Linear, "fp8": EmulatedFP8Linear, "int8": EmulatedINT8Linear}
+PACKED_BITS = {precision: next(iter(native.values())).bits_per_weight for precision, native in _NATIVE.items()}
+PACKED_BITS |= {"bf16": 16}  # bits per weight where the hardware multiplies the format
 BACKENDS = {precision: ("auto", *native, "emulated") for precision, native in _NATIVE.items()} | {"bf16": ("auto",)}
 
 
@@ -77,7 +76,7 @@ def resolve(precision: str, backend: str, device: torch.device) -> Backend:
         chosen = next((name for name, candidate in native.items() if _runs(candidate, device)), "emulated")
     if chosen == "emulated":
         description, bits = _emulation_description(precision, backend, device), 8 * operand_dtype(device).itemsize
-        return Backend(precision, chosen, _EMULATED[precision], description, bits)
+        return Backend(precision, chosen, EMULATED[precision], description, bits)
     found = native[chosen]
     description = (
         f"precision.backend={backend}: {precision.upper()} by {chosen} on {describe(device)}, weights of quantised "

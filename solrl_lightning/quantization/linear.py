@@ -6,28 +6,22 @@ SANA's feed-forward network has two such convolutions around a depthwise one.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from solrl_lightning.policies.base_weights import dense
 
-Layer = TypeVar("Layer", bound="QuantizedLinear")
-
 
 class QuantizedLinear(nn.Module):
     """Computes y = x W^T + b with W and x quantised: x [..., in] -> y [..., out] of the same dtype.
 
-    Build it with `from_linear`; it has buffers and no parameters to train.
+    A subclass is built from an `nn.Linear`, and has nothing to train.
     """
 
     feature_multiples: ClassVar[tuple[int, int]] = (1, 1)
     """in_features and out_features must be multiples of these."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device) -> None:
-        super().__init__()
-        self.in_features, self.out_features, self.has_bias = in_features, out_features, bias
 
     @classmethod
     def unsupported_reason(cls, linear: nn.Linear) -> str:
@@ -38,21 +32,36 @@ class QuantizedLinear(nn.Module):
                 return f"{name} {size} is not a multiple of {multiple}"
         return ""
 
-    @classmethod
-    def from_linear(cls: type[Layer], linear: nn.Linear) -> Layer:
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, linear.weight.device)
-        layer.requantize_(dense(linear.weight), linear.bias)
-        return layer
-
     @abstractmethod
     def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Quantise weight [out, in] into the existing buffers, so that compiled graphs stay valid.
+        """Quantise weight [out, in] in place, so that compiled graphs stay valid.
 
         A bias [out] overwrites the current one; None keeps it.
         """
 
-    def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.has_bias}"
+
+class BufferedLinear(QuantizedLinear):
+    """Linear layer that holds its quantised weight and its bias in buffers."""
+
+    bias: Tensor | None  # float32 [out]
+
+    @torch.no_grad()
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        for name, value in self.quantized_weight(dense(linear.weight)).items():
+            self.register_buffer(name, value)
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.to(torch.float32, copy=True))
+
+    @abstractmethod
+    def quantized_weight(self, weight: Tensor) -> dict[str, Tensor]:
+        """Return the buffers of a weight [out, in] by name."""
+
+    @torch.no_grad()
+    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        for name, value in self.quantized_weight(weight).items():
+            self.get_buffer(name).copy_(value)
+        if self.bias is not None and bias is not None:
+            self.bias.copy_(bias)
 
 
 def is_linear(module: nn.Module) -> bool:

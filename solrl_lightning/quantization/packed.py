@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from solrl_lightning.quantization.linear import QuantizedLinear
+from solrl_lightning.quantization.linear import BufferedLinear
 from solrl_lightning.quantization.nvfp4 import BLOCK, NVFP4Tensor, encode
 
 E2M1X2 = torch.float4_e2m1fn_x2
@@ -33,13 +33,13 @@ def swizzle(scales: Tensor) -> Tensor:
 
 def scaled_product(x: NVFP4Tensor, packed: Tensor, scales: Tensor) -> Tensor:
     """Return x [M, D] times `packed` [N, D / 2] with swizzled `scales`: FP32 [M, N], without the global scales."""
-    # Not F.scaled_mm: see fp8.scaled_product.
+    # Not F.scaled_mm: see scaled_linear.scaled_product.
     return torch._scaled_mm(
         x.packed.view(E2M1X2), packed.view(E2M1X2).t(), swizzle(x.block_scales), scales, out_dtype=torch.float32
     )
 
 
-class PackedNVFP4Linear(QuantizedLinear):
+class PackedNVFP4Linear(BufferedLinear):
     """Linear layer with W and x in NVFP4, W packed."""
 
     feature_multiples = (2 * BLOCK, BLOCK)  # torch._scaled_mm requires rows aligned to 16 bytes, 32 codes
@@ -47,28 +47,12 @@ class PackedNVFP4Linear(QuantizedLinear):
     packed: Tensor  # uint8 [out, in / 2]
     block_scales: Tensor  # float8_e4m3fn, swizzled
     weight_scale: Tensor  # float32 [], the weight's global scale
-    bias: Tensor | None  # float32 [out]
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device) -> None:
-        super().__init__(in_features, out_features, bias, device)
-        scales = torch.zeros(out_features, in_features // BLOCK, device=device).to(torch.float8_e4m3fn)
-        packed = torch.zeros(out_features, in_features // 2, dtype=torch.uint8, device=device)
-        self.register_buffer("packed", packed)
-        self.register_buffer("block_scales", swizzle(scales))
-        self.register_buffer("weight_scale", torch.zeros((), device=device))
-        self.register_buffer("bias", torch.zeros(out_features, device=device) if bias else None)
-
-    @torch.no_grad()
-    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        quantized = encode(weight)
-        self.packed.copy_(quantized.packed)
-        self.block_scales.copy_(swizzle(quantized.block_scales))
-        self.weight_scale.copy_(quantized.global_scale)
-        if self.bias is not None and bias is not None:
-            self.bias.copy_(bias)
+    def quantized_weight(self, weight: Tensor) -> dict[str, Tensor]:
+        packed, block_scales, weight_scale = encode(weight)
+        return {"packed": packed, "block_scales": swizzle(block_scales), "weight_scale": weight_scale}
 
     def forward(self, x: Tensor) -> Tensor:
         quantized = encode(x.flatten(0, -2), per_row=True)
         y = scaled_product(quantized, self.packed, self.block_scales) * (quantized.global_scale * self.weight_scale)
-        y = y if self.bias is None else y + self.bias
-        return y.to(x.dtype).unflatten(0, x.shape[:-1])
+        return (y if self.bias is None else y + self.bias).to(x.dtype).unflatten(0, x.shape[:-1])

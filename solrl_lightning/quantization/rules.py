@@ -66,7 +66,7 @@ def convert(transformer: nn.Module, plans: Iterable[LayerPlan], backend: Backend
     for layer in plans:
         if layer.quantized and backend.linear_cls is not None:
             module = transformer.get_submodule(layer.name)
-            quantized = backend.linear_cls.from_linear(as_linear(module))
+            quantized = backend.linear_cls(as_linear(module))
             replacement = Conv1x1AsLinear(quantized) if isinstance(module, nn.Conv2d) else quantized
             transformer.set_submodule(layer.name, replacement)
 

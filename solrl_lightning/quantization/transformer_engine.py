@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from solrl_lightning.policies.base_weights import dense
 from solrl_lightning.quantization.linear import QuantizedLinear
 
 ROLLOUT_RECIPE = {"disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True}
@@ -64,22 +65,23 @@ class TransformerEngineLinear(QuantizedLinear):
 
     feature_multiples = (16, 16)
 
-    def __init__(self, in_features: int, out_features: int, bias: bool, device: torch.device) -> None:
+    def __init__(self, linear: nn.Linear) -> None:
         # Imported here because Transformer Engine is an optional dependency.
         import transformer_engine.pytorch as te
 
-        super().__init__(in_features, out_features, bias, device)
+        super().__init__()
         with torch.no_grad(), te.quantized_model_init(enabled=True, recipe=rollout_recipe()):
             self.linear = te.Linear(
-                in_features,
-                out_features,
-                bias=bias,
+                linear.in_features,
+                linear.out_features,
+                bias=linear.bias is not None,
                 init_method=nn.init.zeros_,
                 params_dtype=torch.bfloat16,
-                device=device,
+                device=linear.weight.device,
             )
         self.linear.requires_grad_(False)
         self._autocast = te.autocast
+        self.requantize_(dense(linear.weight), linear.bias)
 
     @torch.no_grad()
     def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:

@@ -8,14 +8,11 @@ trained on people's ratings of photographs, logos and generated images from 1 to
 
 from collections import OrderedDict
 from itertools import pairwise
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from solrl_lightning.errors import UserError
-from solrl_lightning.hub import fetch
 from solrl_lightning.rewards.loading import check_state_dict, load_tensors
 from solrl_lightning.rewards.towers import TransformersCLIP
 
@@ -54,20 +51,17 @@ class Aesthetic(TransformersCLIP):
 
 def load_head(name: str, width: int) -> nn.Sequential:
     """The head for embeddings of ``width`` numbers, in float32. Raises ``UserError``: see ``Aesthetic``."""
-    path = Path(name).expanduser()
-    if not path.is_file():
-        hint = "Or give the path of a local .pth file."
-        path = fetch(name, *WEIGHTS, key="reward.aesthetic.head", kind="aesthetic predictor", hint=hint)
-    weights = load_tensors("aesthetic", path)
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        raise UserError(
-            f"reward.aesthetic.head={name} is invalid: it must be a state_dict; {path} holds something else. Set "
-            "reward.aesthetic.head to the published file."
-        )
-    layers = [nn.Linear(*sizes) for sizes in pairwise((width, *_WIDTHS))]
-    head = nn.Sequential(OrderedDict((f"{place}", layer) for place, layer in zip(_PLACES, layers, strict=True)))
-    own = {key.removeprefix("layers."): value for key, value in weights.items()}
+    key, hint = "reward.aesthetic.head", "Or give the path of a local .pth file."
+    weights = load_tensors(key, name, *WEIGHTS, kind="aesthetic predictor", hint=hint)
+    head = linear_head(width)
+    own = {tensor.removeprefix("layers."): value for tensor, value in weights.items()}
     unfit, fix = f"it does not fit embeddings of {width} numbers", "Set reward.pretrained to CLIP ViT-L/14."
-    check_state_dict("aesthetic", name, head, own, unfit, fix, argument="head")
+    check_state_dict(key, name, head, own, unfit, fix)
     head.load_state_dict(own)
     return head
+
+
+def linear_head(width: int) -> nn.Sequential:
+    """The five linear layers, named as in the published file, without the dropouts of training between them."""
+    layers = [nn.Linear(*sizes) for sizes in pairwise((width, *_WIDTHS))]
+    return nn.Sequential(OrderedDict((f"{place}", layer) for place, layer in zip(_PLACES, layers, strict=True)))

@@ -13,7 +13,7 @@ Shapes: B images, k objects. A box is (left, top, right, bottom) in pixels.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -37,17 +37,11 @@ _OVERLAP = 0.5  # intersection over union above which two boxes of a class are o
 _BATCH = 8  # images per pass of the detector
 
 
-class Found(NamedTuple):
-    """A detected object."""
-
-    box: tuple[float, ...]
-    score: float
-
-
-Objects = Mapping[str, Sequence[Found]]
+Box = Sequence[float]
+Objects = Mapping[str, Sequence[Box]]
 """class -> objects in the order of falling scores"""
 
-ColoursOf = Callable[[Sequence[Found], str], Sequence[str]]
+ColoursOf = Callable[[Sequence[Box], str], Sequence[str]]
 """The colour of each of the objects of a class"""
 
 
@@ -106,7 +100,7 @@ class GenEval(TransformersCLIP):
                     scores[index] = self._rate(row, objects, partial(self.colours, images[index]))
         return scores
 
-    def detect(self, images: Tensor, kinds: list[str], threshold: float) -> list[dict[str, list[Found]]]:
+    def detect(self, images: Tensor, kinds: list[str], threshold: float) -> list[dict[str, list[Box]]]:
         """The objects of each class in each of the images [B, 3, H, W]: at most 16, and none twice."""
         pixels = self._detector_processor.image_processor((images * 255).round().byte(), return_tensors="pt")
         tokens = self._detector_processor.tokenizer(
@@ -123,24 +117,22 @@ class GenEval(TransformersCLIP):
         for result in results:
             scores, labels, boxes = result["scores"].float(), result["labels"], result["boxes"].float()
             kept = batched_nms(boxes, scores, labels, _OVERLAP)  # in the order of falling scores
-            objects: dict[str, list[Found]] = {kind: [] for kind in kinds}
-            for box, score, label in zip(*(values[kept].tolist() for values in (boxes, scores, labels)), strict=True):
-                objects[kinds[label]].append(Found(tuple(box), score))
-            found.append({kind: each[:_MAX_OBJECTS] for kind, each in objects.items()})
+            boxes, labels = boxes[kept], labels[kept]
+            found.append({kind: boxes[labels == label][:_MAX_OBJECTS].tolist() for label, kind in enumerate(kinds)})
         return found
 
-    def colours(self, image: Tensor, objects: Sequence[Found], kind: str) -> list[str]:
+    def colours(self, image: Tensor, objects: Sequence[Box], kind: str) -> list[str]:
         """The colour of each of the objects in the image [3, H, W]: CLIP's zero-shot class of its box."""
         if kind not in self._classifiers:
             texts = [template.format(colour=colour, kind=kind) for colour in COLOURS for template in _TEMPLATES]
             each = F.normalize(self.embed_texts(texts).float(), dim=-1).unflatten(0, (len(COLOURS), len(_TEMPLATES)))
             self._classifiers[kind] = F.normalize(each.mean(1), dim=-1)  # [10, D]
-        crops = [crop(image, found.box)[None] for found in objects]
+        crops = [crop(image, box)[None] for box in objects]
         likelihoods = [self.embeddings(picture) @ self._classifiers[kind].T for picture in crops]
         return [COLOURS[int(likelihood.argmax())] for likelihood in likelihoods]
 
 
-def crop(image: Tensor, box: Sequence[float]) -> Tensor:
+def crop(image: Tensor, box: Box) -> Tensor:
     """The part of an image [3, H, W] within a box, of one pixel or more."""
     high, wide = image.shape[-2:]
     left, right = (min(max(round(x), 0), wide) for x in box[0::2])
@@ -178,7 +170,7 @@ def correct(metadata: Metadata, objects: Objects, colours: ColoursOf) -> float:
 
     Of each class the objects with the highest scores are looked at, as many as the clause counts.
     """
-    groups: list[Sequence[Found] | None] = []  # the objects of each clause that holds
+    groups: list[Sequence[Box] | None] = []  # the objects of each clause that holds
     for clause in metadata["include"]:
         found = objects.get(clause["class"], [])[: clause["count"]]
         holds = len(found) == clause["count"]
@@ -198,7 +190,7 @@ def mean_of_terms(metadata: Metadata, objects: Objects, colours: ColoursOf) -> f
     - of a clause with a colour: the share of the objects that have it, 0 unless n = m;
     - of a clause with a position: 1 if all objects are there, else 0; 0 unless n = m and the other clause holds.
     """
-    groups: list[Sequence[Found] | None] = []
+    groups: list[Sequence[Box] | None] = []
     terms = []
     for clause in metadata["include"]:
         found, count = objects.get(clause["class"], []), clause["count"]
@@ -215,13 +207,13 @@ def mean_of_terms(metadata: Metadata, objects: Objects, colours: ColoursOf) -> f
     return math.fsum(terms) / len(terms)
 
 
-def placed(found: Sequence[Found], groups: Sequence[Sequence[Found] | None], relation: str, target: int) -> bool:
+def placed(found: Sequence[Box], groups: Sequence[Sequence[Box] | None], relation: str, target: int) -> bool:
     """Whether each object is in the relation to each object of clause number ``target``, which holds."""
     others = groups[target]
-    return others is not None and all(relation in relations(one.box, other.box) for one in found for other in others)
+    return others is not None and all(relation in relations(one, other) for one in found for other in others)
 
 
-def relations(one: Sequence[float], other: Sequence[float]) -> set[str]:
+def relations(one: Box, other: Box) -> set[str]:
     """Where box ``one`` is relative to box ``other``: none, one or two of ``RELATIONS``.
 
     The offset of the centres counts beyond a tenth of the sum of both sizes, per axis, and as a share of its length.

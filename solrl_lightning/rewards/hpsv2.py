@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchvision.transforms.functional import normalize
 
 from solrl_lightning.rewards.loading import floating_dtype, load_open_clip
-from solrl_lightning.rewards.preprocessing import normalize, pad_to_square
+from solrl_lightning.rewards.preprocessing import pad_to_square
 from solrl_lightning.rewards.towers import TwoTowers
 
 WEIGHTS = "HPS_v2.1_compressed.pt"  # in the hub repository

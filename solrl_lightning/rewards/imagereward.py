@@ -24,17 +24,19 @@ from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisio
 
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.hub import fetch
+from solrl_lightning.rewards.aesthetic import linear_head
 from solrl_lightning.rewards.base import Reward, unique_prompts
 from solrl_lightning.rewards.loading import check_state_dict, check_state_dict_keys, floating_dtype, load_tensors
 
 WEIGHTS, TEXT_CONFIG = "ImageReward.pt", "med_config.json"  # in the hub repository
 _RELEASE, _TOKENIZER = "zai-org/ImageReward", "google-bert/bert-base-uncased"
+_KEY, _KIND = "reward.imagereward.pretrained", "ImageReward model"
+_HINT = f"`hf download {_RELEASE} --local-dir <folder>` makes a folder with all files."
 _SCORE_MEAN, _SCORE_STD = 0.16717362830052426, 1.0333394966054072  # of the head's output, fixed with the release
 _TOKENS = 35  # S
 _ADDED_TOKENS = ["[DEC]", "[ENC]"]  # BLIP appends them to BERT's vocabulary in this order
 _PIXEL_MEAN, _PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
 _ATTENTION_HEAD = 64  # numbers per attention head of the image tower
-_HEAD_WIDTHS = (1024, 128, 64, 16, 1)
 
 # Each name in ImageReward.pt matches one pattern: of _RENAMED, pattern -> name here, or of _UNUSED, pattern -> reason.
 _RENAMED = {
@@ -84,9 +86,9 @@ class ImageReward(Reward):
         batch: int = 32,
     ) -> None:
         self.device, self.dtype, self.batch = torch.device(device), floating_dtype(self.name, dtype), batch
-        text_config = _read_text_config(_fetch("pretrained", pretrained, TEXT_CONFIG))
+        text_config = _read_text_config(fetch(pretrained, TEXT_CONFIG, key=_KEY, kind=_KIND, hint=_HINT))
         self.tokenizer = load_tokenizer(tokenizer, text_config["vocab_size"])
-        weights = rename(_read_weights(_fetch("pretrained", pretrained, WEIGHTS)), pretrained)
+        weights = rename(load_tensors(_KEY, pretrained, WEIGHTS, kind=_KIND, hint=_HINT), pretrained)
         model = build(weights, text_config, pretrained).eval().requires_grad_(False)
         self.image_tower: Any = model["image_tower"].to(self.device, self.dtype)
         self.text_tower: Any = model["text_tower"].to(self.device, self.dtype)
@@ -124,20 +126,21 @@ def load_tokenizer(tokenizer: str, vocab_size: int) -> BertTokenizer:
         UserError: its files are missing, or its size is not ``vocab_size``.
     """
     # Not from_pretrained of a hub id: transformers 5 silently builds an empty tokenizer when files are missing.
-    vocabulary = _fetch("tokenizer", tokenizer, "vocab.txt", "tokenizer.json")
+    key, hint = "reward.imagereward.tokenizer", _HINT.replace(_RELEASE, _TOKENIZER)
+    vocabulary = fetch(tokenizer, "vocab.txt", "tokenizer.json", key=key, kind="BERT tokenizer", hint=hint)
     try:
         loaded = BertTokenizer.from_pretrained(vocabulary.parent)
     except (OSError, ValueError) as error:
         raise UserError(
-            f"reward.imagereward.tokenizer={tokenizer} is invalid: it cannot be read: {sentence(error)} Delete "
-            f"{vocabulary} and download {_TOKENIZER} again."
+            f"{key}={tokenizer} is invalid: it cannot be read: {sentence(error)} Delete {vocabulary} and download "
+            f"{_TOKENIZER} again."
         ) from error
     loaded.add_tokens(_ADDED_TOKENS, special_tokens=True)
     if len(loaded) != vocab_size:
         raise UserError(
-            f"reward.imagereward.tokenizer={tokenizer} is invalid: the model has {vocab_size} tokens, and this "
-            f"tokenizer has {len(loaded)} with {' and '.join(_ADDED_TOKENS)}. Set reward.imagereward.tokenizer to the "
-            f"tokenizer of the training, which is {_TOKENIZER} for the release."
+            f"{key}={tokenizer} is invalid: the model has {vocab_size} tokens, and this tokenizer has {len(loaded)} "
+            f"with {' and '.join(_ADDED_TOKENS)}. Set {key} to the tokenizer of the training, which is {_TOKENIZER} "
+            "for the release."
         )
     return loaded
 
@@ -155,7 +158,7 @@ def rename(weights: dict[str, Tensor], pretrained: str) -> dict[str, Tensor]:
             renamed[ours[0]] = weight
         elif not any(re.fullmatch(pattern, name) for pattern in _UNUSED):
             unknown.append(name)
-    check_state_dict_keys(ImageReward.name, pretrained, [], unknown)
+    check_state_dict_keys(_KEY, pretrained, [], unknown)
     return renamed
 
 
@@ -167,7 +170,7 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
     """
     first_layer = "image_tower.encoder.layers.0.mlp.fc1.bias"
     sizes = "image_tower.embeddings.patch_embedding.weight", "image_tower.embeddings.position_embedding", first_layer
-    check_state_dict_keys(ImageReward.name, pretrained, [name for name in sizes if name not in weights], [])
+    check_state_dict_keys(_KEY, pretrained, [name for name in sizes if name not in weights], [])
     patches, positions, hidden = (weights[name].shape for name in sizes)  # [D, 3, patch, patch], [1, V, D], [4 D]
     width, patch = patches[0], patches[-1]
     layers = {name.split(".")[3] for name in weights if name.startswith("image_tower.encoder.layers.")}
@@ -181,26 +184,13 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
     with torch.device("meta"):  # needs no memory and draws no random numbers; all weights come from the file
         text_tower: Any = BlipTextModel(text, add_pooling_layer=False)
         image_tower = BlipVisionModel(vision)
-        towers = {"image_tower": image_tower, "text_tower": text_tower, "head": head(text.hidden_size)}
+        towers = {"image_tower": image_tower, "text_tower": text_tower, "head": linear_head(text.hidden_size)}
     model = nn.ModuleDict(towers)
     unfit, fix = f"its {WEIGHTS} and {TEXT_CONFIG} do not fit each other", f"`hf download {_RELEASE}`"
-    check_state_dict(ImageReward.name, pretrained, model, weights, unfit, f"Download both again: {fix}.")
+    check_state_dict(_KEY, pretrained, model, weights, unfit, f"Download both again: {fix}.")
     model.load_state_dict({name: weight.float() for name, weight in weights.items()}, assign=True)
     text_tower.embeddings.position_ids = torch.arange(text.max_position_embeddings)[None]  # not in the file
     return model
-
-
-def head(width: int) -> nn.Sequential:
-    """Five linear layers with the dropouts of training between them, so that indices agree with the file's names."""
-    widths = zip((width, *_HEAD_WIDTHS), _HEAD_WIDTHS, strict=False)
-    first, second, third, fourth, fifth = (nn.Linear(rows, columns) for rows, columns in widths)
-    return nn.Sequential(first, nn.Dropout(0.2), second, nn.Dropout(0.2), third, nn.Dropout(0.1), fourth, fifth)
-
-
-def _fetch(argument: str, name: str, *files: str) -> Path:
-    release, kind = (_TOKENIZER, "BERT tokenizer") if argument == "tokenizer" else (_RELEASE, "ImageReward model")
-    hint = f"`hf download {release} --local-dir <folder>` makes a folder with all files."
-    return fetch(name, *files, key=f"reward.imagereward.{argument}", kind=kind, hint=hint)
 
 
 def _read_text_config(file: Path) -> dict[str, Any]:
@@ -213,13 +203,3 @@ def _read_text_config(file: Path) -> dict[str, Any]:
             f"{', '.join(_TEXT_KEYS)}; reading stopped at {sentence(error)} Download it again: `hf download "
             f"{_RELEASE}`."
         ) from error
-
-
-def _read_weights(file: Path) -> dict[str, Tensor]:
-    weights = load_tensors(ImageReward.name, file)
-    if not isinstance(weights, dict):
-        raise UserError(
-            f"the file {file} of the reward imagereward is invalid: it must hold tensors by name; it holds a "
-            f"{type(weights).__name__}. Download it again: `hf download {_RELEASE}`."
-        )
-    return weights

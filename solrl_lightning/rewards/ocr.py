@@ -8,11 +8,13 @@ where that contains the quoted text; spaces and case do not count. So it is in F
 by ONNX Runtime on the CPU.
 """
 
+import re
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
+from torchmetrics.functional.text import edit_distance
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.rewards.base import Reward
@@ -63,27 +65,17 @@ class OCR(Reward):
 
 
 def quoted(prompt: str) -> str:
-    """The first text in double quotes. Raises ``UserError`` if there is none."""
-    parts = prompt.split('"')
-    if len(parts) < 3 or not parts[1].strip():
+    """The first text in straight double quotes, or else in typographic ones. Raises ``UserError`` if there is none."""
+    found = re.search('"([^"]*)"', prompt) or re.search("[“”„]([^“”]*)[“”]", prompt)
+    if found is None or not found[1].strip():
         raise UserError(
             f"the prompt {prompt!r} is invalid: reward=ocr reads in the image what is in double quotes in the prompt, "
             'and here that is nothing. Write it as in: a sign that says "open". Or set data=ocr.'
         )
-    return parts[1]
+    return found[1]
 
 
 def similarity(read: str, target: str) -> float:
     """max(0, 1 - distance / length of the target), 1 if ``read`` contains it, without regard to spaces and case."""
     read, target = ("".join(text.split()).lower() for text in (read, target))
-    return 1.0 if target in read else max(0.0, 1 - levenshtein(read, target) / len(target))
-
-
-def levenshtein(a: str, b: str) -> int:
-    """The number of characters to insert, delete or replace that turns a into b."""
-    row = list(range(len(b) + 1))  # distances from the first i characters of a to each prefix of b
-    for i, x in enumerate(a, 1):
-        last, row[0] = row[0], i
-        for j, y in enumerate(b, 1):
-            last, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, last + (x != y))
-    return row[-1]
+    return 1.0 if target in read else max(0.0, 1 - float(edit_distance(read, target)) / len(target))

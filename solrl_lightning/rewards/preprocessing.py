@@ -12,9 +12,9 @@ Shapes: B images of H x W pixels, S the model's side.
 
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torchvision.transforms.functional import normalize
 
 
 def eight_bits(images: Tensor) -> Tensor:
@@ -27,20 +27,14 @@ def resize(images: Tensor, height: int, width: int) -> Tensor:
     return F.interpolate(images, (height, width), mode="bicubic", antialias=True, align_corners=False)
 
 
-def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """(images - mean) / std per channel of images [B, 3, H, W]."""
-    centre, scale = (torch.tensor(values, device=images.device)[:, None, None] for values in (mean, std))
-    return (images - centre) / scale
-
-
 class CropToSquare(NamedTuple):
     """The parameters of a CLIP image processor."""
 
     shortest: int  # pixels of the shorter side after resizing
     height: int  # of the crop, pixels
     width: int
-    mean: tuple[float, ...]  # per channel, of images in [0, 1]
-    std: tuple[float, ...]
+    mean: list[float]  # per channel, of images in [0, 1]
+    std: list[float]
 
     def __call__(self, images: Tensor) -> Tensor:
         """Images [B, 3, H, W] in [0, 1] resized, cropped and normalised to float32 [B, 3, height, width]."""

@@ -36,7 +36,7 @@ from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.memory import peak_resident_bytes
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
-from solrl_lightning.quantization.emulated import operand_dtype
+from solrl_lightning.quantization.scaled_linear import operand_dtype
 from solrl_lightning.rollout.stage import EXPLORE, STAGES, Stage
 from solrl_lightning.samplers import SHADOW
 from solrl_lightning.tasks.tables import format_table, write_json

@@ -20,17 +20,14 @@ from solrl_lightning.policies import replica
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
 from solrl_lightning.policies.compilation import compile_blocks
-from solrl_lightning.quantization import Backend, convert, fp8, int8, nvfp4, resolve, transformer_engine
+from solrl_lightning.quantization import Backend, convert, resolve, transformer_engine
 from solrl_lightning.quantization.backends import BACKENDS
+from solrl_lightning.quantization.scaled_linear import EMULATED
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.tasks.benchmark import alternate
 from solrl_lightning.tasks.plan import Shapes
 from solrl_lightning.tasks.tables import OK, SLOW, WRONG, Row
 
-Quantizer = Callable[[Tensor, torch.dtype], tuple[Tensor, Tensor]]
-
-_QUANTIZE: dict[str, Quantizer] = {"nvfp4": nvfp4.fake_quantize, "fp8": fp8.quantize, "int8": int8.quantize}
-_QUANTIZE_INPUT: dict[str, Quantizer] = _QUANTIZE | {"nvfp4": partial(nvfp4.fake_quantize, per_row=True)}
 # Shares of the largest output. BF16 rounds an output by 2^-9, and twice on a CPU with BF16 units. Compiled code may
 # round a value between two codes to the other code. FP8 units of capability 9.0 keep 14 bits of a sum.
 _TOLERANCE = {"nvfp4": 2**-6, "fp8": 2**-5, "int8": 2**-7}
@@ -68,14 +65,13 @@ def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, co
     for (inputs, outputs), count in tokens.items():
         torch.compiler.reset()
         linear = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
-        layer = backend.linear_cls.from_linear(linear)
+        layer = backend.linear_cls(linear)
         if compiled:
             layer.compile(fullgraph=backend.fullgraph, dynamic=False)
         rows = min(count * batch, _MOST_ROWS[device.type])
         x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
         one_scale = backend.name == "transformer_engine" and not transformer_engine.has_row_scales()
-        quantize = (_QUANTIZE if one_scale else _QUANTIZE_INPUT)[backend.precision]
-        error = largest_error(layer(x), x, linear, backend.precision, quantize)
+        error = largest_error(layer(x), x, linear, backend.precision, one_scale)
         if device.type == "cpu" and not has_fast_bf16_products():
             use_fp32_products(linear)
         # An eager layer caches the quantised input of the last tensor; a view is another tensor.
@@ -85,13 +81,16 @@ def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, co
         yield judge_error(speed._replace(found=f"{rows} rows in {speed.found}"), error, backend.precision)
 
 
-def largest_error(
-    y: Tensor, x: Tensor, linear: nn.Linear, precision: str, quantize_input: Quantizer | None = None
-) -> float:
-    """Largest error of y [M, N] relative to the largest output; the reference is the product of quantised operands."""
+def largest_error(y: Tensor, x: Tensor, linear: nn.Linear, precision: str, one_scale: bool = False) -> float:
+    """Largest error of y [M, N] relative to the largest output; the reference is the product of quantised operands.
+
+    ``one_scale``: the rows of x share one scale.
+    """
     step = max(1, len(x) // _COMPARED)
-    values, scale = (quantize_input or _QUANTIZE_INPUT[precision])(x, torch.float32)
-    weight, weight_scale = _QUANTIZE[precision](linear.weight, torch.float32)
+    quantize = EMULATED[precision].quantize_weight
+    quantize_input = quantize if one_scale else EMULATED[precision].quantize_input.quantize
+    values, scale = quantize_input(x, torch.float32)
+    weight, weight_scale = quantize(linear.weight, torch.float32)
     exact = values[::step].double() @ weight.double().t() * scale.expand(len(x), 1)[::step] * weight_scale.t()
     exact += linear.bias.double()
     return ((y[::step].double() - exact).abs().max() / exact.abs().max()).item()

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from peft.tuners.lora import LoraLayer
 
 from solrl_lightning.build import (
@@ -37,10 +37,12 @@ from solrl_lightning.policies.pipeline import PipelinePolicy
 from solrl_lightning.quantization import Backend, LayerPlan, resolve
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
+from solrl_lightning.quantization.backends import PACKED_BITS
 from solrl_lightning.rollout.micro_batches import plan_micro_batches
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, candidates, evaluations
 from solrl_lightning.targets import check_objective
 from solrl_lightning.tasks.plan_memory import (
+    OPTIONS,
     Footprint,
     Options,
     bytes_of,
@@ -54,7 +56,6 @@ from solrl_lightning.tasks.plan_trace import CHECKPOINTING, Passes, trace
 from solrl_lightning.tasks.tables import format_table, write_json
 
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
-PACKED_BITS = {"nvfp4": 4.5, "fp8": 8.0, "int8": 8.0, "bf16": 16.0}  # of a weight, with its part of a block's scale
 
 Json = dict[str, Any]
 
@@ -109,30 +110,22 @@ def on_meta(cfg: DictConfig, backend: Backend, recomputed: Collection[bool | str
         replica_bytes(weights, adapted, quantized, bits)
         for bits in (PACKED_BITS[backend.precision], backend.bits_per_weight)
     )
-    options = Options(
-        cfg.base_weights,
-        uses_shadow(cfg),
-        cfg.encode_on,
-        checkpointing,
-        cfg.model.micro_batch,
-        cfg.model.rollout_batch,
-        cfg.model.decode_batch,
-    )
+    options = {key: None if key == "family" else OmegaConf.select(cfg, key) for key in OPTIONS}
     size = {
-        "policy": stored[options.base_weights],
+        "policy": stored[cfg.base_weights],
         "merged": replica_bytes(weights, adapted),
-        "shadow_packed": packed if options.shadow else 0,
-        "shadow_here": here if options.shadow else 0,
+        "shadow_packed": packed if uses_shadow(cfg) else 0,
+        "shadow_here": here if uses_shadow(cfg) else 0,
         "lora": (3 if cfg.callbacks and cfg.callbacks.get("ema") else 2) * lora,
         "gradients_and_moments": 3 * lora,
         "autoencoder": bytes_of(policy.pipeline.vae),
         "text_encoders": encoder_bytes(architecture, policy.dtypes),
-        "training": options.micro_batch * passes.training_bytes[checkpointing],
-        "rollout": options.rollout_batch * passes.sampling_bytes + options.decode_batch * passes.decoding_bytes,
+        "training": cfg.model.micro_batch * passes.training_bytes[checkpointing],
+        "rollout": cfg.model.rollout_batch * passes.sampling_bytes + cfg.model.decode_batch * passes.decoding_bytes,
     }
     others = sum(size[name] for name in ("merged", "lora", "gradients_and_moments", "autoencoder"))
     activations = passes.training_bytes, passes.sampling_bytes, passes.decoding_bytes
-    footprint = Footprint(stored, packed, others, size["text_encoders"], *activations)
+    footprint = Footprint(stored, size["shadow_packed"], others, size["text_encoders"], *activations)
     return Shapes(policy, architecture, layers, passes, adapted, parameters, size, footprint, options)
 
 
@@ -288,15 +281,10 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         "  linear layers that are kept": kept,
         "  attention and other convolutions": forward - quantised - kept,
     }
-    passes = {
-        "forward pass with LoRA branches": share["train_forward_macs"],
-        "its backward pass": share["train_backward_macs"],
-        "decoding": share["decode_macs"],
-    }
-    macs: list[list[str | None]] = [
-        [name, _si(value), f"{100 * value / forward:.1f} %"] for name, value in parts.items()
-    ]
-    macs += [[name, _si(value), None] for name, value in passes.items()]
+    macs = [[name, _si(value), f"{100 * value / forward:.1f} %"] for name, value in parts.items()]
+    macs.append(["forward pass with LoRA branches", _si(share["train_forward_macs"]), "-"])
+    macs.append(["its backward pass", _si(share["train_backward_macs"]), "-"])
+    macs.append(["decoding", _si(share["decode_macs"]), "-"])
     labels = {
         "policy": "policy",
         "merged": "merged replica: layers that LoRA adapts",

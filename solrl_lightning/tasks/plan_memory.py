@@ -7,7 +7,7 @@ allocator. ``task.reserve`` leaves room for them.
 import math
 from collections.abc import Collection, Iterable, Mapping
 from itertools import chain, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,23 +22,25 @@ _FEWEST_ROWS = 3
 """Micro-batches below this are the last resort, with all blocks recomputed: small products leave a GPU idle."""
 
 
-class Options(NamedTuple):
-    """The options of a run that determine its memory."""
+Options = Mapping[str, Any]
+"""The value of each of ``OPTIONS``, which determine a run's memory; ``family`` is null for the run's own."""
 
-    base_weights: str
-    shadow: bool
-    encode_on: str
-    gradient_checkpointing: bool | str
-    micro_batch: int
-    rollout_batch: int
-    decode_batch: int
+OPTIONS = (
+    "family",
+    "base_weights",
+    "encode_on",
+    "model.gradient_checkpointing",
+    "model.micro_batch",
+    "model.rollout_batch",
+    "model.decode_batch",
+)
 
 
 class Footprint(NamedTuple):
     """Bytes on one device."""
 
     policy: Mapping[str, int]  # by base_weights
-    shadow: int
+    shadow: int  # 0 if the family has none
     others: int  # merged replica, adapters, their gradients and moments, autoencoder
     text_encoders: int
     training: Mapping[bool | str, int]  # activations of a row, by gradient_checkpointing
@@ -47,11 +49,11 @@ class Footprint(NamedTuple):
 
     def peak(self, options: Options) -> int:
         """Bytes of the weights and of the stage that needs most; decoding overlaps with sampling."""
-        held = self.policy[options.base_weights] + self.others + options.shadow * self.shadow
-        encoding = self.text_encoders if options.encode_on == "device" else 0
-        training = options.micro_batch * self.training[options.gradient_checkpointing]
-        rollout = options.rollout_batch * self.sampling + options.decode_batch * self.decoding
-        return held + max(encoding, training, rollout)
+        family, base_weights, encode_on, recomputed, rows, candidates, images = (options[key] for key in OPTIONS)
+        held = self.policy[base_weights] + self.others + (self.shadow if family is None else 0)
+        encoding = self.text_encoders if encode_on == "device" else 0
+        rollout = candidates * self.sampling + images * self.decoding
+        return held + max(encoding, rows * self.training[recomputed], rollout)
 
 
 def fit(footprint: Footprint, most: Options, room: int) -> Options:
@@ -61,19 +63,17 @@ def fit(footprint: Footprint, most: Options, room: int) -> Options:
     recomputation rather than a large micro-batch; large rollout batches, then large decoding batches. No batch exceeds
     that of ``most``.
     """
-    storages = list(STORAGE_BITS)[list(STORAGE_BITS).index(most.base_weights) :]
-    exact = [name for name in storages if name != "nf4"]
-    weights = [*product([True, False], exact), *product([True, False], ["nf4"])]
-    rows = halvings(most.micro_batch)
-    enough = [n for n in rows if n >= min(_FEWEST_ROWS, most.micro_batch)]
+    storages = list(STORAGE_BITS)[list(STORAGE_BITS).index(most["base_weights"]) :]
+    families = [None, "prefix"] if footprint.shadow else [None]
+    weights = [*product(families, [name for name in storages if name != "nf4"]), *product(families, ["nf4"])]
+    rows, candidates, images = (halvings(most[key]) for key in OPTIONS[-3:])
+    enough = [n for n in rows if n >= min(_FEWEST_ROWS, rows[0])]
     training = [*product(CHECKPOINTING, enough), *product([True], rows)]
-    rollout = list(product(halvings(most.rollout_batch), halvings(most.decode_batch)))
-    tried = [
-        Options(base, shadow, device, *training_options, *rollout_options)
-        for (shadow, base), device, training_options, rollout_options in product(
-            weights, ("device", "cpu"), training, rollout
+    tried: list[Options] = [
+        dict(zip(OPTIONS, (*stored, device, *trained, *batches), strict=True))
+        for stored, device, trained, batches in product(
+            weights, ("device", "cpu"), training, list(product(candidates, images))
         )
-        if shadow <= most.shadow
     ]
     peaks = [footprint.peak(options) for options in tried]
     fitting = (options for options, peak in zip(tried, peaks, strict=True) if peak <= room)
@@ -87,13 +87,7 @@ def halvings(number: int) -> list[int]:
 
 def overrides(options: Options, most: Options) -> list[str]:
     """The command-line arguments that change ``most`` into ``options``."""
-    keys = {"base_weights": "base_weights", "encode_on": "encode_on"}
-    changed = [
-        f"{keys.get(name, f'model.{name}')}={str(value).lower()}"
-        for name, value, before in zip(Options._fields, options, most, strict=True)
-        if value != before and name != "shadow"
-    ]
-    return changed if options.shadow == most.shadow else ["family=prefix", *changed]
+    return [f"{key}={str(value).lower()}" for key, value in options.items() if value != most[key]]
 
 
 # Weights
@@ -101,7 +95,7 @@ def overrides(options: Options, most: Options) -> list[str]:
 
 def bytes_of(module: nn.Module) -> int:
     """Bytes of a module's parameters and buffers."""
-    return sum(tensor.numel() * tensor.itemsize for tensor in chain(module.parameters(), module.buffers()))
+    return sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers()))
 
 
 def replica_bytes(
@@ -109,18 +103,15 @@ def replica_bytes(
 ) -> int:
     """Bytes of the ``weights`` that a replica owns: the quantised ones at ``bits``, and others that LoRA adapts."""
     packed = sum(weights[name].numel() for name in quantized) * bits / 8
-    own = sum(weights[name].numel() * weights[name].itemsize for name in adapted if name not in quantized)
+    own = sum(weights[name].nbytes for name in adapted if name not in quantized)
     return math.ceil(packed) + own
 
 
 def stored_bytes(whole: int, layers: Iterable[nn.Linear]) -> dict[str, int]:
     """Bytes of a transformer of ``whole`` bytes whose frozen ``layers`` are stored, by ``base_weights``."""
     weights = [layer.weight for layer in layers]
-    saved = sum(weight.numel() * weight.itemsize for weight in weights)
-    stored = sum(weight.numel() for weight in weights)
-    return {name: whole - saved + math.ceil(stored * bits / 8) for name, bits in STORAGE_BITS.items()} | {
-        "bfloat16": whole
-    }
+    others, stored = whole - sum(weight.nbytes for weight in weights), sum(weight.numel() for weight in weights)
+    return {name: others + math.ceil(stored * bits / 8) for name, bits in STORAGE_BITS.items()} | {"bfloat16": whole}
 
 
 def encoder_bytes(architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> int:

@@ -9,7 +9,7 @@ from torch import nn
 from solrl_lightning.policies import adapters, replica
 from solrl_lightning.policies.adapters import OLD, TRAINED
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.quantization.emulated import NVFP4Linear
+from solrl_lightning.quantization.scaled_linear import NVFP4Linear
 
 QUANTISED = "transformer_blocks.0.attn.to_q"
 
@@ -89,7 +89,7 @@ def test_the_merged_replica_computes_what_the_adapted_policy_computes(policy: Fl
 
 def test_a_quantised_layer_keeps_its_buffers_and_is_quantised_from_the_float32_weight(policy: Flux1) -> None:
     shadow = replica.clone_sharing_weights(policy.transformer)
-    shadow.set_submodule(QUANTISED, NVFP4Linear.from_linear(shadow.get_submodule(QUANTISED)))
+    shadow.set_submodule(QUANTISED, NVFP4Linear(shadow.get_submodule(QUANTISED)))
     layers = adapters.add_adapters(policy.transformer, lora_config(), seed=0)
     replica.untie_weights(shadow, layers)
     layer = shadow.get_submodule(QUANTISED)
@@ -104,4 +104,4 @@ def test_a_quantised_layer_keeps_its_buffers_and_is_quantised_from_the_float32_w
     expected.weight.data = dict(adapters.merged_weights(layers, state))[QUANTISED]
     expected.bias.data = base.bias.float()
     x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(layer(x), NVFP4Linear.from_linear(expected)(x))
+    assert torch.equal(layer(x), NVFP4Linear(expected)(x))

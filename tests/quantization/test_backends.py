@@ -92,13 +92,13 @@ def test_bits_per_weight_match_layer_buffers(hardware: Hardware) -> None:
         ("int8", "torch", 8),
     ):
         backend = resolve(precision, name, device)
-        held = sum(buffer.nbytes for buffer in backend.linear_cls.from_linear(linear).buffers())
+        held = sum(buffer.nbytes for buffer in backend.linear_cls(linear).buffers())
         assert backend.bits_per_weight == bits
         assert 8 * held / linear.weight.numel() == pytest.approx(bits, rel=0.01)  # and the scales
     assert resolve("bf16", "auto", device).bits_per_weight == 16
     blackwell = hardware("10.0", te=True)
     packed = resolve("nvfp4", "torch", blackwell)
-    held = sum(buffer.nbytes for buffer in packed.linear_cls.from_linear(linear).buffers())
+    held = sum(buffer.nbytes for buffer in packed.linear_cls(linear).buffers())
     assert packed.bits_per_weight == 4.5 == pytest.approx(8 * held / linear.weight.numel(), rel=0.01)
     assert resolve("nvfp4", "emulated", blackwell).bits_per_weight == 16
     assert resolve("fp8", "auto", blackwell).bits_per_weight == 8

@@ -18,8 +18,8 @@ from solrl_lightning.module import Evaluation, SolRLModule
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, resolve
 from solrl_lightning.quantization.backends import BACKENDS
-from solrl_lightning.quantization.fp8 import FP8Linear
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
+from solrl_lightning.quantization.scaled_linear import FP8Linear
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.rollout.records import Rollouts
@@ -83,7 +83,7 @@ def test_products_accept_any_number_of_tokens(
     blackwell: None, precision: str, name: str, weight_dtype: torch.dtype, bias: bool
 ) -> None:
     layer_cls: Any = backend_of(precision, name).linear_cls
-    layer = layer_cls.from_linear(nn.Linear(64, 48, bias=bias, device="cuda", dtype=weight_dtype))
+    layer = layer_cls(nn.Linear(64, 48, bias=bias, device="cuda", dtype=weight_dtype))
     layer.requantize_(torch.empty(48, 64, device="cuda"))  # the merged weight in float32
     assert {buffer.device.type for buffer in layer.buffers()} == {"cuda"}
     for shape in ((1,), (17,), (2, 32), (1, 33)):
@@ -105,7 +105,7 @@ def test_convolutions_run_as_linear_layers_on_gpu(blackwell: None, precision: st
 @pytest.mark.parametrize(("layer_cls", "shape"), [(FP8Linear, (40, 48)), (PackedNVFP4Linear, (64, 40))])
 def test_unsupported_shape_has_a_reason(blackwell: None, layer_cls: Any, shape: tuple[int, int]) -> None:
     assert layer_cls.unsupported_reason(nn.Linear(*shape, device="meta"))
-    layer = layer_cls.from_linear(nn.Linear(*shape, device="cuda", dtype=torch.bfloat16))
+    layer = layer_cls(nn.Linear(*shape, device="cuda", dtype=torch.bfloat16))
     with pytest.raises(RuntimeError, match="divisible|multiple"):
         layer(torch.empty(32, shape[0], device="cuda", dtype=torch.bfloat16))
 

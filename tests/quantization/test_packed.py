@@ -6,9 +6,9 @@ from torch import Tensor, nn
 from torchao.prototype.mx_formats.utils import to_blocked
 
 from solrl_lightning.quantization import packed
-from solrl_lightning.quantization.emulated import NVFP4Linear
 from solrl_lightning.quantization.nvfp4 import NVFP4Tensor, quantize
 from solrl_lightning.quantization.packed import PackedNVFP4Linear, swizzle
+from solrl_lightning.quantization.scaled_linear import NVFP4Linear
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -44,17 +44,17 @@ def product(x: NVFP4Tensor, codes: Tensor, scales: Tensor) -> Tensor:
 @pytest.mark.parametrize("bias", [True, False])
 def test_packed_layer_equals_emulation_up_to_product(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
     monkeypatch.setattr(packed, "scaled_product", product)
-    layer, other, x = PackedNVFP4Linear.from_linear(linear(bias=bias)), linear(seed=7, bias=bias), random(2, 20, 128)
+    layer, other, x = PackedNVFP4Linear(linear(bias=bias)), linear(seed=7, bias=bias), random(2, 20, 128)
     error = {"rtol": 2**-20, "atol": 2**-20}
-    torch.testing.assert_close(layer(x), NVFP4Linear.from_linear(linear(bias=bias))(x), **error)
+    torch.testing.assert_close(layer(x), NVFP4Linear(linear(bias=bias))(x), **error)
     assert layer(x.bfloat16()).dtype == torch.bfloat16
     addresses = {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
     layer.requantize_(other.weight, other.bias)
     assert {name: buffer.data_ptr() for name, buffer in layer.named_buffers()} == addresses
-    torch.testing.assert_close(layer(x), NVFP4Linear.from_linear(other)(x), **error)
+    torch.testing.assert_close(layer(x), NVFP4Linear(other)(x), **error)
 
 
 def test_packed_layer_holds_codes_and_scales_of_quantize() -> None:
-    layer, expected = PackedNVFP4Linear.from_linear(linear()), quantize(linear().weight)
+    layer, expected = PackedNVFP4Linear(linear()), quantize(linear().weight)
     assert layer.packed.equal(expected.packed) and layer.weight_scale.equal(expected.global_scale)
     assert unswizzled(layer.block_scales, 48, 8).float().equal(expected.block_scales.float())

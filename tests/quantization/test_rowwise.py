@@ -11,11 +11,15 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
-from solrl_lightning.quantization import fp8, int8
-from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear
-from solrl_lightning.quantization.int8 import EmulatedINT8Linear, INT8Linear
 from solrl_lightning.quantization.nvfp4 import round_e4m3
-from solrl_lightning.quantization.rowwise import RowwiseLinear
+from solrl_lightning.quantization.rowwise import quantize_fp8, quantize_int8
+from solrl_lightning.quantization.scaled_linear import (
+    EmulatedFP8Linear,
+    EmulatedINT8Linear,
+    FP8Linear,
+    INT8Linear,
+    ScaledLinear,
+)
 
 F32 = np.float32
 E4M3 = np.array(
@@ -66,7 +70,7 @@ INPUTS = {
 @pytest.mark.parametrize("name", INPUTS)
 @pytest.mark.parametrize(("precision", "dtype"), [("fp8", torch.float8_e4m3fn), ("int8", torch.int8)])
 def test_codes_and_scales_match_definition(name: str, precision: str, dtype: torch.dtype) -> None:
-    x, quantize = INPUTS[name], {"fp8": fp8, "int8": int8}[precision].quantize
+    x, quantize = INPUTS[name], {"fp8": quantize_fp8, "int8": quantize_int8}[precision]
     codes, scale = reference(x, precision)
     for wanted in (dtype, torch.float32, torch.bfloat16):
         found, found_scale = quantize(x, wanted)
@@ -84,9 +88,9 @@ def test_fp8_codes_match_cast_at_values_and_ties() -> None:
 
 @layers
 @pytest.mark.parametrize("bias", [True, False])
-def test_product_equals_that_of_codes(layer_cls: type[RowwiseLinear], bias: bool) -> None:
+def test_product_equals_that_of_codes(layer_cls: type[ScaledLinear], bias: bool) -> None:
     layer, x = linear(bias), random(3, 20, 128)
-    y = layer_cls.from_linear(layer)(x)
+    y = layer_cls(layer)(x)
     precision = "fp8" if "FP8" in layer_cls.__name__ else "int8"
     codes_x, scale_x = reference(x.flatten(0, 1), precision)
     codes_w, scale_w = reference(layer.weight, precision)
@@ -101,25 +105,25 @@ def test_product_equals_that_of_codes(layer_cls: type[RowwiseLinear], bias: bool
 
 def test_native_and_emulated_int8_are_bit_equal() -> None:
     x = random(40, 128)
-    assert INT8Linear.from_linear(linear())(x).equal(EmulatedINT8Linear.from_linear(linear())(x))
+    assert INT8Linear(linear())(x).equal(EmulatedINT8Linear(linear())(x))
 
 
 @layers
-def test_bf16_result_is_fp32_result_rounded_once(layer_cls: type[RowwiseLinear]) -> None:
-    layer, x = layer_cls.from_linear(linear(dtype=torch.bfloat16)), random(40, 128).bfloat16()
+def test_bf16_result_is_fp32_result_rounded_once(layer_cls: type[ScaledLinear]) -> None:
+    layer, x = layer_cls(linear(dtype=torch.bfloat16)), random(40, 128).bfloat16()
     assert layer(x).dtype == torch.bfloat16
     assert layer(x).equal(layer(x.float()).bfloat16())
 
 
 @layers
-def test_requantize_keeps_buffers_and_absent_bias(layer_cls: type[RowwiseLinear]) -> None:
-    layer, x, other = layer_cls.from_linear(linear()), random(40, 128), linear(seed=7)
+def test_requantize_keeps_buffers_and_absent_bias(layer_cls: type[ScaledLinear]) -> None:
+    layer, x, other = layer_cls(linear()), random(40, 128), linear(seed=7)
     before, addresses = layer(x), {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
     layer.requantize_(other.weight)
     assert layer.bias is not None and layer.bias.equal(linear().bias)
     layer.requantize_(other.weight, other.bias)
     assert {name: buffer.data_ptr() for name, buffer in layer.named_buffers()} == addresses
-    assert layer(x).equal(layer_cls.from_linear(other)(x)) and not layer(x).equal(before)
+    assert layer(x).equal(layer_cls(other)(x)) and not layer(x).equal(before)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +137,7 @@ def test_requantize_keeps_buffers_and_absent_bias(layer_cls: type[RowwiseLinear]
         (EmulatedINT8Linear, (5, 3), ""),
     ],
 )
-def test_unsupported_shapes_have_a_reason(layer_cls: type[RowwiseLinear], shape: tuple[int, int], reason: str) -> None:
+def test_unsupported_shapes_have_a_reason(layer_cls: type[ScaledLinear], shape: tuple[int, int], reason: str) -> None:
     assert layer_cls.unsupported_reason(nn.Linear(*shape)) == reason
 
 
@@ -165,13 +169,13 @@ def activations() -> list[tuple[nn.Linear, Tensor]]:
     ("layer_cls", "mean", "worst"), [(EmulatedFP8Linear, 0.035, 0.045), (EmulatedINT8Linear, 0.01, 0.015)]
 )
 def test_quantisation_error_of_embedded_model_is_small(
-    activations: list[tuple[nn.Linear, Tensor]], layer_cls: type[RowwiseLinear], mean: float, worst: float
+    activations: list[tuple[nn.Linear, Tensor]], layer_cls: type[ScaledLinear], mean: float, worst: float
 ) -> None:
     errors = []
     for layer, x in activations:
         exact = nn.functional.linear(x, layer.weight)  # the bias is not rounded
         without = nn.Linear(layer.in_features, layer.out_features, bias=False)
         without.weight = layer.weight
-        errors.append(((layer_cls.from_linear(without)(x) - exact).norm() / exact.norm()).item())
+        errors.append(((layer_cls(without)(x) - exact).norm() / exact.norm()).item())
     assert len(errors) > 20
     assert 0 < np.mean(errors) < mean and max(errors) < worst

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table, plan, resolve
-from solrl_lightning.quantization.emulated import NVFP4Linear
 from solrl_lightning.quantization.linear import Conv1x1AsLinear
+from solrl_lightning.quantization.scaled_linear import NVFP4Linear
 
 CPU = torch.device("cpu")
 NVFP4 = resolve("nvfp4", "emulated", CPU)
@@ -74,7 +74,7 @@ def test_bf16_plans_and_converts_no_layer() -> None:
 
 def test_convert_replaces_only_planned_layers() -> None:
     model = transformer()
-    expected = NVFP4Linear.from_linear(model.get_submodule("blocks.1.to_q"))
+    expected = NVFP4Linear(model.get_submodule("blocks.1.to_q"))
     convert(model, plan(model, RULE, NVFP4), NVFP4)
     replaced = [name for name, module in model.named_modules() if isinstance(module, NVFP4Linear)]
     assert replaced == ["blocks.0.to_q", "blocks.1.to_q"]
@@ -92,10 +92,6 @@ class ExactLinear(nn.Module):
     @staticmethod
     def unsupported_reason(linear: nn.Linear) -> str:
         return ""
-
-    @classmethod
-    def from_linear(cls, linear: nn.Linear) -> "ExactLinear":
-        return cls(linear)
 
     def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.weight.copy_(weight)

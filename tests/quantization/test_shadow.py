@@ -19,10 +19,14 @@ from solrl_lightning.policies import replica
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, resolve, transformer_engine
 from solrl_lightning.quantization.backends import BACKENDS
-from solrl_lightning.quantization.emulated import NVFP4Linear
-from solrl_lightning.quantization.fp8 import EmulatedFP8Linear, FP8Linear
-from solrl_lightning.quantization.int8 import EmulatedINT8Linear, INT8Linear
 from solrl_lightning.quantization.nvfp4 import fake_quantize, quantize
+from solrl_lightning.quantization.scaled_linear import (
+    EmulatedFP8Linear,
+    EmulatedINT8Linear,
+    FP8Linear,
+    INT8Linear,
+    NVFP4Linear,
+)
 from solrl_lightning.quantization.transformer_engine import ROLLOUT_RECIPE, TransformerEngineLinear
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.rollout.stage import BatchSize, SamplingSpec, iter_sampled_chunks
@@ -79,7 +83,7 @@ def test_requantize_does_not_recompile(layer_cls: Any) -> None:
 @pytest.mark.parametrize("layer_cls", HERE)
 @pytest.mark.parametrize("rows", [1, 16, 33])
 def test_token_is_independent_of_batch(layer_cls: Any, rows: int) -> None:
-    layer, x = layer_cls.from_linear(block().to_q), torch.randn(33, 64)
+    layer, x = layer_cls(block().to_q), torch.randn(33, 64)
     alone = layer(x[:rows])
     together = layer(torch.cat((x, 100 * x)).unflatten(0, (2, 33)))
     torch.testing.assert_close(together[0, :rows], alone, rtol=2**-20, atol=2**-20)
@@ -194,7 +198,7 @@ def te_linear(seed: int = 0) -> nn.Linear:
 def test_transformer_engine_uses_rollout_recipe(te: SimpleNamespace, version: str, more: dict[str, bool]) -> None:
     te.version = version
     for _ in range(2):
-        TransformerEngineLinear.from_linear(te_linear())(torch.randn(4, 64))
+        TransformerEngineLinear(te_linear())(torch.randn(4, 64))
     assert te.recipes == [ROLLOUT_RECIPE | more]
     assert ROLLOUT_RECIPE == {
         "disable_rht": True,
@@ -205,23 +209,23 @@ def test_transformer_engine_uses_rollout_recipe(te: SimpleNamespace, version: st
 
 @pytest.mark.parametrize(("rows", "padded"), [(1, 32), (32, 32), (33, 64)])
 def test_transformer_engine_pads_rows_and_drops_padding(te: SimpleNamespace, rows: int, padded: int) -> None:
-    layer, x = TransformerEngineLinear.from_linear(te_linear()), torch.randn(2, rows, 64).bfloat16()[:1]
+    layer, x = TransformerEngineLinear(te_linear()), torch.randn(2, rows, 64).bfloat16()[:1]
     y = layer(x)
     assert te.rows == [padded] and y.shape == (1, rows, 48) and y.dtype == torch.bfloat16
-    torch.testing.assert_close(y, NVFP4Linear.from_linear(te_linear())(x), rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(y, NVFP4Linear(te_linear())(x), rtol=2**-7, atol=2**-7)
     assert (te.inputs == [x.data_ptr()]) == (rows == padded)  # copied only to be padded
     assert layer(x.float()).dtype == torch.float32
     assert layer(x.mT.contiguous().mT).equal(y)  # as of a convolution's channels
 
 
 def test_transformer_engine_quantises_fp32_weight_directly(te: SimpleNamespace) -> None:
-    layer, merged = TransformerEngineLinear.from_linear(te_linear()), torch.randn(48, 64)
+    layer, merged = TransformerEngineLinear(te_linear()), torch.randn(48, 64)
     layer.requantize_(merged)
     torch.testing.assert_close(layer.linear.weight.data, quantize(merged).dequantize())
 
 
 def test_transformer_engine_requantizes_same_parameter_once(te: SimpleNamespace) -> None:
-    layer, x, other = TransformerEngineLinear.from_linear(te_linear()), torch.randn(8, 64), te_linear(seed=7)
+    layer, x, other = TransformerEngineLinear(te_linear()), torch.randn(8, 64), te_linear(seed=7)
     addresses = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
     assert te.quantised == 1 and not any(parameter.requires_grad for parameter in layer.parameters())
     layer(x), layer(x)
@@ -231,7 +235,7 @@ def test_transformer_engine_requantizes_same_parameter_once(te: SimpleNamespace)
     layer.requantize_(other.weight, other.bias)
     assert te.quantised == 3
     assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == addresses
-    assert layer(x).equal(TransformerEngineLinear.from_linear(other)(x))
+    assert layer(x).equal(TransformerEngineLinear(other)(x))
 
 
 def test_transformer_engine_requires_multiples_of_16() -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from solrl_lightning.rewards.preprocessing import CropToSquare, pad_to_square
 
-MEAN, STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
+MEAN, STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 CLIP = CropToSquare(224, 224, 224, MEAN, STD)
 ONE_LEVEL = 1.01 / 255 / min(STD)  # an 8-bit value that is rounded the other way, after normalisation
 
@@ -44,7 +44,7 @@ def test_cropping_is_within_one_level_of_pil(pictures: list[Image.Image]) -> Non
         wide, high = (int(pixels * scale + 1e-9) for pixels in picture.size)
         left, top = (wide - 224) // 2, (high - 224) // 2
         square = picture.resize((wide, high), Image.Resampling.BICUBIC).crop((left, top, left + 224, top + 224))
-        reference = vision.normalize(as_tensor(square), list(MEAN), list(STD))
+        reference = vision.normalize(as_tensor(square), MEAN, STD)
         assert (CLIP(as_tensor(picture)[None])[0] - reference).abs().max() < ONE_LEVEL
 
 
@@ -82,8 +82,8 @@ def test_result_does_not_depend_on_the_batch_or_on_saving_as_png(prepare, dtype:
 
 def test_crop_uses_the_given_size_and_statistics() -> None:
     image = as_tensor(drawn(60, 90, seed=1))[None]
-    small = CropToSquare(40, 32, 30, (0.5, 0.4, 0.3), (0.2, 0.3, 0.4))(image)
+    small = CropToSquare(40, 32, 30, [0.5, 0.4, 0.3], [0.2, 0.3, 0.4])(image)
     assert small.shape == (1, 3, 32, 30)
-    plain = CropToSquare(40, 40, 60, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))(image)[..., 4:36, 15:45]
+    plain = CropToSquare(40, 40, 60, [0.0, 0.0, 0.0], [1.0, 1.0, 1.0])(image)[..., 4:36, 15:45]
     expected = vision.normalize(plain, [0.5, 0.4, 0.3], [0.2, 0.3, 0.4])
     torch.testing.assert_close(small, expected)

@@ -131,7 +131,7 @@ def test_layer_is_compared_with_the_exact_product(precision: str) -> None:
     backend = backend_of(precision)
     assert backend.linear_cls is not None
     with torch.no_grad():
-        y = backend.linear_cls.from_linear(linear)(x)
+        y = backend.linear_cls(linear)(x)
         right, wrong = (largest_error(product, x, linear, precision) for product in (y, 1.1 * y))
         without_bias = largest_error(y - linear.bias, x, linear, precision)
         unquantised = largest_error(linear(x), x, linear, precision)

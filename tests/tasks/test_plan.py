@@ -20,9 +20,9 @@ from solrl_lightning.policies.base_weights import block_linears
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization import plan as plan_layers
+from solrl_lightning.quantization.backends import PACKED_BITS
 from solrl_lightning.rollout.stage import evaluations
 from solrl_lightning.tasks.plan import (
-    PACKED_BITS,
     Json,
     iteration_cost,
     plan,
@@ -30,8 +30,8 @@ from solrl_lightning.tasks.plan import (
     seconds,
 )
 from solrl_lightning.tasks.plan_memory import (
+    OPTIONS,
     Footprint,
-    Options,
     bytes_of,
     fit,
     overrides,
@@ -128,7 +128,7 @@ FOOTPRINT = Footprint(
     sampling=1,
     decoding=4,
 )
-MOST = Options("bfloat16", True, "device", False, micro_batch=8, rollout_batch=16, decode_batch=4)
+MOST = dict(zip(OPTIONS, (None, "bfloat16", "device", False, 8, 16, 4), strict=True))
 
 
 def test_options_that_fit_change_no_more_than_is_needed() -> None:
@@ -152,7 +152,7 @@ def test_options_that_fit_change_no_more_than_is_needed() -> None:
         assert FOOTPRINT.peak(options) == room
     nearest = fit(FOOTPRINT, MOST, 39)
     assert FOOTPRINT.peak(nearest) == 40
-    assert not any(fit(FOOTPRINT, MOST._replace(shadow=False), room).shadow for room in (1000, 10))
+    assert all(fit(FOOTPRINT._replace(shadow=0), MOST, room)["family"] is None for room in (1000, 10))
 
 
 def test_replica_owns_quantised_and_adapted_layers_only() -> None:

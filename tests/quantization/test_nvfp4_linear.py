@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from solrl_lightning.quantization.cached_quantizer import CachedQuantizer
-from solrl_lightning.quantization.emulated import NVFP4Linear
 from solrl_lightning.quantization.nvfp4 import encode, fake_quantize, quantize
+from solrl_lightning.quantization.scaled_linear import NVFP4Linear
 
 
 def linear(bias: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0) -> nn.Linear:
@@ -19,7 +19,7 @@ def linear(bias: bool = True, dtype: torch.dtype = torch.float32, seed: int = 0)
 @pytest.mark.parametrize("bias", [True, False])
 def test_product_equals_that_of_dequantised_operands(bias: bool) -> None:
     layer, x = linear(bias), torch.randn(3, 20, 128)
-    y = NVFP4Linear.from_linear(layer)(x)
+    y = NVFP4Linear(layer)(x)
     exact = encode(x, per_row=True).dequantize(torch.float64) @ quantize(layer.weight).dequantize(torch.float64).T
     if bias:
         exact += layer.bias.double()
@@ -28,23 +28,23 @@ def test_product_equals_that_of_dequantised_operands(bias: bool) -> None:
 
 
 def test_bf16_result_is_fp32_result_rounded_once() -> None:
-    layer, x = NVFP4Linear.from_linear(linear(dtype=torch.bfloat16)), torch.randn(20, 128).bfloat16()
+    layer, x = NVFP4Linear(linear(dtype=torch.bfloat16)), torch.randn(20, 128).bfloat16()
     assert layer(x).dtype == torch.bfloat16
     assert layer(x).equal(layer(x.float()).bfloat16())
 
 
 def test_operands_are_equal_in_bf16_and_fp32() -> None:
-    layer, x = NVFP4Linear.from_linear(linear()), torch.randn(20, 128)
+    layer, x = NVFP4Linear(linear()), torch.randn(20, 128)
     expected = layer(x)
     layer.weight_values = layer.weight_values.bfloat16()  # as on a GPU; here the product is rounded to BF16 too
     torch.testing.assert_close(layer(x), expected, rtol=2**-7, atol=2**-7)
-    assert layer.weight_values.float().equal(NVFP4Linear.from_linear(linear()).weight_values.float())
+    assert layer.weight_values.float().equal(NVFP4Linear(linear()).weight_values.float())
 
 
 def test_input_changed_in_place_is_quantised_again() -> None:
     first, second, x = (
-        NVFP4Linear.from_linear(linear(seed=1)),
-        NVFP4Linear.from_linear(linear(seed=2)),
+        NVFP4Linear(linear(seed=1)),
+        NVFP4Linear(linear(seed=2)),
         torch.randn(20, 128),
     )
     expected = second(3 * x)
@@ -67,7 +67,7 @@ def test_cache_keeps_neither_input_nor_codes_alive() -> None:
 
 
 def test_cached_input_gives_same_result_as_copy() -> None:
-    layers = [NVFP4Linear.from_linear(linear(seed=seed)) for seed in range(3)]
+    layers = [NVFP4Linear(linear(seed=seed)) for seed in range(3)]
     x = torch.randn(20, 128)
     for layer in layers:
         assert layer(x).equal(layer(x.clone()))
@@ -76,7 +76,7 @@ def test_cached_input_gives_same_result_as_copy() -> None:
 
 
 def test_requantize_keeps_buffers_and_compiled_code() -> None:
-    layer, x = NVFP4Linear.from_linear(linear()), torch.randn(20, 128)
+    layer, x = NVFP4Linear(linear()), torch.randn(20, 128)
     graphs = []
 
     def count_graphs(graph: torch.fx.GraphModule, example_inputs: list) -> torch.fx.GraphModule:
@@ -93,11 +93,11 @@ def test_requantize_keeps_buffers_and_compiled_code() -> None:
     assert {name: buffer.data_ptr() for name, buffer in layer.named_buffers()} == addresses
     assert all(buffer is buffers[name] for name, buffer in layer.named_buffers())
     assert len(graphs) == 1
-    assert after.equal(NVFP4Linear.from_linear(other)(x))
+    assert after.equal(NVFP4Linear(other)(x))
     assert not after.equal(before)
 
 
 def test_requantize_without_bias_keeps_bias() -> None:
-    layer = NVFP4Linear.from_linear(linear())
+    layer = NVFP4Linear(linear())
     layer.requantize_(linear(seed=7).weight)
     assert layer.bias is not None and layer.bias.equal(linear().bias)
