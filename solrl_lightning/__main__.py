@@ -27,7 +27,7 @@ from solrl_lightning.console import EXPECTED, first_lines, report_error, silence
 from solrl_lightning.errors import UserError
 from solrl_lightning.finished_runs import check_runs, stopped_early
 from solrl_lightning.hub import check_hub, check_push
-from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job
+from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job, launched
 from solrl_lightning.resume import check_contents, resume
 from solrl_lightning.run_folder import check_free, check_new, check_writable, claimed, remove_unused
 
@@ -51,6 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
                 raise  # a sweeper, and a launcher of other processes, need to know
             return None  # Hydra would print a traceback
 
+    launched.cache_clear()  # one time for the lock and for Hydra's folder, a new one for each command
     try:
         silence_libraries()
         sys.argv[1:], claims = prepare(sys.argv[1:] if arguments is None else arguments)

@@ -39,8 +39,9 @@ def is_first() -> bool:
     return all(int(os.environ.get(name, "0")) == 0 for name in names)
 
 
+@cache  # ``__main__.main`` clears it
 def launched(pattern: str) -> str:
-    """The time as ``pattern`` says, of rank 0 where torchrun started the ranks; where srun did, the SLURM job's id."""
+    """The time of this command as ``pattern`` says, equal in all ranks of torchrun; under srun the SLURM job's id."""
     if _torchrun():
         return _time_of_first(pattern)
     if _srun() and int(os.environ["SLURM_NTASKS"]) > 1:
@@ -85,7 +86,6 @@ def _mpirun() -> bool:
     return find_spec("mpi4py") is not None and any(int(size) > 1 for size in sizes)
 
 
-@cache
 def _time_of_first(pattern: str) -> str:
     from torch.distributed import PrefixStore, TCPStore  # here: only ranks of torchrun need it
 
