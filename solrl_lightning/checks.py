@@ -6,7 +6,7 @@ that breaks a rule of one group of keys; `check_values` calls those that need no
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,8 @@ from solrl_lightning.config import ConfigTree
 from solrl_lightning.data.sources import check_source
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.config_files import config_folder
+from solrl_lightning.rewards.addresses import check_served, check_url, read_token
+from solrl_lightning.rewards.geneval_metadata import check_metadata
 
 if TYPE_CHECKING:
     from solrl_lightning.data.prompts import PromptSets
@@ -349,6 +351,9 @@ def check_rewards(cfg: DictConfig) -> None:
         if not _number(lambda value: True)(member["weight"]):
             rule = "a number; 0 for a reward that is only evaluated"
             raise _invalid(f"reward.{name}.weight", member["weight"], rule)
+        if member["_target_"] == "solrl_lightning.rewards.http.HTTPReward":
+            check_url(f"reward.{name}.url", member.get("url"))
+            read_token()
     if all(member["weight"] == 0 for member in members.values()):
         names = ", ".join(members) or "no reward at all"
         raise UserError(f"At least one reward needs a weight other than 0; got 0 for {names}.")
@@ -514,6 +519,8 @@ def check_needs(cfg: DictConfig) -> None:
         _requested_texts(cfg)
     if "proxies" in cfg.task:
         _check_proxies(cfg)
+    if "port" in cfg.task:
+        check_served(cfg)
     for name in ("train", "eval"):
         if name in cfg.task.reads:
             check_source(str(cfg.data[name]))
@@ -607,13 +614,41 @@ def check_prompts(cfg: DictConfig) -> None:
         return
     if "prompt_file" in cfg.task:
         requested_prompts(cfg)
-    available = len(prompt_sets(cfg).train)
+    prompts = prompt_sets(cfg)
+    available = len(prompts.train)
     if "train" in cfg.task.reads and cfg.prompts_per_iteration > available:
         rule = f"at most the number of different prompts in data.train={cfg.data.train}, which is {available}"
         raise _invalid("prompts_per_iteration", cfg.prompts_per_iteration, rule)
+    if any(member["_target_"] == "solrl_lightning.rewards.GenEval" for member in reward_members(cfg).values()):
+        texts = [*prompts.train, *prompts.eval]
+        check_metadata(texts, [prompts.metadata.get(text, {}) for text in texts])
+    if is_sharded(cfg):
+        ranks = _devices(cfg.trainer) * cfg.trainer.get("num_nodes", 1)
+        evaluated = len(prompts.eval[: cfg.data.eval_prompts])
+        check_shares({"prompts_per_iteration": cfg.prompts_per_iteration, "data.eval_prompts": evaluated}, ranks)
+
+
+def check_shares(counts: Mapping[str, int], ranks: int) -> None:
+    """UserError unless all ranks of trainer=fsdp get equally many of the prompts counted by ``counts``, by key."""
+    for key, count in counts.items():
+        if count % ranks:
+            raise UserError(
+                f"{key}={count} is invalid with trainer=fsdp: all ranks must have equally many prompts. Set it to a "
+                f"multiple of {ranks}."
+            )
 
 
 # What torch knows
+
+
+def _devices(trainer: DictConfig) -> int:
+    """The number of devices of a node that the trainer uses; 1 where only Lightning can tell."""
+    import torch
+
+    devices = trainer.get("devices", "auto")
+    if str(devices) in ("auto", "-1"):
+        return max(1, torch.cuda.device_count() if trainer.get("accelerator") != "cpu" else 1)
+    return max(1, len(devices) if isinstance(devices, ListConfig) else int(devices) if str(devices).isdigit() else 1)
 
 
 def check_machine(cfg: DictConfig) -> None:
@@ -627,7 +662,7 @@ def check_machine(cfg: DictConfig) -> None:
     accelerator, devices = cfg.trainer.get("accelerator"), cfg.trainer.get("devices")
     gpus = torch.cuda.device_count()
     if uses_model(cfg) and (accelerator == "cuda" or (accelerator == "gpu" and not torch.backends.mps.is_available())):
-        if (int(devices) if str(devices).isdigit() else 1) > gpus:
+        if _devices(cfg.trainer) > gpus:
             raise UserError(
                 f"trainer.accelerator={accelerator} trainer.devices={devices} is invalid: torch finds {gpus} GPUs "
                 "on this machine. Use trainer=auto."

@@ -17,7 +17,7 @@ from solrl_lightning.errors import UserError
 
 Compose = Callable[..., DictConfig]
 FLUX = ("model=flux1", "data=shapes")
-NEEDS = "model.pretrained=black-forest-labs/FLUX.1-dev needs 34 GB of disk, a GPU of 48 GB (24 GB with the options of task=plan)"
+NEEDS = "model.pretrained=black-forest-labs/FLUX.1-dev needs 34 GB of disk, a GPU of 48 GB (24 GB with the options of"
 
 
 @pytest.fixture(autouse=True)

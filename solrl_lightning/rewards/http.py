@@ -5,11 +5,9 @@ Shapes: B images.
 
 import base64
 import io
-import os
 from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from PIL import Image
@@ -18,9 +16,9 @@ from urllib3 import PoolManager, Retry
 from urllib3.exceptions import HTTPError
 
 from solrl_lightning.errors import ServerError, UserError, sentence
+from solrl_lightning.rewards.addresses import check_url, read_token
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
 
-TOKEN = "SOLRL_REWARD_TOKEN"  # environment variable
 _RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
 _MAX_BACKOFF = 60  # seconds
 _SHOWN = 300  # characters of an answer in a message
@@ -54,13 +52,7 @@ class HTTPReward(Reward):
         backoff: float = 1.0,
     ) -> None:
         super().__init__(device)
-        parts = urlsplit(str(url))
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-            given = "<hidden>" if "@" in parts.netloc else url
-            raise UserError(
-                f"reward.http.url={given} is invalid: it must begin with http:// or https:// and have no user or "
-                f"password. Set reward.http.url=http://<host>:<port>/score, and the token with export {TOKEN}=<token>."
-            )
+        check_url("reward.http.url", url)
         self.url, self.batch, self.concurrency = url, batch, concurrency
         token = read_token()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -138,11 +130,3 @@ def to_png(levels: Tensor) -> bytes:
     file = io.BytesIO()
     Image.fromarray(levels.numpy()).save(file, "PNG", compress_level=1)
     return file.getvalue()
-
-
-def read_token() -> str:
-    """The token in the environment, empty without one. Raises ``UserError`` if no HTTP header can hold it."""
-    token = os.environ.get(TOKEN, "").strip()
-    if not (token.isascii() and token.isprintable()):
-        raise UserError(f"{TOKEN} is invalid: it must be printable ASCII. Set it with export {TOKEN}=<token>.")
-    return token

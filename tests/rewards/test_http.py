@@ -20,7 +20,8 @@ from reward_servers import free_port, in_thread, kill, start, started
 from torch import Tensor
 
 from solrl_lightning.errors import NonFiniteError, ServerError, UserError
-from solrl_lightning.rewards.http import TOKEN, HTTPReward
+from solrl_lightning.rewards.addresses import TOKEN
+from solrl_lightning.rewards.http import HTTPReward
 
 PROMPTS = ["a cat", "zwölf Käuze", 'a "dog"', "a fish", "a cat"]
 METADATA = [{"count": 1}, {}, {"include": [{"class": "dog"}]}, {"tag": "x"}, {"count": 1}]
@@ -217,7 +218,9 @@ def test_token_is_sent_and_in_no_message(
     assert TOKEN in str(refused.value) and "cret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/score", "http://", "http://me:s3cret@host/score", None])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host/score", "http://", "http://me:s3cret@host/score", "http://[::1/", None]
+)
 def test_url_that_is_no_address_or_has_a_password_is_refused(url: Any) -> None:
     with pytest.raises(
         UserError, match="reward.http.url=.* is invalid: it must begin with http:// or https://"

@@ -15,8 +15,9 @@ from torch import Tensor
 from urllib3 import request
 
 from solrl_lightning.errors import ServerError, UserError
+from solrl_lightning.rewards.addresses import TOKEN
 from solrl_lightning.rewards.base import Metadata, Reward
-from solrl_lightning.rewards.http import TOKEN, HTTPReward, to_png
+from solrl_lightning.rewards.http import HTTPReward, to_png
 from solrl_lightning.rewards.server import create_app
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
