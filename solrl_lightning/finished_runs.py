@@ -14,7 +14,7 @@ from solrl_lightning.run_folder import RECORD
 
 RECORDED_CONFIG = RECORD / "config.yaml"
 _RUN_MARKS = (".hydra", "checkpoints", "summary.json")  # any of these marks the folder of a run, not of a sweep
-_FINISHED = ("completed", "stopped early")  # the status in summary.json of a run that ended as intended
+FINISHED = ("completed", "stopped early")  # the status in summary.json of a run that ended as intended
 
 
 class Run(NamedTuple):
@@ -63,7 +63,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     for folder in folders:
         file = folder / "summary.json"
         summary = read_summary(file) if file.is_file() else {"status": "has no summary.json (yet)"}
-        if summary["status"] not in _FINISHED:
+        if summary["status"] not in FINISHED:
             left_out[str(folder)] = summary["status"]
         elif summary["final_reward"] is None:
             left_out[str(folder)] = "never evaluated"

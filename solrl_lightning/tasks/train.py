@@ -1,6 +1,7 @@
 """task=train: align the policy with the reward."""
 
 import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,8 @@ def train(cfg: DictConfig) -> float | None:
         file_logger.info("%s", module.samplers.layer_table)
         log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), Path(cfg.run_dir) / LOG)
     summary = find_callback(trainer, RunSummary)
-    if summary is not None and trainer.is_global_zero and module.policy.device.type == "cuda":
-        summary.planned_memory_bytes = planned_peak(cfg, module.policy)
+    if summary is not None and module.policy.device.type == "cuda":
+        summary.planned_memory = partial(planned_peak, cfg, module.policy)
     loop = build_loop(cfg, trainer, module.objective)
     held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     try:
