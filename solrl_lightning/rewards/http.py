@@ -148,8 +148,8 @@ class _LoggedRetry(Retry):
 
     def increment(self, *args: Any, **options: Any) -> "_LoggedRetry":
         following = super().increment(*args, **options)  # raises after the last attempt
-        error, response = options.get("error"), options.get("response")
-        self._failed(sentence(error) if error else f"it answered with status {response.status}.")
+        last = following.history[-1]
+        self._failed(sentence(last.error) if last.error else f"it answered with status {last.status}.")
         return following
 
 
