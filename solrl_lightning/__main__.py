@@ -21,12 +21,12 @@ from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from solrl_lightning.checks import check_kinds, check_machine, check_needs, check_prompts, check_values
+from solrl_lightning.checks import check_kinds, check_machine, check_needs, check_prompts, check_values, downloads
 from solrl_lightning.config import CONFIG_MODULE, ConfigTree, application_config
 from solrl_lightning.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.errors import UserError
 from solrl_lightning.finished_runs import check_runs, stopped_early
-from solrl_lightning.hub import check_hub, check_push
+from solrl_lightning.hub import check_hub
 from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job, launched
 from solrl_lightning.resume import check_contents, resume
 from solrl_lightning.run_folder import check_free, check_new, check_writable, claimed, remove_unused
@@ -170,7 +170,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
             check_new(folder)
         check_writable(folder)
     notes: list[str] = []
-    for check in (check_runs, check_needs, check_push, lambda cfg: notes.extend(check_hub(cfg)), check_machine):
+    for check in (check_runs, check_needs, lambda cfg: notes.extend(check_hub(*downloads(cfg))), check_machine):
         _each(jobs, check)
     message = resumed.message
     if resumed.checkpoint is not None:

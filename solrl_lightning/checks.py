@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from solrl_lightning.config import ConfigTree
-from solrl_lightning.data.sources import check_source
+from solrl_lightning.data.sources import check_source, dataset_of
 from solrl_lightning.errors import UserError
+from solrl_lightning.hub import check_push
 from solrl_lightning.policies.config_files import config_folder
 from solrl_lightning.rewards.addresses import check_served, check_url, read_token
 from solrl_lightning.rewards.geneval_metadata import check_metadata
@@ -521,6 +522,8 @@ def check_needs(cfg: DictConfig) -> None:
         _check_proxies(cfg)
     if "port" in cfg.task:
         check_served(cfg)
+    if cfg.task.get("push") is not None:
+        check_push(str(cfg.task.push))
     for name in ("train", "eval"):
         if name in cfg.task.reads:
             check_source(str(cfg.data[name]))
@@ -636,6 +639,19 @@ def check_shares(counts: Mapping[str, int], ranks: int) -> None:
                 f"{key}={count} is invalid with trainer=fsdp: all ranks must have equally many prompts. Set it to a "
                 f"multiple of {ranks}."
             )
+
+
+def downloads(cfg: DictConfig) -> tuple[dict[str, str], list[str], str | None]:
+    """What ``hub.check_hub`` takes: models by key and data sets that this run loads, and the model's needs."""
+    keys = ["model.preview_decoder"] if uses_model(cfg) else []
+    if uses_model(cfg) and cfg.model.get("weights", "pretrained") == "pretrained":
+        keys += ["model.pretrained", "model.transformer_weights"]
+    if not {"train", "eval", "reward"}.isdisjoint(cfg.task.reads):  # only these tasks load rewards
+        parts = REWARD_FILES[1:] if cfg.reward.pretrained else REWARD_FILES
+        keys += ["reward.pretrained", *(f"reward.{name}.{part}" for name in reward_members(cfg) for part in parts)]
+    datasets = [dataset_of(str(cfg.data[name])) for name in ("train", "eval") if name in cfg.task.reads]
+    models = {key: str(OmegaConf.select(cfg, key)) for key in keys}
+    return models, [name for name in datasets if name is not None], cfg.model.get("needs")
 
 
 # What torch knows
