@@ -29,7 +29,6 @@ SOLVERS = ("euler", "dpm2")
 DECODERS = ("full", "bf16", "preview")
 MAX_SEED = 2**32 - 1
 _EXPLORER_KEYS = {"sampler", "steps", "solver", "stop_after", "rungs", "decoder"}
-_STRATEGIES = "auto single_device ddp ddp_find_unused_parameters_false ddp_find_unused_parameters_true"
 LORA_FILE = "pytorch_lora_weights.safetensors"  # of diffusers' save_lora_weights
 _ABSENT = object()  # a key that the chosen options do not have
 
@@ -117,11 +116,7 @@ def _number(holds: Callable[[float], bool]) -> Callable[[Any], bool]:
     return lambda value: type(value) in (int, float) and math.isfinite(value) and holds(value)
 
 
-def _or_null(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or holds(value)
-
-
-# The rule, whether it holds for a value, and the keys that it is for; a key that is absent breaks none.
+# The rule, whether it holds for a value, and the keys that it is for, with "?" if they may be null.
 _RULES = {
     "a whole number of at least 1": (
         _whole(1),
@@ -130,14 +125,10 @@ _RULES = {
         "model.full_steps model.preview_steps model.eval_steps model.prefix_steps model.micro_batch model.decode_batch "
         "model.rollout_batch model.lora.rank data.eval_images task.pool task.images task.repeats task.rounds "
         "task.grid_prompts task.grid_images family.patience callbacks.guard.patience "
-        "reward.http.batch reward.http.concurrency task.max_images task.max_pixels",
+        "reward.http.batch reward.http.concurrency task.max_images task.max_pixels "
+        "data.eval_prompts? task.sizes.pool? objective.window? callbacks.periodic.keep?",
     ),
-    "a whole number of at least 1, or null": (
-        _or_null(_whole(1)),
-        "data.eval_prompts task.sizes.pool objective.window callbacks.periodic.keep",
-    ),
-    "a whole number of at least 0": (_whole(0), "callbacks.periodic.every reward.http.retries"),
-    "a whole number of at least 0, or null": (_or_null(_whole(0)), "task.iterations"),
+    "a whole number of at least 0": (_whole(0), "callbacks.periodic.every reward.http.retries task.iterations?"),
     f"a whole number from 0 to {MAX_SEED}": (_whole(0, MAX_SEED), "seed"),
     "a whole number from 0 to 65535; 0 takes a free port": (_whole(0, 65535), "task.port"),
     "a whole number of at least 2: the best and the worst of a prompt are compared with each other": (
@@ -148,13 +139,9 @@ _RULES = {
         _number(lambda value: value > 0),
         "model.max_grad_norm model.lora.alpha objective.beta objective.advantage_clip objective.ratio_clip "
         "objective.clip_range objective.noise_level objective.eta "
-        "optimizer.lr scheduler.iterations reward.http.timeout",
-    ),
-    "a number above 0, or null": (
-        _or_null(_number(lambda value: value > 0)),
-        "task.tflops task.speedup callbacks.guard.limits.fall callbacks.guard.limits.pictures "
-        "callbacks.guard.limits.diversity callbacks.guard.limits.kl callbacks.guard.limits.base_distance "
-        "callbacks.guard.limits.jump",
+        "optimizer.lr scheduler.iterations reward.http.timeout task.tflops? task.speedup? callbacks.guard.limits.fall? "
+        "callbacks.guard.limits.pictures? callbacks.guard.limits.diversity? callbacks.guard.limits.kl? "
+        "callbacks.guard.limits.base_distance? callbacks.guard.limits.jump?",
     ),
     "a number of at least 0": (
         _number(lambda value: value >= 0),
@@ -190,10 +177,11 @@ def check_numbers(cfg: DictConfig) -> None:
     rules = [(key, holds, rule) for rule, (holds, keys) in _RULES.items() for key in keys.split()]
     if "prompt_file" not in cfg.task:  # task.prompts are texts in task=generate, else their number
         rules.append(("task.prompts", _whole(1), "a whole number of at least 1"))
-    for key, holds, rule in rules:
+    for marked, holds, rule in rules:
+        key, nullable = marked.rstrip("?"), marked.endswith("?")
         value = OmegaConf.select(cfg, key, default=_ABSENT)
-        if value is not _ABSENT and not holds(value):
-            raise _invalid(key, value, f"{rule}. Leave it out for the default")
+        if value is not _ABSENT and not holds(value) and not (nullable and value is None):
+            raise _invalid(key, value, f"{rule}{', or null' * nullable}. Leave it out for the default")
     for where in ("family", "task"):
         keep, pool = (OmegaConf.select(cfg, f"{where}.{key}") for key in ("keep", "pool"))
         if keep is not None and pool is not None and keep > pool:
@@ -232,9 +220,9 @@ _TRAINER = {
         "every dtype is set in the code and Lightning casts nothing. Leave it at trainer.precision=32-true.",
     ),
     "strategy": (
-        _STRATEGIES,
-        "every rank holds the whole policy, so it must be one of "
-        f"{', '.join(_STRATEGIES.split())}. Use trainer.strategy=ddp.",
+        "auto single_device ddp ddp_find_unused_parameters_false ddp_find_unused_parameters_true",
+        "every rank holds the whole policy, so it must be one of auto, single_device, ddp, "
+        "ddp_find_unused_parameters_false, ddp_find_unused_parameters_true. Use trainer.strategy=ddp.",
     ),
     "accumulate_grad_batches": (
         "1",
@@ -258,15 +246,15 @@ _TRAINER = {
         """'+callbacks.timer={_target_:lightning.pytorch.callbacks.Timer,duration:"00:12:00:00",interval:epoch}'.""",
     ),
 }
-# Key below callbacks.checkpoint, the value that keeps checkpoints/last.ckpt the newest state, and Lightning's default.
-_CHECKPOINT = (
-    ("filename", "last", None),
-    ("monitor", "None", None),
-    ("save_top_k", "1", 1),
-    ("save_last", "None", None),
-    ("save_weights_only", "False", False),
-    ("enable_version_counter", "False", True),
-)
+# Options of callbacks.checkpoint: Lightning's default, and the values that keep checkpoints/last.ckpt the newest state.
+_CHECKPOINT = {
+    "filename": (None, "last"),
+    "monitor": (None, "None"),
+    "save_top_k": (1, "1"),
+    "save_last": (None, "None", "False"),
+    "save_weights_only": (False, "False"),
+    "enable_version_counter": (True, "False"),
+}
 
 
 def check_trainer(cfg: DictConfig) -> None:
@@ -322,12 +310,12 @@ def check_checkpoint(cfg: DictConfig) -> None:
     checkpoint = OmegaConf.select(cfg, "callbacks.checkpoint")
     if checkpoint is None:
         return
-    for key, needed, default in (*_CHECKPOINT, ("dirpath", f"{cfg.run_dir}/checkpoints", None)):
+    for key, (default, *allowed) in (_CHECKPOINT | {"dirpath": (None, f"{cfg.run_dir}/checkpoints")}).items():
         value = str(checkpoint.get(key, default))
-        if value != needed and (key, value) != ("save_last", "False"):
+        if value not in allowed:
             raise UserError(
                 f"callbacks.checkpoint.{key}={value} is invalid: this callback writes checkpoints/last.ckpt, the last "
-                f"state, for ckpt=last. Leave it at {needed}. For others set callbacks.best.monitor=<reward> or "
+                f"state, for ckpt=last. Leave it at {allowed[0]}. For others set callbacks.best.monitor=<reward> or "
                 "callbacks.periodic.every=<iterations>."
             )
 
@@ -453,7 +441,7 @@ def _check_explorer(key: str, explorer: Any, keys: set[str]) -> None:
     if isinstance(explorer, DictConfig):
         steps, stop = explorer.get("steps"), explorer.get("stop_after")
         known = explorer.get("sampler") in SAMPLERS and explorer.get("solver", SOLVERS[0]) in SOLVERS
-        if explorer.keys() <= keys and known and _whole(1)(steps) and _or_null(_whole(1, steps - 1))(stop):
+        if explorer.keys() <= keys and known and _whole(1)(steps) and (stop is None or _whole(1, steps - 1)(stop)):
             return
     precision = "a precision, " if "precision" in keys else ""
     raise _invalid(
