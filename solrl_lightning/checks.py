@@ -51,8 +51,6 @@ _ONE_EACH = "task model data family objective scheduler precision trainer".split
 REWARD_FILES = ("pretrained", "processor", "tokenizer", "head", "detector")  # keys of a reward's hub ids and paths
 _DELETABLE = ("callbacks", "logger", "trainer", "reward", "optimizer", "objective", "model.quantization.exclude")
 _OPEN = ("callbacks", "logger", "trainer")  # where their classes take several kinds, null among them
-# In `_requested_texts` and `check_choices`
-_OWN_RULES = ("task.prompts", "family.compile", "compile_training", "model.gradient_checkpointing")
 _NULL_IN_SOME = ("family.explore", "family.warning", "model.variant", "model.embeddings", "model.preview_decoder")
 _KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
 
@@ -87,7 +85,7 @@ def _check_kind(key: str, known: Any, found: Any) -> None:
     if (
         kind == expected
         or "a reference" in (expected, kind)
-        or key in _OWN_RULES
+        or key in (*_CHOICES, "task.prompts")  # which have rules of their own
         or (is_open and (text or found is None))  # devices=auto may also be a list
         or (text and kind in ("a text", "a number", "true or false"))
         or (found is None and key in _NULL_IN_SOME)
@@ -395,13 +393,11 @@ def check_stages(cfg: DictConfig) -> None:
 
 
 def _check_explore(cfg: DictConfig, key: str, explore: DictConfig) -> None:
-    regenerate = cfg.family.regenerate
-    check_decoder(cfg, f"{key}.decoder", explore.get("decoder", "full"))
-    stop = explore.get("stop_after")
+    regenerate, stop = cfg.family.regenerate, explore.get("stop_after")
     if stop is not None and not _whole(1, explore.steps - 1)(stop):
         raise _invalid(f"{key}.stop_after", stop, f"at least 1 and below {key}.steps={explore.steps}")
+    _check_images(cfg, key, explore, cfg.family)
     if explore.get("rungs") is not None:
-        check_rungs(f"{key}.rungs", explore.rungs, explore.steps, cfg.family.pool, cfg.family.keep)
         stop = explore.rungs[-1].step
     way = [explore.sampler, explore.steps, explore.get("solver", regenerate.solver)]
     same = way == _way(regenerate)
@@ -413,6 +409,13 @@ def _check_explore(cfg: DictConfig, key: str, explore: DictConfig) -> None:
         )
     if stop == explore.steps and same:
         raise _invalid(f"{key}.rungs", explore.rungs, f"a race that ends before step {stop}, the last one")
+
+
+def _check_images(cfg: DictConfig, key: str, explorer: DictConfig, counts: DictConfig) -> None:
+    """UserError for a decoder or rungs of ``explorer``, the value of ``key``, that do not go with model and pool."""
+    check_decoder(cfg, f"{key}.decoder", explorer.get("decoder", "full"))
+    if explorer.get("rungs") is not None:
+        _check_rungs(f"{key}.rungs", explorer.rungs, explorer.steps, counts.pool, counts.keep)
 
 
 def _check_levels(cfg: DictConfig) -> None:
@@ -452,7 +455,7 @@ def _check_explorer(key: str, explorer: Any, keys: set[str]) -> None:
     )
 
 
-def check_rungs(key: str, rungs: Any, steps: int, pool: int, keep: int) -> None:
+def _check_rungs(key: str, rungs: Any, steps: int, pool: int, keep: int) -> None:
     """UserError unless each rung {step, keep} is later and keeps no more than the one before, at last ``keep``."""
     example = f"'{key}=[{{step:2,keep:{max(pool // 2, keep)}}},{{step:4,keep:{keep}}}]'"
     rule = (
@@ -586,9 +589,7 @@ def _check_proxies(cfg: DictConfig) -> None:
         raise UserError("task.proxies is empty. Name at least one, as in 'task.proxies=[{sampler:shadow,steps:6}]'.")
     for number, proxy in enumerate(cfg.task.proxies):
         _check_explorer(f"task.proxies.{number}", proxy, _EXPLORER_KEYS | {"precision"})
-        if proxy.get("rungs") is not None:
-            check_rungs(f"task.proxies.{number}.rungs", proxy.rungs, proxy.steps, cfg.task.pool, cfg.task.keep)
-        check_decoder(cfg, f"task.proxies.{number}.decoder", proxy.get("decoder", "full"))
+        _check_images(cfg, f"task.proxies.{number}", proxy, cfg.task)
 
 
 def prompt_sets(cfg: DictConfig) -> "PromptSets":
