@@ -26,16 +26,14 @@ _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MAST
 
 def is_first() -> bool:
     """Whether this process starts the run: rank 0, the only one that checks and writes its folder."""
-    if _torchrun():
-        names = ["RANK"]  # torchrun numbers nodes by itself, whatever srun calls them
-    elif _srun():
-        names = ["SLURM_PROCID"]
-    elif _jsrun():
-        names = ["JSM_NAMESPACE_RANK"]
-    elif _mpirun():
-        names = ["OMPI_COMM_WORLD_RANK", "PMI_RANK"]
-    else:
-        names = ["RANK", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"]
+    ranks = {  # torchrun numbers nodes by itself, whatever srun calls them
+        _torchrun: ["RANK"],
+        _srun: ["SLURM_PROCID"],
+        _jsrun: ["JSM_NAMESPACE_RANK"],
+        _mpirun: ["OMPI_COMM_WORLD_RANK", "PMI_RANK"],
+    }
+    alone = ["RANK", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"]
+    names = next((names for is_launcher, names in ranks.items() if is_launcher()), alone)
     return all(int(os.environ.get(name, "0")) == 0 for name in names)
 
 

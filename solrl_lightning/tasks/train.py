@@ -3,7 +3,6 @@
 import logging
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from hydra.utils import instantiate
@@ -34,7 +33,9 @@ def train(cfg: DictConfig) -> float | None:
     """
     checkpoint = None if cfg.ckpt is None else read_checkpoint(cfg.ckpt)
     if checkpoint is not None:
-        check_continues(cfg, checkpoint)
+        optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
+        for state in checkpoint["optimizer_states"]:
+            check_fits(optimizer, state)
     seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
     if is_resuming(Path(cfg.run_dir)):
@@ -71,10 +72,3 @@ class _CommitOverrides(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             commit_overrides(self.folder)
-
-
-def check_continues(cfg: DictConfig, checkpoint: dict[str, Any]) -> None:
-    """Raise ``UserError`` if the run of ``checkpoint`` had another optimiser."""
-    optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
-    for state in checkpoint["optimizer_states"]:
-        check_fits(optimizer, state)
