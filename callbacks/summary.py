@@ -8,7 +8,7 @@ are those of rank 0, because collectives are not possible after an exception.
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -28,6 +28,7 @@ from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.environment import machine, versions
 from solrl_lightning.errors import UserError, WriteError
 from solrl_lightning.files import finite_only, iterations_done, read_checkpoint, write_atomically
+from solrl_lightning.finished_runs import FINISHED
 from solrl_lightning.formatting import counted, gibibytes, measured
 from solrl_lightning.memory import peak_resident_bytes
 from solrl_lightning.report import render, run_page
@@ -70,8 +71,8 @@ class RunSummary(Callback):
         self._first: dict[str, float] = {}  # what the policy did in its first iteration, and in the last one
         self._last: dict[str, float] = {}
         self._stopped_by: str | None = None
-        self.planned_memory_bytes: int | None = None
-        """Planned peak of a GPU's memory; None on a CPU, whose measured peak is that of the whole process."""
+        self.planned_memory: Callable[[], int | None] = lambda: None
+        """Bytes of a GPU planned as the run's peak; called after training, because it takes up to half a minute."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._started is None:  # the evaluation before training calls setup, too
@@ -180,7 +181,7 @@ class RunSummary(Callback):
             "alarms": [alarm._asdict() for alarm in guard.alarms] if guard else [],
             "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
-            "planned_memory_bytes": self.planned_memory_bytes,
+            "planned_memory_bytes": self.planned_memory() if status in FINISHED else None,
             "held_out": held_out,
             "evaluations": evaluations,
             "config": self.hparams,

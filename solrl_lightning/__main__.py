@@ -7,13 +7,14 @@ written.
 import logging
 import os
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
+from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -21,14 +22,14 @@ from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from solrl_lightning.checks import check_kinds, check_machine, check_needs, check_prompts, check_values
+from solrl_lightning.checks import check_kinds, check_machine, check_needs, check_prompts, check_values, downloads
 from solrl_lightning.config import CONFIG_MODULE, ConfigTree, application_config
 from solrl_lightning.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.errors import UserError
 from solrl_lightning.finished_runs import check_runs, stopped_early
 from solrl_lightning.formatting import counted
-from solrl_lightning.hub import check_hub, check_push
-from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job
+from solrl_lightning.hub import check_hub
+from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job, launched
 from solrl_lightning.resume import check_contents, resume
 from solrl_lightning.run_folder import check_free, check_new, check_writable, claimed, remove_unused
 
@@ -52,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
                 raise  # a sweeper, and a launcher of other processes, need to know
             return None  # Hydra would print a traceback
 
+    launched.cache_clear()  # one time for the lock and for Hydra's folder, a new one for each command
     try:
         silence_libraries()
         sys.argv[1:], claims = prepare(sys.argv[1:] if arguments is None else arguments)
@@ -115,23 +117,15 @@ def _task(target: str) -> Callable[[DictConfig], Any]:
 # Before a run
 
 
-class _Parser(ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}. --hydra-help lists the flags.")
-
-
 def _flags(arguments: list[str]) -> Namespace:
-    """The flags of Hydra (https://hydra.cc/docs/1.3/advanced/hydra-command-line-flags), anywhere among overrides."""
-    parser = _Parser(add_help=False)
-    parser.add_argument("overrides", nargs="*")
-    for names in "--help,-h --hydra-help --version --resolve --run,-r --multirun,-m --shell-completion,-sc".split():
-        parser.add_argument(*names.split(","), action="store_true")
-    for names in "--package,-p --config-path,-cp --config-name,-cn --config-dir,-cd --experimental-rerun".split():
-        parser.add_argument(*names.split(","))
-    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
-    info = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
-    parser.add_argument("--info", "-i", nargs="?", const="all", choices=info)
+    """Hydra's flags, anywhere among overrides."""
+    parser = get_args_parser()
+    parser.error = _refuse  # type: ignore[method-assign]
     return parser.parse_intermixed_args(arguments)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise UserError(f"{message}. --hydra-help lists the flags.")
 
 
 def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
@@ -141,7 +135,7 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
         UserError: for the first mistake.
     """
     flags = _flags(arguments)
-    if flags.hydra_help or flags.version or flags.shell_completion or flags.experimental_rerun:
+    if flags.hydra_help or flags.shell_completion or flags.experimental_rerun:
         return arguments, {}
     if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
         raise UserError(f"--config-dir must be a folder; there is none at {flags.config_dir}.")
@@ -170,7 +164,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
             check_new(folder)
         check_writable(folder)
     notes: list[str] = []
-    for check in (check_runs, check_needs, check_push, lambda cfg: notes.extend(check_hub(cfg)), check_machine):
+    for check in (check_runs, check_needs, lambda cfg: notes.extend(check_hub(*downloads(cfg))), check_machine):
         _each(jobs, check)
     message = resumed.message
     if resumed.checkpoint is not None:

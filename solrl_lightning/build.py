@@ -128,9 +128,7 @@ def levels_of(cfg: DictConfig) -> list[list[Stage]]:
     ways = family.get("levels") or [family.explore]
     if ways == [None]:
         return [[regenerate._replace(keep=family.keep)]]
-    rungs = [way.get("rungs") or [{"step": way.get("stop_after"), "keep": family.keep}] for way in ways]
-    each = [explorers({"solver": last.solver, **way}, own) for way, own in zip(ways, rungs, strict=True)]
-    return [[*explore, regenerate] for explore in each]
+    return [[*explorers(way, last.solver, family.keep), regenerate] for way in ways]
 
 
 def build_objective(cfg: DictConfig) -> Objective:
@@ -143,12 +141,17 @@ def uses_shadow(cfg: DictConfig) -> bool:
     return any(stage.sampler == SHADOW for stages in levels_of(cfg) for stage in stages)
 
 
-def explorers(stage: Mapping[str, Any], rungs: Sequence[Mapping[str, Any]], name: str = EXPLORE) -> list[Stage]:
-    """Return a stage per rung; one whose step is null, or the last of ``steps``, goes to the end of the trajectory."""
-    way = stage["sampler"], stage["steps"], stage["solver"]
-    stops = [None if rung["step"] == stage["steps"] else rung["step"] for rung in rungs]
-    decoder = stage.get("decoder", "full")
-    return [Stage(name, *way, stop, decoder, rung["keep"]) for stop, rung in zip(stops, rungs, strict=True)]
+def explorers(way: Mapping[str, Any], solver: str, keep: int, name: str = EXPLORE) -> list[Stage]:
+    """Return a stage per rung of ``way``; without rungs one, which keeps ``keep``. ``solver``: where ``way`` has none.
+
+    A stage whose step is null, or the last of ``steps``, goes to the end of the trajectory.
+    """
+    steps = way["steps"]
+    own = way["sampler"], steps, way.get("solver", solver)
+    rungs = way.get("rungs") or [{"step": way.get("stop_after"), "keep": keep}]
+    stops = [None if rung["step"] == steps else rung["step"] for rung in rungs]
+    decoder = way.get("decoder", "full")
+    return [Stage(name, *own, stop, decoder, rung["keep"]) for stop, rung in zip(stops, rungs, strict=True)]
 
 
 def build_rewards(

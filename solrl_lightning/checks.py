@@ -6,7 +6,7 @@ that breaks a rule of one group of keys; `check_values` calls those that need no
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from solrl_lightning.config import ConfigTree
-from solrl_lightning.data.sources import check_source
+from solrl_lightning.data.sources import check_source, dataset_of
 from solrl_lightning.errors import UserError
+from solrl_lightning.hub import check_push
 from solrl_lightning.policies.config_files import config_folder
+from solrl_lightning.rewards.addresses import check_served, check_url, read_token
+from solrl_lightning.rewards.geneval_metadata import check_metadata
 
 if TYPE_CHECKING:
     from solrl_lightning.data.prompts import PromptSets
@@ -26,7 +29,6 @@ SOLVERS = ("euler", "dpm2")
 DECODERS = ("full", "bf16", "preview")
 MAX_SEED = 2**32 - 1
 _EXPLORER_KEYS = {"sampler", "steps", "solver", "stop_after", "rungs", "decoder"}
-_STRATEGIES = "auto single_device ddp ddp_find_unused_parameters_false ddp_find_unused_parameters_true"
 LORA_FILE = "pytorch_lora_weights.safetensors"  # of diffusers' save_lora_weights
 _ABSENT = object()  # a key that the chosen options do not have
 
@@ -49,8 +51,6 @@ _ONE_EACH = "task model data family objective scheduler precision trainer".split
 REWARD_FILES = ("pretrained", "processor", "tokenizer", "head", "detector")  # keys of a reward's hub ids and paths
 _DELETABLE = ("callbacks", "logger", "trainer", "reward", "optimizer", "objective", "model.quantization.exclude")
 _OPEN = ("callbacks", "logger", "trainer")  # where their classes take several kinds, null among them
-# In `_requested_texts` and `check_choices`
-_OWN_RULES = ("task.prompts", "family.compile", "compile_training", "model.gradient_checkpointing")
 _NULL_IN_SOME = ("family.explore", "family.warning", "model.variant", "model.embeddings", "model.preview_decoder")
 _KINDS = {bool: "true or false", int: "a number", float: "a number", str: "a text", list: "a list"}
 
@@ -85,7 +85,7 @@ def _check_kind(key: str, known: Any, found: Any) -> None:
     if (
         kind == expected
         or "a reference" in (expected, kind)
-        or key in _OWN_RULES
+        or key in (*_CHOICES, "task.prompts")  # which have rules of their own
         or (is_open and (text or found is None))  # devices=auto may also be a list
         or (text and kind in ("a text", "a number", "true or false"))
         or (found is None and key in _NULL_IN_SOME)
@@ -114,11 +114,7 @@ def _number(holds: Callable[[float], bool]) -> Callable[[Any], bool]:
     return lambda value: type(value) in (int, float) and math.isfinite(value) and holds(value)
 
 
-def _or_null(holds: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or holds(value)
-
-
-# The rule, whether it holds for a value, and the keys that it is for; a key that is absent breaks none.
+# The rule, whether it holds for a value, and the keys that it is for, with "?" if they may be null.
 _RULES = {
     "a whole number of at least 1": (
         _whole(1),
@@ -128,18 +124,14 @@ _RULES = {
         "model.rollout_batch model.lora.rank data.eval_images task.pool task.images task.repeats task.rounds "
         "task.grid_prompts task.grid_images family.patience callbacks.guard.patience callbacks.sample_grid.prompts "
         "callbacks.sample_grid.seeds_per_prompt callbacks.sample_grid.steps "
-        "reward.http.batch reward.http.concurrency task.max_images task.max_pixels",
-    ),
-    "a whole number of at least 1, or null": (
-        _or_null(_whole(1)),
-        "data.eval_prompts task.sizes.pool objective.window callbacks.periodic.keep",
+        "reward.http.batch reward.http.concurrency task.max_images task.max_pixels "
+        "data.eval_prompts? task.sizes.pool? objective.window? callbacks.periodic.keep?",
     ),
     "a whole number of at least 0": (
         _whole(0),
         "callbacks.periodic.every callbacks.rank_correlation.probe_every callbacks.sample_grid.every "
-        "reward.http.retries",
+        "reward.http.retries task.iterations?",
     ),
-    "a whole number of at least 0, or null": (_or_null(_whole(0)), "task.iterations"),
     f"a whole number from 0 to {MAX_SEED}": (_whole(0, MAX_SEED), "seed"),
     "a whole number from 0 to 65535; 0 takes a free port": (_whole(0, 65535), "task.port"),
     "a whole number of at least 2: the best and the worst of a prompt are compared with each other": (
@@ -150,13 +142,9 @@ _RULES = {
         _number(lambda value: value > 0),
         "model.max_grad_norm model.lora.alpha objective.beta objective.advantage_clip objective.ratio_clip "
         "objective.clip_range objective.noise_level objective.eta "
-        "optimizer.lr scheduler.iterations reward.http.timeout",
-    ),
-    "a number above 0, or null": (
-        _or_null(_number(lambda value: value > 0)),
-        "task.tflops task.speedup callbacks.guard.limits.fall callbacks.guard.limits.pictures "
-        "callbacks.guard.limits.diversity callbacks.guard.limits.kl callbacks.guard.limits.base_distance "
-        "callbacks.guard.limits.jump",
+        "optimizer.lr scheduler.iterations reward.http.timeout task.tflops? task.speedup? callbacks.guard.limits.fall? "
+        "callbacks.guard.limits.pictures? callbacks.guard.limits.diversity? callbacks.guard.limits.kl? "
+        "callbacks.guard.limits.base_distance? callbacks.guard.limits.jump?",
     ),
     "a number of at least 0": (
         _number(lambda value: value >= 0),
@@ -192,10 +180,11 @@ def check_numbers(cfg: DictConfig) -> None:
     rules = [(key, holds, rule) for rule, (holds, keys) in _RULES.items() for key in keys.split()]
     if "prompt_file" not in cfg.task:  # task.prompts are texts in task=generate, else their number
         rules.append(("task.prompts", _whole(1), "a whole number of at least 1"))
-    for key, holds, rule in rules:
+    for marked, holds, rule in rules:
+        key, nullable = marked.rstrip("?"), marked.endswith("?")
         value = OmegaConf.select(cfg, key, default=_ABSENT)
-        if value is not _ABSENT and not holds(value):
-            raise _invalid(key, value, f"{rule}. Leave it out for the default")
+        if value is not _ABSENT and not holds(value) and not (nullable and value is None):
+            raise _invalid(key, value, f"{rule}{', or null' * nullable}. Leave it out for the default")
     for where in ("family", "task"):
         keep, pool = (OmegaConf.select(cfg, f"{where}.{key}") for key in ("keep", "pool"))
         if keep is not None and pool is not None and keep > pool:
@@ -234,9 +223,9 @@ _TRAINER = {
         "every dtype is set in the code and Lightning casts nothing. Leave it at trainer.precision=32-true.",
     ),
     "strategy": (
-        _STRATEGIES,
-        "every rank holds the whole policy, so it must be one of "
-        f"{', '.join(_STRATEGIES.split())}. Use trainer.strategy=ddp.",
+        "auto single_device ddp ddp_find_unused_parameters_false ddp_find_unused_parameters_true",
+        "every rank holds the whole policy, so it must be one of auto, single_device, ddp, "
+        "ddp_find_unused_parameters_false, ddp_find_unused_parameters_true. Use trainer.strategy=ddp.",
     ),
     "accumulate_grad_batches": (
         "1",
@@ -260,15 +249,15 @@ _TRAINER = {
         """'+callbacks.timer={_target_:lightning.pytorch.callbacks.Timer,duration:"00:12:00:00",interval:epoch}'.""",
     ),
 }
-# Key below callbacks.checkpoint, the value that keeps checkpoints/last.ckpt the newest state, and Lightning's default.
-_CHECKPOINT = (
-    ("filename", "last", None),
-    ("monitor", "None", None),
-    ("save_top_k", "1", 1),
-    ("save_last", "None", None),
-    ("save_weights_only", "False", False),
-    ("enable_version_counter", "False", True),
-)
+# Options of callbacks.checkpoint: Lightning's default, and the values that keep checkpoints/last.ckpt the newest state.
+_CHECKPOINT = {
+    "filename": (None, "last"),
+    "monitor": (None, "None"),
+    "save_top_k": (1, "1"),
+    "save_last": (None, "None", "False"),
+    "save_weights_only": (False, "False"),
+    "enable_version_counter": (True, "False"),
+}
 
 
 def check_trainer(cfg: DictConfig) -> None:
@@ -324,12 +313,12 @@ def check_checkpoint(cfg: DictConfig) -> None:
     checkpoint = OmegaConf.select(cfg, "callbacks.checkpoint")
     if checkpoint is None:
         return
-    for key, needed, default in (*_CHECKPOINT, ("dirpath", f"{cfg.run_dir}/checkpoints", None)):
+    for key, (default, *allowed) in (_CHECKPOINT | {"dirpath": (None, f"{cfg.run_dir}/checkpoints")}).items():
         value = str(checkpoint.get(key, default))
-        if value != needed and (key, value) != ("save_last", "False"):
+        if value not in allowed:
             raise UserError(
                 f"callbacks.checkpoint.{key}={value} is invalid: this callback writes checkpoints/last.ckpt, the last "
-                f"state, for ckpt=last. Leave it at {needed}. For others set callbacks.best.monitor=<reward> or "
+                f"state, for ckpt=last. Leave it at {allowed[0]}. For others set callbacks.best.monitor=<reward> or "
                 "callbacks.periodic.every=<iterations>."
             )
 
@@ -354,6 +343,9 @@ def check_rewards(cfg: DictConfig) -> None:
         if not _number(lambda value: True)(member["weight"]):
             rule = "a number; 0 for a reward that is only evaluated"
             raise _invalid(f"reward.{name}.weight", member["weight"], rule)
+        if member["_target_"] == "solrl_lightning.rewards.http.HTTPReward":
+            check_url(f"reward.{name}.url", member.get("url"))
+            read_token()
     if all(member["weight"] == 0 for member in members.values()):
         names = ", ".join(members) or "no reward at all"
         raise UserError(f"At least one reward needs a weight other than 0; got 0 for {names}.")
@@ -406,13 +398,11 @@ def check_stages(cfg: DictConfig) -> None:
 
 
 def _check_explore(cfg: DictConfig, key: str, explore: DictConfig) -> None:
-    regenerate = cfg.family.regenerate
-    check_decoder(cfg, f"{key}.decoder", explore.get("decoder", "full"))
-    stop = explore.get("stop_after")
+    regenerate, stop = cfg.family.regenerate, explore.get("stop_after")
     if stop is not None and not _whole(1, explore.steps - 1)(stop):
         raise _invalid(f"{key}.stop_after", stop, f"at least 1 and below {key}.steps={explore.steps}")
+    _check_images(cfg, key, explore, cfg.family)
     if explore.get("rungs") is not None:
-        check_rungs(f"{key}.rungs", explore.rungs, explore.steps, cfg.family.pool, cfg.family.keep)
         stop = explore.rungs[-1].step
     way = [explore.sampler, explore.steps, explore.get("solver", regenerate.solver)]
     same = way == _way(regenerate)
@@ -424,6 +414,13 @@ def _check_explore(cfg: DictConfig, key: str, explore: DictConfig) -> None:
         )
     if stop == explore.steps and same:
         raise _invalid(f"{key}.rungs", explore.rungs, f"a race that ends before step {stop}, the last one")
+
+
+def _check_images(cfg: DictConfig, key: str, explorer: DictConfig, counts: DictConfig) -> None:
+    """UserError for a decoder or rungs of ``explorer``, the value of ``key``, that do not go with model and pool."""
+    check_decoder(cfg, f"{key}.decoder", explorer.get("decoder", "full"))
+    if explorer.get("rungs") is not None:
+        _check_rungs(f"{key}.rungs", explorer.rungs, explorer.steps, counts.pool, counts.keep)
 
 
 def _check_levels(cfg: DictConfig) -> None:
@@ -452,7 +449,7 @@ def _check_explorer(key: str, explorer: Any, keys: set[str]) -> None:
     if isinstance(explorer, DictConfig):
         steps, stop = explorer.get("steps"), explorer.get("stop_after")
         known = explorer.get("sampler") in SAMPLERS and explorer.get("solver", SOLVERS[0]) in SOLVERS
-        if explorer.keys() <= keys and known and _whole(1)(steps) and _or_null(_whole(1, steps - 1))(stop):
+        if explorer.keys() <= keys and known and _whole(1)(steps) and (stop is None or _whole(1, steps - 1)(stop)):
             return
     precision = "a precision, " if "precision" in keys else ""
     raise _invalid(
@@ -463,7 +460,7 @@ def _check_explorer(key: str, explorer: Any, keys: set[str]) -> None:
     )
 
 
-def check_rungs(key: str, rungs: Any, steps: int, pool: int, keep: int) -> None:
+def _check_rungs(key: str, rungs: Any, steps: int, pool: int, keep: int) -> None:
     """UserError unless each rung {step, keep} is later and keeps no more than the one before, at last ``keep``."""
     example = f"'{key}=[{{step:2,keep:{max(pool // 2, keep)}}},{{step:4,keep:{keep}}}]'"
     rule = (
@@ -519,6 +516,10 @@ def check_needs(cfg: DictConfig) -> None:
         _requested_texts(cfg)
     if "proxies" in cfg.task:
         _check_proxies(cfg)
+    if "port" in cfg.task:
+        check_served(cfg)
+    if cfg.task.get("push") is not None:
+        check_push(str(cfg.task.push))
     for name in ("train", "eval"):
         if name in cfg.task.reads:
             check_source(str(cfg.data[name]))
@@ -593,9 +594,7 @@ def _check_proxies(cfg: DictConfig) -> None:
         raise UserError("task.proxies is empty. Name at least one, as in 'task.proxies=[{sampler:shadow,steps:6}]'.")
     for number, proxy in enumerate(cfg.task.proxies):
         _check_explorer(f"task.proxies.{number}", proxy, _EXPLORER_KEYS | {"precision"})
-        if proxy.get("rungs") is not None:
-            check_rungs(f"task.proxies.{number}.rungs", proxy.rungs, proxy.steps, cfg.task.pool, cfg.task.keep)
-        check_decoder(cfg, f"task.proxies.{number}.decoder", proxy.get("decoder", "full"))
+        _check_images(cfg, f"task.proxies.{number}", proxy, cfg.task)
 
 
 def prompt_sets(cfg: DictConfig) -> "PromptSets":
@@ -612,13 +611,54 @@ def check_prompts(cfg: DictConfig) -> None:
         return
     if "prompt_file" in cfg.task:
         requested_prompts(cfg)
-    available = len(prompt_sets(cfg).train)
+    prompts = prompt_sets(cfg)
+    available = len(prompts.train)
     if "train" in cfg.task.reads and cfg.prompts_per_iteration > available:
         rule = f"at most the number of different prompts in data.train={cfg.data.train}, which is {available}"
         raise _invalid("prompts_per_iteration", cfg.prompts_per_iteration, rule)
+    if any(member["_target_"] == "solrl_lightning.rewards.GenEval" for member in reward_members(cfg).values()):
+        texts = [*prompts.train, *prompts.eval]
+        check_metadata(texts, [prompts.metadata.get(text, {}) for text in texts])
+    if is_sharded(cfg):
+        ranks = _devices(cfg.trainer) * cfg.trainer.get("num_nodes", 1)
+        evaluated = len(prompts.eval[: cfg.data.eval_prompts])
+        check_shares({"prompts_per_iteration": cfg.prompts_per_iteration, "data.eval_prompts": evaluated}, ranks)
+
+
+def check_shares(counts: Mapping[str, int], ranks: int) -> None:
+    """UserError unless all ranks of trainer=fsdp get equally many of the prompts counted by ``counts``, by key."""
+    for key, count in counts.items():
+        if count % ranks:
+            raise UserError(
+                f"{key}={count} is invalid with trainer=fsdp: all ranks must have equally many prompts. Set it to a "
+                f"multiple of {ranks}."
+            )
+
+
+def downloads(cfg: DictConfig) -> tuple[dict[str, str], list[str], str | None]:
+    """What ``hub.check_hub`` takes: models by key and data sets that this run loads, and the model's needs."""
+    keys = ["model.preview_decoder"] if uses_model(cfg) else []
+    if uses_model(cfg) and cfg.model.get("weights", "pretrained") == "pretrained":
+        keys += ["model.pretrained", "model.transformer_weights"]
+    if not {"train", "eval", "reward"}.isdisjoint(cfg.task.reads):  # only these tasks load rewards
+        parts = REWARD_FILES[1:] if cfg.reward.pretrained else REWARD_FILES
+        keys += ["reward.pretrained", *(f"reward.{name}.{part}" for name in reward_members(cfg) for part in parts)]
+    datasets = [dataset_of(str(cfg.data[name])) for name in ("train", "eval") if name in cfg.task.reads]
+    models = {key: str(OmegaConf.select(cfg, key)) for key in keys}
+    return models, [name for name in datasets if name is not None], cfg.model.get("needs")
 
 
 # What torch knows
+
+
+def _devices(trainer: DictConfig) -> int:
+    """The number of devices of a node that the trainer uses; 1 where only Lightning can tell."""
+    import torch
+
+    devices = trainer.get("devices", "auto")
+    if str(devices) in ("auto", "-1"):
+        return max(1, torch.cuda.device_count() if trainer.get("accelerator") != "cpu" else 1)
+    return max(1, len(devices) if isinstance(devices, ListConfig) else int(devices) if str(devices).isdigit() else 1)
 
 
 def check_machine(cfg: DictConfig) -> None:
@@ -632,7 +672,7 @@ def check_machine(cfg: DictConfig) -> None:
     accelerator, devices = cfg.trainer.get("accelerator"), cfg.trainer.get("devices")
     gpus = torch.cuda.device_count()
     if uses_model(cfg) and (accelerator == "cuda" or (accelerator == "gpu" and not torch.backends.mps.is_available())):
-        if (int(devices) if str(devices).isdigit() else 1) > gpus:
+        if _devices(cfg.trainer) > gpus:
             raise UserError(
                 f"trainer.accelerator={accelerator} trainer.devices={devices} is invalid: torch finds {gpus} GPUs "
                 "on this machine. Use trainer=auto."

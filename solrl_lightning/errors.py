@@ -35,7 +35,7 @@ class CheckFailed(RuntimeError):
     """Faults found by a task that completed; its report lists them, the message counts them."""
 
 
-def sentence(error: Exception) -> str:
+def sentence(error: BaseException) -> str:
     """Return the first line of an error's text as a sentence."""
     text = str(error).strip() or type(error).__name__
     return f"{text.splitlines()[0].rstrip('. :')}."

@@ -14,7 +14,7 @@ from solrl_lightning.run_folder import RECORD
 
 RECORDED_CONFIG = RECORD / "config.yaml"
 _RUN_MARKS = (".hydra", "checkpoints", "summary.json")  # any of these marks the folder of a run, not of a sweep
-_FINISHED = ("completed", "stopped early")  # the status in summary.json of a run that ended as intended
+FINISHED = ("completed", "stopped early")  # the status in summary.json of a run that ended as intended
 
 
 class Run(NamedTuple):
@@ -62,7 +62,7 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     runs, left_out = [], {}
     for folder in folders:
         summary = read_summary(folder)
-        if summary["status"] not in _FINISHED:
+        if summary["status"] not in FINISHED:
             left_out[str(folder)] = summary["status"]
         elif summary["final_reward"] is None:
             left_out[str(folder)] = "never evaluated"

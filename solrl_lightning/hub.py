@@ -6,7 +6,7 @@ and a minute and a half with a server that accepts connections and does not resp
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from http.client import HTTPException
@@ -16,34 +16,34 @@ from threading import Thread
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-from omegaconf import DictConfig, OmegaConf
-
-from solrl_lightning.checks import REWARD_FILES, reward_members, uses_model
-from solrl_lightning.data.sources import dataset_of
 from solrl_lightning.errors import UserError, sentence
 
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
-def check_hub(cfg: DictConfig) -> list[str]:
-    """Return notes on the downloads of this run; sets HF_HUB_OFFLINE if the hub does not answer.
+
+def check_hub(models: Mapping[str, str], datasets: Sequence[str], needs: str | None) -> list[str]:
+    """Return notes on the downloads of a run; sets HF_HUB_OFFLINE if the hub does not answer.
+
+    Args:
+        models: names of models, hub ids or paths, by configuration key.
+        datasets: names of data sets, hub ids or folders.
+        needs: disk and GPU that ``model.pretrained`` takes.
 
     Raises:
         UserError: the hub does not answer, and a model is not in its cache.
     """
     from huggingface_hub import constants, get_token  # imported here because most runs do not use the hub
 
-    if constants.HF_HUB_OFFLINE:
-        return []
-    models = {key: name for key, name in _models(cfg).items() if not Path(name).expanduser().exists()}
-    sources = [dataset_of(str(cfg.data[name])) for name in ("train", "eval") if name in cfg.task.reads]
-    if not models and all(name is None or Path(name).exists() for name in sources):
+    remote = {key: name for key, name in models.items() if HUB_ID.fullmatch(name) and not Path(name).exists()}
+    if constants.HF_HUB_OFFLINE or not remote and all(Path(name).exists() for name in datasets):
         return []
     cache = Path(constants.HF_HUB_CACHE)
-    missing = {key: name for key, name in models.items() if not (cache / f"models--{name.replace('/', '--')}").is_dir()}
+    missing = {key: name for key, name in remote.items() if not (cache / f"models--{name.replace('/', '--')}").is_dir()}
     notes = []
-    if "model.pretrained" in missing and cfg.model.get("needs"):
+    if "model.pretrained" in missing and needs:
         name, token = missing["model.pretrained"], "found" if get_token() else "none (`hf auth login`)"
         page = f"https://huggingface.co/{name}"
-        notes.append(f"model.pretrained={name} needs {cfg.model.needs}. Its page: {page}; your token: {token}.")
+        notes.append(f"model.pretrained={name} needs {needs}. Its page: {page}; your token: {token}.")
     silence = _silence(constants.ENDPOINT, float(os.environ.get("HF_HUB_ETAG_TIMEOUT", "8")))
     if silence and missing:
         key, name = next(iter(missing.items()))
@@ -58,18 +58,6 @@ def check_hub(cfg: DictConfig) -> list[str]:
         os.environ["HF_HUB_OFFLINE"] = "1"
         constants.HF_HUB_OFFLINE = True
     return notes
-
-
-def _models(cfg: DictConfig) -> dict[str, str]:
-    """Return the hub ids of the models that this run loads, by configuration key."""
-    keys = ["model.preview_decoder"] if uses_model(cfg) else []
-    if uses_model(cfg) and cfg.model.get("weights", "pretrained") == "pretrained":
-        keys += ["model.pretrained", "model.transformer_weights"]
-    if not {"train", "eval", "reward"}.isdisjoint(cfg.task.reads):  # only these tasks load rewards
-        parts = REWARD_FILES[1:] if cfg.reward.pretrained else REWARD_FILES
-        keys += ["reward.pretrained", *(f"reward.{name}.{part}" for name in reward_members(cfg) for part in parts)]
-    given = {key: str(OmegaConf.select(cfg, key)) for key in keys}
-    return {key: name for key, name in given.items() if re.fullmatch(r"[\w.-]+/[\w.-]+", name)}
 
 
 @cache
@@ -97,14 +85,11 @@ def _silence(endpoint: str, seconds: float) -> str:
 # Uploads
 
 
-def check_push(cfg: DictConfig) -> None:
-    """UserError for a ``task.push``, where the task has it, that is no hub id, and where there is no token."""
+def check_push(push: str) -> None:
+    """UserError for a value of ``task.push`` that is no hub id, or if there is no token."""
     from huggingface_hub import constants, get_token
 
-    push = cfg.task.get("push")
-    if push is None:
-        return
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(push)):
+    if not HUB_ID.fullmatch(push):
         raise UserError(f"task.push={push} is invalid: it must be a hub id. Use task.push=<your account>/<name>.")
     if constants.HF_HUB_OFFLINE:
         raise UserError(f"task.push={push} is invalid: HF_HUB_OFFLINE is set. Unset it for the upload.")

@@ -26,21 +26,20 @@ _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MAST
 
 def is_first() -> bool:
     """Whether this process starts the run: rank 0, the only one that checks and writes its folder."""
-    if _torchrun():
-        names = ["RANK"]  # torchrun numbers nodes by itself, whatever srun calls them
-    elif _srun():
-        names = ["SLURM_PROCID"]
-    elif _jsrun():
-        names = ["JSM_NAMESPACE_RANK"]
-    elif _mpirun():
-        names = ["OMPI_COMM_WORLD_RANK", "PMI_RANK"]
-    else:
-        names = ["RANK", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"]
+    ranks = {  # torchrun numbers nodes by itself, whatever srun calls them
+        _torchrun: ["RANK"],
+        _srun: ["SLURM_PROCID"],
+        _jsrun: ["JSM_NAMESPACE_RANK"],
+        _mpirun: ["OMPI_COMM_WORLD_RANK", "PMI_RANK"],
+    }
+    alone = ["RANK", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"]
+    names = next((names for is_launcher, names in ranks.items() if is_launcher()), alone)
     return all(int(os.environ.get(name, "0")) == 0 for name in names)
 
 
+@cache  # ``__main__.main`` clears it
 def launched(pattern: str) -> str:
-    """The time as ``pattern`` says, of rank 0 where torchrun started the ranks; where srun did, the SLURM job's id."""
+    """The time of this command as ``pattern`` says, equal in all ranks of torchrun; under srun the SLURM job's id."""
     if _torchrun():
         return _time_of_first(pattern)
     if _srun() and int(os.environ["SLURM_NTASKS"]) > 1:
@@ -85,7 +84,6 @@ def _mpirun() -> bool:
     return find_spec("mpi4py") is not None and any(int(size) > 1 for size in sizes)
 
 
-@cache
 def _time_of_first(pattern: str) -> str:
     from torch.distributed import PrefixStore, TCPStore  # here: only ranks of torchrun need it
 

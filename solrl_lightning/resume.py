@@ -56,18 +56,20 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     if value in ("last", "auto") and multirun:
         raise UserError(f"ckpt={value} continues one run, so it does not go with -m. Name the file with ckpt=<file>.")
     training = all(override.value() == "train" for override in given if override.key_or_group == "task")
-    folders = [Path(str(o.value())) for o in given if o.key_or_group == "hydra.run.dir"]
+    folder = next((Path(str(o.value())) for o in reversed(given) if o.key_or_group == "hydra.run.dir"), None)
     if value == "auto":
-        folders = [_stable_folder(tree, given, training)]
-        if not (folders[-1] / LAST).is_file():
-            return _begin(tree, given, folders[-1])
-    if value in ("last", "auto"):
-        checkpoint = _newest_checkpoint(folders if training else [], LAST)
+        folder = _stable_folder(tree, given, training)
+        if not (folder / LAST).is_file():
+            return _begin(tree, given, folder)
+    if value in ("last", "auto") and training and folder is not None:
+        checkpoint = _last_checkpoint(folder)
+    elif value in ("last", "best"):
+        checkpoint = _newest_checkpoint(LAST if value == "last" else BEST)
     else:
-        checkpoint = _newest_checkpoint([], BEST) if value == "best" else Path(value)
+        checkpoint = Path(value)
     check_checkpoint(checkpoint)
     source = checkpoint.resolve().parent.parent
-    own_folder = value in ("last", "auto") or (value != "best" and bool(folders) and folders[-1].resolve() == source)
+    own_folder = value in ("last", "auto") or (value != "best" and folder is not None and folder.resolve() == source)
     in_place = training and not multirun and own_folder
 
     recorded = (source / RECORD / "overrides.yaml").is_file()
@@ -92,8 +94,8 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         _check_resumable(tree, source, checkpoint, begun, own, lines)
         # First, so that a further rank's own hydra.output_subdir=null, which keeps it from writing, wins.
         merged.insert(0, f"hydra.output_subdir={NEXT_RECORD.as_posix()}")
-    if in_place or folders:
-        merged.append(f"hydra.run.dir={_quoted(source if in_place else folders[-1])}")
+    if home := source if in_place else folder:
+        merged.append(f"hydra.run.dir={_quoted(home)}")
     taken = _listed([*searched(sources), *begun]) if recorded else "not known, because its folder has no record"
     message = (
         f"{'continuing' if in_place else 'from'} {checkpoint}, with the overrides of its run: {taken}; "
@@ -127,16 +129,18 @@ def _begin(tree: ConfigTree, given: list[Override], folder: Path) -> Resumed:
     return Resumed(lines, folder=folder.resolve() if same else None, training=True, message=message)
 
 
-def _newest_checkpoint(folders: Sequence[Path], name: Path) -> Path:
-    """The checkpoint ``name`` of the run in the last of ``folders``; without one, of the newest run under outputs/."""
-    if folders:
-        if not (folders[-1] / LAST).is_file():
-            check_free(folders[-1])
-            raise UserError(
-                f"ckpt=last continues the run in {folders[-1]}, which has no {LAST}: it was stopped before its first "
-                f"checkpoint. Remove {folders[-1]} and give the command that started it again."
-            )
-        return folders[-1] / LAST
+def _last_checkpoint(folder: Path) -> Path:
+    if not (folder / LAST).is_file():
+        check_free(folder)
+        raise UserError(
+            f"ckpt=last continues the run in {folder}, which has no {LAST}: it was stopped before its first "
+            f"checkpoint. Remove {folder} and give the command that started it again."
+        )
+    return folder / LAST
+
+
+def _newest_checkpoint(name: Path) -> Path:
+    """The checkpoint ``name`` of the newest run under outputs/ that has one."""
     found = list(OUTPUTS.rglob(str(name)))
     if not found:
         raise UserError(

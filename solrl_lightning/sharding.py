@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from solrl_lightning.checks import check_shares
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import OLD, State
@@ -38,12 +39,7 @@ class ShardedBase(DDPStrategy):
             "prompts_per_iteration": trainer.fit_loop.schedule.per_iteration,  # type: ignore[attr-defined]
             "data.eval_prompts": len(module.eval_prompts),
         }
-        for key, count in counts.items():
-            if count % self.world_size:
-                raise UserError(
-                    f"{key}={count} is invalid with trainer=fsdp: all ranks must have equally many prompts. Set it to "
-                    f"a multiple of {self.world_size}."
-                )
+        check_shares(counts, self.world_size)
         if not isinstance(module.transformer, FSDPModule):
             shard_base(module, init_device_mesh(self.root_device.type, (self.world_size,)))
         super().setup(trainer)

@@ -13,11 +13,16 @@ from huggingface_hub import constants
 from omegaconf import DictConfig
 
 from solrl_lightning import hub
+from solrl_lightning.checks import downloads
 from solrl_lightning.errors import UserError
 
 Compose = Callable[..., DictConfig]
 FLUX = ("model=flux1", "data=shapes")
-NEEDS = "model.pretrained=black-forest-labs/FLUX.1-dev needs 34 GB of disk, a GPU of 48 GB or more, and a token"
+NEEDS = "model.pretrained=black-forest-labs/FLUX.1-dev needs 34 GB of disk, a GPU of 48 GB (24 GB with the options of"
+
+
+def check(cfg: DictConfig) -> list[str]:
+    return hub.check_hub(*downloads(cfg))
 
 
 @pytest.fixture(autouse=True)
@@ -66,29 +71,29 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_silent_hub_error_names_model_requirements_in_time(compose: Compose) -> None:
     began = time.monotonic()
     with pytest.raises(UserError, match="it is not on this machine, and the hub at .* does not answer: ") as refusal:
-        hub.check_hub(compose(*FLUX))
+        check(compose(*FLUX))
     assert time.monotonic() - began < 5
     assert NEEDS in str(refusal.value) and "use model.pretrained=<local folder>" in str(refusal.value)
     with pytest.raises(UserError, match="^reward.pickscore.pretrained=yuvalkirstain/PickScore_v1 is invalid: "):
-        hub.check_hub(compose("reward=pickscore"))
+        check(compose("reward=pickscore"))
 
 
 @pytest.mark.usefixtures("silent")
 def test_cache_is_used_if_hub_is_silent(compose: Compose, cache: Path) -> None:
     (cache / "models--black-forest-labs--FLUX.1-dev").mkdir(parents=True)
-    (told,) = hub.check_hub(compose(*FLUX))
+    (told,) = check(compose(*FLUX))
     assert told.endswith(f"Using its cache {cache}.")
     assert os.environ["HF_HUB_OFFLINE"] == "1" and constants.HF_HUB_OFFLINE
-    assert hub.check_hub(compose(*FLUX)) == []
+    assert check(compose(*FLUX)) == []
 
 
 @pytest.mark.usefixtures("answering")
 def test_answering_hub_is_used_and_requirements_are_told(compose: Compose, cache: Path) -> None:
-    (told,) = hub.check_hub(compose(*FLUX))
+    (told,) = check(compose(*FLUX))
     assert told.startswith(NEEDS) and "Its page: https://huggingface.co/black-forest-labs/FLUX.1-dev" in told
     assert not constants.HF_HUB_OFFLINE
     (cache / "models--black-forest-labs--FLUX.1-dev").mkdir(parents=True)
-    assert hub.check_hub(compose(*FLUX)) == []
+    assert check(compose(*FLUX)) == []
 
 
 @pytest.mark.parametrize(
@@ -114,7 +119,7 @@ def test_hub_is_checked_only_if_needed(
 ) -> None:
     asked = []
     monkeypatch.setattr(hub, "_silence", lambda *given: asked.append(given) or "")
-    hub.check_hub(compose(*arguments))
+    check(compose(*arguments))
     assert bool(asked) == wanted
 
 
@@ -123,4 +128,4 @@ def test_refused_connection_is_reported_at_once(compose: Compose, monkeypatch: p
         closed.bind(("127.0.0.1", 0))  # bound, but not listening
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")
         with pytest.raises(UserError, match="does not answer: .*Connection refused"):
-            hub.check_hub(compose(*FLUX))
+            check(compose(*FLUX))

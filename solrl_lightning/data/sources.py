@@ -4,7 +4,9 @@ A reader returns all rows of its source in order and unchanged; ``prompts`` filt
 locally, because ``datasets`` takes a second to import and files do not need it.
 """
 
+import csv
 import difflib
+import io
 import json
 import re
 from collections.abc import Callable, Mapping
@@ -23,8 +25,8 @@ HPDV2, PARTI, PICKAPIC = "zhwang/HPDv2", "nateraw/parti-prompts", "yuvalkirstain
 PICKAPIC_SPACES = 5  # the published filter: prompts of at least six words
 HPDV2_STYLES = ("anime", "concept-art", "paintings", "photo")
 
-_TABLES = (".parquet", ".csv", ".tsv")
-_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
+_TABLES = (".parquet", *_SEPARATORS)
 
 
 class Record(NamedTuple):
@@ -88,8 +90,12 @@ def read_records(source: str | Path, column: str) -> list[Record]:
     if name.startswith(HUB):
         owner, dataset, split = name.removeprefix(HUB).split("/")
         return _read_hub(f"{owner}/{dataset}", split, column)
-    path = Path(source)
-    return _read_table(path, column) if path.suffix.lower() in _TABLES else _read_text(path, path.suffix)
+    path, suffix = Path(source), Path(source).suffix.lower()
+    if suffix == ".parquet":
+        return _read_parquet(path, column)
+    if suffix in _SEPARATORS:
+        return _read_separated(path, column, _SEPARATORS[suffix])
+    return _read_text(path, path.suffix)
 
 
 def check_source(source: str) -> None:
@@ -137,20 +143,22 @@ def _read_text(path: Path, suffix: str) -> list[Record]:
 
 
 def _read_lines(path: Path) -> list[str]:
+    # str.splitlines would also split at form feeds and other separators that are not line ends.
+    return re.split(r"\r\n|\r|\n", _read_utf8(path))
+
+
+def _read_utf8(path: Path) -> str:
     try:
         data = path.read_bytes()
     except OSError as error:
         raise UserError(f"the prompt file {path} cannot be read: {error.strerror}. Check its permissions.") from error
-    text = data.removeprefix(_BYTE_ORDER_MARK)
     try:
-        # str.splitlines would also split at form feeds and other separators that are not line ends.
-        return re.split(r"\r\n|\r|\n", text.decode("utf-8"))
+        return data.decode("utf-8").removeprefix("\ufeff")  # byte order mark
     except UnicodeDecodeError as error:
-        line = len(re.findall(rb"\r\n|\r|\n", text[: error.start])) + 1
-        offset = error.start + len(data) - len(text)
+        line = len(re.findall(rb"\r\n|\r|\n", data[: error.start])) + 1
         raise UserError(
-            f"the prompt file {path} is invalid: it must be UTF-8, and has the byte 0x{data[offset]:02x} at offset "
-            f"{offset} (line {line}). Save the file as UTF-8."
+            f"the prompt file {path} is invalid: it must be UTF-8, and has the byte 0x{data[error.start]:02x} at "
+            f"offset {error.start} (line {line}). Save the file as UTF-8."
         ) from error
 
 
@@ -187,28 +195,46 @@ def _json_record(line: str) -> Record | str:
     return Record(prompt, {key: value for key, value in row.items() if key != "prompt"})
 
 
-def _read_table(path: Path, column: str) -> list[Record]:
-    import pyarrow
-    from pyarrow import csv, dataset
-
-    text = csv.ConvertOptions(column_types={column: pyarrow.string()})  # a prompt may look like a number
-    suffix = path.suffix.lower()
-    parse = csv.ParseOptions(delimiter="\t" if suffix == ".tsv" else ",", newlines_in_values=True)
-    separated = dataset.CsvFileFormat(parse, convert_options=text)
+def _read_separated(path: Path, column: str, separator: str) -> list[Record]:
+    rows = csv.reader(io.StringIO(_read_utf8(path), newline=""), delimiter=separator)
+    values: list[str] = []
     try:
-        table = dataset.dataset(path, format="parquet" if suffix == ".parquet" else separated)
-        _check_column(table.schema.names, column, str(path))
-        texts = table.to_table(columns=[column]).column(0).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{path} cannot be read as a {suffix} file: {sentence(error)} Write the file again.") from error
-    return _table_records(texts, column, str(path))
+        names = next(rows, [])
+        _check_column(names, column, str(path))
+        place = names.index(column)
+        for row in rows:
+            if row and len(row) != len(names):
+                raise UserError(
+                    f"{path} line {rows.line_num} is invalid: a row must have a value for each of the {len(names)} "
+                    f"columns, and this one has {len(row)} values. Put a value that contains {separator!r} in double "
+                    "quotes."
+                )
+            values += row[place : place + 1]
+    except csv.Error as error:
+        raise UserError(f"{path} line {rows.line_num} is invalid: {error}. Correct that line.") from error
+    return _table_records(values, column, str(path))
+
+
+def _read_parquet(path: Path, column: str) -> list[Record]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        table = parquet.ParquetFile(path)
+        _check_column(table.schema_arrow.names, column, str(path))
+        values = table.read([column]).column(0).to_pylist()
+    except (ArrowException, OSError) as error:
+        raise UserError(
+            f"the prompt file {path} is invalid: it must be a parquet file, and its {path.stat().st_size} bytes are "
+            f"damaged or of another format. Write it again. pyarrow: {sentence(error)}"
+        ) from error
+    return _table_records(values, column, str(path))
 
 
 def _check_column(columns: list[str], column: str, name: str) -> None:
-    if column not in columns:
+    if columns.count(column) != 1:
         raise UserError(
-            f"data.column={column} is invalid: it must name the column with the prompts, and the columns of {name} are "
-            f"{', '.join(columns)}. Set data.column=<name>."
+            f"data.column={column} is invalid: it must name the one column with the prompts, and the columns of {name} "
+            f"are {', '.join(columns) or 'none'}. Set data.column=<name>."
         )
 
 
@@ -269,8 +295,8 @@ def _read_github(repository: str, file: str) -> list[Record]:
             path = Path(manager.download(url))
         except (OSError, ValueError) as error:
             raise UserError(
-                f"{url} cannot be downloaded: {sentence(error)} Check the network and HF_HUB_OFFLINE. Or run `git "
-                f"clone https://github.com/{repository} {repository}` where there is a network, and copy the folder "
-                f"{repository} into the working directory."
+                f"{url} cannot be downloaded: {sentence(error.__cause__ or error)} Check the network and "
+                f"HF_HUB_OFFLINE. Or run `git clone https://github.com/{repository} {repository}` where there is a "
+                f"network, and copy the folder {repository} into the working directory."
             ) from error
     return _read_text(path, Path(file).suffix)

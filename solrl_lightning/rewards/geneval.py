@@ -20,18 +20,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import batched_nms
 
-from solrl_lightning.errors import UserError
 from solrl_lightning.rewards.base import Metadata, unique_prompts
+from solrl_lightning.rewards.geneval_metadata import COLOURS, MAX_OBJECTS, check_metadata
 from solrl_lightning.rewards.loading import load_detector
 from solrl_lightning.rewards.preprocessing import eight_bits
 from solrl_lightning.rewards.towers import TransformersCLIP
 
-COLOURS = ("red", "orange", "yellow", "green", "blue", "purple", "pink", "brown", "black", "white")
-RELATIONS = ("left of", "right of", "above", "below")
 _TEMPLATES = ("a photo of a {colour} {kind}", "a photo of a {colour}-colored {kind}", "a photo of a {colour} object")
 _QUERY = "a photo of a {kind}"  # OWLv2's
-_MAX_OBJECTS = 16  # of a class
-_KEYS = ("class", "count", "color", "position")  # of a clause
 _MARGIN = 0.1  # share of both objects' sizes that an offset must exceed
 _OVERLAP = 0.5  # intersection over union above which two boxes of a class are one object
 _BATCH = 8  # images per pass of the detector
@@ -80,12 +76,7 @@ class GenEval(TransformersCLIP):
 
     def check_prompts(self, prompts: list[str], metadata: list[Metadata]) -> None:
         """Raise ``UserError`` for a prompt whose metadata are not GenEval's."""
-        for prompt, row in zip(prompts, metadata, strict=True):
-            if broken := broken_rule(row):
-                raise UserError(
-                    f"the metadata of the prompt {prompt!r} are invalid: reward=geneval needs GenEval's, and {broken}. "
-                    "Set data=geneval, or data.train and data.eval to .jsonl files with such metadata."
-                )
+        check_metadata(prompts, metadata)
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
         images, scores = eight_bits(images.to(self.device)), torch.zeros(len(prompts), device=self.device)
@@ -118,7 +109,7 @@ class GenEval(TransformersCLIP):
             scores, labels, boxes = result["scores"].float(), result["labels"], result["boxes"].float()
             kept = batched_nms(boxes, scores, labels, _OVERLAP)  # in the order of falling scores
             boxes, labels = boxes[kept], labels[kept]
-            found.append({kind: boxes[labels == label][:_MAX_OBJECTS].tolist() for label, kind in enumerate(kinds)})
+            found.append({kind: boxes[labels == label][:MAX_OBJECTS].tolist() for label, kind in enumerate(kinds)})
         return found
 
     def colours(self, image: Tensor, objects: Sequence[Box], kind: str) -> list[str]:
@@ -142,27 +133,6 @@ def crop(image: Tensor, box: Box) -> Tensor:
 
 
 # Rules
-
-
-def broken_rule(metadata: Metadata) -> str:
-    """The rule of GenEval's layout that the metadata break; an empty string if they break none."""
-    if not isinstance(metadata.get("include"), list) or not metadata["include"]:
-        return 'they must have a list with one clause or more under "include"'
-    exclude = metadata.get("exclude", [])
-    if not isinstance(exclude, list):
-        return '"exclude" must be a list'
-    for number, clause in enumerate([*metadata["include"], *exclude]):
-        kind, count = (clause.get(key) if isinstance(clause, dict) else None for key in ("class", "count"))
-        if not isinstance(kind, str) or type(count) is not int or not 1 <= count <= _MAX_OBJECTS:
-            return f'each clause must have a "class" and a "count" from 1 to {_MAX_OBJECTS}; got {clause}'
-        if unknown := sorted(clause.keys() - _KEYS):
-            return f"a clause has the keys {', '.join(_KEYS)}; got {unknown[0]!r}"
-        if "color" in clause and clause["color"] not in COLOURS:
-            return f'"color" must be one of {", ".join(COLOURS)}; got {clause["color"]!r}'
-        if "position" in clause and clause["position"] not in [[name, i] for name in RELATIONS for i in range(number)]:
-            names = ", ".join(RELATIONS)
-            return f'"position" must be [{names}; number of an earlier clause]; got {clause["position"]}'
-    return ""
 
 
 def correct(metadata: Metadata, objects: Objects, colours: ColoursOf) -> float:

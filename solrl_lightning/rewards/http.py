@@ -5,11 +5,10 @@ Shapes: B images.
 
 import base64
 import io
-import os
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from PIL import Image
@@ -18,9 +17,11 @@ from urllib3 import PoolManager, Retry
 from urllib3.exceptions import HTTPError
 
 from solrl_lightning.errors import ServerError, UserError, sentence
+from solrl_lightning.rewards.addresses import check_url, read_token
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
 
-TOKEN = "SOLRL_REWARD_TOKEN"  # environment variable
+log = logging.getLogger(__name__)
+
 _RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
 _MAX_BACKOFF = 60  # seconds
 _SHOWN = 300  # characters of an answer in a message
@@ -54,19 +55,15 @@ class HTTPReward(Reward):
         backoff: float = 1.0,
     ) -> None:
         super().__init__(device)
-        parts = urlsplit(str(url))
-        if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
-            given = "<hidden>" if "@" in parts.netloc else url
-            raise UserError(
-                f"reward.http.url={given} is invalid: it must begin with http:// or https:// and have no user or "
-                f"password. Set reward.http.url=http://<host>:<port>/score, and the token with export {TOKEN}=<token>."
-            )
-        self.url, self.batch, self.concurrency = url, batch, concurrency
+        check_url("reward.http.url", url)
+        self.url, self.batch, self.concurrency, self.retries = url, batch, concurrency, retries
+        self._silent = False  # since the last answer
         token = read_token()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         # A score has no side effects, so a POST may be repeated.
-        retry = Retry(
+        retry = _LoggedRetry(
             retries,
+            failed=self._log_failure,
             allowed_methods=None,
             status_forcelist=_RETRIED,
             raise_on_status=False,
@@ -76,18 +73,18 @@ class HTTPReward(Reward):
         self._pool = PoolManager(maxsize=concurrency, retries=retry, timeout=timeout)
 
     def check_prompts(self, prompts: list[str], metadata: list[Metadata]) -> None:
-        """Ask once for the score of a grey image of the first prompt, before a model is loaded.
+        """Ask once for the scores of ``batch`` grey images of the first prompt, before a model is loaded.
 
         Raises:
             UserError: the server does not answer, or not as agreed.
         """
-        grey = torch.full((1, 64, 64, 3), 128, dtype=torch.uint8)
+        grey = torch.full((self.batch, 64, 64, 3), 128, dtype=torch.uint8)
         try:
-            self._ask(grey, prompts[:1], metadata[:1], retries=False)
+            self._ask(grey, prompts[:1] * self.batch, metadata[:1] * self.batch, retries=False)
         except ServerError as error:
             raise UserError(
                 f"reward.http.url={self.url} is invalid: {error} Start or correct the server, or set "
-                "reward.http.url=<its address>."
+                f"reward.http.url=<its address>; if it takes fewer than {self.batch} images, set reward.http.batch=<n>."
             ) from error
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
@@ -120,6 +117,7 @@ class HTTPReward(Reward):
             answer = self._pool.request("POST", self.url, json=body, headers=self._headers, redirect=False, **options)
         except HTTPError as error:
             raise ServerError(f"{asked} does not answer: {sentence(getattr(error, 'reason', error))}") from error
+        self._silent = False
         found = answer.data[:_SHOWN].decode(errors="replace")
         if answer.status != 200:
             raise ServerError(f"{asked} answered with status {answer.status}: {found}")
@@ -132,17 +130,38 @@ class HTTPReward(Reward):
             raise ServerError(f"{asked} gave an invalid answer: {rule}; got {found}")
         return scores
 
+    def _log_failure(self, reason: str) -> None:
+        if not self._silent:
+            self._silent = True
+            log.warning("%s: %s Each request is sent again, up to %d times.", self.url, reason, self.retries)
+
+
+class _LoggedRetry(Retry):
+    """A ``Retry`` that calls ``failed`` with the reason of every attempt that is repeated."""
+
+    def __init__(self, *args: Any, failed: Callable[[str], None], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._failed = failed
+
+    def new(self, **options: Any) -> "_LoggedRetry":
+        return super().new(failed=self._failed, **options)
+
+    def increment(self, *args: Any, **options: Any) -> "_LoggedRetry":
+        following = super().increment(*args, **options)  # raises after the last attempt
+        last = following.history[-1]
+        self._failed(sentence(last.error) if last.error else f"it answered with status {last.status}.")
+        return following
+
+
+def _is_no_retry(record: logging.LogRecord) -> bool:
+    return not (isinstance(record.args, tuple) and record.args and isinstance(record.args[0], _LoggedRetry))
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_is_no_retry)  # its "Retrying" for each attempt of each thread
+
 
 def to_png(levels: Tensor) -> bytes:
     """A PNG file of a uint8 image [H, W, 3], compressed faster and less than by Pillow's default."""
     file = io.BytesIO()
     Image.fromarray(levels.numpy()).save(file, "PNG", compress_level=1)
     return file.getvalue()
-
-
-def read_token() -> str:
-    """The token in the environment, empty without one. Raises ``UserError`` if no HTTP header can hold it."""
-    token = os.environ.get(TOKEN, "").strip()
-    if not (token.isascii() and token.isprintable()):
-        raise UserError(f"{TOKEN} is invalid: it must be printable ASCII. Set it with export {TOKEN}=<token>.")
-    return token

@@ -120,9 +120,7 @@ def describe(proxy: Scored, truth: Tensor, gap: float, cfg: DictConfig) -> dict[
 
 
 def _stages(proxy: Mapping[str, Any], cfg: DictConfig) -> list[Stage]:
-    rungs = proxy.get("rungs") or [{"step": proxy.get("stop_after"), "keep": cfg.task.keep}]
-    own = explorers({"solver": cfg.model.solver, **proxy}, rungs, name=_PROXY)
-    return [*own, Stage(REGENERATE, *_full(cfg))]
+    return [*explorers(proxy, cfg.model.solver, cfg.task.keep, name=_PROXY), Stage(REGENERATE, *_full(cfg))]
 
 
 def _full(cfg: DictConfig) -> tuple[str, int, str]:

@@ -1,8 +1,8 @@
 """task=train: align the policy with the reward."""
 
 import logging
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from hydra.utils import instantiate
@@ -33,7 +33,9 @@ def train(cfg: DictConfig) -> float | None:
     """
     checkpoint = None if cfg.ckpt is None else read_checkpoint(cfg.ckpt)
     if checkpoint is not None:
-        check_continues(cfg, checkpoint)
+        optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
+        for state in checkpoint["optimizer_states"]:
+            check_fits(optimizer, state)
     seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
     if is_resuming(Path(cfg.run_dir)):
@@ -48,8 +50,8 @@ def train(cfg: DictConfig) -> float | None:
         file_logger.info("%s", module.samplers.layer_table)
         log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), Path(cfg.run_dir) / LOG)
     summary = find_callback(trainer, RunSummary)
-    if summary is not None and trainer.is_global_zero and module.policy.device.type == "cuda":
-        summary.planned_memory_bytes = planned_peak(cfg, module.policy)
+    if summary is not None and module.policy.device.type == "cuda":
+        summary.planned_memory = partial(planned_peak, cfg, module.policy)
     loop = build_loop(cfg, trainer, module.objective)
     held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     try:
@@ -70,10 +72,3 @@ class _CommitOverrides(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.is_global_zero:
             commit_overrides(self.folder)
-
-
-def check_continues(cfg: DictConfig, checkpoint: dict[str, Any]) -> None:
-    """Raise ``UserError`` if the run of ``checkpoint`` had another optimiser."""
-    optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
-    for state in checkpoint["optimizer_states"]:
-        check_fits(optimizer, state)

@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from solrl_lightning.callbacks.common import find_callback
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.summary import RunSummary, base_and_final, format_summary, peak_memory
 from solrl_lightning.callbacks.timings import StageTimings
@@ -204,6 +205,26 @@ def test_summary_of_a_gpu_run_has_the_reserved_memory(tmp_path, stand_in, monkey
     assert memory == {"peak_memory_bytes": 3 * 2**30, "peak_memory_reserved_bytes": 5 * 2**30}
     facts = read(tmp_path) | memory | {"planned_memory_bytes": 2 * 2**30}
     assert "3.00 GiB, 5.00 GiB reserved by the allocator, 2.00 GiB planned" in format_summary(facts)
+
+
+class Planned(Callback):
+    """Plans 7 bytes, and records the iterations done at that time."""
+
+    def __init__(self):
+        self.asked_after = []
+
+    def setup(self, trainer, module, stage):
+        summary = find_callback(trainer, RunSummary)
+        summary.planned_memory = lambda: self.asked_after.append(trainer.current_epoch) or 7
+
+
+def test_memory_is_planned_once_after_training(tmp_path, stand_in):
+    planned = Planned()
+    fit(tmp_path, stand_in, 2, planned)
+    assert (planned.asked_after, read(tmp_path)["planned_memory_bytes"]) == ([2], 7)
+    with pytest.raises(SystemExit):
+        fit(tmp_path, stand_in, 2, planned, RaiseIn(1, KeyboardInterrupt()))
+    assert (planned.asked_after, read(tmp_path)["planned_memory_bytes"]) == ([2], None)
 
 
 def test_base_and_final_are_none_without_an_evaluation():

@@ -20,7 +20,8 @@ from reward_servers import free_port, in_thread, kill, start, started
 from torch import Tensor
 
 from solrl_lightning.errors import NonFiniteError, ServerError, UserError
-from solrl_lightning.rewards.http import TOKEN, HTTPReward
+from solrl_lightning.rewards.addresses import TOKEN
+from solrl_lightning.rewards.http import HTTPReward
 
 PROMPTS = ["a cat", "zwölf Käuze", 'a "dog"', "a fish", "a cat"]
 METADATA = [{"count": 1}, {}, {"include": [{"class": "dog"}]}, {"tag": "x"}, {"count": 1}]
@@ -194,6 +195,21 @@ def test_error_about_a_refused_connection_names_the_server_and_the_sample() -> N
         HTTPReward(url, batch=1, retries=1, backoff=0)(images(), PROMPTS)
 
 
+def test_outage_is_logged_in_one_line(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    answer = (200, '{"scores": [1, 1, 1, 1, 1]}', 0)
+    server.will_reply((503, "busy", 0), (503, "busy", 0), answer)
+    reward = server.reward(batch=5, retries=3)
+    reward(images(), PROMPTS)
+    (line,) = caplog.messages
+    assert line == f"{server.url}: it answered with status 503. Each request is sent again, up to 3 times."
+    server.will_reply((200, "late", 0.5), answer)
+    server.reward(batch=5, timeout=0.1)(images(), PROMPTS)
+    assert len(caplog.messages) == 2 and "Read timed out" in caplog.messages[1]
+    server.will_reply((503, "busy", 0), answer)
+    reward(images(), PROMPTS)
+    assert len(caplog.messages) == 3  # another outage of the first reward's server
+
+
 @pytest.mark.parametrize("value", ["NaN", "null", "Infinity"])
 def test_error_about_a_score_that_is_not_finite_names_the_server_and_the_sample(server: Server, value: str) -> None:
     server.will_reply((200, '{"scores": [1]}', 0), (200, f'{{"scores": [{value}]}}', 0), (200, '{"scores": [1]}', 0))
@@ -217,7 +233,9 @@ def test_token_is_sent_and_in_no_message(
     assert TOKEN in str(refused.value) and "cret" not in str(refused.value)
 
 
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host/score", "http://", "http://me:s3cret@host/score", None])
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host/score", "http://", "http://me:s3cret@host/score", "http://[::1/", None]
+)
 def test_url_that_is_no_address_or_has_a_password_is_refused(url: Any) -> None:
     with pytest.raises(
         UserError, match="reward.http.url=.* is invalid: it must begin with http:// or https://"
@@ -266,10 +284,10 @@ def test_judge_of_the_page_asks_an_openai_compatible_api() -> None:
 
 
 def test_server_is_asked_once_before_a_model_is_loaded(server: Server) -> None:
-    server.will_reply((200, '{"scores": [null]}', 0))
-    server.reward().check_prompts(["a cat", "a dog"], [{"tag": "one"}, {}])
+    server.will_reply((200, '{"scores": [null, 1]}', 0))
+    server.reward(batch=2).check_prompts(["a cat", "a dog"], [{"tag": "one"}, {}])
     (asked,) = server.handler.requests
-    assert (asked["prompts"], asked["metadata"], len(asked["images"])) == (["a cat"], [{"tag": "one"}], 1)
+    assert (asked["prompts"], asked["metadata"], len(asked["images"])) == (["a cat"] * 2, [{"tag": "one"}] * 2, 2)
     server.will_reply((503, "busy", 0))
     with pytest.raises(
         UserError, match=f"reward.http.url={server.url} is invalid: .* status 503: busy.* Start or correct"

@@ -15,8 +15,9 @@ from torch import Tensor
 from urllib3 import request
 
 from solrl_lightning.errors import ServerError, UserError
+from solrl_lightning.rewards.addresses import TOKEN
 from solrl_lightning.rewards.base import Metadata, Reward
-from solrl_lightning.rewards.http import TOKEN, HTTPReward, to_png
+from solrl_lightning.rewards.http import HTTPReward, to_png
 from solrl_lightning.rewards.server import create_app
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -154,3 +155,11 @@ def test_token_is_required_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(TOKEN, "s3cret")
         assert score() == [3.0]
         assert request("GET", f"{url}/health").status == 200
+
+
+def test_limit_below_the_batch_is_found_before_a_model_is_loaded() -> None:
+    with serving(WeightedRewards({"shapes": SHAPES}, {"shapes": 1.0}), max_images=3, max_pixels=64 * 64) as address:
+        prompts = eval_captions()[:1]
+        client(address, batch=3).check_prompts(prompts, [{}])
+        with pytest.raises(UserError, match=r"have 1 to 3 images; got 4.* fewer than 4 images, set reward.http.batch"):
+            client(address, batch=4).check_prompts(prompts, [{}])

@@ -19,7 +19,7 @@ from solrl_lightning.policies import replica
 from solrl_lightning.policies.architectures import read_architecture
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
 from solrl_lightning.quantization import Backend, resolve
-from solrl_lightning.rewards.geneval import broken_rule
+from solrl_lightning.rewards.geneval_metadata import broken_rule
 from solrl_lightning.tasks import doctor, doctor_shadow
 from solrl_lightning.tasks.doctor import (
     arithmetic,

@@ -204,10 +204,9 @@ def test_upload_sends_the_weights_and_the_card_only(
 def test_a_push_that_cannot_work_is_refused_before_any_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_TOKEN", "hf_test")
-    check_push(composed(tmp_path, "task=export", "task.push=me/lora"))
-    check_push(composed(tmp_path))
+    check_push("me/lora")
     with pytest.raises(UserError, match="task.push=lora is invalid: it must be a hub id"):
-        check_push(composed(tmp_path, "task=export", "task.push=lora"))
+        check_push("lora")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     with pytest.raises(UserError, match="there is none. Log in with `hf auth login`"):
-        check_push(composed(tmp_path, "task=export", "task.push=me/lora"))
+        check_push("me/lora")

@@ -1,9 +1,7 @@
-"""task=serve until a signal, and what it refuses before a reward is loaded."""
+"""task=serve until a signal, and what it refuses; tests/test_checks.py has what is refused before it starts."""
 
 import os
 import signal
-import socket
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
@@ -17,10 +15,11 @@ from torch import Tensor
 
 from solrl_lightning.checks import check_values
 from solrl_lightning.errors import UserError
-from solrl_lightning.rewards.http import TOKEN, HTTPReward
+from solrl_lightning.rewards.addresses import TOKEN, is_loopback
+from solrl_lightning.rewards.http import HTTPReward
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.shapes.world import eval_captions
-from solrl_lightning.tasks.serve import is_loopback
+from solrl_lightning.tasks.serve import serve
 
 Command = Callable[..., Any]
 
@@ -51,26 +50,12 @@ def test_serves_until_a_signal_and_leaves_no_file(command: Command, tmp_path: Pa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.fixture
-def no_reward_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def loaded(*args: Any) -> None:
-        pytest.fail("a reward is loaded")
-
-    monkeypatch.setattr("solrl_lightning.tasks.serve.build_rewards", loaded)
+def test_task_itself_requires_a_token_for_a_public_address(
+    compose: Callable[..., DictConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
-
-
-@pytest.mark.usefixtures("no_reward_is_loaded")
-def test_reward_of_another_server_is_refused(command: Command) -> None:
-    ended = command("task=serve", "reward=http")
-    assert ended.status == 2 and "Choose another reward" in ended.err
-
-
-@pytest.mark.usefixtures("no_reward_is_loaded")
-def test_address_that_others_can_reach_requires_a_token(command: Command, tmp_path: Path) -> None:
-    ended = command("task=serve", "task.host=0.0.0.0")
-    assert ended.status == 2 and "task.host=0.0.0.0 is invalid without a token" in ended.err
-    assert f"export {TOKEN}=<token>" in ended.err and list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="task.host=0.0.0.0 is invalid without a token"):
+        serve(compose("task=serve", "task.host=0.0.0.0"))
 
 
 @pytest.mark.parametrize(
@@ -80,24 +65,6 @@ def test_address_that_others_can_reach_requires_a_token(command: Command, tmp_pa
 )
 def test_loopback_addresses(host: str, own: bool) -> None:
     assert is_loopback(host) is own
-
-
-@pytest.mark.usefixtures("no_reward_is_loaded")
-def test_port_in_use_is_an_error(command: Command) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        ended = command("task=serve", f"task.port={port}")
-    assert ended.status == 2
-    assert f"task.host=127.0.0.1 task.port={port} is invalid: it cannot be listened on: Address already" in ended.err
-
-
-@pytest.mark.usefixtures("no_reward_is_loaded")
-def test_missing_package_names_the_extra(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "solrl_lightning.rewards.server", raising=False)
-    monkeypatch.setitem(sys.modules, "fastapi", None)
-    ended = command("task=serve")
-    fix = 'Install it with pip install "solrl-lightning[serve]".'
-    assert ended.status == 2 and f"the package fastapi is not installed. {fix}" in ended.err
 
 
 @pytest.mark.parametrize("argument", ["task.port=70000", "task.max_images=0", "task.max_pixels=none"])

@@ -1,0 +1,89 @@
+"""Addresses and the token of reward servers. Imports no torch: the configuration is checked with it."""
+
+import errno
+import ipaddress
+import os
+import re
+import socket
+from importlib.util import find_spec
+
+from omegaconf import DictConfig
+
+from solrl_lightning.errors import UserError
+
+TOKEN = "SOLRL_REWARD_TOKEN"  # environment variable
+_URL = re.compile(r"https?://([^][/?#@:]+|\[[0-9a-f:.]+\])(:\d+)?([/?#]|$)", re.IGNORECASE)
+
+
+def read_token() -> str:
+    """The token in the environment, empty without one. Raises ``UserError`` if no HTTP header can hold it."""
+    token = os.environ.get(TOKEN, "").strip()
+    if not (token.isascii() and token.isprintable()):
+        raise UserError(f"{TOKEN} is invalid: it must be printable ASCII. Set it with export {TOKEN}=<token>.")
+    return token
+
+
+def check_url(key: str, url: object) -> None:
+    """Raise ``UserError`` unless ``url``, the value of ``key``, is an address of http or https without a password."""
+    if not _URL.match(str(url)):
+        given = "<hidden>" if "@" in str(url) else url
+        raise UserError(
+            f"{key}={given} is invalid: it must begin with http:// or https:// and have no user or password. Set "
+            f"{key}=http://<host>:<port>/score, and the token with export {TOKEN}=<token>."
+        )
+
+
+def check_served(cfg: DictConfig) -> None:
+    """Raise ``UserError`` if task=serve cannot serve the rewards at its address, or must not without a token."""
+    for package in ("fastapi", "uvicorn"):
+        if find_spec(package) is None:
+            raise UserError(
+                f"task=serve is invalid: the package {package} is not installed. Install it with "
+                'pip install "solrl-lightning[serve]".'
+            )
+    if "http" in cfg.reward:
+        raise UserError(
+            "reward=http is invalid with task=serve: a server of its own scores that reward. Choose another reward."
+        )
+    host, token = str(cfg.task.host), read_token()
+    bound(host, 0).close()  # on any port: a misspelt name needs no token
+    if not token and not is_loopback(host):
+        raise UserError(
+            f"task.host={host} is invalid without a token: other machines can reach it. Set one with "
+            f"export {TOKEN}=<token>, here and where reward=http runs, or leave task.host out."
+        )
+    bound(host, cfg.task.port).close()
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach ``host``; a name other than localhost counts as reachable."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, which refuses connections until the server listens.
+
+    Raises:
+        UserError: the name of the host does not resolve, or the address is in use or not of this machine.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            raise UserError(
+                f"task.host={host} is invalid: it must be an address of this machine or a name that resolves to one: "
+                f"{error.strerror}. Use task.host=0.0.0.0 for all of its addresses, or leave it out."
+            ) from error
+        raise UserError(
+            f"task.host={host} task.port={port} is invalid: it cannot be listened on: {error.strerror}. Set "
+            "task.port=<another>."
+        ) from error
+    return listener

@@ -1,0 +1,100 @@
+"""Mistakes that are found before libraries are loaded, processes are started or weights are read."""
+
+import json
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import DictConfig
+
+from solrl_lightning.checks import check_needs, check_prompts, check_values
+from solrl_lightning.errors import UserError
+from solrl_lightning.rewards.addresses import TOKEN
+
+Command = Callable[..., Any]
+Compose = Callable[..., DictConfig]
+
+
+@pytest.fixture(autouse=True)
+def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TOKEN, raising=False)
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    """A port in use."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["reward=http"], "reward=http is invalid with task=serve"),
+        (["task.host=0.0.0.0"], "task.host=0.0.0.0 is invalid without a token: other machines can reach it"),
+        (["task.host=no.such.name.invalid"], "task.host=no.such.name.invalid is invalid: it must be .* resolves to"),
+        (["task.host=192.0.2.1"], "task.host=192.0.2.1 is invalid: .* Cannot assign requested address. Use task.host="),
+    ],
+)
+def test_server_that_cannot_start_is_an_error(compose: Compose, arguments: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_needs(compose("task=serve", *arguments))
+
+
+def test_port_in_use_is_an_error(compose: Compose, taken: int) -> None:
+    with pytest.raises(UserError, match=f"task.port={taken} is invalid: it cannot be listened on: Address already in"):
+        check_needs(compose("task=serve", f"task.port={taken}"))
+
+
+def test_missing_package_names_the_extra(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    with pytest.raises(UserError, match=r'package uvicorn is not installed. Install it with pip install "solrl-'):
+        check_needs(compose("task=serve"))
+
+
+def test_token_that_no_header_can_hold_is_an_error(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, "gr\u00fcn")
+    for check, arguments in ((check_needs, ["task=serve"]), (check_values, ["reward=http"])):
+        with pytest.raises(UserError, match=f"{TOKEN} is invalid: it must be printable ASCII"):
+            check(compose(*arguments))
+
+
+def test_address_of_a_reward_server_is_checked_under_its_key(compose: Compose) -> None:
+    with pytest.raises(UserError, match="reward.http.url=ftp://scorer is invalid: it must begin with http:// or "):
+        check_values(compose("reward=http", "reward.http.url=ftp://scorer"))
+    judge = "+reward.judge={_target_:solrl_lightning.rewards.http.HTTPReward,url:scorer,weight:1.0}"
+    with pytest.raises(UserError, match="reward.judge.url=scorer is invalid"):
+        check_values(compose(judge))
+
+
+def test_metadata_of_geneval_are_checked(compose: Compose, tmp_path: Path) -> None:
+    rows = [{"prompt": "a dog", "include": [{"class": "dog", "count": 1}]}, {"prompt": "a cat"}]
+    for name, row in zip(("good", "bad"), rows, strict=True):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
+    sources = [f"data.train={tmp_path}/good.jsonl", f"data.eval={tmp_path}/bad.jsonl", "prompts_per_iteration=1"]
+    with pytest.raises(UserError, match="the metadata of the prompt 'a cat' are invalid: reward=geneval needs"):
+        check_prompts(compose("reward=[shapes,geneval]", *sources))
+
+
+@pytest.mark.parametrize(
+    ("devices", "argument", "message"),
+    [
+        ("2", "data.eval_prompts=5", "data.eval_prompts=5 is invalid with trainer=fsdp: .* a multiple of 2"),
+        ("[0,1]", "prompts_per_iteration=3", "prompts_per_iteration=3 is invalid with trainer=fsdp"),
+        ("3", "prompts_per_iteration=6", "data.eval_prompts=64 is invalid .* a multiple of 3"),
+    ],
+)
+def test_unequal_shares_of_ranks_are_an_error(compose: Compose, devices: str, argument: str, message: str) -> None:
+    sharded = ["trainer=fsdp", "trainer.accelerator=cpu", f"trainer.devices={devices}"]
+    with pytest.raises(UserError, match=message):
+        check_prompts(compose(*sharded, argument))
+    check_prompts(compose(*sharded, argument, "trainer.devices=1"))
+
+
+def test_help_names_the_options_for_small_gpus(command: Command) -> None:
+    text = command("--help").out
+    for knob in ("trainer ", "base_weights ", "encode_on "):
+        assert f"\n    {knob}" in text or f"\n  {knob}" in text

@@ -1,0 +1,28 @@
+"""The folder that a command locks is the one that its run writes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+Command = Callable[..., Any]
+TASK = f"task._target_={__name__}.list_locks"
+
+
+def list_locks(cfg: DictConfig) -> None:
+    """A task that prints the run's folder and all locked folders."""
+    print(cfg.run_dir, *sorted(str(lock.parent) for lock in Path("outputs").absolute().rglob(".lock")))
+
+
+def test_lock_is_in_the_folder_of_the_run(command: Command) -> None:
+    folders = [command(TASK).out.split() for _ in range(2)]
+    assert folders[0] == [folders[0][0]] * 2 and folders[1] == [folders[1][0]] * 2
+    assert folders[0][0] != folders[1][0]  # a new time for each command
+
+
+def test_lock_of_a_sweep_is_in_the_folder_of_its_runs(command: Command) -> None:
+    lines = [line.split() for line in command("-m", TASK, "seed=1,2").out.splitlines() if line.startswith("/")]
+    assert len(lines) == 2
+    for run, *locks in lines:
+        assert locks == [str(Path(run).parent), run]
