@@ -7,14 +7,13 @@ written.
 import logging
 import os
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
 import hydra
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -117,15 +116,23 @@ def _task(target: str) -> Callable[[DictConfig], Any]:
 # Before a run
 
 
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}. --hydra-help lists the flags.")
+
+
 def _flags(arguments: list[str]) -> Namespace:
-    """Hydra's flags, anywhere among overrides."""
-    parser = get_args_parser()
-    parser.error = _refuse  # type: ignore[method-assign]
+    """The flags of Hydra (https://hydra.cc/docs/1.3/advanced/hydra-command-line-flags), anywhere among overrides."""
+    parser = _Parser(add_help=False)
+    parser.add_argument("overrides", nargs="*")
+    for names in "--help,-h --hydra-help --version --resolve --run,-r --multirun,-m --shell-completion,-sc".split():
+        parser.add_argument(*names.split(","), action="store_true")
+    for names in "--package,-p --config-path,-cp --config-name,-cn --config-dir,-cd --experimental-rerun".split():
+        parser.add_argument(*names.split(","))
+    parser.add_argument("--cfg", "-c", choices=["job", "hydra", "all"])
+    info = ["all", "config", "defaults", "defaults-tree", "plugins", "searchpath"]
+    parser.add_argument("--info", "-i", nargs="?", const="all", choices=info)
     return parser.parse_intermixed_args(arguments)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise UserError(f"{message}. --hydra-help lists the flags.")
 
 
 def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
@@ -135,7 +142,7 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
         UserError: for the first mistake.
     """
     flags = _flags(arguments)
-    if flags.hydra_help or flags.shell_completion or flags.experimental_rerun:
+    if flags.hydra_help or flags.version or flags.shell_completion or flags.experimental_rerun:
         return arguments, {}
     if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
         raise UserError(f"--config-dir must be a folder; there is none at {flags.config_dir}.")
