@@ -41,10 +41,10 @@ class Flux1(PipelinePolicy):
     def pixels_per_token(self) -> int:
         return self.pipeline.vae_scale_factor * 2
 
-    def encode_uncached(self, prompts: list[str]) -> Conditioning:
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """``prompt_embeds`` [P, L, D] of T5 and ``pooled`` [P, D'] of CLIP."""
         embeds, pooled, _ = self.pipeline.encode_prompt(
-            prompt=prompts, prompt_2=None, device=self.device, max_sequence_length=self.max_sequence_length
+            prompt=prompts, prompt_2=None, device=device, max_sequence_length=self.max_sequence_length
         )
         return {"prompt_embeds": embeds, "pooled": pooled}
 

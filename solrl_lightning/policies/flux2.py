@@ -36,10 +36,10 @@ class Flux2(PipelinePolicy):
     def pixels_per_token(self) -> int:
         return self.pipeline.vae_scale_factor * 2
 
-    def encode_uncached(self, prompts: list[str]) -> Conditioning:
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """``prompt_embeds`` [P, L, 3 D]: three layers of Qwen3. Padding is not masked."""
         embeds, _ = self.pipeline.encode_prompt(
-            prompt=prompts, device=self.device, max_sequence_length=self.max_sequence_length
+            prompt=prompts, device=device, max_sequence_length=self.max_sequence_length
         )
         return {"prompt_embeds": embeds}
 

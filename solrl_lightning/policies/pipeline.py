@@ -131,8 +131,11 @@ class PipelinePolicy(ABC):
     # A subclass implements these
 
     @abstractmethod
-    def encode_uncached(self, prompts: list[str]) -> Mapping[str, Tensor | Sequence[Tensor]]:
-        """Embeddings of P prompts by the text encoders: by name, [P, ...] or P tensors of different lengths."""
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> Mapping[str, Tensor | Sequence[Tensor]]:
+        """Embeddings of P prompts by the text encoders, which are on ``device``.
+
+        By name, each [P, ...] or P tensors of different lengths.
+        """
 
     @abstractmethod
     def embedding_like(self) -> Conditioning:
@@ -199,14 +202,12 @@ class PipelinePolicy(ABC):
             return []
         self._load_encoders()
         modules = [module for module in map(self._component, self.encoders) if isinstance(module, nn.Module)]
-        device, encoding = self.device, self.device if self.encode_on == "device" else torch.device("cpu")
+        device = self.device if self.encode_on == "device" else torch.device("cpu")
         for module in modules:
-            module.to(encoding)
+            module.to(device)
         chunks = [texts[first : first + EMBED_BATCH] for first in range(0, len(texts), EMBED_BATCH)]
-        self.device = encoding  # which `encode_uncached` gives to the pipeline
-        parts = [self.encode_uncached(chunk) for chunk in chunks]
-        self.device = device
-        if encoding.type != "cpu":
+        parts = [self.encode_uncached(chunk, device) for chunk in chunks]
+        if device.type != "cpu":
             for module in modules:
                 module.to("cpu")
         return [

@@ -32,10 +32,10 @@ class QwenImage(PipelinePolicy):
         self._side = resolution // self.pixels_per_token
         self.latent_shape = (self._side**2, self.transformer.config.in_channels)
 
-    def encode_uncached(self, prompts: list[str]) -> dict[str, list[Tensor]]:
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> dict[str, list[Tensor]]:
         """``prompt_embeds`` of Qwen2.5-VL, P tensors [L_i, D] without padding."""
         embeds, mask = self.pipeline.encode_prompt(
-            prompt=prompts, device=self.device, max_sequence_length=self.max_sequence_length
+            prompt=prompts, device=device, max_sequence_length=self.max_sequence_length
         )
         mask = torch.ones_like(embeds[..., 0]) if mask is None else mask
         return {"prompt_embeds": [row[kept.bool()] for row, kept in zip(embeds, mask, strict=True)]}

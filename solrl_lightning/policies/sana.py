@@ -41,12 +41,12 @@ class Sana(PipelinePolicy):
             load_linear_ffn(transformer_weights, self.transformer)
         self.flow_shift = flow_shift
 
-    def encode_uncached(self, prompts: list[str]) -> Conditioning:
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """``prompt_embeds`` [P, L, D] of Gemma and ``prompt_mask`` int64 [P, L], which is 0 at padding."""
         embeds, mask, _, _ = self.pipeline.encode_prompt(
             prompt=prompts,
             do_classifier_free_guidance=False,
-            device=self.device,
+            device=device,
             max_sequence_length=self.max_sequence_length,
             complex_human_instruction=None,
         )

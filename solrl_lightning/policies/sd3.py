@@ -21,13 +21,13 @@ class SD3(PipelinePolicy):
     pipeline_class = StableDiffusion3Pipeline
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 
-    def encode_uncached(self, prompts: list[str]) -> Conditioning:
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """``prompt_embeds`` [P, 77 + L, D]: both CLIPs side by side, then T5; ``pooled`` [P, D'] of both CLIPs."""
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             prompt=prompts,
             prompt_2=None,
             prompt_3=None,
-            device=self.device,
+            device=device,
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
         )

@@ -95,9 +95,9 @@ def test_the_empty_prompt_is_encoded_once_and_kept_with_the_others(
 ) -> None:
     encode, texts = policy_class("sd3").encode_uncached, []
 
-    def noted(self: PipelinePolicy, prompts: list[str]) -> Any:
+    def noted(self: PipelinePolicy, prompts: list[str], device: torch.device) -> Any:
         texts.append(prompts)
-        return encode(self, prompts)
+        return encode(self, prompts, device)
 
     monkeypatch.setattr(policy_class("sd3"), "encode_uncached", noted)
     for times in (1, 2):
