@@ -22,7 +22,7 @@ from solrl_lightning.metrics.images import STATISTICS, describe, prompt_statisti
 from solrl_lightning.objectives.base import Objective, check_loss
 from solrl_lightning.optimizer_state import ConfiguredSchedule, keep_configured
 from solrl_lightning.policies.adapters import TRAINED, State
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, TrainingBatch
 from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
@@ -72,13 +72,13 @@ class SolRLModule(LightningModule):
     """
 
     # Not registered with nn.Module: see the module docstring.
-    policy: PipelinePolicy
+    policy: PipelineAdapter
     samplers: Samplers
     rewards: WeightedRewards
 
     def __init__(
         self,
-        policy: PipelinePolicy,
+        policy: PipelineAdapter,
         samplers: Samplers,
         rewards: WeightedRewards,
         objective: Objective,

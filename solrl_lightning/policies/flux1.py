@@ -13,16 +13,16 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
 from solrl_lightning.policies.conditioning import Conditioning
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.seeds import noise
 
 
-class Flux1(PipelinePolicy):
+class Flux1(PipelineAdapter):
     """A ``FluxPipeline`` as a policy.
 
     Args:
         guidance: the value fed to the guidance embedding of models that have one (FLUX.1-dev).
-        others: see ``PipelinePolicy``.
+        others: see ``PipelineAdapter``.
     """
 
     pipeline_class = FluxPipeline

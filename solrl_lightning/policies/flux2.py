@@ -14,11 +14,11 @@ from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor, nn
 
 from solrl_lightning.policies.conditioning import Conditioning
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 
 
-class Flux2(PipelinePolicy):
-    """A ``Flux2KleinPipeline`` as a policy; see ``PipelinePolicy`` for its arguments."""
+class Flux2(PipelineAdapter):
+    """A ``Flux2KleinPipeline`` as a policy; arguments are those of `PipelineAdapter`."""
 
     pipeline_class = Flux2KleinPipeline
     encoders = ("text_encoder", "tokenizer")

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 EMBED_BATCH = 64  # prompts that the text encoders read at once
 
 
-class PipelinePolicy(ABC):
+class PipelineAdapter(ABC):
     """A diffusers pipeline as a policy.
 
     Args:

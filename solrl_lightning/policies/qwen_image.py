@@ -17,12 +17,12 @@ from torch.nn import functional as F
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.guidance import extrapolated, guided
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.seeds import noise
 
 
-class QwenImage(PipelinePolicy):
-    """A ``QwenImagePipeline`` as a policy; see ``PipelinePolicy`` for its arguments."""
+class QwenImage(PipelineAdapter):
+    """A ``QwenImagePipeline`` as a policy; arguments are those of `PipelineAdapter`."""
 
     pipeline_class = QwenImagePipeline
     encoders = ("text_encoder", "tokenizer")
@@ -84,7 +84,7 @@ class QwenImage(PipelinePolicy):
         return output[0].float()
 
     def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """As ``PipelinePolicy.guided_velocity``, each token with the norm of its conditional velocity."""
+        """As ``PipelineAdapter.guided_velocity``, each token with the norm of its conditional velocity."""
         velocity = guided(self.velocity, self.unconditional, self.guidance_scale, with_conditional_norm)
         return velocity(transformer, x, sigma, conditioning)
 

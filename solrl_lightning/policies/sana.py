@@ -11,17 +11,17 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
 from torch import Tensor, nn
 
 from solrl_lightning.policies.conditioning import Conditioning
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.sana_checkpoint import load_linear_ffn
 
 
-class Sana(PipelinePolicy):
+class Sana(PipelineAdapter):
     """A ``SanaPipeline`` as a policy.
 
     Args:
         flow_shift: of the noise levels. 1, uniform levels, as published; the checkpoint's own scheduler has 3.
         transformer_weights: a LinearFFN checkpoint (.pth file or hub id) over the pipeline's transformer weights.
-        others: see ``PipelinePolicy``.
+        others: see ``PipelineAdapter``.
     """
 
     pipeline_class = SanaPipeline

@@ -10,13 +10,13 @@ from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
 from solrl_lightning.policies.conditioning import Conditioning
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 
 CLIP_TOKENS = 77  # of both CLIPs, before those of T5
 
 
-class SD3(PipelinePolicy):
-    """A ``StableDiffusion3Pipeline`` as a policy; see ``PipelinePolicy`` for its arguments."""
+class SD3(PipelineAdapter):
+    """A ``StableDiffusion3Pipeline`` as a policy; arguments are those of `PipelineAdapter`."""
 
     pipeline_class = StableDiffusion3Pipeline
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")

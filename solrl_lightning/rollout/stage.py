@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.memory import retry_with_empty_cache
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import Submit
@@ -121,7 +121,7 @@ class Chunk(NamedTuple):
 
 @torch.no_grad()  # autograd does not accept tensors of inference_mode, and training reads the latents
 def iter_sampled_chunks(
-    policy: PipelinePolicy,
+    policy: PipelineAdapter,
     transformer: nn.Module,
     batch_size: BatchSize,
     prompts: EncodedPrompts,

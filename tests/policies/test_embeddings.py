@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.records import EncodedPrompts
 
 ROW = {"embeds": torch.arange(6).view(2, 3).bfloat16(), "mask": torch.tensor([1, 0]), "half": torch.tensor(0.5)}
@@ -23,7 +23,7 @@ def equal(one: dict[str, Tensor] | None, other: dict[str, Tensor]) -> bool:
     return one is not None and one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def encoder(policy: PipelinePolicy) -> nn.Module | None:
+def encoder(policy: PipelineAdapter) -> nn.Module | None:
     return policy.pipeline.components["text_encoder"]
 
 
