@@ -191,11 +191,8 @@ class ExploreTrainLoop(_FitLoop):
         ``seconds`` of the stages and, of all ranks, ``evaluations`` (forward passes for one image) and ``samples``
         (images decoded and scored; a candidate counts in every stage that scores it).
         """
-        return {"seconds": self._seconds(), **self._counts}
-
-    def _seconds(self) -> float:
-        spent = self.stopwatch.seconds
-        return self._seconds_before + sum(spent.get(stage, 0.0) for stage in STAGES)
+        spent = sum(self.stopwatch.seconds.get(stage, 0.0) for stage in STAGES)
+        return {"seconds": self._seconds_before + spent, **self._counts}
 
     def logged(self) -> dict[str, Tensor]:
         """Return the values that this iteration has logged; only in ``on_train_epoch_end``. Collective."""

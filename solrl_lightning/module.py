@@ -33,7 +33,6 @@ from solrl_lightning.rollout.stage import (
     check_finite,
     score_chunks,
     score_images,
-    score_images_or_nan,
 )
 from solrl_lightning.samplers import MERGED, REFERENCE, Samplers
 from solrl_lightning.sampling import SolverState
@@ -47,10 +46,6 @@ class Evaluation(NamedTuple):
     solver: str
     steps: int
     images: int  # per prompt
-
-
-def no_progress(done: int, total: int) -> None:
-    """Ignore progress."""
 
 
 class SolRLModule(LightningModule):
@@ -118,7 +113,7 @@ class SolRLModule(LightningModule):
         stage: Stage,
         prompts: EncodedPrompts,
         seeds: Tensor,
-        progress: Progress = no_progress,
+        progress: Progress = lambda done, total: None,
         initial_state: SolverState | None = None,
         transitions: range = range(0),
     ) -> Candidates:
@@ -130,11 +125,11 @@ class SolRLModule(LightningModule):
         spec = SamplingSpec(sigmas, stage.solver, initial_state, stage.stop_step, transitions)
         policy = self.policy
         decode = {"full": policy.decode, "bf16": policy.decode_in_bf16, "preview": policy.preview}[stage.decoder]
-        score = score_images_or_nan if stage.only_ranks else score_images
+        score = partial(score_images, decode, or_nan=stage.only_ranks)
         with self.samplers.use(stage.sampler) as transformer:
             chunks = self.samplers.chunks(transformer, stage.sampler, prompts, seeds, spec)
             rewards = self.rewards.for_training
-            return score_chunks(chunks, prompts, seeds, rewards, partial(score, decode), progress, self.scoring_worker)
+            return score_chunks(chunks, prompts, seeds, rewards, score, progress, self.scoring_worker)
 
     @torch.no_grad()
     def score(
