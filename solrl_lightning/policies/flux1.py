@@ -3,10 +3,8 @@
 Latents are packed, [B, S, C] with S image tokens of C = 4 x latent channels, from the noise to the decoder.
 """
 
-import copy
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
@@ -61,19 +59,9 @@ class Flux1(PipelineAdapter):
 
     def sigmas(self, steps: int) -> Tensor:
         """Levels of the pipeline's scheduler, with its resolution shift."""
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
-        shift = {
-            ours: scheduler.config[theirs]
-            for ours, theirs in (
-                ("base_seq_len", "base_image_seq_len"),
-                ("max_seq_len", "max_image_seq_len"),
-                ("base_shift", "base_shift"),
-                ("max_shift", "max_shift"),
-            )
-        }
-        mu = calculate_shift(self.latent_shape[0], **shift)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-        return scheduler.sigmas.float()
+        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        shift = (self.pipeline.scheduler.config[name] for name in names)
+        return self.scheduler_sigmas(steps, calculate_shift(self.latent_shape[0], *shift))
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         dtype = conditioning["prompt_embeds"].dtype

@@ -4,10 +4,8 @@ Latents are [B, C, H / 16, W / 16]: 2 x 2 patches of the autoencoder's, normalis
 transformer takes them as a sequence.
 """
 
-import copy
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import Flux2KleinPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
@@ -28,9 +26,8 @@ class Flux2(PipelineAdapter):
         side = resolution // self.pixels_per_token
         self.latent_shape = (self.transformer.config.in_channels, side, side)
         self._image_ids = Flux2KleinPipeline._prepare_latent_ids(torch.empty(1, *self.latent_shape)).to(self.device)
-        self._text_ids = Flux2KleinPipeline._prepare_text_ids(torch.empty(1, self.max_sequence_length, 0)).to(
-            self.device
-        )
+        text = torch.empty(1, self.max_sequence_length, 0)
+        self._text_ids = Flux2KleinPipeline._prepare_text_ids(text).to(self.device)
 
     @property
     def pixels_per_token(self) -> int:
@@ -49,11 +46,8 @@ class Flux2(PipelineAdapter):
 
     def sigmas(self, steps: int) -> Tensor:
         """Levels of the pipeline's scheduler, with its shift by image tokens and steps."""
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
         _, height, width = self.latent_shape
-        mu = compute_empirical_mu(height * width, steps)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-        return scheduler.sigmas.float()
+        return self.scheduler_sigmas(steps, compute_empirical_mu(height * width, steps))
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         embeds = conditioning["prompt_embeds"]

@@ -6,6 +6,7 @@ Pipelines and models are those of diffusers; the denoising loop is not, because 
 Shapes: P prompts, L tokens of text, B batch, T solver steps.
 """
 
+import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from diffusers import AutoencoderTiny, DiffusionPipeline
 from peft import LoraConfig
@@ -121,7 +123,11 @@ class PipelineAdapter(ABC):
         vae = self.pipeline.vae.requires_grad_(False)
         of_videos = any(parameter.ndim == 5 for parameter in vae.parameters())  # PyTorch refuses channels_last for them
         vae.to(self.device, memory_format=torch.contiguous_format if of_videos else torch.channels_last)
-        self._check_resolution()
+        if resolution % self.pixels_per_token:
+            raise UserError(
+                f"model.resolution must be a multiple of {self.pixels_per_token}, the pixels of one image token of "
+                f"this model; got {resolution}"
+            )
         side = resolution // self.pipeline.vae_scale_factor
         self.latent_shape = (self.transformer.config.in_channels, side, side)
         self.preview_decoder = None if preview_decoder is None else self._preview_decoder(preview_decoder)
@@ -151,6 +157,12 @@ class PipelineAdapter(ABC):
 
         It is the conditional one: ``guided_velocity`` adds the guidance.
         """
+
+    def scheduler_sigmas(self, steps: int, mu: float) -> Tensor:
+        """Levels of the pipeline's scheduler, shifted by ``mu``, for a subclass's ``sigmas``."""
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+        return scheduler.sigmas.float()
 
     # A subclass may override these: here latents are the autoencoder's own [C, H, W], scaled and shifted by two numbers
 
@@ -200,8 +212,11 @@ class PipelineAdapter(ABC):
             return [random_row(text, self.embedding_like(), self.device) for text in texts]
         if not texts:
             return []
-        self._load_encoders()
-        modules = [module for module in map(self._component, self.encoders) if isinstance(module, nn.Module)]
+        if self.pipeline.components[self.encoders[0]] is None:  # it was loaded without them
+            here = {name: module for name, module in self.pipeline.components.items() if name not in self.encoders}
+            self.pipeline = self._load(here)
+        encoders = [self.pipeline.components[name] for name in self.encoders]
+        modules = [encoder for encoder in encoders if isinstance(encoder, nn.Module)]
         device = self.device if self.encode_on == "device" else torch.device("cpu")
         for module in modules:
             module.to(device)
@@ -215,15 +230,6 @@ class PipelineAdapter(ABC):
             for part, chunk in zip(parts, chunks, strict=True)
             for row in range(len(chunk))
         ]
-
-    def _load_encoders(self) -> None:
-        """Loads the text encoders of a pipeline that was loaded without them."""
-        if self._component(self.encoders[0]) is None:
-            here = {name: module for name, module in self.pipeline.components.items() if name not in self.encoders}
-            self.pipeline = self._load(here)
-
-    def _component(self, name: str) -> Any:
-        return self.pipeline.components[name]
 
     # Images
 
@@ -273,11 +279,18 @@ class PipelineAdapter(ABC):
         return True
 
     def _tile(self) -> None:
-        """Enables tiles of half the side; the default of diffusers is as large as the image."""
-        vae = self.pipeline.vae
-        vae.enable_tiling()
-        vae.tile_sample_min_size = self.resolution // 2
-        vae.tile_latent_min_size = vae.tile_sample_min_size // self.pipeline.vae_scale_factor
+        """Enables tiles of half the side, in whole latents, that overlap by a quarter.
+
+        The default of diffusers is as large as the image.
+        """
+        vae, factor = self.pipeline.vae, self.pipeline.vae_scale_factor
+        side = max(self.resolution // 2 // factor, 1) * factor
+        if hasattr(vae, "tile_sample_min_size"):  # AutoencoderKL and AutoencoderKLFlux2, which take no arguments
+            vae.enable_tiling()
+            vae.tile_sample_min_size, vae.tile_latent_min_size = side, side // factor
+        else:
+            stride = max(side * 3 // 4 // factor, 1) * factor
+            vae.enable_tiling(side, side, stride, stride)
 
     # Files
 
@@ -306,13 +319,6 @@ class PipelineAdapter(ABC):
         settings: dict[str, object] = {"length": self.max_sequence_length, "variant": self.variant, "dtypes": dtypes}
         source = Path(self.pipeline.config._name_or_path)
         return EmbeddingCache(folder, encoder_fingerprint(source, self.encoders, settings))
-
-    def _check_resolution(self) -> None:
-        if self.resolution % self.pixels_per_token:
-            raise UserError(
-                f"model.resolution must be a multiple of {self.pixels_per_token}, the pixels of one image token of "
-                f"this model; got {self.resolution}"
-            )
 
 
 def _dtype(name: str, value: str) -> torch.dtype:

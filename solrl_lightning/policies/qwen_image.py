@@ -4,10 +4,8 @@ Latents are packed, [B, S, C] with S image tokens of C = 4 x latent channels, fr
 one of videos: it takes [B, C / 4, frames, H / 8, W / 8].
 """
 
-import copy
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import AutoencoderTiny, QwenImagePipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
@@ -65,11 +63,9 @@ class QwenImage(PipelineAdapter):
         """Levels of the pipeline's scheduler: shifted by the number of image tokens, the last one before 0 is 0.02."""
         if steps == 1:  # whose level the scheduler would divide by zero to stretch it
             return torch.tensor([1.0, 0.0])
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-        mu = calculate_shift(self.latent_shape[0], *(scheduler.config[name] for name in names))
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-        return scheduler.sigmas.float()
+        shift = (self.pipeline.scheduler.config[name] for name in names)
+        return self.scheduler_sigmas(steps, calculate_shift(self.latent_shape[0], *shift))
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         dtype = conditioning["prompt_embeds"].dtype
@@ -105,13 +101,6 @@ class QwenImage(PipelineAdapter):
             f"model.preview_decoder={pretrained} is invalid: an AutoencoderTiny of diffusers decodes pictures, and "
             "these latents are those of a video of one frame. Set model.preview_decoder=null."
         )
-
-    def _tile(self) -> None:
-        """Enables tiles of half the side that overlap by a quarter, in whole latents."""
-        compression = self.pipeline.vae_scale_factor
-        side = max(self.resolution // 2 // compression, 1) * compression
-        stride = max(side * 3 // 4 // compression, 1) * compression
-        self.pipeline.vae.enable_tiling(side, side, stride, stride)
 
 
 def with_conditional_norm(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:

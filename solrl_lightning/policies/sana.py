@@ -79,10 +79,3 @@ class Sana(PipelineAdapter):
 
     def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
         return x.to(vae.dtype) / vae.config.scaling_factor
-
-    def _tile(self) -> None:
-        """Enables tiles of half the side that overlap by a quarter, in whole latents."""
-        compression = self.pipeline.vae_scale_factor
-        side = max(self.resolution // 2 // compression, 1) * compression
-        stride = max(side * 3 // 4 // compression, 1) * compression
-        self.pipeline.vae.enable_tiling(side, side, stride, stride)
