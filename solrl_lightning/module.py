@@ -27,6 +27,7 @@ from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, TrainingBatch
 from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
 from solrl_lightning.rollout.stage import (
+    EXPLORE,
     Progress,
     SamplingSpec,
     Stage,
@@ -125,7 +126,7 @@ class SolRLModule(LightningModule):
         spec = SamplingSpec(sigmas, stage.solver, initial_state, stage.stop_step, transitions)
         policy = self.policy
         decode = {"full": policy.decode, "bf16": policy.decode_in_bf16, "preview": policy.preview}[stage.decoder]
-        score = partial(score_images, decode, or_nan=stage.only_ranks)
+        score = partial(score_images, decode, or_nan=stage.name == EXPLORE)
         with self.samplers.use(stage.sampler) as transformer:
             chunks = self.samplers.chunks(transformer, stage.sampler, prompts, seeds, spec)
             rewards = self.rewards.for_training
@@ -283,7 +284,10 @@ class SolRLModule(LightningModule):
         checkpoint["state_dict"] = self._adapter_tensors(checkpoint["state_dict"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        own, found = (self._shapes(state) for state in (self.state_dict(), checkpoint["state_dict"]))
+        own, found = (
+            {name: list(value.shape) for name, value in self._adapter_tensors(state).items()}
+            for state in (self.state_dict(), checkpoint["state_dict"])
+        )
         if own != found:
             name = min(name for name in own | found if own.get(name) != found.get(name))
             raise UserError(
@@ -296,9 +300,6 @@ class SolRLModule(LightningModule):
         """Take the evaluation average of a checkpoint; without the EMA callback that is the trained adapter."""
         average = checkpoint["callbacks"].get("WeightEMA")
         self.ema_state = average and average["average"]
-
-    def _shapes(self, state: dict[str, Tensor]) -> dict[str, list[int]]:
-        return {name: list(value.shape) for name, value in self._adapter_tensors(state).items()}
 
     def _adapter_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in state.items() if ".lora_" in name}

@@ -60,12 +60,8 @@ class FP32Attention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         dtype = (args[0] if args else kwargs["query"]).dtype
-        args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, kwargs))
         return func(*args, **kwargs).to(dtype)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 class BF16Linear(nn.Linear):

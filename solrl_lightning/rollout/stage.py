@@ -44,7 +44,7 @@ _NONFINITE_HINT = (
 class Stage(NamedTuple):
     """One pass over the candidates."""
 
-    name: str  # EXPLORE or REGENERATE, also the stopwatch's name of it
+    name: str  # EXPLORE, where an image that is not finite scores NaN, or REGENERATE, where it is an error
     sampler: str  # see `Samplers`
     steps: int
     solver: str | Solver
@@ -56,11 +56,6 @@ class Stage(NamedTuple):
         """Return whether ``following`` resumes these trajectories; if not, it starts from the seeds' noise."""
         same = (self.sampler, self.steps, self.solver) == (following.sampler, following.steps, following.solver)
         return self.stop_step is not None and same
-
-    @property
-    def only_ranks(self) -> bool:
-        """True if a non-finite image scores NaN instead of raising NonFiniteError."""
-        return self.name == EXPLORE
 
 
 def evaluations(stages: Sequence[Stage], pool: int) -> list[int]:
