@@ -26,18 +26,7 @@ from solrl_lightning.sampling.euler import euler_step
 from solrl_lightning.sampling.sde import StochasticSolver
 from solrl_lightning.sampling.state import NoiseSource, Path, SolverState, start
 
-__all__ = [
-    "SOLVERS",
-    "NoiseSource",
-    "Path",
-    "Solver",
-    "SolverState",
-    "StochasticSolver",
-    "Velocity",
-    "integrate",
-    "start",
-    "steps",
-]
+__all__ = ["SOLVERS", "NoiseSource", "Path", "Solver", "SolverState", "StochasticSolver", "integrate", "start", "steps"]
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """x [B, ...] in float32 and sigma, a 0-dim float32 tensor on x's device -> v [B, ...]."""
