@@ -31,7 +31,7 @@ from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.stopwatch import Stopwatch
 
 ENCODED_TOGETHER = 4
-"""Iterations whose prompts are encoded at once, because a GPU has to be given the text encoders each time."""
+"""Iterations whose prompts are encoded at once, because the text encoders move to the GPU each time."""
 
 
 class ExploreTrainLoop(_FitLoop):
@@ -132,7 +132,7 @@ class ExploreTrainLoop(_FitLoop):
         return self.schedule.for_iteration(iteration)[self.trainer.global_rank :: self.trainer.world_size]
 
     def _encode(self, iteration: int, texts: list[str]) -> EncodedPrompts:
-        """Encode ``texts`` with those of the iterations that share a visit of the text encoders."""
+        """Return ``texts`` encoded; the prompts of `ENCODED_TOGETHER` iterations are encoded at once and kept."""
         first = iteration - iteration % ENCODED_TOGETHER
         if self._encoded is None or self._encoded[0] != first:
             together = [text for i in range(first, first + ENCODED_TOGETHER) for text in self._texts(i)]

@@ -16,7 +16,7 @@ from solrl_lightning.seeds import noise
 
 
 class Flux1(PipelineAdapter):
-    """A ``FluxPipeline`` as a policy.
+    """Adapter of ``FluxPipeline``.
 
     Args:
         guidance: the value fed to the guidance embedding of models that have one (FLUX.1-dev).

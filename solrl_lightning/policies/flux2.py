@@ -16,7 +16,7 @@ from solrl_lightning.policies.pipeline import PipelineAdapter
 
 
 class Flux2(PipelineAdapter):
-    """A ``Flux2KleinPipeline`` as a policy; arguments are those of `PipelineAdapter`."""
+    """Adapter of ``Flux2KleinPipeline``; arguments are those of `PipelineAdapter`."""
 
     pipeline_class = Flux2KleinPipeline
     encoders = ("text_encoder", "tokenizer")

@@ -1,4 +1,4 @@
-"""Base class of the policies: loading, prompt embeddings, decoding within memory, and saving a LoRA.
+"""Base class of the models: loading, prompt embeddings, decoding within memory, and saving a LoRA.
 
 A subclass implements how its pipeline embeds prompts, schedules the noise, predicts a velocity and decodes latents.
 Pipelines and models are those of diffusers; the denoising loop is not, because the rollout owns it.
@@ -43,7 +43,7 @@ EMBED_BATCH = 64  # prompts that the text encoders read at once
 
 
 class PipelineAdapter(ABC):
-    """A diffusers pipeline as a policy.
+    """Ties a diffusers pipeline to the transformer that is trained.
 
     Args:
         pretrained: hub id, local folder, or ``tiny`` for the embedded model.

@@ -20,7 +20,7 @@ from solrl_lightning.seeds import noise
 
 
 class QwenImage(PipelineAdapter):
-    """A ``QwenImagePipeline`` as a policy; arguments are those of `PipelineAdapter`."""
+    """Adapter of ``QwenImagePipeline``; arguments are those of `PipelineAdapter`."""
 
     pipeline_class = QwenImagePipeline
     encoders = ("text_encoder", "tokenizer")

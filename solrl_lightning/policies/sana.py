@@ -16,7 +16,7 @@ from solrl_lightning.policies.sana_checkpoint import load_linear_ffn
 
 
 class Sana(PipelineAdapter):
-    """A ``SanaPipeline`` as a policy.
+    """Adapter of ``SanaPipeline``.
 
     Args:
         flow_shift: of the noise levels. 1, uniform levels, as published; the checkpoint's own scheduler has 3.

@@ -16,7 +16,7 @@ CLIP_TOKENS = 77  # of both CLIPs, before those of T5
 
 
 class SD3(PipelineAdapter):
-    """A ``StableDiffusion3Pipeline`` as a policy; arguments are those of `PipelineAdapter`."""
+    """Adapter of ``StableDiffusion3Pipeline``; arguments are those of `PipelineAdapter`."""
 
     pipeline_class = StableDiffusion3Pipeline
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
