@@ -187,7 +187,7 @@ class SolRLModule(LightningModule):
         return loss
 
     def _reads_reference(self, batch_idx: int) -> bool:
-        """Whether this micro-batch is an n-th one; the count continues from an offset of one per iteration."""
+        """Return whether the loss reads the reference: every n-th micro-batch, with an offset of one per iteration."""
         every = self.objective.reference_every
         return every == 1 or (batch_idx + self.trainer.fit_loop.iterations_done) % every == 0  # type: ignore[attr-defined]
 
