@@ -270,8 +270,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("Huber without sigma", "power * sigma / _HUBER_POWER", "power / _HUBER_POWER", AWM),
         (
             "AWM likelihood sign",
-            "log_likelihood = -weighting(_mean_square(v - target)",
-            "log_likelihood = weighting(_mean_square(v - target)",
+            "log_likelihood = -weighting(mean_square(v - target)",
+            "log_likelihood = weighting(mean_square(v - target)",
             AWM,
         ),
     ],

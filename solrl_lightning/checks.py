@@ -528,7 +528,7 @@ def check_needs(cfg: DictConfig) -> None:
 
 
 def _check_resolution(cfg: DictConfig) -> None:
-    """Does what ``PipelinePolicy`` does after loading, where the model's config files are here and say enough."""
+    """Does what ``PipelineAdapter`` does after loading, where the model's config files are here and say enough."""
     folder, side = config_folder(str(cfg.model.get("pretrained"))), cfg.model.get("resolution", 0)
     if folder is None:
         return

@@ -31,7 +31,7 @@ from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.stopwatch import Stopwatch
 
 ENCODED_TOGETHER = 4
-"""Iterations whose prompts are encoded at once, because a GPU has to be given the text encoders each time."""
+"""Iterations whose prompts are encoded at once, because the text encoders move to the GPU each time."""
 
 
 class ExploreTrainLoop(_FitLoop):
@@ -132,7 +132,7 @@ class ExploreTrainLoop(_FitLoop):
         return self.schedule.for_iteration(iteration)[self.trainer.global_rank :: self.trainer.world_size]
 
     def _encode(self, iteration: int, texts: list[str]) -> EncodedPrompts:
-        """Encode ``texts`` with those of the iterations that share a visit of the text encoders."""
+        """Return ``texts`` encoded; the prompts of `ENCODED_TOGETHER` iterations are encoded at once and kept."""
         first = iteration - iteration % ENCODED_TOGETHER
         if self._encoded is None or self._encoded[0] != first:
             together = [text for i in range(first, first + ENCODED_TOGETHER) for text in self._texts(i)]
@@ -191,11 +191,8 @@ class ExploreTrainLoop(_FitLoop):
         ``seconds`` of the stages and, of all ranks, ``evaluations`` (forward passes for one image) and ``samples``
         (images decoded and scored; a candidate counts in every stage that scores it).
         """
-        return {"seconds": self._seconds(), **self._counts}
-
-    def _seconds(self) -> float:
-        spent = self.stopwatch.seconds
-        return self._seconds_before + sum(spent.get(stage, 0.0) for stage in STAGES)
+        spent = sum(self.stopwatch.seconds.get(stage, 0.0) for stage in STAGES)
+        return {"seconds": self._seconds_before + spent, **self._counts}
 
     def logged(self) -> dict[str, Tensor]:
         """Return the values that this iteration has logged; only in ``on_train_epoch_end``. Collective."""

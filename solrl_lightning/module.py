@@ -22,18 +22,18 @@ from solrl_lightning.metrics.images import STATISTICS, describe, prompt_statisti
 from solrl_lightning.objectives.base import Objective, check_loss
 from solrl_lightning.optimizer_state import ConfiguredSchedule, keep_configured
 from solrl_lightning.policies.adapters import TRAINED, State
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, TrainingBatch
 from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
 from solrl_lightning.rollout.stage import (
+    EXPLORE,
     Progress,
     SamplingSpec,
     Stage,
     check_finite,
     score_chunks,
     score_images,
-    score_images_or_nan,
 )
 from solrl_lightning.samplers import MERGED, REFERENCE, Samplers
 from solrl_lightning.sampling import SolverState
@@ -47,10 +47,6 @@ class Evaluation(NamedTuple):
     solver: str
     steps: int
     images: int  # per prompt
-
-
-def no_progress(done: int, total: int) -> None:
-    """Ignore progress."""
 
 
 class SolRLModule(LightningModule):
@@ -72,13 +68,13 @@ class SolRLModule(LightningModule):
     """
 
     # Not registered with nn.Module: see the module docstring.
-    policy: PipelinePolicy
+    policy: PipelineAdapter
     samplers: Samplers
     rewards: WeightedRewards
 
     def __init__(
         self,
-        policy: PipelinePolicy,
+        policy: PipelineAdapter,
         samplers: Samplers,
         rewards: WeightedRewards,
         objective: Objective,
@@ -118,7 +114,7 @@ class SolRLModule(LightningModule):
         stage: Stage,
         prompts: EncodedPrompts,
         seeds: Tensor,
-        progress: Progress = no_progress,
+        progress: Progress = lambda done, total: None,
         initial_state: SolverState | None = None,
         transitions: range = range(0),
     ) -> Candidates:
@@ -130,11 +126,11 @@ class SolRLModule(LightningModule):
         spec = SamplingSpec(sigmas, stage.solver, initial_state, stage.stop_step, transitions)
         policy = self.policy
         decode = {"full": policy.decode, "bf16": policy.decode_in_bf16, "preview": policy.preview}[stage.decoder]
-        score = score_images_or_nan if stage.only_ranks else score_images
+        score = partial(score_images, decode, or_nan=stage.name == EXPLORE)
         with self.samplers.use(stage.sampler) as transformer:
             chunks = self.samplers.chunks(transformer, stage.sampler, prompts, seeds, spec)
             rewards = self.rewards.for_training
-            return score_chunks(chunks, prompts, seeds, rewards, partial(score, decode), progress, self.scoring_worker)
+            return score_chunks(chunks, prompts, seeds, rewards, score, progress, self.scoring_worker)
 
     @torch.no_grad()
     def score(
@@ -191,7 +187,7 @@ class SolRLModule(LightningModule):
         return loss
 
     def _reads_reference(self, batch_idx: int) -> bool:
-        """Whether it is this micro-batch's turn, which moves by one in every iteration."""
+        """Return whether the loss reads the reference: every n-th micro-batch, with an offset of one per iteration."""
         every = self.objective.reference_every
         return every == 1 or (batch_idx + self.trainer.fit_loop.iterations_done) % every == 0  # type: ignore[attr-defined]
 
@@ -288,7 +284,10 @@ class SolRLModule(LightningModule):
         checkpoint["state_dict"] = self._adapter_tensors(checkpoint["state_dict"])
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        own, found = (self._shapes(state) for state in (self.state_dict(), checkpoint["state_dict"]))
+        own, found = (
+            {name: list(value.shape) for name, value in self._adapter_tensors(state).items()}
+            for state in (self.state_dict(), checkpoint["state_dict"])
+        )
         if own != found:
             name = min(name for name in own | found if own.get(name) != found.get(name))
             raise UserError(
@@ -301,9 +300,6 @@ class SolRLModule(LightningModule):
         """Take the evaluation average of a checkpoint; without the EMA callback that is the trained adapter."""
         average = checkpoint["callbacks"].get("WeightEMA")
         self.ema_state = average and average["average"]
-
-    def _shapes(self, state: dict[str, Tensor]) -> dict[str, list[int]]:
-        return {name: list(value.shape) for name, value in self._adapter_tensors(state).items()}
 
     def _adapter_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in state.items() if ".lora_" in name}

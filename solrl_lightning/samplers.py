@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from solrl_lightning.policies import adapters, replica
 from solrl_lightning.policies.adapters import OLD, TRAINED, State
 from solrl_lightning.policies.compilation import compile_blocks
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table
 from solrl_lightning.quantization import plan as plan_quantization
 from solrl_lightning.rollout.records import EncodedPrompts
@@ -50,7 +50,7 @@ class Samplers:
 
     def __init__(
         self,
-        policy: PipelinePolicy,
+        policy: PipelineAdapter,
         lora: LoraConfig,
         seed: int,
         batch_size: int,

@@ -21,7 +21,7 @@ from solrl_lightning.checks import check_shares
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import OLD, State
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.stage import BatchSize
 from solrl_lightning.samplers import MERGED, POLICY, REFERENCE, Samplers
 
@@ -69,7 +69,7 @@ class FixedBatchSize(BatchSize):
 class ShardedSamplers(Samplers):
     """The policy's transformer alone, which samples with its LoRA branches: merged replicas would be whole copies."""
 
-    def __init__(self, policy: PipelinePolicy, lora: LoraConfig, seed: int, batch_size: int) -> None:
+    def __init__(self, policy: PipelineAdapter, lora: LoraConfig, seed: int, batch_size: int) -> None:
         self.policy, self.transformer = policy, policy.transformer.train()
         self.replicas, self.layer_table, self.precision_backend = {}, "", "no shadow"
         self.lora_layers = adapters.add_adapters(self.transformer, lora, seed)

@@ -50,11 +50,11 @@ from transformers import (
 )
 
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.random_weights import init_random_weights
 from solrl_lightning.shapes.world import COLOURS, IMAGE_SIZE, RELATIONS, SHAPES
 
-Policy = TypeVar("Policy", bound=PipelinePolicy)
+Policy = TypeVar("Policy", bound=PipelineAdapter)
 
 PROMPTS = [
     "a red circle above a blue square",
@@ -288,12 +288,12 @@ def load_policy(
     return policy_class(folder, IMAGE_SIZE, guidance=guidance, decode_batch=decode_batch, **options)
 
 
-def load_nano(architecture: str, folder: str, **options: Any) -> PipelinePolicy:
+def load_nano(architecture: str, folder: str, **options: Any) -> PipelineAdapter:
     """The policy of any architecture in a folder that ``save_nano`` wrote, by the options of ``conf/model``."""
     return policy_class(architecture)(**policy_options(architecture) | NANO | dict(pretrained=folder) | options)
 
 
-def policy_class(architecture: str) -> type[PipelinePolicy]:
+def policy_class(architecture: str) -> type[PipelineAdapter]:
     return get_class(_policy(architecture)._target_)
 
 

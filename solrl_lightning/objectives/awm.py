@@ -20,13 +20,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solrl_lightning.objectives.base import KLObjective, Loss
+from solrl_lightning.objectives.base import KLObjective, Loss, mean_square
 from solrl_lightning.rollout.records import TrainingBatch
 
 _HUBER_POWER = 0.25
 _HUBER_OFFSET = 1e-10  # keeps the power's slope finite at zero error
 
 Weighting = Callable[[Tensor, Tensor], Tensor]
+"""Mean squared error [B] and sigma [B] -> weighted error [B]."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +39,8 @@ class AWM(KLObjective):
     ratio_clip: float
 
     def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
-        terms = awm_loss(
-            velocity,
-            others["old"],
-            others.get("reference"),
-            batch.x0,
-            batch.x_t,
-            batch.sigma,
-            batch.advantage,
-            kl_weight=self.kl_weight_beside(others),
-            old_weight=self.old_weight,
-            advantage_clip=self.advantage_clip,
-            ratio_clip=self.ratio_clip,
-        )
-        return self.loss_of(terms, others)
+        clips = {"advantage_clip": self.advantage_clip, "ratio_clip": self.ratio_clip}
+        return self.loss_of_velocity(awm_loss, velocity, batch, others, old_weight=self.old_weight, **clips)
 
 
 class AWMLoss(NamedTuple):
@@ -64,21 +53,6 @@ class AWMLoss(NamedTuple):
     drift: Tensor  # scalar, mean (v - v_old)^2 before its weight; 0 without an old policy
     ratio: Tensor  # scalar, mean likelihood ratio before the clip
     clipped: Tensor  # scalar, share of samples whose ratio lies outside 1 +- ratio_clip
-
-
-def uniform(error: Tensor, sigma: Tensor) -> Tensor:
-    """Return error [B]: equal weight of all noise levels."""
-    return error
-
-
-def by_sigma(error: Tensor, sigma: Tensor) -> Tensor:
-    """Return error [B] weighted by sigma."""
-    return sigma * error
-
-
-def by_sigma_squared(error: Tensor, sigma: Tensor) -> Tensor:
-    """Return error [B] weighted by sigma^2, which makes it an x0 error."""
-    return sigma.square() * error
 
 
 def ghuber(error: Tensor, sigma: Tensor) -> Tensor:
@@ -117,15 +91,15 @@ def awm_loss(
     level = sigma.double().expand(v.shape[0])
     target = (x_t.double() - x0.double()) / level.view(-1, *[1] * (v.ndim - 1))
 
-    log_likelihood = -weighting(_mean_square(v - target), level)
+    log_likelihood = -weighting(mean_square(v - target), level)
     sampled = v.detach() if old_velocity is None else old_velocity.detach().float()
-    old_log_likelihood = -weighting(_mean_square(sampled - target), level)
+    old_log_likelihood = -weighting(mean_square(sampled - target), level)
     ratio = (log_likelihood - old_log_likelihood).exp()
     a = advantage.to(v.device, torch.float64).clamp(-advantage_clip, advantage_clip) / advantage_clip
     policy = torch.maximum(-a * ratio, -a * ratio.clamp(1 - ratio_clip, 1 + ratio_clip))
 
-    kl = torch.zeros_like(policy) if reference_velocity is None else _mean_square(v - reference_velocity.detach())
-    drift = torch.zeros_like(policy) if old_velocity is None else _mean_square(v - sampled)
+    kl = torch.zeros_like(policy) if reference_velocity is None else mean_square(v - reference_velocity.detach())
+    drift = torch.zeros_like(policy) if old_velocity is None else mean_square(v - sampled)
     rows = (policy + kl_weight * kl + old_weight * drift).float()
     return AWMLoss(
         loss=rows.mean(),
@@ -136,8 +110,3 @@ def awm_loss(
         ratio=ratio.detach().mean().float(),
         clipped=((ratio.detach() - 1).abs() > ratio_clip).float().mean(),
     )
-
-
-def _mean_square(difference: Tensor) -> Tensor:
-    """Return float64 [B]."""
-    return difference.square().mean(dim=tuple(range(1, difference.ndim)), dtype=torch.float64)

@@ -7,7 +7,7 @@ Shapes: B micro-batch, M kept samples, T solver steps.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -99,6 +99,19 @@ class KLObjective(Objective):
     def needs(self) -> Sequence[str]:
         return ("old", "reference") if self.kl_weight else ("old",)
 
+    def loss_of_velocity(
+        self,
+        function: Callable[..., Any],
+        velocity: Tensor,
+        batch: TrainingBatch,
+        others: Mapping[str, Tensor],
+        **settings: float,
+    ) -> Loss:
+        """Return the Loss of ``function`` (`nft_loss`, `awm_loss`) on re-noised images."""
+        velocities = velocity, others["old"], others.get("reference")
+        rows = batch.x0, batch.x_t, batch.sigma, batch.advantage
+        return self.loss_of(function(*velocities, *rows, kl_weight=self.kl_weight_beside(others), **settings), others)
+
     def kl_weight_beside(self, others: Mapping[str, Tensor]) -> float:
         """Return the weight of the KL term in a micro-batch, 0 without the reference; the mean is ``kl_weight``."""
         return self.kl_weight * self.reference_every if "reference" in others else 0.0
@@ -107,6 +120,11 @@ class KLObjective(Objective):
         """Return ``terms``, the NamedTuple of a loss function, as a Loss with all its means as metrics."""
         left_out = {"loss", "rows"} | ({"kl"} if self.kl_weight and "reference" not in others else set())
         return Loss(terms.rows, {name: value for name, value in terms._asdict().items() if name not in left_out})
+
+
+def mean_square(difference: Tensor) -> Tensor:
+    """Return float64 [B] of [B, ...]."""
+    return difference.square().mean(dim=tuple(range(1, difference.ndim)), dtype=torch.float64)
 
 
 def check_loss(objective: Objective, loss: Any, rows: int) -> Loss:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solrl_lightning.objectives.base import KLObjective, Loss
+from solrl_lightning.objectives.base import KLObjective, Loss, mean_square
 from solrl_lightning.rollout.records import TrainingBatch
 
 _MIN_ERROR = 1e-5  # floor of the adaptive weight, so that an exact x0 prediction does not divide by zero
@@ -31,19 +31,8 @@ class NFT(KLObjective):
     advantage_clip: float
 
     def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
-        terms = nft_loss(
-            velocity,
-            others["old"],
-            others.get("reference"),
-            batch.x0,
-            batch.x_t,
-            batch.sigma,
-            batch.advantage,
-            beta=self.beta,
-            kl_weight=self.kl_weight_beside(others),
-            advantage_clip=self.advantage_clip,
-        )
-        return self.loss_of(terms, others)
+        settings = {"beta": self.beta, "advantage_clip": self.advantage_clip}
+        return self.loss_of_velocity(nft_loss, velocity, batch, others, **settings)
 
 
 class NFTLoss(NamedTuple):
@@ -92,7 +81,7 @@ def nft_loss(
     r = advantage.to(v.device, torch.float64).clamp(-advantage_clip, advantage_clip) / advantage_clip / 2 + 0.5
     policy = advantage_clip * (r * positive + (1 - r) * negative) / beta
 
-    kl = torch.zeros_like(policy) if reference_velocity is None else _mean_square(v - reference_velocity.detach())
+    kl = torch.zeros_like(policy) if reference_velocity is None else mean_square(v - reference_velocity.detach())
     rows = (policy + kl_weight * kl).float()
     return NFTLoss(
         loss=rows.mean(),
@@ -101,7 +90,7 @@ def nft_loss(
         kl=kl.detach().mean().float(),
         positive=positive.detach().mean().float(),
         negative=negative.detach().mean().float(),
-        drift=_mean_square(v.detach() - v_old).mean().float(),
+        drift=mean_square(v.detach() - v_old).mean().float(),
         clipped=(advantage.abs() > advantage_clip).float().mean(),
     )
 
@@ -112,8 +101,3 @@ def _normalised_error(prediction: Tensor, x0: Tensor) -> Tensor:
     dims = tuple(range(1, error.ndim))
     weight = error.detach().abs().mean(dim=dims, dtype=torch.float64).clamp(min=_MIN_ERROR)
     return error.square().mean(dim=dims, dtype=torch.float64) / weight
-
-
-def _mean_square(difference: Tensor) -> Tensor:
-    """Return float64 [B]."""
-    return difference.square().mean(dim=tuple(range(1, difference.ndim)), dtype=torch.float64)

@@ -7,6 +7,7 @@ as long as that in float32, so the choice is measured once per process.
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -31,14 +32,11 @@ def has_fast_bf16_attention() -> bool:
     """Return whether this CPU computes attention and its gradients faster in bfloat16 than on widened operands."""
     x = torch.ones(16, 4, 32, 32, dtype=torch.bfloat16, requires_grad=True)
 
-    def step() -> None:
-        F.scaled_dot_product_attention(x, x, x).sum().backward()
+    def step(mode: AbstractContextManager[Any]) -> None:
+        with mode:
+            F.scaled_dot_product_attention(x, x, x).sum().backward()
 
-    def widened_step() -> None:
-        with FP32Attention():
-            step()
-
-    return _is_faster(step, widened_step)
+    return _is_faster(lambda: step(nullcontext()), lambda: step(FP32Attention()))
 
 
 @torch.enable_grad()
@@ -60,12 +58,8 @@ class FP32Attention(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **kwargs)
         dtype = (args[0] if args else kwargs["query"]).dtype
-        args, kwargs = tree_map_only(torch.Tensor, _widened, (args, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, kwargs))
         return func(*args, **kwargs).to(dtype)
-
-
-def _widened(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.is_floating_point() else tensor
 
 
 class BF16Linear(nn.Linear):

@@ -3,26 +3,24 @@
 Latents are packed, [B, S, C] with S image tokens of C = 4 x latent channels, from the noise to the decoder.
 """
 
-import copy
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import FluxPipeline
 from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
 from solrl_lightning.policies.conditioning import Conditioning
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.seeds import noise
 
 
-class Flux1(PipelinePolicy):
-    """A ``FluxPipeline`` as a policy.
+class Flux1(PipelineAdapter):
+    """Adapter of ``FluxPipeline``.
 
     Args:
         guidance: the value fed to the guidance embedding of models that have one (FLUX.1-dev).
-        others: see ``PipelinePolicy``.
+        others: see ``PipelineAdapter``.
     """
 
     pipeline_class = FluxPipeline
@@ -41,10 +39,10 @@ class Flux1(PipelinePolicy):
     def pixels_per_token(self) -> int:
         return self.pipeline.vae_scale_factor * 2
 
-    def encode_uncached(self, prompts: list[str]) -> Conditioning:
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """``prompt_embeds`` [P, L, D] of T5 and ``pooled`` [P, D'] of CLIP."""
         embeds, pooled, _ = self.pipeline.encode_prompt(
-            prompt=prompts, prompt_2=None, device=self.device, max_sequence_length=self.max_sequence_length
+            prompt=prompts, prompt_2=None, device=device, max_sequence_length=self.max_sequence_length
         )
         return {"prompt_embeds": embeds, "pooled": pooled}
 
@@ -61,19 +59,9 @@ class Flux1(PipelinePolicy):
 
     def sigmas(self, steps: int) -> Tensor:
         """Levels of the pipeline's scheduler, with its resolution shift."""
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
-        shift = {
-            ours: scheduler.config[theirs]
-            for ours, theirs in (
-                ("base_seq_len", "base_image_seq_len"),
-                ("max_seq_len", "max_image_seq_len"),
-                ("base_shift", "base_shift"),
-                ("max_shift", "max_shift"),
-            )
-        }
-        mu = calculate_shift(self.latent_shape[0], **shift)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-        return scheduler.sigmas.float()
+        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        shift = (self.pipeline.scheduler.config[name] for name in names)
+        return self.scheduler_sigmas(steps, calculate_shift(self.latent_shape[0], *shift))
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         dtype = conditioning["prompt_embeds"].dtype

@@ -4,21 +4,19 @@ Latents are [B, C, H / 16, W / 16]: 2 x 2 patches of the autoencoder's, normalis
 transformer takes them as a sequence.
 """
 
-import copy
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import Flux2KleinPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor, nn
 
 from solrl_lightning.policies.conditioning import Conditioning
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 
 
-class Flux2(PipelinePolicy):
-    """A ``Flux2KleinPipeline`` as a policy; see ``PipelinePolicy`` for its arguments."""
+class Flux2(PipelineAdapter):
+    """Adapter of ``Flux2KleinPipeline``; arguments are those of `PipelineAdapter`."""
 
     pipeline_class = Flux2KleinPipeline
     encoders = ("text_encoder", "tokenizer")
@@ -28,18 +26,17 @@ class Flux2(PipelinePolicy):
         side = resolution // self.pixels_per_token
         self.latent_shape = (self.transformer.config.in_channels, side, side)
         self._image_ids = Flux2KleinPipeline._prepare_latent_ids(torch.empty(1, *self.latent_shape)).to(self.device)
-        self._text_ids = Flux2KleinPipeline._prepare_text_ids(torch.empty(1, self.max_sequence_length, 0)).to(
-            self.device
-        )
+        text = torch.empty(1, self.max_sequence_length, 0)
+        self._text_ids = Flux2KleinPipeline._prepare_text_ids(text).to(self.device)
 
     @property
     def pixels_per_token(self) -> int:
         return self.pipeline.vae_scale_factor * 2
 
-    def encode_uncached(self, prompts: list[str]) -> Conditioning:
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """``prompt_embeds`` [P, L, 3 D]: three layers of Qwen3. Padding is not masked."""
         embeds, _ = self.pipeline.encode_prompt(
-            prompt=prompts, device=self.device, max_sequence_length=self.max_sequence_length
+            prompt=prompts, device=device, max_sequence_length=self.max_sequence_length
         )
         return {"prompt_embeds": embeds}
 
@@ -49,11 +46,8 @@ class Flux2(PipelinePolicy):
 
     def sigmas(self, steps: int) -> Tensor:
         """Levels of the pipeline's scheduler, with its shift by image tokens and steps."""
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
         _, height, width = self.latent_shape
-        mu = compute_empirical_mu(height * width, steps)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-        return scheduler.sigmas.float()
+        return self.scheduler_sigmas(steps, compute_empirical_mu(height * width, steps))
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         embeds = conditioning["prompt_embeds"]

@@ -1,4 +1,4 @@
-"""Base class of the policies: loading, prompt embeddings, decoding within memory, and saving a LoRA.
+"""Base class of the models: loading, prompt embeddings, decoding within memory, and saving a LoRA.
 
 A subclass implements how its pipeline embeds prompts, schedules the noise, predicts a velocity and decodes latents.
 Pipelines and models are those of diffusers; the denoising loop is not, because the rollout owns it.
@@ -6,6 +6,7 @@ Pipelines and models are those of diffusers; the denoising loop is not, because 
 Shapes: P prompts, L tokens of text, B batch, T solver steps.
 """
 
+import copy
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from diffusers import AutoencoderTiny, DiffusionPipeline
 from peft import LoraConfig
@@ -40,8 +42,8 @@ log = logging.getLogger(__name__)
 EMBED_BATCH = 64  # prompts that the text encoders read at once
 
 
-class PipelinePolicy(ABC):
-    """A diffusers pipeline as a policy.
+class PipelineAdapter(ABC):
+    """Ties a diffusers pipeline to the transformer that is trained.
 
     Args:
         pretrained: hub id, local folder, or ``tiny`` for the embedded model.
@@ -121,7 +123,11 @@ class PipelinePolicy(ABC):
         vae = self.pipeline.vae.requires_grad_(False)
         of_videos = any(parameter.ndim == 5 for parameter in vae.parameters())  # PyTorch refuses channels_last for them
         vae.to(self.device, memory_format=torch.contiguous_format if of_videos else torch.channels_last)
-        self._check_resolution()
+        if resolution % self.pixels_per_token:
+            raise UserError(
+                f"model.resolution must be a multiple of {self.pixels_per_token}, the pixels of one image token of "
+                f"this model; got {resolution}"
+            )
         side = resolution // self.pipeline.vae_scale_factor
         self.latent_shape = (self.transformer.config.in_channels, side, side)
         self.preview_decoder = None if preview_decoder is None else self._preview_decoder(preview_decoder)
@@ -131,8 +137,11 @@ class PipelinePolicy(ABC):
     # A subclass implements these
 
     @abstractmethod
-    def encode_uncached(self, prompts: list[str]) -> Mapping[str, Tensor | Sequence[Tensor]]:
-        """Embeddings of P prompts by the text encoders: by name, [P, ...] or P tensors of different lengths."""
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> Mapping[str, Tensor | Sequence[Tensor]]:
+        """Embeddings of P prompts by the text encoders, which are on ``device``.
+
+        By name, each [P, ...] or P tensors of different lengths.
+        """
 
     @abstractmethod
     def embedding_like(self) -> Conditioning:
@@ -148,6 +157,12 @@ class PipelinePolicy(ABC):
 
         It is the conditional one: ``guided_velocity`` adds the guidance.
         """
+
+    def scheduler_sigmas(self, steps: int, mu: float) -> Tensor:
+        """Levels of the pipeline's scheduler, shifted by ``mu``, for a subclass's ``sigmas``."""
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+        return scheduler.sigmas.float()
 
     # A subclass may override these: here latents are the autoencoder's own [C, H, W], scaled and shifted by two numbers
 
@@ -197,16 +212,17 @@ class PipelinePolicy(ABC):
             return [random_row(text, self.embedding_like(), self.device) for text in texts]
         if not texts:
             return []
-        self._load_encoders()
-        modules = [module for module in map(self._component, self.encoders) if isinstance(module, nn.Module)]
-        device, encoding = self.device, self.device if self.encode_on == "device" else torch.device("cpu")
+        if self.pipeline.components[self.encoders[0]] is None:  # it was loaded without them
+            here = {name: module for name, module in self.pipeline.components.items() if name not in self.encoders}
+            self.pipeline = self._load(here)
+        encoders = [self.pipeline.components[name] for name in self.encoders]
+        modules = [encoder for encoder in encoders if isinstance(encoder, nn.Module)]
+        device = self.device if self.encode_on == "device" else torch.device("cpu")
         for module in modules:
-            module.to(encoding)
+            module.to(device)
         chunks = [texts[first : first + EMBED_BATCH] for first in range(0, len(texts), EMBED_BATCH)]
-        self.device = encoding  # which `encode_uncached` gives to the pipeline
-        parts = [self.encode_uncached(chunk) for chunk in chunks]
-        self.device = device
-        if encoding.type != "cpu":
+        parts = [self.encode_uncached(chunk, device) for chunk in chunks]
+        if device.type != "cpu":
             for module in modules:
                 module.to("cpu")
         return [
@@ -214,15 +230,6 @@ class PipelinePolicy(ABC):
             for part, chunk in zip(parts, chunks, strict=True)
             for row in range(len(chunk))
         ]
-
-    def _load_encoders(self) -> None:
-        """Loads the text encoders of a pipeline that was loaded without them."""
-        if self._component(self.encoders[0]) is None:
-            here = {name: module for name, module in self.pipeline.components.items() if name not in self.encoders}
-            self.pipeline = self._load(here)
-
-    def _component(self, name: str) -> Any:
-        return self.pipeline.components[name]
 
     # Images
 
@@ -272,11 +279,18 @@ class PipelinePolicy(ABC):
         return True
 
     def _tile(self) -> None:
-        """Enables tiles of half the side; the default of diffusers is as large as the image."""
-        vae = self.pipeline.vae
-        vae.enable_tiling()
-        vae.tile_sample_min_size = self.resolution // 2
-        vae.tile_latent_min_size = vae.tile_sample_min_size // self.pipeline.vae_scale_factor
+        """Enables tiles of half the side, in whole latents, that overlap by a quarter.
+
+        The default of diffusers is as large as the image.
+        """
+        vae, factor = self.pipeline.vae, self.pipeline.vae_scale_factor
+        side = max(self.resolution // 2 // factor, 1) * factor
+        if hasattr(vae, "tile_sample_min_size"):  # AutoencoderKL and AutoencoderKLFlux2, which take no arguments
+            vae.enable_tiling()
+            vae.tile_sample_min_size, vae.tile_latent_min_size = side, side // factor
+        else:
+            stride = max(side * 3 // 4 // factor, 1) * factor
+            vae.enable_tiling(side, side, stride, stride)
 
     # Files
 
@@ -305,13 +319,6 @@ class PipelinePolicy(ABC):
         settings: dict[str, object] = {"length": self.max_sequence_length, "variant": self.variant, "dtypes": dtypes}
         source = Path(self.pipeline.config._name_or_path)
         return EmbeddingCache(folder, encoder_fingerprint(source, self.encoders, settings))
-
-    def _check_resolution(self) -> None:
-        if self.resolution % self.pixels_per_token:
-            raise UserError(
-                f"model.resolution must be a multiple of {self.pixels_per_token}, the pixels of one image token of "
-                f"this model; got {self.resolution}"
-            )
 
 
 def _dtype(name: str, value: str) -> torch.dtype:

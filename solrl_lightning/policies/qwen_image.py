@@ -4,10 +4,8 @@ Latents are packed, [B, S, C] with S image tokens of C = 4 x latent channels, fr
 one of videos: it takes [B, C / 4, frames, H / 8, W / 8].
 """
 
-import copy
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import AutoencoderTiny, QwenImagePipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
@@ -17,12 +15,12 @@ from torch.nn import functional as F
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.guidance import extrapolated, guided
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.seeds import noise
 
 
-class QwenImage(PipelinePolicy):
-    """A ``QwenImagePipeline`` as a policy; see ``PipelinePolicy`` for its arguments."""
+class QwenImage(PipelineAdapter):
+    """Adapter of ``QwenImagePipeline``; arguments are those of `PipelineAdapter`."""
 
     pipeline_class = QwenImagePipeline
     encoders = ("text_encoder", "tokenizer")
@@ -32,10 +30,10 @@ class QwenImage(PipelinePolicy):
         self._side = resolution // self.pixels_per_token
         self.latent_shape = (self._side**2, self.transformer.config.in_channels)
 
-    def encode_uncached(self, prompts: list[str]) -> dict[str, list[Tensor]]:
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> dict[str, list[Tensor]]:
         """``prompt_embeds`` of Qwen2.5-VL, P tensors [L_i, D] without padding."""
         embeds, mask = self.pipeline.encode_prompt(
-            prompt=prompts, device=self.device, max_sequence_length=self.max_sequence_length
+            prompt=prompts, device=device, max_sequence_length=self.max_sequence_length
         )
         mask = torch.ones_like(embeds[..., 0]) if mask is None else mask
         return {"prompt_embeds": [row[kept.bool()] for row, kept in zip(embeds, mask, strict=True)]}
@@ -65,11 +63,9 @@ class QwenImage(PipelinePolicy):
         """Levels of the pipeline's scheduler: shifted by the number of image tokens, the last one before 0 is 0.02."""
         if steps == 1:  # whose level the scheduler would divide by zero to stretch it
             return torch.tensor([1.0, 0.0])
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-        mu = calculate_shift(self.latent_shape[0], *(scheduler.config[name] for name in names))
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
-        return scheduler.sigmas.float()
+        shift = (self.pipeline.scheduler.config[name] for name in names)
+        return self.scheduler_sigmas(steps, calculate_shift(self.latent_shape[0], *shift))
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         dtype = conditioning["prompt_embeds"].dtype
@@ -84,7 +80,7 @@ class QwenImage(PipelinePolicy):
         return output[0].float()
 
     def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """As ``PipelinePolicy.guided_velocity``, each token with the norm of its conditional velocity."""
+        """As ``PipelineAdapter.guided_velocity``, each token with the norm of its conditional velocity."""
         velocity = guided(self.velocity, self.unconditional, self.guidance_scale, with_conditional_norm)
         return velocity(transformer, x, sigma, conditioning)
 
@@ -105,13 +101,6 @@ class QwenImage(PipelinePolicy):
             f"model.preview_decoder={pretrained} is invalid: an AutoencoderTiny of diffusers decodes pictures, and "
             "these latents are those of a video of one frame. Set model.preview_decoder=null."
         )
-
-    def _tile(self) -> None:
-        """Enables tiles of half the side that overlap by a quarter, in whole latents."""
-        compression = self.pipeline.vae_scale_factor
-        side = max(self.resolution // 2 // compression, 1) * compression
-        stride = max(side * 3 // 4 // compression, 1) * compression
-        self.pipeline.vae.enable_tiling(side, side, stride, stride)
 
 
 def with_conditional_norm(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:

@@ -20,16 +20,16 @@ from solrl_lightning.seeds import noise
 
 
 def random_pipeline(
-    architecture: Architecture, device: torch.device | str, dtypes: Mapping[str, torch.dtype], seed: int = 0
+    architecture: Architecture, device: torch.device | str, dtypes: Mapping[str, torch.dtype]
 ) -> DiffusionPipeline:
     """The pipeline of ``architecture`` without text encoders, its parts on ``device``.
 
-    Equal seeds give equal weights on equal hardware. ``dtypes`` has those of components by name, and ``default``.
+    The weights are equal in every call on equal hardware. ``dtypes`` has those of components by name, and ``default``.
     """
     parts = architecture.components
     cls = getattr(diffusers, architecture.pipeline)
     modules = {
-        name: random_component(parts[name], device, dtypes.get(name, dtypes["default"]), seed)
+        name: random_component(parts[name], device, dtypes.get(name, dtypes["default"]))
         for name in ("transformer", "vae")
     }
     modules["scheduler"] = build_component(parts["scheduler"], "cpu")

@@ -1,9 +1,7 @@
 """Copies of the transformer that share the policy's frozen weights.
 
-Rollouts run on plain transformers without LoRA branches: the *merged* replica in BF16, the *shadow* quantised. A
-replica owns only what differs from the policy, namely the layers that LoRA adapts and those that are quantised; every
-other parameter is the policy's own tensor. Replicas stand outside the module registry: not in checkpoints, optimisers
-or DDP.
+Rollouts run on transformers without LoRA branches: the *merged* replica in BF16, the *shadow* quantised. A replica owns
+the layers that LoRA adapts and those that are quantised; every other parameter is the policy's tensor.
 """
 
 import copy

@@ -11,17 +11,17 @@ from diffusers import FlowMatchEulerDiscreteScheduler, SanaPipeline
 from torch import Tensor, nn
 
 from solrl_lightning.policies.conditioning import Conditioning
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.sana_checkpoint import load_linear_ffn
 
 
-class Sana(PipelinePolicy):
-    """A ``SanaPipeline`` as a policy.
+class Sana(PipelineAdapter):
+    """Adapter of ``SanaPipeline``.
 
     Args:
         flow_shift: of the noise levels. 1, uniform levels, as published; the checkpoint's own scheduler has 3.
         transformer_weights: a LinearFFN checkpoint (.pth file or hub id) over the pipeline's transformer weights.
-        others: see ``PipelinePolicy``.
+        others: see ``PipelineAdapter``.
     """
 
     pipeline_class = SanaPipeline
@@ -41,12 +41,12 @@ class Sana(PipelinePolicy):
             load_linear_ffn(transformer_weights, self.transformer)
         self.flow_shift = flow_shift
 
-    def encode_uncached(self, prompts: list[str]) -> Conditioning:
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """``prompt_embeds`` [P, L, D] of Gemma and ``prompt_mask`` int64 [P, L], which is 0 at padding."""
         embeds, mask, _, _ = self.pipeline.encode_prompt(
             prompt=prompts,
             do_classifier_free_guidance=False,
-            device=self.device,
+            device=device,
             max_sequence_length=self.max_sequence_length,
             complex_human_instruction=None,
         )
@@ -79,10 +79,3 @@ class Sana(PipelinePolicy):
 
     def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
         return x.to(vae.dtype) / vae.config.scaling_factor
-
-    def _tile(self) -> None:
-        """Enables tiles of half the side that overlap by a quarter, in whole latents."""
-        compression = self.pipeline.vae_scale_factor
-        side = max(self.resolution // 2 // compression, 1) * compression
-        stride = max(side * 3 // 4 // compression, 1) * compression
-        self.pipeline.vae.enable_tiling(side, side, stride, stride)

@@ -21,10 +21,10 @@ from solrl_lightning.hub import fetch
 
 FILE = "SANA_LinearFFN.pth"  # in the hub repository yitongl/SANA_LinearFFN
 UNUSED = {
-    "y_embedder.y_embedding": "embedding of no caption, for guidance without a classifier",
-    "pos_embed": "table of positions, which this model does without",
-    "logvar_linear.weight": "weight of the training loss",
-    "logvar_linear.bias": "weight of the training loss",
+    "y_embedder.y_embedding",  # embedding of no caption, for guidance without a classifier
+    "pos_embed",  # table of positions, which this model does without
+    "logvar_linear.weight",  # weights of the training loss
+    "logvar_linear.bias",
 }
 
 _OUTSIDE: dict[str, tuple[str, ...]] = {
@@ -99,7 +99,7 @@ def _native_shape(key: str, group: list[Tensor]) -> tuple[int, ...]:
 
 def _check(source: str, weights: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
     faults = {
-        "unknown": sorted(weights.keys() - shapes.keys() - UNUSED.keys()),
+        "unknown": sorted(weights.keys() - shapes.keys() - UNUSED),
         "missing": sorted(shapes.keys() - weights.keys()),
         "of another shape": [
             f"{key} {list(weights[key].shape)} instead of {list(shape)}"

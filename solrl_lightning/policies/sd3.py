@@ -10,24 +10,24 @@ from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
 from solrl_lightning.policies.conditioning import Conditioning
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 
 CLIP_TOKENS = 77  # of both CLIPs, before those of T5
 
 
-class SD3(PipelinePolicy):
-    """A ``StableDiffusion3Pipeline`` as a policy; see ``PipelinePolicy`` for its arguments."""
+class SD3(PipelineAdapter):
+    """Adapter of ``StableDiffusion3Pipeline``; arguments are those of `PipelineAdapter`."""
 
     pipeline_class = StableDiffusion3Pipeline
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
 
-    def encode_uncached(self, prompts: list[str]) -> Conditioning:
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """``prompt_embeds`` [P, 77 + L, D]: both CLIPs side by side, then T5; ``pooled`` [P, D'] of both CLIPs."""
         embeds, _, pooled, _ = self.pipeline.encode_prompt(
             prompt=prompts,
             prompt_2=None,
             prompt_3=None,
-            device=self.device,
+            device=device,
             do_classifier_free_guidance=False,
             max_sequence_length=self.max_sequence_length,
         )

@@ -14,11 +14,7 @@ AllReduce = Callable[[Tensor], Tensor]
 """Small float64 tensor -> its sum over all ranks."""
 
 
-def _one_rank(total: Tensor) -> Tensor:
-    return total
-
-
-def group_advantages(rewards: Tensor, eps: float = 1e-4, all_reduce_sum: AllReduce = _one_rank) -> Tensor:
+def group_advantages(rewards: Tensor, eps: float = 1e-4, all_reduce_sum: AllReduce = lambda total: total) -> Tensor:
     """Return float32 [P, K]: (reward - mean of its prompt) / (std over all prompts + eps), from rewards [P, K].
 
     The form of Flow-GRPO, DiffusionNFT, AWM and Sol-RL; the standard deviation is that of the population. A rank may

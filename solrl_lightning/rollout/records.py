@@ -5,7 +5,6 @@ Shapes: P prompts of this rank, N pool, K kept, R rewards, T solver steps, B mic
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from solrl_lightning.rollout.select import take
@@ -43,10 +42,12 @@ class Candidates(NamedTuple):
 
     def take(self, chosen: Tensor) -> "Candidates":
         """Return the candidates ``chosen`` [P, K] of each prompt."""
+
+        def kept(values: Tensor) -> Tensor:
+            return take(values, chosen)
+
         seeds, state, rewards, scores, path = self
-        index = (torch.arange(len(seeds), device=state.x.device)[:, None], chosen.to(state.x.device))
-        rest = (take(rewards, chosen), take(scores, chosen), path and path.map(lambda tensor: take(tensor, chosen)))
-        return Candidates(take(seeds, chosen), state.take(index), *rest)
+        return Candidates(kept(seeds), state.map(kept), kept(rewards), kept(scores), path and path.map(kept))
 
 
 class Rollouts(NamedTuple):

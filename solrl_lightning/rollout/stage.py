@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.memory import retry_with_empty_cache
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import Submit
@@ -44,7 +44,7 @@ _NONFINITE_HINT = (
 class Stage(NamedTuple):
     """One pass over the candidates."""
 
-    name: str  # EXPLORE or REGENERATE, also the stopwatch's name of it
+    name: str  # EXPLORE, where an image that is not finite scores NaN, or REGENERATE, where it is an error
     sampler: str  # see `Samplers`
     steps: int
     solver: str | Solver
@@ -56,11 +56,6 @@ class Stage(NamedTuple):
         """Return whether ``following`` resumes these trajectories; if not, it starts from the seeds' noise."""
         same = (self.sampler, self.steps, self.solver) == (following.sampler, following.steps, following.solver)
         return self.stop_step is not None and same
-
-    @property
-    def only_ranks(self) -> bool:
-        """True if a non-finite image scores NaN instead of raising NonFiniteError."""
-        return self.name == EXPLORE
 
 
 def evaluations(stages: Sequence[Stage], pool: int) -> list[int]:
@@ -121,7 +116,7 @@ class Chunk(NamedTuple):
 
 @torch.no_grad()  # autograd does not accept tensors of inference_mode, and training reads the latents
 def iter_sampled_chunks(
-    policy: PipelinePolicy,
+    policy: PipelineAdapter,
     transformer: nn.Module,
     batch_size: BatchSize,
     prompts: EncodedPrompts,
@@ -158,11 +153,13 @@ def iter_sampled_chunks(
     while first < count:
         index = torch.arange(first, min(first + batch_size.size, count))
         padded = torch.arange(first, first + batch_size.size).remainder(count) if batch_size.pad_to_size else index
-        sampled = _unless_out_of_memory(integrate, padded)
-        if sampled is None:
+        try:
+            state, path = retry_with_empty_cache(partial(integrate, padded))
+        except torch.OutOfMemoryError:
+            if len(padded) == 1:
+                raise
             batch_size.halve()
             continue
-        state, path = sampled
         real = torch.arange(len(index))
         yield Chunk(index, state.take(real), path and path.take(real))
         first += len(index)
@@ -173,17 +170,6 @@ def path_of(states: Sequence[SolverState]) -> Path:
     log_probs = [state.log_prob for state in states[1:] if state.log_prob is not None]
     x = torch.stack([state.x for state in states], dim=1)
     return Path(states[0].step, x, torch.stack(log_probs, dim=1) if log_probs else None)
-
-
-def _unless_out_of_memory(
-    integrate: Callable[[Tensor], tuple[SolverState, Path | None]], index: Tensor
-) -> tuple[SolverState, Path | None] | None:
-    try:
-        return retry_with_empty_cache(partial(integrate, index))
-    except torch.OutOfMemoryError:
-        if len(index) == 1:
-            raise
-        return None
 
 
 @torch.no_grad()
@@ -224,22 +210,22 @@ def score_chunks(
     x0 = joined(x0s)
     finished = all(state.x is state.x0 for state in states)  # solvers return x0 itself as x of the last step
     x = x0 if finished else joined([state.x for state in states])
-    return Candidates(seeds, SolverState(x, x0, states[0].step), rewards.total(each), each, _joined(paths, shape))
-
-
-def _joined(paths: Sequence[Path], shape: tuple[int, ...]) -> Path | None:
-    """Return the ``paths`` of consecutive chunks as one with leading dimensions ``shape``; None for no paths."""
-    if not paths:
-        return None
     log_probs = [path.log_probs for path in paths if path.log_probs is not None]
-    whole = Path(paths[0].first, torch.cat([path.x for path in paths]), torch.cat(log_probs) if log_probs else None)
-    return whole.map(lambda tensor: tensor.unflatten(0, shape))
+    path = None
+    if paths:
+        path = Path(paths[0].first, joined([path.x for path in paths]), joined(log_probs) if log_probs else None)
+    return Candidates(seeds, SolverState(x, x0, states[0].step), rewards.total(each), each, path)
 
 
 def score_images(
-    decode: Callable[[Tensor], Tensor], rewards: WeightedRewards, x0: Tensor, texts: list[str], seeds: Tensor
+    decode: Callable[[Tensor], Tensor],
+    rewards: WeightedRewards,
+    x0: Tensor,
+    texts: list[str],
+    seeds: Tensor,
+    or_nan: bool = False,
 ) -> Tensor:
-    """Return float32 [B, R] of latents [B, ...].
+    """Return float32 [B, R] of latents [B, ...]; with ``or_nan``, NaN and a warning instead of NonFiniteError.
 
     Raises:
         NonFiniteError: an image or a reward is NaN or infinite; the message names the prompt and the seed.
@@ -248,18 +234,9 @@ def score_images(
     try:
         return rewards(images, texts)
     except NonFiniteError as error:
-        raise NonFiniteError(f"{error} with seed {int(seeds[error.row])}; {_NONFINITE_HINT}", error.row) from error
-
-
-def score_images_or_nan(
-    decode: Callable[[Tensor], Tensor], rewards: WeightedRewards, x0: Tensor, texts: list[str], seeds: Tensor
-) -> Tensor:
-    """Return float32 [B, R] as `score_images`, with NaN and a warning for candidates that are not finite."""
-    images = decode(x0)
-    try:
-        return rewards(images, texts)
-    except NonFiniteError as error:
         first = f"{error} with seed {int(seeds[error.row])}"
+        if not or_nan:
+            raise NonFiniteError(f"{first}; {_NONFINITE_HINT}", error.row) from error
     scores = torch.full((len(texts), len(rewards.rewards)), torch.nan, device=images.device)
     for row, text in enumerate(texts):
         with suppress(NonFiniteError):

@@ -1,19 +1,23 @@
-"""Solvers for rectified flows: whole trajectories (`integrate`), ranges of steps (`advance`), single steps (`steps`).
+"""Solvers for rectified flows: whole trajectories (`integrate`) and their single steps (`steps`).
 
 Shapes: B batch, T solver steps. sigma runs from 1 (noise) to 0 (image); x_t = (1 - sigma) x0 + sigma eps;
 the velocity is v = eps - x0, so dx/dsigma = v and the image predicted at any point is x0 = x - sigma v.
 
 A trajectory can be stopped after m steps and resumed for some of its candidates:
 
-    state = advance(velocity, start(noise), sigmas, solver="dpm2", stop_step=4)
+    for state in steps(velocity, start(noise), sigmas, solver="dpm2", stop_step=4):
+        pass
     state = state.take(kept)                                   # takes the solver history of these candidates too
-    images = advance(velocity_of_kept, state, sigmas, solver="dpm2").x
+    for state in steps(velocity_of_kept, state, sigmas, solver="dpm2"):
+        pass
+
+The result is bit-identical to that without a stop.
 
 A solver is a function that takes one step; a `StochasticSolver` draws noise from its `NoiseSource`.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from functools import reduce
 
 from torch import Tensor
 
@@ -22,21 +26,7 @@ from solrl_lightning.sampling.euler import euler_step
 from solrl_lightning.sampling.sde import StochasticSolver
 from solrl_lightning.sampling.state import NoiseSource, Path, SolverState, start
 
-__all__ = [
-    "SOLVERS",
-    "NoiseSource",
-    "Path",
-    "Solver",
-    "SolverState",
-    "StochasticSolver",
-    "Velocity",
-    "advance",
-    "dpm2_step",
-    "euler_step",
-    "integrate",
-    "start",
-    "steps",
-]
+__all__ = ["SOLVERS", "NoiseSource", "Path", "Solver", "SolverState", "StochasticSolver", "integrate", "start", "steps"]
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """x [B, ...] in float32 and sigma, a 0-dim float32 tensor on x's device -> v [B, ...]."""
@@ -52,19 +42,7 @@ def integrate(velocity: Velocity, x: Tensor, sigmas: Tensor, solver: str = "eule
     Raises:
         ValueError: as `steps`.
     """
-    return advance(velocity, start(x), sigmas, solver).x
-
-
-def advance(
-    velocity: Velocity,
-    state: SolverState,
-    sigmas: Tensor,
-    solver: str | Solver = "euler",
-    stop_step: int | None = None,
-    noise: NoiseSource | None = None,
-) -> SolverState:
-    """Return the last state of `steps`; stopping and resuming gives bit-identical results."""
-    return reduce(lambda _, later: later, steps(velocity, state, sigmas, solver, stop_step, noise), state)
+    return deque(steps(velocity, start(x), sigmas, solver), maxlen=1).pop().x
 
 
 def steps(

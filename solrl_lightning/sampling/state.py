@@ -20,15 +20,15 @@ class SolverState(NamedTuple):
     step: int  # solver steps taken
     log_prob: Tensor | None = None  # [B] float32, of x given the previous x; None after a deterministic step
 
-    def take(self, index: Tensor | tuple[Tensor, ...]) -> "SolverState":
-        """Return the state indexed by ``index`` in the leading dimensions."""
-        return self._map(lambda tensor: tensor[index])
+    def take(self, index: Tensor) -> "SolverState":
+        """Return the state of the trajectories ``index``."""
+        return self.map(lambda tensor: tensor[index])
 
     def flatten(self) -> "SolverState":
         """Return the state [P, N, ...] as [P * N, ...]."""
-        return self._map(lambda tensor: tensor.flatten(0, 1))
+        return self.map(lambda tensor: tensor.flatten(0, 1))
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> "SolverState":
+    def map(self, function: Callable[[Tensor], Tensor]) -> "SolverState":
         """Apply ``function`` to x and x0, but once if both are one tensor, as after the last step; drop `log_prob`."""
         x = function(self.x)
         x0 = None if self.x0 is None else x if self.x0 is self.x else function(self.x0)

@@ -33,7 +33,7 @@ from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.architectures import Architecture, find_architecture
 from solrl_lightning.policies.base_weights import block_linears
 from solrl_lightning.policies.guidance import forward_passes
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, LayerPlan, resolve
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
@@ -63,7 +63,7 @@ Json = dict[str, Any]
 class Shapes(NamedTuple):
     """What a model computes and what a run with it holds on one device."""
 
-    policy: PipelinePolicy  # on ``meta``, with adapters
+    policy: PipelineAdapter  # on ``meta``, with adapters
     architecture: Architecture
     layers: Sequence[LayerPlan]
     passes: Passes
@@ -129,7 +129,7 @@ def on_meta(cfg: DictConfig, backend: Backend, recomputed: Collection[bool | str
     return Shapes(policy, architecture, layers, passes, adapted, parameters, size, footprint, options)
 
 
-def planned_peak(cfg: DictConfig, policy: PipelinePolicy) -> int:
+def planned_peak(cfg: DictConfig, policy: PipelineAdapter) -> int:
     """Bytes that a run of ``cfg`` with the loaded ``policy`` is planned to hold at most, on the policy's device."""
     own = cfg.copy()
     own.model.policy.pretrained = policy.pretrained if policy.random else policy.pipeline.config._name_or_path

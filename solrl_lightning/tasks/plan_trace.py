@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.checkpointing import checkpoint_blocks
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 
 CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
 """Values of model.gradient_checkpointing."""
@@ -97,7 +97,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def trace(
-    policy: PipelinePolicy,
+    policy: PipelineAdapter,
     lora: LoraConfig,
     checkpointing: bool | str,
     previews: bool = False,

@@ -97,9 +97,9 @@ def test_text_encoders_stay_on_the_cpu_where_that_is_asked_for(
     policy = load_policy(nano_folder, encode_on="cpu")
     encode, devices = policy.encode_uncached, []
 
-    def recorded(prompts: list[str]):
-        devices.append((policy.device.type, policy.pipeline.text_encoder.device.type))
-        return encode(prompts)
+    def recorded(prompts: list[str], device: torch.device):
+        devices.append((device.type, policy.pipeline.text_encoder.device.type))
+        return encode(prompts, device)
 
     monkeypatch.setattr(policy, "encode_uncached", recorded)
     policy.device = torch.device("meta")

@@ -32,8 +32,8 @@ def test_different_lengths_are_padded_with_zeros_and_masked() -> None:
 class Unpadded(SD3):
     """Embeds as many tokens as a prompt has words."""
 
-    def encode_uncached(self, prompts: list[str]) -> Mapping[str, Tensor | Sequence[Tensor]]:
-        padded = super().encode_uncached(prompts)
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> Mapping[str, Tensor | Sequence[Tensor]]:
+        padded = super().encode_uncached(prompts, device)
         lengths = [len(prompt.split()) for prompt in prompts]
         embeds = [row[:length] for row, length in zip(padded["prompt_embeds"], lengths, strict=True)]
         return {**padded, "prompt_embeds": embeds}

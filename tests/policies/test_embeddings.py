@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.records import EncodedPrompts
 
 ROW = {"embeds": torch.arange(6).view(2, 3).bfloat16(), "mask": torch.tensor([1, 0]), "half": torch.tensor(0.5)}
@@ -23,7 +23,7 @@ def equal(one: dict[str, Tensor] | None, other: dict[str, Tensor]) -> bool:
     return one is not None and one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def encoder(policy: PipelinePolicy) -> nn.Module | None:
+def encoder(policy: PipelineAdapter) -> nn.Module | None:
     return policy.pipeline.components["text_encoder"]
 
 
@@ -170,10 +170,12 @@ def test_rows_of_a_chunk_keep_every_tensor_of_their_prompt(folder_of: Callable[[
 def test_encoders_visit_a_gpu_and_leave_it(architecture: str, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy, events = load_nano(architecture, folder), []
     modules = [m for name, m in policy.pipeline.components.items() if name in policy.encoders and hasattr(m, "to")]
-    embedded = policy.encode_uncached(PROMPTS)
+    embedded = policy.encode_uncached(PROMPTS, torch.device("cpu"))
     for module in modules:
         monkeypatch.setattr(module, "to", lambda device: events.append(str(device)))
     monkeypatch.setattr(policy, "device", torch.device("cuda"))
-    monkeypatch.setattr(policy, "encode_uncached", lambda texts: events.append("embed") or embedded)
+    monkeypatch.setattr(
+        policy, "encode_uncached", lambda texts, device: events.append(f"embed on {device}") or embedded
+    )
     assert len(policy._encode_rows(PROMPTS)) == 3
-    assert events == ["cuda"] * len(modules) + ["embed"] + ["cpu"] * len(modules) and modules
+    assert events == ["cuda"] * len(modules) + ["embed on cuda"] + ["cpu"] * len(modules) and modules

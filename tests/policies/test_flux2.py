@@ -8,7 +8,7 @@ import torch
 from nano import PROMPTS, load_nano
 from torch import Tensor
 
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.seeds import noise
 from tests.sigmas import shifted_sigmas
 
@@ -16,11 +16,11 @@ SEEDS = torch.tensor([3, 4, 5])
 
 
 @pytest.fixture(scope="module")
-def policy(folder_of: Callable[[str], str]) -> PipelinePolicy:
+def policy(folder_of: Callable[[str], str]) -> PipelineAdapter:
     return load_nano("flux2", folder_of("flux2"))
 
 
-def test_sigmas_are_shifted_by_image_tokens_and_steps(policy: PipelinePolicy) -> None:
+def test_sigmas_are_shifted_by_image_tokens_and_steps(policy: PipelineAdapter) -> None:
     before = policy.pipeline.scheduler.sigmas.clone()
     for steps in (1, 10, 50):  # mu is linear in the steps, and at 10 and 200 steps in the tokens, of which there are 16
         at_10, at_200 = 8.73809524e-05 * 16 + 1.89833333, 0.00016927 * 16 + 0.45666666
@@ -30,7 +30,7 @@ def test_sigmas_are_shifted_by_image_tokens_and_steps(policy: PipelinePolicy) ->
     assert torch.equal(policy.pipeline.scheduler.sigmas, before)
 
 
-def test_embeddings_are_three_layers_of_qwen_side_by_side(policy: PipelinePolicy) -> None:
+def test_embeddings_are_three_layers_of_qwen_side_by_side(policy: PipelineAdapter) -> None:
     found, tokenizer = policy.encode(PROMPTS)["prompt_embeds"], policy.pipeline.tokenizer
     text = f"<|im_start|>user\n{PROMPTS[0]}<|im_end|>\n<|im_start|>assistant\n"
     ids = tokenizer(text, truncation=True, max_length=10, return_tensors="pt").input_ids
@@ -41,7 +41,7 @@ def test_embeddings_are_three_layers_of_qwen_side_by_side(policy: PipelinePolicy
     torch.testing.assert_close(found[0].float(), expected, rtol=2**-7, atol=2**-7)
 
 
-def test_decode_takes_the_patches_apart_and_applies_the_statistics(policy: PipelinePolicy) -> None:
+def test_decode_takes_the_patches_apart_and_applies_the_statistics(policy: PipelineAdapter) -> None:
     latents, vae = policy.noise(SEEDS), policy.pipeline.vae
     assert policy.latent_shape == (32, 4, 4) and torch.equal(latents, noise(SEEDS, (32, 4, 4)))
     mean, std = vae.bn.running_mean[:, None, None], (vae.bn.running_var + 1e-4).sqrt()[:, None, None]

@@ -18,7 +18,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.guidance import guided
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.rollout.stage import BatchSize, SamplingSpec, iter_sampled_chunks
 from solrl_lightning.tasks.plan import plan
@@ -95,9 +95,9 @@ def test_the_empty_prompt_is_encoded_once_and_kept_with_the_others(
 ) -> None:
     encode, texts = policy_class("sd3").encode_uncached, []
 
-    def noted(self: PipelinePolicy, prompts: list[str]) -> Any:
+    def noted(self: PipelineAdapter, prompts: list[str], device: torch.device) -> Any:
         texts.append(prompts)
-        return encode(self, prompts)
+        return encode(self, prompts, device)
 
     monkeypatch.setattr(policy_class("sd3"), "encode_uncached", noted)
     for times in (1, 2):
@@ -145,7 +145,7 @@ def test_a_guided_run_samples_and_trains_with_it_and_counts_twice_the_evaluation
     sd3, rows = policy_class("sd3"), {"conditional": 0, "unconditional": 0}
     velocity = sd3.velocity
 
-    def noted(self: PipelinePolicy, transformer: nn.Module, x: Tensor, sigma: Tensor, given: Conditioning) -> Tensor:
+    def noted(self: PipelineAdapter, transformer: nn.Module, x: Tensor, sigma: Tensor, given: Conditioning) -> Tensor:
         empty = torch.equal(given["pooled"], self.unconditional["pooled"].expand_as(given["pooled"]))
         rows["unconditional" if empty else "conditional"] += len(x)
         return velocity(self, transformer, x, sigma, given)

@@ -22,8 +22,8 @@ class OneFrame(SD3):
         channels, *sides = self.latent_shape
         self.latent_shape = (channels, 1, *sides)
 
-    def encode_uncached(self, prompts):
-        whole = super().encode_uncached(prompts)
+    def encode_uncached(self, prompts, device):
+        whole = super().encode_uncached(prompts, device)
         lengths = [3 + len(prompt) % 5 for prompt in prompts]
         rows = zip(whole["prompt_embeds"], lengths)
         return whole | {"prompt_embeds": [row[:length] for row, length in rows]}

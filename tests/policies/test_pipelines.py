@@ -23,7 +23,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters, replica
 from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.flux2 import Flux2
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.qwen_image import QwenImage
 from solrl_lightning.policies.sana import Sana
 from solrl_lightning.sampling import integrate
@@ -33,13 +33,13 @@ STEPS = 4
 
 
 @pytest.fixture(scope="module")
-def policy(architecture: str, folder: str) -> PipelinePolicy:
+def policy(architecture: str, folder: str) -> PipelineAdapter:
     """In float32, so that rounding hides nothing; no test changes it."""
     return load_nano(architecture, folder, dtypes={"default": "float32"})
 
 
 @pytest.fixture
-def theirs(policy: PipelinePolicy, folder: str) -> DiffusionPipeline:
+def theirs(policy: PipelineAdapter, folder: str) -> DiffusionPipeline:
     """The same pipeline as diffusers loads it, with the scheduler of the published rollouts."""
     pipeline = policy.pipeline_class.from_pretrained(folder, dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
@@ -49,7 +49,7 @@ def theirs(policy: PipelinePolicy, folder: str) -> DiffusionPipeline:
 
 
 def sample(
-    policy: PipelinePolicy,
+    policy: PipelineAdapter,
     sigmas: Tensor | None = None,
     solver: str = "euler",
     transformer: nn.Module | None = None,
@@ -67,7 +67,7 @@ def sample(
 
 
 def paint(
-    policy: PipelinePolicy, pipeline: DiffusionPipeline, texts: list[str] | None = None, **options: Any
+    policy: PipelineAdapter, pipeline: DiffusionPipeline, texts: list[str] | None = None, **options: Any
 ) -> Tensor:
     """The diffusers pipeline's images (or latents) of our noise, and of our embeddings unless it gets ``texts``."""
     if texts is None:
@@ -90,12 +90,12 @@ def paint(
     ).images
 
 
-def as_painted(policy: PipelinePolicy, latents: Tensor) -> Tensor:
+def as_painted(policy: PipelineAdapter, latents: Tensor) -> Tensor:
     """Our latents as the pipeline returns them: FLUX.2's are unscaled already."""
     return policy.unscale_latents(latents, policy.pipeline.vae) if isinstance(policy, Flux2) else latents
 
 
-def test_float32_images_are_those_of_the_diffusers_pipeline(policy: PipelinePolicy, theirs: DiffusionPipeline) -> None:
+def test_float32_images_are_those_of_the_diffusers_pipeline(policy: PipelineAdapter, theirs: DiffusionPipeline) -> None:
     latents = sample(policy)
     assert torch.equal(as_painted(policy, latents), paint(policy, theirs))
     assert torch.equal(as_painted(policy, latents), paint(policy, theirs, PROMPTS))  # embedded by itself
@@ -107,7 +107,7 @@ def test_float32_images_are_those_of_the_diffusers_pipeline(policy: PipelinePoli
 
 @pytest.mark.parametrize("architecture", ["flux1", "sd3", "sana"], indirect=True, scope="session")
 def test_previews_are_images_of_the_diffusers_pipeline_with_the_tiny_autoencoder(
-    policy: PipelinePolicy, theirs: DiffusionPipeline, architecture: str, folder: str, tmp_path: Path
+    policy: PipelineAdapter, theirs: DiffusionPipeline, architecture: str, folder: str, tmp_path: Path
 ) -> None:
     channels, compression = theirs.vae.config.latent_channels, theirs.vae_scale_factor
     tiny = save_preview_decoder(tmp_path, channels=channels, compression=compression)
@@ -123,7 +123,7 @@ def test_previews_are_images_of_the_diffusers_pipeline_with_the_tiny_autoencoder
 
 
 def test_bfloat16_latents_are_those_of_the_diffusers_pipeline_up_to_rounding(
-    policy: PipelinePolicy, theirs: DiffusionPipeline, architecture: str, folder: str
+    policy: PipelineAdapter, theirs: DiffusionPipeline, architecture: str, folder: str
 ) -> None:
     rounded = load_nano(architecture, folder)
     theirs.transformer.to(torch.bfloat16)
@@ -139,7 +139,7 @@ def test_bfloat16_latents_are_those_of_the_diffusers_pipeline_up_to_rounding(
 # numpy asks for an argument that torch's tensors do not take yet
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 def test_dpm2_latents_are_those_of_the_diffusers_pipeline_with_the_multistep_scheduler(
-    policy: PipelinePolicy, theirs: DiffusionPipeline, architecture: str
+    policy: PipelineAdapter, theirs: DiffusionPipeline, architecture: str
 ) -> None:
     theirs.scheduler = DPMSolverMultistepScheduler(
         algorithm_type="dpmsolver++",
@@ -158,7 +158,7 @@ def test_dpm2_latents_are_those_of_the_diffusers_pipeline_with_the_multistep_sch
 
 
 def test_plain_diffusers_loads_the_saved_lora_and_paints_the_merged_replicas_pictures(
-    policy: PipelinePolicy, theirs: DiffusionPipeline, architecture: str, folder: str, tmp_path: Path
+    policy: PipelineAdapter, theirs: DiffusionPipeline, architecture: str, folder: str, tmp_path: Path
 ) -> None:
     adapted = load_nano(architecture, folder)
     adapted.transformer.float()
@@ -202,7 +202,7 @@ def counted(module: nn.Module) -> list[None]:
     return calls
 
 
-def test_one_sigma_for_all_rows_equals_a_sigma_per_row(policy: PipelinePolicy) -> None:
+def test_one_sigma_for_all_rows_equals_a_sigma_per_row(policy: PipelineAdapter) -> None:
     conditioning, x = policy.encode(PROMPTS), policy.noise(SEEDS)
     with torch.no_grad():
         per_row = policy.velocity(policy.transformer, x, torch.tensor([0.9, 0.5, 0.1]), conditioning)
@@ -213,14 +213,14 @@ def test_one_sigma_for_all_rows_equals_a_sigma_per_row(policy: PipelinePolicy) -
     assert per_row.dtype == torch.float32 and relative_error(per_row[2], other[2]) > 1e-3
 
 
-def test_noise_depends_on_its_seed_and_not_on_the_chunk(policy: PipelinePolicy) -> None:
+def test_noise_depends_on_its_seed_and_not_on_the_chunk(policy: PipelineAdapter) -> None:
     together = policy.noise(SEEDS)
     assert together.shape == (3, *policy.latent_shape) and together.dtype == torch.float32
     assert torch.equal(together, torch.cat([policy.noise(SEEDS[:1]), policy.noise(SEEDS[1:])]))
     assert torch.equal(policy.noise(SEEDS.flip(0)), together.flip(0))
 
 
-def test_a_prompts_embeddings_do_not_depend_on_its_companions(policy: PipelinePolicy) -> None:
+def test_a_prompts_embeddings_do_not_depend_on_its_companions(policy: PipelineAdapter) -> None:
     together = policy.encode(PROMPTS)
     for row, prompt in enumerate(PROMPTS):
         for name, value in policy.encode([prompt]).items():
@@ -259,7 +259,7 @@ def test_components_and_embeddings_have_the_dtypes_that_the_options_say(architec
 # Memory
 
 
-Limited = tuple[PipelinePolicy, list[tuple[int, int]]]
+Limited = tuple[PipelineAdapter, list[tuple[int, int]]]
 
 
 @pytest.fixture
@@ -283,7 +283,7 @@ def limited(architecture: str, folder: str) -> Callable[..., Limited]:
 
 
 def test_decoding_halves_its_batch_when_memory_runs_out_and_remembers(
-    policy: PipelinePolicy, limited: Callable[..., Limited], caplog: pytest.LogCaptureFixture
+    policy: PipelineAdapter, limited: Callable[..., Limited], caplog: pytest.LogCaptureFixture
 ) -> None:
     tight, asked = limited(images=2, side=99, decode_batch=8)
     latents = tight.noise(torch.arange(5))
@@ -298,7 +298,7 @@ def test_decoding_halves_its_batch_when_memory_runs_out_and_remembers(
 
 
 def test_an_image_that_does_not_fit_is_decoded_in_tiles_and_a_tile_that_does_not_is_an_error(
-    policy: PipelinePolicy, limited: Callable[..., Limited], architecture: str
+    policy: PipelineAdapter, limited: Callable[..., Limited], architecture: str
 ) -> None:
     side = 4 if architecture == "sana" else 8  # of the latents
     tight, asked = limited(images=1, side=side // 2, decode_batch=2)

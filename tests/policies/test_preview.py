@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.preview import load_preview_decoder, random_preview_decoder
 
 FLUX1 = dict(channels=8, compression=4)  # the latents of the nano model
@@ -118,7 +118,7 @@ def test_a_hub_id_that_the_hub_does_not_know_or_that_is_something_else_is_named(
         assert "is no AutoencoderTiny: it holds no config.json" in message_of(REPOSITORY)
 
 
-def limit(policy: PipelinePolicy, images: int) -> list[int]:
+def limit(policy: PipelineAdapter, images: int) -> list[int]:
     """The preview decoder runs out of memory above so many images at once; returns what it is asked."""
     asked: list[int] = []
 

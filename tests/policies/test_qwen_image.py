@@ -11,7 +11,7 @@ from nano import load_nano
 from safetensors.torch import load_file
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.qwen_image import with_conditional_norm
 from solrl_lightning.sampling import integrate
 from solrl_lightning.seeds import noise
@@ -23,13 +23,13 @@ LENGTHS = [7 + 5, 2 + 5, 3 + 5]  # words, and the five tokens of the template be
 
 
 @pytest.fixture(scope="module")
-def policy(folder_of: Callable[[str], str]) -> PipelinePolicy:
+def policy(folder_of: Callable[[str], str]) -> PipelineAdapter:
     """With room for the longest prompt; in float32."""
     return load_nano("qwen_image", folder_of("qwen_image"), max_sequence_length=16, dtypes={"default": "float32"})
 
 
 def test_prompts_are_stored_at_their_own_length_and_padded_to_one(
-    policy: PipelinePolicy, folder_of: Callable[[str], str], tmp_path: Path
+    policy: PipelineAdapter, folder_of: Callable[[str], str], tmp_path: Path
 ) -> None:
     options = dict(max_sequence_length=16, dtypes={"default": "float32"}, embeddings=str(tmp_path))
     storing = load_nano("qwen_image", folder_of("qwen_image"), **options)
@@ -47,7 +47,7 @@ def test_prompts_are_stored_at_their_own_length_and_padded_to_one(
 
 
 def test_images_of_prompts_of_different_lengths_are_those_of_the_diffusers_pipeline(
-    policy: PipelinePolicy, folder_of: Callable[[str], str]
+    policy: PipelineAdapter, folder_of: Callable[[str], str]
 ) -> None:
     pipeline = QwenImagePipeline.from_pretrained(folder_of("qwen_image"), dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
@@ -63,7 +63,7 @@ def test_images_of_prompts_of_different_lengths_are_those_of_the_diffusers_pipel
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)  # padded to 16 here and to 12 there
 
 
-def test_padding_has_no_influence(policy: PipelinePolicy) -> None:
+def test_padding_has_no_influence(policy: PipelineAdapter) -> None:
     conditioning, x, sigma = policy.encode(TEXTS), policy.noise(SEEDS), torch.tensor(0.6)
     mask = conditioning["prompt_embeds_mask"]
     with torch.no_grad():
@@ -75,7 +75,7 @@ def test_padding_has_no_influence(policy: PipelinePolicy) -> None:
             assert bool((found - expected).abs().max() > 1e-3) == changes
 
 
-def test_sigmas_end_at_the_schedulers_terminal(policy: PipelinePolicy) -> None:
+def test_sigmas_end_at_the_schedulers_terminal(policy: PipelineAdapter) -> None:
     for steps in (4, 10):
         mu = 0.5 + (0.9 - 0.5) / (64 - 8) * (16 - 8)
         levels = 1 - shifted_sigmas(steps, math.exp(mu)).double()[:-1]
@@ -84,7 +84,7 @@ def test_sigmas_end_at_the_schedulers_terminal(policy: PipelinePolicy) -> None:
     assert policy.sigmas(1).tolist() == [1.0, 0.0]
 
 
-def test_decode_is_that_of_a_video_of_one_frame_with_the_autoencoders_statistics(policy: PipelinePolicy) -> None:
+def test_decode_is_that_of_a_video_of_one_frame_with_the_autoencoders_statistics(policy: PipelineAdapter) -> None:
     vae, spatial = policy.pipeline.vae, noise(SEEDS, (16, 8, 8))
     assert policy.latent_shape == (16, 64)
     mean, std = (torch.tensor(vae.config[name])[:, None, None] for name in ("latents_mean", "latents_std"))

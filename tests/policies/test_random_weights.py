@@ -19,7 +19,7 @@ from solrl_lightning.policies.architectures import (
 from solrl_lightning.policies.config_files import ARCHITECTURES
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.flux2 import Flux2
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.qwen_image import QwenImage
 from solrl_lightning.policies.random_weights import random_component
 from solrl_lightning.policies.sana import Sana
@@ -71,7 +71,7 @@ DC |= dict(encoder_qkv_multiscales=[[], [5]], decoder_qkv_multiscales=[[], [5]],
 HEADS = dict(num_attention_heads=2, attention_head_dim=16)
 TEXT = dict(joint_attention_dim=24, pooled_projection_dim=20)
 SANA_HEADS = dict(num_cross_attention_heads=2, cross_attention_head_dim=16, cross_attention_dim=32)
-SMALL: dict[type[PipelinePolicy], tuple[Architecture, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+SMALL: dict[type[PipelineAdapter], tuple[Architecture, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     Flux1: (
         FLUX1,
         HEADS | TEXT | dict(num_layers=1, num_single_layers=1, axes_dims_rope=[4, 6, 6]),
@@ -113,7 +113,7 @@ def write(architecture: Architecture, folder: Path, **changes: dict[str, Any]) -
 
 
 @pytest.fixture(scope="module", params=SMALL, ids=lambda policy_class: policy_class.__name__)
-def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PipelinePolicy:
+def policy(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PipelineAdapter:
     """A small model of each kind with random weights."""
     policy_class = request.param
     architecture, transformer, vae, own = SMALL[policy_class]
@@ -206,7 +206,7 @@ def test_weights_are_random_biases_zero_and_norms_as_they_were() -> None:
     assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
 
 
-def test_a_random_policy_samples_and_decodes(policy: PipelinePolicy) -> None:
+def test_a_random_policy_samples_and_decodes(policy: PipelineAdapter) -> None:
     assert policy.transformer.dtype == torch.bfloat16
     conditioning = policy.encode(PROMPTS[:2])
     with torch.no_grad():
@@ -221,7 +221,7 @@ def test_a_random_policy_samples_and_decodes(policy: PipelinePolicy) -> None:
     assert float(images.std()) > 0.01
 
 
-def test_the_embedding_of_a_prompt_depends_on_its_text_alone(policy: PipelinePolicy) -> None:
+def test_the_embedding_of_a_prompt_depends_on_its_text_alone(policy: PipelineAdapter) -> None:
     forwards, backwards = policy.encode(PROMPTS), policy.encode(PROMPTS[::-1])
     tokens = 77 + 5 if isinstance(policy, SD3) else 5
     assert forwards["prompt_embeds"].shape == (3, tokens, 24)

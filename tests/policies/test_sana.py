@@ -8,7 +8,7 @@ import torch
 from diffusers import SanaTransformer2DModel
 from nano import PROMPTS, build_nano_sana, load_nano
 
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.seeds import noise
 from tests.sigmas import shifted_sigmas, uniform_sigmas
 
@@ -16,19 +16,19 @@ SEEDS = torch.tensor([3, 4, 5])
 
 
 @pytest.fixture(scope="module")
-def policy(folder_of: Callable[[str], str]) -> PipelinePolicy:
+def policy(folder_of: Callable[[str], str]) -> PipelineAdapter:
     policy = load_nano("sana", folder_of("sana"), max_sequence_length=40)
     policy.transformer.float()
     return policy
 
 
-def test_sigmas_are_uniform_or_have_the_shift_that_the_options_say(policy: PipelinePolicy, folder_of: object) -> None:
+def test_sigmas_are_uniform_or_have_the_shift_that_the_options_say(policy: PipelineAdapter, folder_of: object) -> None:
     torch.testing.assert_close(policy.sigmas(10), uniform_sigmas(10), rtol=0, atol=1e-6)
     shifted = load_nano("sana", folder_of("sana"), flow_shift=3.0)  # type: ignore[operator]
     torch.testing.assert_close(shifted.sigmas(10), shifted_sigmas(10, 3.0), rtol=0, atol=1e-6)
 
 
-def test_padding_has_no_influence(policy: PipelinePolicy) -> None:
+def test_padding_has_no_influence(policy: PipelineAdapter) -> None:
     conditioning = policy.encode(PROMPTS)
     mask = conditioning["prompt_mask"].bool()
     assert mask.sum(1).tolist() == [len(prompt) + 1 for prompt in PROMPTS]  # nano's tokens are letters
@@ -42,7 +42,7 @@ def test_padding_has_no_influence(policy: PipelinePolicy) -> None:
             assert bool((found - expected).abs().max() > 1e-3) == changes
 
 
-def test_decode_unscales_and_maps_to_the_unit_interval(policy: PipelinePolicy) -> None:
+def test_decode_unscales_and_maps_to_the_unit_interval(policy: PipelineAdapter) -> None:
     latents = policy.noise(SEEDS)
     assert policy.latent_shape == (8, 4, 4) and torch.equal(latents, noise(SEEDS, (8, 4, 4)))
     with torch.no_grad():

@@ -9,7 +9,7 @@ from diffusers import AutoencoderKLQwenImage
 from nano import NANO, PROMPTS, load_nano, policy_options
 from torch import Tensor
 
-from solrl_lightning.policies.pipeline import PipelinePolicy
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.sd3 import SD3
 from solrl_lightning.seeds import noise
 from tests.sigmas import shifted_sigmas
@@ -18,11 +18,11 @@ SEEDS = torch.tensor([3, 4])
 
 
 @pytest.fixture(scope="module")
-def policy(folder_of: object) -> PipelinePolicy:
+def policy(folder_of: object) -> PipelineAdapter:
     return load_nano("sd3", folder_of("sd3"))  # type: ignore[operator]
 
 
-def test_sigmas_are_those_that_the_scheduler_gives_the_pipeline(policy: PipelinePolicy) -> None:
+def test_sigmas_are_those_that_the_scheduler_gives_the_pipeline(policy: PipelineAdapter) -> None:
     before = policy.pipeline.scheduler.sigmas.clone()
     for steps in (1, 6, 10):
         found = policy.sigmas(steps)
@@ -34,7 +34,7 @@ def test_sigmas_are_those_that_the_scheduler_gives_the_pipeline(policy: Pipeline
     assert torch.equal(policy.pipeline.scheduler.sigmas, before)
 
 
-def test_embeddings_are_both_clips_and_then_t5(policy: PipelinePolicy) -> None:
+def test_embeddings_are_both_clips_and_then_t5(policy: PipelineAdapter) -> None:
     conditioning = policy.encode(PROMPTS)
     embeds, pipeline = conditioning["prompt_embeds"].float(), policy.pipeline
     assert embeds.shape == (3, 11 + 10, 64) and conditioning["pooled"].shape == (3, 64)
@@ -46,7 +46,7 @@ def test_embeddings_are_both_clips_and_then_t5(policy: PipelinePolicy) -> None:
     assert not torch.equal(clip[..., :32], clip[..., 32:])  # two encoders of their own
 
 
-def test_decode_unscales_and_maps_to_the_unit_interval(policy: PipelinePolicy) -> None:
+def test_decode_unscales_and_maps_to_the_unit_interval(policy: PipelineAdapter) -> None:
     assert policy.latent_shape == (16, 8, 8)
     latents = policy.noise(SEEDS)
     assert torch.equal(latents, noise(SEEDS, (16, 8, 8)))

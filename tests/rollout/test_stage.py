@@ -26,7 +26,6 @@ from solrl_lightning.rollout.stage import (
     iter_sampled_chunks,
     score_chunks,
     score_images,
-    score_images_or_nan,
 )
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
@@ -97,7 +96,7 @@ def run(
     prompts = EncodedPrompts(texts, policy.encode(texts))
     spec = SamplingSpec(policy.sigmas(steps), solver, initial_state, stop_step)
     chunks = iter_sampled_chunks(policy, policy.transformer, batch_size, prompts, seeds, spec)
-    score = partial(score_images_or_nan if only_ranks else score_images, decode or policy.decode)
+    score = partial(score_images, decode or policy.decode, or_nan=only_ranks)
     worker = partial(background_worker, policy.device) if overlap else inline_worker
     rewards = WeightedRewards({"made": Made(reward)}, {"made": 1.0})
     return score_chunks(chunks, prompts, seeds, rewards, score, progress, worker)

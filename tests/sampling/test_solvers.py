@@ -2,17 +2,24 @@
 
 import math
 from collections.abc import Sequence
+from functools import reduce
+from typing import Any
 
 import pytest
 import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from solrl_lightning.sampling import SOLVERS, NoiseSource, Solver, SolverState, advance, integrate, start, steps
+from solrl_lightning.sampling import SOLVERS, NoiseSource, Solver, SolverState, integrate, start, steps
 from solrl_lightning.seeds import step_noise
 from tests.sigmas import shifted_sigmas, uniform_sigmas
 
 MEAN, STD = 2.0, 0.5
+
+
+def advance(velocity: Any, state: SolverState, *args: Any, **options: Any) -> SolverState:
+    """Return the last state of `steps`, or ``state`` if there are none."""
+    return reduce(lambda _, later: later, steps(velocity, state, *args, **options), state)
 
 
 def gaussian_velocity(x: Tensor, sigma: Tensor) -> Tensor:
