@@ -20,7 +20,7 @@ from solrl_lightning.build import device_of
 from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.config import ConfigTree, application_config
 from solrl_lightning.rollout.stage import STAGES
-from solrl_lightning.tasks.benchmark import run_iterations, sized
+from solrl_lightning.tasks.benchmark import run_iterations
 from solrl_lightning.tasks.tables import format_table
 
 MODELS = ("encode", "transformer", "decode", "reward", "backward", "optimizer")
@@ -96,5 +96,6 @@ def format_overhead(result: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     with ConfigTree() as tree, tempfile.TemporaryDirectory() as folder:
-        config = sized(application_config(tree.compose(["task=benchmark", *sys.argv[1:]]), folder))
+        config = application_config(tree.compose(["task=benchmark", *sys.argv[1:]]), folder)
+        config.family.update({key: value for key, value in config.task.sizes.items() if value is not None})
         print(format_overhead(overhead(config, device_of(config))))

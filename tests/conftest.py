@@ -119,7 +119,9 @@ def command(
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # main sets both for its process
     monkeypatch.setattr(logging, "raiseExceptions", logging.raiseExceptions)
-    root = logging.getLogger()
+    root, *others = map(
+        logging.getLogger, (None, "lightning", "solrl_lightning.record")
+    )  # which write a run's log file
     handlers, level, dtype = list(root.handlers), root.level, torch.get_default_dtype()
 
     def finished(*arguments: str) -> Finished:
@@ -135,5 +137,8 @@ def command(
         handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
+    for logger in others:
+        logger.handlers.clear()
+        logger.propagate = True
     torch.set_default_dtype(dtype)  # transformers leaves that of a model which it failed to make
     HydraConfig.instance().cfg = None
