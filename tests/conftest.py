@@ -119,7 +119,8 @@ def command(
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # main sets both for its process
     monkeypatch.setattr(logging, "raiseExceptions", logging.raiseExceptions)
-    root, *others = map(
+    loggers = (None, "lightning", "solrl_lightning.record")  # which write the log file of a run
+    root, *others = map(logging.getLogger, loggers)
         logging.getLogger, (None, "lightning", "solrl_lightning.record")
     )  # which write a run's log file
     handlers, level, dtype = list(root.handlers), root.level, torch.get_default_dtype()
