@@ -121,8 +121,6 @@ def command(
     monkeypatch.setattr(logging, "raiseExceptions", logging.raiseExceptions)
     loggers = (None, "lightning", "solrl_lightning.record")  # which write the log file of a run
     root, *others = map(logging.getLogger, loggers)
-        logging.getLogger, (None, "lightning", "solrl_lightning.record")
-    )  # which write a run's log file
     handlers, level, dtype = list(root.handlers), root.level, torch.get_default_dtype()
 
     def finished(*arguments: str) -> Finished:
