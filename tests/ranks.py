@@ -19,7 +19,7 @@ from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.policies import pipeline
 
-FAMILIES = ("diffusionnft", "sol_rl", "prefix")
+FAMILIES = ("sol_rl", "prefix")
 SPREAD = dict(zip(PROMPTS, (1.0, 10.0, 3.0), strict=True))  # of the rewards of a prompt's images
 OPTIONS = (
     "iterations=1",

@@ -1,8 +1,9 @@
-"""The loop on the embedded model: order of events, exact resumes, failures. Detects changes of Lightning's loops."""
+"""The loop on a small FLUX.1: order of events, exact resumes, failures. Detects changes of Lightning's loops."""
 
 import csv
 import functools
 import math
+import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from hydra import compose, initialize_config_module
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from nano import save_preview_decoder
+from nano import MAX_WORDS, save_nano, save_preview_decoder
 from omegaconf import DictConfig
 from torch import Tensor
 
@@ -51,9 +52,18 @@ MICRO_BATCHES = 2  # 2 prompts x 3 kept x 1 timestep = 6 rows in micro-batches o
 
 
 @functools.cache
+def pipeline() -> tempfile.TemporaryDirectory[str]:
+    """The folder of the model, which is removed with this process."""
+    folder = tempfile.TemporaryDirectory()
+    save_nano(Path(folder.name))
+    return folder
+
+
+@functools.cache
 def composed(*overrides: str) -> DictConfig:
+    model = [f"model.pretrained={pipeline().name}", f"model.max_sequence_length={MAX_WORDS}"]
     with initialize_config_module("solrl_lightning.conf", version_base="1.3"):
-        return compose("config", overrides=[*SMALL, *overrides])
+        return compose("config", overrides=[*SMALL, *model, *overrides])
 
 
 def make(
