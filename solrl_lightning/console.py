@@ -59,9 +59,10 @@ def report_error(error: Exception, folder: Path | None = None) -> Exception:
 
 def silence_libraries() -> None:
     """Hides messages of libraries that a user cannot act on. ``build.hide_loading_bars`` hides their bars."""
-    # Lightning 2.6 asks torch for a class that newer versions deprecate. A resumed run has checkpoints in its folder; a
-    # run from the checkpoint of another has another folder.
+    # Lightning 2.6 asks torch for a class that newer versions deprecate. Values are reduced over the ranks before they
+    # are logged. A resumed run has checkpoints in its folder; a run from the checkpoint of another has another folder.
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", "It is recommended to use `self.log.*sync_dist=True")
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     warnings.filterwarnings("ignore", "The dirpath has changed from")
     # torchao registers classes in a way that torch deprecates, diffusers misses classes that newer versions of torchao

@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import omegaconf
 import pytest
 from forks import Forks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig
+from omegaconf import DictConfig, grammar_parser
 
 from solrl_lightning.__main__ import main
 from solrl_lightning.config import ConfigTree, application_config
@@ -71,6 +72,8 @@ def compositions_of_the_package_are_made_once() -> Iterator[None]:
         return pickle.loads(files[key])
 
     with pytest.MonkeyPatch.context() as patch:
+        for user_of_the_grammar in (omegaconf.base, omegaconf._utils):
+            patch.setattr(user_of_the_grammar, "parse", functools.cache(grammar_parser.parse))
         patch.setattr(ConfigLoaderImpl, "load_configuration", loaded)
         patch.setattr(ConfigRepository, "load_config", read_once)
         yield

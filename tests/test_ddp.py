@@ -53,6 +53,7 @@ def test_two_ranks_match_one_rank(
     monkeypatch.setattr(pipeline, "EMBED_BATCH", 1)
     ended = forks.ranks(tmp_path, environments, "task._target_=ranks.save_all", *arguments, *two)
     assert [each.status for each in ended] == [0, 0], ended
+    assert not any("sync_dist" in each.output for each in ended)
     alone: Results = ranks.train_all(compose("trainer=cpu", *arguments))
     of_ranks: list[Results] = [torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     assert alone.keys() == {*ranks.FAMILIES, "sharded"}
