@@ -39,8 +39,8 @@ class Forks:
     """A context manager: the process that forks the runs."""
 
     def __enter__(self) -> "Forks":
-        dev = Path(__file__).parents[1] / "dev"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(dev)}
+        path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[1] / "dev")])
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         self._process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
