@@ -52,7 +52,8 @@ def matching_runs(pattern: str) -> list[Path]:
         found = f"{len(folders)} files or folders, none of which is a run's" if folders else "nothing"
         raise UserError(
             f"task.runs is a glob that matches run folders; {pattern}, looked up in {Path.cwd()}, matches {found}. "
-            "Give one that matches runs, in quotes: 'task.runs=outputs/multirun/*/*'"
+            "Give one that matches runs, in quotes: 'task.runs=outputs/train/*' or, of sweeps, "
+            "'task.runs=outputs/multirun/*/*'."
         )
     return sorted(runs, key=lambda run: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(run))])
 
