@@ -10,8 +10,8 @@ from math import isfinite
 from typing import NamedTuple
 
 ITERATIONS, EVALUATIONS = "iterations", "model evaluations"  # labels of an axis
-DASHES = ("", "6 3", "1.5 2", "6 2 1.5 2")  # SVG; one for every round of the colours
-COLOURS = 7  # CSS variables --c0 to --c6
+_DASHES = ("", "6 3", "1.5 2", "6 2 1.5 2")  # SVG; one for every round of the colours
+_COLOURS = 7  # CSS variables --c0 to --c6
 FEW = 40  # points up to which each is marked
 _HOURS_FROM = 10_000  # seconds
 _WIDTH, _HEIGHT = 317, 180  # SVG units
@@ -45,17 +45,11 @@ def cost_axis(cost: str, largest: float) -> tuple[str, float]:
     return {"iteration": ITERATIONS, "evaluations": EVALUATIONS}[cost], 1
 
 
-def numbered(series: Sequence[Series]) -> list[int | None]:
-    """Number of each series among those that have a colour; None for the reference."""
-    coloured = iter(range(len(series)))
-    return [None if line.is_reference else next(coloured) for line in series]
-
-
-def _look(number: int | None) -> tuple[str, str]:
-    """CSS colour and SVG dashes of a series."""
-    if number is None:
-        return "var(--ink)", ""
-    return f"var(--c{number % COLOURS})", DASHES[number // COLOURS % len(DASHES)]
+def looks(series: Sequence[Series]) -> list[tuple[int | None, str]]:
+    """Number of the colour and SVG dashes of each series; None for the colour of text, which the reference has."""
+    numbers = iter(range(len(series)))
+    turns = [None if line.is_reference else divmod(next(numbers), _COLOURS) for line in series]
+    return [(None, "") if turn is None else (turn[1], _DASHES[turn[0] % len(_DASHES)]) for turn in turns]
 
 
 def draw_chart(
@@ -91,14 +85,14 @@ def draw_chart(
     middle = (_LEFT + _RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
     opacity = 0.16 if len(series) < 4 else 0.07
-    looks = [_look(number) for number in numbered(series)]
-    for line, (colour, dashes) in zip(series, looks, strict=True):
+    styles = [("var(--ink)" if colour is None else f"var(--c{colour})", dashes) for colour, dashes in looks(series)]
+    for line, (colour, dashes) in zip(series, styles, strict=True):
         if line.low:
             outline = points(line.x, line.high) + points(line.x, line.low)[::-1]
             parts.append(f'<polygon points="{_joined(outline)}" fill="{colour}" opacity="{opacity}"/>')
         drawn = points(line.x, line.y)
-        style = f'fill="none" stroke="{colour}" stroke-width="1.6" stroke-dasharray="{dashes}"'
-        parts.append(f'<polyline points="{_joined(drawn)}" {style}/>')
+        stroke = f'fill="none" stroke="{colour}" stroke-width="1.6" stroke-dasharray="{dashes}"'
+        parts.append(f'<polyline points="{_joined(drawn)}" {stroke}/>')
         if len(drawn) <= FEW:
             parts += [f'<circle cx="{x}" cy="{y}" r="1.8" fill="{colour}"/>' for x, y in drawn]
     for y in levels:
@@ -108,7 +102,7 @@ def draw_chart(
         style = 'stroke="var(--warn)" stroke-width="1.2" stroke-dasharray="2 2"'
         parts.append(f'<path d="M{to_x(x):.1f} {_TOP}V{_BOTTOM}" {style}/>')
     attributes = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" xmlns="http://www.w3.org/2000/svg" font-size="9" fill="var(--ink)"'
-    legend = [(line.label, *look) for line, look in zip(series, looks, strict=True)]
+    legend = [(line.label, *style) for line, style in zip(series, styles, strict=True)]
     return Chart(title, f"<svg {attributes}>{''.join(parts)}</svg>", legend, note)
 
 

@@ -12,7 +12,6 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
 from solrl_lightning.svg_charts import (
-    DASHES,
     EVALUATIONS,
     FEW,
     ITERATIONS,
@@ -20,7 +19,7 @@ from solrl_lightning.svg_charts import (
     Series,
     cost_axis,
     draw_chart,
-    numbered,
+    looks,
 )
 from solrl_lightning.tasks.run_groups import COSTS, Group
 
@@ -63,9 +62,8 @@ def curve_chart(groups: Sequence[Group], cost: str, result: Mapping[str, Any]) -
 def _plot(axes: Axes, series: Sequence[Series], x_label: str, level: float | None = None) -> list[Line2D]:
     """Draw the series, and a dashed line at the y ``level``; return the line of each series."""
     lines, band = [], 0.16 if len(series) < 4 else 0.07
-    for line, number in zip(series, numbered(series), strict=True):
-        turn, place = divmod(number or 0, len(_COLOURS))
-        colour, dashes = (_INK, "") if number is None else (_COLOURS[place], DASHES[turn % len(DASHES)])
+    for line, (number, dashes) in zip(series, looks(series), strict=True):
+        colour = _INK if number is None else _COLOURS[number]
         style: Any = (0, tuple(map(float, dashes.split()))) if dashes else "-"
         marker = "o" if len(line.x) <= FEW else None
         lines += axes.plot(line.x, line.y, color=colour, linestyle=style, linewidth=2, marker=marker, markersize=3)
