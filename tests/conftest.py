@@ -24,6 +24,7 @@ from solrl_lightning.__main__ import main
 from solrl_lightning.config import ConfigTree, application_config
 
 RUN = "hydra.mode=RUN"
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes for the few kernels compiled here would import torch
 
 
 def pytest_collection_finish() -> None:

@@ -17,6 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from reward_servers import free_port
+
 _IMPORTED = (  # what a run imports on its way
     "solrl_lightning.tasks.train",
     "solrl_lightning.policies.flux1",
@@ -53,6 +55,7 @@ class Forks:
         self,
         folder: Path,
         *arguments: str,
+        target: str = "solrl_lightning.__main__:main",
         kill_after: float | None = None,
         kill_at: str | None = None,
         file_limit: int | None = None,
@@ -60,25 +63,39 @@ class Forks:
         """Runs the command line in ``folder``.
 
         Args:
+            target: [folder of the tests/]module:function that takes the arguments and returns the status.
             kill_after: seconds until SIGKILL.
             kill_at: a path in ``folder``; SIGKILL once it exists.
             file_limit: bytes; the kernel kills the run while it writes a longer file.
         """
-        (ended,) = self.ranks(folder, [{}], *arguments, kill_after=kill_after, kill_at=kill_at, file_limit=file_limit)
+        faults = dict(kill_after=kill_after, kill_at=kill_at, file_limit=file_limit)
+        (ended,) = self.ranks(folder, [{}], *arguments, target=target, **faults)
         return ended
 
-    def ranks(self, folder: Path, environments: list[dict[str, str]], *arguments: str, **faults: Any) -> list[Ended]:
+    def ranks(
+        self,
+        folder: Path,
+        environments: list[dict[str, str]],
+        *arguments: str,
+        target: str = "solrl_lightning.__main__:main",
+        **faults: Any,
+    ) -> list[Ended]:
         """Runs the command line in ``folder`` once with each environment, all at the same time."""
-        asked = {"folder": str(folder), "environments": environments, "arguments": arguments, **faults}
+        asked = dict(folder=str(folder), environments=environments, arguments=arguments, target=target, **faults)
         assert self._process.stdin is not None and self._process.stdout is not None
         print(json.dumps(asked), file=self._process.stdin, flush=True)
         return [Ended(**each) for each in json.loads(self._process.stdout.readline())]
 
 
+def two_ranks() -> list[dict[str, str]]:
+    """Return the environments of a torchrun of two processes."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    shared |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
+    return [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+
+
 def _run(asked: dict[str, Any], environment: dict[str, str]) -> None:
     """In the fork; does not return."""
-    from solrl_lightning.__main__ import main
-
     status = 1
     try:
         os.chdir(asked["folder"])
@@ -88,13 +105,28 @@ def _run(asked: dict[str, Any], environment: dict[str, str]) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (asked["file_limit"],) * 2)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
         sys.argv = ["solrl_lightning"]
-        status = main(asked["arguments"])
+        path, _, function = asked["target"].partition(":")
+        folder, _, module = path.rpartition("/")
+        sys.path.insert(0, str(Path(__file__).parent / folder))
+        status = getattr(importlib.import_module(module), function)(asked["arguments"])
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
+
+
+def torchrun(arguments: list[str]) -> int:
+    """A target: what torchrun does with PET_NNODES etc. in the environment, with forks as its ranks."""
+    from torch.distributed.launcher.api import elastic_launch
+    from torch.distributed.run import config_from_args, parse_args
+
+    from solrl_lightning.__main__ import main
+
+    config, *_ = config_from_args(parse_args(["program"]))
+    config.start_method = "fork"
+    return max(elastic_launch(config, main)(arguments).values())
 
 
 def _forked(asked: dict[str, Any]) -> list[Ended]:
@@ -140,3 +172,4 @@ if __name__ == "__main__":
         importlib.import_module(name)
     for line in sys.stdin:
         print(json.dumps([ended._asdict() for ended in _forked(json.loads(line))]), flush=True)
+    os._exit(0)  # to take the libraries down takes two seconds

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,9 +11,10 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from forks import Forks
+from forks import Forks, two_ranks
 from nano import PROMPTS, save_nano
 from omegaconf import DictConfig
+from reward_servers import free_port
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -32,12 +32,6 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [*ranks.OPTIONS, f"model.pretrained={save_nano(folder / 'nano')}", f"data.train={folder}/prompts.txt"]
 
 
-def free_port() -> str:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return str(free.getsockname()[1])
-
-
 @pytest.mark.slow
 def test_two_ranks_match_one_rank(
     compose: Callable[..., DictConfig],
@@ -47,11 +41,8 @@ def test_two_ranks_match_one_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "hydra.run.dir=two"]
-    torchrun = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    torchrun |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
-    environments = [torchrun | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
     monkeypatch.setattr(pipeline, "EMBED_BATCH", 1)
-    ended = forks.ranks(tmp_path, environments, "task._target_=ranks.save_all", *arguments, *two)
+    ended = forks.ranks(tmp_path, two_ranks(), "task._target_=ranks.save_all", *arguments, *two)
     assert [each.status for each in ended] == [0, 0], ended
     assert not any("sync_dist" in each.output for each in ended)
     alone: Results = ranks.train_all(compose("trainer=cpu", *arguments))
@@ -105,17 +96,16 @@ def test_what_needs_whole_weights_is_refused_with_shards(
 
 
 @pytest.mark.slow
-def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(tmp_path: Path) -> None:
-    node = ["--nnodes=2", "--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(forks: Forks, tmp_path: Path) -> None:
+    torchrun = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    torchrun |= {"PET_MASTER_PORT": str(free_port())}
+    nodes = [torchrun | {"PET_NODE_RANK": rank} for rank in "01"]
     job = ["experiment=smoke", "family=diffusionnft", "iterations=1", "callbacks.sample_grid.every=0"]
     job += ["family.pool=2", "family.keep=2", "model.full_steps=2", "model.eval_steps=1", "data.eval_prompts=2"]
     job += ["trainer=ddp", "trainer.accelerator=cpu"]
-    start = [sys.executable, "-m", "torch.distributed.run", *node]
-    on_nodes = ["-m", "solrl_lightning", *job, "trainer.num_nodes=2", "trainer.devices=1"]
-    commands = [[*start, f"--node_rank={rank}", *on_nodes] for rank in range(2)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    nodes = [subprocess.Popen(command, cwd=tmp_path, env=environment) for command in commands]
-    assert [process.wait(timeout=280) for process in nodes] == [0, 0]
+    on_nodes = [*job, "trainer.num_nodes=2", "trainer.devices=1"]
+    ended = forks.ranks(tmp_path, nodes, *on_nodes, target="forks:torchrun")
+    assert [each.status for each in ended] == [0, 0], ended
     (folder,) = tmp_path.glob("outputs/train/*")
     assert {file.name for file in folder.iterdir()} == {
         ".hydra",
@@ -127,7 +117,7 @@ def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(tmp_path: Pat
         "tensorboard",
     }
     one_node = [sys.executable, "-m", "solrl_lightning", *job, "trainer.devices=2", "hydra.run.dir=one_node"]
-    subprocess.run(one_node, cwd=tmp_path, env=environment, timeout=280, check=True)
+    subprocess.run(one_node, cwd=tmp_path, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=280, check=True)
     assert list(tmp_path.glob("outputs/train/*")) == [folder]  # the second process uses the first one's folder
     found, expected = (json.loads((run / "summary.json").read_text()) for run in (folder, tmp_path / "one_node"))
     assert found["status"] == "completed"

@@ -77,7 +77,7 @@ def test_a_model_trains_in_a_family(
     def counted(graph: Any, inputs: Any) -> Any:
         nonlocal graphs
         graphs += 1
-        return compile_fx(graph, inputs) if (model, graphs) == ("flux1", 1) else graph  # the others are only traced
+        return compile_fx(graph, inputs) if (model, graphs) == ("flux2", 2) else graph  # others are traced only
 
     torch._dynamo.reset()
     compile_with = torch.compile

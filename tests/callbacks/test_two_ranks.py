@@ -1,19 +1,16 @@
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from forks import two_ranks
 
 from solrl_lightning.seeds import pool_seeds
 
 
 @pytest.mark.slow
-def test_two_ranks_with_uneven_prompts_log_the_values_of_one_rank_with_all_prompts(tmp_path, stand_in):
-    script = Path(__file__).with_name("two_ranks.py")
-    run = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
+def test_two_ranks_with_uneven_prompts_log_the_values_of_one_rank_with_all_prompts(tmp_path, stand_in, forks):
+    ended = forks.ranks(tmp_path, two_ranks(), str(tmp_path), target="callbacks/two_ranks:train")
+    assert [each.status for each in ended] == [0, 0], ended
     rows = json.loads((tmp_path / "metrics.json").read_text())
 
     for iteration, prompts in enumerate(["ab", "cde"]):
@@ -33,4 +30,4 @@ def test_two_ranks_with_uneven_prompts_log_the_values_of_one_rank_with_all_promp
         "grid_000002.png",
         "pool_000002.png",  # in iteration 0 rank 0 has no pool to draw
     ]
-    assert run.stdout.count("completed after 2 iterations") == 1
+    assert ended[0].output.count("completed after 2 iterations") == 1

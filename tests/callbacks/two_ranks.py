@@ -1,13 +1,11 @@
-"""Trains on two gloo ranks with uneven prompts: ``python two_ranks.py FOLDER`` writes logged values to metrics.json.
+"""Trains on two gloo ranks with uneven prompts, and writes the logged values to metrics.json.
 
 Rank 0 and rank 1 have 0 and 2 prompts in iteration 0, 1 and 2 prompts in iteration 1. All callbacks of the package run.
 """
 
 import json
-import sys
 from pathlib import Path
 
-import torch
 from conftest import MicroBatches, RollOut, StandIn, make_trainer
 from lightning.pytorch import Callback
 
@@ -45,8 +43,9 @@ class Metrics(Callback):
             self.path.write_text(json.dumps(self.rows))
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
+def train(arguments: list[str]) -> int:
+    """A target of `Forks`."""
+    (folder,) = map(Path, arguments)
     callbacks = [
         StageTimings(),
         Requantize(),
@@ -59,11 +58,7 @@ def main(folder: Path) -> None:
         RunSummary({"seed": 0}, columns=["seed"]),
         Metrics(folder / "metrics.json"),
     ]
-    # ddp_fork: the second process does not import everything again.
-    options = dict(devices=2, strategy="ddp_fork", max_epochs=2, enable_progress_bar=True)
+    options = dict(devices=2, strategy="ddp", max_epochs=2, enable_progress_bar=True)
     trainer = make_trainer(folder, callbacks, UnevenRollOut(), **options)
     trainer.fit(StandIn(), MicroBatches())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    return 0
