@@ -14,16 +14,14 @@ from typing import Any, NamedTuple
 import omegaconf
 import pytest
 from forks import Forks
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
 from omegaconf import DictConfig, grammar_parser
 
 from solrl_lightning.__main__ import main
 from solrl_lightning.config import ConfigTree, application_config
 
-RUN = "hydra.mode=RUN"
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes for the few kernels compiled here would import torch
 
 
@@ -42,7 +40,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compositions_of_the_package_are_made_once() -> Iterator[None]:
-    """Hydra takes 0.15 s for a composition, and a command line has up to four, most of them the same in many tests."""
+    """Hydra takes 0.15 s for a composition, and a command line has up to four; most choose the files that others did."""
     load, made = ConfigLoaderImpl.load_configuration, dict[Any, bytes]()
 
     def loaded(self: ConfigLoaderImpl, config_name: str | None, overrides: list[str], *args: Any, **kw: Any) -> Any:
@@ -50,16 +48,24 @@ def compositions_of_the_package_are_made_once() -> Iterator[None]:
         own = {path for path in sources if not path.startswith(("pkg://", "structured://"))}
         if own or any("searchpath" in override for override in overrides):
             return load(self, config_name, overrides, *args, **kw)
-        words = [word for word in overrides if word != RUN]  # which Hydra adds to the command line of a single run
-        sweeps = any("," in word or "(" in word for word in words)
-        key = config_name, *sorted(sources), *words, *((*args, *kw.values()) if sweeps else ())
+        words, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
+        if any(word.is_sweep_override() for word in words):
+            return load(self, config_name, overrides, *args, **kw)
+        # As in hydra._internal.defaults_list.Overrides; these choose the files.
+        options = [w for w in words if repository.group_exists(w.key_or_group) and not isinstance(w.value(), dict)]
+        key = config_name, *sorted(sources), *(word.input_line for word in options)
         if key not in made:
-            made[key] = pickle.dumps(load(self, config_name, words, *args, **kw))
+            made[key] = pickle.dumps(load(self, config_name, [str(word.input_line) for word in options], *args, **kw))
         cfg = pickle.loads(made[key])
+        self._apply_overrides_to_config([word for word in words if word not in options], cfg)
+        own_words = [word for word in words if not word.is_hydra_override()]
+        cfg.hydra.overrides.hydra = [word.input_line for word in words if word.is_hydra_override()]
+        cfg.hydra.overrides.task = [word.input_line for word in own_words]
+        names = cfg.hydra.job.config.override_dirname
+        cfg.hydra.job.override_dirname = get_overrides_dirname(
+            own_words, names.exclude_keys, names.item_sep, names.kv_sep
+        )
         cfg.hydra.runtime.cwd = os.getcwd()
-        if len(words) < len(overrides):
-            cfg.hydra.mode = RunMode.RUN
-            cfg.hydra.overrides.hydra.append(RUN)
         return cfg
 
     read, files = ConfigRepository.load_config, dict[Any, bytes]()
