@@ -40,7 +40,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def compositions_of_the_package_are_made_once() -> Iterator[None]:
-    """Hydra takes 0.15 s for a composition, and a command line has up to four; most choose the files that others did."""
+    """Hydra takes 0.15 s for a composition, and a command line has up to four; most choose the files of others."""
     load, made = ConfigLoaderImpl.load_configuration, dict[Any, bytes]()
 
     def loaded(self: ConfigLoaderImpl, config_name: str | None, overrides: list[str], *args: Any, **kw: Any) -> Any:
