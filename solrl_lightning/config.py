@@ -5,7 +5,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, ClassVar
@@ -37,6 +37,11 @@ class _OwnOptions(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for source in self.sources:
             search_path.append("command-line", source)  # Hydra's name for what --config-dir adds
+
+
+@lru_cache  # Hydra copies its sources at each call
+def _options(loader: ConfigLoader, group: str) -> list[str]:
+    return loader.get_group_options(group, ObjectType.CONFIG)
 
 
 class ConfigTree:
@@ -80,7 +85,7 @@ class ConfigTree:
         return [g for g in self.loader.get_group_options("", ObjectType.GROUP) if g != "hydra"]
 
     def options(self, group: str) -> list[str]:
-        return self.loader.get_group_options(group, ObjectType.CONFIG)
+        return _options(self.loader, group)
 
     def parse(self, arguments: Iterable[str]) -> list[Override]:
         """The overrides of a command line. UserError for an argument that is none."""

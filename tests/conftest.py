@@ -17,6 +17,7 @@ from forks import Forks
 from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, grammar_parser
 
 from solrl_lightning.__main__ import main
@@ -48,11 +49,11 @@ def compositions_of_the_package_are_made_once() -> Iterator[None]:
         own = {path for path in sources if not path.startswith(("pkg://", "structured://"))}
         if own or any("searchpath" in override for override in overrides):
             return load(self, config_name, overrides, *args, **kw)
-        words, repository = self._parse_overrides_and_create_caching_repo(config_name, overrides)
+        words = OverridesParser.create().parse_overrides(overrides)
         if any(word.is_sweep_override() for word in words):
             return load(self, config_name, overrides, *args, **kw)
         # As in hydra._internal.defaults_list.Overrides; these choose the files.
-        options = [w for w in words if repository.group_exists(w.key_or_group) and not isinstance(w.value(), dict)]
+        options = [w for w in words if self.repository.group_exists(w.key_or_group) and not isinstance(w.value(), dict)]
         key = config_name, *sorted(sources), *(word.input_line for word in options)
         if key not in made:
             made[key] = pickle.dumps(load(self, config_name, [str(word.input_line) for word in options], *args, **kw))
