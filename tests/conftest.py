@@ -26,6 +26,11 @@ from solrl_lightning.config import ConfigTree, application_config
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes for the few kernels compiled here would import torch
 
 
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Puts the tests that fork together: one process of the suite runs them, so that one imports everything for it."""
+    items.sort(key=lambda item: "forks" not in item.fixturenames)
+
+
 def pytest_collection_finish() -> None:
     """In the processes that run tests; the one that starts them needs no torch."""
     import torch

@@ -86,7 +86,7 @@ def train_all(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     results = {}
     for family in FAMILIES:
         chosen = with_option(cfg, "family", family)
-        chosen.family.update(pool=6, keep=4, compile=False)
+        chosen.family.update(pool=4, keep=2, compile=False)
         results[family] = train(chosen)
     chosen.prompts_per_iteration = chosen.data.eval_prompts = 2
     chosen.trainer.strategy = {"_target_": "solrl_lightning.sharding.ShardedBase"}

@@ -13,7 +13,6 @@ from omegaconf import DictConfig
 from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
-from torch._inductor.compile_fx import compile_fx
 
 from solrl_lightning.policies import adapters
 from solrl_lightning.quantization import QuantizationRule, resolve
@@ -77,7 +76,7 @@ def test_a_model_trains_in_a_family(
     def counted(graph: Any, inputs: Any) -> Any:
         nonlocal graphs
         graphs += 1
-        return compile_fx(graph, inputs) if (model, graphs) == ("flux2", 2) else graph  # others are traced only
+        return graph  # traced, and run eagerly
 
     torch._dynamo.reset()
     compile_with = torch.compile
