@@ -9,15 +9,13 @@ Every key is accounted for: it goes into a parameter of the same shape, or it is
 """
 
 from collections.abc import Mapping
-from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from diffusers import SanaTransformer2DModel
 from torch import Tensor
 
-from solrl_lightning.errors import UserError, sentence
-from solrl_lightning.hub import fetch
+from solrl_lightning.errors import UserError
+from solrl_lightning.files import load_tensors
 
 FILE = "SANA_LinearFFN.pth"  # in the hub repository yitongl/SANA_LinearFFN
 UNUSED = {
@@ -59,7 +57,8 @@ def load_linear_ffn(source: str, transformer: SanaTransformer2DModel) -> None:
     Raises:
         UserError: there is no such file, it is damaged, or its keys and shapes are not those of ``transformer``.
     """
-    weights = _read(source)
+    hint = f"Or give the path of a local {FILE}; yitongl/SANA_LinearFFN has it."
+    weights = load_tensors("model.transformer_weights", source, FILE, kind="SANA checkpoint", hint=hint)
     parameters = dict(transformer.named_parameters())
     names = _native_names(len(transformer.transformer_blocks), parameters)
     targets = {key: [parameters[name] for name in group] for key, group in names.items()}
@@ -118,25 +117,3 @@ def _check(source: str, weights: Mapping[str, Tensor], shapes: Mapping[str, tupl
 def _listing(kind: str, keys: list[str]) -> str:
     shown = ", ".join(keys[:5])
     return f"{len(keys)} {kind}: {shown}{', ...' if len(keys) > 5 else ''}"
-
-
-def _read(source: str) -> dict[str, Tensor]:
-    path = Path(source).expanduser()
-    if not path.is_file():
-        hint = f"Or give the path of a local {FILE}; yitongl/SANA_LinearFFN has it."
-        path = fetch(source, FILE, key="model.transformer_weights", kind="SANA checkpoint", hint=hint)
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise UserError(
-            f"model.transformer_weights={source}: {path} could not be read as weights: {sentence(error)} Download it "
-            "again, or give another file."
-        ) from error
-    weights = content.get("state_dict", content) if isinstance(content, dict) else content
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        found = f"the keys {', '.join(map(str, content))}" if isinstance(content, dict) else type(content).__name__
-        raise UserError(
-            f"model.transformer_weights={source} must be a file of named tensors, or have one under the key "
-            f"state_dict; {path} holds {found}. Give the published {FILE}."
-        )
-    return weights

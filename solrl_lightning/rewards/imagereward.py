@@ -23,10 +23,11 @@ from torchvision.transforms.functional import InterpolationMode, center_crop, no
 from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
 from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.files import load_tensors
 from solrl_lightning.hub import fetch
 from solrl_lightning.rewards.aesthetic import linear_head
 from solrl_lightning.rewards.base import Reward, unique_prompts
-from solrl_lightning.rewards.loading import check_state_dict, check_state_dict_keys, floating_dtype, load_tensors
+from solrl_lightning.rewards.loading import check_state_dict, check_state_dict_keys, floating_dtype
 
 WEIGHTS, TEXT_CONFIG = "ImageReward.pt", "med_config.json"  # in the hub repository
 _RELEASE, _TOKENIZER = "zai-org/ImageReward", "google-bert/bert-base-uncased"
