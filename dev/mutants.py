@@ -222,7 +222,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("conditioning of the first prompt", "prompts.gather(owner[index])", "prompts.gather(0 * owner[index])", STAGE),
         ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", STAGE),
         ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", STAGE),
-        ("prefix loses its place", "joined([state.x for state in states])", "x0", STAGE),
+        ("prefix loses its place", "if state.x is state.x0:", "if True:", STAGE),
         ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", STAGE),
     ],
     "solrl_lightning/rollout/micro_batches.py": [

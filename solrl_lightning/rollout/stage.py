@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.memory import retry_with_empty_cache
@@ -186,35 +187,25 @@ def score_chunks(
 
     After an early stop the predicted x0 is scored.
     """
-    owner, shape = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1]), tuple(seeds.shape)
-    states: list[SolverState] = []
-    x0s: list[Tensor] = []
-    paths: list[Path] = []
-    scores = []
+    owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
+    trajectories, scores = [], []
     progress(0, seeds.numel())
     with worker() as submit:
         for index, state, path in chunks:
             assert state.x0 is not None, "a stage takes at least one step"
             texts = [prompts.texts[i] for i in owner[index].tolist()]
             scores.append(submit(partial(score, rewards, state.x0, texts, seeds.flatten()[index])))
-            states.append(state)
-            x0s.append(state.x0)
-            if path is not None:
-                paths.append(path)
+            trajectories.append((state, path))
             progress(int(index[-1]) + 1, seeds.numel())
-        each = torch.cat([scored.result() for scored in scores]).unflatten(0, shape)
+        each = torch.cat([scored.result() for scored in scores]).unflatten(0, seeds.shape)
 
-    def joined(tensors: list[Tensor]) -> Tensor:
-        return torch.cat(tensors).unflatten(0, shape)
+    def joined(first: Any, *others: Any) -> Any:  # the numbers of steps, and what is None, are equal in all chunks
+        return torch.cat([first, *others]).unflatten(0, seeds.shape) if isinstance(first, Tensor) else first
 
-    x0 = joined(x0s)
-    finished = all(state.x is state.x0 for state in states)  # solvers return x0 itself as x of the last step
-    x = x0 if finished else joined([state.x for state in states])
-    log_probs = [path.log_probs for path in paths if path.log_probs is not None]
-    path = None
-    if paths:
-        path = Path(paths[0].first, joined([path.x for path in paths]), joined(log_probs) if log_probs else None)
-    return Candidates(seeds, SolverState(x, x0, states[0].step), rewards.total(each), each, path)
+    whole, path = tree_map(joined, *trajectories)
+    if state.x is state.x0:  # solvers return x0 itself as x of the last step
+        whole = whole._replace(x=whole.x0)
+    return Candidates(seeds, whole, rewards.total(each), each, path)
 
 
 def score_images(
