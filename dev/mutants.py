@@ -298,7 +298,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("resumed from the first step", "range(state.step, stop_step)", "range(stop_step)", SOLVERS),
     ],
     "solrl_lightning/sampling/state.py": [
-        ("history lost", "x if self.x0 is self.x else function(self.x0)", "None", SOLVERS),
+        ("history lost", "tensor: tensor[index], self)", "tensor: tensor[index], self._replace(x0=None))", SOLVERS),
     ],
     "solrl_lightning/sampling/euler.py": [
         ("Euler backwards", "(sigma_next - sigma) * velocity", "(sigma - sigma_next) * velocity", SOLVERS),

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import Submit
 from solrl_lightning.sampling import Path, Solver, SolverState, start, steps
+from solrl_lightning.sampling.state import map_tensors
 from solrl_lightning.seeds import step_noise
 
 log = logging.getLogger(__name__)
@@ -131,8 +133,10 @@ def iter_sampled_chunks(
 
     def integrate(index: Tensor) -> tuple[SolverState, Path | None]:
         _, conditioning = prompts.gather(owner[index])
-        initial = spec.initial_state
-        state = start(policy.noise(flat[index])) if initial is None else initial.flatten().take(index)
+        if spec.initial_state is None:
+            state = start(policy.noise(flat[index]))
+        else:
+            state = map_tensors(lambda tensor: tensor.flatten(0, 1)[index], spec.initial_state)
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             return policy.guided_velocity(transformer, x, sigma, conditioning)
@@ -161,8 +165,7 @@ def iter_sampled_chunks(
                 raise
             batch_size.halve()
             continue
-        real = torch.arange(len(index))
-        yield Chunk(index, state.take(real), path and path.take(real))
+        yield Chunk(index, *map_tensors(itemgetter(slice(len(index))), (state, path)))
         first += len(index)
 
 
