@@ -20,7 +20,7 @@ from solrl_lightning.files import load_tensors
 FILE = "SANA_LinearFFN.pth"  # in the hub repository yitongl/SANA_LinearFFN
 UNUSED = {
     "y_embedder.y_embedding",  # embedding of no caption, for guidance without a classifier
-    "pos_embed",  # table of positions, which this model does without
+    "pos_embed",  # table of positions, which this model does not use
     "logvar_linear.weight",  # weights of the training loss
     "logvar_linear.bias",
 }
@@ -35,7 +35,7 @@ _OUTSIDE: dict[str, tuple[str, ...]] = {
     "attention_y_norm": ("caption_norm",),
     "final_layer.linear": ("proj_out",),
 }
-_IN_A_BLOCK: dict[str, tuple[str, ...]] = {  # several names: the native tensor is theirs, one above the other
+_IN_A_BLOCK: dict[str, tuple[str, ...]] = {  # several names: the native tensor is their concatenation
     "attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
     "attn.proj": ("attn1.to_out.0",),
     "cross_attn.q_linear": ("attn2.to_q",),
@@ -49,13 +49,13 @@ _IN_A_BLOCK: dict[str, tuple[str, ...]] = {  # several names: the native tensor 
 
 @torch.no_grad()
 def load_linear_ffn(source: str, transformer: SanaTransformer2DModel) -> None:
-    """Writes the weights of a LinearFFN checkpoint over those of ``transformer``, in its dtype.
+    """Copy the weights of a LinearFFN checkpoint into ``transformer``, in its dtype.
 
     Args:
         source: a .pth file, or a hub id that holds SANA_LinearFFN.pth.
 
     Raises:
-        UserError: there is no such file, it is damaged, or its keys and shapes are not those of ``transformer``.
+        UserError: there is no such file, it is damaged, or its keys and shapes do not fit ``transformer``.
     """
     hint = f"Or give the path of a local {FILE}; yitongl/SANA_LinearFFN has it."
     weights = load_tensors("model.transformer_weights", source, FILE, kind="SANA checkpoint", hint=hint)

@@ -17,7 +17,7 @@ from solrl_lightning.policies.base_weights import dense
 class QuantizedLinear(nn.Module):
     """Computes y = x W^T + b with W and x quantised: x [..., in] -> y [..., out] of the same dtype.
 
-    A subclass is built from an `nn.Linear`, and has nothing to train.
+    A subclass is built from an `nn.Linear`, and has no trainable parameters.
     """
 
     feature_multiples: ClassVar[tuple[int, int]] = (1, 1)

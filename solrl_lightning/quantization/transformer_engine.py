@@ -36,7 +36,7 @@ ROWS = 32
 def is_installed() -> bool:
     """Return whether Transformer Engine is installed with its extension for PyTorch, without which its import fails.
 
-    The extension is a file beside the Python package or inside it that ``find_spec`` does not find.
+    The extension is a file in the folder of the Python package or in its parent that ``find_spec`` does not find.
     """
     spec = find_spec("transformer_engine")
     if spec is None or spec.origin is None:

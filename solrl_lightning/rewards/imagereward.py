@@ -179,7 +179,7 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
     counts = {"num_hidden_layers": len(layers), "num_attention_heads": width // _ATTENTION_HEAD}
     widths = {"hidden_size": width, "intermediate_size": hidden[0], "image_size": side, "patch_size": patch}
     vision = BlipVisionConfig(**counts, **widths, layer_norm_eps=1e-6, hidden_act="gelu")
-    # is_decoder adds cross-attention to the image; self-attention is causal only if the call sets is_decoder, too.
+    # is_decoder adds cross-attention to the image; self-attention is causal only if the call also sets is_decoder.
     start = text_config["vocab_size"] - len(_ADDED_TOKENS)  # [DEC], unused; transformers' default fits one vocabulary
     text = BlipTextConfig(**text_config, bos_token_id=start, encoder_hidden_size=width, is_decoder=True)
     with torch.device("meta"):  # needs no memory and draws no random numbers; all weights come from the file

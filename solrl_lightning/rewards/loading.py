@@ -37,7 +37,7 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
     Raises:
         UserError: one of them is missing or damaged, has another architecture, or does not fit the other.
     """
-    # Local import, as of open_clip below: the models of one library do not need the other.
+    # Local import, as of open_clip below: models of one library do not need the other.
     from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
     model = _load_pretrained(CLIPModel, f"reward.{reward}.pretrained", pretrained, "CLIP model")
@@ -94,7 +94,7 @@ def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, d
 
     key, hint = f"reward.{reward}.pretrained", f"Or give the path of a local {file}."
     weights = load_tensors(key, pretrained, file, kind=f"{reward} checkpoint", hint=hint)
-    # open_clip.create_model would log that nothing pretrained was loaded, and resize embeddings that do not fit.
+    # open_clip.create_model logs that no pretrained weights were loaded, and resizes embeddings that do not fit.
     config, unfit = open_clip.get_model_config(architecture), f"it does not fit {architecture}"
     with torch.device("meta"):
         check_state_dict(key, pretrained, open_clip.CLIP(**config), weights, unfit, "Give the published file.")

@@ -1,7 +1,7 @@
 """Run one stage of a rollout: sample seeds and score the images.
 
 Candidates are flattened over prompts and sampled in chunks. Compiled samplers get chunks of one fixed size, padded with
-repeated candidates, because torch.compile would compile again for another size.
+repeated candidates, because torch.compile recompiles for another size.
 
 Shapes: P prompts, N pool, B chunk, T solver steps, R rewards.
 """
@@ -47,7 +47,7 @@ _NONFINITE_HINT = (
 class Stage(NamedTuple):
     """One pass over the candidates."""
 
-    name: str  # EXPLORE, where an image that is not finite scores NaN, or REGENERATE, where it is an error
+    name: str  # a non-finite image scores NaN in EXPLORE and is an error in REGENERATE
     sampler: str  # see `Samplers`
     steps: int
     solver: str | Solver
@@ -202,7 +202,7 @@ def score_chunks(
             progress(int(index[-1]) + 1, seeds.numel())
         each = torch.cat([scored.result() for scored in scores]).unflatten(0, seeds.shape)
 
-    def joined(first: Any, *others: Any) -> Any:  # the numbers of steps, and what is None, are equal in all chunks
+    def joined(first: Any, *others: Any) -> Any:  # all chunks have the same numbers of steps and the same None
         return torch.cat([first, *others]).unflatten(0, seeds.shape) if isinstance(first, Tensor) else first
 
     whole, path = tree_map(joined, *trajectories)

@@ -2,8 +2,8 @@
 
 Two measurements, each after a warm-up, in one process, so that their ratios are comparable:
 
-1. forward    one forward pass of the transformer, BF16 and shadow, eager and compiled, alternating, beside the
-              largest rate of matrix products measured on this device
+1. forward    one forward pass of the transformer, BF16 and shadow, eager and compiled, alternating, and the
+              measured peak rate of matrix products on this device
 2. families   iterations of real training, family by family and stage by stage, and the memory that they take
 
 With ``model.weights=random`` all of it runs at a model's real size without a file; time does not depend on the numbers.

@@ -1,7 +1,7 @@
 """task=evaluate: compares the base with a checkpoint on held-out prompts, by any number of rewards.
 
-Both models use the same noise, so images are compared in pairs. Prompts are the independent unit: images of one prompt
-are averaged first, and errors are over prompts. The devices share the prompts.
+Both models use the same noise, so images are compared in pairs. Prompts are the independent samples: images of one
+prompt are averaged first, and errors are over prompts. The devices share the prompts.
 
 Shapes: P prompts, n images per prompt, R reported scores (every reward and, of several, their weighted sum).
 """
