@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -130,6 +131,7 @@ def iter_sampled_chunks(
     count = seeds.numel()
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     flat = seeds.flatten()
+    recorded = range(spec.transitions.start, spec.transitions.stop + 1) if spec.transitions else range(0)
 
     def integrate(index: Tensor) -> tuple[SolverState, Path | None]:
         _, conditioning = prompts.gather(owner[index])
@@ -146,13 +148,11 @@ def iter_sampled_chunks(
                 return None
             return step_noise(flat[index], step, state.x.shape[1:]).to(state.x.device)
 
-        passed = [state]
-        for state in steps(velocity, state, spec.sigmas, spec.solver, spec.stop_step, noise):  # noqa: B020
-            if state.step - 1 in spec.transitions:
+        passed = []
+        for state in chain([state], steps(velocity, state, spec.sigmas, spec.solver, spec.stop_step, noise)):  # noqa: B020
+            if state.step in recorded:
                 passed.append(state)
-            elif state.step in spec.transitions:
-                passed = [state]
-        return state, path_of(passed) if spec.transitions else None
+        return state, path_of(passed) if passed else None
 
     first = 0
     while first < count:
