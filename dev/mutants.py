@@ -222,7 +222,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("conditioning of the first prompt", "prompts.gather(owner[index])", "prompts.gather(0 * owner[index])", STAGE),
         ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", STAGE),
         ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", STAGE),
-        ("prefix loses its place", "joined([state.x for state in states])", "x0", STAGE),
+        ("prefix loses its place", "if state.x is state.x0:", "if True:", STAGE),
         ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", STAGE),
     ],
     "solrl_lightning/rollout/micro_batches.py": [
@@ -298,7 +298,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("resumed from the first step", "range(state.step, stop_step)", "range(stop_step)", SOLVERS),
     ],
     "solrl_lightning/sampling/state.py": [
-        ("history lost", "x if self.x0 is self.x else function(self.x0)", "None", SOLVERS),
+        ("history lost", "tensor: tensor[index], self)", "tensor: tensor[index], self._replace(x0=None))", SOLVERS),
     ],
     "solrl_lightning/sampling/euler.py": [
         ("Euler backwards", "(sigma_next - sigma) * velocity", "(sigma - sigma_next) * velocity", SOLVERS),

@@ -1,4 +1,4 @@
-"""Atomic writes of files and folders, and reading of checkpoints."""
+"""Atomic writes of files and folders, and reading of checkpoints and published weights."""
 
 import io
 import math
@@ -9,12 +9,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from safetensors import SafetensorError
+from torch import Tensor
 
-from solrl_lightning.errors import UserError, WriteError
+from solrl_lightning.errors import UserError, WriteError, sentence
+from solrl_lightning.hub import fetch
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
@@ -74,6 +77,35 @@ def written_whole(folder: Path) -> Iterator[Path]:
         raise WriteError.of(folder, error) from error
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def load_tensors(key: str, name: str, *files: str, kind: str, hint: str) -> dict[str, Tensor]:
+    """Return the tensors by name of a file of torch.save, which may hold them under the key ``state_dict``.
+
+    ``name`` is a file, or a folder or hub id with one of ``files``; ``key``, ``kind`` and ``hint`` as in ``fetch``.
+
+    Raises:
+        UserError: the file does not exist, is damaged, holds code, or holds something else than tensors.
+    """
+    file = Path(name).expanduser()
+    if not file.is_file():
+        file = fetch(name, *files, key=key, kind=kind, hint=hint)
+    try:
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
+    # torch's unpickler also raises LookupError and ValueError for damaged files.
+    except (OSError, RuntimeError, EOFError, LookupError, ValueError, UnpicklingError) as error:
+        raise UserError(
+            f"the file {file} of {key}={name} is invalid: it cannot be read as weights: {sentence(error)} Delete it "
+            "and download it again, or give another file."
+        ) from error
+    weights = content.get("state_dict", content) if isinstance(content, dict) else content
+    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
+        found = f"keys {', '.join(map(str, content))[:200]}" if isinstance(content, dict) else type(content).__name__
+        raise UserError(
+            f"{key}={name} is invalid: {file} must hold tensors by name or under the key state_dict; found: {found}. "
+            f"Set {key} to the published weights. {hint}"
+        )
+    return weights
 
 
 _PARTS = {"global_step": int, "state_dict": dict, "callbacks": dict, "loops": dict, "optimizer_states": list}

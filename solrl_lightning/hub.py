@@ -73,7 +73,7 @@ def _silence(endpoint: str, seconds: float) -> str:
             outcome.append("")
         except OSError as error:
             reason = getattr(error, "reason", error)
-            # huggingface_hub brings its own certificates, so a failed verification here means nothing.
+            # huggingface_hub has its own certificates, so it may connect where this verification fails.
             outcome.append("" if isinstance(reason, SSLError) else str(reason))
 
     thread = Thread(target=ask, daemon=True)  # DNS lookups have no timeout
@@ -86,7 +86,7 @@ def _silence(endpoint: str, seconds: float) -> str:
 
 
 def check_push(push: str) -> None:
-    """UserError for a value of ``task.push`` that is no hub id, or if there is no token."""
+    """Raise ``UserError`` if ``task.push`` is no hub id, or if there is no token."""
     from huggingface_hub import constants, get_token
 
     if not HUB_ID.fullmatch(push):
@@ -101,7 +101,7 @@ def check_push(push: str) -> None:
 
 
 def create_repository(name: str) -> None:
-    """Create a private repository on the hub; one that exists is left as it is. UserError if the hub refuses."""
+    """Create a private repository on the hub unless it exists. Raises ``UserError`` if the hub refuses."""
     import huggingface_hub
 
     with _refused(name):
@@ -109,7 +109,7 @@ def create_repository(name: str) -> None:
 
 
 def upload(name: str, folder: Path, entries: Sequence[str]) -> str:
-    """Upload files and whole folders of ``folder`` and return the address. UserError if the hub refuses."""
+    """Upload files and whole folders of ``folder``; return the address. Raises ``UserError`` if the hub refuses."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -145,7 +145,7 @@ def is_path(name: str) -> bool:
 def fetch(name: str, *files: str, key: str, kind: str, hint: str = "Or give a local folder.") -> Path:
     """Return the path of the first of ``files`` in the folder ``name``; of a hub id, download the first of them.
 
-    Messages use ``key``, the configuration key of ``name``, ``kind``, what ``name`` must be, and end with ``hint``.
+    In messages, ``key`` is the configuration key of ``name``, ``kind`` names the expected model, ``hint`` is the end.
 
     Raises:
         UserError: the folder has none of the files, or the download fails.

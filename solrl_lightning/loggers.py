@@ -44,7 +44,7 @@ class WandB(_Iterations, WandbLogger):
     Args:
         save_dir: folder of its files.
         offline: true, false, or auto: keep the run on this machine if there is no key.
-        options: of Lightning's logger and of ``wandb.init``.
+        options: arguments of Lightning's logger and of ``wandb.init``.
 
     Raises:
         UserError: wandb is not installed.
@@ -60,7 +60,7 @@ class WandB(_Iterations, WandbLogger):
             log.info(
                 "logger=wandb: there is no key, so the run stays here; upload it with wandb sync %s/wandb/*", save_dir
             )
-        if wandb.run is not None:  # of an earlier job of this process, which this one would join
+        if wandb.run is not None:  # an earlier job of this process: wandb.init would return its run
             wandb.finish()
         Path(save_dir).mkdir(parents=True, exist_ok=True)  # wandb takes the system's temporary folder if there is none
         super().__init__(save_dir=save_dir, offline=keep, **options)
@@ -77,9 +77,9 @@ class MLflow(_Iterations, MLFlowLogger):
     """Lightning's MLFlowLogger.
 
     Args:
-        save_dir: folder of the database and of the pictures, where there is no tracking_uri.
-        tracking_uri: of a server.
-        options: of Lightning's logger.
+        save_dir: folder of the database and of the pictures; unused with a tracking_uri.
+        tracking_uri: address of a server, or None.
+        options: arguments of Lightning's logger.
 
     Raises:
         UserError: mlflow is not installed.

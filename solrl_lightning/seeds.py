@@ -1,9 +1,9 @@
-"""Randomness as a function of identity: which candidate, for which prompt, in which iteration. Never of history.
+"""Random numbers as functions of identity (candidate, prompt, iteration), never of history.
 
 The same candidate gets the same noise in any precision, batch, chunk, rank, process or resumed run.
 
 1. A seed is a hash of (run seed, iteration, prompt text, candidate number). It is a 32-bit number, because PyTorch's
-   CPU generator uses only the low 32 bits of its seed: this way two seeds are equal exactly when their noises are.
+   CPU generator uses only the low 32 bits of its seed: two seeds are equal exactly when their noises are.
 2. Noise is drawn on the CPU whatever the device, one generator state per candidate.
 3. The published code draws seeds from the global generator of each rank instead, so its noise depends on the number of
    ranks and repeats after a resume.
@@ -25,7 +25,7 @@ _WORD = np.dtype("<u4")
 def pool_seeds(seed: int, iteration: int, prompts: Sequence[str], n: int) -> Tensor:
     """Return int64 [P, n] in [0, 2^32): the seeds of each prompt's candidates, distinct within a prompt.
 
-    Candidate i does not depend on n, nor on the other prompts and their order.
+    Candidate i does not depend on n, on other prompts or on their order.
     """
     return _seed_rows([f"pool/{seed}/{iteration}/{prompt}" for prompt in prompts], n)
 

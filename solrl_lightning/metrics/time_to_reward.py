@@ -63,7 +63,7 @@ def first_reached(costs: Sequence[float], gaps: Sequence[float]) -> float | None
 
 
 def rewards_at(curve: GroupCurve, cost: float) -> list[float]:
-    """Return the reward of each run of a group at a cost, linear between the evaluations beside it.
+    """Return the reward of each run of a group at a cost, interpolated linearly between two evaluations.
 
     Raises:
         ValueError: the curve does not contain the cost.
@@ -75,7 +75,7 @@ def rewards_at(curve: GroupCurve, cost: float) -> list[float]:
 
 
 class SpeedUp(NamedTuple):
-    """Ratio of the reference's cost to a group's; the limits are those of the group's cost."""
+    """Ratio of the reference's cost to a group's; its limits come from the limits of the group's cost."""
 
     mean: float
     low: float | None
@@ -84,7 +84,7 @@ class SpeedUp(NamedTuple):
 
 def speed_up(group: Reached, reference: Reached) -> SpeedUp | None:
     """Return by which factor a group reaches the reward at a lower cost; None if one of the two does not reach it."""
-    if not group.mean or reference.mean is None:  # a base that has the reward already costs nothing
+    if not group.mean or reference.mean is None:  # cost 0: the base already has the reward
         return None
     low, high = (reference.mean / limit if limit else None for limit in (group.high, group.low))
     return SpeedUp(reference.mean / group.mean, low, high)

@@ -1,1 +1,1 @@
-"""Text-to-image architectures, one per file, and what all of them share: their views of one set of weights."""
+"""Text-to-image architectures, one per file, and their shared parts: adapters, replicas, loading, storage."""

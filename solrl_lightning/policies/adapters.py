@@ -1,6 +1,6 @@
 """The policy's LoRA adapters: "default" is trained, "old" samples.
 
-Adapter weights are float32 beside the bfloat16 base: a step of 3e-4 would vanish in bfloat16. A *state* is a dict of
+Adapter weights are float32, because a step of 3e-4 would be rounded away in bfloat16. A *state* is a dict of
 ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``, the names under which diffusers saves a LoRA.
 """
 
@@ -44,7 +44,7 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
             "Leave it out for those of the model's file."
         )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # two adapters are what we want
+        warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # adding the second adapter
         warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated")  # peft never merges them here
         torch.manual_seed(seed)
         for name in (OLD, TRAINED):

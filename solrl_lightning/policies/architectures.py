@@ -1,7 +1,7 @@
 """Models without weights: diffusers and transformers classes with the arguments of their constructors.
 
-They are read from the config files of a pipeline folder. The package has those of published pipelines in
-``assets/architectures``, so that plans and timings at real size need no download.
+They are read from the config files of a pipeline folder. ``assets/architectures`` has the config files of published
+pipelines, so plans and timings at real size need no download.
 """
 
 import json
@@ -41,7 +41,7 @@ def find_architecture(pretrained: str, pipeline_class: type[diffusers.DiffusionP
     """The architecture of a local pipeline folder, or of a hub id whose config files the package has.
 
     Raises:
-        UserError: there are no config files for ``pretrained`` (the hub is not asked), or they are those of another
+        UserError: there are no config files for ``pretrained`` (without asking the hub), or they describe another
             kind of pipeline.
     """
     folder = config_folder(pretrained)
@@ -70,7 +70,7 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 def build_component(component: Component, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Any:
-    """The component with the initial weights of its class, made on ``device`` in ``dtype`` from the start.
+    """Return the component with the initial weights of its class, created on ``device`` in ``dtype``.
 
     On the device ``meta`` it has shapes and no storage.
     """

@@ -2,7 +2,7 @@
 
 Only storage changes: every product reads the weight dequantised to the dtype of the layer. The policy and its reference
 share the stored weights. The merged replica owns its adapted layers in BF16 (stored weight plus LoRA, one rounding) and
-the shadow its quantised ones, made of the same sums; they share the stored weights of all other layers.
+the shadow its quantised ones, from the same sums; all other layers share the stored weights.
 """
 
 from importlib.util import find_spec
@@ -16,7 +16,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
 
 _NF4_MULTIPLE = 64 * 256
-"""Weights of a layer in NF4: 256 blocks of 64, whose scales share one of their own."""
+"""Number of weights in an NF4 group: 256 blocks of 64, whose scales share one second-level scale."""
 
 
 def block_linears(transformer: nn.Module) -> dict[str, nn.Linear]:
@@ -59,7 +59,7 @@ def store_weights(transformer: nn.Module, storage: str, device: torch.device) ->
 
 
 def _stored(weight: Tensor, storage: str) -> Tensor:
-    from torchao import quantization  # a second, which only these runs pay
+    from torchao import quantization  # takes a second to import
 
     if storage == "nf4":
         nf4: Tensor = quantization.NF4Tensor.from_tensor(weight, 64, 256)
@@ -70,7 +70,7 @@ def _stored(weight: Tensor, storage: str) -> Tensor:
 
 def dense(weight: Tensor) -> Tensor:
     """``weight`` [out, in] itself, or dequantised if torchao stores it."""
-    stored, kind = cast(Any, weight), type(weight).__name__  # torchao's classes are imported only where they are used
+    stored, kind = cast(Any, weight), type(weight).__name__  # an isinstance test would import torchao in every run
     whole: Tensor = weight
     if kind == "NF4Tensor":
         whole = stored.get_original_weight()
@@ -90,7 +90,7 @@ class StoredLinear(nn.Linear):
 
 
 class _StoredProduct(torch.autograd.Function):
-    """y = x W^T + b with a gradient for x. Autograd of the plain product would keep W dequantised."""
+    """y = x W^T + b with a gradient for x. Autograd of the plain product would save W dequantised."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,8 @@
 """Arithmetic of bfloat16 tensors on a CPU: in bfloat16, or in float32 on widened operands, whichever is faster here.
 
 Both have the same result up to rounding. AMX and AVX512_BF16 units make products of bfloat16 matrices faster than those
-of float32 on some CPUs and slower on others, and PyTorch's backward pass of attention in bfloat16 takes up to ten times
-as long as that in float32, so the choice is measured once per process.
+of float32 on some CPUs and slower on others, and PyTorch's backward pass of attention takes up to ten times as long in
+bfloat16 as in float32, so the choice is measured once per process.
 """
 
 import time

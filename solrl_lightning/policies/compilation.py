@@ -11,7 +11,7 @@ from solrl_lightning.errors import UserError
 
 
 def can_compile(device: torch.device) -> bool:
-    """Whether there is a compiler: PyTorch brings that of a GPU, the system's C++ compiler is that of the CPU."""
+    """Return whether there is a compiler: PyTorch includes the GPU's; the CPU needs the system's C++ compiler."""
     return device.type != "cpu" or any(map(shutil.which, ("g++", "clang++", "c++")))
 
 
@@ -20,7 +20,7 @@ def should_compile(key: str, what: str, wanted: bool | str, device: torch.device
 
     Args:
         key: configuration key of ``wanted``.
-        what: what is compiled, in the plural.
+        what: plural noun for the compiled parts, for messages.
 
     Raises:
         UserError: compilation is asked for and there is no C++ compiler for it.
@@ -43,7 +43,7 @@ def compile_blocks(
     """Compiles the transformer block by block, for one fixed batch size: equal blocks share their compiled code.
 
     ``fullgraph=False`` lets layers of another library break a block into several graphs. ``compile_repeated_blocks`` of
-    diffusers knows the blocks of FLUX.1 but not those of SD3 and SANA.
+    diffusers lists the blocks of FLUX.1, but not of SD3 and SANA.
     """
     for blocks in transformer.children():
         if isinstance(blocks, nn.ModuleList):

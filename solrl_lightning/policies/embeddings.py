@@ -1,8 +1,7 @@
 """Prompt embeddings on disk, so that a run over a known set of prompts never loads the text encoders.
 
 One safetensors file per text, named by a hash of the text and of everything else that the embedding depends on. Files
-appear whole or not at all, and several processes may share a folder. A file that does not hold what was written is
-computed again.
+are written atomically, and several processes may share a folder. A file with a wrong checksum is computed again.
 """
 
 import hashlib
@@ -35,7 +34,7 @@ class EmbeddingCache:
         return self.folder / f"{name}.safetensors"
 
     def load(self, text: str) -> Row | None:
-        """The text's embedding on the CPU, or None if there is none that can be trusted."""
+        """Return the text's embedding on the CPU, or None if it is absent or damaged."""
         path = self.path(text)
         if not path.is_file():
             return None
@@ -59,9 +58,9 @@ class EmbeddingCache:
 
 
 def encoder_fingerprint(folder: Path, components: Sequence[str], settings: dict[str, object]) -> str:
-    """Names the encoders of a pipeline folder: other files or settings give another identity.
+    """Return an identity of the encoders of a pipeline folder; other files or settings give another one.
 
-    A hub snapshot is named by its repository and commit, a local folder by its place and its files' sizes and times.
+    A hub snapshot is named by its repository and commit, a local folder by its path and its files' sizes and times.
     """
     folder = folder.resolve()
     if folder.parent.name == "snapshots":

@@ -39,7 +39,7 @@ def _logistic(x: Tensor) -> Tensor:
 
 
 def logistic_gelu(x: Tensor) -> Tensor:
-    """``F.gelu(x, approximate="tanh")``, computed in float32 as that is and rounded once."""
+    """``F.gelu(x, approximate="tanh")``, computed in float32 and rounded once."""
     y: Tensor = _LogisticGELU.apply(x)
     return y
 

@@ -15,7 +15,7 @@ Combination = Callable[[Tensor, Tensor, float], Tensor]  # v_cond, v_uncond, sca
 
 
 def forward_passes(scale: float) -> int:
-    """Forward passes of the transformer that a velocity takes."""
+    """Return the number of forward passes of the transformer per velocity."""
     return 1 if scale == 1 else 2
 
 
@@ -29,13 +29,13 @@ def guided(
 ) -> Velocity:
     """Returns the ``combined`` velocity, with v_uncond without gradient; ``velocity`` itself where scale is 1.
 
-    It takes two forward passes of B and not one of 2 B, which would be the same arithmetic: the shape is the one that a
-    compiled transformer has, the memory does not double, and autograd saves nothing of v_uncond.
+    Runs two forward passes of B, not one of 2 B: the batch size of compiled transformers and the memory stay the same,
+    and autograd saves nothing of v_uncond.
 
     Args:
-        velocity: of a policy.
+        velocity: conditional velocity of a policy.
         unconditional: its embedding of the empty or negative prompt, each [1, ...].
-        combined: how the velocities of prompt and empty prompt are combined.
+        combined: function of both velocities and the scale.
     """
     if scale == 1:
         return velocity

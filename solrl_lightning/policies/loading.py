@@ -35,9 +35,9 @@ def load_pipeline(
     """The pipeline of a folder or hub id, its models frozen. ``pipeline.config._name_or_path`` is its folder.
 
     Args:
-        dtypes: of the components by name; ``default`` for all others.
+        dtypes: dtype of each component by name; ``default`` for all others.
         variant: components that have files of this name (``model.<variant>.safetensors``) are read from those.
-        given: components that are not loaded: modules that exist already, or None for those that are not needed.
+        given: components that are not loaded: existing modules, or None.
 
     Raises:
         UserError: there is no such folder or hub id, it may not be read, holds another kind of pipeline, or is damaged.

@@ -1,7 +1,7 @@
 """Base class of the models: loading, prompt embeddings, decoding within memory, and saving a LoRA.
 
 A subclass implements how its pipeline embeds prompts, schedules the noise, predicts a velocity and decodes latents.
-Pipelines and models are those of diffusers; the denoising loop is not, because the rollout owns it.
+Pipelines and models come from diffusers; the rollout has its own denoising loop.
 
 Shapes: P prompts, L tokens of text, B batch, T solver steps.
 """
@@ -43,27 +43,27 @@ EMBED_BATCH = 64  # prompts that the text encoders read at once
 
 
 class PipelineAdapter(ABC):
-    """Ties a diffusers pipeline to the transformer that is trained.
+    """A diffusers pipeline whose transformer is trained.
 
     Args:
         pretrained: hub id, local folder, or ``tiny`` for the embedded model.
         resolution: side of the square images in pixels.
         max_sequence_length: tokens of the prompt embedding.
-        decode_batch: images that the autoencoder decodes at once; halved permanently after an out-of-memory error.
+        decode_batch: images per pass of the autoencoder; halved permanently after an out-of-memory error.
         dtypes: names of torch dtypes by component; ``default`` for all others.
         embeddings: folder of prompt embeddings, or None to keep none. With a folder, the text encoders are loaded only
             for a prompt that is not in it.
         gradient_checkpointing: True to recompute the activations of every block in the backward pass instead of
             keeping them, ``selective`` for every second block.
-        variant: of the weight files of components that have it, e.g. ``bf16`` for ``model.bf16.safetensors``.
+        variant: suffix of weight files, for components that have such files: ``bf16`` for ``model.bf16.safetensors``.
         weights: ``pretrained``, or ``random`` in the same shapes, without text encoders, for plans and timings.
-        preview_decoder: hub id or local folder of an ``AutoencoderTiny`` of the same latents, for ``preview``;
+        preview_decoder: hub id or local folder of an ``AutoencoderTiny`` for the same latents, used by ``preview``;
             ``tiny`` for the embedded model's.
-        guidance_scale: of classifier-free guidance, in every image and in training; 1 for none.
-        base_weights: storage of the transformer's frozen weights, see ``base_weights``.
-        encode_on: ``device``, or ``cpu`` to leave the text encoders there.
-        transformer_device: where the transformer is left if not on ``device``, for a run that shards it.
-        device: of transformer and autoencoder; text encoders stay on the CPU and move to it only while encoding.
+        guidance_scale: scale of classifier-free guidance in sampling and training; 1 disables it.
+        base_weights: storage of the transformer's frozen weights; see the module ``base_weights``.
+        encode_on: ``device``, or ``cpu`` to run the text encoders on the CPU.
+        transformer_device: device of the transformer if not ``device``, for a run that shards it.
+        device: device of transformer and autoencoder; text encoders stay on the CPU and move to it only while encoding.
 
     Raises:
         UserError: ``pretrained`` or ``preview_decoder`` cannot be loaded (see ``loading`` and ``preview``), or the
@@ -155,16 +155,16 @@ class PipelineAdapter(ABC):
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """float32 [B, *latent_shape] velocity (noise minus image) at latents ``x`` and levels ``sigma`` [B] or [].
 
-        It is the conditional one: ``guided_velocity`` adds the guidance.
+        Without guidance, which ``guided_velocity`` adds.
         """
 
     def scheduler_sigmas(self, steps: int, mu: float) -> Tensor:
-        """Levels of the pipeline's scheduler, shifted by ``mu``, for a subclass's ``sigmas``."""
+        """Noise levels of the pipeline's scheduler, shifted by ``mu``, for ``sigmas`` of subclasses."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
         return scheduler.sigmas.float()
 
-    # A subclass may override these: here latents are the autoencoder's own [C, H, W], scaled and shifted by two numbers
+    # A subclass may override these. By default latents are the autoencoder's [C, H, W], scaled and shifted by numbers
 
     @property
     def pixels_per_token(self) -> int:
@@ -188,7 +188,7 @@ class PipelineAdapter(ABC):
         return x / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
 
     def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """As ``velocity``, with the policy's classifier-free guidance; the samplers and the loss read this one."""
+        """As ``velocity``, with classifier-free guidance; samplers and loss call this one."""
         return guided(self.velocity, self.unconditional, self.guidance_scale)(transformer, x, sigma, conditioning)
 
     # Prompts
@@ -212,7 +212,7 @@ class PipelineAdapter(ABC):
             return [random_row(text, self.embedding_like(), self.device) for text in texts]
         if not texts:
             return []
-        if self.pipeline.components[self.encoders[0]] is None:  # it was loaded without them
+        if self.pipeline.components[self.encoders[0]] is None:  # loaded without text encoders
             here = {name: module for name, module in self.pipeline.components.items() if name not in self.encoders}
             self.pipeline = self._load(here)
         encoders = [self.pipeline.components[name] for name in self.encoders]

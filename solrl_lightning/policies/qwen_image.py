@@ -1,7 +1,7 @@
 """Qwen-Image.
 
-Latents are packed, [B, S, C] with S image tokens of C = 4 x latent channels, from the noise to the decoder, which is
-one of videos: it takes [B, C / 4, frames, H / 8, W / 8].
+Latents are packed, [B, S, C] with S image tokens of C = 4 x latent channels, from the noise to the decoder. The decoder
+is for videos: its input is [B, C / 4, frames, H / 8, W / 8].
 """
 
 from typing import Any
@@ -61,7 +61,7 @@ class QwenImage(PipelineAdapter):
 
     def sigmas(self, steps: int) -> Tensor:
         """Levels of the pipeline's scheduler: shifted by the number of image tokens, the last one before 0 is 0.02."""
-        if steps == 1:  # whose level the scheduler would divide by zero to stretch it
+        if steps == 1:  # the scheduler would divide by zero
             return torch.tensor([1.0, 0.0])
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         shift = (self.pipeline.scheduler.config[name] for name in names)
@@ -80,7 +80,7 @@ class QwenImage(PipelineAdapter):
         return output[0].float()
 
     def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        """As ``PipelineAdapter.guided_velocity``, each token with the norm of its conditional velocity."""
+        """As ``PipelineAdapter.guided_velocity``, with each token rescaled to the norm of its conditional velocity."""
         velocity = guided(self.velocity, self.unconditional, self.guidance_scale, with_conditional_norm)
         return velocity(transformer, x, sigma, conditioning)
 

@@ -1,7 +1,7 @@
 """Pipelines with random weights, for plans and timings at real size without a download.
 
-Transformer and autoencoder are made on their device in their dtype, with weights that keep activations of the order of
-one through any number of blocks; the scheduler is the real one. Text encoders are left out: prompts get random
+Transformer and autoencoder are created on their device in their dtype, with weights that keep activations of the order
+of one through any number of blocks; the scheduler is the real one. Text encoders are left out: prompts get random
 embeddings of the true shapes, a function of their text alone. On the device ``meta`` everything has shapes only.
 """
 
@@ -24,7 +24,7 @@ def random_pipeline(
 ) -> DiffusionPipeline:
     """The pipeline of ``architecture`` without text encoders, its parts on ``device``.
 
-    The weights are equal in every call on equal hardware. ``dtypes`` has those of components by name, and ``default``.
+    The weights are equal in every call on equal hardware. ``dtypes`` are by name of the component, and ``default``.
     """
     parts = architecture.components
     cls = getattr(diffusers, architecture.pipeline)
@@ -46,17 +46,17 @@ def random_component(component: Component, device: torch.device | str, dtype: to
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             if buffer.is_floating_point():
-                setattr(part, name, buffer.to(dtype))  # module.to(dtype) would warn of what diffusers keeps in float32
+                setattr(part, name, buffer.to(dtype))  # module.to(dtype) warns about diffusers' float32 modules
     init_random_weights(module, seed)
     return module.eval()
 
 
 @torch.no_grad()
 def init_random_weights(module: nn.Module, seed: int) -> None:
-    """Sets weights in place from N(0, 1 / inputs) and biases to 0; the weights of norms stay as they are.
+    """Sets weights in place from N(0, 1 / inputs) and biases to 0; the weights of norms are unchanged.
 
-    Inputs of independent unit variance so give outputs of unit variance, which the norms before every matrix product
-    keep up. Modulation is a projection of a small embedding, so shifts, scales and gates stay below one.
+    Inputs of independent unit variance then give outputs of unit variance; norms before every matrix product keep it.
+    Modulation is a projection of a small embedding, so shifts, scales and gates stay below one.
     """
     parameters = list(module.named_parameters())
     if parameters[0][1].is_meta:

@@ -22,7 +22,7 @@ def clone_sharing_weights(transformer: nn.Module) -> nn.Module:
 
 
 def untie_weights(replica: nn.Module, names: Iterable[str]) -> None:
-    """Gives the named linear layers weights of their own, which ``refresh`` may overwrite."""
+    """Copy the weights of the named linear layers, so that ``refresh`` may overwrite them."""
     for name in names:
         layer = replica.get_submodule(name)
         if isinstance(layer, nn.Linear):

@@ -9,20 +9,18 @@ Every key is accounted for: it goes into a parameter of the same shape, or it is
 """
 
 from collections.abc import Mapping
-from pathlib import Path
-from pickle import UnpicklingError
 
 import torch
 from diffusers import SanaTransformer2DModel
 from torch import Tensor
 
-from solrl_lightning.errors import UserError, sentence
-from solrl_lightning.hub import fetch
+from solrl_lightning.errors import UserError
+from solrl_lightning.files import load_tensors
 
 FILE = "SANA_LinearFFN.pth"  # in the hub repository yitongl/SANA_LinearFFN
 UNUSED = {
     "y_embedder.y_embedding",  # embedding of no caption, for guidance without a classifier
-    "pos_embed",  # table of positions, which this model does without
+    "pos_embed",  # table of positions, which this model does not use
     "logvar_linear.weight",  # weights of the training loss
     "logvar_linear.bias",
 }
@@ -37,7 +35,7 @@ _OUTSIDE: dict[str, tuple[str, ...]] = {
     "attention_y_norm": ("caption_norm",),
     "final_layer.linear": ("proj_out",),
 }
-_IN_A_BLOCK: dict[str, tuple[str, ...]] = {  # several names: the native tensor is theirs, one above the other
+_IN_A_BLOCK: dict[str, tuple[str, ...]] = {  # several names: the native tensor is their concatenation
     "attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v"),
     "attn.proj": ("attn1.to_out.0",),
     "cross_attn.q_linear": ("attn2.to_q",),
@@ -51,15 +49,16 @@ _IN_A_BLOCK: dict[str, tuple[str, ...]] = {  # several names: the native tensor 
 
 @torch.no_grad()
 def load_linear_ffn(source: str, transformer: SanaTransformer2DModel) -> None:
-    """Writes the weights of a LinearFFN checkpoint over those of ``transformer``, in its dtype.
+    """Copy the weights of a LinearFFN checkpoint into ``transformer``, in its dtype.
 
     Args:
         source: a .pth file, or a hub id that holds SANA_LinearFFN.pth.
 
     Raises:
-        UserError: there is no such file, it is damaged, or its keys and shapes are not those of ``transformer``.
+        UserError: there is no such file, it is damaged, or its keys and shapes do not fit ``transformer``.
     """
-    weights = _read(source)
+    hint = f"Or give the path of a local {FILE}; yitongl/SANA_LinearFFN has it."
+    weights = load_tensors("model.transformer_weights", source, FILE, kind="SANA checkpoint", hint=hint)
     parameters = dict(transformer.named_parameters())
     names = _native_names(len(transformer.transformer_blocks), parameters)
     targets = {key: [parameters[name] for name in group] for key, group in names.items()}
@@ -118,25 +117,3 @@ def _check(source: str, weights: Mapping[str, Tensor], shapes: Mapping[str, tupl
 def _listing(kind: str, keys: list[str]) -> str:
     shown = ", ".join(keys[:5])
     return f"{len(keys)} {kind}: {shown}{', ...' if len(keys) > 5 else ''}"
-
-
-def _read(source: str) -> dict[str, Tensor]:
-    path = Path(source).expanduser()
-    if not path.is_file():
-        hint = f"Or give the path of a local {FILE}; yitongl/SANA_LinearFFN has it."
-        path = fetch(source, FILE, key="model.transformer_weights", kind="SANA checkpoint", hint=hint)
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-        raise UserError(
-            f"model.transformer_weights={source}: {path} could not be read as weights: {sentence(error)} Download it "
-            "again, or give another file."
-        ) from error
-    weights = content.get("state_dict", content) if isinstance(content, dict) else content
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        found = f"the keys {', '.join(map(str, content))}" if isinstance(content, dict) else type(content).__name__
-        raise UserError(
-            f"model.transformer_weights={source} must be a file of named tensors, or have one under the key "
-            f"state_dict; {path} holds {found}. Give the published {FILE}."
-        )
-    return weights

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.pipeline import PipelineAdapter
 
-CLIP_TOKENS = 77  # of both CLIPs, before those of T5
+CLIP_TOKENS = 77  # tokens of both CLIPs, which precede T5's
 
 
 class SD3(PipelineAdapter):
@@ -41,7 +41,7 @@ class SD3(PipelineAdapter):
         }
 
     def sigmas(self, steps: int) -> Tensor:
-        """Levels of the pipeline's scheduler: shift 3, and the last level before 0 is that of its training."""
+        """Levels of the pipeline's scheduler: shift 3, and the last level before 0 is the lowest of its training."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         scheduler.set_timesteps(steps)
         return scheduler.sigmas.float()
@@ -49,7 +49,7 @@ class SD3(PipelineAdapter):
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         output = transformer(
             hidden_states=x.to(conditioning["prompt_embeds"].dtype),
-            timestep=(1000 * sigma.to(self.device)).expand(len(x)),  # in float32, as the scheduler hands it out
+            timestep=(1000 * sigma.to(self.device)).expand(len(x)),  # in float32, as from the scheduler
             encoder_hidden_states=conditioning["prompt_embeds"],
             pooled_projections=conditioning["pooled"],
             return_dict=False,

@@ -17,7 +17,7 @@ from solrl_lightning.policies.base_weights import dense
 class QuantizedLinear(nn.Module):
     """Computes y = x W^T + b with W and x quantised: x [..., in] -> y [..., out] of the same dtype.
 
-    A subclass is built from an `nn.Linear`, and has nothing to train.
+    A subclass is built from an `nn.Linear`, and has no trainable parameters.
     """
 
     feature_multiples: ClassVar[tuple[int, int]] = (1, 1)
@@ -33,11 +33,8 @@ class QuantizedLinear(nn.Module):
         return ""
 
     @abstractmethod
-    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Quantise weight [out, in] in place, so that compiled graphs stay valid.
-
-        A bias [out] overwrites the current one; None keeps it.
-        """
+    def requantize_(self, weight: Tensor) -> None:
+        """Quantise weight [out, in] in place, so that compiled graphs stay valid. The bias is unchanged."""
 
 
 class BufferedLinear(QuantizedLinear):
@@ -57,11 +54,9 @@ class BufferedLinear(QuantizedLinear):
         """Return the buffers of a weight [out, in] by name."""
 
     @torch.no_grad()
-    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def requantize_(self, weight: Tensor) -> None:
         for name, value in self.quantized_weight(weight).items():
             self.get_buffer(name).copy_(value)
-        if self.bias is not None and bias is not None:
-            self.bias.copy_(bias)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -99,6 +94,6 @@ class Conv1x1AsLinear(nn.Module):
         # contiguous() copies only where x is not channels-last; the GPU products require tokens as rows.
         return self.linear(x.movedim(1, -1).contiguous()).movedim(-1, 1)
 
-    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def requantize_(self, weight: Tensor) -> None:
         """Quantise the convolution's weight [C', C, 1, 1] into the existing buffers."""
-        self.linear.requantize_(weight.flatten(1), bias)
+        self.linear.requantize_(weight.flatten(1))

@@ -4,8 +4,8 @@ A value is  e2m1 * block_scale * global_scale:  a 4-bit E2M1 number (0, .5, 1, 1
 scale for each block of 16 along the last dimension, one FP32 scale for the whole tensor. Everything is rounded to
 nearest, ties to even.
 
-``per_row=True`` gives each row (everything but the last dimension) an FP32 scale of its own: ``amax`` below is then the
-row's. Inputs of layers are quantised so, because one scale for a batch makes a candidate depend on its neighbours.
+``per_row=True`` gives each row (everything but the last dimension) a separate FP32 scale: ``amax`` below is then the
+row's. This is used for inputs of layers, because one scale per batch makes a candidate depend on its neighbours.
 
 The FP32 operations and their order are those of Transformer Engine's reference quantiser, by its source (1 x 16 blocks,
 no Hadamard transform, no stochastic rounding, no 4over6):

@@ -65,14 +65,14 @@ class ScaledLinear(BufferedLinear):
 
     def product(self, values: Tensor, scale: Tensor) -> Tensor:
         """Return y [M, out], in FP32 or BF16, of values [M, in] and scale [M, 1]."""
-        if values.device.type == "cuda":  # only CUDA's BF16 product returns its FP32 sums
-            return self.scaled(torch.mm(values, self.weight_values.t(), out_dtype=torch.float32), scale)
-        return self.scaled(F.linear(values, self.weight_values).float(), scale)
-
-    def scaled(self, sums: Tensor, scale: Tensor) -> Tensor:
-        """Return y of sums of products, FP32 [M, out], in place."""
-        y = self.rescale_(sums, scale)
+        y = self.rescale_(self.sums(values), scale)
         return y if self.bias is None else y.add_(self.bias)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Return FP32 [M, out], the product of values [M, in] and the weight's values."""
+        if values.device.type == "cuda":  # only CUDA's BF16 product returns its FP32 sums
+            return torch.mm(values, self.weight_values.t(), out_dtype=torch.float32)
+        return F.linear(values, self.weight_values).float()
 
     def rescale_(self, sums: Tensor, scale: Tensor) -> Tensor:
         return sums.mul_(scale).mul_(self.weight_scale)
@@ -132,11 +132,11 @@ class INT8Linear(EmulatedINT8Linear):
     feature_multiples = (8, 8)  # required by torch._int_mm on a GPU
     dtype = torch.int8
 
-    def product(self, values: Tensor, scale: Tensor) -> Tensor:
+    def sums(self, values: Tensor) -> Tensor:
         rows = len(values)
         if rows < _FEWEST_ROWS:
             values = F.pad(values, (0, 0, 0, _FEWEST_ROWS - rows))
-        return self.scaled(torch._int_mm(values, self.weight_values.t())[:rows].float(), scale)
+        return torch._int_mm(values, self.weight_values.t())[:rows].float()
 
 
 EMULATED: dict[str, type[ScaledLinear]] = {"nvfp4": NVFP4Linear, "fp8": EmulatedFP8Linear, "int8": EmulatedINT8Linear}

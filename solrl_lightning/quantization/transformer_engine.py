@@ -36,7 +36,7 @@ ROWS = 32
 def is_installed() -> bool:
     """Return whether Transformer Engine is installed with its extension for PyTorch, without which its import fails.
 
-    The extension is a file beside the Python package or inside it that ``find_spec`` does not find.
+    The extension is a file in the folder of the Python package or in its parent that ``find_spec`` does not find.
     """
     spec = find_spec("transformer_engine")
     if spec is None or spec.origin is None:
@@ -65,12 +65,13 @@ class TransformerEngineLinear(QuantizedLinear):
 
     feature_multiples = (16, 16)
 
+    @torch.no_grad()
     def __init__(self, linear: nn.Linear) -> None:
         # Imported here because Transformer Engine is an optional dependency.
         import transformer_engine.pytorch as te
 
         super().__init__()
-        with torch.no_grad(), te.quantized_model_init(enabled=True, recipe=rollout_recipe()):
+        with te.quantized_model_init(enabled=True, recipe=rollout_recipe()):
             self.linear = te.Linear(
                 linear.in_features,
                 linear.out_features,
@@ -81,13 +82,13 @@ class TransformerEngineLinear(QuantizedLinear):
             )
         self.linear.requires_grad_(False)
         self._autocast = te.autocast
-        self.requantize_(dense(linear.weight), linear.bias)
+        self.requantize_(dense(linear.weight))
+        if linear.bias is not None:
+            self.linear.bias.copy_(linear.bias)
 
     @torch.no_grad()
-    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def requantize_(self, weight: Tensor) -> None:
         self.linear.weight.copy_(weight)  # quantises it
-        if self.linear.use_bias and bias is not None:
-            self.linear.bias.copy_(bias)
 
     @torch.compiler.disable
     @torch.no_grad()

@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from solrl_lightning.rewards.loading import check_state_dict, load_tensors
+from solrl_lightning.files import load_tensors
+from solrl_lightning.rewards.loading import check_state_dict
 from solrl_lightning.rewards.towers import TransformersCLIP
 
 WEIGHTS = ("aesthetic-model.pth", "sac+logos+ava1-l14-linearMSE.pth")  # names on the hub and in LAION's repository

@@ -16,7 +16,7 @@ from solrl_lightning.errors import NonFiniteError, UserError
 
 T = TypeVar("T")
 Metadata = Mapping[str, Any]
-"""Keys beside "prompt" of a prompt's row in its source."""
+"""Keys other than "prompt" of a prompt's row in its source."""
 
 
 class Reward(ABC):
@@ -34,7 +34,7 @@ class Reward(ABC):
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[Metadata] | None = None) -> Tensor:
-        """Scores, float32 [B], of images [B, 3, H, W] in [0, 1] with one prompt each and, perhaps, its metadata.
+        """Scores, float32 [B], of images [B, 3, H, W] in [0, 1] with one prompt each and optional metadata.
 
         Raises:
             ValueError: the images have another shape, dtype or range, or the number of prompts or metadata is not B.
@@ -67,7 +67,7 @@ class Reward(ABC):
         """
 
     def check_prompts(self, prompts: list[str], *args: Any, **kwargs: Any) -> None:  # noqa: B027  (most take any text)
-        """Raise ``UserError`` for a prompt that the reward cannot score; ``metadata`` is that of ``score``."""
+        """Raise ``UserError`` for a prompt that the reward cannot score; ``metadata`` as in ``score``."""
 
 
 def call_with_metadata(method: Callable[..., T], *args: Any, metadata: list[Metadata]) -> T:

@@ -1,7 +1,7 @@
 """GenEval: whether the objects that a prompt names are in the image, in their number, colours and positions.
 
-The rules are those of Ghosh et al. 2023 (arXiv 2310.11513; djghosh13/geneval, evaluation/evaluate_images.py), here for
-what an object detector finds; OpenAI's CLIP ViT-L/14 names the colour of an object. The detector is OWLv2 (Minderer et
+The rules of Ghosh et al. 2023 (arXiv 2310.11513; djghosh13/geneval, evaluation/evaluate_images.py) are applied to the
+objects that a detector finds; OpenAI's CLIP ViT-L/14 names the colour of an object. The detector is OWLv2 (Minderer et
 al. 2023, arXiv 2306.09683), which takes any class, in place of a Mask2Former that needs mmcv.
 
     strict:     1 if every clause of the prompt's metadata holds, else 0: GenEval's score
@@ -138,7 +138,7 @@ def crop(image: Tensor, box: Box) -> Tensor:
 def correct(metadata: Metadata, objects: Objects, colours: ColoursOf) -> float:
     """GenEval's score: 1.0 if every clause of "include" holds and none of "exclude", else 0.0.
 
-    Of each class the objects with the highest scores are looked at, as many as the clause counts.
+    A clause with count m reads the m objects of its class with the highest scores.
     """
     groups: list[Sequence[Box] | None] = []  # the objects of each clause that holds
     for clause in metadata["include"]:
@@ -157,8 +157,8 @@ def mean_of_terms(metadata: Metadata, objects: Objects, colours: ColoursOf) -> f
     """Flow-GRPO's score: the mean of the terms of the clauses of "include", n objects found and m required:
 
     - max(0, 1 - |n - m| / m); the published code has no lower bound;
-    - of a clause with a colour: the share of the objects that have it, 0 unless n = m;
-    - of a clause with a position: 1 if all objects are there, else 0; 0 unless n = m and the other clause holds.
+    - with a colour: the share of the objects that have it, 0 unless n = m;
+    - with a position: 1 if all objects are in it, 0 otherwise, and unless n = m and the other clause holds.
     """
     groups: list[Sequence[Box] | None] = []
     terms = []

@@ -23,10 +23,11 @@ from torchvision.transforms.functional import InterpolationMode, center_crop, no
 from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
 from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.files import load_tensors
 from solrl_lightning.hub import fetch
 from solrl_lightning.rewards.aesthetic import linear_head
 from solrl_lightning.rewards.base import Reward, unique_prompts
-from solrl_lightning.rewards.loading import check_state_dict, check_state_dict_keys, floating_dtype, load_tensors
+from solrl_lightning.rewards.loading import check_state_dict, check_state_dict_keys, floating_dtype
 
 WEIGHTS, TEXT_CONFIG = "ImageReward.pt", "med_config.json"  # in the hub repository
 _RELEASE, _TOKENIZER = "zai-org/ImageReward", "google-bert/bert-base-uncased"
@@ -178,7 +179,7 @@ def build(weights: dict[str, Tensor], text_config: dict[str, Any], pretrained: s
     counts = {"num_hidden_layers": len(layers), "num_attention_heads": width // _ATTENTION_HEAD}
     widths = {"hidden_size": width, "intermediate_size": hidden[0], "image_size": side, "patch_size": patch}
     vision = BlipVisionConfig(**counts, **widths, layer_norm_eps=1e-6, hidden_act="gelu")
-    # is_decoder adds cross-attention to the image; self-attention is causal only if the call sets is_decoder, too.
+    # is_decoder adds cross-attention to the image; self-attention is causal only if the call also sets is_decoder.
     start = text_config["vocab_size"] - len(_ADDED_TOKENS)  # [DEC], unused; transformers' default fits one vocabulary
     text = BlipTextConfig(**text_config, bos_token_id=start, encoder_hidden_size=width, is_decoder=True)
     with torch.device("meta"):  # needs no memory and draws no random numbers; all weights come from the file

@@ -2,16 +2,15 @@
 
 from collections.abc import Mapping
 from os.path import expanduser
-from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.files import load_tensors
 from solrl_lightning.hub import fetch
 from solrl_lightning.rewards.preprocessing import CropToSquare
 
@@ -38,7 +37,7 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
     Raises:
         UserError: one of them is missing or damaged, has another architecture, or does not fit the other.
     """
-    # Local import, as of open_clip below: the models of one library do not need the other.
+    # Local import, as of open_clip below: models of one library do not need the other.
     from transformers import CLIPImageProcessor, CLIPModel, CLIPTokenizer
 
     model = _load_pretrained(CLIPModel, f"reward.{reward}.pretrained", pretrained, "CLIP model")
@@ -94,8 +93,8 @@ def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, d
     import open_clip
 
     key, hint = f"reward.{reward}.pretrained", f"Or give the path of a local {file}."
-    weights = load_tensors(key, pretrained, file, kind=f"{reward} checkpoint", hint=hint, under="state_dict")
-    # open_clip.create_model would log that nothing pretrained was loaded, and resize embeddings that do not fit.
+    weights = load_tensors(key, pretrained, file, kind=f"{reward} checkpoint", hint=hint)
+    # open_clip.create_model logs that no pretrained weights were loaded, and resizes embeddings that do not fit.
     config, unfit = open_clip.get_model_config(architecture), f"it does not fit {architecture}"
     with torch.device("meta"):
         check_state_dict(key, pretrained, open_clip.CLIP(**config), weights, unfit, "Give the published file.")
@@ -103,37 +102,6 @@ def load_open_clip(reward: str, pretrained: str, file: str, architecture: str, d
         model = open_clip.CLIP(**config)
     model.load_state_dict(weights)
     return model
-
-
-def load_tensors(key: str, name: str, *files: str, kind: str, hint: str, under: str = "") -> dict[str, Tensor]:
-    """The tensors by name, or those under the key ``under``, of a file of torch.save.
-
-    ``name`` is a file, or a folder or hub id with one of ``files``; ``key``, ``kind`` and ``hint`` as in ``fetch``.
-
-    Raises:
-        UserError: the file does not exist, is damaged, holds code, or holds something else than these tensors.
-    """
-    file = Path(name).expanduser()
-    if not file.is_file():
-        file = fetch(name, *files, key=key, kind=kind, hint=hint)
-    try:
-        content = torch.load(file, map_location="cpu", weights_only=True, mmap=is_zipfile(file))
-    # torch's unpickler also raises LookupError and ValueError for damaged files.
-    except (OSError, RuntimeError, EOFError, LookupError, ValueError, UnpicklingError) as error:
-        raise UserError(
-            f"the file {file} of {key}={name} is invalid: it cannot be read as weights: {sentence(error)} Delete it "
-            "and download it again, or give another file."
-        ) from error
-    weights = content.get(under) if under and isinstance(content, dict) else content
-    if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        found = (
-            f"the keys {sorted(map(str, content))[:5]}" if isinstance(content, dict) else f"a {type(content).__name__}"
-        )
-        raise UserError(
-            f"{key}={name} is invalid: {file} must hold tensors {f'under the key {under}' if under else 'by name'}; it "
-            f"holds {found}. Set {key} to the published weights. {hint}"
-        )
-    return weights
 
 
 def check_state_dict(

@@ -2,10 +2,10 @@
 
     reward = max(0, 1 - d / n)        in [0, 1]
 
-n is the length of the quoted text and d the Levenshtein distance from the text that an OCR model reads in the image, 0
-where that contains the quoted text; spaces and case do not count. So it is in Flow-GRPO (Liu et al. 2025, arXiv
-2505.05470; flow_grpo/ocr.py), which reads with PaddleOCR. Here RapidOCR runs PaddleOCR's models, which its wheel has,
-by ONNX Runtime on the CPU.
+n is the length of the quoted text and d its Levenshtein distance from the text that an OCR model reads in the image. d
+is 0 if that contains the quoted text; spaces and case are ignored. The formula is Flow-GRPO's (Liu et al. 2025, arXiv
+2505.05470; flow_grpo/ocr.py), which uses PaddleOCR. Here RapidOCR runs PaddleOCR's models, which are in its wheel, by
+ONNX Runtime on the CPU.
 """
 
 import re
@@ -31,7 +31,7 @@ _OPTIONS = {
 
 
 class OCR(Reward):
-    """OCR of one image after the other. ``device`` is where scores are returned.
+    """Reads images one by one on the CPU; scores are returned on ``device``.
 
     Raises:
         UserError: a package is not installed.

@@ -40,8 +40,8 @@ class Batch(BaseModel):
 def create_app(rewards: WeightedRewards, device: torch.device, token: str, max_images: int, max_pixels: int) -> FastAPI:
     """The application: GET /health and POST /score, which requires ``token`` unless it is empty.
 
-    Requests are scored one after another. A request with another format, too many images or too large ones is refused,
-    and so is a prompt that a reward cannot score.
+    Requests are scored one after another. The answer is an error for another format, too many or too large images, and
+    prompts that a reward cannot score.
     """
     app = FastAPI(openapi_url=None)
     turn = asyncio.Lock()

@@ -32,7 +32,7 @@ class WeightedRewards:
 
     @property
     def for_training(self) -> "WeightedRewards":
-        """The rewards that rollouts score: those whose weight is not 0."""
+        """The rewards that rollouts score: all whose weight is not 0."""
         names = [name for name, weight in self.weights.items() if weight != 0]
         chosen = WeightedRewards({name: self.rewards[name] for name in names}, self.weights, self.metadata)
         chosen.name = self.name

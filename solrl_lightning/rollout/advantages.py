@@ -17,8 +17,8 @@ AllReduce = Callable[[Tensor], Tensor]
 def group_advantages(rewards: Tensor, eps: float = 1e-4, all_reduce_sum: AllReduce = lambda total: total) -> Tensor:
     """Return float32 [P, K]: (reward - mean of its prompt) / (std over all prompts + eps), from rewards [P, K].
 
-    The form of Flow-GRPO, DiffusionNFT, AWM and Sol-RL; the standard deviation is that of the population. A rank may
-    have no prompts. Computed in float64, so that the result does not depend on the distribution of prompts over ranks.
+    The form of Flow-GRPO, DiffusionNFT, AWM and Sol-RL; the divisor of the variance is the number of samples. A rank
+    may have no prompts. Computed in float64, so the result does not depend on how prompts are distributed to ranks.
     """
     rewards = rewards.double()
     count = torch.tensor(float(rewards.numel()), dtype=torch.float64, device=rewards.device)
@@ -31,7 +31,7 @@ def group_advantages(rewards: Tensor, eps: float = 1e-4, all_reduce_sum: AllRedu
 def per_prompt_advantages(rewards: Tensor, eps: float = 1e-8) -> Tensor:
     """Return float32 [P, K]: (reward - mean of its prompt) / (std of its prompt + eps), from rewards [P, K].
 
-    The form of DanceGRPO; the standard deviation is that of a sample, with divisor K - 1.
+    The form of DanceGRPO; the standard deviation has divisor K - 1.
     """
     rewards = rewards.double()
     centred = rewards - rewards.mean(dim=1, keepdim=True)

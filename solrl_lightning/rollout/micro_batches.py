@@ -16,6 +16,7 @@ from torch import Tensor
 
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.rollout.records import EncodedPrompts, Rollouts, TrainingBatch
+from solrl_lightning.sampling.state import map_tensors
 
 
 class MicroBatchPlan(NamedTuple):
@@ -77,7 +78,7 @@ class MicroBatches(Sequence[TrainingBatch]):
         if rollouts.path is None:
             x_t, x_next, log_prob = self._objective.noisy(x0, seeds, steps, sigmas), None, None
         else:
-            first, x, log_probs = rollouts.path.map(lambda tensor: tensor.flatten(0, 1))
+            first, x, log_probs = map_tensors(lambda tensor: tensor.flatten(0, 1), rollouts.path)
             place = steps_there - first
             x_t, x_next = x[samples_there, place], x[samples_there, place + 1]
             log_prob = None if log_probs is None else log_probs[samples_there, place]

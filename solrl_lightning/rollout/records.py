@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from solrl_lightning.rollout.select import take
-from solrl_lightning.sampling import Path, SolverState
+from solrl_lightning.sampling.state import Path, SolverState, map_tensors
 
 
 class EncodedPrompts(NamedTuple):
@@ -42,12 +42,7 @@ class Candidates(NamedTuple):
 
     def take(self, chosen: Tensor) -> "Candidates":
         """Return the candidates ``chosen`` [P, K] of each prompt."""
-
-        def kept(values: Tensor) -> Tensor:
-            return take(values, chosen)
-
-        seeds, state, rewards, scores, path = self
-        return Candidates(kept(seeds), state.map(kept), kept(rewards), kept(scores), path and path.map(kept))
+        return map_tensors(lambda values: take(values, chosen), self)
 
 
 class Rollouts(NamedTuple):

@@ -45,7 +45,7 @@ def background_worker(device: torch.device) -> Iterator[Submit]:
     try:
         yield submit
     finally:
-        worker.shutdown(cancel_futures=True)  # after an error: a reward server would be asked about every queued chunk
+        worker.shutdown(cancel_futures=True)  # after an error, no queued chunk may reach a reward server
 
 
 @contextmanager

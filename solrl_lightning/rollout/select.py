@@ -37,7 +37,7 @@ def select_contrastive(scores: Tensor, keep: int) -> Tensor:
 
 
 def rerank(scores: Tensor, places: Tensor, rewards: Tensor) -> Tensor:
-    """Return scores [P, N] with those of candidates ``places`` [P, K] permuted into the order of ``rewards`` [P, K].
+    """Return scores [P, N], permuted at ``places`` [P, K] into the order of ``rewards`` [P, K].
 
     ``places`` have the most extreme scores, so a selection from the result selects by ``rewards``. Non-finite rewards
     count as the median.

@@ -1,7 +1,7 @@
 """Run one stage of a rollout: sample seeds and score the images.
 
 Candidates are flattened over prompts and sampled in chunks. Compiled samplers get chunks of one fixed size, padded with
-repeated candidates, because torch.compile would compile again for another size.
+repeated candidates, because torch.compile recompiles for another size.
 
 Shapes: P prompts, N pool, B chunk, T solver steps, R rewards.
 """
@@ -11,10 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.memory import retry_with_empty_cache
@@ -23,6 +26,7 @@ from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import Submit
 from solrl_lightning.sampling import Path, Solver, SolverState, start, steps
+from solrl_lightning.sampling.state import map_tensors
 from solrl_lightning.seeds import step_noise
 
 log = logging.getLogger(__name__)
@@ -44,7 +48,7 @@ _NONFINITE_HINT = (
 class Stage(NamedTuple):
     """One pass over the candidates."""
 
-    name: str  # EXPLORE, where an image that is not finite scores NaN, or REGENERATE, where it is an error
+    name: str  # a non-finite image scores NaN in EXPLORE and is an error in REGENERATE
     sampler: str  # see `Samplers`
     steps: int
     solver: str | Solver
@@ -127,11 +131,14 @@ def iter_sampled_chunks(
     count = seeds.numel()
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     flat = seeds.flatten()
+    recorded = range(spec.transitions.start, spec.transitions.stop + 1) if spec.transitions else range(0)
 
     def integrate(index: Tensor) -> tuple[SolverState, Path | None]:
         _, conditioning = prompts.gather(owner[index])
-        initial = spec.initial_state
-        state = start(policy.noise(flat[index])) if initial is None else initial.flatten().take(index)
+        if spec.initial_state is None:
+            state = start(policy.noise(flat[index]))
+        else:
+            state = map_tensors(lambda tensor: tensor.flatten(0, 1)[index], spec.initial_state)
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             return policy.guided_velocity(transformer, x, sigma, conditioning)
@@ -141,13 +148,11 @@ def iter_sampled_chunks(
                 return None
             return step_noise(flat[index], step, state.x.shape[1:]).to(state.x.device)
 
-        passed = [state]
-        for state in steps(velocity, state, spec.sigmas, spec.solver, spec.stop_step, noise):  # noqa: B020
-            if state.step - 1 in spec.transitions:
+        passed = []
+        for state in chain([state], steps(velocity, state, spec.sigmas, spec.solver, spec.stop_step, noise)):  # noqa: B020
+            if state.step in recorded:
                 passed.append(state)
-            elif state.step in spec.transitions:
-                passed = [state]
-        return state, path_of(passed) if spec.transitions else None
+        return state, path_of(passed) if passed else None
 
     first = 0
     while first < count:
@@ -160,8 +165,7 @@ def iter_sampled_chunks(
                 raise
             batch_size.halve()
             continue
-        real = torch.arange(len(index))
-        yield Chunk(index, state.take(real), path and path.take(real))
+        yield Chunk(index, *map_tensors(itemgetter(slice(len(index))), (state, path)))
         first += len(index)
 
 
@@ -186,35 +190,25 @@ def score_chunks(
 
     After an early stop the predicted x0 is scored.
     """
-    owner, shape = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1]), tuple(seeds.shape)
-    states: list[SolverState] = []
-    x0s: list[Tensor] = []
-    paths: list[Path] = []
-    scores = []
+    owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
+    trajectories, scores = [], []
     progress(0, seeds.numel())
     with worker() as submit:
         for index, state, path in chunks:
             assert state.x0 is not None, "a stage takes at least one step"
             texts = [prompts.texts[i] for i in owner[index].tolist()]
             scores.append(submit(partial(score, rewards, state.x0, texts, seeds.flatten()[index])))
-            states.append(state)
-            x0s.append(state.x0)
-            if path is not None:
-                paths.append(path)
+            trajectories.append((state, path))
             progress(int(index[-1]) + 1, seeds.numel())
-        each = torch.cat([scored.result() for scored in scores]).unflatten(0, shape)
+        each = torch.cat([scored.result() for scored in scores]).unflatten(0, seeds.shape)
 
-    def joined(tensors: list[Tensor]) -> Tensor:
-        return torch.cat(tensors).unflatten(0, shape)
+    def joined(first: Any, *others: Any) -> Any:  # all chunks have the same numbers of steps and the same None
+        return torch.cat([first, *others]).unflatten(0, seeds.shape) if isinstance(first, Tensor) else first
 
-    x0 = joined(x0s)
-    finished = all(state.x is state.x0 for state in states)  # solvers return x0 itself as x of the last step
-    x = x0 if finished else joined([state.x for state in states])
-    log_probs = [path.log_probs for path in paths if path.log_probs is not None]
-    path = None
-    if paths:
-        path = Path(paths[0].first, joined([path.x for path in paths]), joined(log_probs) if log_probs else None)
-    return Candidates(seeds, SolverState(x, x0, states[0].step), rewards.total(each), each, path)
+    whole, path = tree_map(joined, *trajectories)
+    if state.x is state.x0:  # solvers return x0 itself as x of the last step
+        whole = whole._replace(x=whole.x0)
+    return Candidates(seeds, whole, rewards.total(each), each, path)
 
 
 def score_images(

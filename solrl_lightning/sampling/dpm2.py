@@ -1,13 +1,13 @@
 """The second-order multistep solver `dpm2`: DPM-Solver++(2M) of Lu et al. 2022 (arXiv 2211.01095), midpoint form.
 
-Which variant: deterministic, data prediction, with alpha = 1 - sigma and lambda = log(alpha / sigma); one velocity
+Variant: deterministic, data prediction, with alpha = 1 - sigma and lambda = log(alpha / sigma); one velocity
 evaluation a step, the previous x0 prediction as history; first order in the first step and in the last one (to
 sigma = 0, where lambda is infinite). This is what DiffusionNFT and Sol-RL sample with, and what diffusers'
 `DPMSolverMultistepScheduler(algorithm_type="dpmsolver++", solver_order=2, solver_type="midpoint",
 prediction_type="flow_prediction", use_flow_sigmas=True, final_sigmas_type="zero")` computes.
 
 A schedule that starts at sigma = 1 exactly has lambda = -inf there: the second step's history then has weight 0, so
-that step is first order too. This is the limit of the formula, and what the published sampler computes.
+that step is first order too. This is the limit of the formula; the published sampler computes the same.
 
 The update (their Algorithm 2) is sigma_t / sigma_s x + alpha_t (1 - e^-h) [x0 + (x0 - x0_before) h / (2 h_before)].
 Its first two terms are the Euler step, since alpha_t (1 - e^-h) = alpha_t - alpha_s sigma_t / sigma_s and

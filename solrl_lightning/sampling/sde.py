@@ -36,7 +36,7 @@ def flow_grpo_transition(
     noise_level: float,
     sigma_at_one: Tensor | float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the mean [B, ...] and the standard deviation of the next x, that of the whole step.
+    """Return the mean [B, ...] and the standard deviation of the next x, over the whole step.
 
     ``sigma_at_one`` replaces sigma = 1 in s, which is infinite there; published: the schedule's second value.
     """

@@ -4,9 +4,13 @@ Shapes: B batch.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import cache
+from typing import NamedTuple, TypeVar
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+T = TypeVar("T")
 
 NoiseSource = Callable[[int], Tensor | None]
 """Solver step -> standard normal noise [B, ...] of that step, or None if the step is deterministic."""
@@ -22,17 +26,7 @@ class SolverState(NamedTuple):
 
     def take(self, index: Tensor) -> "SolverState":
         """Return the state of the trajectories ``index``."""
-        return self.map(lambda tensor: tensor[index])
-
-    def flatten(self) -> "SolverState":
-        """Return the state [P, N, ...] as [P * N, ...]."""
-        return self.map(lambda tensor: tensor.flatten(0, 1))
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> "SolverState":
-        """Apply ``function`` to x and x0, but once if both are one tensor, as after the last step; drop `log_prob`."""
-        x = function(self.x)
-        x0 = None if self.x0 is None else x if self.x0 is self.x else function(self.x0)
-        return SolverState(x, x0, self.step)
+        return map_tensors(lambda tensor: tensor[index], self)
 
 
 def start(x: Tensor) -> SolverState:
@@ -47,10 +41,7 @@ class Path(NamedTuple):
     x: Tensor  # [B, S + 1, ...] float32
     log_probs: Tensor | None  # [B, S] float32, of each step's x given the one before; None with a deterministic solver
 
-    def take(self, index: Tensor) -> "Path":
-        """Return the path of the trajectories ``index``."""
-        return self.map(lambda tensor: tensor[index.to(tensor.device)])
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> "Path":
-        """Return the path with ``function`` applied to its tensors."""
-        return Path(self.first, function(self.x), None if self.log_probs is None else function(self.log_probs))
+def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
+    """Return ``tree``, nested named tuples, with ``function`` applied once to each tensor: x may be x0."""
+    return tree_map_only(Tensor, cache(function), tree)

@@ -1,1 +1,1 @@
-"""The embedded world: scenes of two coloured shapes and their captions. dev/pretrain.py made the embedded model."""
+"""The embedded world: scenes of two coloured shapes and their captions. dev/pretrain.py trains the embedded model."""

@@ -97,7 +97,7 @@ def train_captions() -> list[str]:
 def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size: int = IMAGE_SIZE) -> Tensor:
     """Share [B, size, size] of each pixel inside a shape, by the signed distance of the pixel's centre (antialiased).
 
-    ``shape`` [B] are indices into ``SHAPES``, ``centre`` [B, 2] the centroids (x, y) and ``radius`` [B] those of the
+    ``shape`` [B] are indices into ``SHAPES``, ``centre`` [B, 2] the centroids (x, y) and ``radius`` [B] the radii of
     discs of equal area, in pixels.
     """
     axis = torch.arange(size, device=centre.device, dtype=centre.dtype) + 0.5

@@ -1,11 +1,11 @@
 """task=audit: rank fidelity and cost of cheap proxies.
 
-Every proxy scores the same pool as BF16 at full steps does; their rankings are compared prompt by prompt. A proxy is a
-sampler (the shadow in some precision, or BF16), a number of steps, a solver, a decoder, and perhaps a step after which
-it stops and scores the predicted image, as ``family=prefix`` does, or rungs after which some continue, as in
-``family=race``. Its cost is given in seconds per candidate of the pool, decoding and reward included, and in model
-evaluations of a pool. After it, the kept candidates are regenerated as a family with this proxy would. The report ends
-with the command of the cheapest such family that keeps enough of the reward gap.
+Every proxy and the truth (BF16 at full steps) score the same pool; their rankings are compared prompt by prompt. A
+proxy is a sampler (the shadow in some precision, or BF16), a number of steps, a solver and a decoder. It may stop at a
+step and score the predicted image, as in ``family=prefix``, or select candidates at rungs, as in ``family=race``. Its
+cost is in seconds per candidate of the pool, with decoding and reward, and in model evaluations of a pool. Then its
+kept candidates are regenerated, as in a family with this proxy. The report ends with the command of the cheapest family
+that keeps enough of the reward gap.
 
 Shapes: P prompts, N pool.
 """
@@ -47,8 +47,8 @@ class Scored(NamedTuple):
 
     stages: list[Stage]  # one, or the rungs of a race; then, except for the truth, regeneration
     precision: str
-    backend: str  # of the shadow, where it is one
-    rewards: Tensor  # [P, N] on the CPU; those of a race are reordered by its later rungs
+    backend: str  # of the shadow
+    rewards: Tensor  # [P, N] on the CPU; later rungs of a race reorder them
     seconds: Mapping[str, float]  # by name of the stage, per candidate of the pool
 
     @property
@@ -94,7 +94,7 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
 
 
 def describe(proxy: Scored, truth: Tensor, gap: float, cfg: DictConfig) -> dict[str, Any]:
-    """A proxy's settings, cost and fidelity; ``gap`` is that of the truth [P, N]."""
+    """A proxy's settings, cost and fidelity to the rewards ``truth`` [P, N], whose reward gap is ``gap``."""
     first, keep, passes = proxy.stages[0], cfg.task.keep, forward_passes(cfg.model.get("guidance_scale", 1))
     *explored, regenerated = evaluations(proxy.stages, cfg.task.pool)
     own_gap = reward_gap(proxy.rewards, truth, keep)
@@ -167,9 +167,9 @@ def fidelity(proxy: Tensor, truth: Tensor, keep: int) -> dict[str, float]:
 
 
 def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
-    """True mean reward of the best half minus that of the worst half of what the proxy [P, N] keeps.
+    """Mean true reward of the best half minus the worst half of the candidates that the proxy's rewards [P, N] select.
 
-    This is the contrast that training gets. It is largest for the truth as its own proxy.
+    This is the contrast that training gets. It is largest if the proxy is the truth.
     """
     kept = take(truth, select_contrastive(proxy, keep))
     best, worst = kept[:, : keep // 2], kept[:, keep // 2 :]
@@ -187,10 +187,10 @@ def name_of(proxy: Scored, solver: str) -> str:
 
 
 def command_of(proxy: Scored, cfg: DictConfig) -> str | None:
-    """The command of a run that explores as the proxy does, with the audit's other options; None if none can.
+    """The command of a run that explores like the proxy, with the audit's other options; None if no family can.
 
-    Exploration that stops early and regeneration share merged weights, hence steps and solver; and there is nothing to
-    regenerate where exploration is already the truth.
+    Exploration on merged weights that stops early continues in regeneration, so steps and solver are equal; a proxy
+    that is the truth leaves nothing to regenerate.
     """
     explorers, first = proxy.explorers, proxy.stages[0]
     stops = explorers[-1].stop_step is not None
@@ -300,7 +300,7 @@ def draw(result: Mapping[str, Any]) -> bytes:
 
 
 def annotate(axes: Axes, labels: Sequence[tuple[str, tuple[float, float]]]) -> None:
-    """Puts labels beside their points, on the side where they cover the fewest points and other labels."""
+    """Put each label on the side of its point where it covers the fewest points and other labels."""
     marks = [axes.transData.transform(point) for _, point in labels]
     taken = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in marks]
     for text, point in labels:

@@ -2,8 +2,8 @@
 
 Two measurements, each after a warm-up, in one process, so that their ratios are comparable:
 
-1. forward    one forward pass of the transformer, BF16 and shadow, eager and compiled, alternating, beside the
-              largest rate of matrix products measured on this device
+1. forward    one forward pass of the transformer, BF16 and shadow, eager and compiled, alternating, and the
+              measured peak rate of matrix products on this device
 2. families   iterations of real training, family by family and stage by stage, and the memory that they take
 
 With ``model.weights=random`` all of it runs at a model's real size without a file; time does not depend on the numbers.
@@ -206,23 +206,20 @@ def run_iterations(cfg: DictConfig, device: torch.device, *observers: Callback) 
 
 def times_of_families(families: dict[str, DictConfig], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
     """The times of each row. Alternates the order, so that slow drift affects all rows equally."""
-    laps: dict[str, list[Lap]] = {name: [] for name in families}
-    warm_ups: dict[str, float] = {}
+    runs: dict[str, list[list[Lap]]] = {name: [] for name in families}
     memory: dict[str, Any] = {}
     for number in range(rounds):
         for name in list(families)[:: -1 if number % 2 else 1]:
-            warm_up, *timed = run_iterations(families[name], device)
-            laps[name] += timed
-            warm_ups.setdefault(name, warm_up["iteration"])
+            runs[name].append(run_iterations(families[name], device))
             memory[name] = peak_memory(device)
-    return {
-        name: family_times(own, laps[name], device) | {"warm_up": warm_ups[name], "peak_memory": memory[name]}
-        for name, own in families.items()
-    }
+    return {name: family_times(own, runs[name], memory[name], device) for name, own in families.items()}
 
 
-def family_times(cfg: DictConfig, laps: list[Lap], device: torch.device) -> dict[str, Any]:
+def family_times(
+    cfg: DictConfig, runs: list[list[Lap]], memory: Mapping[str, Any], device: torch.device
+) -> dict[str, Any]:
     """Median seconds of an iteration of ``cfg.family`` and of its stages, 0 for a stage that it lacks."""
+    laps = [lap for _, *timed in runs for lap in timed]
     stages = {name: median(lap[name] for lap in laps) for name in (*STAGES, "iteration")}
     rollout = median(sum(lap[stage] for stage in _ROLLOUT) for lap in laps)
     return {
@@ -233,6 +230,8 @@ def family_times(cfg: DictConfig, laps: list[Lap], device: torch.device) -> dict
         "rollout": rollout,
         "images_per_second": cfg.prompts_per_iteration * cfg.family.pool / rollout,
         "requantize_share": stages["requantize"] / stages["iteration"],
+        "warm_up": runs[0][0]["iteration"],
+        "peak_memory": memory,
     }
 
 

@@ -1,6 +1,6 @@
 """task=doctor: measures in about a minute whether this machine can do the run.
 
-Layers and blocks have the sizes of the chosen model and made-up weights, so only the rows about files need files.
+Layers and blocks have the sizes of the chosen model and random weights, so only the rows about files need files.
 """
 
 import json
@@ -40,7 +40,7 @@ def doctor(cfg: DictConfig) -> Json:
         CheckFailed: a row is wrong.
     """
     start, rows = time.perf_counter(), []
-    logging.disable(logging.INFO)  # the messages of a run's start would be between the rows
+    logging.disable(logging.INFO)  # messages of a run's start would appear between the rows
     try:
         files = (locate(key, source) for key, source in sources(cfg).items())
         run = guarded("set-up", arithmetic(cfg), "a report of this with doctor.json")
@@ -121,7 +121,7 @@ def arithmetic(cfg: DictConfig) -> Iterator[Row]:
 
 
 def total_memory(device: torch.device) -> int:
-    """Bytes of the GPU; on a CPU those of the system or, in a container, its limit."""
+    """Bytes of the GPU, of the system, or of the container's limit."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     physical, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/sys/fs/cgroup/memory.max")
@@ -202,7 +202,7 @@ def scores(cfg: DictConfig, device: torch.device) -> Iterator[Row]:
 
 
 def prompts_for(cfg: DictConfig) -> str:
-    """A source of training prompts that the rewards can score: captions, or the example of one that needs others."""
+    """A source of prompts that all rewards can score: captions, or the example of a reward that needs other prompts."""
     targets = [get_object(member["_target_"]) for member in reward_members(cfg).values()]
     for text, metadata in (getattr(target, "example", Reward.example) for target in targets):
         if text != Reward.example[0]:

@@ -52,13 +52,7 @@ def _listed(found: Mapping[str, str | None]) -> str:
 
 
 def versions(names: Sequence[str]) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {name: next((found.version for found in metadata.distributions(name=name)), None) for name in names}
 
 
 def judge_transformer_engine(found: Mapping[str, str | None]) -> Row:

@@ -1,9 +1,9 @@
 """task=evaluate: compares the base with a checkpoint on held-out prompts, by any number of rewards.
 
-Both models use the same noise, so images are compared in pairs. Prompts are the independent unit: images of one prompt
-are averaged first, and errors are over prompts. The devices share the prompts.
+Both models use the same noise, so images are compared in pairs. Prompts are the independent samples: images of one
+prompt are averaged first, and errors are over prompts. The devices share the prompts.
 
-Shapes: P prompts, n images per prompt, R reported scores (every reward and, of several, their weighted sum).
+Shapes: M models, P prompts, n images per prompt, R reported scores (every reward and, of several, their weighted sum).
 """
 
 import csv
@@ -12,6 +12,8 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,10 +37,10 @@ _COLUMNS = ("mean", "standard_error", "low", "high")
 
 
 class Scored(NamedTuple):
-    """Scores and pictures of one model."""
+    """Scores and pictures of one prompt."""
 
-    scores: Tensor  # [P, n, R] float64 on the CPU
-    pictures: Tensor  # [p, n', 3, H, W] uint8, of the first of these prompts and images
+    scores: Tensor  # [M, n, R] float64 on the CPU
+    pictures: Tensor | None  # [M, n', 3, H, W] uint8, of the first n' images; None for a prompt outside the grid
 
 
 def evaluate(cfg: DictConfig) -> dict[str, Any]:
@@ -56,7 +58,12 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     scorer = Scorer(module, weights, cfg.task.grid_prompts, cfg.task.grid_images)
     share = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     found: Any = trainer.predict(scorer, share, return_predictions=True)
-    models = in_order(gathered(found[0]))
+    scored = in_order(gathered(found[0]))
+    scores = torch.stack([row.scores for row in scored], dim=1)  # [M, P, n, R]
+
+    def by_reward(rows: Sequence[int]) -> dict[str, dict[str, Any]]:
+        return {name: compared(list(weights), scores[:, rows, :, i]) for i, name in enumerate(module.evaluated)}
+
     tags, prompts = read_tags(cfg.data.eval, cfg.data.column), module.eval_prompts
     kinds: defaultdict[str, list[int]] = defaultdict(list)
     for row, prompt in enumerate(prompts):
@@ -68,21 +75,21 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
         "images_per_prompt": cfg.data.eval_images,
         "steps": cfg.model.eval_steps,
         "seed": cfg.seed,
-        "rewards": by_reward(module, models, list(range(len(prompts)))),
-        "tags": {tag: by_reward(module, models, rows) for tag, rows in kinds.items()},
+        "rewards": by_reward(range(len(prompts))),
+        "tags": {tag: by_reward(rows) for tag, rows in kinds.items()},
         "seconds": time.perf_counter() - started,
     }
-    means = {model: scored.scores.mean(dim=1).tolist() for model, scored in models.items()}
+    means = scores.mean(dim=2).permute(1, 2, 0).tolist()  # [P, R, M]
     result["per_prompt"] = [
         {"prompt": prompt}
-        | {name: {model: rows[row][i] for model, rows in means.items()} for i, name in enumerate(module.evaluated)}
-        for row, prompt in enumerate(prompts)
+        | {name: dict(zip(weights, values, strict=True)) for name, values in zip(module.evaluated, row, strict=True)}
+        for prompt, row in zip(prompts, means, strict=True)
     ]
     if trainer.is_global_zero:
         folder = Path(cfg.run_dir)
         write_json(folder / "evaluate.json", result)
-        write_atomically(folder / "evaluate.csv", to_csv(module, models).encode())
-        write_atomically(folder / "evaluate.png", to_png(draw(module, models)))
+        write_atomically(folder / "evaluate.csv", to_csv(module, list(weights), scores).encode())
+        write_atomically(folder / "evaluate.png", to_png(draw(module, list(weights), scored)))
         print(format_evaluation(result, folder))
     return result
 
@@ -95,32 +102,32 @@ class Scorer(LightningModule):
         self.module, self.weights = module, dict(weights)
         self.grid_prompts, self.grid_images = grid_prompts, grid_images
 
-    def predict_step(self, prompts: list[str], batch_idx: int) -> dict[str, Scored]:
-        return {name: self.score(prompts, name, weights) for name, weights in self.weights.items()}
-
-    def score(self, prompts: list[str], name: str, weights: str) -> Scored:
-        module = self.module
+    def predict_step(self, prompts: list[str], batch_idx: int) -> list[Scored]:
         if not prompts:
-            return Scored(torch.empty(0, module.evaluation.images, len(module.evaluated)), torch.empty(0))
+            return []
+        module = self.module
         seeds = evaluation_seeds(module.seed, prompts, module.evaluation.images)
-
-        def progress(done: int, total: int) -> None:
-            if sys.stderr.isatty() and self.trainer.is_global_zero:
-                end = "\n" if done == total else ""
-                print(f"\r{name}: {done} of {total} images", end=end, file=sys.stderr, flush=True)
-
-        scored = module.score(prompts, seeds, weights=weights, steps=module.evaluation.steps, progress=progress)
+        scores, latents = [], []
+        for name, weights in self.weights.items():
+            progress = partial(self.progress, name)
+            found = module.score(prompts, seeds, weights=weights, steps=module.evaluation.steps, progress=progress)
+            scores.append(module.evaluated_scores(found).double().cpu())
+            latents.append(found.x0[:, : self.grid_images])
         shown = set(module.eval_prompts[: self.grid_prompts])
-        pictures = [
-            (module.policy.decode(latents[: self.grid_images]) * 255).round().byte().cpu()
-            for prompt, latents in zip(prompts, scored.x0, strict=True)
-            if prompt in shown
-        ]
-        scores = module.evaluated_scores(scored).double().cpu()
-        return Scored(scores, torch.stack(pictures) if pictures else torch.empty(0))
+        rows = zip(prompts, torch.stack(scores, dim=1), torch.stack(latents, dim=1), strict=True)
+        return [Scored(own, self.pictures(x) if prompt in shown else None) for prompt, own, x in rows]
+
+    def pictures(self, x0: Tensor) -> Tensor:
+        """Return uint8 [M, n', 3, H, W] of latents [M, n', ...]."""
+        return torch.stack([(self.module.policy.decode(own) * 255).round().byte().cpu() for own in x0])
+
+    def progress(self, name: str, done: int, total: int) -> None:
+        if sys.stderr.isatty() and self.trainer.is_global_zero:
+            end = "\n" if done == total else ""
+            print(f"\r{name}: {done} of {total} images", end=end, file=sys.stderr, flush=True)
 
 
-def gathered(own: dict[str, Scored]) -> list[dict[str, Scored]]:
+def gathered(own: list[Scored]) -> list[list[Scored]]:
     """The results of all ranks, in the order of ranks. Collective."""
     found: list[Any] = [own]
     if distributed.is_initialized():
@@ -129,32 +136,18 @@ def gathered(own: dict[str, Scored]) -> list[dict[str, Scored]]:
     return found
 
 
-def in_order(ranks: Sequence[Mapping[str, Scored]]) -> dict[str, Scored]:
-    """Merge the results of all ranks in the order of the prompts; rank r of w has prompts [r::w]."""
-
-    def interleaved(parts: Sequence[Tensor]) -> Tensor:
-        rows = [part[i] for i in range(len(parts[0])) for part in parts if i < len(part)]
-        return torch.stack(rows)
-
-    return {
-        name: Scored(*(interleaved([rank[name][field] for rank in ranks]) for field in range(2))) for name in ranks[0]
-    }
+def in_order(ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
+    """The results of all ranks in the order of the prompts; rank r of w has prompts [r::w]."""
+    return [row for rows in zip_longest(*ranks) for row in rows if row is not None]
 
 
-def by_reward(module: SolRLModule, models: Mapping[str, Scored], rows: Sequence[int]) -> dict[str, dict[str, Any]]:
-    """reward -> ``compared`` of its scores, for the prompts ``rows``."""
-    return {
-        name: compared({model: scored.scores[rows, :, i] for model, scored in models.items()})
-        for i, name in enumerate(module.evaluated)
-    }
-
-
-def compared(scores: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Means of scores [P, n] by model and, with two models, the difference and the win rate of the trained one."""
-    result: dict[str, Any] = {name: over_prompts(values)._asdict() for name, values in scores.items()}
-    if "trained" in scores:
-        result["difference"] = over_prompts(scores["trained"] - scores["base"])._asdict()
-        result["win_rate"] = win_rate(scores["trained"], scores["base"])
+def compared(models: Sequence[str], scores: Tensor) -> dict[str, Any]:
+    """Means of scores [M, P, n] by model and, with two models, the difference and the win rate of the trained one."""
+    result: dict[str, Any] = {name: over_prompts(own)._asdict() for name, own in zip(models, scores, strict=True)}
+    if len(scores) > 1:
+        base, trained = scores
+        result["difference"] = over_prompts(trained - base)._asdict()
+        result["win_rate"] = win_rate(trained, base)
     return result
 
 
@@ -168,29 +161,25 @@ def win_rate(ours: Tensor, theirs: Tensor) -> float:
     return ((ours > theirs).double() + 0.5 * (ours == theirs).double()).mean().item()
 
 
-def to_csv(module: SolRLModule, models: Mapping[str, Scored]) -> str:
-    """CSV with one line per image: prompt, seed, and every score of every model."""
+def to_csv(module: SolRLModule, models: Sequence[str], scores: Tensor) -> str:
+    """CSV of scores [M, P, n, R] with one line per image: prompt, seed, and every score of every model."""
     seeds = evaluation_seeds(module.seed, module.eval_prompts, module.evaluation.images)
-    columns = [f"{name} {model}" for name in module.evaluated for model in models]
     text = io.StringIO()
     table = csv.writer(text)
-    table.writerow(["prompt", "seed", *columns])
-    for row, prompt in enumerate(module.eval_prompts):
-        for image, seed in enumerate(seeds[row].tolist()):
-            scores = torch.stack([scored.scores[row, image] for scored in models.values()], dim=1)  # [R, models]
-            table.writerow([prompt, seed, *scores.flatten().tolist()])
+    table.writerow(["prompt", "seed", *(f"{name} {model}" for name in module.evaluated for model in models)])
+    for prompt, own_seeds, rows in zip(module.eval_prompts, seeds.tolist(), scores.permute(1, 2, 3, 0), strict=True):
+        table.writerows([prompt, seed, *row.flatten().tolist()] for seed, row in zip(own_seeds, rows, strict=True))
     return text.getvalue()
 
 
-def draw(module: SolRLModule, models: Mapping[str, Scored]) -> Image.Image:
+def draw(module: SolRLModule, models: Sequence[str], scored: Sequence[Scored]) -> Image.Image:
     """Grid of scored images: a row per prompt, a block of columns per model, the total score below each image."""
     rows = []
-    shown = len(next(iter(models.values())).pictures)
-    for row, prompt in enumerate(module.eval_prompts[:shown]):
-        groups = [scored.pictures[row].float() / 255 for scored in models.values()]
-        totals = [value for scored in models.values() for value in scored.scores[row, :, -1].tolist()[: len(groups[0])]]
-        rows.append(Row(prompt, groups, [f"{value:.3g}" for value in totals]))
-    return draw_grid(f"Same held-out prompts, same noise; {module.evaluated[-1]} below", list(models), rows)
+    for prompt, (scores, pictures) in zip(module.eval_prompts, scored, strict=True):
+        if pictures is not None:
+            totals = scores[:, : pictures.shape[1], -1].flatten().tolist()
+            rows.append(Row(prompt, list(pictures.float() / 255), [f"{value:.3g}" for value in totals]))
+    return draw_grid(f"Same held-out prompts, same noise; {module.evaluated[-1]} below", models, rows)
 
 
 def format_evaluation(result: dict[str, Any], folder: Path) -> str:

@@ -60,7 +60,7 @@ def generate(cfg: DictConfig) -> dict[str, Any]:
 
 
 def requested_seeds(cfg: DictConfig, prompts: list[str]) -> Tensor:
-    """Seeds, int64 [P, n]: ``task.seeds`` for every prompt if given, otherwise those of evaluations."""
+    """Seeds, int64 [P, n]: ``task.seeds`` for every prompt if given, otherwise the seeds of evaluations."""
     if cfg.task.seeds is None:
         return evaluation_seeds(cfg.seed, prompts, cfg.task.images)
     return torch.tensor(list(cfg.task.seeds)).expand(len(prompts), -1)

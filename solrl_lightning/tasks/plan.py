@@ -4,7 +4,7 @@ The policy is built on the device ``meta``, where tensors have shapes but no num
 PyTorch's counter counts the multiply-adds (MACs) of linear layers, convolutions and attention. Bytes follow from the
 same modules. ``task=benchmark`` measures.
 
-Not counted: the text encoders' arithmetic, once per prompt, and what ``plan_memory`` leaves out.
+Not counted: the text encoders' arithmetic, once per prompt, and the memory that ``plan_memory`` leaves out.
 """
 
 import math
@@ -61,7 +61,7 @@ Json = dict[str, Any]
 
 
 class Shapes(NamedTuple):
-    """What a model computes and what a run with it holds on one device."""
+    """Arithmetic of a model, and memory of a run with it on one device."""
 
     policy: PipelineAdapter  # on ``meta``, with adapters
     architecture: Architecture

@@ -16,7 +16,7 @@ from solrl_lightning.policies.architectures import Architecture, build_component
 from solrl_lightning.tasks.plan_trace import CHECKPOINTING
 
 STORAGE_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4.127}
-"""Bits of a weight in ``base_weights``; those of a row's scale in int8 are less than 0.04."""
+"""Bits of a weight in ``base_weights``; int8's row scales add less than 0.04."""
 
 _FEWEST_ROWS = 3
 """Micro-batches below this are the last resort, with all blocks recomputed: small products leave a GPU idle."""
@@ -57,11 +57,11 @@ class Footprint(NamedTuple):
 
 
 def fit(footprint: Footprint, most: Options, room: int) -> Options:
-    """Return the first options that need at most ``room`` bytes, or, where none do, those that need least.
+    """Return the first options that need at most ``room`` bytes, or those that need least if none fit.
 
     Order of preference: weights in BF16 or int8 with a shadow, then without, then nf4; text encoders on the device; no
     recomputation rather than a large micro-batch; large rollout batches, then large decoding batches. No batch exceeds
-    that of ``most``.
+    the one in ``most``.
     """
     storages = list(STORAGE_BITS)[list(STORAGE_BITS).index(most["base_weights"]) :]
     families = [None, "prefix"] if footprint.shadow else [None]

@@ -26,9 +26,9 @@ class Passes(NamedTuple):
     """MACs of one image, and the bytes of its activations."""
 
     forward: int
-    layers: Mapping[str, int]  # those of each linear layer and convolution in a forward pass, by name
+    layers: Mapping[str, int]  # MACs of each linear layer and convolution in a forward pass, by name
     adapted: int  # of a forward pass with LoRA branches
-    backward: int  # through the frozen weights to the LoRA's, with what gradient checkpointing computes again
+    backward: int  # of a backward pass through frozen weights, with the recomputation of checkpointed blocks
     decode: int
     training_bytes: Mapping[bool | str, int]  # of a forward and backward pass, by model.gradient_checkpointing
     preview: int = 0  # of decoding by the preview decoder, 0 without one
@@ -70,7 +70,7 @@ def _flash_attention(query: Tensor, key: Tensor, value: Tensor, **unused: Any) -
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of the live tensors that operators return, each storage once, without those of a module.
+    """Counts the bytes of live tensors that operators return, each storage once, without a module's parameters.
 
     ``peak`` is the largest sum so far. The mode may be entered again, for the backward pass.
     """
@@ -107,7 +107,7 @@ def trace(
 
     ``recomputed``: the values of model.gradient_checkpointing to find the activations of.
     """
-    images = 2  # operators return views of a batch of one where they copy larger ones
+    images = 2  # for a batch of one, some operators return views instead of copies
     transformer, vae = policy.transformer, policy.pipeline.vae
     conditioning = policy.encode(images * ["a prompt"])
     x = policy.noise(torch.zeros(images, dtype=torch.int64))
@@ -122,7 +122,7 @@ def trace(
         with FusedAttention(), PeakBytes(vae) as decoding:
             decode = count_macs(lambda: policy.decode_latents(x, vae), transformer)[0]
         preview = count_macs(lambda: policy.preview(x), transformer)[0] if previews else 0
-    with torch.device(policy.device):  # PEFT would leave the adapters of layers on meta on the CPU
+    with torch.device(policy.device):  # without it, PEFT creates the adapters on the CPU
         adapted_layers = adapters.add_adapters(transformer, lora, seed=0)
     transformer.train()
     peaks: dict[bool | str, int] = {}

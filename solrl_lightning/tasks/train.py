@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import DictConfig
 
 from solrl_lightning.build import build_loop, build_module, build_trainer, levels_of
@@ -38,8 +39,11 @@ def train(cfg: DictConfig) -> float | None:
             check_fits(optimizer, state)
     seed_everything(cfg.seed, verbose=False)
     trainer = build_trainer(cfg)
-    if is_resuming(Path(cfg.run_dir)):
-        trainer.callbacks.append(_CommitOverrides(Path(cfg.run_dir)))  # type: ignore[attr-defined]
+    folder = Path(cfg.run_dir)
+    # The recorded command line changes once the checkpoint is loaded.
+    if is_resuming(folder) and trainer.is_global_zero:
+        commit = LambdaCallback(on_train_start=lambda *_: commit_overrides(folder))
+        trainer.callbacks.append(commit)  # type: ignore[attr-defined]
     stages = [stage for level in levels_of(cfg) for stage in level]
     module = build_module(cfg, trainer.strategy.root_device, stages)
     if checkpoint is None and cfg.model.init_lora is not None:
@@ -48,7 +52,7 @@ def train(cfg: DictConfig) -> float | None:
         module.on_load_checkpoint(checkpoint)  # an error about other adapters must precede the loggers' first write
     if module.samplers.layer_table:
         file_logger.info("%s", module.samplers.layer_table)
-        log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), Path(cfg.run_dir) / LOG)
+        log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), folder / LOG)
     summary = find_callback(trainer, RunSummary)
     if summary is not None and module.policy.device.type == "cuda":
         summary.planned_memory = partial(planned_peak, cfg, module.policy)
@@ -61,14 +65,3 @@ def train(cfg: DictConfig) -> float | None:
     except MisconfigurationException as error:  # for example, a callback of Lightning that needs a logger
         raise UserError(f"Lightning cannot run these callbacks, loggers and trainer together: {error}") from error
     return base_and_final(module.eval_history, module.rewards.name)[1]
-
-
-class _CommitOverrides(Callback):
-    """Replaces the recorded command line of a resumed run in ``folder`` after its checkpoint is loaded."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.is_global_zero:
-            commit_overrides(self.folder)

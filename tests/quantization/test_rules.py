@@ -93,7 +93,7 @@ class ExactLinear(nn.Module):
     def unsupported_reason(linear: nn.Linear) -> str:
         return ""
 
-    def requantize_(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def requantize_(self, weight: Tensor) -> None:
         self.weight.copy_(weight)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -217,7 +217,7 @@ def test_error_about_a_damaged_file_names_it(kept: int, tokenizer: str, tmp_path
 
 def test_file_without_tensors_by_name_is_an_error(tokenizer: str, tmp_path: Path) -> None:
     torch.save(torch.zeros(3), Path(release(tmp_path)) / "ImageReward.pt")
-    with pytest.raises(UserError, match="must hold tensors by name; it holds a Tensor"):
+    with pytest.raises(UserError, match="must hold tensors by name .*; found: Tensor"):
         ImageReward(str(tmp_path), tokenizer)
 
 
