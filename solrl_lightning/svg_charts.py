@@ -6,16 +6,16 @@ dark and printed pages. Matplotlib places the ticks; to draw a chart takes it 30
 
 from collections.abc import Callable, Sequence
 from html import escape
-from math import isfinite
+from math import floor, isclose, isfinite, log10
 from typing import NamedTuple
 
-ITERATIONS, EVALUATIONS = "iterations", "model evaluations"  # labels of an axis
+ITERATIONS = "iterations"  # label of an axis
 _DASHES = ("", "6 3", "1.5 2", "6 2 1.5 2")  # SVG; one for every round of the colours
 _COLOURS = 7  # CSS variables --c0 to --c6
 FEW = 40  # points up to which each is marked
-_HOURS_FROM = 10_000  # seconds
+_MANY = 10_000  # seconds or model evaluations from which an axis has hours or thousands
 _WIDTH, _HEIGHT = 317, 180  # SVG units
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 310, 12, 146  # edges of the axes
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 310, 12, 142  # edges of the axes
 
 
 class Series(NamedTuple):
@@ -39,10 +39,12 @@ class Chart(NamedTuple):
 
 
 def cost_axis(cost: str, largest: float) -> tuple[str, float]:
-    """Label and divisor of the axis of a cost: "iteration", "evaluations", or "seconds", many of which become hours."""
+    """Label and divisor of the axis of a cost: "iteration", "evaluations" or "seconds"."""
+    if cost == "iteration":
+        return ITERATIONS, 1
     if cost == "seconds":
-        return ("hours of training", 3600) if largest > _HOURS_FROM else ("seconds of training", 1)
-    return {"iteration": ITERATIONS, "evaluations": EVALUATIONS}[cost], 1
+        return ("hours of training", 3600) if largest > _MANY else ("seconds of training", 1)
+    return ("thousands of model evaluations", 1000) if largest > _MANY else ("model evaluations", 1)
 
 
 def looks(series: Sequence[Series]) -> list[tuple[int | None, str]]:
@@ -78,10 +80,10 @@ def draw_chart(
     parts = []
     for tick, text in y_ticks:
         parts.append(f'<path d="M{_LEFT} {to_y(tick):.1f}H{_RIGHT}" stroke="var(--grid)" stroke-width=".6"/>')
-        parts.append(f'<text x="{_LEFT - 5}" y="{to_y(tick) + 3:.1f}" text-anchor="end">{text}</text>')
+        parts.append(f'<text x="{_LEFT - 5}" y="{to_y(tick) + 4:.1f}" text-anchor="end">{text}</text>')
     for tick, text in x_ticks:
         parts.append(f'<path d="M{to_x(tick):.1f} {_TOP}V{_BOTTOM}" stroke="var(--grid)" stroke-width=".6"/>')
-        parts.append(f'<text x="{to_x(tick):.1f}" y="{_BOTTOM + 13}" text-anchor="middle">{text}</text>')
+        parts.append(f'<text x="{to_x(tick):.1f}" y="{_BOTTOM + 15}" text-anchor="middle">{text}</text>')
     middle = (_LEFT + _RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
     opacity = 0.16 if len(series) < 4 else 0.07
@@ -101,7 +103,7 @@ def draw_chart(
     for x in at:
         style = 'stroke="var(--warn)" stroke-width="1.2" stroke-dasharray="2 2"'
         parts.append(f'<path d="M{to_x(x):.1f} {_TOP}V{_BOTTOM}" {style}/>')
-    attributes = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" xmlns="http://www.w3.org/2000/svg" font-size="9" fill="var(--ink)"'
+    attributes = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" xmlns="http://www.w3.org/2000/svg" font-size="11" fill="var(--ink)"'
     legend = [(line.label, *style) for line, style in zip(series, styles, strict=True)]
     return Chart(title, f"<svg {attributes}>{''.join(parts)}</svg>", legend, note)
 
@@ -114,15 +116,23 @@ def _axis(
 
     finite = [value for value in values if isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    if isclose(low, high, rel_tol=1e-4):
+        ticks, margin = [float(f"{low:.4g}")], 0.05 * abs(high) or 1.0
+    else:
+        locator, margin = MaxNLocator(count, steps=[1, 2, 5, 10], integer=whole), 0.05 * (high - low)
+        ticks = [float(tick) for tick in locator.tick_values(low, high)]
     low, high = low - margin, high + margin
-    ticks = MaxNLocator(count, steps=[1, 2, 5, 10], integer=whole).tick_values(low, high)
-    shown = [(float(tick), _short(float(tick))) for tick in ticks if low <= tick <= high]
-    return shown, lambda value: start + (value - low) / (high - low) * (end - start)
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    return list(zip(ticks, _texts(ticks), strict=True)), lambda value: start + (value - low) / (high - low) * (end - start)
 
 
-def _short(tick: float) -> str:
-    return f"{tick / 1000:g}k" if abs(tick) >= 10_000 else f"{tick:.6g}"
+def _texts(ticks: Sequence[float]) -> list[str]:
+    """Return the ticks with one number of decimals and one exponent."""
+    largest = max(map(abs, ticks))
+    exponent = floor(log10(largest)) if largest > 0 and not 1e-3 <= largest < 1e6 else 0
+    values = [round(tick / 10.0**exponent, 6) + 0.0 for tick in ticks]  # + 0.0 turns -0.0 into 0.0
+    decimals = max(len(f"{value:.6g}".partition(".")[2]) for value in values)
+    return [f"{value:.{decimals}f}" + (f"e{exponent}" if exponent and value else "") for value in values]
 
 
 def _joined(points: Sequence[tuple[str, str]]) -> str:

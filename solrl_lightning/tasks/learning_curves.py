@@ -9,18 +9,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from solrl_lightning.svg_charts import (
-    EVALUATIONS,
-    FEW,
-    ITERATIONS,
-    Chart,
-    Series,
-    cost_axis,
-    draw_chart,
-    looks,
-)
+from solrl_lightning.svg_charts import FEW, ITERATIONS, Chart, Series, cost_axis, draw_chart, looks
 from solrl_lightning.tasks.run_groups import COSTS, Group
 
 _WIDTH, _DPI = 10, 160  # inches, pixels per inch: text is legible at half the size
@@ -75,8 +66,6 @@ def _plot(axes: Axes, series: Sequence[Series], x_label: str, level: float | Non
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=x_label == ITERATIONS))
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.ticklabel_format(useOffset=False)
-    if x_label == EVALUATIONS:
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.tick_params(color=_GRID, labelcolor=_INK)
     axes.grid(color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -103,7 +92,6 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     for panel, cost in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
         series, label, scale = series_of(groups, cost, result["reference"])
         lines = _plot(panel, series, label, target if several else None)
-        panel.set_xlim(left=0)
         for line, facts in zip(lines, result["groups"], strict=True):
             reached = facts["to_reference"][cost]
             if several and reached and reached["mean"] is not None:

@@ -40,7 +40,7 @@ class Group(NamedTuple):
 
     @property
     def name(self) -> str:
-        return " ".join(self.words) or "all"
+        return " ".join(self.words)
 
     @property
     def finals(self) -> dict[Any, float]:
@@ -81,7 +81,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
     groups = []
     for identity, own in distinct.items():
         usual = tuple(word for word in full[identity] if word not in words[identity])
-        label = " ".join(_short(word, own.options) for word in words[identity]) or "all"
+        label = " ".join(_short(word, own.options) for word in words[identity])
         shown = {key: own.resolved.get(key) for key in differing}
         group = list(members[identity].values())
         groups.append(Group(words[identity], usual, label, group, shown, group_curves(group)))
@@ -129,7 +129,8 @@ def words_of(own: Settings, settings: Sequence[Settings], differing: Sequence[st
         return True
 
     values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in (own.options | own.resolved).items()}
-    return tuple(f"{key}={values[key]}" for key in (*options, *filter(distinguishes, differing)) if key in values)
+    keys = [*options, *filter(distinguishes, differing)] or ["family"]
+    return tuple(f"{key}={values[key]}" for key in keys if key in values)
 
 
 def _differing(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
