@@ -123,7 +123,8 @@ def _axis(
         ticks = [float(tick) for tick in locator.tick_values(low, high)]
     low, high = low - margin, high + margin
     ticks = [tick for tick in ticks if low <= tick <= high]
-    return list(zip(ticks, _texts(ticks), strict=True)), lambda value: start + (value - low) / (high - low) * (end - start)
+    shown = list(zip(ticks, _texts(ticks), strict=True))
+    return shown, lambda value: start + (value - low) / (high - low) * (end - start)
 
 
 def _texts(ticks: Sequence[float]) -> list[str]:
