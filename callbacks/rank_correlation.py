@@ -1,7 +1,7 @@
 """Measures how well the proxy reward orders candidates, with the BF16 reward as the reference.
 
-On the kept set both rewards are known without extra cost, but its seeds are the extremes of the pool, so the correlation
-is biased upwards. A probe is unbiased: it generates the whole pool of this rank's first prompt in BF16.
+On the kept set both rewards are known without extra cost, but its seeds are the extremes of the pool, so the
+correlation is biased upwards. A probe is unbiased: it generates the whole pool of this rank's first prompt in BF16.
 """
 
 from typing import Any

@@ -1,7 +1,4 @@
-"""report.html: what a run, or a study of several runs, was and found, in one self-contained file without scripts.
-
-``run_page`` and ``solrl_lightning.tasks.compare`` choose the content, and ``render`` puts it into the one template.
-"""
+"""report.html: what a run, or a study of several runs, was and found, in one self-contained file without scripts."""
 
 import base64
 import io
@@ -23,7 +20,6 @@ from solrl_lightning.metrics.confidence import mean_of
 from solrl_lightning.svg_charts import ITERATIONS, Chart, Series, cost_axis, draw_chart
 
 _LARGE = 2**20  # bytes of a PNG file from which a page holds it as JPEG
-_MOODS = {"completed": "ok", "stopped early": "ok", "interrupted": "warn", "failed": "bad"}
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -60,15 +56,12 @@ class Section(NamedTuple):
 
 
 class Page(NamedTuple):
-    """The whole report."""
-
     title: str
     lead: str
     tiles: Sequence[Tile]
     sections: Sequence[Section]
     footer: str
     status: str = ""
-    mood: str = ""  # CSS class of the status
     error: str | None = None
 
 
@@ -83,12 +76,11 @@ def render(page: Page) -> bytes:
 
 
 def run_page(facts: Mapping[str, Any], history: Rows, folder: Path) -> Page:
-    """Return the report of a training run.
+    """Return the report of a training run, with the pictures and the recorded options in its folder.
 
     Args:
         facts: the content of summary.json.
         history: what each iteration has logged, by tag; see ``MetricHistory``.
-        folder: the run's; its pictures and its recorded options are read.
     """
     config = facts["config"]
     sections = [
@@ -109,7 +101,6 @@ def run_page(facts: Mapping[str, Any], history: Rows, folder: Path) -> Page:
         [section for section in sections if section.alarms or section.charts or section.pictures or section.tables],
         footer=f"solrl_lightning {__version__}, {facts['paths']['run']}",
         status=facts["status"],
-        mood=_MOODS[facts["status"]],
         error=facts["error"],
     )
 
@@ -118,10 +109,10 @@ def lead(facts: Mapping[str, Any]) -> str:
     """The result in a sentence."""
     end = "" if facts["stopped_by"] is None else f", ended by {facts['stopped_by']}"
     done = f"{counted(facts['iterations'], 'iteration')} in {duration(facts['seconds_total'])}{end}."
-    base, final = facts["base_reward"], facts["final_reward"]
-    if base is None or final is None:
+    base, final, gain = facts["base_reward"], facts["final_reward"], facts["improvement"]
+    if gain is None:
         return f"{done} The {facts['reward']} reward on held-out prompts was not evaluated before and after training."
-    change = measured(final - base, error_of(facts, facts["final_reward_iteration"], "change_error"), "+.4f")
+    change = measured(gain, error_of(facts, facts["final_reward_iteration"], "change_error"), "+.4f")
     return f"{done} The {facts['reward']} reward on held-out prompts changed from {base:.4f} to {final:.4f} ({change})."
 
 
