@@ -115,6 +115,14 @@ class StageProgressBar(ProgressBar):
     def on_exception(self, *args: Any) -> None:
         self._close()
 
+    def _close(self) -> None:
+        for listener in (self._stage_changed, self._images_evaluated):
+            if listener in self._stopwatch.on_change:
+                self._stopwatch.on_change.remove(listener)
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
     # Evaluation without training; in a training run it is a stage.
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -141,14 +149,6 @@ class StageProgressBar(ProgressBar):
         self._bar = tqdm(
             total=total, initial=initial, desc=name, file=sys.stdout, bar_format=_FORMAT, dynamic_ncols=True
         )
-
-    def _close(self) -> None:
-        for listener in (self._stage_changed, self._images_evaluated):
-            if listener in self._stopwatch.on_change:
-                self._stopwatch.on_change.remove(listener)
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
     def _stage_changed(self) -> None:
         if self._bar is not None and time.perf_counter() - self._drawn >= _REDRAW_SECONDS:

@@ -33,9 +33,9 @@ def series_of(groups: Sequence[Group], cost: str, reference: str) -> tuple[list[
         curve = group.curves.get(cost)
         x = [at / scale for at in curve.cost] if curve else []
         seeds = [list(rewards.values()) for rewards in curve.rewards] if curve else []
-        limits = [[*map(limit, seeds)] for limit in (min, max)]
+        low, high = ([*map(limit, seeds)] for limit in (min, max))
         is_reference = group.name == reference and len(groups) > 1
-        series.append(Series(group.label, x, [*map(fmean, seeds)], *limits, is_reference))
+        series.append(Series(group.label, x, [*map(fmean, seeds)], low, high, is_reference))
     return series, label, scale
 
 
