@@ -117,7 +117,6 @@ def lead(facts: Mapping[str, Any]) -> str:
 
 
 def tiles(facts: Mapping[str, Any]) -> list[Tile]:
-    """The numbers at the top of the page."""
     reward, last, reserved = facts["reward"], facts["final_reward_iteration"], facts["peak_memory_reserved_bytes"]
     found = [
         (f"{reward} reward, base", facts["base_reward"], ".4f", error_of(facts, 0), "iteration 0"),
@@ -167,7 +166,6 @@ def sample_size(facts: Mapping[str, Any]) -> str:
 
 
 def held_out_section(facts: Mapping[str, Any]) -> Section:
-    """The learning curve of the held-out reward."""
     reward, title = facts["reward"], f"Held-out {facts['reward']} reward"
     rows = [row for row in facts["evaluations"] if row.get(reward) is not None]
     if not rows:
@@ -211,7 +209,6 @@ def banded(label: str, x: Sequence[float], y: Sequence[float], errors: Sequence[
 
 
 def other_rewards_section(facts: Mapping[str, Any]) -> Section:
-    """The other rewards of the evaluations, watched ones among them."""
     rows, charts = [], []
     for name, other in facts["other_rewards"].items():
         scored = [row for row in facts["evaluations"] if row.get(name) is not None]
@@ -230,7 +227,6 @@ def other_rewards_section(facts: Mapping[str, Any]) -> Section:
 
 
 def picture_section(samples: Path) -> Section:
-    """The last sample grid and the last pool."""
     pictures = []
     for name, text in (
         ("grid", "Left the base, right the trained model: same held-out prompts, same noise, after iteration {}."),
@@ -253,7 +249,6 @@ def data_uri(file: Path) -> str:
 
 
 def rollout_section(facts: Mapping[str, Any], history: Rows) -> Section:
-    """Rewards of the samples that are trained on."""
     charts = []
     x, mean = column(history, "reward/mean")
     if mean:
@@ -271,7 +266,6 @@ def rollout_section(facts: Mapping[str, Any], history: Rows) -> Section:
 
 
 def rank_section(history: Rows) -> Section:
-    """How well the proxy ranks, by probes."""
     probes, kept = [row for row in history if "rank/spearman" in row], ["rank/kept_spearman", "rank/kept_kendall"]
     charts, rows = [], []
     for title, *names, note in (
@@ -308,7 +302,6 @@ def training_section(history: Rows) -> Section:
 
 
 def time_section(facts: Mapping[str, Any], history: Rows) -> Section:
-    """Seconds of every stage."""
     stages, whole, rows = facts["seconds_per_stage"], facts["seconds_total"], []
     if not stages.keys() - {"iteration"}:
         return Section("Time")
@@ -335,7 +328,6 @@ def time_section(facts: Mapping[str, Any], history: Rows) -> Section:
 
 
 def origin_section(facts: Mapping[str, Any], folder: Path) -> Section:
-    """Command, options, versions and machine."""
     overrides, config = (folder / ".hydra" / f"{name}.yaml" for name in ("overrides", "config"))
     options: Any = OmegaConf.load(overrides) if overrides.is_file() else []
     command = shlex.join(["python", "-m", "solrl_lightning", *map(str, options)]) if overrides.is_file() else ""
@@ -347,9 +339,6 @@ def origin_section(facts: Mapping[str, Any], folder: Path) -> Section:
     kept = [("The whole configuration (.hydra/config.yaml)", config.read_text())] if config.is_file() else []
     tables = [Table((name, ""), list(values.items()), is_text=True) for name, values in found.items()]
     return Section("What was run", command=command, tables=tables, files=kept)
-
-
-# Parts
 
 
 def names_of(history: Rows) -> list[str]:
