@@ -1,8 +1,7 @@
 """Moves the exploration between levels, from cheap to expensive, by the probes of ``RankCorrelation``.
 
-A level is a way to explore: sampler, steps, and where it stops. Only probes of the current level since the last move
-count, so a probe follows every move before the next one. The level is a function of the recorded probes, which the
-checkpoint holds; a resumed run therefore has the same levels.
+A level is a way to explore: sampler, steps, and where it stops. It is a function of the recorded probes, which the
+checkpoint holds, so a resumed run has the same levels.
 """
 
 from collections.abc import Sequence
@@ -17,8 +16,6 @@ from solrl_lightning.rollout.stage import Stage, steps_label
 
 
 class Rule(NamedTuple):
-    """When to move."""
-
     threshold: float  # a probe below it moves one level up
     margin: float  # above the threshold
     patience: int  # probes in a row of at least threshold + margin that move one level down
@@ -43,7 +40,6 @@ class AdaptiveExploration(Callback):
     Args:
         levels: the stages of each level, from cheap to expensive.
         start: index of the first level.
-        rule: when to move.
     """
 
     def __init__(self, levels: Sequence[list[Stage]], start: int, rule: Rule) -> None:
@@ -52,7 +48,7 @@ class AdaptiveExploration(Callback):
 
     @property
     def level(self) -> int:
-        """The level after all probes."""
+        """The level after all probes; only those of one level since the last move count."""
         if not self.probes:
             return self.start
         level = min(self.probes[-1]["level"], len(self.levels) - 1)  # a branched run may have fewer levels

@@ -46,7 +46,6 @@ class History:
     tables: list[Tensor] = field(default_factory=list)
 
     def until(self, iteration: int) -> "History":
-        """Return the history up to and including an iteration."""
         kept = sum(each <= iteration for each in self.evaluated)
         rows = [row for row in self.rows if row["iteration"] <= iteration]
         return History(rows, self.evaluated[:kept], self.tables[:kept])
@@ -58,12 +57,10 @@ class History:
 
     def values(self, column: int) -> Tensor:
         """Return a column of all tables, float64 [E, P]."""
-        return torch.stack([table[:, column] for table in self.tables]).double()
+        return torch.stack([table[:, column] for table in self.tables])
 
 
 class Alarm(NamedTuple):
-    """What a rule has found."""
-
     name: str
     iteration: int
     since: int  # the last iteration without the fault
@@ -98,24 +95,11 @@ def find_alarms(
 # Held-out rewards
 
 
-class Fall(NamedTuple):
-    """A significant fall of a column of an evaluation; its text completes "the reward ..."."""
+def fall_of(values: Tensor, limits: Limits) -> tuple[int, str] | None:
+    """Return the index of the best evaluation in ``values`` [E, P] and "fell from ...", or None without a fall.
 
-    best: int  # index of the best evaluation
-    before: float
-    now: float
-    error: float  # standard error of the difference
-
-    def __str__(self) -> str:
-        error = f"(standard error of the difference {self.error:.2g})"
-        return f"fell from {self.before:.4g} to {self.now:.4g} {error}"
-
-
-def fall_of(values: Tensor, limits: Limits) -> Fall | None:
-    """Return how far the last of ``values`` [E, P] is below the best evaluation, or None.
-
-    It is at least ``fall`` standard errors of the paired difference, ``lost_gain`` of what the best has gained over the
-    first evaluation, and 0.2 standard deviations of the first over prompts.
+    The last one is below it by at least ``fall`` standard errors of the paired difference, ``lost_gain`` of what the
+    best has gained over the first evaluation, and 0.2 standard deviations of the first over prompts.
     """
     if limits.fall is None:
         return None
@@ -125,7 +109,10 @@ def fall_of(values: Tensor, limits: Limits) -> Fall | None:
     error = float(lost.std()) / values.shape[1] ** 0.5
     gain = float(means[best] - means[0])
     least = max(limits.fall * error, limits.lost_gain * gain, _LEAST_FALL * float(values[0].std()))
-    return Fall(best, float(means[best]), float(means[-1]), error) if float(lost.mean()) >= least > 0 else None
+    if not float(lost.mean()) >= least > 0:
+        return None
+    change = f"{float(means[best]):.4g} to {float(means[-1]):.4g}"
+    return best, f"fell from {change} (standard error of the difference {error:.2g})"
 
 
 def reward_fell(history: History, column: int, name: str, limits: Limits) -> Alarm | None:
@@ -133,17 +120,17 @@ def reward_fell(history: History, column: int, name: str, limits: Limits) -> Ala
     fall = fall_of(history.values(column), limits)
     if fall is None:
         return None
-    since = history.evaluated[fall.best]
-    rise = training_rise(history, since)
+    best, fell = fall
+    rise = training_rise(history, history.evaluated[best])
     training = "" if rise is None else f"; the training reward {'rose' if rise > 0 else 'fell'} by {abs(rise):.4g}"
     overfits = rise is not None and rise > 0
     more = "more prompts in data.train, and a " if overfits else "a lower optimizer.lr, more prompts_per_iteration, a "
-    saw, helps = f"the held-out {name} reward {fall}{training}", f"{more}larger objective.kl_weight"
-    return Alarm("reward_fell", history.evaluated[-1], since, saw, helps)
+    saw, helps = f"the held-out {name} reward {fell}{training}", f"{more}larger objective.kl_weight"
+    return Alarm("reward_fell", history.evaluated[-1], history.evaluated[best], saw, helps)
 
 
 def training_rise(history: History, since: int) -> float | None:
-    """Return the mean training reward after an iteration minus that of as many iterations before; None without both."""
+    """Return the mean training reward after an iteration minus that of at most as many before; None without both."""
     iterations, rewards = history.series("reward/mean")
     after = [value for i, value in zip(iterations, rewards, strict=True) if i > since]
     before = [value for i, value in zip(iterations, rewards, strict=True) if i <= since][-len(after) :]
@@ -155,9 +142,10 @@ def watched_fell(history: History, column: int, name: str, weight: float, limits
     fall = fall_of(history.values(column), limits)
     if fall is None:
         return None
-    saw = f"the {name} reward, of weight {weight:g}, {fall}"
+    best, fell = fall
+    saw = f"the {name} reward, of weight {weight:g}, {fell}"
     helps = f"a larger reward.{name}.weight, or a larger objective.kl_weight"
-    return Alarm(f"{name}_reward_fell", history.evaluated[-1], history.evaluated[fall.best], saw, helps)
+    return Alarm(f"{name}_reward_fell", history.evaluated[-1], history.evaluated[best], saw, helps)
 
 
 # Distances from the base

@@ -1,7 +1,7 @@
 """Checkpoints beside ``last.ckpt``: that of the best evaluation, and those of every few iterations.
 
-Lightning's ModelCheckpoint writes these, too, but it warns until the first evaluation, compares stale scores in the
-iterations between evaluations, forgets its best score when the folder is moved, and counts from 0 in file names.
+Lightning's ModelCheckpoint warns until the first evaluation, compares stale scores in the iterations between
+evaluations, forgets its best score when the folder is moved, and counts from 0 in file names.
 """
 
 from pathlib import Path

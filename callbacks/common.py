@@ -1,8 +1,4 @@
-"""Functions that several callbacks use: typed access to loop and module, logging, and reductions over ranks.
-
-Callbacks use no private Lightning names. They read the iteration's records from ``trainer.fit_loop`` and log with
-``log_values``. Shapes: P prompts of this rank, N pool, K kept.
-"""
+"""Functions that several callbacks use: typed access to loop and module, logging, and reductions over ranks."""
 
 import logging
 from collections.abc import Mapping
@@ -26,12 +22,10 @@ C = TypeVar("C", bound=Callback)
 
 
 def loop_of(trainer: Trainer) -> ExploreTrainLoop:
-    """The trainer's fit loop with its type."""
     return cast(ExploreTrainLoop, trainer.fit_loop)
 
 
 def module_of(pl_module: LightningModule) -> SolRLModule:
-    """The module with its type."""
     return cast(SolRLModule, pl_module)
 
 
@@ -69,7 +63,7 @@ class Moments(NamedTuple):
 def moments(trainer: Trainer, values: Tensor) -> Moments:
     """Moments of the values of all ranks. Collective: a rank without values must call it with an empty tensor."""
     values = values.detach().flatten().double()
-    sums = torch.stack([torch.tensor(float(values.numel()), device=values.device), values.sum(), values.square().sum()])
+    sums = torch.stack([torch.ones_like(values).sum(), values.sum(), values.square().sum()])
     count, total, squares = reduced(trainer, sums, "sum").tolist()
     if count == 0:
         return Moments(0, float("nan"), float("nan"))

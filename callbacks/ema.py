@@ -1,8 +1,7 @@
 """Exponential moving average of the trained adapter. Evaluation and export use it.
 
-The decay after optimiser step t = 1, 2, ... is min((1 + t) / (10 + t), 0.9), as in DiffusionNFT's published code
-(train_nft_sd3.py). The average is float32 for any dtype of the adapter. A checkpoint holds it in the callback's state,
-not in the module's.
+Its decay is that of DiffusionNFT's published code (train_nft_sd3.py). A checkpoint holds the average in the callback's
+state, not in the module's.
 """
 
 from typing import Any

@@ -1,7 +1,4 @@
-"""Exports the trained LoRA in diffusers' format when a run ends or is interrupted.
-
-It is that of the last iteration; if the guard or EarlyStopping has ended the run, that of ``checkpoints/best.ckpt``.
-"""
+"""Exports the trained LoRA in diffusers' format when a run ends or is interrupted."""
 
 from pathlib import Path
 
@@ -14,7 +11,9 @@ from solrl_lightning.files import read_checkpoint
 
 
 class ExportLoRA(Callback):
-    """Writes the average of the adapter to ``<run>/lora``. Load it with ``pipe.load_lora_weights("<run>/lora")``."""
+    """Writes the average of the adapter to ``<run>/lora``: of the last iteration or, if the guard or EarlyStopping has
+    ended the run, of ``checkpoints/best.ckpt``. Load it with ``pipe.load_lora_weights("<run>/lora")``.
+    """
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._export(trainer, pl_module)

@@ -1,7 +1,6 @@
-"""Watches a run for collapse and for exploited rewards.
+"""Watches a run for collapse and for exploited rewards, by the rules in ``alarms``.
 
-The rules are in ``alarms``. An alarm is printed, is listed in summary.json and, with ``stop``, ends the run after the
-iteration that raised it. All ranks have the same history, so all of them stop.
+All ranks have the same history, so with ``stop`` all of them stop after the same iteration.
 """
 
 from collections.abc import Mapping
@@ -60,10 +59,9 @@ class Guard(Callback):
         self.alarms = [alarm for alarm in self.alarms if alarm.iteration <= trainer.current_epoch]
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        iteration, logged = trainer.current_epoch + 1, trainer.callback_metrics
+        logged, module = trainer.callback_metrics, module_of(pl_module)
         row = {name: float(logged[name]) for name in METRICS if name in logged}
-        self.history.rows.append({"iteration": iteration} | row)
-        module = module_of(pl_module)
+        self.history.rows.append({"iteration": trainer.current_epoch + 1} | row)
         watched = {name: w for name, w in module.rewards.weights.items() if w >= 0 and name != module.rewards.name}
         found = find_alarms(self.history, module.evaluated_columns, module.rewards.name, watched, self.limits)
         found += self._constant_rewards(trainer)

@@ -1,4 +1,4 @@
-"""Keeps what each iteration logs, for the curves of report.html: the same with any logger, and with none."""
+"""Keeps what each iteration logs, for the curves of report.html."""
 
 from typing import Any
 

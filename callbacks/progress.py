@@ -1,9 +1,7 @@
 """Progress bar over iterations with the stage, the mean reward, the rank correlation and the ETA.
 
 Lightning's own bar counts micro-batches. The first one comes after minutes of exploration, so its rate and ETA are
-wrong. If the output is no terminal, plain lines replace the bar. A line has the seconds of the iteration
-(``time/iteration`` and the checkpoint saved before it), then the seconds of evaluation, probe and grid together. This
-callback must follow the one that draws grids.
+wrong.
 """
 
 import sys
@@ -30,7 +28,7 @@ _FORMAT = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}{po
 def seconds_left(
     iterations: int, own: Sequence[float], extra: Sequence[float], elapsed: float = 0.0, stage: float = 0.0
 ) -> float | None:
-    """Seconds until ``iterations`` more are done; None before the first ends, and when the last exceeds the estimate.
+    """Return the seconds until the run ends; None before the first iteration ends, or if the last one exceeds them.
 
     The median of ``own`` ignores a first iteration that compiles. The mean of ``extra`` spreads evaluations, which run
     every few iterations.
@@ -49,11 +47,15 @@ def seconds_left(
 
 
 class StageProgressBar(ProgressBar):
-    """Shows one bar for the run on rank 0; without a terminal, prints a line every few iterations."""
+    """Shows one bar for the run on rank 0; without a terminal, prints a line every few iterations.
+
+    A line has the seconds of the iteration (``time/iteration`` and the checkpoint saved before it), then those of
+    evaluation, probe and grid together. Must follow the callback that draws grids.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._enabled = True
+        self.is_enabled = True  # read by LightningModule.print
         self._bar: Any = None  # tqdm, in a terminal
         self._own: list[float] = []  # seconds of each finished iteration, and of what only observes it
         self._extra: list[float] = []
@@ -62,16 +64,11 @@ class StageProgressBar(ProgressBar):
         self._drawn = 0.0
         self._stopwatch = Stopwatch()
 
-    @property
-    def is_enabled(self) -> bool:
-        """Read by ``LightningModule.print``."""
-        return self._enabled
-
     def enable(self) -> None:
-        self._enabled = True
+        self.is_enabled = True
 
     def disable(self) -> None:
-        self._enabled = False
+        self.is_enabled = False
 
     def print(self, *args: Any, **kwargs: Any) -> None:
         if self._bar is None:
@@ -79,12 +76,10 @@ class StageProgressBar(ProgressBar):
         else:
             self._bar.write(kwargs.get("sep", " ").join(str(arg) for arg in args))
 
-    # The run.
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stopwatch = loop_of(trainer).stopwatch
         self._seconds = self._stopwatch.seconds
-        if not self._enabled:
+        if not self.is_enabled:
             return
         self._stopwatch.on_change.append(self._stage_changed)
         if sys.stdout.isatty():
@@ -101,7 +96,7 @@ class StageProgressBar(ProgressBar):
         self._extra.append(sum(observed.values()))
         self._own.append(now - self._mark - self._extra[-1])
         self._mark = now
-        if not self._enabled:
+        if not self.is_enabled:
             return
         done, seconds = trainer.current_epoch + 1, f"{self._own[-1]:.1f} s"
         if observed:
@@ -120,10 +115,18 @@ class StageProgressBar(ProgressBar):
     def on_exception(self, *args: Any) -> None:
         self._close()
 
+    def _close(self) -> None:
+        for listener in (self._stage_changed, self._images_evaluated):
+            if listener in self._stopwatch.on_change:
+                self._stopwatch.on_change.remove(listener)
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
     # Evaluation without training; in a training run it is a stage.
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._enabled and trainer.state.fn == "validate" and sys.stdout.isatty():
+        if self.is_enabled and trainer.state.fn == "validate" and sys.stdout.isatty():
             self._stopwatch = loop_of(trainer).stopwatch
             self._stopwatch.on_change.append(self._images_evaluated)
 
@@ -134,7 +137,7 @@ class StageProgressBar(ProgressBar):
             self._bar.update(max(self._stopwatch.done - self._bar.n, 0))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != "validate" or not self._enabled:
+        if trainer.state.fn != "validate" or not self.is_enabled:
             return
         if not sys.stdout.isatty():
             module = module_of(pl_module)
@@ -142,20 +145,10 @@ class StageProgressBar(ProgressBar):
             print(" | ".join(["before training", *scores]), flush=True)
         self._close()
 
-    # Drawing.
-
     def _open(self, total: int | None, initial: int, name: str) -> None:
         self._bar = tqdm(
             total=total, initial=initial, desc=name, file=sys.stdout, bar_format=_FORMAT, dynamic_ncols=True
         )
-
-    def _close(self) -> None:
-        for listener in (self._stage_changed, self._images_evaluated):
-            if listener in self._stopwatch.on_change:
-                self._stopwatch.on_change.remove(listener)
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
 
     def _stage_changed(self) -> None:
         if self._bar is not None and time.perf_counter() - self._drawn >= _REDRAW_SECONDS:

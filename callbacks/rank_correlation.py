@@ -1,15 +1,14 @@
 """Measures how well the proxy reward orders candidates, with the BF16 reward as the reference.
 
-1. On the kept set both rewards are known without extra cost. The kept seeds are the extremes of the pool, so this
-   correlation is biased upwards.
-2. The probe is unbiased. Every few iterations it generates the whole pool of this rank's first prompt in BF16: N
-   generations that training does not use.
+On the kept set both rewards are known without extra cost, but its seeds are the extremes of the pool, so the
+correlation is biased upwards. A probe is unbiased: it generates the whole pool of this rank's first prompt in BF16.
 """
 
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
 
 from solrl_lightning.callbacks.common import log_values, loop_of
 from solrl_lightning.metrics.rank import RankFidelity
@@ -29,7 +28,6 @@ class RankCorrelation(Callback):
         self.probe_every = probe_every
         self.history: list[dict[str, float]] = []  # one row per probe: iteration and the values without "rank/"
         self.last_kept: dict[str, float] = {}
-        self._probed: dict[str, float] = {}  # values of this iteration's probe
         self._seconds = 0.0  # of the probe
 
     @property
@@ -39,7 +37,7 @@ class RankCorrelation(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # optimizer_step updates the old policy, so the probe must run before the first micro-batch.
-        loop = loop_of(trainer)
+        loop, iteration = loop_of(trainer), trainer.current_epoch + 1
         due = self.probe_every > 0 and trainer.current_epoch % self.probe_every == 0
         if batch_idx != 0 or loop.explored is None or not due:
             return
@@ -50,28 +48,20 @@ class RankCorrelation(Callback):
             if prompts:
                 reference = loop.regenerate(prompts, seeds).rewards
         self._seconds = loop.stopwatch.seconds["probe"] - before
-        device, iteration = trainer.strategy.root_device, trainer.current_epoch + 1
-        fidelity = RankFidelity(keep=loop.rollouts.rewards.shape[1]).to(device)
-        fidelity.update(proxy.to(device), reference.to(device))
-        self._probed = measured(fidelity)
         # A checkpoint within an iteration has the probe of that iteration, which is repeated.
         self.history = [row for row in self.history if row["iteration"] < iteration]
-        self.history.append({"iteration": iteration} | self._probed)
+        self.history.append({"iteration": iteration} | fidelity(trainer, proxy, reference))
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = loop_of(trainer)
         if loop.explored is None:
             return
-        device = trainer.strategy.root_device
-        kept = RankFidelity(keep=loop.rollouts.rewards.shape[1]).to(device)
-        kept.update(loop.rollouts.proxy_rewards.to(device), loop.rollouts.rewards.to(device))
-        values = measured(kept)
-        self.last_kept = {"kept_spearman": values["spearman"], "kept_kendall": values["kendall"]}
+        kept = fidelity(trainer, loop.rollouts.proxy_rewards, loop.rollouts.rewards)
+        self.last_kept = {f"kept_{name}": kept[name] for name in ("spearman", "kendall")}
         log_values(pl_module, {f"rank/{name}": value for name, value in self.last_kept.items()})
-        if self._probed:
-            probed = {f"rank/{name}": value for name, value in self._probed.items()}
+        if self.last.get("iteration") == trainer.current_epoch + 1:
+            probed = {f"rank/{name}": value for name, value in self.last.items() if name != "iteration"}
             log_values(pl_module, probed | {"time/probe": self._seconds})
-            self._probed = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"history": self.history}
@@ -80,6 +70,9 @@ class RankCorrelation(Callback):
         self.history = list(state_dict["history"])
 
 
-def measured(fidelity: RankFidelity) -> dict[str, float]:
-    """Values of the metric over all ranks; NaN if no prompt has ranks. Collective."""
-    return {name: float(value) for name, value in fidelity.compute().items()}
+def fidelity(trainer: Trainer, proxy: Tensor, reference: Tensor) -> dict[str, float]:
+    """Return ``RankFidelity`` of rewards [P, N] over all ranks; NaN if no prompt has ranks. Collective."""
+    device = trainer.strategy.root_device
+    metric = RankFidelity(keep=loop_of(trainer).rollouts.rewards.shape[1]).to(device)
+    metric.update(proxy.to(device), reference.to(device))
+    return {name: float(value) for name, value in metric.compute().items()}

@@ -1,8 +1,4 @@
-"""Re-quantises the old policy into the shadow before every exploration.
-
-``on_train_epoch_start`` runs before the loop's roll-out, also in the first iteration after a resume. Checkpoints do not
-hold the shadow.
-"""
+"""Re-quantises the old policy into the shadow before every exploration, also after a resume."""
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -10,7 +6,7 @@ from solrl_lightning.callbacks.common import loop_of, module_of
 
 
 class Requantize(Callback):
-    """Synchronises the replicas with the old policy at the start of every iteration (stage "requantize")."""
+    """Stage "requantize": the hook runs before the loop's roll-out."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with loop_of(trainer).stopwatch.stage("requantize"):

@@ -1,18 +1,9 @@
-"""Logs mean and spread of an iteration's rewards over the samples of all ranks, and how far the policy has moved.
-
-Ranks may hold different numbers of prompts, or none, so sums and counts are reduced, not means.
-"""
+"""Logs mean and spread of an iteration's rewards over the samples of all ranks, and how far the policy has moved."""
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
 
 from solrl_lightning.callbacks.common import log_values, loop_of, module_of, moments
-
-
-def zero_spread(rewards: Tensor) -> Tensor:
-    """bool [P] of rewards [P, K]: True for a prompt whose rewards are all equal, so that its advantages are 0."""
-    return (rewards == rewards[:, :1]).all(dim=1)
 
 
 class RolloutStats(Callback):
@@ -34,13 +25,14 @@ class RolloutStats(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = loop_of(trainer)
-        rewards = loop.rollouts.rewards
+        rewards = loop.rollouts.rewards  # [P, K]
         kept = moments(trainer, rewards)
+        all_equal = (rewards == rewards[:, :1]).all(dim=1)  # [P]
         self.last = {
             "reward/mean": kept.mean,
             "reward/std": kept.std,
             "reward/group_std": moments(trainer, rewards.std(dim=1, correction=0)).mean,
-            "reward/zero_std_fraction": moments(trainer, zero_spread(rewards)).mean,
+            "reward/zero_std_fraction": moments(trainer, all_equal).mean,
         }
         names = list(module_of(pl_module).rewards.for_training.rewards)
         if len(names) > 1:

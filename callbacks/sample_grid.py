@@ -1,7 +1,6 @@
 """Draws sample grids: base and current model side by side, and the best and worst samples of a prompt.
 
-Writes PNG files to the run folder's ``samples/``, and the pictures to the loggers that take some. Only rank 0
-samples and draws, so no call may be collective. File names hold the iteration only, because prompts can be any text.
+Only rank 0 samples and draws, so no call may be collective.
 """
 
 from pathlib import Path
@@ -20,10 +19,10 @@ from solrl_lightning.seeds import evaluation_seeds
 
 
 class SampleGrid(Callback):
-    """Writes ``samples/grid_<iterations>.png`` and ``pool_<iterations>.png`` every few iterations and at the end.
+    """Writes ``samples/grid_<iterations>.png`` and ``pool_<iterations>.png``, and gives them to the loggers.
 
     Args:
-        every: iterations from one picture to the next; 0 writes none.
+        every: iterations from one picture to the next; 0 writes none. The last iteration has one, too.
         prompts, steps: number of held-out prompts in the first grid, and of their images' solver steps.
         seeds_per_prompt: images per prompt and model in the first grid; best and worst samples in the second.
         seed: of the noise, which is the same in every picture of a run.

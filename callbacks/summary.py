@@ -1,8 +1,7 @@
 """Summarises a run when it ends: ``summary.json``, ``report.html``, TensorBoard's HParams, and a table on the terminal.
 
-The summary is written when the run completes, is stopped early by a callback or ``trainer.max_time``, is interrupted
-(Ctrl-C, SIGTERM) or fails. A run that fails before training starts does not overwrite an earlier summary. All values
-are those of rank 0, because collectives are not possible after an exception.
+A run that fails before training starts does not overwrite an earlier summary. All values are those of rank 0, because
+collectives are not possible after an exception.
 """
 
 import json
@@ -46,9 +45,7 @@ _POLICY = ("train/", "policy/", "reward/group_std", "reward/zero_std_fraction") 
 
 
 class RunSummary(Callback):
-    """Writes ``summary.json`` and ``report.html`` into ``trainer.default_root_dir`` and prints the summary.
-
-    Must be the last callback, because it lists the files that the others write.
+    """Writes the files into ``trainer.default_root_dir``. Must be the last callback: it lists what the others write.
 
     Args:
         hparams: name -> value of selected configuration keys; `config` in summary.json.
@@ -92,15 +89,11 @@ class RunSummary(Callback):
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stopped_by = stop_reason(trainer)
         whole = trainer.current_epoch >= (trainer.max_epochs or 0)
-        self._finish(trainer, pl_module, "completed" if whole else "stopped early", None)
+        self._finish(trainer, pl_module, "completed" if whole else "stopped early")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        if isinstance(exception, KeyboardInterrupt | SIGTERMException):
-            self._finish(trainer, pl_module, "interrupted", None)
-        else:
-            # A WriteError means that the disk is full; a second one, of the large report, would hide the first.
-            error, fits = f"{type(exception).__name__}: {exception}", not isinstance(exception, WriteError)
-            self._finish(trainer, pl_module, "failed", error, with_report=fits)
+        interrupted = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        self._finish(trainer, pl_module, "interrupted" if interrupted else "failed", exception)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         module = module_of(pl_module)
@@ -119,12 +112,14 @@ class RunSummary(Callback):
         return self._seconds_before + (time.perf_counter() - self._started if self._started is not None else 0.0)
 
     def _finish(
-        self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None, with_report: bool = True
+        self, trainer: Trainer, pl_module: LightningModule, status: str, exception: BaseException | None = None
     ) -> None:
         if not self._open or not trainer.is_global_zero:
             return
-        facts = self.collect(trainer, pl_module, status, error)
-        facts, run = finite_only(facts), Path(trainer.default_root_dir)
+        error = f"{type(exception).__name__}: {exception}" if status == "failed" else None
+        facts, run = finite_only(self.collect(trainer, pl_module, status, error)), Path(trainer.default_root_dir)
+        # A WriteError means that the disk is full; a second one, of the large report, would hide the first.
+        with_report = not isinstance(exception, WriteError)
         if with_report:
             facts["paths"]["report"] = str(run.resolve() / "report.html")
         write_atomically(run / "summary.json", (json.dumps(facts, indent=2, default=str) + "\n").encode())
@@ -194,7 +189,7 @@ class RunSummary(Callback):
 def base_and_final(
     evaluations: Sequence[Mapping[str, Any]], reward: str
 ) -> tuple[float | None, float | None, int | None]:
-    """(reward of iteration 0, latest reward after it, iteration of the latest) on held-out prompts; None if missing."""
+    """Return a held-out reward before training, its latest one, and the iteration of the latest; None if missing."""
     scored = [row for row in evaluations if reward in row]
     base = next((float(row[reward]) for row in scored if row["iteration"] == 0), None)
     latest = next((row for row in reversed(scored) if row["iteration"] > 0), None)

@@ -1,8 +1,7 @@
 """Records seconds per stage, per iteration and for the whole run.
 
 ``time/iteration`` is the duration of the Lightning epoch without the stages that only observe training (evaluation,
-rank probe, sample grids), and without saving the checkpoint, because Lightning saves after all other callbacks. Stage
-times are exclusive: the time of a nested stage does not count for the outer stage.
+rank probe, sample grids), and without saving the checkpoint, because Lightning saves after all other callbacks.
 """
 
 import time
@@ -20,10 +19,7 @@ _WINDOW = 1000  # iterations in the medians; limits the size of the checkpoint
 
 
 class StageTimings(Callback):
-    """Logs ``time/{explore,regenerate,train,requantize,iteration}`` in seconds (mean over ranks), and keeps totals.
-
-    Callback order does not matter.
-    """
+    """Logs ``time/{explore,regenerate,train,requantize,iteration}`` in seconds (mean over ranks), and keeps totals."""
 
     def __init__(self) -> None:
         self.history: deque[dict[str, float]] = deque(maxlen=_WINDOW)

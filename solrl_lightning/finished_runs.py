@@ -1,4 +1,4 @@
-"""Finished runs: the folders that a glob matches, and their summaries."""
+"""The run folders that a glob matches, and their summaries."""
 
 import glob
 import json
@@ -18,8 +18,6 @@ FINISHED = ("completed", "stopped early")  # the status in summary.json of a run
 
 
 class Run(NamedTuple):
-    """A finished run."""
-
     folder: str
     summary: dict[str, Any]
 
@@ -35,7 +33,7 @@ def check_runs(cfg: DictConfig) -> None:
 
 
 def finished_runs(pattern: str) -> tuple[list[Run], dict[str, str]]:
-    """The finished runs among what a glob matches, and why each of the others is left out. UserError without any."""
+    """The finished runs that a glob matches, and why each of the others is left out. UserError without any."""
     folders = matching_runs(pattern)
     runs, left_out = read_runs(folders)
     if not runs:

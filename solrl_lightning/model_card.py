@@ -1,4 +1,4 @@
-"""README.md of exported weights, in the format of the Hugging Face hub: what they are, and what was measured."""
+"""README.md of exported weights, in the format of the Hugging Face hub."""
 
 import json
 import re
@@ -64,12 +64,11 @@ def model_card(
         dtype=dtype,
         call=call,
         settings=settings,
+        facts=facts,
         iterations=iterations,
         after=counted(iterations, "iteration"),
-        machine=(facts.get("machine") or {}).get("device"),
         software=", ".join(f"{n} {used[n]}" for n in ("solrl_lightning", "torch", "diffusers") if n in used),
         results=results(facts, iterations),
-        held_out=facts.get("held_out"),
         picture=PICTURE.as_posix() if with_picture else None,
         name=name or "<this folder>",
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import matplotlib
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
@@ -49,11 +49,9 @@ def to_cell(image: Tensor) -> Image.Image:
     picture = to_image(image)
     shorter, longer = min(picture.size), max(picture.size)
     if shorter < _MIN_CELL:
-        factor = -(-_MIN_CELL // shorter)
-        return picture.resize((picture.width * factor, picture.height * factor), Image.Resampling.NEAREST)
+        return ImageOps.scale(picture, -(-_MIN_CELL // shorter), Image.Resampling.NEAREST)
     if longer > _MAX_CELL:
-        size = (picture.width * _MAX_CELL // longer, picture.height * _MAX_CELL // longer)
-        return picture.resize(size, Image.Resampling.LANCZOS)
+        return ImageOps.contain(picture, (_MAX_CELL, _MAX_CELL), Image.Resampling.LANCZOS)
     return picture
 
 

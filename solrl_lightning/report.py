@@ -1,7 +1,4 @@
-"""report.html: what a run, or a study of several runs, was and found, in one self-contained file without scripts.
-
-``run_page`` and ``solrl_lightning.tasks.compare`` choose the content, and ``render`` puts it into the one template.
-"""
+"""report.html: what a run, or a study of several runs, was and found, in one self-contained file without scripts."""
 
 import base64
 import io
@@ -23,7 +20,6 @@ from solrl_lightning.metrics.confidence import mean_of
 from solrl_lightning.svg_charts import ITERATIONS, Chart, Series, cost_axis, draw_chart
 
 _LARGE = 2**20  # bytes of a PNG file from which a page holds it as JPEG
-_MOODS = {"completed": "ok", "stopped early": "ok", "interrupted": "warn", "failed": "bad"}
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -60,15 +56,12 @@ class Section(NamedTuple):
 
 
 class Page(NamedTuple):
-    """The whole report."""
-
     title: str
     lead: str
     tiles: Sequence[Tile]
     sections: Sequence[Section]
     footer: str
     status: str = ""
-    mood: str = ""  # CSS class of the status
     error: str | None = None
 
 
@@ -83,12 +76,11 @@ def render(page: Page) -> bytes:
 
 
 def run_page(facts: Mapping[str, Any], history: Rows, folder: Path) -> Page:
-    """Return the report of a training run.
+    """Return the report of a training run, with the pictures and the recorded options in its folder.
 
     Args:
         facts: the content of summary.json.
         history: what each iteration has logged, by tag; see ``MetricHistory``.
-        folder: the run's; its pictures and its recorded options are read.
     """
     config = facts["config"]
     sections = [
@@ -109,7 +101,6 @@ def run_page(facts: Mapping[str, Any], history: Rows, folder: Path) -> Page:
         [section for section in sections if section.alarms or section.charts or section.pictures or section.tables],
         footer=f"solrl_lightning {__version__}, {facts['paths']['run']}",
         status=facts["status"],
-        mood=_MOODS[facts["status"]],
         error=facts["error"],
     )
 
@@ -118,15 +109,14 @@ def lead(facts: Mapping[str, Any]) -> str:
     """The result in a sentence."""
     end = "" if facts["stopped_by"] is None else f", ended by {facts['stopped_by']}"
     done = f"{counted(facts['iterations'], 'iteration')} in {duration(facts['seconds_total'])}{end}."
-    base, final = facts["base_reward"], facts["final_reward"]
-    if base is None or final is None:
+    base, final, gain = facts["base_reward"], facts["final_reward"], facts["improvement"]
+    if gain is None:
         return f"{done} The {facts['reward']} reward on held-out prompts was not evaluated before and after training."
-    change = measured(final - base, error_of(facts, facts["final_reward_iteration"], "change_error"), "+.4f")
+    change = measured(gain, error_of(facts, facts["final_reward_iteration"], "change_error"), "+.4f")
     return f"{done} The {facts['reward']} reward on held-out prompts changed from {base:.4f} to {final:.4f} ({change})."
 
 
 def tiles(facts: Mapping[str, Any]) -> list[Tile]:
-    """The numbers at the top of the page."""
     reward, last, reserved = facts["reward"], facts["final_reward_iteration"], facts["peak_memory_reserved_bytes"]
     found = [
         (f"{reward} reward, base", facts["base_reward"], ".4f", error_of(facts, 0), "iteration 0"),
@@ -176,7 +166,6 @@ def sample_size(facts: Mapping[str, Any]) -> str:
 
 
 def held_out_section(facts: Mapping[str, Any]) -> Section:
-    """The learning curve of the held-out reward."""
     reward, title = facts["reward"], f"Held-out {facts['reward']} reward"
     rows = [row for row in facts["evaluations"] if row.get(reward) is not None]
     if not rows:
@@ -220,7 +209,6 @@ def banded(label: str, x: Sequence[float], y: Sequence[float], errors: Sequence[
 
 
 def other_rewards_section(facts: Mapping[str, Any]) -> Section:
-    """The other rewards of the evaluations, watched ones among them."""
     rows, charts = [], []
     for name, other in facts["other_rewards"].items():
         scored = [row for row in facts["evaluations"] if row.get(name) is not None]
@@ -239,7 +227,6 @@ def other_rewards_section(facts: Mapping[str, Any]) -> Section:
 
 
 def picture_section(samples: Path) -> Section:
-    """The last sample grid and the last pool."""
     pictures = []
     for name, text in (
         ("grid", "Left the base, right the trained model: same held-out prompts, same noise, after iteration {}."),
@@ -262,7 +249,6 @@ def data_uri(file: Path) -> str:
 
 
 def rollout_section(facts: Mapping[str, Any], history: Rows) -> Section:
-    """Rewards of the samples that are trained on."""
     charts = []
     x, mean = column(history, "reward/mean")
     if mean:
@@ -280,7 +266,6 @@ def rollout_section(facts: Mapping[str, Any], history: Rows) -> Section:
 
 
 def rank_section(history: Rows) -> Section:
-    """How well the proxy ranks, by probes."""
     probes, kept = [row for row in history if "rank/spearman" in row], ["rank/kept_spearman", "rank/kept_kendall"]
     charts, rows = [], []
     for title, *names, note in (
@@ -317,7 +302,6 @@ def training_section(history: Rows) -> Section:
 
 
 def time_section(facts: Mapping[str, Any], history: Rows) -> Section:
-    """Seconds of every stage."""
     stages, whole, rows = facts["seconds_per_stage"], facts["seconds_total"], []
     if not stages.keys() - {"iteration"}:
         return Section("Time")
@@ -344,7 +328,6 @@ def time_section(facts: Mapping[str, Any], history: Rows) -> Section:
 
 
 def origin_section(facts: Mapping[str, Any], folder: Path) -> Section:
-    """Command, options, versions and machine."""
     overrides, config = (folder / ".hydra" / f"{name}.yaml" for name in ("overrides", "config"))
     options: Any = OmegaConf.load(overrides) if overrides.is_file() else []
     command = shlex.join(["python", "-m", "solrl_lightning", *map(str, options)]) if overrides.is_file() else ""
@@ -356,9 +339,6 @@ def origin_section(facts: Mapping[str, Any], folder: Path) -> Section:
     kept = [("The whole configuration (.hydra/config.yaml)", config.read_text())] if config.is_file() else []
     tables = [Table((name, ""), list(values.items()), is_text=True) for name, values in found.items()]
     return Section("What was run", command=command, tables=tables, files=kept)
-
-
-# Parts
 
 
 def names_of(history: Rows) -> list[str]:

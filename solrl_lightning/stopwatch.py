@@ -1,4 +1,4 @@
-"""Exclusive wall time per stage, updated when a stage ends or when ``seconds`` is read.
+"""Exclusive wall time per stage.
 
 GPU kernels run asynchronously; a clock that synchronises attributes them to the stage that launched them.
 """
@@ -8,42 +8,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 
-class _Stage:
-    def __init__(self, name: str, began: float) -> None:
-        self.name, self.began = name, began
-        self.done = self.total = 0
-
-
 class Stopwatch:
     """Seconds of each stage since creation; an outer stage does not count the time of inner ones."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.on_change: list[Callable[[], None]] = []
         """Functions to call when a stage begins, when it ends, and at each `progress`."""
-        self._clock = clock
-        self._stack: list[_Stage] = []
-        self._seconds: dict[str, float] = {}
-        self._charged_until = 0.0
-
-    @property
-    def current(self) -> str:
+        self.current = ""
         """Name of the innermost stage; empty between stages."""
-        return self._stack[-1].name if self._stack else ""
-
-    @property
-    def done(self) -> int:
-        """Finished units of work in the current stage."""
-        return self._stack[-1].done if self._stack else 0
-
-    @property
-    def total(self) -> int:
-        """Units of work in the current stage; 0 if not reported."""
-        return self._stack[-1].total if self._stack else 0
+        self.done = self.total = 0
+        """Finished units of work of the current stage, and all of them; 0 if not reported."""
+        self._clock = clock
+        self._seconds: dict[str, float] = {}
+        self._began = self._charged_until = 0.0
 
     @property
     def elapsed(self) -> float:
         """Seconds since the current stage began, including inner stages."""
-        return self._clock() - self._stack[-1].began if self._stack else 0.0
+        return self._clock() - self._began if self.current else 0.0
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -60,24 +42,25 @@ class Stopwatch:
     def stage(self, name: str) -> Iterator[None]:
         """Add the time inside to `name`; repeated names accumulate."""
         self._charge()
-        self._stack.append(_Stage(name, self._charged_until))
+        outer = self.current, self._began, self.done, self.total
+        self.current, self._began, self.done, self.total = name, self._charged_until, 0, 0
         self._seconds.setdefault(name, 0.0)
         self._changed()
         try:
             yield
         finally:
             self._charge()
-            self._stack.pop()
+            self.current, self._began, self.done, self.total = outer
             self._changed()
 
     def progress(self, done: int, total: int) -> None:
         """Report `done` of `total` units of work in the current stage."""
-        self._stack[-1].done, self._stack[-1].total = done, total
+        self.done, self.total = done, total
         self._changed()
 
     def _charge(self) -> None:
         now = self._clock()
-        if self._stack:
+        if self.current:
             self._seconds[self.current] += now - self._charged_until
         self._charged_until = now
 

@@ -1,48 +1,46 @@
-"""Line charts as inline SVG for an HTML page.
+"""Line charts as inline SVG for an HTML page; matplotlib takes 30 ms for one, and a report has two dozen.
 
 Colours are CSS variables of the page (`--ink`, `--grid`, `--warn`, `--c0` to `--c6`), so that one chart serves light,
-dark and printed pages. Matplotlib places the ticks; to draw a chart takes it 30 ms, and a report has two dozen.
+dark and printed pages.
 """
 
 from collections.abc import Callable, Sequence
 from html import escape
-from math import isfinite
+from math import floor, isclose, isfinite, log10
 from typing import NamedTuple
 
-ITERATIONS, EVALUATIONS = "iterations", "model evaluations"  # labels of an axis
+ITERATIONS = "iterations"  # label of an axis
 _DASHES = ("", "6 3", "1.5 2", "6 2 1.5 2")  # SVG; one for every round of the colours
 _COLOURS = 7  # CSS variables --c0 to --c6
 FEW = 40  # points up to which each is marked
-_HOURS_FROM = 10_000  # seconds
+_MANY = 10_000  # seconds or model evaluations from which an axis has hours or thousands
 _WIDTH, _HEIGHT = 317, 180  # SVG units
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 310, 12, 146  # edges of the axes
+_LEFT, _RIGHT, _TOP, _BOTTOM = 54, 310, 12, 142  # edges of the axes
 
 
 class Series(NamedTuple):
-    """One line of a chart; ``low`` and ``high`` are the limits of a band around it."""
-
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    low: Sequence[float] = ()
+    low: Sequence[float] = ()  # limits of a band around y
     high: Sequence[float] = ()
     is_reference: bool = False  # has the colour of text
 
 
 class Chart(NamedTuple):
-    """An SVG element with its title; legend entries are (label, CSS colour, SVG dashes), shown if there are several."""
-
     title: str
     svg: str
-    legend: Sequence[tuple[str, str, str]]
+    legend: Sequence[tuple[str, str, str]]  # label, CSS colour, SVG dashes
     note: str = ""
 
 
 def cost_axis(cost: str, largest: float) -> tuple[str, float]:
-    """Label and divisor of the axis of a cost: "iteration", "evaluations", or "seconds", many of which become hours."""
+    """Label and divisor of the axis of a cost: "iteration", "evaluations" or "seconds"."""
+    if cost == "iteration":
+        return ITERATIONS, 1
     if cost == "seconds":
-        return ("hours of training", 3600) if largest > _HOURS_FROM else ("seconds of training", 1)
-    return {"iteration": ITERATIONS, "evaluations": EVALUATIONS}[cost], 1
+        return ("hours of training", 3600) if largest > _MANY else ("seconds of training", 1)
+    return ("thousands of model evaluations", 1000) if largest > _MANY else ("model evaluations", 1)
 
 
 def looks(series: Sequence[Series]) -> list[tuple[int | None, str]]:
@@ -75,34 +73,34 @@ def draw_chart(
         finite = [each for each in zip(x, y, strict=True) if all(map(isfinite, each))]
         return [(f"{to_x(a):.1f}", f"{to_y(b):.1f}") for a, b in finite]
 
-    parts = []
-    for tick, text in y_ticks:
-        parts.append(f'<path d="M{_LEFT} {to_y(tick):.1f}H{_RIGHT}" stroke="var(--grid)" stroke-width=".6"/>')
-        parts.append(f'<text x="{_LEFT - 5}" y="{to_y(tick) + 3:.1f}" text-anchor="end">{text}</text>')
-    for tick, text in x_ticks:
-        parts.append(f'<path d="M{to_x(tick):.1f} {_TOP}V{_BOTTOM}" stroke="var(--grid)" stroke-width=".6"/>')
-        parts.append(f'<text x="{to_x(tick):.1f}" y="{_BOTTOM + 13}" text-anchor="middle">{text}</text>')
-    middle = (_LEFT + _RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{_HEIGHT - 6}" text-anchor="middle">{escape(x_label)}</text>')
-    opacity = 0.16 if len(series) < 4 else 0.07
-    styles = [("var(--ink)" if colour is None else f"var(--c{colour})", dashes) for colour, dashes in looks(series)]
-    for line, (colour, dashes) in zip(series, styles, strict=True):
+    def horizontal(y: float, style: str) -> str:
+        return f'<path d="M{_LEFT} {to_y(y):.1f}H{_RIGHT}" {style}/>'
+
+    def vertical(x: float, style: str) -> str:
+        return f'<path d="M{to_x(x):.1f} {_TOP}V{_BOTTOM}" {style}/>'
+
+    def text(x: float, y: float, content: str, anchor: str = "middle") -> str:
+        return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(content)}</text>'
+
+    grid = 'stroke="var(--grid)" stroke-width=".6"'
+    parts = [horizontal(tick, grid) + text(_LEFT - 5, to_y(tick) + 4, label, "end") for tick, label in y_ticks]
+    parts += [vertical(tick, grid) + text(to_x(tick), _BOTTOM + 15, label) for tick, label in x_ticks]
+    parts.append(text((_LEFT + _RIGHT) / 2, _HEIGHT - 6, x_label))
+    legend, opacity = [], 0.16 if len(series) < 4 else 0.07
+    for line, (number, dashes) in zip(series, looks(series), strict=True):
+        colour = "var(--ink)" if number is None else f"var(--c{number})"
+        legend.append((line.label, colour, dashes))
         if line.low:
-            outline = points(line.x, line.high) + points(line.x, line.low)[::-1]
-            parts.append(f'<polygon points="{_joined(outline)}" fill="{colour}" opacity="{opacity}"/>')
+            outline = _joined(points(line.x, line.high) + points(line.x, line.low)[::-1])
+            parts.append(f'<polygon points="{outline}" fill="{colour}" opacity="{opacity}"/>')
         drawn = points(line.x, line.y)
         stroke = f'fill="none" stroke="{colour}" stroke-width="1.6" stroke-dasharray="{dashes}"'
         parts.append(f'<polyline points="{_joined(drawn)}" {stroke}/>')
         if len(drawn) <= FEW:
             parts += [f'<circle cx="{x}" cy="{y}" r="1.8" fill="{colour}"/>' for x, y in drawn]
-    for y in levels:
-        style = 'stroke="var(--ink)" stroke-width=".8" stroke-dasharray="4 3"'
-        parts.append(f'<path d="M{_LEFT} {to_y(y):.1f}H{_RIGHT}" {style}/>')
-    for x in at:
-        style = 'stroke="var(--warn)" stroke-width="1.2" stroke-dasharray="2 2"'
-        parts.append(f'<path d="M{to_x(x):.1f} {_TOP}V{_BOTTOM}" {style}/>')
-    attributes = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" xmlns="http://www.w3.org/2000/svg" font-size="9" fill="var(--ink)"'
-    legend = [(line.label, *style) for line, style in zip(series, styles, strict=True)]
+    parts += [horizontal(y, 'stroke="var(--ink)" stroke-width=".8" stroke-dasharray="4 3"') for y in levels]
+    parts += [vertical(x, 'stroke="var(--warn)" stroke-width="1.2" stroke-dasharray="2 2"') for x in at]
+    attributes = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" xmlns="http://www.w3.org/2000/svg" font-size="11" fill="var(--ink)"'
     return Chart(title, f"<svg {attributes}>{''.join(parts)}</svg>", legend, note)
 
 
@@ -114,15 +112,24 @@ def _axis(
 
     finite = [value for value in values if isfinite(value)] or [0.0]
     low, high = min(finite), max(finite)
-    margin = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
+    if isclose(low, high, rel_tol=1e-4):
+        ticks, margin = [float(f"{low:.4g}")], 0.05 * abs(high) or 1.0
+    else:
+        locator, margin = MaxNLocator(count, steps=[1, 2, 5, 10], integer=whole), 0.05 * (high - low)
+        ticks = [float(tick) for tick in locator.tick_values(low, high)]
     low, high = low - margin, high + margin
-    ticks = MaxNLocator(count, steps=[1, 2, 5, 10], integer=whole).tick_values(low, high)
-    shown = [(float(tick), _short(float(tick))) for tick in ticks if low <= tick <= high]
+    ticks = [tick for tick in ticks if low <= tick <= high]
+    shown = list(zip(ticks, _texts(ticks), strict=True))
     return shown, lambda value: start + (value - low) / (high - low) * (end - start)
 
 
-def _short(tick: float) -> str:
-    return f"{tick / 1000:g}k" if abs(tick) >= 10_000 else f"{tick:.6g}"
+def _texts(ticks: Sequence[float]) -> list[str]:
+    """Return the ticks with one number of decimals and one exponent."""
+    largest = max(map(abs, ticks))
+    exponent = floor(log10(largest)) if largest > 0 and not 1e-3 <= largest < 1e6 else 0
+    values = [round(tick / 10.0**exponent, 9) + 0.0 for tick in ticks]  # + 0.0 turns -0.0 into 0.0
+    decimals = max(len(f"{value:.6g}".partition(".")[2]) for value in values)
+    return [f"{value:.{decimals}f}" + (f"e{exponent}" if exponent and value else "") for value in values]
 
 
 def _joined(points: Sequence[tuple[str, str]]) -> str:

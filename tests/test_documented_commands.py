@@ -33,7 +33,7 @@ PLACEHOLDERS = {
     "<run>": "outputs/train/done",
     "<time>": "study",
     "<file>": "outputs/train/done/checkpoints/last.ckpt",
-    "nft diffusionnft": "all",  # a group of another study
+    "nft diffusionnft": "sol_rl",  # a group of another study
 }
 # The same for all, so they are cut off the commands.
 SIZES = r" ?\b(seed|iterations|evaluation\.every|prompts_per_iteration|task\.(devices|tflops|speedup|repeats|rounds)|"

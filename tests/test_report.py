@@ -184,6 +184,24 @@ def test_a_chart_has_the_colours_of_the_page_and_fits_its_place() -> None:
     assert [colour for _, colour, _ in draw_chart("", reference, "iterations").legend] == ["var(--ink)", "var(--c0)"]
 
 
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((0.0, 0.0), ["0"]),
+        ((0.49512345, 0.49512346), ["0.4951"]),
+        ((0.0, 1.4), ["0.0", "0.5", "1.0"]),
+        ((-0.1, 0.32), ["-0.1", "0.0", "0.1", "0.2", "0.3"]),
+        ((0.0, 3e-5), ["0", "1e-5", "2e-5", "3e-5"]),
+        ((2e6, 4e6), ["2.0e6", "2.5e6", "3.0e6", "3.5e6", "4.0e6"]),
+    ],
+)
+def test_the_ticks_of_an_axis_have_the_same_decimals_and_a_constant_has_one(
+    values: tuple[float, float], expected: list[str]
+) -> None:
+    chart = draw_chart("", [Series("", [1, 2], values)], "iterations")
+    assert re.findall('text-anchor="end">(.*?)<', chart.svg) == expected
+
+
 def test_a_large_picture_is_embedded_as_jpeg(tmp_path: Path) -> None:
     small, large = tmp_path / "small.png", tmp_path / "large.png"
     Image.new("RGB", (8, 8)).save(small)

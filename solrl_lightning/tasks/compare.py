@@ -1,7 +1,6 @@
 """task=compare: final rewards of finished runs, and the cost at which each group reaches that of a reference group.
 
-Two groups share prompts, initial adapters and evaluation noise at equal seeds, so their difference is taken seed by
-seed.
+At equal seeds groups share prompts, initial adapters and evaluation noise, so their difference is taken seed by seed.
 """
 
 import json
@@ -28,9 +27,7 @@ _BASELINE = "family=diffusionnft"  # its group is the reference unless task.refe
 
 
 def compare(cfg: DictConfig) -> dict[str, Any]:
-    """Print the tables of the runs that match ``cfg.task.runs``.
-
-    Writes compare.json, compare.png (learning curves) and report.html.
+    """Print the tables of the runs that match ``cfg.task.runs``; write compare.json, compare.png and report.html.
 
     Raises:
         UserError: no run matches, none of them is finished, or no group has the words of ``cfg.task.reference``.
@@ -60,14 +57,14 @@ def compare(cfg: DictConfig) -> dict[str, Any]:
 
 
 def choose_reference(groups: Sequence[Group], wanted: Any) -> Group:
-    """Return the group of the shortest name that has all words of ``wanted``, each ``key=value`` or a value alone.
+    """Return the group of the shortest name with all words of ``wanted``, each ``key=value`` or a value alone.
 
     With ``wanted=None`` it is that of family=diffusionnft, else the first group.
 
     Raises:
         UserError: no group has the words.
     """
-    words = _BASELINE.split() if wanted is None else str(wanted).split()
+    words = str(_BASELINE if wanted is None else wanted).split()
     known = [{part for word in group.name.split() for part in (word, word.partition("=")[2])} for group in groups]
     fitting = [group for group, own in zip(groups, known, strict=True) if own.issuperset(words)]
     if fitting or wanted is None:
@@ -144,9 +141,6 @@ def _mean(values: Iterable[float | None]) -> dict[str, float | None] | None:
     """Mean and sample standard deviation of the values that are known; None if none is."""
     known = [value for value in values if value is not None]
     return {"mean": mean_of(known).mean, "std": mean_of(known).std} if known else None
-
-
-# The report
 
 
 def tables(result: Mapping[str, Any]) -> list[Section]:
@@ -230,13 +224,12 @@ def cost_notes(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def format_section(section: Section) -> str:
-    """A table of the terminal: heading, cells, notes."""
+    """A section's table as text, under its first line and above the others."""
     (heading, *notes), (table,) = section.text, section.tables
     return "\n".join([heading, format_table(table.columns, table.rows), *(f"  {note}" for note in notes)])
 
 
 def study_page(result: Mapping[str, Any], groups: Sequence[Group], sections: Sequence[Section]) -> Page:
-    """The report of a study: final rewards and curves of every group, and the costs to the reference's final reward."""
     runs = [[run.folder, group.name, run.seed] for group in groups for run in group.runs]
     best = max(groups, key=lambda group: fmean(group.finals.values()))
     tiles = [

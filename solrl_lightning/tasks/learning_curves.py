@@ -9,18 +9,9 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-from matplotlib.ticker import EngFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from solrl_lightning.svg_charts import (
-    EVALUATIONS,
-    FEW,
-    ITERATIONS,
-    Chart,
-    Series,
-    cost_axis,
-    draw_chart,
-    looks,
-)
+from solrl_lightning.svg_charts import FEW, ITERATIONS, Chart, Series, cost_axis, draw_chart, looks
 from solrl_lightning.tasks.run_groups import COSTS, Group
 
 _WIDTH, _DPI = 10, 160  # inches, pixels per inch: text is legible at half the size
@@ -35,22 +26,21 @@ def known_costs(groups: Sequence[Group]) -> list[str]:
 
 
 def series_of(groups: Sequence[Group], cost: str, reference: str) -> tuple[list[Series], str, float]:
-    """Return the mean of each group against a cost with the range of its seeds, and the axis's label and divisor."""
+    """Return the mean of each group with the range of its seeds against a cost, and the axis's label and divisor."""
     label, scale = cost_axis(cost, max(group.curves[cost].cost[-1] for group in groups if cost in group.curves))
     series = []
     for group in groups:
         curve = group.curves.get(cost)
         x = [at / scale for at in curve.cost] if curve else []
         seeds = [list(rewards.values()) for rewards in curve.rewards] if curve else []
+        low, high = ([*map(limit, seeds)] for limit in (min, max))
         is_reference = group.name == reference and len(groups) > 1
-        series.append(
-            Series(group.label, x, [*map(fmean, seeds)], [*map(min, seeds)], [*map(max, seeds)], is_reference)
-        )
+        series.append(Series(group.label, x, [*map(fmean, seeds)], low, high, is_reference))
     return series, label, scale
 
 
 def curve_chart(groups: Sequence[Group], cost: str, result: Mapping[str, Any]) -> Chart:
-    """Return the chart of a cost for a page; with several groups, with the final reward of the reference."""
+    """Return the chart of a cost for a page."""
     series, label, _ = series_of(groups, cost, result["reference"])
     title = f"{result['reward']} reward by {label}"
     if len(groups) == 1:
@@ -60,7 +50,7 @@ def curve_chart(groups: Sequence[Group], cost: str, result: Mapping[str, Any]) -
 
 
 def _plot(axes: Axes, series: Sequence[Series], x_label: str, level: float | None = None) -> list[Line2D]:
-    """Draw the series, and a dashed line at the y ``level``; return the line of each series."""
+    """Draw the series, and a dashed line at the y ``level``, and return the line of each series."""
     lines, band = [], 0.16 if len(series) < 4 else 0.07
     for line, (number, dashes) in zip(series, looks(series), strict=True):
         colour = _INK if number is None else _COLOURS[number]
@@ -75,8 +65,6 @@ def _plot(axes: Axes, series: Sequence[Series], x_label: str, level: float | Non
     axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=x_label == ITERATIONS))
     axes.yaxis.set_major_locator(MaxNLocator(5))
     axes.ticklabel_format(useOffset=False)
-    if x_label == EVALUATIONS:
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.tick_params(color=_GRID, labelcolor=_INK)
     axes.grid(color=_GRID, linewidth=0.6)
     axes.set_axisbelow(True)
@@ -92,9 +80,10 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     """
     several, target, panels = len(groups) > 1, result["target"], known_costs(groups)
     longest = max((group.curves["seconds"].cost[-1] for group in groups if "seconds" in group.curves), default=0)
+    reached = [_reached(facts, longest) for facts in result["groups"]]
     texts = [
-        textwrap.fill(group.label + (_reached(facts, longest) if several else ""), _LEGEND)
-        for group, facts in zip(groups, result["groups"], strict=True)
+        textwrap.fill(group.label + (text if several else ""), _LEGEND)
+        for group, (_, text) in zip(groups, reached, strict=True)
     ]
     columns = max(1, min(4, len(groups), _LEGEND // (max(map(len, texts)) + 4)))
     height = 3.9 + 0.2 * -(-len(groups) // columns)
@@ -103,22 +92,21 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     for panel, cost in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
         series, label, scale = series_of(groups, cost, result["reference"])
         lines = _plot(panel, series, label, target if several else None)
-        panel.set_xlim(left=0)
         for line, facts in zip(lines, result["groups"], strict=True):
-            reached = facts["to_reference"][cost]
-            if several and reached and reached["mean"] is not None:
-                panel.scatter([reached["mean"] / scale], [target], 50, line.get_color(), edgecolors="white", zorder=4)
+            at = facts["to_reference"][cost]
+            if several and at and at["mean"] is not None:
+                panel.scatter([at["mean"] / scale], [target], 50, line.get_color(), edgecolors="white", zorder=4)
     figure.axes[0].set_ylabel(f"held-out {result['reward']} reward")
-    seeds = sorted({len(group.runs) for group in groups})
+    fewest, most = (limit(len(group.runs) for group in groups) for limit in (min, max))
     title = f"{result['reward']} reward on held-out prompts"
-    if seeds != [1]:
-        title += f": mean and range of {' to '.join(str(n) for n in dict.fromkeys((seeds[0], seeds[-1])))} seeds"
+    if most > 1:
+        title += f": mean and range of {most if fewest == most else f'{fewest} to {most}'} seeds"
     if several:
         reference = next(group.label for group in groups if group.name == result["reference"])
         note = f"dashed: {target:.4f}, the final reward of {reference}"
         title += "\n" + textwrap.fill(f"{note}; the legend has the time to it and the speed-up", _TITLE)
     figure.suptitle(title, fontsize=11)
-    order = sorted(range(len(groups)), key=lambda number: _seconds(result["groups"][number]))
+    order = sorted(range(len(groups)), key=lambda number: reached[number][0])
     handles, texts = [lines[number] for number in order], [texts[number] for number in order]
     figure.legend(handles, texts, loc="outside lower center", ncols=columns, fontsize=9.5, frameon=False)
     buffer = io.BytesIO()
@@ -126,18 +114,12 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _seconds(facts: Mapping[str, Any]) -> float:
-    """Seconds to the target; infinity if it is not reached."""
-    reached = facts["to_reference"]["seconds"]
-    return float("inf") if reached is None or reached["mean"] is None else reached["mean"]
-
-
-def _reached(facts: Mapping[str, Any], longest: float) -> str:
-    """Seconds to the target, in hours if the ``longest`` are, and the speed-up."""
+def _reached(facts: Mapping[str, Any], longest: float) -> tuple[float, str]:
+    """Return the seconds to the target, and their text with the speed-up, in hours if the ``longest`` are."""
     reached, (_, scale) = facts["to_reference"]["seconds"], cost_axis("seconds", longest)
     if reached is None:
-        return ""
+        return float("inf"), ""
     if reached["mean"] is None:
-        return ": not reached"
+        return float("inf"), ": not reached"
     spent = f"{reached['mean']:,.0f} s" if scale == 1 else f"{reached['mean'] / scale:,.1f} h"
-    return f": {spent}" + (f", {reached['speed_up']['mean']:.2f}x" if reached["speed_up"] else "")
+    return reached["mean"], f": {spent}" + (f", {reached['speed_up']['mean']:.2f}x" if reached["speed_up"] else "")

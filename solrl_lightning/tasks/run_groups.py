@@ -1,7 +1,4 @@
-"""Groups of finished runs that differ in their seed only, named by what distinguishes them, and their learning curves.
-
-Runs belong together by their resolved configurations, without the seed and keys that only observe or place a run.
-"""
+"""Groups of finished runs with equal configurations but for the seed and keys that only observe or place a run."""
 
 import json
 from collections import Counter
@@ -31,7 +28,7 @@ _SAME_EXPERIMENT = (
 class Group(NamedTuple):
     """Finished runs that differ in their seed only, one per seed."""
 
-    words: tuple[str, ...]  # key=value; chosen options before single values
+    words: tuple[str, ...]  # key=value of what distinguishes it; chosen options before single values
     usual: tuple[str, ...]  # further words that most groups have
     label: str  # the words in short, unique
     runs: list[Run]
@@ -40,7 +37,7 @@ class Group(NamedTuple):
 
     @property
     def name(self) -> str:
-        return " ".join(self.words) or "all"
+        return " ".join(self.words)
 
     @property
     def finals(self) -> dict[Any, float]:
@@ -68,9 +65,8 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
         distinct.setdefault(identity, own)
         earlier = members.setdefault(identity, {}).get(run.seed)
         if earlier is not None and (earlier.summary["status"], run.summary["status"]) == ("completed", "stopped early"):
-            superseded[run.folder] = (
-                f"stopped early; {earlier.folder} has the same configuration and seed and completed"
-            )
+            reason = f"stopped early; {earlier.folder} has the same configuration and seed and completed"
+            superseded[run.folder] = reason
             continue
         if earlier is not None:
             superseded[earlier.folder] = f"{run.folder} is a later run of the same configuration and seed"
@@ -81,7 +77,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
     groups = []
     for identity, own in distinct.items():
         usual = tuple(word for word in full[identity] if word not in words[identity])
-        label = " ".join(_short(word, own.options) for word in words[identity]) or "all"
+        label = " ".join(_short(word, own.options) for word in words[identity])
         shown = {key: own.resolved.get(key) for key in differing}
         group = list(members[identity].values())
         groups.append(Group(words[identity], usual, label, group, shown, group_curves(group)))
@@ -111,7 +107,7 @@ def _plain(value: Any) -> Any:
 
 
 def words_of(own: Settings, settings: Sequence[Settings], differing: Sequence[str]) -> tuple[str, ...]:
-    """Return what distinguishes a group: chosen options, then single values.
+    """Return what distinguishes a group: chosen options, then single values; the family if it is the only group.
 
     A value distinguishes it if the runs with the same option of its config group differ in it, and if it does not
     follow another key by interpolation. A value of no config group that was not on the command line follows the option
@@ -129,7 +125,8 @@ def words_of(own: Settings, settings: Sequence[Settings], differing: Sequence[st
         return True
 
     values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in (own.options | own.resolved).items()}
-    return tuple(f"{key}={values[key]}" for key in (*options, *filter(distinguishes, differing)) if key in values)
+    keys = [*options, *filter(distinguishes, differing)] or ["family"]
+    return tuple(f"{key}={values[key]}" for key in keys if key in values)
 
 
 def _differing(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -155,9 +152,6 @@ def _short(word: str, options: Mapping[str, Any]) -> str:
     return value if key in options else f"{key.rpartition('.')[2]}={value}"
 
 
-# Learning curves
-
-
 def learning_curve(run: Run) -> dict[int, float]:
     """Return iteration -> held-out reward."""
     reward = run.summary["reward"]
@@ -171,8 +165,7 @@ def costs(run: Run, cost: str) -> dict[int, float]:
     """
     curve = learning_curve(run)
     spent = {row["iteration"]: row.get(cost) for row in run.summary["evaluations"] if row["iteration"] in curve}
-    known = {iteration: value for iteration, value in spent.items() if value is not None}
-    return known if len(known) == len(curve) else {}
+    return {} if None in spent.values() else spent
 
 
 def group_curves(runs: Sequence[Run]) -> dict[str, GroupCurve]:

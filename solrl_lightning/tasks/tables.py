@@ -1,4 +1,4 @@
-"""Formats the results of tasks: a JSON file in the run folder and a table on the terminal."""
+"""Results of tasks as JSON files and as tables on the terminal."""
 
 import json
 import textwrap

@@ -314,7 +314,7 @@ def test_observing_keys_paths_and_explicit_defaults_make_no_group(tmp_path: Path
     other += ["iterations=12", "objective.beta=1"]
     folders = [write_run(tmp_path / str(i), 0.6, *(other if i else []), seed=i) for i in range(2)]
     (group,), _ = group_runs(read_runs(folders)[0])
-    assert (group.name, [run.seed for run in group.runs], group.settings) == ("all", [0, 1], {})
+    assert (group.name, [run.seed for run in group.runs], group.settings) == ("family=sol_rl", [0, 1], {})
 
 
 def test_differences_are_over_the_seeds_of_both_groups(compose: Compose, tmp_path: Path) -> None:
