@@ -1,6 +1,7 @@
 """Mistakes that are found before libraries are loaded, processes are started or weights are read."""
 
 import json
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -92,6 +93,22 @@ def test_unequal_shares_of_ranks_are_an_error(compose: Compose, devices: str, ar
     with pytest.raises(UserError, match=message):
         check_prompts(compose(*sharded, argument))
     check_prompts(compose(*sharded, argument, "trainer.devices=1"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("optimizer.lr=1e400", "optimizer.lr=inf is invalid: it must be a finite number above 0"),
+        ("model.full_steps=0", "model.full_steps=0 is invalid: it must be a whole number of at least 1"),
+        ("trainer.devices=0", "trainer.devices=0 is invalid: it must be auto, a number of devices, or a list of their"),
+        ("trainer.devices=[0,0]", "trainer.devices=[0, 0] is invalid: it must be auto, a number of devices, or a list"),
+        ("trainer.accelerator=tpus", "trainer.accelerator=tpus is invalid: it must be one of auto, cpu, gpu"),
+        ("precision.backend=foo", "with precision=nvfp4 it must be one of auto, transformer_engine, torch, emulated"),
+    ],
+)
+def test_wrong_value_is_told_under_the_key_that_was_given(compose: Compose, argument: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_values(compose(argument))
 
 
 def test_help_names_the_options_for_small_gpus(command: Command) -> None:
