@@ -16,7 +16,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from solrl_lightning.config import ConfigTree
 from solrl_lightning.data.sources import check_source, dataset_of
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, did_you_mean, nearest
 from solrl_lightning.hub import check_push
 from solrl_lightning.policies.config_files import config_folder
 from solrl_lightning.precisions import check_backend
@@ -30,6 +30,8 @@ SAMPLERS = ("shadow", "merged", "policy")
 SOLVERS = ("euler", "dpm2")
 DECODERS = ("full", "bf16", "preview")
 MAX_SEED = 2**32 - 1
+_FAMILY_KEYS = {"pool", "keep", "explore", "regenerate", "compile", "warning"}
+_OPTIONAL_FAMILY_KEYS = {"levels", "start", "threshold", "margin", "patience", "smoke_keep", "smoke_rungs"}
 _EXPLORER_KEYS = {"sampler", "steps", "solver", "stop_after", "rungs", "decoder"}
 LORA_FILE = "pytorch_lora_weights.safetensors"  # of diffusers' save_lora_weights
 _ABSENT = object()  # a key that the chosen options do not have
@@ -62,11 +64,27 @@ def check_kinds(tree: ConfigTree, cfg: DictConfig) -> None:
     for group in _ONE_EACH:
         if not isinstance(cfg.hydra.runtime.choices.get(group), str):
             raise UserError(f"A run needs a {group}; choose one with {group}=<option>.")
+        if not isinstance(cfg[group], DictConfig):
+            raise UserError(f"{group}={cfg[group]} is invalid: its YAML file must hold keys, not a list or a value.")
     arguments = list(cfg.hydra.overrides.task)
     choices = [str(o.input_line) for o in tree.parse(arguments) if tree.options(o.key_or_group)]
+    found: Any = OmegaConf.to_container(cfg, resolve=False)
     if len(choices) < len(arguments):
-        known, found = (OmegaConf.to_container(each, resolve=False) for each in (tree.compose(choices), cfg))
-        _check_kind("", known, found)
+        _check_kind("", OmegaConf.to_container(tree.compose(choices), resolve=False), found)
+    _check_family(found["family"])
+
+
+def _check_family(family: dict[str, Any]) -> None:
+    """UserError for a key that a family's file lacks, or that nothing reads."""
+    for name in sorted(_FAMILY_KEYS - family.keys()):
+        fix = "Begin the family's file with `defaults: [sol_rl, _self_]`, or add the key"
+        raise UserError(f"family.{name} is missing: a run needs it. {fix}.")
+    nodes = {"family": (family, _FAMILY_KEYS | _OPTIONAL_FAMILY_KEYS)}
+    nodes |= {f"family.{stage}": (family[stage], _EXPLORER_KEYS) for stage in ("explore", "regenerate")}
+    for key, (node, known) in nodes.items():
+        for name in sorted(node.keys() - known) if isinstance(node, dict) else ():
+            near = did_you_mean(nearest(name, known))
+            raise UserError(f"{key}.{name}={node[name]} is invalid: nothing reads that key of a family.{near}")
 
 
 def _check_kind(key: str, known: Any, found: Any) -> None:

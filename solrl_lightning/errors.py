@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable, Sequence
+from os.path import commonprefix
 
 
 class UserError(ValueError):
@@ -45,7 +46,9 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
     """Up to three of ``known``, nearest first; of a dotted key, the whole or the last part alone may be near."""
 
     def likeness(candidate: str) -> float:
-        whole = difflib.SequenceMatcher(None, word, candidate).ratio()
+        shared = len(commonprefix([word.split("."), candidate.split(".")]))  # parents, which say nothing of the rest
+        rests = (".".join(name.split(".")[shared:]) for name in (word, candidate))
+        whole = difflib.SequenceMatcher(None, *rests).ratio()
         last = difflib.SequenceMatcher(None, word.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
         return max(whole, 0.9 * last) + 0.1 * whole - 0.04 * candidate.count(".")
 
