@@ -58,13 +58,10 @@ def test_declaration_that_no_loop_can_use_is_an_error(declared: dict[str, Any], 
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (
-            VALUES,
-            "it must return a Loss with per_sample [3] with gradients for a micro-batch of 3 rows; got Tensor [3]",
-        ),
-        (Loss(VALUES.detach(), {}), "with per_sample [3] with gradients .* got Tensor [3] without gradients"),
-        (Loss(VALUES[:2], {}), "with per_sample [3] with gradients .* got Tensor [2] with gradients"),
-        (Loss([1.0] * 3, {}), "with per_sample [3] with gradients .* got list"),  # type: ignore[arg-type]
+        (VALUES, "per_sample [3] with gradients for a micro-batch of 3 rows; got Tensor [3] with gradients"),
+        (Loss(VALUES.detach(), {}), "got Tensor [3] without gradients"),
+        (Loss(VALUES[:2], {}), "got Tensor [2] with gradients"),
+        (Loss([1.0] * 3, {}), "got list"),  # type: ignore[arg-type]
         (Loss(VALUES, None), "metrics must be a dict of scalars by name; got NoneType"),  # type: ignore[arg-type]
         (Loss(VALUES, {"m": VALUES.detach()}), "the metric m must be a scalar; got Tensor [3] without gradients"),
         (Loss(VALUES, {"m": "x"}), "the metric m must be a scalar; got str"),  # type: ignore[dict-item]
@@ -72,9 +69,7 @@ def test_declaration_that_no_loop_can_use_is_an_error(declared: dict[str, Any], 
 )
 def test_result_that_cannot_train_is_an_error(loss: Any, message: str) -> None:
     check_loss(Own(), Loss(VALUES, {"m": VALUES.mean()}), 3)
-    with pytest.raises(
-        UserError, match="objective=Own is invalid: .*" + re.escape(message).replace(r"\ \.\*\ ", " .* ")
-    ):
+    with pytest.raises(UserError, match=f"objective=Own is invalid: .*{re.escape(message)}"):
         check_loss(Own(), loss, 3)
 
 
