@@ -232,9 +232,10 @@ def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
             return f"There is no key {key} here: {parent} is null in the chosen {parts[0]}, so it has no keys."
     ours = [name for name in known if (parts[0] == "hydra") == (name.partition(".")[0] == "hydra")]
     near = _suggestions(key, [*ours, *groups] if parts[0] != "hydra" else ours)
-    if not near and parts[0] in ("callbacks", "logger", "reward") and ".".join(parts[:2]) not in known:
+    if parts[0] in ("callbacks", "logger", "reward") and len(parts) > 2 and ".".join(parts[:2]) not in known:
         members = [name.partition(".")[2] for name in ours if name.rpartition(".")[0] == parts[0]]
-        near = f" {parts[0]} has {', '.join(members)}."
+        meant = [".".join([parts[0], name, *parts[2:]]) for name in nearest(parts[1], members)]
+        near = did_you_mean(meant) or f" {parts[0]} has {', '.join(members)}."
     target = known.get(f"{key.rpartition('.')[0]}._target_")
     adding = f" Write +{key}=<value> if {target} takes it." if target and parts[0] != "task" else ""
     return f"There is no key {key}.{near}{adding} --help lists the common ones, --cfg job shows all."

@@ -2,7 +2,6 @@
 
 import difflib
 from collections.abc import Iterable, Sequence
-from os.path import commonprefix
 
 
 class UserError(ValueError):
@@ -46,9 +45,7 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
     """Up to three of ``known``, nearest first; of a dotted key, the whole or the last part alone may be near."""
 
     def likeness(candidate: str) -> float:
-        shared = len(commonprefix([word.split("."), candidate.split(".")]))  # parents, which say nothing of the rest
-        rests = (".".join(name.split(".")[shared:]) for name in (word, candidate))
-        whole = difflib.SequenceMatcher(None, *rests).ratio()
+        whole = difflib.SequenceMatcher(None, word, candidate).ratio()
         last = difflib.SequenceMatcher(None, word.rpartition(".")[2], candidate.rpartition(".")[2]).ratio()
         return max(whole, 0.9 * last) + 0.1 * whole - 0.04 * candidate.count(".")
 
