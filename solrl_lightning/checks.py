@@ -6,6 +6,7 @@ that breaks a rule of one group of keys; `check_values` calls those that need no
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -15,9 +16,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from solrl_lightning.config import ConfigTree
 from solrl_lightning.data.sources import check_source, dataset_of
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, did_you_mean, nearest
 from solrl_lightning.hub import check_push
 from solrl_lightning.policies.config_files import config_folder
+from solrl_lightning.precisions import check_backend
 from solrl_lightning.rewards.addresses import check_served, check_url, read_token
 from solrl_lightning.rewards.geneval_metadata import check_metadata
 
@@ -28,6 +30,8 @@ SAMPLERS = ("shadow", "merged", "policy")
 SOLVERS = ("euler", "dpm2")
 DECODERS = ("full", "bf16", "preview")
 MAX_SEED = 2**32 - 1
+_FAMILY_KEYS = {"pool", "keep", "explore", "regenerate", "compile", "warning"}
+_OPTIONAL_FAMILY_KEYS = {"levels", "start", "threshold", "margin", "patience", "smoke_keep", "smoke_rungs"}
 _EXPLORER_KEYS = {"sampler", "steps", "solver", "stop_after", "rungs", "decoder"}
 LORA_FILE = "pytorch_lora_weights.safetensors"  # of diffusers' save_lora_weights
 _ABSENT = object()  # a key that the chosen options do not have
@@ -60,11 +64,27 @@ def check_kinds(tree: ConfigTree, cfg: DictConfig) -> None:
     for group in _ONE_EACH:
         if not isinstance(cfg.hydra.runtime.choices.get(group), str):
             raise UserError(f"A run needs a {group}; choose one with {group}=<option>.")
+        if not isinstance(cfg[group], DictConfig):
+            raise UserError(f"{group}={cfg[group]} is invalid: its YAML file must hold keys, not a list or a value.")
     arguments = list(cfg.hydra.overrides.task)
     choices = [str(o.input_line) for o in tree.parse(arguments) if tree.options(o.key_or_group)]
+    found: Any = OmegaConf.to_container(cfg, resolve=False)
     if len(choices) < len(arguments):
-        known, found = (OmegaConf.to_container(each, resolve=False) for each in (tree.compose(choices), cfg))
-        _check_kind("", known, found)
+        _check_kind("", OmegaConf.to_container(tree.compose(choices), resolve=False), found)
+    _check_family(found["family"])
+
+
+def _check_family(family: dict[str, Any]) -> None:
+    """UserError for a key that a family's file lacks, or that nothing reads."""
+    for name in sorted(_FAMILY_KEYS - family.keys()):
+        fix = "Begin the family's file with `defaults: [sol_rl, _self_]`, or add the key"
+        raise UserError(f"family.{name} is missing: a run needs it. {fix}.")
+    nodes = {"family": (family, _FAMILY_KEYS | _OPTIONAL_FAMILY_KEYS)}
+    nodes |= {f"family.{stage}": (family[stage], _EXPLORER_KEYS) for stage in ("explore", "regenerate")}
+    for key, (node, known) in nodes.items():
+        for name in sorted(node.keys() - known) if isinstance(node, dict) else ():
+            near = did_you_mean(nearest(name, known))
+            raise UserError(f"{key}.{name}={node[name]} is invalid: nothing reads that key of a family.{near}")
 
 
 def _check_kind(key: str, known: Any, found: Any) -> None:
@@ -93,6 +113,8 @@ def _check_kind(key: str, known: Any, found: Any) -> None:
     ):
         return
     rule = "a single value" if expected == "null" else expected
+    if key == "task.runs":
+        rule = "one glob, in quotes, that matches all runs, as in 'task.runs=outputs/train/*'"
     fix = "" if known is None or isinstance(known, dict | list) else f" for {key}={known}"
     raise UserError(f"{key}={'null' if found is None else found} is invalid: it must be {rule}. Leave it out{fix}.")
 
@@ -114,44 +136,53 @@ def _number(holds: Callable[[float], bool]) -> Callable[[Any], bool]:
     return lambda value: type(value) in (int, float) and math.isfinite(value) and holds(value)
 
 
-# The rule, whether it holds for a value, and the keys that it is for, with "?" if they may be null.
+def _are_devices(value: Any) -> bool:
+    if isinstance(value, ListConfig):
+        return all(map(_whole(0), value)) and 0 < len(value) == len(set(value))
+    return _whole(1)(value) or value == -1 or re.fullmatch(r"auto|-1|[1-9]\d*|(\d+,)+\d*", str(value)) is not None
+
+
+# The rule, whether it holds for a value, and the keys that it is for, with "?" if they may be null; a key stands before
+# those whose value follows it.
 _RULES = {
     "a whole number of at least 1": (
         _whole(1),
-        "trainer.num_nodes iterations optimizer_steps objective.reference_every prompts_per_iteration evaluation.every "
-        "family.pool family.explore.steps family.regenerate.steps model.resolution model.max_sequence_length "
-        "model.full_steps model.preview_steps model.eval_steps model.prefix_steps model.micro_batch model.decode_batch "
-        "model.rollout_batch model.lora.rank data.eval_images task.pool task.images task.repeats task.rounds "
-        "task.grid_prompts task.grid_images family.patience callbacks.guard.patience callbacks.sample_grid.prompts "
-        "callbacks.sample_grid.seeds_per_prompt callbacks.sample_grid.steps "
-        "reward.http.batch reward.http.concurrency task.max_images task.max_pixels "
-        "data.eval_prompts? task.sizes.pool? objective.window? callbacks.periodic.keep?",
+        "trainer.num_nodes model.iterations model.prompts_per_iteration model.evaluation_every iterations "
+        "optimizer_steps objective.reference_every prompts_per_iteration evaluation.every model.full_steps "
+        "model.preview_steps model.eval_steps model.prefix_steps model.micro_batch model.decode_batch "
+        "model.resolution model.max_sequence_length model.rollout_batch model.lora.rank family.pool "
+        "family.explore.steps family.regenerate.steps data.eval_images task.pool task.images task.repeats "
+        "task.rounds task.grid_prompts task.grid_images family.patience callbacks.guard.patience "
+        "callbacks.sample_grid.prompts callbacks.sample_grid.seeds_per_prompt callbacks.sample_grid.steps "
+        "reward.http.batch reward.http.concurrency task.max_images task.max_pixels data.eval_prompts? "
+        "task.sizes.pool? objective.window? callbacks.periodic.keep?",
     ),
     "a whole number of at least 0": (
         _whole(0),
         "callbacks.periodic.every callbacks.rank_correlation.probe_every callbacks.sample_grid.every "
         "reward.http.retries task.iterations?",
     ),
+    "auto, a number of devices, or a list of their indices such as [0,1]": (_are_devices, "trainer.devices"),
     f"a whole number from 0 to {MAX_SEED}": (_whole(0, MAX_SEED), "seed"),
     "a whole number from 0 to 65535; 0 takes a free port": (_whole(0, 65535), "task.port"),
     "a whole number of at least 2: the best and the worst of a prompt are compared with each other": (
         _whole(2),
         "family.keep task.keep",
     ),
-    "a number above 0": (
+    "a finite number above 0": (
         _number(lambda value: value > 0),
         "model.max_grad_norm model.lora.alpha objective.beta objective.advantage_clip objective.ratio_clip "
-        "objective.clip_range objective.noise_level objective.eta "
-        "optimizer.lr scheduler.iterations reward.http.timeout task.tflops? task.speedup? callbacks.guard.limits.fall? "
+        "objective.clip_range objective.noise_level objective.eta model.learning_rate optimizer.lr "
+        "scheduler.iterations reward.http.timeout task.tflops? task.speedup? callbacks.guard.limits.fall? "
         "callbacks.guard.limits.pictures? callbacks.guard.limits.diversity? callbacks.guard.limits.kl? "
         "callbacks.guard.limits.base_distance? callbacks.guard.limits.jump?",
     ),
-    "a number of at least 0": (
+    "a finite number of at least 0": (
         _number(lambda value: value >= 0),
-        "model.guidance objective.kl_weight objective.old_weight optimizer.weight_decay scheduler.warmup family.margin "
-        "callbacks.guard.limits.lost_gain reward.http.backoff",
+        "model.guidance model.kl_weight objective.kl_weight objective.old_weight optimizer.weight_decay "
+        "scheduler.warmup family.margin callbacks.guard.limits.lost_gain reward.http.backoff",
     ),
-    "a number of at least 1; 1 is without guidance": (_number(lambda value: value >= 1), "model.guidance_scale"),
+    "a finite number of at least 1; 1 is without guidance": (_number(lambda value: value >= 1), "model.guidance_scale"),
     "a fraction above 0 and at most 1": (
         _number(lambda value: 0 < value <= 1),
         "model.train_timestep_fraction objective.timestep_fraction task.min_gap family.threshold "
@@ -159,6 +190,8 @@ _RULES = {
     ),
 }
 _CHOICES = {
+    "trainer.accelerator": ("auto", "cpu", "gpu", "cuda", "mps", "tpu"),
+    "training_sampler": ("merged", "policy"),
     "model.solver": SOLVERS,
     "family.explore.sampler": SAMPLERS,
     "family.explore.solver": SOLVERS,
@@ -168,7 +201,6 @@ _CHOICES = {
     "base_weights": ("bfloat16", "int8", "nf4"),
     "encode_on": ("device", "cpu"),
     "old_velocity": ("policy", "merged"),
-    "training_sampler": ("merged", "policy"),
     "family.compile": (True, False, "auto"),
     "compile_training": (True, False, "auto"),
     "model.gradient_checkpointing": (True, False, "selective"),
@@ -200,6 +232,7 @@ def check_choices(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key, default=_ABSENT)
         if value is not _ABSENT and value not in choices:
             raise _invalid(key, value, f"one of {', '.join(str(choice).lower() for choice in choices)}")
+    check_backend(cfg.precision.name, cfg.precision.backend)
     for key in ("family.compile", "compile_training", "task.compile"):
         if cfg.base_weights != "bfloat16" and OmegaConf.select(cfg, key) is True:
             raise UserError(
@@ -341,7 +374,7 @@ def check_rewards(cfg: DictConfig) -> None:
                 "with `# @package reward`, and put them below its one key, the reward's name."
             )
         if not _number(lambda value: True)(member["weight"]):
-            rule = "a number; 0 for a reward that is only evaluated"
+            rule = "a finite number; 0 for a reward that is only evaluated"
             raise _invalid(f"reward.{name}.weight", member["weight"], rule)
         if member["_target_"] == "solrl_lightning.rewards.http.HTTPReward":
             check_url(f"reward.{name}.url", member.get("url"))
@@ -611,11 +644,11 @@ def check_prompts(cfg: DictConfig) -> None:
         return
     if "prompt_file" in cfg.task:
         requested_prompts(cfg)
+    from solrl_lightning.data.prompts import PromptSchedule  # imports torch
+
     prompts = prompt_sets(cfg)
-    available = len(prompts.train)
-    if "train" in cfg.task.reads and cfg.prompts_per_iteration > available:
-        rule = f"at most the number of different prompts in data.train={cfg.data.train}, which is {available}"
-        raise _invalid("prompts_per_iteration", cfg.prompts_per_iteration, rule)
+    if "train" in cfg.task.reads:
+        PromptSchedule(prompts.train, cfg.prompts_per_iteration, cfg.seed)
     if any(member["_target_"] == "solrl_lightning.rewards.GenEval" for member in reward_members(cfg).values()):
         texts = [*prompts.train, *prompts.eval]
         check_metadata(texts, [prompts.metadata.get(text, {}) for text in texts])

@@ -23,7 +23,9 @@ from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
+from yaml import YAMLError
 
+from solrl_lightning.console import first_lines
 from solrl_lightning.errors import UserError, did_you_mean, nearest
 
 CONFIG_MODULE = "solrl_lightning.conf"
@@ -117,13 +119,15 @@ class ConfigTree:
         """The whole configuration, Hydra's own part included.
 
         Raises:
-            UserError: for an option or a key that does not exist. Hydra raises its own errors for other faults.
+            UserError: for an option or a key that does not exist, or a file that Hydra cannot read.
         """
         try:
             return compose(self.config_name, list(arguments), return_hydra_config=True)
-        except (HydraException, ValueError):
+        except (YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"A YAML file of your own is invalid: {first_lines(error)}. Correct it.") from error
+        except (HydraException, ValueError) as error:
             check_names(self, arguments)
-            raise
+            raise UserError(first_lines(error)) from error
 
     def jobs(self, arguments: Sequence[str], multirun: bool) -> list[DictConfig]:
         """The configuration of every run that a command line starts; of a sweep, of every combination.
@@ -233,6 +237,10 @@ def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
             return f"There is no key {key} here: {parent} is null in the chosen {parts[0]}, so it has no keys."
     ours = [name for name in known if (parts[0] == "hydra") == (name.partition(".")[0] == "hydra")]
     near = _suggestions(key, [*ours, *groups] if parts[0] != "hydra" else ours)
+    if parts[0] in ("callbacks", "logger", "reward") and len(parts) > 2 and ".".join(parts[:2]) not in known:
+        members = [name.partition(".")[2] for name in ours if name.rpartition(".")[0] == parts[0]]
+        meant = [".".join([parts[0], name, *parts[2:]]) for name in nearest(parts[1], members)]
+        near = did_you_mean(meant) or f" {parts[0]} has {', '.join(members)}."
     target = known.get(f"{key.rpartition('.')[0]}._target_")
     adding = f" Write +{key}=<value> if {target} takes it." if target and parts[0] != "task" else ""
     return f"There is no key {key}.{near}{adding} --help lists the common ones, --cfg job shows all."

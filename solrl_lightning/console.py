@@ -23,7 +23,7 @@ _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 def first_lines(error: Exception) -> str:
     """A message of Hydra or OmegaConf in one line, without its notes on object types."""
-    lines = [line.strip() for line in str(error).splitlines()]
+    lines = [line.strip() for line in (str(error) or str(error.__cause__)).splitlines()]
     return " ".join(line for line in lines if line and not line.startswith("object_type="))
 
 

@@ -180,7 +180,8 @@ class SolRLModule(LightningModule):
                 others[name] = self._velocity(transformer, batch)
         loss_of_rows = self.objective(self._velocity(self.transformer, batch), batch, **others)
         per_sample, metrics = check_loss(self.objective, loss_of_rows, len(batch.weight))
-        check_finite(per_sample.detach(), "loss", batch.prompts, batch.seeds)
+        what = f"loss of objective={type(self.objective).__name__}"
+        check_finite(per_sample.detach(), what, batch.prompts, batch.seeds)
         loss = (per_sample * batch.weight).mean()
         values = {"train/loss": loss.detach()} | {f"train/{name}": value for name, value in metrics.items()}
         self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)

@@ -31,6 +31,11 @@ def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object,
         if unknown := str(cause).startswith(("Error loading", "Expected a callable")):  # Hydra's; it quotes its cause
             cause = cause.__cause__ or cause
         found = " ".join(str(cause).partition("full_key:")[0].split()).rstrip(".?")
+        if unknown and isinstance(cause, ModuleNotFoundError) and "." in str(cause.name):
+            home, _, name = str(cause.name).rpartition(".")
+            found = f"there is {home}, but it has no {name}"
+        elif unknown and not isinstance(cause, ImportError | AttributeError | InstantiationException):
+            found = f"its import ended with {type(cause).__name__}: {found}"
         fix = (
             "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
             if unknown
@@ -51,9 +56,10 @@ def check_optimizer(cfg: DictConfig) -> None:
 
 def check_objective(cfg: DictConfig) -> None:
     """Raises UserError for an objective that cannot be made, or that cannot train with the model's guidance."""
-    from solrl_lightning.objectives.base import Objective
+    from solrl_lightning.objectives import base
 
-    objective = make("objective", cfg.objective, kind=Objective)
+    objective = make("objective", cfg.objective, kind=base.Objective)
+    base.check_objective(objective, cfg.family.regenerate.steps)
     scale = cfg.model.get("guidance_scale", 1)
     if scale != 1 and not objective.guided_training:
         raise UserError(

@@ -37,7 +37,7 @@ OWN = "+reward.mine={_target_:%s,weight:1.0%s}"
 @pytest.mark.parametrize(
     ("target", "more", "message"),
     [
-        ("nowhere.Mine", "", "reward.mine: nowhere.Mine could not be made: .*PYTHONPATH"),
+        ("nowhere.Mine", "", "reward.mine: nowhere.Mine could not be made: No module named 'nowhere'. .*PYTHONPATH"),
         ("solrl_lightning.rewards.shapes.ShapesReward", ",temperature:2", "unexpected keyword argument 'temperature'"),
     ],
 )
@@ -51,7 +51,7 @@ def test_a_reward_that_cannot_be_made_is_told_by_its_name(
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("optimizer._target_=torch.optim.Foo", "Foo could not be made: No module named 'torch.optim.Foo'. Name"),
+        ("optimizer._target_=torch.optim.Foo", "Foo could not be made: there is torch.optim, but it has no Foo. Name"),
         ("optimizer._target_=5", "Expected a callable target, got '5' of type 'int'. Name a class"),
         ("optimizer._target_=torch.optim.SGD", "unexpected keyword argument 'betas'.* with ~optimizer.<name>"),
         ("+optimizer.momentum=0.9", "unexpected keyword argument 'momentum'"),

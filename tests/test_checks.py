@@ -1,6 +1,7 @@
 """Mistakes that are found before libraries are loaded, processes are started or weights are read."""
 
 import json
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +11,8 @@ from typing import Any
 import pytest
 from omegaconf import DictConfig
 
-from solrl_lightning.checks import check_needs, check_prompts, check_values
+from solrl_lightning.checks import check_kinds, check_needs, check_prompts, check_values
+from solrl_lightning.config import ConfigTree, check_names
 from solrl_lightning.errors import UserError
 from solrl_lightning.rewards.addresses import TOKEN
 
@@ -92,6 +94,59 @@ def test_unequal_shares_of_ranks_are_an_error(compose: Compose, devices: str, ar
     with pytest.raises(UserError, match=message):
         check_prompts(compose(*sharded, argument))
     check_prompts(compose(*sharded, argument, "trainer.devices=1"))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("optimizer.lr=1e400", "optimizer.lr=inf is invalid: it must be a finite number above 0"),
+        ("model.full_steps=0", "model.full_steps=0 is invalid: it must be a whole number of at least 1"),
+        ("trainer.devices=0", "trainer.devices=0 is invalid: it must be auto, a number of devices, or a list of their"),
+        ("trainer.devices=[0,0]", "trainer.devices=[0, 0] is invalid: it must be auto, a number of devices, or a list"),
+        ("trainer.accelerator=tpus", "trainer.accelerator=tpus is invalid: it must be one of auto, cpu, gpu"),
+        ("precision.backend=foo", "with precision=nvfp4 it must be one of auto, transformer_engine, torch, emulated"),
+    ],
+)
+def test_wrong_value_is_told_under_the_key_that_was_given(compose: Compose, argument: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_values(compose(argument))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1\nb: 2\n", 'A YAML file of your own is invalid: .*family/mine.yaml", line 2, column 2. Correct it.'),
+        ("defaults: sol_rl\n", "Invalid defaults list in 'family/mine', defaults must be a list"),
+        ("- 8\n", "family=\\[8\\] is invalid: its YAML file must hold keys"),
+        ("pool: 8\n", "family.compile is missing: a run needs it. Begin the family's file with `defaults: "),
+        ("defaults: [sol_rl, _self_]\nkep: 8\n", "family.kep=8 is invalid: nothing reads .* Did you mean keep"),
+        ("defaults: [sol_rl, _self_]\nexplore: {step: 8}\n", "family.explore.step=8 is invalid: .* Did you mean steps"),
+    ],
+)
+def test_file_of_own_that_no_run_can_use_is_an_error(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "family").mkdir()
+    (tmp_path / "family" / "mine.yaml").write_text(text)
+    with ConfigTree(config_dir=str(tmp_path)) as tree, pytest.raises(UserError, match=message):
+        check_kinds(tree, tree.compose(["family=mine"]))
+
+
+def test_several_runs_are_a_glob() -> None:
+    with ConfigTree() as tree, pytest.raises(UserError, match="matches all runs, as in 'task.runs=outputs/train/"):
+        check_kinds(tree, tree.compose(["task=compare", "task.runs=[a,b]"]))
+
+
+def test_unknown_callback_is_answered_with_those_there_are() -> None:
+    with (
+        ConfigTree() as tree,
+        pytest.raises(UserError, match="no key callbacks.nope.x. callbacks has timings, .* summ"),
+    ):
+        check_names(tree, ["callbacks.nope.x=1"])
+
+
+def test_race_is_small_in_the_smoke_experiment_and_a_rung_of_own_is_kept(compose: Compose) -> None:
+    check_values(compose("experiment=smoke", "family=race"))
+    with pytest.raises(UserError, match="it must be a list of rungs"):
+        check_values(compose("experiment=smoke", "family=race", "family.explore.rungs=[{step:3,keep:48}]"))
 
 
 def test_help_names_the_options_for_small_gpus(command: Command) -> None:

@@ -214,7 +214,7 @@ def test_what_another_sweeper_may_choose_is_checked_before_and_in_its_jobs(
     result = command(task(negate), *sweeper, "optimizer.lr=interval(0.1,1)")
     assert result.status == 2
     assert (
-        "error: optimizer.lr=-0.5 is invalid: it must be a number above 0. Leave it out for the default.\n"
+        "error: optimizer.lr=-0.5 is invalid: it must be a finite number above 0. Leave it out for the default.\n"
         in result.err
     )
     assert [folder.name for folder in (tmp_path / "sweep").glob("[0-9]*")] == ["0_optimizer.lr-0.5"]

@@ -23,7 +23,8 @@ class RolloutLoader(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         # This must be a generator: Lightning calls iter() before the first fill and next() after it.
-        yield from self._batches
+        for number in range(len(self._batches)):  # iter() of a Sequence ends at any IndexError within
+            yield self._batches[number]
 
 
 class RankPrompts:

@@ -112,8 +112,9 @@ class PromptSchedule:
     def __init__(self, prompts: Sequence[str], per_iteration: int, seed: int) -> None:
         if not 1 <= per_iteration <= len(prompts):
             raise UserError(
-                f"prompts_per_iteration={per_iteration} is invalid: it must be between 1 and the number of unique "
-                f"training prompts, {len(prompts)}. Lower prompts_per_iteration, or set data.train to a larger source."
+                f"prompts_per_iteration={per_iteration} is invalid: it must be at least 1 and at most the number of "
+                f"different prompts in data.train, which is {len(prompts)}. Lower it, or set data.train to a larger "
+                "source."
             )
         self.prompts, self.per_iteration, self.seed = list(prompts), per_iteration, seed
 

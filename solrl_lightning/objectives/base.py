@@ -7,7 +7,7 @@ Shapes: B micro-batch, M kept samples, T solver steps.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,6 +19,8 @@ from solrl_lightning.rollout.advantages import AllReduce, group_advantages
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.sampling import Solver
 from solrl_lightning.seeds import train_timesteps, training_noise
+
+NEEDS = ("old", "reference")  # velocities that an objective may read beside the trained policy's
 
 
 class Loss(NamedTuple):
@@ -127,16 +129,43 @@ def mean_square(difference: Tensor) -> Tensor:
     return difference.square().mean(dim=tuple(range(1, difference.ndim)), dtype=torch.float64)
 
 
+def check_objective(objective: Objective, num_steps: int) -> None:
+    """UserError unless what ``objective`` declares fits a sampler of ``num_steps``."""
+    needs, transitions = objective.needs, objective.transitions(num_steps, 0)
+    if isinstance(needs, str) or not isinstance(needs, Collection) or any(name not in NEEDS for name in needs):
+        raise _invalid(objective, f"needs must be a tuple of names among {', '.join(NEEDS)}", needs)
+    if not isinstance(transitions, range) or transitions != range(num_steps)[transitions.start : transitions.stop]:
+        raise _invalid(objective, f"transitions must be consecutive steps of range(0, {num_steps})", transitions)
+    levels = len(transitions) or num_steps
+    steps = objective.train_steps(torch.zeros(1, dtype=torch.int64), levels)
+    if steps.dtype != torch.int64 or steps.ndim != 2 or not set(steps.flatten().tolist()) <= set(range(levels)):
+        rule = f"train_steps must return int64 [M, S] of numbers from 0 to {levels - 1}"
+        raise _invalid(objective, rule, f"{steps.dtype} {steps.tolist()}")
+
+
 def check_loss(objective: Objective, loss: Any, rows: int) -> Loss:
     """Return ``loss``, the result of ``objective`` for a micro-batch of so many rows.
 
     Raises:
-        UserError: it is no `Loss`, or has no value per row.
+        UserError: it is no `Loss`, has no value with a gradient per row, or has a metric that is no scalar.
     """
-    if not isinstance(loss, Loss) or loss.per_sample.shape != (rows,):
-        found = list(loss.per_sample.shape) if isinstance(loss, Loss) else type(loss).__name__
-        raise UserError(
-            f"objective={type(objective).__name__} is invalid: it must return a Loss with per_sample [{rows}] for "
-            f"a micro-batch of {rows} rows; got {found}. See docs/extending.md."
-        )
+    found = getattr(loss, "per_sample", loss)
+    if not isinstance(loss, Loss) or not isinstance(found, Tensor) or found.shape != (rows,) or not found.requires_grad:
+        rule = f"it must return a Loss with per_sample [{rows}] with gradients for a micro-batch of {rows} rows"
+        raise _invalid(objective, rule, _described(found))
+    if not isinstance(loss.metrics, dict):
+        raise _invalid(objective, "metrics must be a dict of scalars by name", _described(loss.metrics))
+    for name, metric in loss.metrics.items():
+        if not isinstance(metric, int | float) and not (isinstance(metric, Tensor) and metric.numel() == 1):
+            raise _invalid(objective, f"the metric {name} must be a scalar", _described(metric))
     return loss
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"Tensor {list(value.shape)} {'with' if value.requires_grad else 'without'} gradients"
+
+
+def _invalid(objective: Objective, rule: str, found: Any) -> UserError:
+    return UserError(f"objective={type(objective).__name__} is invalid: {rule}; got {found}. See docs/extending.md.")

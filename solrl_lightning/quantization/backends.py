@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.precisions import check_backend
 from solrl_lightning.quantization import transformer_engine
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
@@ -50,7 +51,6 @@ _NATIVE = {  # best first
 }
 PACKED_BITS = {precision: next(iter(native.values())).bits_per_weight for precision, native in _NATIVE.items()}
 PACKED_BITS |= {"bf16": 16}  # bits per weight where the hardware multiplies the format
-BACKENDS = {precision: ("auto", *native, "emulated") for precision, native in _NATIVE.items()} | {"bf16": ("auto",)}
 
 
 def resolve(precision: str, backend: str, device: torch.device) -> Backend:
@@ -59,13 +59,7 @@ def resolve(precision: str, backend: str, device: torch.device) -> Backend:
     Raises:
         UserError: the precision or the backend is unknown, or the backend does not run on `device`.
     """
-    if precision not in BACKENDS:
-        raise UserError(f"precision={precision} is invalid: it must be one of {', '.join(BACKENDS)}.")
-    if backend not in BACKENDS[precision]:
-        known = ", ".join(BACKENDS[precision])
-        raise UserError(
-            f"precision.backend={backend} is invalid: with precision={precision} it must be one of {known}."
-        )
+    check_backend(precision, backend)
     if precision == "bf16":
         return Backend("bf16", "none", None, "The shadow runs in BF16: no layer is quantised.", 16)
     native = _NATIVE[precision]

@@ -25,7 +25,7 @@ class Reward(ABC):
     Subclasses define ``score(images, prompts)``, or ``score(images, prompts, metadata)`` to read the prompts' metadata.
     """
 
-    name: str  # labels curves, tables and messages
+    name: str = "of your own"  # labels messages
     example: tuple[str, Metadata] = ("a red circle above a blue square", {})
     """A prompt that the reward can score, with its metadata; task=doctor scores an image with it."""
 

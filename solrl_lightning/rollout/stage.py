@@ -39,10 +39,8 @@ Progress = Callable[[int, int], None]
 Scorer = Callable[[WeightedRewards, Tensor, list[str], Tensor], Tensor]
 """R rewards, latents [B, ...], their prompts and their seeds [B] -> float32 [B, R]."""
 
-_NONFINITE_HINT = (
-    "training stopped, and its last checkpoint, if there is one, is intact. Reproduce this with task=generate, then "
-    "fix the reward or lower the learning rate."
-)
+_STOPPED = "training stopped, and its last checkpoint, if there is one, is intact."
+_NONFINITE_HINT = f"{_STOPPED} Reproduce this with task=generate, then fix the reward or lower the learning rate."
 
 
 class Stage(NamedTuple):
@@ -258,4 +256,5 @@ def check_finite(values: Tensor, what: str, prompts: list[str], seeds: Tensor) -
     if not finite.all():
         row = int((~finite).nonzero()[0])
         where = f"the prompt {prompts[row]!r} with seed {int(seeds[row])}"
-        raise NonFiniteError(f"the {what} is {float(values[row])} for {where}; {_NONFINITE_HINT}", row)
+        fix = "Correct the objective, or lower optimizer.lr."
+        raise NonFiniteError(f"the {what} is {float(values[row])} for {where}; {_STOPPED} {fix}", row)

@@ -20,8 +20,8 @@ from solrl_lightning.policies import replica
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
 from solrl_lightning.policies.compilation import compile_blocks
+from solrl_lightning.precisions import BACKENDS
 from solrl_lightning.quantization import Backend, convert, resolve, transformer_engine
-from solrl_lightning.quantization.backends import BACKENDS
 from solrl_lightning.quantization.scaled_linear import EMULATED
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.tasks.benchmark import alternate

@@ -265,7 +265,7 @@ def _check(options: DictConfig, prompts: int) -> None:
         value = options[name]
         if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
             raise UserError(
-                f"task.{name}={value} is invalid: it must be a number above 0, or null. Set task.{name}=null."
+                f"task.{name}={value} is invalid: it must be a finite number above 0, or null. Set task.{name}=null."
             )
 
 

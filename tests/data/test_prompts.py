@@ -199,5 +199,5 @@ def test_iteration_may_use_the_whole_set() -> None:
 
 @pytest.mark.parametrize("per_iteration", [0, -1, 24])
 def test_invalid_number_of_prompts_per_iteration_is_an_error(per_iteration: int) -> None:
-    with pytest.raises(UserError, match=rf"prompts_per_iteration={per_iteration} is invalid: .* between 1 and .* 23\."):
+    with pytest.raises(UserError, match=rf"prompts_per_iteration={per_iteration} is invalid: .* 1 and at most .* 23\."):
         PromptSchedule(PROMPTS, per_iteration, seed=0)

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.precisions import BACKENDS
 from solrl_lightning.quantization import resolve, transformer_engine
-from solrl_lightning.quantization.backends import BACKENDS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 Hardware = Callable[..., torch.device]

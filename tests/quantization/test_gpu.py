@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_leaves
 import solrl_lightning.module
 from solrl_lightning.module import Evaluation, SolRLModule
 from solrl_lightning.objectives.nft import NFT
+from solrl_lightning.precisions import BACKENDS
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, resolve
-from solrl_lightning.quantization.backends import BACKENDS
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
 from solrl_lightning.quantization.scaled_linear import FP8Linear
 from solrl_lightning.rewards.weighted import WeightedRewards

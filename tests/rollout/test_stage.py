@@ -229,7 +229,9 @@ def test_background_worker_gives_same_scores_as_inline_worker(policy: Recorder) 
 
 def test_check_finite_names_first_non_finite_value() -> None:
     values = torch.tensor([0.0, 1.0, float("nan"), float("inf")])
-    with pytest.raises(NonFiniteError, match="the loss is nan for the prompt 'c' with seed 12;"):
+    with pytest.raises(
+        NonFiniteError, match="the loss is nan for the prompt 'c' with seed 12; .* Correct the objective"
+    ):
         check_finite(values, "loss", ["a", "b", "c", "d"], torch.tensor([10, 11, 12, 13]))
     check_finite(values[:2], "loss", ["a", "b"], torch.tensor([10, 11]))
 

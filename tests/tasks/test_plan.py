@@ -294,8 +294,8 @@ def test_invalid_options_are_an_error(compose: Compose) -> None:
         ("cards", [-5], r"task.cards=\[-5\] task.reserve=6 is invalid: cards must be larger"),
         ("reserve", -1, "reserve at least 0 GB"),
         ("devices", 9, "task.devices=9 is invalid: .* between 1 and prompts_per_iteration=8"),
-        ("tflops", 0, "task.tflops=0 is invalid: it must be a number above 0, or null"),
-        ("speedup", "fast", "task.speedup=fast is invalid: it must be a number above 0, or null"),
+        ("tflops", 0, "task.tflops=0 is invalid: it must be a finite number above 0, or null"),
+        ("speedup", "fast", "task.speedup=fast is invalid: it must be a finite number above 0, or null"),
     ]
     composed = compose("task=plan")
     for key, value, message in mistakes:

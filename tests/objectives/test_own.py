@@ -1,0 +1,84 @@
+"""What an objective of one's own can declare and return wrongly."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from solrl_lightning.data.loaders import RolloutLoader
+from solrl_lightning.errors import UserError
+from solrl_lightning.objectives.base import Loss, Objective, check_loss, check_objective
+
+VALUES = torch.ones(3, requires_grad=True)
+
+
+class Own(Objective):
+    def __init__(self, **declared: Any) -> None:
+        self.declared = declared
+
+    @property
+    def needs(self) -> Any:
+        return self.declared.get("needs", ())
+
+    def transitions(self, num_steps: int, iteration: int) -> range:
+        return self.declared.get("transitions", range(0))
+
+    def train_steps(self, seeds: Tensor, num_steps: int) -> Tensor:
+        return self.declared.get("steps", super().train_steps(seeds, num_steps))
+
+    def __call__(self, velocity: Tensor, batch: Any, **others: Tensor) -> Loss:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("declared", "message"),
+    [
+        ({"needs": ("olld",)}, "needs must be a tuple of names among old, reference; got ('olld',). See docs/ext"),
+        ({"needs": "old"}, "needs must be a tuple of names among old, reference; got old"),
+        ({"needs": None}, "needs must be a tuple of names among old, reference; got None"),
+        ({"transitions": range(5)}, "transitions must be consecutive steps of range(0, 4); got range(0, 5)"),
+        ({"transitions": range(0, 4, 2)}, "transitions must be consecutive steps of range(0, 4); got range(0, 4, 2)"),
+        (
+            {"steps": torch.tensor([[4]])},
+            "train_steps must return int64 [M, S] of numbers from 0 to 3; got torch.int64",
+        ),
+        ({"steps": torch.tensor([0])}, "train_steps must return int64 [M, S] of numbers from 0 to 3"),
+        ({"steps": torch.tensor([[0.0]])}, "train_steps must return int64 [M, S] of numbers from 0 to 3"),
+        ({"steps": torch.tensor([[2]]), "transitions": range(1, 3)}, "of numbers from 0 to 1; got torch.int64 [[2]]"),
+    ],
+)
+def test_declaration_that_no_loop_can_use_is_an_error(declared: dict[str, Any], message: str) -> None:
+    check_objective(Own(needs=("old", "reference"), transitions=range(1, 4)), 4)
+    with pytest.raises(UserError, match=f"objective=Own is invalid: .*{re.escape(message)}"):
+        check_objective(Own(**declared), 4)
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        (VALUES, "per_sample [3] with gradients for a micro-batch of 3 rows; got Tensor [3] with gradients"),
+        (Loss(VALUES.detach(), {}), "got Tensor [3] without gradients"),
+        (Loss(VALUES[:2], {}), "got Tensor [2] with gradients"),
+        (Loss([1.0] * 3, {}), "got list"),  # type: ignore[arg-type]
+        (Loss(VALUES, None), "metrics must be a dict of scalars by name; got NoneType"),  # type: ignore[arg-type]
+        (Loss(VALUES, {"m": VALUES.detach()}), "the metric m must be a scalar; got Tensor [3] without gradients"),
+        (Loss(VALUES, {"m": "x"}), "the metric m must be a scalar; got str"),  # type: ignore[dict-item]
+    ],
+)
+def test_result_that_cannot_train_is_an_error(loss: Any, message: str) -> None:
+    check_loss(Own(), Loss(VALUES, {"m": VALUES.mean()}), 3)
+    with pytest.raises(UserError, match=f"objective=Own is invalid: .*{re.escape(message)}"):
+        check_loss(Own(), loss, 3)
+
+
+def test_index_error_of_an_objective_ends_the_run() -> None:
+    class Batches(list[int]):
+        def __getitem__(self, number: Any) -> Any:
+            raise IndexError("of the objective")
+
+    loader = RolloutLoader[int](1)
+    loader.fill(Batches([1]))
+    with pytest.raises(IndexError, match="of the objective"):
+        next(iter(loader))
