@@ -183,7 +183,8 @@ class SolRLModule(LightningModule):
         what = f"loss of objective={type(self.objective).__name__}"
         check_finite(per_sample.detach(), what, batch.prompts, batch.seeds)
         loss = (per_sample * batch.weight).mean()
-        values = {"train/loss": loss.detach()} | {f"train/{name}": value for name, value in metrics.items()}
+        share = batch.weight.mean()  # 0 in a micro-batch of padding, 1 on average
+        values = {f"train/{name}": value * share for name, value in metrics.items()} | {"train/loss": loss.detach()}
         self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
         return loss
 

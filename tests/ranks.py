@@ -77,7 +77,10 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     named = module.transformer.named_parameters()
     frozen = [weight for name, weight in named if "blocks." in name and ".lora_" not in name]
     held = sum((weight.to_local() if isinstance(weight, DTensor) else weight).numel() for weight in frozen)
-    found = {"rank": trainer.global_rank, "weights": weights, "evaluations": evaluations, "held": held}
+    logged = sorted((name, value) for name, value in trainer.callback_metrics.items() if name.startswith("train/"))
+    metrics = torch.stack([value for _, value in logged])
+    found = {"rank": trainer.global_rank, "weights": weights, "evaluations": evaluations, "metrics": metrics}
+    found["held"] = held
     return results.found | found
 
 

@@ -64,6 +64,8 @@ def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
         assert torch.equal(first[name], second[name]), name
     # the order of float32 sums
     assert distance(first["gradient"], alone["gradient"]) <= 1e-5
+    for of_rank in of_ranks:
+        torch.testing.assert_close(of_rank["metrics"], alone["metrics"], rtol=1e-4, atol=1e-6)
     assert torch.equal(first["evaluations"][:1], alone["evaluations"][:1])
     assert distance(first["evaluations"], alone["evaluations"]) <= 1e-4
     deviations = [rewards.std(correction=0) for rewards in (first["rewards"], second["rewards"], alone["rewards"])]
