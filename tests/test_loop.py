@@ -791,7 +791,7 @@ def test_nan_reward_stops_run_and_names_prompt_and_seed(tmp_path: Path, monkeypa
 def test_nan_loss_stops_run_before_optimizer_step(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=1)
     module.adapter_state("default")["transformer_blocks.0.attn.to_q.lora_A.weight"].fill_(torch.nan)
-    with pytest.raises(NonFiniteError, match="loss is nan for the prompt"):
+    with pytest.raises(NonFiniteError, match="loss of objective=NFT is nan for the prompt"):
         fit(module, trainer, loop)
     assert trainer.global_step == 0
 
