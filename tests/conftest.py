@@ -84,10 +84,22 @@ def compositions_of_the_package_are_made_once() -> Iterator[None]:
             files[key] = pickle.dumps(read(self, config_path))
         return pickle.loads(files[key])
 
+    list_options, groups = ConfigLoaderImpl.get_group_options, dict[Any, list[str]]()
+
+    def listed_once(self: ConfigLoaderImpl, group_name: str, *args: Any, **kw: Any) -> list[str]:
+        sources = (*(source.path for source in self.get_search_path().get_path()),)
+        if any(not path.startswith(("pkg://", "structured://")) for path in sources):
+            return list_options(self, group_name, *args, **kw)
+        key = sources, group_name, *args, *kw.values()
+        if key not in groups:
+            groups[key] = list_options(self, group_name, *args, **kw)
+        return list(groups[key])
+
     with pytest.MonkeyPatch.context() as patch:
         for user_of_the_grammar in (omegaconf.base, omegaconf._utils):
             patch.setattr(user_of_the_grammar, "parse", functools.cache(grammar_parser.parse))
         patch.setattr(ConfigLoaderImpl, "load_configuration", loaded)
+        patch.setattr(ConfigLoaderImpl, "get_group_options", listed_once)
         patch.setattr(ConfigRepository, "load_config", read_once)
         yield
 

@@ -5,6 +5,7 @@ python tests/forks.py reads one JSON line per run, the arguments of `Forks.ranks
 """
 
 import importlib
+import importlib.util
 import json
 import os
 import resource
@@ -104,7 +105,8 @@ def _run(asked: dict[str, Any], environment: dict[str, str]) -> None:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (asked["file_limit"],) * 2)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
-        sys.argv = ["solrl_lightning"]
+        sys.argv = ["solrl_lightning", *asked["arguments"]]
+        sys.modules["__main__"].__spec__ = importlib.util.find_spec("solrl_lightning.__main__")  # as python -m has it
         path, _, function = asked["target"].partition(":")
         folder, _, module = path.rpartition("/")
         sys.path.insert(0, str(Path(__file__).parent / folder))
