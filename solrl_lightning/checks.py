@@ -8,6 +8,8 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,20 +73,33 @@ def check_kinds(tree: ConfigTree, cfg: DictConfig) -> None:
     found: Any = OmegaConf.to_container(cfg, resolve=False)
     if len(choices) < len(arguments):
         _check_kind("", OmegaConf.to_container(tree.compose(choices), resolve=False), found)
-    _check_family(found["family"])
-
-
-def _check_family(family: dict[str, Any]) -> None:
-    """UserError for a key that a family's file lacks, or that nothing reads."""
-    for name in sorted(_FAMILY_KEYS - family.keys()):
+    for name in sorted(_FAMILY_KEYS - found["family"].keys()):
         fix = "Begin the family's file with `defaults: [sol_rl, _self_]`, or add the key"
         raise UserError(f"family.{name} is missing: a run needs it. {fix}.")
-    nodes = {"family": (family, _FAMILY_KEYS | _OPTIONAL_FAMILY_KEYS)}
-    nodes |= {f"family.{stage}": (family[stage], _EXPLORER_KEYS) for stage in ("explore", "regenerate")}
-    for key, (node, known) in nodes.items():
-        for name in sorted(node.keys() - known) if isinstance(node, dict) else ():
-            near = did_you_mean(nearest(name, known))
-            raise UserError(f"{key}.{name}={node[name]} is invalid: nothing reads that key of a family.{near}")
+    _check_read("family", found["family"], _FAMILY_KEYS | _OPTIONAL_FAMILY_KEYS)
+    for stage in ("explore", "regenerate"):
+        _check_read(f"family.{stage}", found["family"][stage], _EXPLORER_KEYS)
+    if found["model"].keys() - _model_keys():  # a model's own keys, which its file or another refers to
+        alone: Any = tree.compose([f"model={cfg.hydra.runtime.choices.model}"])  # no experiment overrides a reference
+        given = {key: found[key] for key in found if key != "hydra"}  # which quotes the command line
+        texts = [str(given), OmegaConf.to_yaml(alone)]
+        referenced = re.findall(r"\bmodel\.(\w+)", "".join(texts))
+        _check_read("model", found["model"], _model_keys() | set(referenced))
+
+
+@cache
+def _model_keys() -> set[str]:
+    """Return the keys of the package's models, which its code or another of its options reads."""
+    options = (each for each in files("solrl_lightning.conf").joinpath("model").iterdir() if each.is_file())
+    return {key for option in options for key in re.findall(r"^(\w+):", option.read_text(), re.M)}
+
+
+def _check_read(key: str, node: Any, known: set[str]) -> None:
+    """UserError for a key of ``node``, the value of ``key``, that is not ``known``."""
+    for name in sorted(node.keys() - known) if isinstance(node, dict) else ():
+        near = did_you_mean(nearest(name, known))
+        kind = key.partition(".")[0]
+        raise UserError(f"{key}.{name}={node[name]} is invalid: nothing reads that key of a {kind}.{near}")
 
 
 def _check_kind(key: str, known: Any, found: Any) -> None:

@@ -21,10 +21,13 @@ _CURES: dict[type[Exception], str] = {
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
+_NOTES = ("object_type=", "Config search path:", "provider=")  # of OmegaConf and Hydra
+
+
 def first_lines(error: Exception) -> str:
     """A message of Hydra or OmegaConf in one line, without its notes on object types."""
     lines = [line.strip() for line in (str(error) or str(error.__cause__)).splitlines()]
-    return " ".join(line for line in lines if line and not line.startswith("object_type="))
+    return " ".join(line for line in lines if line and not line.startswith(_NOTES))
 
 
 def report_error(error: Exception, folder: Path | None = None) -> Exception:

@@ -34,6 +34,8 @@ def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object,
         if unknown and isinstance(cause, ModuleNotFoundError) and "." in str(cause.name):
             home, _, name = str(cause.name).rpartition(".")
             found = f"there is {home}, but it has no {name}"
+        elif unknown and getattr(cause, "name", None) not in (None, str(target).partition(".")[0]):
+            found = f"its module imports {cause.name}, which Python does not find"  # type: ignore[attr-defined]
         elif unknown and not isinstance(cause, ImportError | AttributeError | InstantiationException):
             found = f"its import ended with {type(cause).__name__}: {found}"
         fix = (

@@ -58,12 +58,15 @@ def test_a_reward_that_cannot_be_made_is_told_by_its_name(
         ("optimizer.betas=[0.9,2]", "Invalid beta parameter"),
         ("optimizer._target_=torch.nn.Identity", "it must be a torch.optim.optimizer.Optimizer"),
         ("+objective.momentum=0.9", "objective: .*nft.NFT could not be made: .*'momentum'"),
-        ("objective._target_=nowhere.loss", "objective: nowhere.loss could not be made"),
+        ("objective._target_=nowhere.loss", "objective: nowhere.loss could not be made: No module named 'nowhere'"),
+        ("objective._target_=lacking.loss", "its module imports nowhere_else, which Python does not find"),
     ],
 )
 def test_an_optimiser_or_objective_that_cannot_be_made_is_told_without_a_model(
-    compose: Compose, argument: str, message: str
+    compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, message: str
 ) -> None:
+    (tmp_path / "lacking.py").write_text("import nowhere_else\n")
+    monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=message):
         check_machine(compose(argument))
 

@@ -130,6 +130,15 @@ def test_file_of_own_that_no_run_can_use_is_an_error(tmp_path: Path, text: str, 
         check_kinds(tree, tree.compose(["family=mine"]))
 
 
+def test_key_of_a_model_that_nothing_reads_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nown: 3\nfull_steps: ${model.own}\n")
+    with ConfigTree(config_dir=str(tmp_path)) as tree:
+        check_kinds(tree, tree.compose(["model=mine", "experiment=smoke"]))  # which overrides full_steps
+        with pytest.raises(UserError, match="model.ful_steps=8 is invalid: nothing reads .* Did you mean full_steps?"):
+            check_kinds(tree, tree.compose(["model=mine", "+model.ful_steps=8"]))
+
+
 def test_several_runs_are_a_glob() -> None:
     with ConfigTree() as tree, pytest.raises(UserError, match="matches all runs, as in 'task.runs=outputs/train/"):
         check_kinds(tree, tree.compose(["task=compare", "task.runs=[a,b]"]))

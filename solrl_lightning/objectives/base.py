@@ -133,7 +133,7 @@ def check_objective(objective: Objective, num_steps: int) -> None:
     """UserError unless what ``objective`` declares fits a sampler of ``num_steps``."""
     needs, transitions = objective.needs, objective.transitions(num_steps, 0)
     if isinstance(needs, str) or not isinstance(needs, Collection) or any(name not in NEEDS for name in needs):
-        raise _invalid(objective, f"needs must be a tuple of names among {', '.join(NEEDS)}", needs)
+        raise _invalid(objective, f"needs must be a tuple of names among {', '.join(NEEDS)}", repr(needs))
     if not isinstance(transitions, range) or transitions != range(num_steps)[transitions.start : transitions.stop]:
         raise _invalid(objective, f"transitions must be consecutive steps of range(0, {num_steps})", transitions)
     levels = len(transitions) or num_steps

@@ -30,15 +30,22 @@ def compare(cfg: DictConfig) -> dict[str, Any]:
     """Print the tables of the runs that match ``cfg.task.runs``; write compare.json, compare.png and report.html.
 
     Raises:
-        UserError: no run matches, none of them is finished, or no group has the words of ``cfg.task.reference``.
+        UserError: no run matches, none of them is finished, their rewards differ, or no group has the words of
+            ``cfg.task.reference``.
     """
     runs, left_out = finished_runs(cfg.task.runs)
+    rewards = list(dict.fromkeys(run.summary["reward"] for run in runs))
+    if len(rewards) > 1:
+        raise UserError(
+            f"task.runs={cfg.task.runs} is invalid: its runs have different rewards, {', '.join(rewards)}, which do "
+            f"not compare. Choose the runs of one by their folders, as in 'task.runs=outputs/train/*{rewards[0]}*'."
+        )
     groups, superseded = group_runs(runs)
     reference = choose_reference(groups, cfg.task.reference)
     seconds = equal_seconds(groups)
     result = {
         "runs": cfg.task.runs,
-        "reward": runs[0].summary["reward"],
+        "reward": rewards[0],
         "reference": reference.name,
         "target": fmean(reference.finals.values()),
         "usual": list(dict.fromkeys(word for group in groups for word in group.usual)),

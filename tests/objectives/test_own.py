@@ -36,7 +36,7 @@ class Own(Objective):
     ("declared", "message"),
     [
         ({"needs": ("olld",)}, "needs must be a tuple of names among old, reference; got ('olld',). See docs/ext"),
-        ({"needs": "old"}, "needs must be a tuple of names among old, reference; got old"),
+        ({"needs": "old"}, "needs must be a tuple of names among old, reference; got 'old'"),
         ({"needs": None}, "needs must be a tuple of names among old, reference; got None"),
         ({"transitions": range(5)}, "transitions must be consecutive steps of range(0, 4); got range(0, 5)"),
         ({"transitions": range(0, 4, 2)}, "transitions must be consecutive steps of range(0, 4); got range(0, 4, 2)"),

@@ -377,6 +377,15 @@ def test_glob_without_finished_runs_is_an_error(compose: Compose, tmp_path: Path
     assert not (tmp_path / "compare.json").exists()
 
 
+def test_runs_of_different_rewards_are_an_error(compose: Compose, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "1_shapes", 0.6)
+    evaluations = [{"iteration": 0, "clipscore": 0.2}, {"iteration": 10, "clipscore": 0.3}]
+    write_run(tmp_path / "runs" / "2_clipscore", 0.3, seed=2, reward="clipscore", evaluations=evaluations)
+    with pytest.raises(UserError, match="different rewards, shapes, clipscore, .* 'task.runs=outputs/train/.shapes"):
+        compared(compose, tmp_path / "runs")
+    assert compared(compose, tmp_path / "runs", "*clipscore")["reward"] == "clipscore"
+
+
 def test_curves_have_the_evaluations_of_a_run(tmp_path: Path) -> None:
     evaluations = [{"iteration": 0, "shapes": 0.5}, {"iteration": 5, "shapes": None}, {"iteration": 10, "shapes": 0.6}]
     (run,), _ = read_runs([write_run(tmp_path / "run", 0.6, evaluations=evaluations)])
