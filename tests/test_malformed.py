@@ -80,6 +80,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     assert entry.main([*SMALL, f"hydra.run.dir={folder}"]) == 0
+    for handler in set(root.handlers) - set(handlers):
+        handler.close()
     root.handlers[:] = handlers
     root.setLevel(level)
     return folder

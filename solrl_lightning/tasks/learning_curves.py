@@ -104,7 +104,8 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     if several:
         reference = next(group.label for group in groups if group.name == result["reference"])
         note = f"dashed: {target:.4f}, the final reward of {reference}"
-        title += "\n" + textwrap.fill(f"{note}; the legend has the time to it and the speed-up", _TITLE)
+        note += "; the legend has the time to it and the speed-up"
+        title += "\n" + textwrap.fill(note, _TITLE, break_on_hyphens=False)
     figure.suptitle(title, fontsize=11)
     order = sorted(range(len(groups)), key=lambda number: reached[number][0])
     handles, texts = [lines[number] for number in order], [texts[number] for number in order]
