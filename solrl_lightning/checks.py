@@ -33,7 +33,6 @@ SOLVERS = ("euler", "dpm2")
 DECODERS = ("full", "bf16", "preview")
 MAX_SEED = 2**32 - 1
 _FAMILY_KEYS = {"pool", "keep", "explore", "regenerate", "compile", "warning"}
-_OPTIONAL_FAMILY_KEYS = {"levels", "start", "threshold", "margin", "patience", "smoke_keep", "smoke_rungs"}
 _EXPLORER_KEYS = {"sampler", "steps", "solver", "stop_after", "rungs", "decoder"}
 LORA_FILE = "pytorch_lora_weights.safetensors"  # of diffusers' save_lora_weights
 _ABSENT = object()  # a key that the chosen options do not have
@@ -76,22 +75,23 @@ def check_kinds(tree: ConfigTree, cfg: DictConfig) -> None:
     for name in sorted(_FAMILY_KEYS - found["family"].keys()):
         fix = "Begin the family's file with `defaults: [sol_rl, _self_]`, or add the key"
         raise UserError(f"family.{name} is missing: a run needs it. {fix}.")
-    _check_read("family", found["family"], _FAMILY_KEYS | _OPTIONAL_FAMILY_KEYS)
+    _check_read("family", found["family"], _keys_of("family") | {"smoke_rungs"})
     for stage in ("explore", "regenerate"):
         _check_read(f"family.{stage}", found["family"][stage], _EXPLORER_KEYS)
-    if found["model"].keys() - _model_keys():  # a model's own keys, which its file or another refers to
+    if found["model"].keys() - _keys_of("model"):  # a model's own keys, which its file or another refers to
         alone: Any = tree.compose([f"model={cfg.hydra.runtime.choices.model}"])  # no experiment overrides a reference
         given = {key: found[key] for key in found if key != "hydra"}  # which quotes the command line
         texts = [str(given), OmegaConf.to_yaml(alone)]
         referenced = re.findall(r"\bmodel\.(\w+)", "".join(texts))
-        _check_read("model", found["model"], _model_keys() | set(referenced))
+        _check_read("model", found["model"], _keys_of("model") | set(referenced))
 
 
 @cache
-def _model_keys() -> set[str]:
-    """Return the keys of the package's models, which its code or another of its options reads."""
-    options = (each for each in files("solrl_lightning.conf").joinpath("model").iterdir() if each.is_file())
-    return {key for option in options for key in re.findall(r"^(\w+):", option.read_text(), re.M)}
+def _keys_of(group: str) -> set[str]:
+    """Return the keys of the package's options of ``group``, which its code or another of its options reads."""
+    options = (each for each in files("solrl_lightning.conf").joinpath(group).iterdir() if each.is_file())
+    keys = {key for option in options for key in re.findall(r"^(\w+):", option.read_text(), re.M)}
+    return keys - {"defaults"}  # Hydra's own
 
 
 def _check_read(key: str, node: Any, known: set[str]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.precisions import BACKENDS
-from solrl_lightning.quantization import resolve, transformer_engine
+from solrl_lightning.quantization import backends, resolve, transformer_engine
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 Hardware = Callable[..., torch.device]
@@ -206,3 +206,8 @@ def test_unknown_precision_or_backend_error_lists_known_ones() -> None:
         UserError, match="backend=transformer_engine is invalid: with precision=int8 it must be one of auto, torch"
     ):
         resolve("int8", "transformer_engine", CPU)
+
+
+def test_names_that_are_checked_early_are_those_of_the_implementations() -> None:
+    native = {precision: ("auto", *names, "emulated") for precision, names in backends._NATIVE.items()}
+    assert native | {"bf16": ("auto",)} == BACKENDS
