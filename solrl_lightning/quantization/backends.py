@@ -76,11 +76,6 @@ def resolve(precision: str, backend: str, device: torch.device) -> Backend:
         f"precision.backend={backend}: {precision.upper()} by {chosen} on {describe(device)}, weights of quantised "
         f"layers stored in {found.bits_per_weight:g} bits"
     )
-    if found.linear_cls is TransformerEngineLinear and not transformer_engine.has_row_scales():
-        description += (
-            "; all inputs of a batch share one scale, so a candidate depends slightly on the rest of its batch "
-            "(Transformer Engine 2.16 and later use one scale per token)"
-        )
     return Backend(precision, chosen, found.linear_cls, description, found.bits_per_weight, found.fullgraph)
 
 

@@ -4,33 +4,39 @@ Not yet run on a GPU. ``make contract`` checks these calls against the source of
 
 1. `quantized_model_init` without gradients stores row-wise NVFP4 only: no BF16 weight and no column-wise copy for the
    backward pass. Copying an FP32 tensor into the parameter quantises it in place, without rounding it to BF16 first.
-2. The recipe sets every option, because the defaults are for training and depend on environment variables: 1 x 16
-   blocks for weights and inputs, no stochastic rounding, no Hadamard transform, and from 2.16 on one global scale per
-   row of the input. Before 2.16 all rows of a batch share one, so a candidate depends slightly on its batch.
-3. Rows are padded with zeros to a multiple of 32: NVFP4 needs multiples of 16, its fast kernel for BF16 of 32.
-4. The layers run outside compiled graphs, which break around them: up to 2.19 ``te.Linear`` cannot be traced; 2.20
+2. The recipe turns off what is for training: 1 x 16 blocks for weights and inputs, no stochastic rounding, no Hadamard
+   transform.
+3. The input's global scale is a constant of the layer. Transformer Engine takes it from the largest magnitude of the
+   input, so that a candidate depends on its batch, or from that of each row (``row_scaled_activation``), whose product
+   writes FP32 and applies scales and bias in further passes. So the input is clamped to ``limit``, and one more row
+   begins with it; the product writes BF16 with the bias. The limit comes from the first input after a requantisation,
+   with headroom. It is 2688 times a power of two, so the global scale is a power of two, and another limit changes
+   only values that are clamped, and blocks whose scale is below E4M3's normal numbers: 28672 times below the limit.
+4. Rows are padded with zeros to a multiple of 32: NVFP4 needs multiples of 16, its fast kernel for BF16 of 32.
+5. The layers run outside compiled graphs, which break around them: up to 2.19 ``te.Linear`` cannot be traced; 2.20
    traces it (PR #3053) with newer versions of PyTorch, not yet tried with quantised parameters.
 """
 
 from __future__ import annotations
 
+import math
 from functools import cache
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from solrl_lightning.policies.base_weights import dense
 from solrl_lightning.quantization.linear import QuantizedLinear
+from solrl_lightning.quantization.nvfp4 import E2M1_MAX, E4M3_MAX
 
 ROLLOUT_RECIPE = {"disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True}
-ROW_SCALES_SINCE = (2, 16)
 INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9'"
 ROWS = 32
+HEADROOM = 4.0
+"""Least ratio of a layer's limit to the largest magnitude of its first input."""
 
 
 def is_installed() -> bool:
@@ -46,24 +52,35 @@ def is_installed() -> bool:
     return any(any(beside.glob(pattern)) for pattern in patterns)
 
 
-def has_row_scales() -> bool:
-    """Return whether the installed version supports one global scale per row of the input."""
-    major, minor = version("transformer_engine").split(".")[:2]
-    return (int(major), int(minor)) >= ROW_SCALES_SINCE
+def limit_above(amax: float) -> float:
+    """Return the smallest 2688 * 2^k, exact in BF16, that is at least HEADROOM * amax, for amax > 0."""
+    unit = E4M3_MAX * E2M1_MAX
+    return unit * 2.0 ** math.ceil(math.log2(HEADROOM * amax / unit))
+
+
+def with_limit(rows: Tensor, limit: float) -> Tensor:
+    """Return rows [M, D] clamped to +-limit, then a row that begins with ``limit``, zeros up to a multiple of ROWS."""
+    count = len(rows)
+    padded = rows.new_empty(count + ROWS - count % ROWS, rows.shape[-1])
+    torch.clamp(rows, -limit, limit, out=padded[:count])
+    padded[count:] = 0
+    padded[count, 0] = limit
+    return padded
 
 
 @cache
 def rollout_recipe() -> Any:
     from transformer_engine.common.recipe import NVFP4BlockScaling
 
-    row_scales = {"row_scaled_activation": True} if has_row_scales() else {}
-    return NVFP4BlockScaling(**ROLLOUT_RECIPE, **row_scales)
+    return NVFP4BlockScaling(**ROLLOUT_RECIPE)
 
 
 class TransformerEngineLinear(QuantizedLinear):
     """Linear layer with W and x in NVFP4, and y rounded to BF16."""
 
     feature_multiples = (16, 16)
+
+    limit: float | None  # largest magnitude of an input; None before the first one
 
     @torch.no_grad()
     def __init__(self, linear: nn.Linear) -> None:
@@ -89,13 +106,15 @@ class TransformerEngineLinear(QuantizedLinear):
     @torch.no_grad()
     def requantize_(self, weight: Tensor) -> None:
         self.linear.weight.copy_(weight)  # quantises it
+        self.limit = None
 
     @torch.compiler.disable
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2).bfloat16()
-        missing = -len(rows) % ROWS
-        padded = F.pad(rows, (0, 0, 0, missing)) if missing else rows.contiguous()  # F.pad always copies
+        if self.limit is None:
+            amax = rows.abs().max().item()
+            self.limit = limit_above(amax) if 0 < amax < math.inf else None
         with self._autocast(enabled=True, recipe=rollout_recipe()):
-            y = self.linear(padded)
+            y = self.linear(with_limit(rows, self.limit or E4M3_MAX * E2M1_MAX))
         return y[: len(rows)].to(x.dtype).unflatten(0, x.shape[:-1])

@@ -21,8 +21,9 @@ from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
 from solrl_lightning.policies.compilation import compile_blocks
 from solrl_lightning.precisions import BACKENDS
-from solrl_lightning.quantization import Backend, convert, resolve, transformer_engine
+from solrl_lightning.quantization import Backend, convert, resolve
 from solrl_lightning.quantization.scaled_linear import EMULATED
+from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear, with_limit
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.tasks.benchmark import alternate
 from solrl_lightning.tasks.plan import Shapes
@@ -70,8 +71,9 @@ def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, co
             layer.compile(fullgraph=backend.fullgraph, dynamic=False)
         rows = min(count * batch, _MOST_ROWS[device.type])
         x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
-        one_scale = backend.name == "transformer_engine" and not transformer_engine.has_row_scales()
-        error = largest_error(layer(x), x, linear, backend.precision, one_scale)
+        y = layer(x)
+        limit = layer.limit if isinstance(layer, TransformerEngineLinear) else None
+        error = largest_error(y, x, linear, backend.precision, limit)
         if device.type == "cpu" and not has_fast_bf16_products():
             use_fp32_products(linear)
         # An eager layer caches the quantised input of the last tensor; a view is another tensor.
@@ -81,17 +83,19 @@ def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, co
         yield judge_error(speed._replace(found=f"{rows} rows in {speed.found}"), error, backend.precision)
 
 
-def largest_error(y: Tensor, x: Tensor, linear: nn.Linear, precision: str, one_scale: bool = False) -> float:
+def largest_error(y: Tensor, x: Tensor, linear: nn.Linear, precision: str, limit: float | None = None) -> float:
     """Largest error of y [M, N] relative to the largest output; the reference is the product of quantised operands.
 
-    ``one_scale``: the rows of x share one scale.
+    ``limit``: of a layer whose input has a constant scale.
     """
     step = max(1, len(x) // _COMPARED)
     quantize = EMULATED[precision].quantize_weight
-    quantize_input = quantize if one_scale else EMULATED[precision].quantize_input.quantize
-    values, scale = quantize_input(x, torch.float32)
+    if limit is None:
+        values, scale = EMULATED[precision].quantize_input.quantize(x, torch.float32)
+    else:
+        values, scale = quantize(with_limit(x, limit), torch.float32)
     weight, weight_scale = quantize(linear.weight, torch.float32)
-    exact = values[::step].double() @ weight.double().t() * scale.expand(len(x), 1)[::step] * weight_scale.t()
+    exact = values[: len(x) : step].double() @ weight.double().t() * scale.expand(len(x), 1)[::step] * weight_scale.t()
     exact += linear.bias.double()
     return ((y[::step].double() - exact).abs().max() / exact.abs().max()).item()
 

@@ -90,10 +90,9 @@ def check_recipe(root: Path) -> None:
     module: Any = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look up annotations there
     spec.loader.exec_module(module)
-    has_row_scales = tuple(map(int, version("transformer_engine").split(".")[:2])) >= our_constant("ROW_SCALES_SINCE")
-    arguments = our_constant("ROLLOUT_RECIPE") | ({"row_scaled_activation": True} if has_row_scales else {})
+    arguments = our_constant("ROLLOUT_RECIPE")
     recipe = module.NVFP4BlockScaling(**arguments)
-    assert has_row_scales == hasattr(recipe, "row_scaled_activation"), recipe
+    assert not getattr(recipe, "row_scaled_activation", False), recipe  # one scale for an input; an option since 2.16
     for forward in (recipe.fp4_quant_fwd_inp, recipe.fp4_quant_fwd_weight):
         assert not forward.random_hadamard_transform, recipe
         assert not forward.stochastic_rounding, recipe

@@ -26,7 +26,6 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> Hardware:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": vnni})
         monkeypatch.setattr(transformer_engine, "is_installed", lambda: te)
-        monkeypatch.setattr(transformer_engine, "has_row_scales", lambda: True)
         return GPU if capability else CPU
 
     return on
@@ -134,18 +133,6 @@ def test_auto_selects_transformer_engine_only_with_pytorch_extension(
     assert resolve("nvfp4", "auto", device).name == backend
     monkeypatch.setattr(transformer_engine, "find_spec", {}.get)
     assert resolve("nvfp4", "auto", device).name == "torch"
-
-
-def test_description_warns_of_batch_dependence_without_row_scales(
-    hardware: Hardware, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    device, expected = hardware("10.0", te=True), "depends slightly on the rest of its batch"
-    assert not any(expected in resolve("nvfp4", name, device).description for name in BACKENDS["nvfp4"])
-    monkeypatch.setattr(transformer_engine, "has_row_scales", lambda: False)
-    assert [name for name in BACKENDS["nvfp4"] if expected in resolve("nvfp4", name, device).description] == [
-        "auto",
-        "transformer_engine",
-    ]
 
 
 def test_bf16_quantises_no_layer() -> None:
