@@ -1,18 +1,23 @@
 """NVFP4 linear layers by PyTorch's block-scaled product (compute capability 10.0 and newer), 4.5 bits per weight.
 
-For GPUs without Transformer Engine. ``nvfp4`` quantises weight and input, so codes and scales equal those of the
-emulation bit for bit. The product sums e2m1 * block_scale in FP32; both global scales (one per row of the input) and
-the bias are applied to the sum. Not yet run on such a GPU; checked against PyTorch's shape rules.
+For GPUs without Transformer Engine. Codes and scales of weight and input equal those of the emulation bit for bit. The
+product sums e2m1 * block_scale in FP32 and rounds the sum to BF16; both global scales (one per row of the input) and
+the bias are applied to it. Not yet run on such a GPU; checked against PyTorch's shape rules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from solrl_lightning.policies.compilation import can_compile
 from solrl_lightning.quantization.linear import BufferedLinear
-from solrl_lightning.quantization.nvfp4 import BLOCK, NVFP4Tensor, encode
+from solrl_lightning.quantization.nvfp4 import BLOCK, encode
+
+Operand = tuple[Tensor, Tensor, Tensor]  # packed [M, D / 2], swizzled block scales, row scales [M, 1]
 
 E2M1X2 = torch.float4_e2m1fn_x2
 _TILE = (128, 4)  # rows and block scales of a tile
@@ -31,11 +36,26 @@ def swizzle(scales: Tensor) -> Tensor:
     return tiles.permute(0, 3, 2, 1, 4).flatten().view(torch.float8_e4m3fn)
 
 
-def scaled_product(x: NVFP4Tensor, packed: Tensor, scales: Tensor) -> Tensor:
-    """Return x [M, D] times `packed` [N, D / 2] with swizzled `scales`: FP32 [M, N], without the global scales."""
-    # Not F.scaled_mm: see scaled_linear.scaled_product.
+def encode_rows(x: Tensor) -> Operand:
+    """Return codes [M, D / 2], swizzled block scales and FP32 scales [M, 1] of x [M, D]."""
+    packed, block_scales, row_scales = encode(x, per_row=True)
+    return packed, swizzle(block_scales), row_scales
+
+
+def encoder(device: torch.device) -> Callable[[Tensor], Operand]:
+    """Return ``encode_rows``, on a GPU as one kernel."""
+    if device.type != "cuda" or not can_compile(device):
+        return encode_rows
+    from solrl_lightning.quantization import nvfp4_kernel  # Triton comes with PyTorch for CUDA only
+
+    return nvfp4_kernel.encode_rows
+
+
+def scaled_product(packed: Tensor, scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+    """Return BF16 [M, N] of codes [M, D / 2] and [N, D / 2] with swizzled block scales, without the global scales."""
+    # Not F.scaled_mm: see scaled_linear.scaled_product. An FP32 result would be written and read once more.
     return torch._scaled_mm(
-        x.packed.view(E2M1X2), packed.view(E2M1X2).t(), swizzle(x.block_scales), scales, out_dtype=torch.float32
+        packed.view(E2M1X2), weight.view(E2M1X2).t(), scales, weight_scales, out_dtype=torch.bfloat16
     )
 
 
@@ -48,11 +68,15 @@ class PackedNVFP4Linear(BufferedLinear):
     block_scales: Tensor  # float8_e4m3fn, swizzled
     weight_scale: Tensor  # float32 [], the weight's global scale
 
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear)
+        self.encode_rows = encoder(linear.weight.device)
+
     def quantized_weight(self, weight: Tensor) -> dict[str, Tensor]:
         packed, block_scales, weight_scale = encode(weight)
         return {"packed": packed, "block_scales": swizzle(block_scales), "weight_scale": weight_scale}
 
     def forward(self, x: Tensor) -> Tensor:
-        quantized = encode(x.flatten(0, -2), per_row=True)
-        y = scaled_product(quantized, self.packed, self.block_scales) * (quantized.global_scale * self.weight_scale)
+        packed, scales, row_scales = self.encode_rows(x.flatten(0, -2))
+        y = scaled_product(packed, scales, self.packed, self.block_scales) * (row_scales * self.weight_scale)
         return (y if self.bias is None else y + self.bias).to(x.dtype).unflatten(0, x.shape[:-1])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from nano import PROMPTS, load_policy, lora_config, save_nano
 from torch import Tensor, nn
+from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
@@ -38,11 +39,15 @@ WITHOUT_TRANSFORMER_ENGINE = [
 
 
 class FakeGPU(FakeTensorMode):
-    """Fake tensors on a GPU; those on the CPU, like seeds and indices, stay real."""
+    """Fake tensors on a GPU; those on the CPU, like seeds and indices, stay real. Kernels of Triton are not run."""
+
+    supports_higher_order_operators = True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is triton_kernel_wrapper_mutation:
+            return None
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf.type in GPUS):
                 return super().__torch_dispatch__(func, types, args, kwargs)

@@ -1,5 +1,9 @@
 """Packed NVFP4 by PyTorch's block-scaled product: everything except the product, which needs a Blackwell GPU."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,12 +37,12 @@ def unswizzled(flat: Tensor, rows: int, columns: int) -> Tensor:
     return flat.float()[tile * 512 + (r % 32) * 16 + (r % 128) // 32 * 4 + c % 4].to(flat.dtype)
 
 
-def product(x: NVFP4Tensor, codes: Tensor, scales: Tensor) -> Tensor:
-    """Return the product of e2m1 * block_scale of both operands, as the hardware computes it."""
-    one = torch.ones(())
-    assert x.global_scale.shape == (len(x.packed), 1)  # of each row
-    weight = NVFP4Tensor(codes, unswizzled(scales, len(codes), codes.shape[1] // 8), one)
-    return x._replace(global_scale=one).dequantize() @ weight.dequantize().T
+def product(x: Tensor, scales: Tensor, codes: Tensor, weight_scales: Tensor) -> Tensor:
+    """Return the product of e2m1 * block_scale of both operands, as the hardware computes it before it rounds."""
+    columns, one = codes.shape[1] // 8, torch.ones(())
+    operand = NVFP4Tensor(x, unswizzled(scales, len(x), columns), one)
+    weight = NVFP4Tensor(codes, unswizzled(weight_scales, len(codes), columns), one)
+    return operand.dequantize() @ weight.dequantize().T
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -59,3 +63,32 @@ def test_packed_layer_holds_codes_and_scales_of_quantize() -> None:
     layer, expected = PackedNVFP4Linear(linear()), quantize(linear().weight)
     assert layer.packed.equal(expected.packed) and layer.weight_scale.equal(expected.global_scale)
     assert unswizzled(layer.block_scales, 48, 8).float().equal(expected.block_scales.float())
+
+
+INTERPRETED = """
+import torch
+from solrl_lightning.quantization.nvfp4_kernel import encode_rows
+from solrl_lightning.quantization.packed import encode_rows as expected
+
+def compare(x):
+    for mine, other in zip(encode_rows(x), expected(x), strict=True):
+        assert mine.dtype == other.dtype and mine.shape == other.shape, (mine.dtype, mine.shape, other.shape)
+        assert mine.view(torch.uint8).equal(other.view(torch.uint8)), x.shape
+
+torch.manual_seed(0)
+for rows, width in ((1, 32), (5, 64), (130, 96)):
+    magnitudes = torch.logspace(-30, 30, rows).unsqueeze(1)
+    compare((torch.randn(rows, width) * magnitudes).bfloat16())
+ties = torch.tensor([0.0, -0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -2.5, -5.0, -6.0])
+blocks = ties * torch.tensor([[0.0], [1.0], [1e-3], [1e-6], [1e-30], [448.0]])  # of a row, down to scales of zero
+compare(torch.cat((blocks.flatten(), blocks.flatten().flip(0))).unsqueeze(0))
+compare(torch.zeros(2, 64, dtype=torch.bfloat16))
+row_scales = encode_rows(torch.tensor([[1.0] * 32, [float("nan")] + [1.0] * 31]))[2]
+assert row_scales.isnan().tolist() == [[False], [True]]
+"""
+
+
+def test_kernel_encodes_rows_as_the_reference_does_bit_for_bit() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}  # read when Triton is imported
+    run = subprocess.run([sys.executable, "-W", "ignore", "-c", INTERPRETED], env=environment, capture_output=True)
+    assert run.returncode == 0, run.stderr.decode()
