@@ -8,7 +8,6 @@ Only this file uses Lightning's private names; ``tests/test_loop.py`` detects ch
    is repeated from its start.
 """
 
-import time
 from typing import Any, cast
 
 import torch
@@ -78,7 +77,7 @@ class ExploreTrainLoop(_FitLoop):
         ranks = trainer.world_size
         self.plan = plan_micro_batches(schedule.per_iteration, kept * levels, micro_batch, ranks, optimizer_steps)
         self.loader: RolloutLoader[TrainingBatch] = RolloutLoader(optimizer_steps * self.plan.micro_batches)
-        self.stopwatch = Stopwatch(self._clock)
+        self.stopwatch = Stopwatch(synchronize=self._synchronize)
         self.iterations_done = 0
         """Iterations that have taken their last optimiser step."""
         self._steps_taken = 0  # in the current iteration
@@ -164,10 +163,9 @@ class ExploreTrainLoop(_FitLoop):
         total = self.trainer.strategy.reduce(value.to(self.trainer.strategy.root_device), reduce_op="sum")
         return total.to(value.device)
 
-    def _clock(self) -> float:
+    def _synchronize(self) -> None:
         if self.trainer.strategy.root_device.type == "cuda":
-            torch.cuda.synchronize()  # kernels run asynchronously and belong to the stage that launched them
-        return time.perf_counter()
+            torch.cuda.synchronize()
 
     def count_step(self) -> bool:
         """Count an optimiser step and return whether it is the last of the iteration."""

@@ -1,6 +1,7 @@
 """Exclusive wall time per stage.
 
-GPU kernels run asynchronously; a clock that synchronises attributes them to the stage that launched them.
+GPU kernels run asynchronously; ``synchronize`` attributes them to the stage that launched them. It is called where
+stages change, never to display progress.
 """
 
 import time
@@ -11,20 +12,22 @@ from contextlib import contextmanager
 class Stopwatch:
     """Seconds of each stage since creation; an outer stage does not count the time of inner ones."""
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.perf_counter, synchronize: Callable[[], object] = lambda: None
+    ) -> None:
         self.on_change: list[Callable[[], None]] = []
         """Functions to call when a stage begins, when it ends, and at each `progress`."""
         self.current = ""
         """Name of the innermost stage; empty between stages."""
         self.done = self.total = 0
         """Finished units of work of the current stage, and all of them; 0 if not reported."""
-        self._clock = clock
+        self._clock, self._synchronize = clock, synchronize
         self._seconds: dict[str, float] = {}
         self._began = self._charged_until = 0.0
 
     @property
     def elapsed(self) -> float:
-        """Seconds since the current stage began, including inner stages."""
+        """Seconds since the current stage began, including inner stages; of a GPU, of the work launched so far."""
         return self._clock() - self._began if self.current else 0.0
 
     @property
@@ -59,6 +62,7 @@ class Stopwatch:
         self._changed()
 
     def _charge(self) -> None:
+        self._synchronize()
         now = self._clock()
         if self.current:
             self._seconds[self.current] += now - self._charged_until

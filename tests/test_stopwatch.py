@@ -65,6 +65,16 @@ def test_since_returns_stages_that_ran_since(clock: Clock) -> None:
     assert stopwatch.elapsed == 0
 
 
+def test_only_a_change_of_stage_synchronizes(clock: Clock) -> None:
+    calls: list[float] = []
+    stopwatch = Stopwatch(clock, lambda: calls.append(clock.now))
+    with stopwatch.stage("explore"):
+        clock.now += 3
+        stopwatch.progress(1, 2)
+        assert stopwatch.elapsed == 3 and len(calls) == 1
+    assert len(calls) == 2 and stopwatch.seconds == {"explore": 3}
+
+
 def test_failed_stage_is_counted_and_left(clock: Clock) -> None:
     stopwatch = Stopwatch(clock)
     with pytest.raises(KeyboardInterrupt), stopwatch.stage("explore"), stopwatch.stage("decode"):
