@@ -40,14 +40,15 @@ class QuantizedLinear(nn.Module):
 class BufferedLinear(QuantizedLinear):
     """Linear layer that holds its quantised weight and its bias in buffers."""
 
-    bias: Tensor | None  # float32 [out]
+    bias_dtype: ClassVar[torch.dtype] = torch.float32
+    bias: Tensor | None  # [out]
 
     @torch.no_grad()
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         for name, value in self.quantized_weight(dense(linear.weight)).items():
             self.register_buffer(name, value)
-        self.register_buffer("bias", None if linear.bias is None else linear.bias.to(torch.float32, copy=True))
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.to(self.bias_dtype, copy=True))
 
     @abstractmethod
     def quantized_weight(self, weight: Tensor) -> dict[str, Tensor]:

@@ -105,10 +105,10 @@ class FP8Linear(EmulatedFP8Linear):
 
     feature_multiples = (16, 16)  # required by torch._scaled_mm
     dtype = E4M3
+    bias_dtype = torch.bfloat16  # row-wise scaling accepts no other
 
     def product(self, values: Tensor, scale: Tensor) -> Tensor:
-        bias = None if self.bias is None else self.bias.bfloat16()  # row-wise scaling accepts no other dtype
-        return scaled_product(values, self.weight_values, scale, self.weight_scale, bias)
+        return scaled_product(values, self.weight_values, scale, self.weight_scale, self.bias)
 
 
 def scaled_product(values: Tensor, weight: Tensor, scale: Tensor, weight_scale: Tensor, bias: Tensor | None) -> Tensor:
