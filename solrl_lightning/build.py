@@ -1,6 +1,7 @@
 """From a composed configuration to objects. Only this file and the tasks read ``cfg``; all else takes arguments."""
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -41,6 +42,7 @@ from solrl_lightning.targets import make
 log = logging.getLogger(__name__)
 
 NO_REWARDS = WeightedRewards({}, {})
+ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 def device_of(cfg: DictConfig) -> torch.device:
@@ -182,12 +184,16 @@ def prepare_device(device: torch.device) -> None:
 
     1. The current device. Transformer Engine quantises onto it wherever its layer is (its issue 3124), and Lightning
        sets it only when a run starts.
-    2. No cuDNN attention, whose backward pass fails on compute capability 10.0 (so does the published code).
+    2. No cuDNN attention on compute capability 10.x, where its backward pass fails (so does the published code).
     3. TF32 for the products that stay in float32: rewards, autoencoder, merged weights.
+    4. Expandable segments, unless the environment configures the allocator, which reads it at its first use: text
+       encoders come and go beside other sizes, and free memory of one size cannot serve another otherwise.
     """
     if device.type == "cuda":
+        if not ALLOCATOR_VARIABLES & os.environ.keys():
+            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(torch.cuda.get_device_capability(device)[0] != 10)
         torch.set_float32_matmul_precision("high")
 
 

@@ -1,6 +1,7 @@
 """From a configuration to objects: what a user's own classes and this machine's devices can get wrong."""
 
 import logging
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -152,13 +153,20 @@ def test_a_gpu_that_is_not_there_is_told_in_a_sentence(compose: Compose, monkeyp
         instantiate_trainer(compose("trainer.accelerator=cuda"))
 
 
+@pytest.mark.parametrize(
+    ("capability", "cudnn"), [((8, 0), True), ((9, 0), True), ((10, 0), False), ((10, 3), False), ((12, 0), True)]
+)
 def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
-    compose: Compose, monkeypatch: pytest.MonkeyPatch
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cudnn: bool
 ) -> None:
     calls: list[object] = []
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # restored at the end
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: calls.append(("cudnn", enabled)))
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: calls.append(precision))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda", 3)
 
     def made(*args: object, **kwargs: object) -> None:
@@ -169,10 +177,14 @@ def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
         monkeypatch.setattr(build, name, made)
         with pytest.raises(KeyboardInterrupt):
             make(compose(), device, [])
-        assert calls == [device, ("cudnn", False), "high", "made"]
+        assert calls == [device, ("cudnn", cudnn), "high", "made"]
         calls.clear()
+    assert os.environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"
     prepare_device(torch.device("cpu"))
-    assert calls == []
+    assert calls == [] and "PYTORCH_ALLOC_CONF" not in os.environ
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
+    prepare_device(device)
+    assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
 @pytest.mark.parametrize(
