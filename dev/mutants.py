@@ -38,6 +38,7 @@ ITERATION = f"{LOOP}::test_iteration_requantises_explores_regenerates_and_steps_
 PREFIX = f"{LOOP}::test_prefix_family_resumes_kept_trajectories"
 RESUME = f"{LOOP}::test_resume_is_bit_exact_from_a_checkpoint_taken"
 FOLLOWS = f"{LOOP}::test_only_policy_is_trained_and_old_policy_follows"
+STOCHASTIC = f"{LOOP}::test_stochastic_samples_are_functions_of_their_seeds"
 CHECKPOINT = f"{LOOP}::test_checkpoint_holds_adapters_only"
 WEIGHTS = "tests/test_which_weights.py"
 RANKS = "tests/test_ddp.py"
@@ -46,6 +47,7 @@ STEPS = f"{LOOP}::test_optimizer_steps_split_the_rows"
 ADVANTAGES = "tests/rollout/test_advantages.py"
 SEEDS = "tests/test_seeds.py"
 SELECT = "tests/rollout/test_select.py"
+EXPLORE = "tests/rollout/test_explore.py"
 STAGE = "tests/rollout/test_stage.py"
 ROWS = "tests/rollout/test_micro_batches.py"
 NFT = "tests/objectives/test_nft.py"
@@ -69,6 +71,8 @@ PUBLISHED = "tests/test_config.py::test_the_published_hyperparameters_are_the_de
 PIPELINES = "tests/policies/test_pipelines.py"
 CHECKPOINTED = "test_gradients_are_the_same_with_checkpointing_and_without"
 SCHEDULES = "tests/test_schedules.py"
+WEIGHTED = "tests/rewards/test_reward_base.py"
+GUARD = "tests/callbacks/test_guard.py"
 GUIDANCE = "tests/policies/test_guidance.py"
 
 MUTANTS: dict[str, list[Edit]] = {
@@ -118,6 +122,12 @@ MUTANTS: dict[str, list[Edit]] = {
             '.get("iterations_done", self.trainer.global_step) + 1',
             RESUME,
         ),
+        (
+            "last iteration not evaluated",
+            "1 if last else self._evaluate_every",
+            "self._evaluate_every",
+            f"{LOOP}::test_every_second_iteration_and_the_last_one_are_evaluated",
+        ),
     ],
     "solrl_lightning/samplers.py": [
         ("stale shadow", "OLD), self.replicas.values())", "OLD), [self.replicas[MERGED]])", WEIGHTS),
@@ -166,6 +176,18 @@ MUTANTS: dict[str, list[Edit]] = {
         ("old policy moves at every step", "if loop.count_step():", "if loop.count_step() or True:", STEPS),
         ("old policy not saved", 'if ".lora_" in name', 'if ".default." in name', CHECKPOINT),
         ("watched rewards explored", "rewards = self.rewards.for_training", "rewards = self.rewards", WEIGHTS),
+        (
+            "learning rate of optimiser steps",
+            "step / steps",
+            "step",
+            f"{LOOP}::test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume",
+        ),
+        (
+            "distances to the old policy that follows",
+            "self.distances = self.samplers",
+            "self.samplers.update_old(self.old_decay(loop.iterations_done))\n            self.distances = self.samplers",
+            FOLLOWS,
+        ),
     ],
     "solrl_lightning/rollout/advantages.py": [
         ("no std", "(std + eps)", "1.0", ADVANTAGES),
@@ -193,6 +215,7 @@ MUTANTS: dict[str, list[Edit]] = {
             "state = candidates.state._replace(x=candidates.x0) if",
             PREFIX,
         ),
+        ("places of the survivors alone", "places.gather(1, chosen.cpu())", "chosen.cpu()", EXPLORE),
     ],
     "solrl_lightning/rollout/select.py": [
         (
@@ -211,6 +234,10 @@ MUTANTS: dict[str, list[Edit]] = {
         ("training noise is the sample's", 'b"training-noise"), shape)', 'b"step-noise"), shape)', SEEDS),
         ("evaluation of a pool", 'f"evaluation/{seed}/{prompt}"', 'f"pool/{seed}/0/{prompt}"', SEEDS),
         ("timesteps alike", 'f"timesteps/{seed}"', '"timesteps"', SEEDS),
+        ("step noise of one step", "[step] * len(seeds)", "[0] * len(seeds)", SEEDS),
+        ("step noise of one step in the loop", "[step] * len(seeds)", "[0] * len(seeds)", STOCHASTIC),
+        ("step noise of one candidate", "seeds.tolist(), [step]", "[0] * len(seeds), [step]", SEEDS),
+        ("step noise of one candidate in the loop", "seeds.tolist(), [step]", "[0] * len(seeds), [step]", STOCHASTIC),
     ],
     "solrl_lightning/rollout/stage.py": [
         (
@@ -221,6 +248,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         ("conditioning of the first prompt", "prompts.gather(owner[index])", "prompts.gather(0 * owner[index])", STAGE),
         ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", STAGE),
+        ("texts of candidates scored alone", "[row : row + 1], [text]", "[row : row + 1], [texts[0]]", STAGE),
         ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", STAGE),
         ("prefix loses its place", "if state.x is state.x0:", "if True:", STAGE),
         ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", STAGE),
@@ -374,8 +402,15 @@ MUTANTS: dict[str, list[Edit]] = {
         ("objects that are excluded", "None not in groups and not excluded", "None not in groups", GENEVAL),
     ],
     "solrl_lightning/rewards/http.py": [
+        ("metadata of the first request", "metadata[part]", "metadata[: self.batch]", HTTP),
         ("scores in the order of answers", "threads.imap(", "threads.imap_unordered(", HTTP),
         ("posts not repeated", "allowed_methods=None", "allowed_methods={'GET'}", HTTP),
+    ],
+    "solrl_lightning/rewards/weighted.py": [
+        ("negative weights not trained on", "if weight != 0", "if weight > 0", WEIGHTED),
+    ],
+    "solrl_lightning/sharding.py": [
+        ("sharded old policy not restored", "adapters.load_state(self.lora_layers, OLD, old)", "pass", RANKS),
     ],
     "solrl_lightning/policies/replica.py": [
         ("base overwritten", "dense(layer.weight).detach().clone()", "dense(layer.weight).detach()", REPLICA),
@@ -402,11 +437,13 @@ MUTANTS: dict[str, list[Edit]] = {
             "a persisting alarm is repeated",
             "if alarm.name not in self._active",
             "if alarm.name",
-            "tests/callbacks/test_guard.py",
+            GUARD,
         ),
+        ("constant rewards before a resume", 'self._faulty = state_dict["faulty"]', "pass", GUARD),
     ],
     "callbacks/checkpoints.py": [
-        ("best is the newest", "reward > self.reward", "reward is not None", "tests/callbacks/test_guard.py"),
+        ("best is the newest", "reward > self.reward", "reward is not None", GUARD),
+        ("a branch keeps the best of the other run", "self.reward = self.iteration = None", "pass", GUARD),
     ],
     "callbacks/requantize.py": [
         (

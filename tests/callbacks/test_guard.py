@@ -84,6 +84,21 @@ def test_guard_counts_consecutive_iterations_and_reports_a_second_time_what_has_
         assert [alarm.iteration for alarm in guard.alarms] == reported
 
 
+def test_a_resumed_run_counts_the_iterations_with_constant_rewards_before_it(tmp_path, stand_in):
+    def fitted(iterations, ckpt_path=None):
+        guard, roll_out = Guard(False, 3, OFF), stand_in.RollOut()
+        roll_out.rewards_of = lambda seeds: torch.zeros(seeds.shape)
+        trainer = stand_in.trainer(tmp_path, [RolloutStats(), guard], roll_out, max_epochs=iterations)
+        trainer.fit(stand_in.Module(), stand_in.micro_batches(), ckpt_path=ckpt_path)
+        return trainer, guard
+
+    trainer, begun = fitted(2)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    _, resumed = fitted(4, tmp_path / "x.ckpt")
+    assert begun.alarms == []
+    assert [(alarm.name, alarm.iteration, alarm.since) for alarm in resumed.alarms] == [("rewards_constant", 3, 0)]
+
+
 class Falling:
     """Mixin of ``Evaluated``: a held-out reward that rises to 0.6 in iteration 2 and falls to 0.3 in iteration 3."""
 
@@ -173,6 +188,22 @@ def test_a_run_that_the_guard_ends_exports_the_best_weights_and_says_so(tmp_path
     assert re.search(
         r"alarm +after iteration 3, since iteration 2: the held-out shapes reward fell from 0.6 to", printed
     )
+
+
+def test_a_resumed_run_keeps_the_best_checkpoint_and_a_branch_begins_its_own(tmp_path, stand_in):
+    def fitted(folder, iterations, ckpt_path=None):
+        best = BestCheckpoint(str(tmp_path / folder))
+        module = type("Module", (Falling, stand_in.Evaluated), {})()
+        trainer = stand_in.trainer(tmp_path, [best], max_epochs=iterations, enable_checkpointing=True)
+        trainer.fit(module, stand_in.micro_batches(), stand_in.micro_batches(), ckpt_path=ckpt_path)
+        return best.state_dict()
+
+    checkpoint = tmp_path / "run" / "best.ckpt"
+    best = {"reward": 0.6, "iteration": 2}
+    assert fitted("run", 2) == best
+    branched = fitted("branch", 3, checkpoint)
+    assert branched == {"reward": 0.3, "iteration": 3} and (tmp_path / "branch" / "best.ckpt").is_file()
+    assert fitted("run", 3, checkpoint) == best
 
 
 def test_early_stopping_is_the_reason_of_a_stop(tmp_path, stand_in):
