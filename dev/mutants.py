@@ -185,7 +185,7 @@ MUTANTS: dict[str, list[Edit]] = {
         (
             "distances to the old policy that follows",
             "self.distances = self.samplers",
-            "self.samplers.update_old(self.old_decay(loop.iterations_done))\n            self.distances = self.samplers",
+            "self.samplers.update_old(0.0)\n            self.distances = self.samplers",
             FOLLOWS,
         ),
     ],

@@ -41,7 +41,7 @@ OPTIONS = (
 
 
 class Results(Callback):
-    """What the first iteration rolled out, the gradient that it led to, and the policy before and after every iteration."""
+    """What the first iteration rolled out and the gradient of it, and the policy before and after every iteration."""
 
     def __init__(self) -> None:
         self.found: dict[str, Any] = {"policies": []}
