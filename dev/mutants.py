@@ -38,6 +38,7 @@ ITERATION = f"{LOOP}::test_iteration_requantises_explores_regenerates_and_steps_
 PREFIX = f"{LOOP}::test_prefix_family_resumes_kept_trajectories"
 RESUME = f"{LOOP}::test_resume_is_bit_exact_from_a_checkpoint_taken"
 FOLLOWS = f"{LOOP}::test_only_policy_is_trained_and_old_policy_follows"
+STOCHASTIC = f"{LOOP}::test_stochastic_samples_are_functions_of_their_seeds"
 CHECKPOINT = f"{LOOP}::test_checkpoint_holds_adapters_only"
 WEIGHTS = "tests/test_which_weights.py"
 RANKS = "tests/test_ddp.py"
@@ -46,6 +47,7 @@ STEPS = f"{LOOP}::test_optimizer_steps_split_the_rows"
 ADVANTAGES = "tests/rollout/test_advantages.py"
 SEEDS = "tests/test_seeds.py"
 SELECT = "tests/rollout/test_select.py"
+EXPLORE = "tests/rollout/test_explore.py"
 STAGE = "tests/rollout/test_stage.py"
 ROWS = "tests/rollout/test_micro_batches.py"
 NFT = "tests/objectives/test_nft.py"
@@ -69,7 +71,14 @@ PUBLISHED = "tests/test_config.py::test_the_published_hyperparameters_are_the_de
 PIPELINES = "tests/policies/test_pipelines.py"
 CHECKPOINTED = "test_gradients_are_the_same_with_checkpointing_and_without"
 SCHEDULES = "tests/test_schedules.py"
+WEIGHTED = "tests/rewards/test_reward_base.py"
+GUARD = "tests/callbacks/test_guard.py"
 GUIDANCE = "tests/policies/test_guidance.py"
+ADAPTIVE, PROGRESS, ROLLOUT_STATS, SUMMARY, TIMINGS = (
+    f"tests/callbacks/test_{name}.py" for name in "adaptive_exploration progress rollout_stats summary timings".split()
+)
+PROMPTS, SOURCES = "tests/data/test_prompts.py", "tests/data/test_sources.py"
+AUDIT, COMPARE, EVALUATE, PLAN = (f"tests/tasks/test_{name}.py" for name in ("audit", "compare", "evaluate", "plan"))
 
 MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/loop.py": [
@@ -117,6 +126,12 @@ MUTANTS: dict[str, list[Edit]] = {
             '.get("iterations_done", self.trainer.global_step)',
             '.get("iterations_done", self.trainer.global_step) + 1',
             RESUME,
+        ),
+        (
+            "last iteration not evaluated",
+            "1 if last else self._evaluate_every",
+            "self._evaluate_every",
+            f"{LOOP}::test_every_second_iteration_and_the_last_one_are_evaluated",
         ),
     ],
     "solrl_lightning/samplers.py": [
@@ -166,6 +181,18 @@ MUTANTS: dict[str, list[Edit]] = {
         ("old policy moves at every step", "if loop.count_step():", "if loop.count_step() or True:", STEPS),
         ("old policy not saved", 'if ".lora_" in name', 'if ".default." in name', CHECKPOINT),
         ("watched rewards explored", "rewards = self.rewards.for_training", "rewards = self.rewards", WEIGHTS),
+        (
+            "learning rate of optimiser steps",
+            "step / steps",
+            "step",
+            f"{LOOP}::test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume",
+        ),
+        (
+            "distances to the old policy that follows",
+            "self.distances = self.samplers",
+            "self.samplers.update_old(0.0)\n            self.distances = self.samplers",
+            FOLLOWS,
+        ),
     ],
     "solrl_lightning/rollout/advantages.py": [
         ("no std", "(std + eps)", "1.0", ADVANTAGES),
@@ -193,6 +220,7 @@ MUTANTS: dict[str, list[Edit]] = {
             "state = candidates.state._replace(x=candidates.x0) if",
             PREFIX,
         ),
+        ("places of the survivors alone", "places.gather(1, chosen.cpu())", "chosen.cpu()", EXPLORE),
     ],
     "solrl_lightning/rollout/select.py": [
         (
@@ -211,6 +239,10 @@ MUTANTS: dict[str, list[Edit]] = {
         ("training noise is the sample's", 'b"training-noise"), shape)', 'b"step-noise"), shape)', SEEDS),
         ("evaluation of a pool", 'f"evaluation/{seed}/{prompt}"', 'f"pool/{seed}/0/{prompt}"', SEEDS),
         ("timesteps alike", 'f"timesteps/{seed}"', '"timesteps"', SEEDS),
+        ("step noise of one step", "[step] * len(seeds)", "[0] * len(seeds)", SEEDS),
+        ("step noise of one step in the loop", "[step] * len(seeds)", "[0] * len(seeds)", STOCHASTIC),
+        ("step noise of one candidate", "seeds.tolist(), [step]", "[0] * len(seeds), [step]", SEEDS),
+        ("step noise of one candidate in the loop", "seeds.tolist(), [step]", "[0] * len(seeds), [step]", STOCHASTIC),
     ],
     "solrl_lightning/rollout/stage.py": [
         (
@@ -221,6 +253,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         ("conditioning of the first prompt", "prompts.gather(owner[index])", "prompts.gather(0 * owner[index])", STAGE),
         ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", STAGE),
+        ("texts of candidates scored alone", "[row : row + 1], [text]", "[row : row + 1], [texts[0]]", STAGE),
         ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", STAGE),
         ("prefix loses its place", "if state.x is state.x0:", "if True:", STAGE),
         ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", STAGE),
@@ -372,10 +405,20 @@ MUTANTS: dict[str, list[Edit]] = {
         ("left is right", '"left of": x < -0.5', '"left of": x > 0.5', GENEVAL),
         ("colour without objects", "/ count if holds else 0.0", "/ count", GENEVAL),
         ("objects that are excluded", "None not in groups and not excluded", "None not in groups", GENEVAL),
+        ("no counting threshold", 'self.thresholds.get(row.get("tag", ""), self.threshold)', "self.threshold", GENEVAL),
+        ("a clause of partly coloured objects holds", "holds = share == 1", "holds = share > 0", GENEVAL),
+        ("metadata by the number of the prompt", "metadata[int(rows[0])]", "metadata[number]", GENEVAL),
     ],
     "solrl_lightning/rewards/http.py": [
+        ("metadata of the first request", "metadata[part]", "metadata[: self.batch]", HTTP),
         ("scores in the order of answers", "threads.imap(", "threads.imap_unordered(", HTTP),
         ("posts not repeated", "allowed_methods=None", "allowed_methods={'GET'}", HTTP),
+    ],
+    "solrl_lightning/rewards/weighted.py": [
+        ("negative weights not trained on", "if weight != 0", "if weight > 0", WEIGHTED),
+    ],
+    "solrl_lightning/sharding.py": [
+        ("sharded old policy not restored", "adapters.load_state(self.lora_layers, OLD, old)", "pass", RANKS),
     ],
     "solrl_lightning/policies/replica.py": [
         ("base overwritten", "dense(layer.weight).detach().clone()", "dense(layer.weight).detach()", REPLICA),
@@ -391,22 +434,55 @@ MUTANTS: dict[str, list[Edit]] = {
         ("average inverted", "1.0 - decay", "decay", EMA),
         ("an update per micro-batch", "if self.updates < trainer.global_step", "if trainer.global_step >= 0", EMA),
         ("average is the policy", "value.detach().float().clone()", "value.detach().float()", EMA),
+        ("average's decay a step late", "ema_decay(trainer.global_step)", "ema_decay(self.updates)", EMA),
     ],
     "callbacks/alarms.py": [
         ("falls measured from the base", "best = int(means[:-1].argmax())", "best = 0", ALARMS),
         ("errors over images of all prompts", "/ values.shape[1] ** 0.5", "* 1.0", ALARMS),
         ("a jump of a single iteration", "median(before), median(recent)", "median(before), max(recent)", ALARMS),
+        (
+            "training rise over the first iterations",
+            "if i <= since][-len(after) :]",
+            "if i <= since][: len(after)]",
+            ALARMS,
+        ),
+        (
+            "least fall in the spread of the last evaluation",
+            "_LEAST_FALL * float(values[0].std())",
+            "_LEAST_FALL * float(values[-1].std())",
+            ALARMS,
+        ),
+        (
+            "pictures in the spread of the last evaluation",
+            "/ values[0].std()).tolist()",
+            "/ values[-1].std()).tolist()",
+            ALARMS,
+        ),
+        ("distance since the last iteration", "iterations[last] if last >= 0 else 0", "iterations[last]", ALARMS),
+        ("gain of the best over the last evaluation", "means[best] - means[0]", "means[best] - means[-1]", ALARMS),
+        ("half the range before a jump", "max(before) - min(before)", "median(before) - min(before)", ALARMS),
     ],
     "callbacks/guard.py": [
         (
             "a persisting alarm is repeated",
             "if alarm.name not in self._active",
             "if alarm.name",
-            "tests/callbacks/test_guard.py",
+            GUARD,
+        ),
+        ("constant rewards before a resume", 'self._faulty = state_dict["faulty"]', "pass", GUARD),
+        ("rewards of weight 0 not watched", "if w >= 0 and", "if w > 0 and", GUARD),
+        ("rewards of negative weight watched", "if w >= 0 and name", "if name", GUARD),
+        (
+            "alarms of the last iteration lost in a resume",
+            "alarm.iteration <= trainer.current_epoch",
+            "alarm.iteration < trainer.current_epoch",
+            GUARD,
         ),
     ],
     "callbacks/checkpoints.py": [
-        ("best is the newest", "reward > self.reward", "reward is not None", "tests/callbacks/test_guard.py"),
+        ("best is the newest", "reward > self.reward", "reward is not None", GUARD),
+        ("a branch keeps the best of the other run", "self.reward = self.iteration = None", "pass", GUARD),
+        ("best of the trained reward", "self.monitor or module.rewards.name", "module.rewards.name", GUARD),
     ],
     "callbacks/requantize.py": [
         (
@@ -415,6 +491,149 @@ MUTANTS: dict[str, list[Edit]] = {
             "pass",
             "tests/callbacks/test_requantize.py",
         ),
+    ],
+    "callbacks/export.py": [
+        ("best exported after every run", " and stop_reason(trainer) is not None", "", GUARD),
+    ],
+    "callbacks/adaptive_exploration.py": [
+        ("newest probe first", "for probe in own][::-1]", "for probe in own]", ADAPTIVE),
+        ("repeated probe counts twice", "<= trainer.current_epoch]", "<= trainer.current_epoch + 1]", ADAPTIVE),
+    ],
+    "callbacks/rank_correlation.py": [
+        (
+            "seconds of all probes",
+            '.seconds["probe"] - before',
+            '.seconds["probe"]',
+            "tests/callbacks/test_rank_correlation.py",
+        ),
+        ("repeated probe recorded twice", 'row["iteration"] < iteration]', 'row["iteration"] <= iteration]', ADAPTIVE),
+    ],
+    "callbacks/rollout_stats.py": [
+        ("prompts compared with the first", "rewards[:, :1]", "rewards[:1]", ROLLOUT_STATS),
+        ("first reward under every name", "each[:, i]", "each[:, 0]", ROLLOUT_STATS),
+    ],
+    "callbacks/summary.py": [
+        ("first metrics are the last", "self._last | self._first", "self._first | self._last", SUMMARY),
+        (
+            "interrupted evaluation wins",
+            "for row in module.eval_history}",
+            "for row in module.eval_history[::-1]}",
+            SUMMARY,
+        ),
+        ("base is the first evaluation", 'for row in scored if row["iteration"] == 0', "for row in scored", SUMMARY),
+    ],
+    "callbacks/timings.py": [
+        ("time of earlier callbacks lost", "iteration += sum(stages", "iteration += 0 * sum(stages", TIMINGS),
+        (
+            "seconds before a resume lost",
+            "dict(self._resumed + Counter(self._stopwatch.seconds))",
+            "dict(self._stopwatch.seconds)",
+            TIMINGS,
+        ),
+    ],
+    "callbacks/sample_grid.py": [
+        (
+            "rewards of the best under the worst samples",
+            "rewards[chosen].tolist()",
+            "rewards[:shown].tolist()",
+            "tests/callbacks/test_sample_grid.py",
+        ),
+    ],
+    "callbacks/progress.py": [
+        (
+            "a whole iteration beside the stage",
+            "(iterations - 1) * each + stage",
+            "iterations * each + stage",
+            PROGRESS,
+        ),
+        ("median seconds of evaluations", "fmean(extra)", "median(extra)", PROGRESS),
+    ],
+    "solrl_lightning/rewards/shapes.py": [
+        ("relation with one of the objects", ".prod(1)", ".mean(1)", "tests/rewards/test_shapes_reward.py"),
+    ],
+    "solrl_lightning/rewards/imagereward.py": [
+        (
+            "padding of the prompt attended to",
+            'tokens["attention_mask"][place]',
+            'tokens["attention_mask"][place] ** 0',
+            "tests/rewards/test_imagereward.py",
+        ),
+    ],
+    "solrl_lightning/rewards/ocr.py": [
+        ("red and blue swapped", "[..., ::-1]", "", "tests/rewards/test_ocr.py"),
+    ],
+    "solrl_lightning/data/sources.py": [
+        ("prompts of seven words", ">= PICKAPIC_SPACES", "> PICKAPIC_SPACES", SOURCES),
+        ("first column of a table", "place = names.index(column)", "place = 0", SOURCES),
+    ],
+    "solrl_lightning/data/prompts.py": [
+        ("iterations that share prompts", "position * self.per_iteration", "position", PROMPTS),
+        ("metadata of the last of equal rows", "in reversed(rows)", "in rows", PROMPTS),
+    ],
+    "solrl_lightning/tasks/compare.py": [
+        ("best reward of a seed is its last", '"best": max(rewards)', '"best": rewards[-1]', COMPARE),
+        ("lowest of the groups", "best = max(groups", "best = min(groups", COMPARE),
+    ],
+    "solrl_lightning/tasks/run_groups.py": [
+        ("cost of one seed", "fmean(spent[iteration] for _, _, spent in known)", "known[0][2][iteration]", COMPARE),
+        (
+            "a run that stopped early replaces a completed one",
+            '("completed", "stopped early")',
+            '("stopped early", "completed")',
+            COMPARE,
+        ),
+    ],
+    "solrl_lightning/tasks/learning_curves.py": [
+        ("dots in other units than the axis", 'at["mean"] / scale', 'at["mean"]', COMPARE),
+    ],
+    "solrl_lightning/tasks/plan.py": [
+        (
+            "prompts of the least busy device",
+            "math.ceil(cfg.prompts_per_iteration / devices)",
+            "cfg.prompts_per_iteration // devices",
+            PLAN,
+        ),
+        ("a FLOP per MAC", "halved.get(name, 1.0) * 2 * count", "halved.get(name, 1.0) * count", PLAN),
+        ("cards of 2^30 bytes", "(card - task.reserve) * 1e9", "(card - task.reserve) * 2**30", PLAN),
+        (
+            "training in the batches of rollouts",
+            '"training": cfg.model.micro_batch',
+            '"training": cfg.model.rollout_batch',
+            PLAN,
+        ),
+    ],
+    "solrl_lightning/tasks/plan_trace.py": [
+        ("training bytes of the whole batch", "training.peak // images", "training.peak", PLAN),
+        (
+            "decoding bytes of the whole batch",
+            "decoding_bytes=decoding.peak // images",
+            "decoding_bytes=decoding.peak",
+            PLAN,
+        ),
+    ],
+    "solrl_lightning/tasks/audit.py": [
+        ("seconds of a prompt under those of a candidate", "value / seeds.numel()", "value / len(seeds)", AUDIT),
+        ("gap inverted", "own_gap / gap", "gap / own_gap", AUDIT),
+        ("cheapest exploration alone", 'row["seconds"] + row["regenerate_seconds"]', 'row["seconds"]', AUDIT),
+        ("seconds under milliseconds", "{1000 * row['seconds']:.1f}", "{row['seconds']:.1f}", AUDIT),
+    ],
+    "solrl_lightning/tasks/evaluate.py": [
+        ("columns of models and rewards swapped", "scores.permute(1, 2, 3, 0)", "scores.permute(1, 2, 0, 3)", EVALUATE),
+        ("first score below a picture", "pictures.shape[1], -1]", "pictures.shape[1], 0]", EVALUATE),
+    ],
+    "solrl_lightning/tasks/benchmark.py": [
+        (
+            "forward passes with their warm-up",
+            "median(values[_WARM_UP:]) for",
+            "median(values) for",
+            "tests/tasks/test_benchmark.py",
+        ),
+    ],
+    "solrl_lightning/tasks/generate.py": [
+        ("seeds of the first prompts", "seeds[part]", "seeds[: len(prompts[part])]", "tests/tasks/test_generate.py"),
+    ],
+    "solrl_lightning/report.py": [
+        ("seconds on an axis of hours", "row[cost] / scale, row", "row[cost], row", "tests/test_report.py"),
     ],
     "conf/trainer/auto.yaml": [
         (

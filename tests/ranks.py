@@ -1,4 +1,4 @@
-"""A task that does one iteration of several families and saves what this rank came to; see test_ddp.
+"""A task that does an iteration or two of several families and saves what this rank came to; see test_ddp.
 
 Everything runs in batches of one row, so that no number depends on what else a rank computes.
 """
@@ -41,17 +41,30 @@ OPTIONS = (
 
 
 class Results(Callback):
-    """What an iteration rolled out, and the gradient that it led to."""
+    """What the first iteration rolled out and the gradient of it, and the policy before and after every iteration."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
+        self.found: dict[str, Any] = {"policies": []}
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.found["policies"].append(flat(pl_module, "default"))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         loop: Any = trainer.fit_loop
-        self.found |= loop.rollouts._asdict()
+        if loop.iterations_done == 0:
+            self.found |= loop.rollouts._asdict()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
-        self.found["gradient"] = torch.cat([parameter.grad.flatten() for parameter in pl_module.trained_parameters()])
+        gradient = torch.cat([parameter.grad.flatten() for parameter in pl_module.trained_parameters()])
+        self.found.setdefault("gradient", gradient)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.found["policies"].append(flat(pl_module, "default"))
+
+
+def flat(module: Any, adapter: str) -> Tensor:
+    """A copy of the numbers of an adapter."""
+    return torch.cat([value.detach().flatten() for value in module.adapter_state(adapter).values()])
 
 
 def score(images: Tensor, prompts: list[str]) -> Tensor:
@@ -60,7 +73,7 @@ def score(images: Tensor, prompts: list[str]) -> Tensor:
 
 
 def train(cfg: DictConfig) -> dict[str, Any]:
-    """This rank's part of an iteration, and the weights after it."""
+    """This rank's part of the first iteration, and the weights after the last one."""
     results = Results()
     callbacks = [Requantize(), WeightEMA(), results]
     options = {"strategy": "auto"} if cfg.trainer.devices == 1 else {}  # a single process shards nothing
@@ -71,8 +84,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     trainer.validate(module, held_out, verbose=False)
     trainer.fit(module, loop.loader, held_out)
-    states = [module.adapter_state(name) for name in ("default", "old", "ema")]
-    weights = torch.cat([value.flatten() for state in states for value in state.values()])
+    weights = torch.cat([flat(module, name) for name in ("default", "old", "ema")])
     evaluations = torch.tensor([row["shapes"] for row in module.eval_history], dtype=torch.float64)
     named = module.transformer.named_parameters()
     frozen = [weight for name, weight in named if "blocks." in name and ".lora_" not in name]
@@ -80,7 +92,7 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     logged = sorted((name, value) for name, value in trainer.callback_metrics.items() if name.startswith("train/"))
     metrics = torch.stack([value for _, value in logged])
     found = {"rank": trainer.global_rank, "weights": weights, "evaluations": evaluations, "metrics": metrics}
-    found["held"] = held
+    found |= {"held": held, "old": flat(module, "old")}
     return results.found | found
 
 
@@ -91,7 +103,7 @@ def train_all(cfg: DictConfig) -> dict[str, dict[str, Any]]:
         chosen = with_option(cfg, "family", family)
         chosen.family.update(pool=4, keep=2, compile=False)
         results[family] = train(chosen)
-    chosen.prompts_per_iteration = chosen.data.eval_prompts = 2
+    chosen.prompts_per_iteration = chosen.data.eval_prompts = chosen.trainer.max_epochs = 2
     chosen.trainer.strategy = {"_target_": "solrl_lightning.sharding.ShardedBase"}
     results["sharded"] = train(chosen)
     return results

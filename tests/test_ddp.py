@@ -18,6 +18,7 @@ from torch import Tensor
 from solrl_lightning.checks import LORA_FILE, check_values
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import pipeline
+from solrl_lightning.schedules import old_policy_decay
 
 Results = dict[str, dict[str, Any]]  # by family
 
@@ -59,8 +60,13 @@ def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
     first, second = of_ranks
     for name in ("gradient", "weights", "evaluations"):
         assert torch.equal(first[name], second[name]), name
+    old = first["policies"][0]
+    for iteration, policy in enumerate(first["policies"][1:], 1):
+        old = torch.lerp(policy, old, old_policy_decay()(iteration))
+    assert distance(first["old"], old) <= 1e-6
     # the order of float32 sums
     assert distance(first["gradient"], alone["gradient"]) <= 1e-5
+    assert distance(first["weights"], alone["weights"]) <= 1e-4
     for of_rank in of_ranks:
         torch.testing.assert_close(of_rank["metrics"], alone["metrics"], rtol=1e-4, atol=1e-6)
     assert torch.equal(first["evaluations"][:1], alone["evaluations"][:1])

@@ -263,8 +263,8 @@ class Rates(Callback):
 
 
 def test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume(tmp_path: Path) -> None:
-    options = ("scheduler=cosine", "scheduler.iterations=4", "optimizer.lr=0.01")
-    expected = [0.01 * (1 + math.cos(math.pi * step / 4)) / 2 for step in range(2)]
+    options = ("scheduler=cosine", "scheduler.iterations=4", "optimizer_steps=2", "optimizer.lr=0.01")
+    expected = [0.01 * (1 + math.cos(math.pi * iteration / 4)) / 2 for iteration in (0, 0.5, 1, 1.5)]
     straight, first, second = Rates(), Rates(), Rates()
     module, trainer, loop = make(tmp_path, *options, callbacks=(straight,), max_epochs=2)
     fit(module, trainer, loop)
@@ -277,10 +277,10 @@ def test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume(tmp_path:
     fit(module, trainer, loop, tmp_path / "x.ckpt")
     assert first.rates + second.rates == straight.rates and torch.equal(weights(module), learnt)
     other = Rates()
-    changed = (*options[:2], "optimizer.lr=0.02")
+    changed = (*options[:3], "optimizer.lr=0.02")
     module, trainer, loop = make(tmp_path, *changed, callbacks=(other,), max_epochs=2)
     fit(module, trainer, loop, tmp_path / "x.ckpt")
-    assert other.rates == pytest.approx([2 * expected[1]])
+    assert other.rates == pytest.approx([2 * rate for rate in expected[2:]])
 
 
 def test_an_evaluation_records_what_was_spent_until_then(tmp_path: Path) -> None:
@@ -299,6 +299,12 @@ def test_an_evaluation_records_what_was_spent_until_then(tmp_path: Path) -> None
     fit(module, trainer, loop, tmp_path / "x.ckpt")
     (row,) = module.eval_history
     assert (row["evaluations"], row["samples"]) == (3 * each, 3 * images) and row["seconds"] > seconds[1]
+
+
+def test_every_second_iteration_and_the_last_one_are_evaluated(tmp_path: Path) -> None:
+    module, trainer, loop = make(tmp_path, max_epochs=3, check_val_every_n_epoch=2)
+    fit(module, trainer, loop)
+    assert [row["iteration"] for row in module.eval_history] == [2, 3]
 
 
 @pytest.mark.parametrize("objective", ["nft", "awm", "flow_grpo"])
@@ -390,8 +396,9 @@ def test_stochastic_samples_are_functions_of_their_seeds(tmp_path: Path) -> None
     fit(module, trainer, loop)
     path, again = check.rollouts.path, check.again.path
     assert torch.equal(path.x, again.x) and torch.equal(path.log_probs, again.log_probs)
-    moves = (path.x[:, :, 1:] - path.x[:, :, :-1]).flatten(0, 2)
-    assert len(moves.flatten(1).unique(dim=0)) == len(moves)
+    # In a step the log-probabilities differ by the mean square of the noise alone: that of no other candidate or step.
+    noises = path.log_probs - path.log_probs.mean((0, 1))
+    assert noises.shape[2] > 1 and noises.flatten().sort().values.diff().min() > 1e-5
 
 
 def test_candidates_of_a_prompt_share_noise_unless_the_family_explores(tmp_path: Path) -> None:
@@ -813,3 +820,4 @@ def test_only_policy_is_trained_and_old_policy_follows(tmp_path: Path) -> None:
     trained, old = module.adapter_state("default"), module.adapter_state("old")
     assert all(torch.equal(trained[name], old[name]) for name in trained)
     assert max(value.abs().max() for name, value in trained.items() if "lora_B" in name) > 0
+    assert module.distances["old_distance"] > 0  # of the iteration, before the old policy followed

@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from solrl_lightning.module import evaluation_errors
-from solrl_lightning.report import data_uri, history_chart, render, run_page
+from solrl_lightning.report import data_uri, evaluation_chart, history_chart, render, run_page
 from solrl_lightning.svg_charts import Series, draw_chart
 
 REWARD = "shapes"
@@ -200,6 +200,12 @@ def test_the_ticks_of_an_axis_have_the_same_decimals_and_a_constant_has_one(
 ) -> None:
     chart = draw_chart("", [Series("", [1, 2], values)], "iterations")
     assert re.findall('text-anchor="end">(.*?)<', chart.svg) == expected
+
+
+def test_a_curve_against_hours_is_in_hours() -> None:
+    rows = [{"seconds": 3600.0 * hours, REWARD: 0.1 * hours} for hours in (0, 2, 10)]
+    marks = re.findall(r'text-anchor="middle">([^<]*)<', evaluation_chart("title", rows, REWARD, "seconds").svg)
+    assert marks == ["0", "2", "4", "6", "8", "10", "hours of training"]
 
 
 def test_a_large_picture_is_embedded_as_jpeg(tmp_path: Path) -> None:

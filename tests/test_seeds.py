@@ -11,6 +11,7 @@ from solrl_lightning.seeds import (
     noise,
     permutation,
     pool_seeds,
+    step_noise,
     train_timesteps,
     training_noise,
 )
@@ -110,13 +111,15 @@ def test_noise_is_standard_normal_and_uncorrelated_between_candidates() -> None:
     assert float(correlation.abs().max()) < 6 / math.sqrt(400)
 
 
-def test_training_noise_is_function_of_candidate_and_timestep() -> None:
+def test_noises_of_training_and_of_solver_steps_are_functions_of_candidate_and_step() -> None:
     seeds = torch.tensor([4, 4, 9, 9])
     timesteps = torch.tensor([0, 1, 0, 1])
     eps = training_noise(seeds, timesteps, (64,))
     assert torch.equal(training_noise(seeds[2:], timesteps[2:], (64,)), eps[2:])
-    rows = torch.cat([eps, noise(torch.tensor([4, 9]), (64,))])
-    correlation = torch.corrcoef(rows) - torch.eye(6)
+    added = [step_noise(torch.tensor([4, 9]), step, (64,)) for step in (0, 1)]
+    assert torch.equal(step_noise(torch.tensor([9]), 1, (64,)), added[1][1:])
+    rows = torch.cat([eps, *added, noise(torch.tensor([4, 9]), (64,))])
+    correlation = torch.corrcoef(rows) - torch.eye(10)
     assert float(correlation.abs().max()) < 0.5
 
 

@@ -131,7 +131,7 @@ class RollOut(Callback):
         advantages = torch.zeros_like(rewards)
         loop.explored = self.candidates(seeds, proxies) if self.two_stages else None
         proxies = proxies.gather(1, chosen)
-        scores = rewards[..., None]
+        scores = torch.stack([rewards] * len(pl_module.rewards.for_training.rewards), dim=-1)
         loop.rollouts = Rollouts(prompts, kept, self.latents(kept), proxies, rewards, scores, advantages)
 
     def prompts_of(self, trainer: Trainer) -> list[str]:

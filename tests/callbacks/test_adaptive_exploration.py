@@ -48,6 +48,7 @@ def test_only_probes_of_the_level_since_the_last_move_count() -> None:
     assert after((0, 0.8), start=2) == 1
     assert after((0, 0.8), (1, 0.99)) == 1  # one probe of the new level, of two that it takes
     assert after((0, 0.8), (1, 0.99), (1, 0.99)) == 0
+    assert after((2, 0.8), (2, 0.99), (2, 0.99)) == 1  # the newest ones
     assert after((1, 0.99), (1, 0.99), (0, 0.8), (1, 0.99)) == 1  # those before the last move are of the past
     assert after((0, 0.99), (5, 0.99)) == 2  # a branched run has fewer levels
 
@@ -65,6 +66,16 @@ def test_probes_move_the_stages_of_the_next_iteration(tmp_path, stand_in, capsys
     levels = "from level 0 (merged, 2 of 10 steps) to level 1 (merged, 3 of 10 steps)"
     assert first == f"iteration 1: spearman -1.000 moves the exploration {levels}"
     assert second.startswith("iteration 2: ")
+
+
+def test_the_probe_of_an_interrupted_iteration_is_replaced_when_it_is_repeated(tmp_path, stand_in):
+    ranks, adaptive = RankCorrelation(probe_every=1), AdaptiveExploration(LEVELS, 2, RULE)
+    ranks.load_state_dict({"history": [{"iteration": 1, "spearman": 0.96}]})
+    adaptive.load_state_dict({"probes": [{"iteration": 1, "level": 2, "spearman": 0.96}]})
+    stand_in.trainer(tmp_path, [ranks, adaptive], max_epochs=1).fit(stand_in.Module(), stand_in.micro_batches())
+    assert [(row["iteration"], row["spearman"]) for row in ranks.history] == [(1, pytest.approx(1))]
+    assert adaptive.probes == [{"iteration": 1, "level": 2, "spearman": pytest.approx(1)}]
+    assert adaptive.level == 2  # two probes in a row would move down
 
 
 def test_good_probes_move_to_cheaper_levels_and_iterations_without_a_probe_move_nowhere(tmp_path, stand_in):

@@ -75,10 +75,12 @@ def test_a_collapse_is_found_within_two_evaluations(means: list[float], caught: 
 
 def test_a_fall_counts_from_its_errors_its_share_of_the_gain_and_the_spread_over_prompts() -> None:
     assert fall_of(curve(0.4, 0.6, 0.54), LIMITS) is not None  # 0.06 of a gain of 0.2: more than a quarter
-    assert fall_of(curve(0.4, 0.6, 0.56), LIMITS) is None
+    assert fall_of(curve(0.4, 0.6, 0.56, noise=0.01), LIMITS) is None
     assert fall_of(curve(0.4, 0.6, 0.54, noise=0.2), LIMITS) is None  # its standard error is 0.035
     assert fall_of(curve(0.5, 0.47, noise=0.01), LIMITS) is not None  # below the base: more than 0.2 spreads
     assert fall_of(curve(0.5, 0.485, noise=0.01), LIMITS) is None
+    narrower = torch.stack([prompts(0.5), prompts(0.485, spread=0.01)])
+    assert fall_of(narrower, LIMITS._replace(fall=0.0)) is None  # the spread is that of the base
     assert fall_of(curve(0.4, 0.6, 0.54), LIMITS._replace(fall=None)) is None
     fall = fall_of(curve(0.4, 0.6, 0.55, 0.5), LIMITS)
     assert fall is not None and fall[0] == 1
@@ -88,11 +90,11 @@ def test_a_fall_counts_from_its_errors_its_share_of_the_gain_and_the_spread_over
 
 @pytest.mark.parametrize(("trained", "helps"), [([0.5, 0.6], "more prompts in data.train"), ([0.5, 0.4], "lower")])
 def test_an_alarm_tells_overfitting_from_a_collapse(trained: list[float], helps: str) -> None:
-    whole = history(3, shapes=[0.4, 0.6, 0.5])
-    for row in whole.rows:
-        row["reward/mean"] = trained[row["iteration"] > 3]
+    whole = history(3, shapes=[0.4, 0.5, 0.6, 0.5])
+    for row in whole.rows:  # as many iterations before the best evaluation count as there are after it
+        row["reward/mean"] = 0.45 if row["iteration"] <= 3 else trained[row["iteration"] > 6]
     (alarm,) = find_alarms(whole, COLUMNS, "shapes", {}, LIMITS)
-    assert (alarm.name, alarm.iteration, alarm.since) == ("reward_fell", 6, 3)
+    assert (alarm.name, alarm.iteration, alarm.since) == ("reward_fell", 9, 6)
     assert "fell from 0.6 to 0.5" in alarm.saw and f"{'rose' if trained[1] > 0.5 else 'fell'} by 0.1" in alarm.saw
     assert helps in alarm.helps and "objective.kl_weight" in alarm.helps
 
@@ -110,6 +112,9 @@ def test_statistics_of_pictures_are_measured_in_the_spread_of_the_base_over_prom
     (alarm,) = find_alarms(whole, COLUMNS, "shapes", {}, LIMITS)
     assert (alarm.name, alarm.iteration, alarm.since) == ("brightness_moved", 18, 6)
     assert "from 0.5 to 0.95" in alarm.saw
+    whole = history(6, brightness=[0.5, 0.85])
+    whole.tables[-1][:, COLUMNS.index("images/brightness")] = prompts(0.85, spread=0.01)
+    assert alarms_by_evaluation(whole) == [[], []]
 
 
 def test_diversity_is_measured_as_a_share_of_that_of_the_base() -> None:
@@ -133,6 +138,8 @@ def metric(name: str, values: list[float]) -> History:
 def test_a_distance_above_its_limit_is_reported_since_half_of_it() -> None:
     alarm = above(metric("train/kl", [0.1, 0.2, 0.3, 0.45, 0.5]), "train/kl", 0.5)
     assert alarm is not None and (alarm.name, alarm.iteration, alarm.since) == ("kl_ran_away", 5, 2)
+    alarm = above(metric("train/kl", [0.4, 0.6]), "train/kl", 0.5)
+    assert alarm is not None and (alarm.iteration, alarm.since) == (2, 0)
     assert above(metric("train/kl", [0.1, 0.6, 0.4]), "train/kl", 0.5) is None
     assert above(metric("train/kl", [0.6]), "train/kl", None) is None
     assert above(metric("train/loss", [0.6]), "train/kl", 0.5) is None

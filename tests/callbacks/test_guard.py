@@ -15,6 +15,8 @@ from solrl_lightning.callbacks.rollout_stats import RolloutStats
 from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.errors import UserError
 from solrl_lightning.module import SolRLModule
+from solrl_lightning.rewards.shapes import ShapesReward
+from solrl_lightning.rewards.weighted import WeightedRewards
 
 OFF = dict.fromkeys(Limits._fields) | {"lost_gain": 0.0}
 
@@ -84,6 +86,21 @@ def test_guard_counts_consecutive_iterations_and_reports_a_second_time_what_has_
         assert [alarm.iteration for alarm in guard.alarms] == reported
 
 
+def test_a_resumed_run_counts_the_iterations_with_constant_rewards_before_it(tmp_path, stand_in):
+    def fitted(iterations, ckpt_path=None):
+        guard, roll_out = Guard(False, 3, OFF), stand_in.RollOut()
+        roll_out.rewards_of = lambda seeds: torch.zeros(seeds.shape)
+        trainer = stand_in.trainer(tmp_path, [RolloutStats(), guard], roll_out, max_epochs=iterations)
+        trainer.fit(stand_in.Module(), stand_in.micro_batches(), ckpt_path=ckpt_path)
+        return trainer, guard
+
+    trainer, begun = fitted(2)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    _, resumed = fitted(4, tmp_path / "x.ckpt")
+    assert begun.alarms == []
+    assert [(alarm.name, alarm.iteration, alarm.since) for alarm in resumed.alarms] == [("rewards_constant", 3, 0)]
+
+
 class Falling:
     """Mixin of ``Evaluated``: a held-out reward that rises to 0.6 in iteration 2 and falls to 0.3 in iteration 3."""
 
@@ -95,7 +112,8 @@ class Falling:
         self.trainer.fit_loop.iterations_done = done
         spread = torch.linspace(-0.1, 0.1, 16, dtype=torch.float64)[:, None]
         self.eval_history[-1]["shapes"] = self.MEANS[done]
-        self.held_out = torch.tensor([[self.MEANS[done], 0.5, 0.5, 0.5, 0.5]], dtype=torch.float64) + spread
+        rewards = [self.MEANS[done]] * (len(self.evaluated_columns) - 4)
+        self.held_out = torch.tensor([[*rewards, 0.5, 0.5, 0.5, 0.5]], dtype=torch.float64) + spread
 
 
 def run(tmp_path, stand_in, guard, iterations=4, ckpt_path=None, **attributes):
@@ -119,6 +137,15 @@ def test_with_stop_an_alarm_ends_the_run_after_its_iteration(tmp_path, stand_in)
     straight = Guard(False, 3, LIMITS)
     assert run(tmp_path, stand_in, straight).current_epoch == 4
     assert straight.alarms == guard.alarms and straight.stopped_by is None  # once, though the reward stays low
+
+
+def test_rewards_of_weight_0_are_watched_and_those_of_negative_weight_are_not(tmp_path, stand_in):
+    weights = {"shapes": 1.0, "bright": 0.0, "price": -1.0}
+    rewards = WeightedRewards(dict.fromkeys(weights, ShapesReward()), weights)
+    columns = [*weights, rewards.name, *stand_in.Evaluated().evaluated_columns[1:]]
+    guard = Guard(False, 3, LIMITS)
+    run(tmp_path, stand_in, guard, rewards=rewards, evaluated_columns=columns)
+    assert [alarm.name for alarm in guard.alarms] == ["reward_fell", "shapes_reward_fell", "bright_reward_fell"]
 
 
 def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(tmp_path, stand_in):
@@ -173,6 +200,44 @@ def test_a_run_that_the_guard_ends_exports_the_best_weights_and_says_so(tmp_path
     assert re.search(
         r"alarm +after iteration 3, since iteration 2: the held-out shapes reward fell from 0.6 to", printed
     )
+
+
+def test_a_completed_run_exports_the_last_weights(tmp_path, stand_in):
+    exported = {}
+    module = type("Module", (Falling, stand_in.Evaluated), {})()
+    module.save_lora = lambda folder, weights: exported.update(module.ema_state)
+    best, average = BestCheckpoint(str(tmp_path)), WeightEMA()
+    trainer = stand_in.trainer(tmp_path, [average, best, ExportLoRA()], max_epochs=3, enable_checkpointing=True)
+    trainer.fit(module, stand_in.micro_batches(), stand_in.micro_batches())
+    assert (best.iteration, average.updates) == (2, 3) and torch.equal(exported["lora"], average.average["lora"])
+
+
+def test_the_best_checkpoint_is_that_of_the_monitored_reward(tmp_path, stand_in):
+    class Monitored(Falling, stand_in.Evaluated):
+        def on_validation_epoch_end(self):
+            super().on_validation_epoch_end()
+            self.eval_history[-1]["bright"] = -self.eval_history[-1]["shapes"]
+
+    best = BestCheckpoint(str(tmp_path), monitor="bright")
+    trainer = stand_in.trainer(tmp_path, [best], max_epochs=4, enable_checkpointing=True)
+    trainer.fit(Monitored(), stand_in.micro_batches(), stand_in.micro_batches())
+    assert best.state_dict() == {"reward": -0.3, "iteration": 3}
+
+
+def test_a_resumed_run_keeps_the_best_checkpoint_and_a_branch_begins_its_own(tmp_path, stand_in):
+    def fitted(folder, iterations, ckpt_path=None):
+        best = BestCheckpoint(str(tmp_path / folder))
+        module = type("Module", (Falling, stand_in.Evaluated), {})()
+        trainer = stand_in.trainer(tmp_path, [best], max_epochs=iterations, enable_checkpointing=True)
+        trainer.fit(module, stand_in.micro_batches(), stand_in.micro_batches(), ckpt_path=ckpt_path)
+        return best.state_dict()
+
+    checkpoint = tmp_path / "run" / "best.ckpt"
+    best = {"reward": 0.6, "iteration": 2}
+    assert fitted("run", 2) == best
+    branched = fitted("branch", 3, checkpoint)
+    assert branched == {"reward": 0.3, "iteration": 3} and (tmp_path / "branch" / "best.ckpt").is_file()
+    assert fitted("run", 3, checkpoint) == best
 
 
 def test_early_stopping_is_the_reason_of_a_stop(tmp_path, stand_in):

@@ -24,8 +24,8 @@ class HalfExplored(Callback):
 
 
 def test_seconds_left_are_iterations_times_median_plus_mean_evaluation():
-    # The first iteration compiles for 60 s, the others take 10 s; every second iteration has an evaluation of 8 s.
-    own, extra = [60.0, 10.0, 10.0, 10.0], [0.0, 8.0, 0.0, 8.0]
+    # The first iteration compiles for 60 s, the others take 10 s; every fourth iteration has an evaluation of 16 s.
+    own, extra = [60.0, 10.0, 10.0, 10.0], [0.0, 0.0, 0.0, 16.0]
     assert seconds_left(5, own, extra) == 5 * (10 + 4)
     assert seconds_left(5, own, extra, elapsed=6.0) == 5 * (10 + 4) - 6
     assert seconds_left(5, [], []) is None

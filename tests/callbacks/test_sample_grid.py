@@ -4,6 +4,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from solrl_lightning.callbacks import sample_grid
 from solrl_lightning.callbacks.sample_grid import SampleGrid
 from solrl_lightning.checks import check_numbers
 from solrl_lightning.errors import UserError
@@ -41,7 +42,14 @@ def test_first_grid_has_the_base_on_the_left_and_the_average_on_the_right(tmp_pa
         assert picture.crop((0, 0, middle, picture.size[1])).getpixel((20, 150)) == (51, 51, 51)
 
 
-def test_second_grid_shows_the_images_that_were_scored(tmp_path, stand_in):
+def test_second_grid_shows_the_images_that_were_scored(tmp_path, stand_in, monkeypatch):
+    drawn = {}
+
+    def noted(title, headings, rows):
+        drawn.update({row.caption: row.labels for row in rows})
+        return draw_grid(title, headings, rows)
+
+    monkeypatch.setattr(sample_grid, "draw_grid", noted)
     trainer = stand_in.trainer(tmp_path, [grid(every=1)], max_epochs=1)
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     rewards = trainer.fit_loop.rollouts.rewards[0].sort(descending=True).values
@@ -49,6 +57,8 @@ def test_second_grid_shows_the_images_that_were_scored(tmp_path, stand_in):
         colours = {colour for count, colour in picture.getcolors(1 << 16) if count >= 128 * 128}
     greys = {round(float(reward) * 255) for reward in rewards}
     assert {(grey, grey, grey) for grey in greys} <= colours
+    labels = [f"{reward:.3f}" for reward in rewards.tolist()]
+    assert (drawn["best"], drawn["worst"]) == (labels[:2], labels[-2:])
 
 
 def test_rank_without_prompts_draws_no_pool(tmp_path, stand_in):

@@ -113,6 +113,30 @@ class Watched(Callback):
         row |= {"weighted_sum": row["shapes"], "bright": 0.75 - 0.01 * row["iteration"]}
 
 
+class Moving(Callback):
+    """Logs the number of the iteration as a distance of the policy."""
+
+    def on_train_epoch_end(self, trainer, module):
+        module.log("policy/base_distance", float(trainer.current_epoch + 1))
+
+
+def test_policy_metrics_are_those_of_the_first_and_the_last_iteration_also_after_a_resume(tmp_path, stand_in):
+    trainer = fit(tmp_path, stand_in, 2, Moving())
+    assert read(tmp_path)["policy_metrics"] == {"policy/base_distance": {"first": 1.0, "last": 2.0}}
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    fit(tmp_path, stand_in, 3, Moving(), ckpt_path=tmp_path / "x.ckpt")
+    assert read(tmp_path)["policy_metrics"] == {"policy/base_distance": {"first": 1.0, "last": 3.0}}
+
+
+def test_a_repeated_evaluation_replaces_that_of_the_interrupted_iteration(tmp_path, stand_in):
+    trainer = fit(tmp_path, stand_in, 2)
+    module = trainer.lightning_module
+    module.eval_history.append({"iteration": 2, "shapes": 0.9})
+    facts = find_callback(trainer, RunSummary).collect(trainer, module, "completed", None)
+    assert [row["iteration"] for row in facts["evaluations"]] == [0, 1, 2]
+    assert (facts["final_reward"], facts["final_reward_iteration"]) == (0.9, 2)
+
+
 def checkpoints(tmp_path):
     return ModelCheckpoint(
         tmp_path / "checkpoints", filename="last", enable_version_counter=False, save_on_train_epoch_end=True

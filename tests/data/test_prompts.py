@@ -94,7 +94,10 @@ def test_tags_belong_to_the_prompts_that_are_kept(tmp_path: Path) -> None:
 
 def test_sets_have_the_metadata_of_the_prompts_that_are_kept(tmp_path: Path) -> None:
     train, held_out = tmp_path / "train.jsonl", tmp_path / "eval.jsonl"
-    train.write_text('{"prompt": " An owl", "n": 1}\n{"prompt": "an  owl", "n": 2}\n{"prompt": "Fog", "n": 3}\n')
+    train.write_text(
+        '{"prompt": " An owl", "n": 1}\n{"prompt": "an  owl", "n": 2}\n{"prompt": "Fog", "n": 3}\n'
+        '{"prompt": " An owl", "n": 5}\n'
+    )
     held_out.write_text('{"prompt": "fog", "n": 4}\n{"prompt": "snow"}\n')
     sets = read_prompt_sets(train, held_out)
     assert [*sets.train, *sets.eval] == ["An owl", "fog", "snow"]

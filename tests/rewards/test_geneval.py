@@ -109,6 +109,9 @@ def test_position_is_relative_to_an_earlier_clause_that_holds() -> None:
     assert scores({"dog": found(RIGHT, LEFT), "cat": found(LEFT)}, include) == (1, pytest.approx(1 / 3))
     coloured = [{**DOG, "color": "red"}, include[1]]
     assert scores({"dog": found(RIGHT), "cat": found(LEFT)}, coloured)[0] == 0
+    two_red = [{"class": "dog", "count": 2, "color": "red"}, {**include[1], "position": ["above", 0]}]
+    assert scores({"dog": found(LEFT, BOTTOM), "cat": found(TOP)}, two_red) == (1, 1)
+    assert scores({"dog": found(LEFT, RIGHT), "cat": found(TOP)}, two_red) == (0, 2.5 / 4)  # one is blue
 
 
 @pytest.mark.parametrize(
@@ -224,12 +227,13 @@ def test_score_rates_each_image_by_its_own_metadata(reward: GenEval, images: Ten
         {"include": [DOG], "tag": "single_object"},
         {"include": [{**DOG, "count": 4}], "exclude": [{**DOG, "count": 5}], "tag": "counting"},
     ]
-    prompts = ["a dog", "four dogs", "a dog", "four dogs"]
-    rated = reward(images, prompts, [rows[0], rows[1], rows[0], rows[1]])
-    for place, (image, threshold) in enumerate(zip(images, (0.5, 0.6, 0.5, 0.6), strict=True)):
+    prompts = ["a dog", "a dog", "four dogs", "a dog"]
+    numbers = [0, 0, 1, 0]
+    rated = reward(images, prompts, [rows[number] for number in numbers])
+    for place, (image, number) in enumerate(zip(images, numbers, strict=True)):
         with torch.no_grad():
-            (objects,) = reward.detect(image[None], ["dog"], threshold)
-        assert rated[place] == mean_of_terms(rows[place % 2], objects, colours)
+            (objects,) = reward.detect(image[None], ["dog"], (0.5, 0.6)[number])
+        assert rated[place] == mean_of_terms(rows[number], objects, colours)
     assert rated.std() > 0 and ((rated >= 0) & (rated <= 1)).all()
 
 

@@ -94,6 +94,16 @@ def test_request_has_the_images_prompts_and_metadata(server: Server) -> None:
     assert torch.equal(sent, (images() * 255).round().byte().permute(0, 2, 3, 1))
 
 
+def test_every_request_has_the_prompts_and_metadata_of_its_images(server: Server) -> None:
+    server.will_reply((200, '{"scores": [1, 2]}', 0), (200, '{"scores": [3, 4]}', 0), (200, '{"scores": [5]}', 0))
+    assert server.reward(batch=2, concurrency=1)(images(), PROMPTS, METADATA).tolist() == [1, 2, 3, 4, 5]
+    for first, request in zip((0, 2, 4), server.handler.requests, strict=True):
+        rows = slice(first, first + 2)
+        assert (request["prompts"], request["metadata"]) == (PROMPTS[rows], METADATA[rows])
+        sent = torch.stack([decoded(png) for png in request["images"]])
+        assert torch.equal(sent, (images()[rows] * 255).round().byte().permute(0, 2, 3, 1))
+
+
 def test_example_server_scores_batches_in_order_and_survives_a_restart() -> None:
     port, flat = free_port(), torch.zeros(5, 3, 6, 8)
     flat[1], flat[3] = images()[0], images()[1]  # noise takes more bytes than black

@@ -195,6 +195,15 @@ def test_metadata_reach_the_rewards_that_take_them() -> None:
         rewards.check_prompts(prompts)
 
 
+def test_rollouts_are_scored_by_the_rewards_of_positive_and_negative_weight() -> None:
+    three = {"counting": Counting(), "brightness": Brightness(), "watched": Brightness()}
+    rewards = WeightedRewards(three, {"watched": 0.0, "brightness": -0.5, "counting": 2.0}, {"a cat": {"count": 3}})
+    images, prompts = grey(0.5, 1.0), ["a cat", "a dog"]
+    assert list(rewards.for_training.rewards) == ["counting", "brightness"]
+    for each in (rewards, rewards.for_training):
+        assert each.total(each(images, prompts)).tolist() == [2 * 3 - 0.5 * 0.5, 2 * -1 - 0.5 * 1.0]
+
+
 def test_metadata_of_a_reward_called_alone_are_a_list_or_nothing() -> None:
     reward = Counting()
     assert reward(grey(0.0, 0.5), PROMPTS[:2]).tolist() == [-1, -1]

@@ -259,8 +259,12 @@ def test_kept_trajectories_resume_from_their_state(policy: Recorder, solver: str
 def test_non_finite_explored_candidate_is_never_selected(
     policy: Recorder, overlap: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken = {2: torch.nan, 9: torch.inf}  # candidates: an image, a reward
-    expected = run(policy, BatchSize(4, True), "euler")
+    broken = {2: torch.nan, 9: torch.inf}  # candidates: an image, a reward; the latter in a chunk of two prompts
+
+    def of_prompts(images: Tensor, prompts: list[str]) -> Tensor:
+        return brightness(images, prompts) + torch.tensor([float(PROMPTS.index(prompt)) for prompt in prompts])
+
+    expected = run(policy, BatchSize(4, True), "euler", of_prompts)
     decoded = expected.x0.flatten(0, 1)
 
     def decode(x: Tensor) -> Tensor:
@@ -269,7 +273,7 @@ def test_non_finite_explored_candidate_is_never_selected(
         return images
 
     def reward(images: Tensor, prompts: list[str]) -> Tensor:
-        scores = brightness(images, prompts)
+        scores = of_prompts(images, prompts)
         scores[(scores - expected.rewards.flatten()[9]).abs() < 1e-6] = torch.inf
         return scores
 

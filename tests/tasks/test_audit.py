@@ -1,9 +1,12 @@
 """The audit of proxies against BF16 at full steps."""
 
 import json
+import re
 import shlex
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from PIL import Image
 from solrl_lightning.build import stages_of
 from solrl_lightning.checks import check_needs, check_values
 from solrl_lightning.errors import UserError
+from solrl_lightning.tasks import audit as audit_module
 from solrl_lightning.tasks.audit import (
     Scored,
     _stages,
@@ -41,7 +45,10 @@ PERFECT = {
 }
 
 
-def test_a_race_is_ranked_by_the_latest_rung_of_its_survivors(compose: Compose) -> None:
+def test_a_race_is_ranked_by_the_latest_rung_of_its_survivors_and_a_stage_takes_seconds_a_candidate(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(audit_module, "time", SimpleNamespace(perf_counter=count().__next__))  # a second per reading
     race = "{sampler:merged,steps:3,rungs:[{step:1,keep:6},{step:2,keep:4}]}"
     prefix = "{sampler:merged,steps:3,stop_after:1}"
     result = audit(compose(*SMALL, "task.keep=4", f"task.proxies=[{race},{prefix}]"))
@@ -49,6 +56,11 @@ def test_a_race_is_ranked_by_the_latest_rung_of_its_survivors(compose: Compose) 
     assert (raced["name"], raced["evaluations"]) == ("bf16 1/2 of 3 steps", 8 * 1 + 6 * 1)
     assert raced["reward"] == pytest.approx(stopped["reward"])  # of the first rung, in another order
     assert raced["spearman"] != stopped["spearman"]
+    # Every stage takes a second, for the 8 candidates of both prompts.
+    assert [(each["seconds"], each["regenerate_seconds"]) for each in (raced, stopped)] == [(2 / 16, 1 / 16)] + [
+        (1 / 16, 1 / 16)
+    ]
+    assert re.search(r"bf16 1/2 of 3 steps .* 14 +125[.]0\n", capfd.readouterr().out)
 
 
 def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
@@ -73,6 +85,8 @@ def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
         assert proxy["gap"] == result["truth"]["gap"] > 0
     for proxy in (quantised, prefix, other):
         assert proxy["reward"] != result["truth"]["reward"]
+        assert proxy["gap_kept"] == pytest.approx(proxy["gap"] / result["truth"]["gap"])
+    assert len({proxy["gap"] for proxy in result["proxies"]}) > 1
     assert [proxy["evaluations"] for proxy in result["proxies"]] == [16, 16, 8, 24, 16]
     assert quantised["backend"].startswith("nvfp4")
     assert [proxy["regenerate_evaluations"] for proxy in result["proxies"]] == [8, 8, 4, 8, 8]
@@ -125,8 +139,11 @@ def test_no_command_for_what_no_family_does(compose: Compose, proxy: str) -> Non
 
 
 def test_recommended_is_the_cheapest_of_those_with_enough_of_the_gap() -> None:
-    def row(name: str, gap: float, seconds: float, evaluations: int, command: str | None = "run") -> dict[str, object]:
-        costs = {"seconds": seconds, "regenerate_seconds": 0.5, "evaluations": evaluations, "regenerate_evaluations": 9}
+    def row(
+        name: str, gap: float, seconds: float, evaluations: int, command: str | None = "run", later: float = 0.5
+    ) -> dict[str, object]:
+        costs = {"seconds": seconds, "regenerate_seconds": later}
+        costs |= {"evaluations": evaluations, "regenerate_evaluations": 9}
         kind = {"sampler": "shadow", "precision": "nvfp4"}
         return {"name": name, "gap_kept": gap, "command": command, **costs, **kind}
 
@@ -134,6 +151,7 @@ def test_recommended_is_the_cheapest_of_those_with_enough_of_the_gap() -> None:
         row("poor", 0.94, 0.1, 1),
         row("exact", 0.95, 1.0, 30),
         row("equal seconds", 0.97, 1.01, 20),
+        row("slow to regenerate", 0.97, 0.1, 1, later=3.0),
         row("slow", 0.99, 2.0, 10),
         row("no family", 1.0, 0.1, 1, None),
     ]

@@ -111,6 +111,7 @@ def test_groups_differ_in_other_keys_than_the_seed_and_have_means_and_sample_dev
     with Image.open(tmp_path / "compare.png") as picture:
         assert picture.width == 1600
     report = (tmp_path / "report.html").read_text()
+    assert re.search(r"highest final reward\W[^=]{0,40}>0[.]7000<.{0,20}>family=sol_rl<", report)
     for text in (
         "0.7000 ± 0.1000",
         "+0.2000 [-0.0484, +0.4484] over 3",
@@ -211,7 +212,7 @@ def test_costs_to_the_final_reward_of_the_reference(
         write_curve(runs / f"1_{seed}", baseline, "family=diffusionnft", seed=seed)
         faster = rows(0.4 + shift, 0.48 + shift, 0.56 + shift, seconds=20, evaluations=300)
         write_curve(runs / f"2_{seed}", faster, "family=sol_rl", seed=seed)
-        write_curve(runs / f"3_{seed}", rows(0.4, 0.41, 0.42 + shift, seconds=15), "family=compile", seed=seed)
+        write_curve(runs / f"3_{seed}", rows(0.4, 0.43, 0.42 + shift, seconds=15), "family=compile", seed=seed)
     result = compared(compose, runs)
     reference, faster, never = (group["to_reference"] for group in result["groups"])
     assert (result["reference"], result["target"]) == ("family=diffusionnft", pytest.approx(0.5))
@@ -232,7 +233,7 @@ def test_costs_to_the_final_reward_of_the_reference(
     assert result["equal_seconds"] == 40 and "reward after 40 s" in shown
     assert [group["at_equal_seconds"]["mean"] for group in result["groups"][:2]] == pytest.approx([0.5, 0.48])
     assert "not reached by family=diffusionnft: seed 3 after 40 s, 0.4900 at most\n" in shown
-    assert re.search("not reached by family=compile: seed 1 after 60 s, 0[.]4200 at most; seed 2 .*; seed 3", shown)
+    assert re.search("not reached by family=compile: seed 1 after 60 s, 0[.]4300 at most; seed 2 .*; seed 3", shown)
 
 
 def test_a_reference_that_learnt_nothing_is_reported(
@@ -364,6 +365,18 @@ def test_later_run_of_the_same_configuration_and_seed_wins(compose: Compose, tmp
     assert [Path(run).name for run in result["left_out"]] == ["9"]
 
 
+def test_a_run_that_stopped_early_replaces_no_completed_one(compose: Compose, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "1", 0.6)
+    write_run(tmp_path / "runs" / "2", 0.7, status="stopped early")
+    write_run(tmp_path / "runs" / "3", 0.6, seed=2, status="stopped early")
+    write_run(tmp_path / "runs" / "4", 0.8, seed=2)
+    result = compared(compose, tmp_path / "runs")
+    assert result["groups"][0]["final"]["mean"] == pytest.approx(0.7)  # of 0.6 and 0.8
+    reasons = {Path(run).name: reason.partition(";")[0] for run, reason in result["left_out"].items()}
+    later = f"{tmp_path / 'runs' / '4'} is a later run of the same configuration and seed"
+    assert reasons == {"2": "stopped early", "3": later}
+
+
 def test_glob_without_finished_runs_is_an_error(compose: Compose, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="matches nothing[.] Give one that matches runs"):
         compared(compose, tmp_path / "runs")
@@ -390,6 +403,16 @@ def test_curves_have_the_evaluations_of_a_run(tmp_path: Path) -> None:
     evaluations = [{"iteration": 0, "shapes": 0.5}, {"iteration": 5, "shapes": None}, {"iteration": 10, "shapes": 0.6}]
     (run,), _ = read_runs([write_run(tmp_path / "run", 0.6, evaluations=evaluations)])
     assert learning_curve(run) == {0: 0.5, 10: 0.6}
+
+
+def test_the_cost_of_a_group_is_the_mean_over_its_seeds(tmp_path: Path) -> None:
+    folders = [write_curve(tmp_path / str(seed), rows(0.4, 0.5, seconds=10 * seed), seed=seed) for seed in (1, 2)]
+    (group,), _ = group_runs(read_runs(folders)[0])
+    assert {cost: curve.cost for cost, curve in group.curves.items()} == {
+        "iteration": [0, 2],
+        "seconds": [0, 30],
+        "evaluations": [0, 200],
+    }
 
 
 @pytest.fixture
@@ -419,6 +442,8 @@ def test_the_picture_has_a_panel_for_every_cost_and_the_groups_that_have_it(
     areas = [sum(isinstance(part, PolyCollection) for part in panel.collections) for panel in figures[0].axes]
     dots = [sum(isinstance(part, PathCollection) for part in panel.collections) for panel in figures[0].axes]
     assert areas == [3, 2, 2] and dots == [2, 2, 2]  # prefix never reaches the target
+    reached = [part.get_offsets()[0].tolist() for part in seconds.collections if isinstance(part, PathCollection)]
+    assert reached == [pytest.approx([2.0, 0.53]), pytest.approx([2.6, 0.53])]
     mean = next(line for line in seconds.lines if len(line.get_xdata()) == 2 and line.get_linewidth() == 2)
     assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([0, 2], pytest.approx([0.4, 0.53]))
     legend = [text.get_text() for text in figures[0].legends[0].get_texts()]

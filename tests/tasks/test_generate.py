@@ -74,7 +74,8 @@ def test_base_and_trained_use_the_seeds_of_evaluations(
     caplog.set_level("INFO", "solrl_lightning")
     checkpoint = write_checkpoint(compose(*small), tmp_path / "last.ckpt")
     prompts = f'task.prompts=["{PROMPTS[0]}","{PROMPTS[1]}"]'
-    cfg = compose(*small, "task=generate", f"ckpt='{checkpoint}'", prompts, "task.images=3", "task.grid_images=2")
+    images = ("task.images=3", "task.grid_images=2", "model.rollout_batch=3")  # one prompt at once
+    cfg = compose(*small, "task=generate", f"ckpt='{checkpoint}'", prompts, *images)
     result = generate(cfg)
     assert "family.compile" not in caplog.text  # nothing is compiled, and there is no rollout to speak of
 

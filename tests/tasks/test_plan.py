@@ -4,11 +4,12 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn import functional as F
 
@@ -25,6 +26,7 @@ from solrl_lightning.rollout.stage import evaluations
 from solrl_lightning.tasks.plan import (
     Json,
     iteration_cost,
+    on_card,
     plan,
     planned_peak,
     seconds,
@@ -37,7 +39,7 @@ from solrl_lightning.tasks.plan_memory import (
     overrides,
     replica_bytes,
 )
-from solrl_lightning.tasks.plan_trace import Passes, PeakBytes, count_macs, trace
+from solrl_lightning.tasks.plan_trace import FusedAttention, Passes, PeakBytes, count_macs, trace
 from tests.nano import lora_config as small_lora
 
 Compose = Callable[..., DictConfig]
@@ -103,6 +105,22 @@ def test_gradient_checkpointing_saves_less_and_recomputes_the_blocks(passes: Pas
     assert 0.9 * passes.adapted < checkpointed.backward - passes.backward < passes.adapted
 
 
+def test_activations_are_those_of_one_image_of_a_batch(passes: Passes) -> None:
+    policy, images = embedded(), 4
+    conditioning, x = policy.encode(images * ["a prompt"]), policy.noise(torch.zeros(images, dtype=torch.int64))
+    with torch.no_grad(), FusedAttention(), PeakBytes(policy.pipeline.vae) as decoding:
+        policy.decode_latents(x, policy.pipeline.vae)
+    assert passes.decoding_bytes == pytest.approx(decoding.peak / images, rel=0.05)
+    with torch.device("meta"):
+        adapters.add_adapters(policy.transformer, small_lora(), seed=0)
+    policy.transformer.train()
+    with FusedAttention(), PeakBytes(policy.transformer) as training:
+        loss = policy.velocity(policy.transformer, x, torch.ones(images, device="meta"), conditioning).sum()
+    with training:
+        loss.backward()
+    assert passes.training_bytes[False] == pytest.approx(training.peak / images, rel=0.05)
+
+
 def test_peak_counts_each_live_storage_once_and_no_parameters() -> None:
     linear = nn.Linear(8, 8, bias=False, device="meta")
     x = torch.empty(5, 8, device="meta")
@@ -153,6 +171,21 @@ def test_options_that_fit_change_no_more_than_is_needed() -> None:
     nearest = fit(FOOTPRINT, MOST, 39)
     assert FOOTPRINT.peak(nearest) == 40
     assert all(fit(FOOTPRINT._replace(shadow=0), MOST, room)["family"] is None for room in (1000, 10))
+
+
+def test_a_card_has_units_of_10_to_the_9_bytes_less_the_reserve() -> None:
+    whole = {key: value * 10**9 for key, value in FOOTPRINT._asdict().items() if isinstance(value, int)}
+    parts = {key: {name: n * 10**9 for name, n in getattr(FOOTPRINT, key).items()} for key in ("policy", "training")}
+    model: Any = SimpleNamespace(footprint=Footprint(**whole, **parts), options=MOST)
+    task = OmegaConf.create({"reserve": 6, "overrides": ["model=flux1", "task.reserve=6"]})
+    peak = 130 + 8 * 16
+    assert on_card(model, peak + 6, task) == {
+        "card": peak + 6,
+        "fits": True,
+        "peak": peak * 10**9,
+        "arguments": ["model=flux1"],
+    }
+    assert on_card(model, peak + 5, task)["arguments"] == ["model=flux1", "model.micro_batch=4"]
 
 
 def test_replica_owns_quantised_and_adapted_layers_only() -> None:
@@ -264,7 +297,7 @@ def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[.
     sizes = ("task.devices=4", "task.tflops=100", "task.speedup=2", "task.families=[prefix]")
     sizes += ("task.cards=[24,0.01]", "task.reserve=0")
     absent = ("data.train=nowhere.txt", "data.eval=nowhere.txt", "reward=pickscore", "hydra.run.dir=out")
-    finished = command("task=plan", "trainer=cpu", *sizes, *absent)
+    finished = command("task=plan", "trainer=cpu", "model.micro_batch=3", *sizes, *absent)
     assert finished.status == 0, finished.err
     result = json.loads((tmp_path / "out" / "plan.json").read_text())
     share = result["layers"]
@@ -284,7 +317,7 @@ def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[.
     largest = max(sizes_of[name] for name in ("text_encoders", "training", "rollout"))
     assert result["planned_peak"] == sum(sizes_of[name] for name in held) + largest
     assert [(card["card"], card["fits"]) for card in result["cards"]] == [(24, True), (0.01, False)]
-    assert result["cards"][0]["arguments"] == ["trainer=cpu", *absent[:-1]]
+    assert result["cards"][0]["arguments"] == ["trainer=cpu", "model.micro_batch=3", *absent[:-1]]
     for words in ("22 of 40 linear layers quantised", "attention and other", "published: 3x", "Arithmetic"):
         assert words in finished.out
 

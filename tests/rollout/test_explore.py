@@ -1,0 +1,47 @@
+"""The stages of a family with scores known in closed form; tests/test_loop.py runs them on a model."""
+
+import torch
+from torch import Tensor
+
+from solrl_lightning.rollout.explore import run_stages
+from solrl_lightning.rollout.records import Candidates
+from solrl_lightning.rollout.select import select_contrastive
+from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
+from solrl_lightning.sampling import SolverState, start
+
+KEEPS = (12, 8, 4)
+
+
+def scores(seeds: Tensor, stage: int) -> Tensor:
+    """Scores of int64 seeds that have another order in every stage."""
+    return torch.sin(seeds.double() * (stage + 1.3)).float()
+
+
+def test_every_rung_selects_from_the_survivors_of_the_one_before() -> None:
+    seeds = torch.arange(60).view(3, 20)
+    rungs = [Stage(EXPLORE, "merged", 10, "euler", stop_step=2 * i + 2, keep=keep) for i, keep in enumerate(KEEPS)]
+    stages = [*rungs, Stage(REGENERATE, "merged", 10, "euler")]
+    ran: list[Tensor] = []
+
+    def run(stage: Stage, seeds: Tensor, state: SolverState | None) -> Candidates:
+        number = stages.index(stage)
+        assert (state is None) == (number == 0)
+        assert state is None or torch.equal(state.x[..., 0], seeds)  # the survivors' own trajectories
+        ran.append(seeds)
+        rewards = scores(seeds, number)
+        return Candidates(seeds, start(seeds[..., None]), rewards, rewards[..., None])
+
+    pool, kept, proxy_rewards = run_stages(stages, seeds, ["a", "b", "c"], run)
+    expected = [seeds]
+    for number, keep in enumerate(KEEPS):
+        expected.append(expected[-1].gather(1, select_contrastive(scores(expected[-1], number), keep)))
+    assert len(ran) == 4 and all(map(torch.equal, ran, expected))
+    assert torch.equal(kept.seeds, expected[3]) and torch.equal(kept.rewards, scores(expected[3], 3))
+    assert torch.equal(proxy_rewards, scores(expected[3], 2))
+    # The pool has the rewards of the first rung, in an order that leads to the selections of all rungs.
+    assert torch.equal(pool.seeds, seeds)
+    assert torch.equal(pool.rewards.sort(1).values, scores(seeds, 0).sort(1).values)
+    for keep, survivors in zip(KEEPS, expected[1:], strict=True):
+        chosen = select_contrastive(pool.rewards, keep)
+        assert torch.equal(pool.seeds.gather(1, chosen).sort(1).values, survivors.sort(1).values)
+    assert torch.equal(pool.seeds.gather(1, chosen), expected[3])
