@@ -381,6 +381,20 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/rewards/http.py": [
         ("scores in the order of answers", "threads.imap(", "threads.imap_unordered(", HTTP),
         ("posts not repeated", "allowed_methods=None", "allowed_methods={'GET'}", HTTP),
+        (
+            "any answer is a list of scores",
+            "isinstance(scores, list) and",
+            "isinstance(scores, list | str | dict) and",
+            HTTP,
+        ),
+        (
+            "true and false are scores",
+            "type(score) in (int, float, type(None))",
+            "isinstance(score, float | int | None)",
+            HTTP,
+        ),
+        ("answers without an end", "if time.monotonic() > end:", "if False:", HTTP),
+        ("answers of any length", "len(content) <= _LONGEST and ", "", HTTP),
     ],
     "solrl_lightning/policies/replica.py": [
         ("base overwritten", "dense(layer.weight).detach().clone()", "dense(layer.weight).detach()", REPLICA),

@@ -284,6 +284,10 @@ class SolRLModule(LightningModule):
             {name: list(value.shape) for name, value in self._adapter_tensors(state).items()}
             for state in (self.state_dict(), checkpoint["state_dict"])
         )
+        dtypes = {value.dtype for value in self._adapter_tensors(checkpoint["state_dict"]).values()}
+        if own == found and dtypes != {torch.float32}:
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise UserError(f"the checkpoint's adapters are of {names}; a run writes float32. Take that of a run.")
         if own != found:
             name = min(name for name in own | found if own.get(name) != found.get(name))
             raise UserError(
@@ -291,6 +295,13 @@ class SolRLModule(LightningModule):
                 f"must be those of the run that wrote it; {name} has shape {own.get(name, 'none')} in the model and "
                 f"{found.get(name, 'none')} in the checkpoint. Repeat the options of that run."
             )
+
+        saved = checkpoint["callbacks"].get("WeightEMA", {"average": {}})
+        average = saved.get("average") if isinstance(saved, dict) else None
+        shapes = {name: value.shape for name, value in self.adapter_state(TRAINED).items()}
+        known = isinstance(average, dict) and {name: getattr(value, "shape", None) for name, value in average.items()}
+        if known not in ({}, shapes):
+            raise UserError("the evaluation average of the checkpoint does not fit its adapters. Take another one.")
 
     def load_average(self, checkpoint: dict[str, Any]) -> None:
         """Take the evaluation average of a checkpoint; without the EMA callback that is the trained adapter."""

@@ -5,6 +5,7 @@ Every function yields (name, arguments). Files are written into a folder that th
 by relative paths. Nothing is random: the same cases every time.
 """
 
+import copy
 import io
 import itertools
 import json
@@ -12,7 +13,7 @@ import os
 import shutil
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ _ONE_ARGUMENT = """
     iterations=2.5 iterations=1e400 seed=-1 seed=null seed=4294967296 run_dir=x evaluation=3 model.data=null
     model.lora.target_modules=to_q model.dtypes=float32 model.weights=mine model.lora=null model.resolution=31
     model.preview_decoder=./nowhere model.embeddings=[a] callbacks.sample_grid.every=x
-    family.keep=97 family.explore=5 family.regenerate=null family.explore.solver=rk4 family.compile=maybe
+    model.gradient_checkpointing=1 family.compile=1 family.compile=1.0 family.pool=100001 data.eval_images=1000000000
+    model.full_steps=1001 model.lora.alpha=1e300 optimizer.eps=0 optimizer.eps=1e-50 family.keep=97 family.explore=5 family.regenerate=null family.explore.solver=rk4 family.compile=maybe
     +family.explore.stop_after=6 family.explore.decoder=preview optimizer=sgd optimizer.betas=0.9
     optimizer._target_=torch.optim.Nowhere +optimizer.momentum=0.9 old_policy=null objective._target_=nowhere.loss
     +objective.typo=1 precision.name=fp3 precision=fp3 reward=[] reward=[shapes,no] reward.pretrained=x
@@ -145,6 +147,30 @@ def damaged(content: bytes) -> dict[str, bytes]:
     return {**cuts, "cut by a byte": content[:-1], **flips, **others}
 
 
+_STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "text count": lambda state: state["loops"]["fit_loop"]["state_dict"].update(iterations_done="3"),
+    "negative count": lambda state: state["loops"]["fit_loop"]["state_dict"].update(iterations_done=-1),
+    "no loop": lambda state: state["loops"].pop("fit_loop"),
+    "no progress": lambda state: state["loops"]["fit_loop"].pop("epoch_progress"),
+    "no schedule": lambda state: state.pop("lr_schedulers"),
+    "no optimizer": lambda state: state["optimizer_states"].clear(),
+    "few parameters": lambda state: state["optimizer_states"][0]["param_groups"][0]["params"].pop(),
+    "moment of another shape": lambda state: state["optimizer_states"][0]["state"][0].update(exp_avg=torch.zeros(2)),
+    "half-precision adapters": lambda state: state.update(
+        state_dict={name: value.bfloat16() for name, value in state["state_dict"].items()}
+    ),
+    "average of other names": lambda state: state["callbacks"]["WeightEMA"].update(average={"x": torch.zeros(2)}),
+    "guard without rows": lambda state: state["callbacks"]["Guard"].pop("rows"),
+}
+
+
+def changed(state: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """A copy of ``state`` after ``change`` of it."""
+    copied = copy.deepcopy(state)
+    change(copied)
+    return copied
+
+
 def checkpoints(folder: Path, good: bytes) -> Iterator[Case]:
     """Files in the place of ``good``, the checkpoint of a run."""
     made = damaged(good)
@@ -166,6 +192,7 @@ def checkpoints(folder: Path, good: bytes) -> Iterator[Case]:
         "shape": {**state, "state_dict": {name: value[:1] for name, value in state["state_dict"].items()}},
         "no adapters": {**state, "state_dict": {}},
     }
+    others |= {name: changed(state, change) for name, change in _STATES.items()}
     for key in ("global_step", "state_dict", "callbacks"):
         others[f"no {key}"] = {name: value for name, value in state.items() if name != key}
         others[f"{key} of text"] = {**state, key: "x"}
@@ -180,6 +207,7 @@ def checkpoints(folder: Path, good: bytes) -> Iterator[Case]:
     for name in ("no state_dict", "shape"):
         for task in ("evaluate", "export"):
             yield f"{task} {name}", [f"task={task}", f"ckpt='{name}.ckpt'"]
+    yield "export average", ["task=export", "ckpt='average of other names.ckpt'"]
 
 
 def model_folders(folder: Path, good: Path) -> Iterator[Case]:

@@ -352,7 +352,9 @@ def test_metrics_do_not_depend_on_the_size_of_micro_batches(tmp_path: Path) -> N
     options = ("prompts_per_iteration=1", "family.keep=5", "objective=flow_grpo", "objective.kl_weight=0.1")
     for size in (4, 10):  # 10 rows in 4 + 4 + 4, and in one micro-batch
         metrics = Metrics()
-        module, trainer, loop = make(tmp_path, *options, f"model.micro_batch={size}", callbacks=(metrics,), max_epochs=1)
+        module, trainer, loop = make(
+            tmp_path, *options, f"model.micro_batch={size}", callbacks=(metrics,), max_epochs=1
+        )
         fit(module, trainer, loop)
         found.append({name: float(v) for name, v in metrics.logged.items() if name.startswith("train/")})
     assert found[0] == pytest.approx(found[1], rel=0.02, abs=1e-5)  # bf16, as above

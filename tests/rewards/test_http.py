@@ -230,7 +230,9 @@ def poured(**options: Any) -> type[Poured]:
 def test_answer_without_an_end_is_a_time_out() -> None:
     """Each byte comes in time."""
     with in_thread(poured(parts=[b" "] * 100, pause=0.02)) as url:
-        with pytest.raises(ServerError, match="asked about the prompt 'a cat' and 4 more, does not answer: .*no end af"):
+        with pytest.raises(
+            ServerError, match="asked about the prompt 'a cat' and 4 more, does not answer: .*no end af"
+        ):
             HTTPReward(url, batch=5, retries=1, backoff=0, timeout=0.1)(images(), PROMPTS)
 
 
