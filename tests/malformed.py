@@ -33,8 +33,7 @@ _ONE_ARGUMENT = """
     iterations=2.5 iterations=1e400 seed=-1 seed=null seed=4294967296 run_dir=x evaluation=3 model.data=null
     model.lora.target_modules=to_q model.dtypes=float32 model.weights=mine model.lora=null model.resolution=31
     model.preview_decoder=./nowhere model.embeddings=[a] callbacks.sample_grid.every=x
-    model.gradient_checkpointing=1 family.compile=1 family.compile=1.0 family.pool=100001 data.eval_images=1000000000
-    model.full_steps=1001 model.lora.alpha=1e300 optimizer.eps=0 optimizer.eps=1e-50 family.keep=97 family.explore=5 family.regenerate=null family.explore.solver=rk4 family.compile=maybe
+    family.keep=97 family.explore=5 family.regenerate=null family.explore.solver=rk4 family.compile=maybe
     +family.explore.stop_after=6 family.explore.decoder=preview optimizer=sgd optimizer.betas=0.9
     optimizer._target_=torch.optim.Nowhere +optimizer.momentum=0.9 old_policy=null objective._target_=nowhere.loss
     +objective.typo=1 precision.name=fp3 precision=fp3 reward=[] reward=[shapes,no] reward.pretrained=x
