@@ -130,9 +130,9 @@ def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dic
             f"ckpt={file} is invalid: the checkpoint of a training run has {', '.join(_PARTS)}; in this one "
             f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or of another type. {own}"
         )
-    loop = found["loops"].get("fit_loop")
-    if not isinstance(loop, dict) or not isinstance(loop.get("state_dict"), dict):
-        raise UserError(f"ckpt={file} is invalid: the state of its training loop is missing. {own}")
+    loop = found["loops"].get("fit_loop", {})
+    if not isinstance(loop, dict) or not isinstance(loop.get("state_dict", {}), dict):
+        raise UserError(f"ckpt={file} is invalid: the state of its training loop is of another type. {own}")
     done = iterations_done(found)
     if type(done) is not int or done < 0:
         raise UserError(f"ckpt={file} is invalid: it must count its iterations from 0; its count is {done!r}. {own}")
@@ -141,7 +141,8 @@ def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dic
 
 def iterations_done(checkpoint: dict[str, Any]) -> int:
     """Return the iterations finished before the checkpoint; one without this count took one step per iteration."""
-    return checkpoint["loops"]["fit_loop"]["state_dict"].get("iterations_done", checkpoint["global_step"])
+    loop = checkpoint["loops"].get("fit_loop", {}).get("state_dict", {})
+    return loop.get("iterations_done", checkpoint["global_step"])
 
 
 class WholeCheckpointIO(TorchCheckpointIO):
