@@ -522,8 +522,9 @@ def _check_explorer(key: str, explorer: Any, keys: set[str]) -> None:
     raise _invalid(
         key,
         explorer,
-        f"an explorer with a sampler ({', '.join(SAMPLERS)}) and 1 to {MAX_STEPS} steps and, where not the run's, "
-        f"{precision}a solver ({', '.join(SOLVERS)}), a decoder and rungs, or a step below the last to stop_after",
+        f"an explorer with a sampler ({', '.join(SAMPLERS)}) and 1 to {MAX_STEPS} steps and, where they are not "
+        f"the run's, {precision}a solver ({', '.join(SOLVERS)}), a decoder and rungs, or a step below the last to "
+        "stop_after",
     )
 
 
