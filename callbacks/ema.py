@@ -4,6 +4,7 @@ Its decay is that of DiffusionNFT's published code (train_nft_sd3.py). A checkpo
 state, not in the module's.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from solrl_lightning.callbacks.common import module_of
 from solrl_lightning.schedules import ema_decay
+
+log = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -39,6 +42,8 @@ class WeightEMA(Callback):
         else:
             self.average = {name: value.detach().float().clone() for name, value in current.items()}
             self.updates = trainer.global_step
+            if trainer.global_step:
+                log.warning("the checkpoint has no evaluation average (callbacks.ema): it begins at its weights")
         module.ema_state = self.average
 
     def on_train_batch_end(

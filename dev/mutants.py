@@ -43,6 +43,8 @@ CHECKPOINT = f"{LOOP}::test_checkpoint_holds_adapters_only"
 WEIGHTS = "tests/test_which_weights.py"
 RANKS = "tests/test_ddp.py"
 METRICS = f"{LOOP}::test_all_metrics_of_objective_are_logged"
+MEANS = f"{LOOP}::test_metrics_are_means_over_the_rows_that_have_them_without_padding"
+BRANCH = f"{LOOP}::test_a_branch_with_other_optimizer_steps_continues_the_schedule_at_its_iteration"
 STEPS = f"{LOOP}::test_optimizer_steps_split_the_rows"
 ADVANTAGES = "tests/rollout/test_advantages.py"
 SEEDS = "tests/test_seeds.py"
@@ -172,12 +174,15 @@ MUTANTS: dict[str, list[Edit]] = {
         ("reference is the old policy", '"reference": REFERENCE}', '"reference": old_velocity}', WEIGHTS),
         (
             "old velocity is the policy's",
-            "batch, **others)",
-            "batch, old=self._velocity(self.transformer, batch), reference=others['reference'])",
+            "velocity, real, **others)",
+            "velocity, real, old=velocity, reference=others['reference'])",
             WEIGHTS,
         ),
-        ("row weights off", "(per_sample * batch.weight).mean()", "per_sample.mean()", RANKS),
-        ("metrics not logged", "for name, value in metrics.items()}", "for name, value in ()}", METRICS),
+        ("row weights off", "(per_sample * real.weight).sum() / len(batch.weight)", "per_sample.mean()", RANKS),
+        ("metrics not logged", "for name, value in means.items()}", "for name, value in ()}", METRICS),
+        ("metrics with padding", "rows = max(1, batch.real)", "rows = len(batch.weight)", MEANS),
+        ("metrics by micro-batches", "batch_size=batch.real", "batch_size=1", MEANS),
+        ("schedule of the steps", "self.rate_factor(loop.iterations_taken())", "self.rate_factor(_)", BRANCH),
         ("old policy moves at every step", "if loop.count_step():", "if loop.count_step() or True:", STEPS),
         ("old policy not saved", 'if ".lora_" in name', 'if ".default." in name', CHECKPOINT),
         ("watched rewards explored", "rewards = self.rewards.for_training", "rewards = self.rewards", WEIGHTS),
@@ -413,6 +418,20 @@ MUTANTS: dict[str, list[Edit]] = {
         ("metadata of the first request", "metadata[part]", "metadata[: self.batch]", HTTP),
         ("scores in the order of answers", "threads.imap(", "threads.imap_unordered(", HTTP),
         ("posts not repeated", "allowed_methods=None", "allowed_methods={'GET'}", HTTP),
+        (
+            "any answer is a list of scores",
+            "isinstance(scores, list) and",
+            "isinstance(scores, list | str | dict) and",
+            HTTP,
+        ),
+        (
+            "true and false are scores",
+            "type(score) in (int, float, type(None))",
+            "isinstance(score, float | int | None)",
+            HTTP,
+        ),
+        ("answers without an end", "if time.monotonic() > end:", "if False:", HTTP),
+        ("answers of any length", "len(content) <= _LONGEST and ", "", HTTP),
     ],
     "solrl_lightning/rewards/weighted.py": [
         ("negative weights not trained on", "if weight != 0", "if weight > 0", WEIGHTED),

@@ -32,6 +32,7 @@ SAMPLERS = ("shadow", "merged", "policy")
 SOLVERS = ("euler", "dpm2")
 DECODERS = ("full", "bf16", "preview")
 MAX_SEED = 2**32 - 1
+MAX_STEPS, MAX_IMAGES = 1000, 100_000
 _FAMILY_KEYS = {"pool", "keep", "explore", "regenerate", "compile", "warning"}
 _EXPLORER_KEYS = {"sampler", "steps", "solver", "stop_after", "rungs", "decoder"}
 LORA_FILE = "pytorch_lora_weights.safetensors"  # of diffusers' save_lora_weights
@@ -163,14 +164,21 @@ _RULES = {
     "a whole number of at least 1": (
         _whole(1),
         "trainer.num_nodes model.iterations model.prompts_per_iteration model.evaluation_every iterations "
-        "optimizer_steps objective.reference_every prompts_per_iteration evaluation.every model.full_steps "
-        "model.preview_steps model.eval_steps model.prefix_steps model.micro_batch model.decode_batch "
-        "model.resolution model.max_sequence_length model.rollout_batch model.lora.rank family.pool "
-        "family.explore.steps family.regenerate.steps data.eval_images task.pool task.images task.repeats "
-        "task.rounds task.grid_prompts task.grid_images family.patience callbacks.guard.patience "
-        "callbacks.sample_grid.prompts callbacks.sample_grid.seeds_per_prompt callbacks.sample_grid.steps "
-        "reward.http.batch reward.http.concurrency task.max_images task.max_pixels data.eval_prompts? "
-        "task.sizes.pool? objective.window? callbacks.periodic.keep?",
+        "optimizer_steps objective.reference_every prompts_per_iteration evaluation.every model.micro_batch "
+        "model.decode_batch model.resolution model.max_sequence_length model.rollout_batch model.lora.rank "
+        "task.repeats task.rounds task.grid_prompts family.patience callbacks.guard.patience "
+        "callbacks.sample_grid.prompts reward.http.batch reward.http.concurrency task.max_images task.max_pixels "
+        "data.eval_prompts? objective.window? callbacks.periodic.keep?",
+    ),
+    f"a whole number from 1 to {MAX_STEPS}": (
+        _whole(1, MAX_STEPS),
+        "model.full_steps model.preview_steps model.eval_steps model.prefix_steps family.explore.steps "
+        "family.regenerate.steps callbacks.sample_grid.steps",
+    ),
+    f"a whole number from 1 to {MAX_IMAGES}": (
+        _whole(1, MAX_IMAGES),
+        "family.pool data.eval_images task.pool task.images task.grid_images callbacks.sample_grid.seeds_per_prompt "
+        "task.sizes.pool?",
     ),
     "a whole number of at least 0": (
         _whole(0),
@@ -186,7 +194,7 @@ _RULES = {
     ),
     "a finite number above 0": (
         _number(lambda value: value > 0),
-        "model.max_grad_norm model.lora.alpha objective.beta objective.advantage_clip objective.ratio_clip "
+        "model.max_grad_norm objective.beta objective.advantage_clip objective.ratio_clip "
         "objective.clip_range objective.noise_level objective.eta model.learning_rate optimizer.lr "
         "scheduler.iterations reward.http.timeout task.tflops? task.speedup? callbacks.guard.limits.fall? "
         "callbacks.guard.limits.pictures? callbacks.guard.limits.diversity? callbacks.guard.limits.kl? "
@@ -198,6 +206,11 @@ _RULES = {
         "scheduler.warmup family.margin callbacks.guard.limits.lost_gain reward.http.backoff",
     ),
     "a finite number of at least 1; 1 is without guidance": (_number(lambda value: value >= 1), "model.guidance_scale"),
+    "a number above 0 and at most 1000000": (_number(lambda value: 0 < value <= 1_000_000), "model.lora.alpha"),
+    "a finite number of at least 1e-30, as float32 takes smaller ones for 0 and a step divides by it": (
+        _number(lambda value: value >= 1e-30),
+        "optimizer.eps",
+    ),
     "a fraction above 0 and at most 1": (
         _number(lambda value: 0 < value <= 1),
         "model.train_timestep_fraction objective.timestep_fraction task.min_gap family.threshold "
@@ -245,7 +258,8 @@ def check_numbers(cfg: DictConfig) -> None:
 def check_choices(cfg: DictConfig) -> None:
     for key, choices in _CHOICES.items():
         value = OmegaConf.select(cfg, key, default=_ABSENT)
-        if value is not _ABSENT and value not in choices:
+        # 1 and 1.0 equal True, and are none of these choices
+        if value is not _ABSENT and not any(type(value) is type(choice) and value == choice for choice in choices):
             raise _invalid(key, value, f"one of {', '.join(str(choice).lower() for choice in choices)}")
     check_backend(cfg.precision.name, cfg.precision.backend)
     for key in ("family.compile", "compile_training", "task.compile"):
@@ -497,14 +511,20 @@ def _check_explorer(key: str, explorer: Any, keys: set[str]) -> None:
     if isinstance(explorer, DictConfig):
         steps, stop = explorer.get("steps"), explorer.get("stop_after")
         known = explorer.get("sampler") in SAMPLERS and explorer.get("solver", SOLVERS[0]) in SOLVERS
-        if explorer.keys() <= keys and known and _whole(1)(steps) and (stop is None or _whole(1, steps - 1)(stop)):
+        if (
+            explorer.keys() <= keys
+            and known
+            and _whole(1, MAX_STEPS)(steps)
+            and (stop is None or _whole(1, steps - 1)(stop))
+        ):
             return
     precision = "a precision, " if "precision" in keys else ""
     raise _invalid(
         key,
         explorer,
-        f"an explorer with a sampler ({', '.join(SAMPLERS)}) and at least 1 step and, where they are not the run's, "
-        f"{precision}a solver ({', '.join(SOLVERS)}), a decoder and rungs, or a step below the last to stop_after",
+        f"an explorer with a sampler ({', '.join(SAMPLERS)}) and 1 to {MAX_STEPS} steps and, where they are not "
+        f"the run's, {precision}a solver ({', '.join(SOLVERS)}), a decoder and rungs, or a step below the last to "
+        "stop_after",
     )
 
 

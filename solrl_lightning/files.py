@@ -115,7 +115,7 @@ def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dic
     """Return the checkpoint of a training run.
 
     Raises:
-        UserError: the file is no checkpoint of a training run.
+        UserError: the file is no checkpoint of a training run, or has no valid number of iterations.
     """
     own = "Use a checkpoint of a training run: ckpt=<run folder>/checkpoints/last.ckpt."
     try:
@@ -130,6 +130,12 @@ def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dic
             f"ckpt={file} is invalid: the checkpoint of a training run has {', '.join(_PARTS)}; in this one "
             f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or of another type. {own}"
         )
+    loop = found["loops"].get("fit_loop", {})
+    if not isinstance(loop, dict) or not isinstance(loop.get("state_dict", {}), dict):
+        raise UserError(f"ckpt={file} is invalid: the state of its training loop is of another type. {own}")
+    done = iterations_done(found)
+    if type(done) is not int or done < 0:
+        raise UserError(f"ckpt={file} is invalid: it must count its iterations from 0; its count is {done!r}. {own}")
     return found
 
 

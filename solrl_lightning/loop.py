@@ -176,6 +176,11 @@ class ExploreTrainLoop(_FitLoop):
             self._counts[name] += last * number
         return last
 
+    def iterations_taken(self) -> float:
+        """Return the iterations done, with the share of its optimiser steps that the current one has taken."""
+        steps = self.plan.optimizer_steps
+        return (self.iterations_done * steps + self._steps_taken % steps) / steps
+
     def _each_iteration(self) -> dict[str, int]:
         """Return the model evaluations and the scored images of an iteration, of all ranks."""
         prompts = self.schedule.per_iteration

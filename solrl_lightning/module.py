@@ -67,11 +67,6 @@ class SolRLModule(LightningModule):
         seed: seed of the evaluation noise.
     """
 
-    # Not registered with nn.Module: see the module docstring.
-    policy: PipelineAdapter
-    samplers: Samplers
-    rewards: WeightedRewards
-
     def __init__(
         self,
         policy: PipelineAdapter,
@@ -98,8 +93,7 @@ class SolRLModule(LightningModule):
         self.ema_state: State | None = None  # set by the EMA callback
         self.distances: dict[str, Tensor] = {}  # of the trained policy, before the old policy follows it
         self.transformer = samplers.transformer
-        for name, value in {"policy": policy, "samplers": samplers, "rewards": rewards}.items():
-            object.__setattr__(self, name, value)
+        self.policy, self.samplers, self.rewards = policy, samplers, rewards  # no nn.Modules, so not registered
         self.velocities_of = {"old": old_velocity, "reference": REFERENCE}  # name in Objective.needs -> sampler
         on_gpu = policy.device.type == "cuda"
         self.scoring_worker = partial(background_worker, policy.device) if on_gpu else inline_worker
@@ -172,21 +166,21 @@ class SolRLModule(LightningModule):
     # Training
 
     def training_step(self, batch: TrainingBatch, batch_idx: int) -> Tensor:
+        rows = max(1, batch.real)  # the objective sees no padding, but at least a row: its backward pass is collective
         others = {}
         for name in self.objective.needs:
             if name == "reference" and not self._reads_reference(batch_idx):
                 continue
             with torch.no_grad(), self.samplers.use(self.velocities_of[name]) as transformer:
-                others[name] = self._velocity(transformer, batch)
-        loss_of_rows = self.objective(self._velocity(self.transformer, batch), batch, **others)
-        per_sample, metrics = check_loss(self.objective, loss_of_rows, len(batch.weight))
+                others[name] = self._velocity(transformer, batch)[:rows]
+        velocity, real = self._velocity(self.transformer, batch)[:rows], batch.first(rows)
+        per_sample, metrics = check_loss(self.objective, self.objective(velocity, real, **others), rows)
         what = f"loss of objective={type(self.objective).__name__}"
-        check_finite(per_sample.detach(), what, batch.prompts, batch.seeds)
-        loss = (per_sample * batch.weight).mean()
-        share = batch.weight.mean()  # 0 in a micro-batch of padding, 1 on average
-        values = {f"train/{name}": value * share for name, value in metrics.items()} | {"train/loss": loss.detach()}
-        self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=1)
-        return loss
+        check_finite(per_sample.detach(), what, real.prompts, real.seeds)
+        means = metrics | {"loss": per_sample.detach().mean()}
+        values = {f"train/{name}": value for name, value in means.items()}
+        self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=batch.real)
+        return (per_sample * real.weight).sum() / len(batch.weight)
 
     def _reads_reference(self, batch_idx: int) -> bool:
         """Return whether the loss reads the reference: every n-th micro-batch, with an offset of one per iteration."""
@@ -213,8 +207,8 @@ class SolRLModule(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = keep_configured(self.optimizer_factory(self.trained_parameters()))
-        steps = self.trainer.fit_loop.plan.optimizer_steps  # type: ignore[attr-defined]
-        schedule = ConfiguredSchedule(optimizer, lambda step: self.rate_factor(step / steps))
+        loop: Any = self.trainer.fit_loop  # its count, as a branch may take other optimiser steps per iteration
+        schedule = ConfiguredSchedule(optimizer, lambda _: self.rate_factor(loop.iterations_taken()))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     # Evaluation
@@ -290,6 +284,10 @@ class SolRLModule(LightningModule):
             {name: list(value.shape) for name, value in self._adapter_tensors(state).items()}
             for state in (self.state_dict(), checkpoint["state_dict"])
         )
+        dtypes = {value.dtype for value in self._adapter_tensors(checkpoint["state_dict"]).values()}
+        if own == found and dtypes != {torch.float32}:
+            names = ", ".join(sorted(map(str, dtypes)))
+            raise UserError(f"the checkpoint's adapters are of {names}; a run writes float32. Take that of a run.")
         if own != found:
             name = min(name for name in own | found if own.get(name) != found.get(name))
             raise UserError(
@@ -297,6 +295,13 @@ class SolRLModule(LightningModule):
                 f"must be those of the run that wrote it; {name} has shape {own.get(name, 'none')} in the model and "
                 f"{found.get(name, 'none')} in the checkpoint. Repeat the options of that run."
             )
+
+        saved = checkpoint["callbacks"].get("WeightEMA", {"average": {}})
+        average = saved.get("average") if isinstance(saved, dict) else None
+        shapes = {name: value.shape for name, value in self.adapter_state(TRAINED).items()}
+        known = isinstance(average, dict) and {name: getattr(value, "shape", None) for name, value in average.items()}
+        if known not in ({}, shapes):
+            raise UserError("the evaluation average of the checkpoint does not fit its adapters. Take another one.")
 
     def load_average(self, checkpoint: dict[str, Any]) -> None:
         """Take the evaluation average of a checkpoint; without the EMA callback that is the trained adapter."""

@@ -33,6 +33,14 @@ class ConfiguredSchedule(LambdaLR):
             group["lr"] = rate
 
 
+def check_shapes(optimizer: Optimizer) -> None:
+    """Raise ValueError if a moment that Adam and its relatives keep has another shape than its parameter."""
+    for parameter, state in optimizer.state.items():
+        for name in state.keys() & {"exp_avg", "exp_avg_sq"}:
+            if state[name].shape != parameter.shape:
+                raise ValueError(f"{name} is {list(state[name].shape)} for a parameter of {list(parameter.shape)}")
+
+
 def check_fits(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Raise UserError if ``state``, of an optimiser of ``keep_configured``, was written by another class."""
     own = type(optimizer).__name__

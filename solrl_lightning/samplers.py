@@ -98,8 +98,8 @@ class Samplers:
     def merged_with(self, state: State) -> Iterator[nn.Module]:
         """Yield the merged replica with the adapter weights ``state``; restores those of the old policy."""
         merged = self.replicas[MERGED]
-        self._write(state, [merged])
         try:
+            self._write(state, [merged])
             yield merged
         finally:
             self._write(self.adapter_state(OLD), [merged])

@@ -90,8 +90,8 @@ class ShardedSamplers(Samplers):
     def merged_with(self, state: State) -> Iterator[nn.Module]:
         """Yield the transformer with the adapter weights ``state``; restores those of the old policy."""
         old = {name: value.clone() for name, value in self.adapter_state(OLD).items()}
-        adapters.load_state(self.lora_layers, OLD, state)
         try:
+            adapters.load_state(self.lora_layers, OLD, state)
             with super().use(POLICY) as transformer:
                 yield transformer
         finally:

@@ -5,6 +5,7 @@ Every function yields (name, arguments). Files are written into a folder that th
 by relative paths. Nothing is random: the same cases every time.
 """
 
+import copy
 import io
 import itertools
 import json
@@ -12,7 +13,7 @@ import os
 import shutil
 import struct
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,30 @@ def damaged(content: bytes) -> dict[str, bytes]:
     return {**cuts, "cut by a byte": content[:-1], **flips, **others}
 
 
+_STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "text count": lambda state: state["loops"]["fit_loop"]["state_dict"].update(iterations_done="3"),
+    "negative count": lambda state: state["loops"]["fit_loop"]["state_dict"].update(iterations_done=-1),
+    "no loop": lambda state: state["loops"].pop("fit_loop"),
+    "no progress": lambda state: state["loops"]["fit_loop"].pop("epoch_progress"),
+    "no schedule": lambda state: state.pop("lr_schedulers"),
+    "no optimizer": lambda state: state["optimizer_states"].clear(),
+    "few parameters": lambda state: state["optimizer_states"][0]["param_groups"][0]["params"].pop(),
+    "moment of another shape": lambda state: state["optimizer_states"][0]["state"][0].update(exp_avg=torch.zeros(2)),
+    "half-precision adapters": lambda state: state.update(
+        state_dict={name: value.bfloat16() for name, value in state["state_dict"].items()}
+    ),
+    "average of other names": lambda state: state["callbacks"]["WeightEMA"].update(average={"x": torch.zeros(2)}),
+    "guard without rows": lambda state: state["callbacks"]["Guard"].pop("rows"),
+}
+
+
+def changed(state: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
+    """A copy of ``state`` after ``change`` of it."""
+    copied = copy.deepcopy(state)
+    change(copied)
+    return copied
+
+
 def checkpoints(folder: Path, good: bytes) -> Iterator[Case]:
     """Files in the place of ``good``, the checkpoint of a run."""
     made = damaged(good)
@@ -166,6 +191,7 @@ def checkpoints(folder: Path, good: bytes) -> Iterator[Case]:
         "shape": {**state, "state_dict": {name: value[:1] for name, value in state["state_dict"].items()}},
         "no adapters": {**state, "state_dict": {}},
     }
+    others |= {name: changed(state, change) for name, change in _STATES.items()}
     for key in ("global_step", "state_dict", "callbacks"):
         others[f"no {key}"] = {name: value for name, value in state.items() if name != key}
         others[f"{key} of text"] = {**state, key: "x"}
@@ -180,6 +206,7 @@ def checkpoints(folder: Path, good: bytes) -> Iterator[Case]:
     for name in ("no state_dict", "shape"):
         for task in ("evaluate", "export"):
             yield f"{task} {name}", [f"task={task}", f"ckpt='{name}.ckpt'"]
+    yield "export average", ["task=export", "ckpt='average of other names.ckpt'"]
 
 
 def model_folders(folder: Path, good: Path) -> Iterator[Case]:

@@ -283,6 +283,18 @@ def test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume(tmp_path:
     assert other.rates == pytest.approx([2 * rate for rate in expected[2:]])
 
 
+def test_a_branch_with_other_optimizer_steps_continues_the_schedule_at_its_iteration(tmp_path: Path) -> None:
+    options = ("scheduler=cosine", "scheduler.iterations=4", "optimizer.lr=0.01")
+    module, trainer, loop = make(tmp_path, *options, max_epochs=2)
+    fit(module, trainer, loop)
+    trainer.save_checkpoint(tmp_path / "x.ckpt")
+    branch = Rates()
+    module, trainer, loop = make(tmp_path, *options, "optimizer_steps=2", callbacks=(branch,), max_epochs=4)
+    fit(module, trainer, loop, tmp_path / "x.ckpt")
+    expected = [0.01 * (1 + math.cos(math.pi * iterations / 4)) / 2 for iterations in (2, 2.5, 3, 3.5)]
+    assert branch.rates == pytest.approx(expected)
+
+
 def test_an_evaluation_records_what_was_spent_until_then(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=2)
     fit(module, trainer, loop)
@@ -317,6 +329,41 @@ def test_all_metrics_of_objective_are_logged(tmp_path: Path, objective: str) -> 
     expected |= {"train/first_ratio_error"} if objective == "flow_grpo" else set()
     assert metrics.logged["lr"] == pytest.approx(1e-3)
     assert {name for name in metrics.logged if name.startswith("train/")} == expected
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_metrics_are_means_over_the_rows_that_have_them_without_padding(tmp_path: Path, every: int) -> None:
+    metrics, seen = Metrics(), []
+    options = ("prompts_per_iteration=1", "family.keep=5", f"objective.reference_every={every}")  # 5 rows in 3 + 3
+    module, trainer, loop = make(tmp_path, *options, callbacks=(metrics,), max_epochs=2)
+
+    class Noting(NFT):
+        def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
+            loss = super().__call__(velocity, batch, **others)
+            seen.append((len(batch.seeds), loss.metrics.get("kl"), loss.per_sample.detach()))
+            return Loss(loss.per_sample, loss.metrics | {"square": batch.advantage.square().mean()})
+
+    module.objective = Noting(**vars(module.objective))
+    fit(module, trainer, loop)
+    *_, first, second = seen
+    assert (first[0], second[0]) == (3, 2)
+    assert metrics.logged["train/square"] == pytest.approx(float(loop.rollouts.advantages.square().mean()))
+    assert metrics.logged["train/loss"] == pytest.approx(float(torch.cat([first[2], second[2]]).mean()))
+    kl = second[1] if every == 2 else (3 * first[1] + 2 * second[1]) / 5
+    assert kl > 0 and metrics.logged["train/kl"] == pytest.approx(float(kl))
+
+
+def test_metrics_do_not_depend_on_the_size_of_micro_batches(tmp_path: Path) -> None:
+    found = []
+    options = ("prompts_per_iteration=1", "family.keep=5", "objective=flow_grpo", "objective.kl_weight=0.1")
+    for size in (4, 10):  # 10 rows in 4 + 4 + 4, and in one micro-batch
+        metrics = Metrics()
+        module, trainer, loop = make(
+            tmp_path, *options, f"model.micro_batch={size}", callbacks=(metrics,), max_epochs=1
+        )
+        fit(module, trainer, loop)
+        found.append({name: float(v) for name, v in metrics.logged.items() if name.startswith("train/")})
+    assert found[0] == pytest.approx(found[1], rel=0.02, abs=1e-5)  # bf16, as above
 
 
 def test_optimizer_steps_split_the_rows(tmp_path: Path) -> None:
@@ -557,7 +604,7 @@ def test_old_velocity_uses_named_sampler(tmp_path: Path, sampler: str) -> None:
     module.samplers.sync()
     prompts = module.encode(module.eval_prompts)
     x, one = module.policy.noise(torch.tensor([5, 6])), torch.ones(2)
-    rest = (one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]), 0)
+    rest = (one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]), 0, 2)
     batch = TrainingBatch(0 * x, x, None, None, one.long(), 0.5 * one, 0 * one, *rest)
     objective, seen = module.objective, []
 

@@ -141,6 +141,18 @@ def test_merged_with_restores_old_policy(trained: Trained) -> None:
     assert all(holds(transformer.get_submodule(name), weight) for name, weight in states["old"].items())
 
 
+def test_merged_with_restores_old_policy_if_it_fails_half_way(trained: Trained) -> None:
+    module = trained.module
+    old, state = merged(module, module.adapter_state("old")), dict(module.adapter_state("default"))
+    module.samplers.sync()
+    *_, last = module.samplers.lora_layers
+    del state[f"{last}.lora_B.weight"]
+    with pytest.raises(KeyError), module.samplers.merged_with(state):
+        pass
+    transformer = module.samplers.replicas["merged"]
+    assert all(holds(transformer.get_submodule(name), weight) for name, weight in old.items())
+
+
 def test_policy_samples_with_old_adapter(trained: Trained) -> None:
     module = trained.module
     layer = next(iter(module.samplers.lora_layers.values()))

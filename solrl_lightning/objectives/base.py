@@ -27,11 +27,11 @@ class Loss(NamedTuple):
     """Loss of a micro-batch."""
 
     per_sample: Tensor  # [B] float32, with gradients
-    metrics: dict[str, Tensor]  # scalars without gradients; each is logged as train/<name>
+    metrics: dict[str, Tensor]  # means over the rows without gradients; each is logged as train/<name>
 
 
 class Objective(ABC):
-    """Loss of the trained policy's velocity on the kept samples."""
+    """Loss of the trained policy's velocity on the kept samples. It is called without padding rows."""
 
     timestep_fraction: float = 1.0
     """Fraction of the T noise levels, or of the recorded transitions, that each kept sample is trained at."""
@@ -61,7 +61,7 @@ class Objective(ABC):
     def transitions(self, num_steps: int, iteration: int) -> range:
         """Return the steps of the sampler to train on (`x_t`, `x_next`), equally many in each iteration.
 
-        None, the default: the rows are re-noised images.
+        The default is none: the rows are re-noised images.
         """
         return range(0)
 

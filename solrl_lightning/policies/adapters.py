@@ -5,6 +5,7 @@ Adapter weights are float32, because a step of 3e-4 would be rounded away in bfl
 """
 
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,9 +33,10 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
     """Adds both adapters, equal and without effect (B = 0), and returns the adapted layers by name.
 
     Raises:
-        UserError: a target of ``config`` is no layer of the transformer.
+        UserError: a target of ``config`` is no layer of the transformer, or its rank exceeds the width of one.
     """
-    names = [name for name, module in transformer.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)]
+    widths = dict(_widths(transformer))
+    names = list(widths)
     targets = sorted(map(str, config.target_modules or ()))
     unknown = [t for t in targets if not any(name == t or name.endswith(f".{t}") for name in names)]
     if unknown or not targets:
@@ -42,6 +44,12 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
             f"model.lora.target_modules={targets} is invalid: it must list layers of {type(transformer).__name__} by "
             f"the ends of their names{', which has none named ' + ', '.join(unknown) if unknown else ''}. "
             "Leave it out for those of the model's file."
+        )
+    least = min(width for name, width in widths.items() if any(name == t or name.endswith(f".{t}") for t in targets))
+    if config.r > least:
+        raise UserError(
+            f"model.lora.rank={config.r} is invalid: it must be at most {least}, the width of the narrowest layer of "
+            f"model.lora.target_modules. Set model.lora.rank={least} or less."
         )
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # adding the second adapter
@@ -58,6 +66,15 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
     load_state(layers, OLD, adapter_state(layers, TRAINED))
     _activate(layers, TRAINED)
     return layers
+
+
+def _widths(transformer: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the names of the linear layers and convolutions, and the smaller number of their inputs and outputs."""
+    for name, module in transformer.named_modules():
+        if isinstance(module, nn.Linear):
+            yield name, min(module.in_features, module.out_features)
+        elif isinstance(module, nn.Conv2d):
+            yield name, min(module.in_channels, module.out_channels)
 
 
 class FusedLoRALinear(PeftLinear):
@@ -126,16 +143,21 @@ def read_lora(path: Path, layers: dict[str, LoraLayer]) -> State:
     """The state in a LoRA of diffusers' format, a file or a folder, for these adapted layers.
 
     Raises:
-        UserError: the file is damaged or its alpha, rank or layers are others.
+        UserError: the file is damaged, its weights are no finite floats, or its alpha, rank or layers are others.
     """
-    named = f"model.init_lora={path} is invalid"
+    named, saved = f"model.init_lora={path} is invalid", "Name a LoRA that diffusers has saved."
     file = path / LORA_WEIGHT_NAME_SAFE if path.is_dir() else path
     try:
         with safe_open(file, framework="pt") as opened:
             state = {name.removeprefix(_PREFIX): opened.get_tensor(name) for name in opened.keys()}
             metadata = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{named}: {file} cannot be read ({error}). Name a LoRA that diffusers has saved.") from error
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{named}: {file} cannot be read ({error}). {saved}") from error
+    if not isinstance(metadata, dict):
+        raise UserError(f"{named}: its lora_adapter_metadata must be a JSON object. {saved}")
+    for name, value in state.items():
+        if not value.is_floating_point() or not value.float().isfinite().all():
+            raise UserError(f"{named}: {name} ({value.dtype}) must have finite floating-point values. {saved}")
     expected = {name: list(value.shape) for name, value in adapter_state(layers, TRAINED).items()}
     found = {name: list(value.shape) for name, value in state.items()}
     if expected.keys() != found.keys():
@@ -151,6 +173,8 @@ def read_lora(path: Path, layers: dict[str, LoraLayer]) -> State:
             f"{named}: {name} has shape {found[name]}, and {expected[name]} in the model. Take a LoRA of this model."
         )
     alpha = metadata.get(f"{_PREFIX}lora_alpha", rank)  # diffusers' default
+    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise UserError(f"{named}: its alpha must be a finite number; got {alpha!r}. {saved}")
     own_alpha = next(iter(layers.values())).lora_alpha[TRAINED]
     if alpha != own_alpha:
         raise UserError(

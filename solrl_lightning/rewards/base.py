@@ -38,7 +38,7 @@ class Reward(ABC):
 
         Raises:
             ValueError: the images have another shape, dtype or range, or the number of prompts or metadata is not B.
-            UserError: ``score`` did not return a tensor [B].
+            UserError: ``score`` did not return a tensor [B] of real numbers.
             NonFiniteError: an image has NaN, or a score is NaN or infinite.
         """
         check_images(self.name, images, prompts)
@@ -54,6 +54,11 @@ class Reward(ABC):
             raise UserError(
                 f"the reward {self.name} is invalid: it must return one score per image, a tensor [{len(prompts)}]; "
                 f"its score() returned {found}. Correct score()."
+            )
+        if scores.is_complex():
+            raise UserError(
+                f"the reward {self.name} is invalid: it must return real numbers; its score() returned {scores.dtype}. "
+                "Correct score(), for example by .real or .abs()."
             )
         scores = scores.float()
         check_scores(self.name, scores, prompts)

@@ -5,7 +5,9 @@ Shapes: B images.
 
 import base64
 import io
+import json
 import logging
+import time
 from collections.abc import Callable, Sequence
 from multiprocessing.pool import ThreadPool
 from typing import Any
@@ -13,8 +15,8 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import Tensor
-from urllib3 import PoolManager, Retry
-from urllib3.exceptions import HTTPError
+from urllib3 import BaseHTTPResponse, PoolManager, Retry
+from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.rewards.addresses import check_url, read_token
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 _RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
 _MAX_BACKOFF = 60  # seconds
 _SHOWN = 300  # characters of an answer in a message
+_CHUNK, _LONGEST = 2**16, 2**24  # bytes of an answer that are read at once, and at all
 
 
 class HTTPReward(Reward):
@@ -34,7 +37,7 @@ class HTTPReward(Reward):
         url: http or https address of the requests.
         batch: images per request.
         concurrency: requests at the same time.
-        timeout: seconds without an answer after which a request has failed.
+        timeout: seconds without an answer, or from its first to its last byte, after which a request has failed.
         retries: attempts after the first one.
         backoff: seconds; retry n waits backoff * 2 ** (n - 1), at most 60, and the first one not at all.
 
@@ -57,6 +60,7 @@ class HTTPReward(Reward):
         super().__init__(device)
         check_url("reward.http.url", url)
         self.url, self.batch, self.concurrency, self.retries = url, batch, concurrency, retries
+        self.timeout = timeout
         self._silent = False  # since the last answer
         token = read_token()
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -107,28 +111,57 @@ class HTTPReward(Reward):
         check_scores(f"{self.name} of {self.url}", scores, prompts)
         return scores
 
-    def _ask(self, levels: Tensor, prompts: list[str], metadata: Sequence[Metadata], **options: Any) -> list[float]:
-        """Scores of uint8 images [B, H, W, 3] by one request with urllib3's ``options``."""
+    def _ask(
+        self, levels: Tensor, prompts: list[str], metadata: Sequence[Metadata], retries: bool | None = None
+    ) -> list[float]:
+        """Scores of uint8 images [B, H, W, 3] by one request; ``retries=False`` sends it once."""
         images = [base64.b64encode(to_png(image)).decode() for image in levels]
         body = {"images": images, "prompts": prompts, "metadata": [dict(row) for row in metadata]}
         others = f" and {len(prompts) - 1} more" if len(prompts) > 1 else ""
         asked = f"the reward server {self.url}, asked about the prompt {prompts[0]!r}{others},"
         try:
-            answer = self._pool.request("POST", self.url, json=body, headers=self._headers, redirect=False, **options)
+            status, content = self._post(body, retries)
         except HTTPError as error:
             raise ServerError(f"{asked} does not answer: {sentence(getattr(error, 'reason', error))}") from error
         self._silent = False
-        found = answer.data[:_SHOWN].decode(errors="replace")
-        if answer.status != 200:
-            raise ServerError(f"{asked} answered with status {answer.status}: {found}")
-        try:
-            scores = [float("nan" if score is None else score) for score in answer.json()["scores"]]
-        except (ValueError, TypeError, KeyError, OverflowError):
-            scores = []
+        found = " ".join(content[:_SHOWN].decode(errors="replace").split())
+        if status != 200:
+            raise ServerError(f"{asked} answered with status {status}: {found}")
+        if len(content) > _LONGEST:
+            raise ServerError(f"{asked} gave an invalid answer: it must have at most {_LONGEST} bytes; got {found}")
+        scores = read_scores(content)
         if len(scores) != len(prompts):
             rule = f'it must be {{"scores": [...]}} with {len(prompts)} numbers'
             raise ServerError(f"{asked} gave an invalid answer: {rule}; got {found}")
         return scores
+
+    def _post(self, body: dict[str, Any], retries: Retry | bool | None) -> tuple[int, bytearray]:
+        """Return the status and the content of the answer to a request, which is repeated if reading it fails, too."""
+        while True:
+            options: dict[str, Any] = dict(redirect=False, retries=retries, preload_content=False)
+            answer = self._pool.request("POST", self.url, json=body, headers=self._headers, **options)
+            try:
+                return answer.status, self._read(answer)
+            except HTTPError as error:  # urllib3 has repeated the request up to here
+                assert answer.retries is not None
+                retries = answer.retries.increment("POST", self.url, error=error)
+                retries.sleep()
+            finally:
+                answer.close()
+
+    def _read(self, answer: BaseHTTPResponse) -> bytearray:
+        """Return the content of an answer, decompressed; what is longer than `_LONGEST` is cut.
+
+        Raises:
+            HTTPError: the connection was lost, or the server has not sent all of it within the time-out.
+        """
+        content, end = bytearray(), time.monotonic() + self.timeout
+        while len(content) <= _LONGEST and (part := answer.read1(_CHUNK)):
+            content += part
+            if time.monotonic() > end:
+                pool = self._pool.connection_from_url(self.url)
+                raise ReadTimeoutError(pool, self.url, f"Read timed out. (no end after {self.timeout} s)")
+        return content
 
     def _log_failure(self, reason: str) -> None:
         if not self._silent:
@@ -151,6 +184,18 @@ class _LoggedRetry(Retry):
         last = following.history[-1]
         self._failed(sentence(last.error) if last.error else f"it answered with status {last.status}.")
         return following
+
+
+def read_scores(content: bytes | bytearray) -> list[float]:
+    """Return the scores in an answer, NaN for null; none if it is not {"scores": [...]} with numbers and nulls."""
+    try:
+        answer = json.loads(content)
+        scores = answer.get("scores") if isinstance(answer, dict) else None
+        if isinstance(scores, list) and all(type(score) in (int, float, type(None)) for score in scores):
+            return [float("nan") if score is None else float(score) for score in scores]
+    except (ValueError, RecursionError, OverflowError):
+        pass
+    return []
 
 
 def _is_no_retry(record: logging.LogRecord) -> bool:

@@ -44,9 +44,13 @@ class WeightedRewards:
             call_with_metadata(reward.check_prompts, prompts, metadata=self._metadata_of(prompts))
 
     def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
-        """Raw scores, float32 [B, R], in the order of ``rewards``; raises as ``Reward.__call__`` does."""
-        metadata = self._metadata_of(prompts)
-        return torch.stack([reward(images, prompts, metadata) for reward in self.rewards.values()], dim=-1)
+        """Raw scores, float32 [B, R], in the order of ``rewards``; raises as ``Reward.__call__`` does.
+
+        Each of several rewards gets its own copy of the images, which it may change in place.
+        """
+        metadata, several = self._metadata_of(prompts), len(self.rewards) > 1
+        scores = [reward(images.clone() if several else images, prompts, metadata) for reward in self.rewards.values()]
+        return torch.stack(scores, dim=-1)
 
     def _metadata_of(self, prompts: list[str]) -> list[Metadata]:
         return [self.metadata.get(prompt, {}) for prompt in prompts]

@@ -96,4 +96,5 @@ class MicroBatches(Sequence[TrainingBatch]):
             prompts=texts,
             seeds=seeds,
             optimizer_step=optimizer_step,
+            real=int(real.sum()),
         )

@@ -74,3 +74,8 @@ class TrainingBatch(NamedTuple):
     prompts: list[str]  # B texts
     seeds: Tensor  # [B] int64
     optimizer_step: int  # of the iteration, from 0
+    real: int  # rows that are no padding, the first of the B
+
+    def first(self, rows: int) -> "TrainingBatch":
+        """Return the first ``rows`` rows."""
+        return map_tensors(lambda tensor: tensor[:rows], self._replace(prompts=self.prompts[:rows]))

@@ -1,8 +1,11 @@
 """task=train: align the policy with the reward."""
 
+import copy
 import logging
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
@@ -17,7 +20,8 @@ from solrl_lightning.callbacks.summary import RunSummary, base_and_final
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.errors import UserError
 from solrl_lightning.files import read_checkpoint
-from solrl_lightning.optimizer_state import check_fits
+from solrl_lightning.loop import ExploreTrainLoop
+from solrl_lightning.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
 from solrl_lightning.run_folder import LOG, commit_overrides, is_resuming
 from solrl_lightning.tasks.plan import planned_peak
 
@@ -57,6 +61,9 @@ def train(cfg: DictConfig) -> float | None:
     if summary is not None and module.policy.device.type == "cuda":
         summary.planned_memory = partial(planned_peak, cfg, module.policy)
     loop = build_loop(cfg, trainer, module.objective)
+    if checkpoint is not None:
+        optimizer = keep_configured(instantiate(cfg.optimizer)(module.trained_parameters()))
+        _check_state(cfg.ckpt, checkpoint, optimizer, loop)
     held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     try:
         if cfg.ckpt is None:
@@ -65,3 +72,30 @@ def train(cfg: DictConfig) -> float | None:
     except MisconfigurationException as error:  # for example, a callback of Lightning that needs a logger
         raise UserError(f"Lightning cannot run these callbacks, loggers and trainer together: {error}") from error
     return base_and_final(module.eval_history, module.rewards.name)[1]
+
+
+def _check_state(
+    ckpt: str, checkpoint: Mapping[str, Any], optimizer: torch.optim.Optimizer, loop: ExploreTrainLoop
+) -> None:
+    """UserError unless Lightning will be able to restore the training state of ``checkpoint``.
+
+    Tries it: what a checkpoint lacks that is not as a run writes it would end in errors of all kinds.
+    """
+    try:
+        (state,), (schedule,) = checkpoint["optimizer_states"], checkpoint["lr_schedulers"]
+        optimizer.load_state_dict(state)
+        check_shapes(optimizer)
+        ConfiguredSchedule(optimizer, lambda _: 1.0).load_state_dict(schedule)
+        fresh = loop.state_dict()
+        loop.load_state_dict(checkpoint["loops"]["fit_loop"])
+        loop.load_state_dict(fresh)
+        for callback in loop.trainer.callbacks:  # type: ignore[attr-defined]
+            if callback.state_key in checkpoint["callbacks"] and type(callback).__module__.startswith(
+                "solrl_lightning."
+            ):
+                callback.load_state_dict(copy.deepcopy(checkpoint["callbacks"][callback.state_key]))
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        raise UserError(
+            f"ckpt={ckpt} is invalid: its training state cannot be restored ({type(error).__name__}: {error}). Take "
+            "another checkpoint of the run, or begin a new one with ckpt=null."
+        ) from error

@@ -79,13 +79,14 @@ def restart_at(trainer, ema, step):
     trainer.__class__ = Resumed
 
 
-def test_checkpoint_without_an_average_starts_one_from_its_weights(tmp_path, stand_in):
+def test_checkpoint_without_an_average_starts_one_from_its_weights_with_a_warning(tmp_path, stand_in, caplog):
     module, trainer = stand_in.Module(), stand_in.trainer(tmp_path, [], max_epochs=3)
     trainer.fit(module, stand_in.micro_batches())
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     ema = WeightEMA()
     trainer = stand_in.trainer(tmp_path, [ema], max_epochs=4)
     trainer.fit(stand_in.Module(), stand_in.micro_batches(), ckpt_path=tmp_path / "x.ckpt")
+    assert "the checkpoint has no evaluation average" in caplog.text
     decay = 5 / 14
     expected = decay * (1 - 0.8**3) + (1 - decay) * (1 - 0.8**4)
     torch.testing.assert_close(ema.average["lora"], torch.full((2,), expected))

@@ -11,6 +11,8 @@ from nano import PROMPTS, load_policy, lora_config, random_state
 from peft import LoraConfig
 from peft.tuners import lora as peft_lora
 from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
@@ -18,6 +20,7 @@ from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import OLD, TRAINED, State
 from solrl_lightning.policies.bf16 import use_fp32_products
 from solrl_lightning.policies.flux1 import Flux1
+from solrl_lightning.sharding import ShardedSamplers
 
 ADAPTED = [
     "single_transformer_blocks.0.attn.to_k",
@@ -215,6 +218,51 @@ def test_a_lora_of_another_kind_is_refused(
     other.save_lora(tmp_path, adapters.adapter_state(layers, TRAINED), config)
     with pytest.raises(UserError, match=f"model.init_lora={tmp_path} is invalid: {message}"):
         adapters.read_lora(tmp_path, adapted.layers)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "change", "message"),
+    [
+        ("[]", None, "its lora_adapter_metadata must be a JSON object. Name a LoRA"),
+        ("[" * 100_000, None, "cannot be read"),
+        ('{"transformer.lora_alpha": "8"}', None, "its alpha must be a finite number; got '8'. Name a LoRA"),
+        ('{"transformer.lora_alpha": true}', None, "its alpha must be a finite number; got True"),
+        ('{"transformer.lora_alpha": NaN}', None, "its alpha must be a finite number; got nan"),
+        (None, lambda value: value.to(torch.int8), r".*lora_A.weight .torch.int8. must have finite floating-point"),
+        (None, lambda value: value / 0, r".*lora_A.weight .torch.float32. must have finite floating-point"),
+    ],
+)
+def test_a_lora_file_that_holds_something_else_is_refused(
+    adapted: Adapted, tmp_path: Path, metadata: str | None, change: Any, message: str
+) -> None:
+    state = adapters.adapter_state(adapted.layers, TRAINED)
+    adapted.policy.save_lora(tmp_path, state, lora_config())
+    file = tmp_path / "pytorch_lora_weights.safetensors"
+    with safe_open(file, framework="pt") as saved:
+        tensors, known = {name: saved.get_tensor(name) for name in saved.keys()}, saved.metadata()
+    tensors = {name: value if change is None else change(value) for name, value in tensors.items()}
+    save_file(tensors, file, known if metadata is None else known | {"lora_adapter_metadata": metadata})
+    with pytest.raises(UserError, match=f"model.init_lora={tmp_path} is invalid: .*{message}"):
+        adapters.read_lora(tmp_path, adapted.layers)
+
+
+def test_a_rank_above_the_width_of_a_layer_is_refused(nano_folder: str) -> None:
+    transformer = load_policy(nano_folder).transformer
+    with pytest.raises(
+        UserError, match="model.lora.rank=33 is invalid: it must be at most 32, .* Set model.lora.rank=32"
+    ):
+        adapters.add_adapters(transformer, lora_config(33), seed=0)
+    assert adapters.add_adapters(transformer, lora_config(32), seed=0)
+
+
+def test_sharded_weights_are_restored_if_others_fail_to_load_half_way(nano_folder: str) -> None:
+    samplers = ShardedSamplers(load_policy(nano_folder), lora_config(), seed=0, batch_size=1)
+    state = random_state(samplers.adapter_state(OLD), 1)
+    old = {name: value.clone() for name, value in samplers.adapter_state(OLD).items()}
+    state.popitem()
+    with pytest.raises(KeyError), samplers.merged_with(state):
+        pass
+    assert all(torch.equal(value, old[name]) for name, value in samplers.adapter_state(OLD).items())
 
 
 def test_a_damaged_lora_is_refused(adapted: Adapted, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """reward=http against servers that answer, fail, hang and die; and the examples of docs/rewards/http.md."""
 
+import gzip
 import io
 import json
 import logging
@@ -8,8 +9,10 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from base64 import b64decode
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from typing import Any
 
@@ -187,6 +190,13 @@ def test_slow_server_is_asked_again_after_the_time_out(server: Server) -> None:
         ((200, '{"scores": [1, 2, 3]}', 0), 1, "invalid answer: .* 5 numbers; got .*1, 2, 3"),
         ((200, '{"scores": [1, 2, 3, 4, "high"]}', 0), 1, "invalid answer"),
         ((200, '{"scores": [1, 2, 3, 4, [5]]}', 0), 1, "invalid answer"),
+        ((200, '{"scores": "12345"}', 0), 1, "invalid answer: .* with 5 numbers; got .*12345"),
+        ((200, '{"scores": {"0": 5, "1": 4, "2": 3, "3": 2, "4": 1}}', 0), 1, "invalid answer"),  # of pandas
+        ((200, '{"scores": ["1", "2", "3", "4", "5"]}', 0), 1, "invalid answer"),
+        ((200, '{"scores": [1, 2, 3, 4, true]}', 0), 1, "invalid answer"),
+        ((200, '{"scores": [1, 2, 3, 4, 1%s]}' % ("0" * 400), 0), 1, "invalid answer"),  # no float
+        ((200, "[" * 100_000, 0), 1, r"invalid answer: .* with 5 numbers; got \[\["),
+        ((200, "<html>\n\n<p>hello", 0), 1, "got <html> <p>hello"),
     ],
 )
 def test_error_names_the_server_and_the_sample(
@@ -197,6 +207,81 @@ def test_error_names_the_server_and_the_sample(
     with pytest.raises(ServerError, match=f"^{where}.*{message}"):
         server.reward(batch=5, timeout=0.2)(images(), PROMPTS)
     assert len(server.handler.requests) == requests
+
+
+class Poured(BaseHTTPRequestHandler):
+    """Answers with ``parts``, with a pause before each of them."""
+
+    parts: list[bytes]
+    pause: float = 0
+    encoding = "identity"
+    sent = 0
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Encoding", self.encoding)
+        self.send_header("Content-Length", str(sum(map(len, self.parts))))
+        self.end_headers()
+        with suppress(ConnectionError):  # the client has closed it
+            for part in self.parts:
+                time.sleep(self.pause)
+                self.wfile.write(part)
+                type(self).sent += 1
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def poured(**options: Any) -> type[Poured]:
+    return type("Filled", (Poured,), options)
+
+
+def test_answer_without_an_end_is_a_time_out() -> None:
+    """Each byte comes in time."""
+    with in_thread(poured(parts=[b" "] * 100, pause=0.02)) as url:
+        with pytest.raises(
+            ServerError, match="asked about the prompt 'a cat' and 4 more, does not answer: .*no end af"
+        ):
+            HTTPReward(url, batch=5, retries=1, backoff=0, timeout=0.1)(images(), PROMPTS)
+
+
+@pytest.mark.parametrize("encoding", ["identity", "gzip"])
+def test_long_answer_is_read_up_to_a_limit(encoding: str) -> None:
+    """32 MB, compressed to less than one."""
+    million = b"1, " * 333_333
+    parts = [b'{"scores": [', *[million] * 32]
+    parts = [gzip.compress(b"".join(parts), 1)] if encoding == "gzip" else parts
+    with in_thread(handler := poured(parts=parts, encoding=encoding)) as url:
+        tracemalloc.start()
+        with pytest.raises(ServerError, match=r"invalid answer: it must have at most 16777216 bytes; got .*\[1, 1, "):
+            HTTPReward(url, batch=5, retries=0)(images(), PROMPTS)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert (handler.sent < 32 or encoding == "gzip") and peak < 50e6
+
+
+def test_compressed_answer_is_read() -> None:
+    answer = gzip.compress(b'{"scores": [1, 2, 3, 4, 5]}')
+    with in_thread(poured(parts=[answer], encoding="gzip")) as url:
+        assert HTTPReward(url, batch=5, retries=0)(images(), PROMPTS).tolist() == [1, 2, 3, 4, 5]
+
+
+def test_answer_that_breaks_off_is_asked_for_again() -> None:
+    class Broken(Poured):
+        parts = [b'{"scores": [1, 2,']
+        missing = 9
+
+        def send_header(self, keyword: str, value: str) -> None:
+            whole = keyword == "Content-Length" and self.missing
+            super().send_header(keyword, str(int(value) + self.missing) if whole else value)
+
+        def do_POST(self) -> None:
+            super().do_POST()
+            type(self).parts, type(self).missing = [b'{"scores": [1, 2, 3, 4, 5]}'], 0
+
+    with in_thread(Broken) as url:
+        assert HTTPReward(url, batch=5, retries=1, backoff=0)(images(), PROMPTS).tolist() == [1, 2, 3, 4, 5]
 
 
 def test_error_about_a_refused_connection_names_the_server_and_the_sample() -> None:

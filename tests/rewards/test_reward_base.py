@@ -220,3 +220,25 @@ def test_reward_without_its_own_init_takes_a_device() -> None:
             return images.mean((1, 2, 3)).to(self.device)
 
     assert Plain(device="cpu")(torch.ones(1, 3, 2, 2), ["a"]).tolist() == [1.0]
+
+
+def test_complex_scores_are_an_error() -> None:
+    class Complex(Brightness):
+        def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+            return super().score(images, prompts) + 1j
+
+    with pytest.raises(
+        UserError, match="reward brightness is invalid: it must return real numbers; .* torch.complex64"
+    ):
+        Complex()(grey(0.0, 0.5, 1.0), PROMPTS)
+
+
+def test_a_reward_that_changes_the_images_changes_those_of_no_other() -> None:
+    class Darkening(Brightness):
+        def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+            return super().score(images.mul_(0.5), prompts)
+
+    both = WeightedRewards({"darkening": Darkening(), "brightness": Brightness()}, {"darkening": 1, "brightness": 1})
+    images = grey(0.0, 0.5, 1.0)
+    assert both(images, PROMPTS).tolist() == [[0.0, 0.0], [0.25, 0.5], [0.5, 1.0]]
+    assert torch.equal(images, grey(0.0, 0.5, 1.0))

@@ -110,6 +110,17 @@ def test_weights_of_uneven_ranks() -> None:
             assert batch.weight.dtype == torch.float32
 
 
+@pytest.mark.parametrize("steps", [1, 4])
+def test_the_first_rows_are_those_that_are_no_padding(steps: int) -> None:
+    for rank in ranks(prompts=3, world=2, micro_batch=5, optimizer_steps=steps):
+        for batch in rank.rows:
+            assert real(batch).tolist() == [row < batch.real for row in range(len(batch.weight))]
+            first = batch.first(batch.real)
+            assert first.prompts == batch.prompts[: batch.real] and torch.equal(first.x_t, batch.x_t[real(batch)])
+            assert torch.equal(first.conditioning["embedding"], batch.conditioning["embedding"][real(batch)])
+        assert sum(batch.real for batch in rank.rows) == rank.rollouts.seeds.numel() * TIMESTEPS
+
+
 def test_padding_rows_are_samples_of_weight_0() -> None:
     _, second = ranks(prompts=3, world=2, micro_batch=5)
     for batch in second.rows:

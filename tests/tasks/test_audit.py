@@ -203,11 +203,11 @@ def test_reversed_proxy_has_no_overlap() -> None:
     [
         ("task.proxies=[]", "task.proxies is empty"),
         ("task.proxies=[{sampler:shadows,steps:2}]", "sampler .shadow, merged, policy"),
-        ("task.proxies=[{sampler:shadow,steps:0}]", "at least 1 step"),
+        ("task.proxies=[{sampler:shadow,steps:0}]", "1 to 1000 steps"),
         ("task.proxies=[{sampler:shadow,steps:2,precision:fp3}]", "no precision named 'fp3' .* bf16, fp8, int8, nvfp4"),
         ("task.proxies=[{sampler:merged,steps:2,stop_after:2}]", "a step below the last to stop_after"),
         ("task.proxies=[{sampler:merged,steps:2,solver:heun}]", "a solver .euler, dpm2."),
-        ("task.proxies=[{sampler:merged,step:2}]", "at least 1 step"),
+        ("task.proxies=[{sampler:merged,step:2}]", "1 to 1000 steps"),
         (
             "task.proxies=[{sampler:merged,steps:2,decoder:half}]",
             "task.proxies.0.decoder=half is invalid: it must be one",
