@@ -3,6 +3,7 @@
 import logging
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from hydra.utils import instantiate
@@ -14,9 +15,12 @@ from omegaconf import DictConfig
 from solrl_lightning.build import build_loop, build_module, build_trainer, levels_of
 from solrl_lightning.callbacks.common import file_logger, find_callback
 from solrl_lightning.callbacks.summary import RunSummary, base_and_final
+from solrl_lightning.checks import prompt_sets
 from solrl_lightning.data.loaders import RankPrompts
+from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import read_checkpoint
+from solrl_lightning.files import has_ended, iterations_done, loop_state, read_checkpoint
+from solrl_lightning.finished_runs import end_of
 from solrl_lightning.optimizer_state import check_fits
 from solrl_lightning.run_folder import LOG, commit_overrides, is_resuming
 from solrl_lightning.tasks.plan import planned_peak
@@ -30,10 +34,14 @@ def train(cfg: DictConfig) -> float | None:
     Writes the files that the README lists into the run folder, also when interrupted.
 
     Raises:
-        UserError: the checkpoint has another optimiser or other adapters, or Lightning rejects the configuration.
+        UserError: the checkpoint has another optimiser or other adapters, a run resumes in its folder with other
+            training prompts, or Lightning rejects the configuration.
     """
     checkpoint = None if cfg.ckpt is None else read_checkpoint(cfg.ckpt)
+    in_place = is_resuming(Path(cfg.run_dir))
     if checkpoint is not None:
+        if in_place:
+            check_training_prompts(cfg, checkpoint)
         optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
         for state in checkpoint["optimizer_states"]:
             check_fits(optimizer, state)
@@ -57,6 +65,13 @@ def train(cfg: DictConfig) -> float | None:
     if summary is not None and module.policy.device.type == "cuda":
         summary.planned_memory = partial(planned_peak, cfg, module.policy)
     loop = build_loop(cfg, trainer, module.objective)
+    if checkpoint is not None and in_place and has_ended(checkpoint, cfg.iterations):
+        loop.ends_again = end_of(folder, iterations_done(checkpoint)) is None
+    if checkpoint is not None and not module.same_evaluation:
+        log.info(
+            "the held-out prompts or the rewards are not those of the checkpoint: base reward, best checkpoint and "
+            "alarms begin anew, with an evaluation of the loaded weights"
+        )
     held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     try:
         if cfg.ckpt is None:
@@ -65,3 +80,17 @@ def train(cfg: DictConfig) -> float | None:
     except MisconfigurationException as error:  # for example, a callback of Lightning that needs a logger
         raise UserError(f"Lightning cannot run these callbacks, loggers and trainer together: {error}") from error
     return base_and_final(module.eval_history, module.rewards.name)[1]
+
+
+def check_training_prompts(cfg: DictConfig, checkpoint: dict[str, Any]) -> None:
+    """Raise UserError if the run that resumes in its folder has other training prompts than the checkpoint's.
+
+    An older checkpoint has no record of them.
+    """
+    recorded = loop_state(checkpoint).get("training_prompts")
+    if recorded not in (None, digest(prompt_sets(cfg).train)):
+        raise UserError(
+            f"data.train={cfg.data.train} is invalid: its prompts without those of data.eval={cfg.data.eval} are not "
+            f"the ones that the run in {cfg.run_dir} was trained on, so it could not be repeated. Restore them, or "
+            f"start a new folder from that state: ckpt={cfg.ckpt} hydra.run.dir=<folder>."
+        )
