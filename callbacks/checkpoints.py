@@ -30,7 +30,8 @@ class BestCheckpoint(Checkpoint):
         self.iteration: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.strategy.broadcast(self.path.is_file()):  # a branch of another run
+        branched = not trainer.strategy.broadcast(self.path.is_file())
+        if branched or not module_of(pl_module).same_evaluation:
             self.reward = self.iteration = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -6,7 +6,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from solrl_lightning.callbacks.checkpoints import BestCheckpoint
 from solrl_lightning.callbacks.common import find_callback, module_of, stop_reason
-from solrl_lightning.errors import WriteError
+from solrl_lightning.errors import NonFiniteError, WriteError
 from solrl_lightning.files import read_checkpoint
 
 
@@ -19,8 +19,9 @@ class ExportLoRA(Callback):
         self._export(trainer, pl_module)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        # A WriteError means that the disk is full; a second error here would hide the first.
-        if trainer.training and trainer.global_step > 0 and not isinstance(exception, WriteError):
+        # A WriteError means that the disk is full, and a second error here would hide the first; after a NonFiniteError
+        # the weights may have diverged.
+        if trainer.training and trainer.global_step > 0 and not isinstance(exception, WriteError | NonFiniteError):
             self._export(trainer, pl_module)
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -5,7 +5,6 @@ All ranks have the same history, so with ``stop`` all of them stop after the sam
 
 from collections.abc import Mapping
 from typing import Any
-from zlib import crc32
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -39,16 +38,18 @@ class Guard(Callback):
         self.alarms: list[Alarm] = []
         self.stopped_by: Alarm | None = None
         self._active: list[str] = []  # names of the alarms that the last iteration had
-        self._sampled = 0  # checksum of the held-out prompts and of how their images are sampled
         self._faulty = 0  # consecutive iterations with rewards that train nothing
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not module_of(pl_module).same_evaluation:  # the tables of the run that this one branches from do not compare
+            self.history = History(self.history.rows)
+        if not trainer.should_stop:  # a run that an alarm has ended is trained further
+            self.stopped_by = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module, iteration = module_of(pl_module), loop_of(trainer).iterations_done
         if trainer.sanity_checking or module.held_out is None:
             return
-        sampled = crc32(repr((module.eval_prompts, module.evaluation)).encode())
-        if sampled != self._sampled:  # a resumed run may have other held-out prompts, whose rewards are not comparable
-            self.history, self._sampled = History(self.history.rows), sampled
         self.history = self.history.until(iteration - 1)
         self.history.evaluated.append(iteration)
         self.history.tables.append(module.held_out.clone())
@@ -91,11 +92,14 @@ class Guard(Callback):
         return [Alarm("rewards_constant", iteration, iteration - self._faulty, saw, helps)]
 
     def state_dict(self) -> dict[str, Any]:
-        own = {"active": self._active, "sampled": self._sampled, "faulty": self._faulty}
-        return {**vars(self.history), "alarms": [alarm._asdict() for alarm in self.alarms], **own}
+        alarms = [alarm._asdict() for alarm in self.alarms]
+        stopped_by = self.stopped_by and self.stopped_by._asdict()
+        state = {"alarms": alarms, "active": self._active, "faulty": self._faulty, "stopped_by": stopped_by}
+        return {**vars(self.history), **state}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = History(*(list(state_dict[name]) for name in ("rows", "evaluated", "tables")))
         self.alarms = [Alarm(**alarm) for alarm in state_dict["alarms"]]
-        self._active, self._sampled = list(state_dict["active"]), state_dict["sampled"]
-        self._faulty = state_dict["faulty"]
+        self._active, self._faulty = list(state_dict["active"]), state_dict["faulty"]
+        stopped_by = state_dict.get("stopped_by")  # an older version has none
+        self.stopped_by = stopped_by and Alarm(**stopped_by)

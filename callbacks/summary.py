@@ -105,8 +105,10 @@ class RunSummary(Callback):
         state = checkpoint.get(_STATE, {"seconds": 0.0, "eval_history": []})
         self._seconds_before = state["seconds"]
         self._first, self._last = state.get("first_metrics", {}), state.get("last_metrics", {})
-        module_of(pl_module).eval_history[:0] = state["eval_history"]
-        module_of(pl_module).eval_base = state.get("eval_base")  # an older version has none
+        module = module_of(pl_module)
+        if module.same_evaluation:
+            module.eval_history[:0] = state["eval_history"]
+            module.eval_base = state.get("eval_base")  # an older version has none
 
     def _seconds(self) -> float:
         return self._seconds_before + (time.perf_counter() - self._started if self._started is not None else 0.0)
@@ -147,8 +149,12 @@ class RunSummary(Callback):
         run = Path(trainer.default_root_dir).resolve()
         guard, best = find_callback(trainer, Guard), find_callback(trainer, BestCheckpoint)
         timings, last = find_callback(trainer, StageTimings), run / LAST
-        held_out = {"prompts": len(module.eval_prompts)}
-        held_out |= {"images_per_prompt": module.evaluation.images, "steps": module.evaluation.steps}
+        held_out = {
+            "prompts": len(module.eval_prompts),
+            "images_per_prompt": module.evaluation.images,
+            "steps": module.evaluation.steps,
+            "digest": module.held_out_digest,
+        }
         paths = {name: str(run / relative) for name, relative in _PATHS.items() if (run / relative).exists()}
         return {
             "status": status,
@@ -189,11 +195,16 @@ class RunSummary(Callback):
 def base_and_final(
     evaluations: Sequence[Mapping[str, Any]], reward: str
 ) -> tuple[float | None, float | None, int | None]:
-    """Return a held-out reward before training, its latest one, and the iteration of the latest; None if missing."""
+    """Return a held-out reward before training, its latest one, and the iteration of the latest; None if missing.
+
+    Before training: of the base or, where a branch is evaluated in another way, of the state that it starts from.
+    """
     scored = [row for row in evaluations if reward in row]
-    base = next((float(row[reward]) for row in scored if row["iteration"] == 0), None)
-    latest = next((row for row in reversed(scored) if row["iteration"] > 0), None)
-    return (base, None, None) if latest is None else (base, float(latest[reward]), latest["iteration"])
+    first = scored[:1] if len(scored) > 1 else [row for row in scored if row["iteration"] == 0]
+    base = float(first[0][reward]) if first else None
+    if len(scored) == len(first):
+        return base, None, None
+    return base, float(scored[-1][reward]), scored[-1]["iteration"]
 
 
 def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:

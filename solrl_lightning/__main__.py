@@ -25,11 +25,11 @@ from solrl_lightning.checks import check_kinds, check_machine, check_needs, chec
 from solrl_lightning.config import CONFIG_MODULE, ConfigTree, application_config
 from solrl_lightning.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.errors import UserError
-from solrl_lightning.finished_runs import check_runs, stopped_early
+from solrl_lightning.finished_runs import check_runs, end_of
 from solrl_lightning.formatting import counted
 from solrl_lightning.hub import check_hub
 from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job, launched
-from solrl_lightning.resume import check_contents, resume
+from solrl_lightning.resume import check_contents, check_iterations_left, resume
 from solrl_lightning.run_folder import check_free, check_new, check_writable, claimed, remove_unused
 
 _FAILED, _USER_ERROR = 1, 2  # 2 as argparse
@@ -176,13 +176,17 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     message = resumed.message
     if resumed.checkpoint is not None:
         iterations = min(cfg.iterations for cfg in jobs.values())
-        requires_more = resumed.training and not resumed.requeued
-        done = check_contents(resumed.checkpoint, iterations if requires_more else None)
-        if resumed.requeued and (done >= iterations or stopped_early(resumed.checkpoint.parent.parent, done)):
+        done = check_contents(resumed.checkpoint)
+        end = None if resumed.folder is None else end_of(resumed.folder, done)
+        if resumed.requeued and (end == "stopped early" or (end is not None and done >= iterations)):
             ended = f"has ended after {counted(done, 'iteration')}"
             _print_first(f"ckpt=auto: the run in {resumed.folder} {ended}; nothing to do")
             raise SystemExit(0)
+        if resumed.training and (resumed.folder is None or end is not None):
+            check_iterations_left(resumed.checkpoint, done, iterations)
         message += f"; iterations done: {done}" if resumed.training else ""
+        if resumed.training and done >= iterations:
+            message += ". It was stopped before its results were written: writing them"
     _print_first(*dict.fromkeys(notes))
     _each(jobs, check_prompts)
     _print_first(message)

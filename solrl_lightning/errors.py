@@ -9,9 +9,12 @@ class UserError(ValueError):
 
 
 class NonFiniteError(RuntimeError):
-    """Non-finite reward or loss of a row of a batch; the message names the prompt and, if known, the seed."""
+    """Non-finite reward or loss of a row of a batch, or gradient or weights of all rows (row 0).
 
-    def __init__(self, message: str, row: int) -> None:
+    The message names the prompt and the seed of a row, where they are known.
+    """
+
+    def __init__(self, message: str, row: int = 0) -> None:
         super().__init__(message)
         self.row = row
 

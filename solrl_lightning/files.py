@@ -139,10 +139,19 @@ def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dic
     return found
 
 
+def loop_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``ExploreTrainLoop`` has saved; empty in a checkpoint of another loop."""
+    return checkpoint["loops"].get("fit_loop", {}).get("state_dict", {})
+
+
 def iterations_done(checkpoint: dict[str, Any]) -> int:
     """Return the iterations finished before the checkpoint; one without this count took one step per iteration."""
-    loop = checkpoint["loops"].get("fit_loop", {}).get("state_dict", {})
-    return loop.get("iterations_done", checkpoint["global_step"])
+    return loop_state(checkpoint).get("iterations_done", checkpoint["global_step"])
+
+
+def has_ended(checkpoint: dict[str, Any], iterations: int) -> bool:
+    """Whether a run of this length trains no further: it has done its iterations, or a callback has ended it."""
+    return iterations_done(checkpoint) >= iterations or loop_state(checkpoint).get("stopped", False)
 
 
 class WholeCheckpointIO(TorchCheckpointIO):

@@ -72,10 +72,12 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
     return runs, left_out
 
 
-def stopped_early(folder: Path, iterations: int) -> bool:
-    """Whether a callback ended the run in ``folder`` after this number of iterations."""
+def end_of(folder: Path, iterations: int) -> str | None:
+    """The status of a run that ended as intended after this number of iterations; None if it was stopped before it
+    had written its results."""
     summary = read_summary(folder)
-    return bool(summary["status"] == "stopped early" and summary.get("iterations") == iterations)
+    ended = summary["status"] in FINISHED and summary.get("iterations") == iterations
+    return summary["status"] if ended else None
 
 
 def read_summary(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from lightning.pytorch.loops import _FitLoop, _Loop
 from torch import Tensor
 
 from solrl_lightning.data.loaders import RolloutLoader
-from solrl_lightning.data.prompts import PromptSchedule
+from solrl_lightning.data.prompts import PromptSchedule, digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.module import SolRLModule
 from solrl_lightning.objectives.base import Objective
@@ -89,12 +89,26 @@ class ExploreTrainLoop(_FitLoop):
         """The whole pool with its proxy rewards; None in families of one stage."""
         self.rollouts: Rollouts
         self._evaluate_every = trainer.check_val_every_n_epoch
+        self.ends_again = False
+        """Whether the run has ended and was stopped before its last files were written: it trains no more."""
         trainer.accumulate_grad_batches = self.plan.micro_batches
         trainer.fit_loop = self
 
     @property
     def _module(self) -> SolRLModule:
         return cast(SolRLModule, self.trainer.lightning_module)
+
+    @property
+    def skip(self) -> bool:
+        """Whether to call no hook; a run that ends again calls those of its start and its end, which write files."""
+        return not self.ends_again and super().skip
+
+    def on_run_start(self) -> None:
+        super().on_run_start()
+        if not self._module.same_evaluation:  # the first of another kind, of the state that was loaded
+            self.trainer.validating = True
+            self.epoch_loop.val_loop.run()
+            self.trainer.training = True
 
     def advance(self) -> None:
         last = self.trainer.current_epoch + 1 == self.max_epochs
@@ -202,7 +216,9 @@ class ExploreTrainLoop(_FitLoop):
         return self._results.metrics(on_step=False)["log"]
 
     def on_save_checkpoint(self) -> dict[str, Any]:
-        return super().on_save_checkpoint() | {"iterations_done": self.iterations_done} | self.cost()
+        state = {"iterations_done": self.iterations_done, "stopped": self.trainer.should_stop}
+        prompts = {"training_prompts": digest(self.schedule.prompts)}
+        return super().on_save_checkpoint() | state | prompts | self.cost()
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Resume after the last finished iteration; an interrupted one is repeated."""
@@ -211,6 +227,7 @@ class ExploreTrainLoop(_FitLoop):
         self.iterations_done = own.get("iterations_done", self.trainer.global_step)
         self._counts = {name: own.get(name, 0) for name in self._counts}
         self._seconds_before = own.get("seconds", 0.0)
+        self.trainer.should_stop = self.ends_again and own.get("stopped", False)
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
             for counter in ("ready", "started", "processed", "completed"):
                 setattr(progress, counter, self.iterations_done)

@@ -17,7 +17,8 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from solrl_lightning.errors import UserError
+from solrl_lightning.data.prompts import digest
+from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.metrics.images import STATISTICS, describe, prompt_statistics
 from solrl_lightning.objectives.base import Objective, check_loss
 from solrl_lightning.optimizer_state import ConfiguredSchedule, keep_configured
@@ -28,6 +29,7 @@ from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Training
 from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
 from solrl_lightning.rollout.stage import (
     EXPLORE,
+    STOPPED,
     Progress,
     SamplingSpec,
     Stage,
@@ -39,6 +41,8 @@ from solrl_lightning.samplers import MERGED, REFERENCE, Samplers
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.stopwatch import Stopwatch
+
+_LOWER_RATE = "Lower optimizer.lr, or correct the objective."
 
 
 class Evaluation(NamedTuple):
@@ -89,7 +93,8 @@ class SolRLModule(LightningModule):
         self.evaluation, self.eval_prompts, self.lora, self.seed = evaluation, eval_prompts, lora, seed
         self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
         self.held_out: Tensor | None = None  # see `evaluated_columns`
-        self.eval_base: Tensor | None = None  # [P, R], scores of the base, means over the images of a prompt
+        self.eval_base: Tensor | None = None  # [P, R], scores of the first evaluation, means over a prompt's images
+        self.same_evaluation = True  # whether the evaluations of the checkpoint that was loaded compare with this run's
         self.ema_state: State | None = None  # set by the EMA callback
         self.distances: dict[str, Tensor] = {}  # of the trained policy, before the old policy follows it
         self.transformer = samplers.transformer
@@ -192,14 +197,18 @@ class SolRLModule(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained_parameters() if p.grad is not None])
+        if not norm.isfinite():  # equal on all ranks: DDP has reduced the gradients
+            raise NonFiniteError(f"train/grad_norm is {norm.item()}; {STOPPED} {_LOWER_RATE}")
         values = {"train/grad_norm": norm, "lr": optimizer.param_groups[0]["lr"]}
-        self.log_dict(values, on_step=False, on_epoch=True, batch_size=1)  # DDP has reduced the gradients
+        self.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         super().optimizer_step(*args, **kwargs)
         loop: Any = self.trainer.fit_loop
         if loop.count_step():
             self.distances = self.samplers.distances()
+            if not self.distances["base_distance"].isfinite():
+                raise NonFiniteError(f"the weights are not finite after an optimiser step; {STOPPED} {_LOWER_RATE}")
             self.samplers.update_old(self.old_decay(loop.iterations_done))
 
     def trained_parameters(self) -> list[nn.Parameter]:
@@ -230,7 +239,7 @@ class SolRLModule(LightningModule):
             loop: Any = self.trainer.fit_loop
             statistics = {name: float(columns[f"images/{name}"].mean()) for name in STATISTICS}
             scores = self.held_out[:, : len(self.evaluated)]
-            if loop.iterations_done == 0:
+            if not self.eval_history:
                 self.eval_base = scores
             more = {"statistics": statistics, **evaluation_errors(self.evaluated, scores, self.eval_base)}
             self.eval_history.append({"iteration": loop.iterations_done, **loop.cost(), **means, **more})
@@ -265,6 +274,11 @@ class SolRLModule(LightningModule):
         return list(dict.fromkeys([*self.rewards.rewards, self.rewards.name]))
 
     @property
+    def held_out_digest(self) -> str:
+        """Digest of what an evaluation measures: held-out prompts, their sampling, and the rewards with weights."""
+        return digest(self.eval_prompts, self.evaluation, self.evaluated_columns, dict(self.rewards.weights))
+
+    @property
     def evaluated_columns(self) -> list[str]:
         """Columns of ``held_out`` [P, columns], the means over each held-out prompt's images: scores and statistics."""
         return [*self.evaluated, *(f"images/{name}" for name in STATISTICS)]
@@ -278,6 +292,7 @@ class SolRLModule(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = self._adapter_tensors(checkpoint["state_dict"])
+        checkpoint["evaluation"] = digest(self.held_out_digest, self.seed)  # the seed is that of the noise
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         own, found = (
@@ -295,6 +310,7 @@ class SolRLModule(LightningModule):
                 f"must be those of the run that wrote it; {name} has shape {own.get(name, 'none')} in the model and "
                 f"{found.get(name, 'none')} in the checkpoint. Repeat the options of that run."
             )
+        self.same_evaluation = checkpoint.get("evaluation") == digest(self.held_out_digest, self.seed)
 
         saved = checkpoint["callbacks"].get("WeightEMA", {"average": {}})
         average = saved.get("average") if isinstance(saved, dict) else None

@@ -282,18 +282,17 @@ def check_checkpoint(file: Path) -> None:
         raise UserError(f"The checkpoint {file} is damaged at {damaged}. Take another one, or start the run again.")
 
 
-def check_contents(ckpt: Path, iterations: int | None) -> int:
-    """The iteration that a checkpoint was written after.
-
-    Raises:
-        UserError: the file has other contents, or its run has already done ``iterations``.
-    """
+def check_contents(ckpt: Path) -> int:
+    """The iteration that a checkpoint was written after; UserError for a file with other contents."""
     from solrl_lightning.files import iterations_done, read_checkpoint  # imports torch
 
-    done = iterations_done(read_checkpoint(ckpt))
-    if iterations is not None and done >= iterations:
+    return iterations_done(read_checkpoint(ckpt))
+
+
+def check_iterations_left(ckpt: Path, done: int, iterations: int) -> None:
+    """UserError for a checkpoint whose run has done ``iterations``."""
+    if done >= iterations:
         raise UserError(
             f"iterations={iterations} is invalid: a resumed run needs iterations left to do, and {ckpt} has done "
             f"{done}. Raise it, as in iterations={done + 10}, or write the LoRA with task=export ckpt={ckpt}."
         )
-    return done

@@ -3,6 +3,8 @@
 A prompt's identity is its text without regard to case and spacing. A set holds every prompt once.
 """
 
+import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -42,6 +44,11 @@ def read_tags(source: str | Path, column: str = "prompt") -> dict[str, str]:
     """prompt -> tag, for those prompts of ``read_prompts`` that have a tag."""
     records = _unique_records(source, column)[0]
     return {record.text: tag for record in records if (tag := record.metadata.get("tag")) is not None}
+
+
+def digest(*values: Any) -> str:
+    """Return 16 hexadecimal digits of SHA-256 of the values as JSON."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
 def read_prompt_sets(train: str | Path | None, held_out: str | Path | None, column: str = "prompt") -> PromptSets:

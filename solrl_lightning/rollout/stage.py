@@ -39,8 +39,11 @@ Progress = Callable[[int, int], None]
 Scorer = Callable[[WeightedRewards, Tensor, list[str], Tensor], Tensor]
 """R rewards, latents [B, ...], their prompts and their seeds [B] -> float32 [B, R]."""
 
-_STOPPED = "training stopped, and its last checkpoint, if there is one, is intact."
-_NONFINITE_HINT = f"{_STOPPED} Reproduce this with task=generate, then fix the reward or lower the learning rate."
+STOPPED = (
+    "training stopped, and its last checkpoint, if there is one, is of the iteration before. If that one has diverged, "
+    "branch from ckpt=best."
+)
+_NONFINITE_HINT = f"{STOPPED} Reproduce this with task=generate, then fix the reward or lower the learning rate."
 
 
 class Stage(NamedTuple):
@@ -257,4 +260,4 @@ def check_finite(values: Tensor, what: str, prompts: list[str], seeds: Tensor) -
         row = int((~finite).nonzero()[0])
         where = f"the prompt {prompts[row]!r} with seed {int(seeds[row])}"
         fix = "Correct the objective, or lower optimizer.lr."
-        raise NonFiniteError(f"the {what} is {float(values[row])} for {where}; {_STOPPED} {fix}", row)
+        raise NonFiniteError(f"the {what} is {float(values[row])} for {where}; {STOPPED} {fix}", row)

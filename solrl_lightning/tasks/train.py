@@ -17,9 +17,12 @@ from omegaconf import DictConfig
 from solrl_lightning.build import build_loop, build_module, build_trainer, levels_of
 from solrl_lightning.callbacks.common import file_logger, find_callback
 from solrl_lightning.callbacks.summary import RunSummary, base_and_final
+from solrl_lightning.checks import prompt_sets
 from solrl_lightning.data.loaders import RankPrompts
+from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import read_checkpoint
+from solrl_lightning.files import has_ended, iterations_done, loop_state, read_checkpoint
+from solrl_lightning.finished_runs import end_of
 from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
 from solrl_lightning.run_folder import LOG, commit_overrides, is_resuming
@@ -34,10 +37,14 @@ def train(cfg: DictConfig) -> float | None:
     Writes the files that the README lists into the run folder, also when interrupted.
 
     Raises:
-        UserError: the checkpoint has another optimiser or other adapters, or Lightning rejects the configuration.
+        UserError: the checkpoint has another optimiser or other adapters, a run resumes in its folder with other
+            training prompts, or Lightning rejects the configuration.
     """
     checkpoint = None if cfg.ckpt is None else read_checkpoint(cfg.ckpt)
+    in_place = is_resuming(Path(cfg.run_dir))
     if checkpoint is not None:
+        if in_place:
+            check_training_prompts(cfg, checkpoint)
         optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
         for state in checkpoint["optimizer_states"]:
             check_fits(optimizer, state)
@@ -45,7 +52,7 @@ def train(cfg: DictConfig) -> float | None:
     trainer = build_trainer(cfg)
     folder = Path(cfg.run_dir)
     # The recorded command line changes once the checkpoint is loaded.
-    if is_resuming(folder) and trainer.is_global_zero:
+    if in_place and trainer.is_global_zero:
         commit = LambdaCallback(on_train_start=lambda *_: commit_overrides(folder))
         trainer.callbacks.append(commit)  # type: ignore[attr-defined]
     stages = [stage for level in levels_of(cfg) for stage in level]
@@ -64,6 +71,13 @@ def train(cfg: DictConfig) -> float | None:
     if checkpoint is not None:
         optimizer = keep_configured(instantiate(cfg.optimizer)(module.trained_parameters()))
         _check_state(cfg.ckpt, checkpoint, optimizer, loop)
+    if checkpoint is not None and in_place and has_ended(checkpoint, cfg.iterations):
+        loop.ends_again = end_of(folder, iterations_done(checkpoint)) is None
+    if checkpoint is not None and not module.same_evaluation:
+        log.info(
+            "the held-out prompts or the rewards are not those of the checkpoint: base reward, best checkpoint and "
+            "alarms begin anew, with an evaluation of the loaded weights"
+        )
     held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     try:
         if cfg.ckpt is None:
@@ -99,3 +113,17 @@ def _check_state(
             f"ckpt={ckpt} is invalid: its training state cannot be restored ({type(error).__name__}: {error}). Take "
             "another checkpoint of the run, or begin a new one with ckpt=null."
         ) from error
+
+
+def check_training_prompts(cfg: DictConfig, checkpoint: dict[str, Any]) -> None:
+    """Raise UserError if the run that resumes in its folder has other training prompts than the checkpoint's.
+
+    An older checkpoint has no record of them.
+    """
+    recorded = loop_state(checkpoint).get("training_prompts")
+    if recorded not in (None, digest(prompt_sets(cfg).train)):
+        raise UserError(
+            f"data.train={cfg.data.train} is invalid: its prompts without those of data.eval={cfg.data.eval} are not "
+            f"the ones that the run in {cfg.run_dir} was trained on, so it could not be repeated. Restore them, or "
+            f"start a new folder from that state: ckpt={cfg.ckpt} hydra.run.dir=<folder>."
+        )

@@ -56,6 +56,7 @@ class StandIn(LightningModule):
         self.evaluated = ["shapes"]
         self.evaluated_columns = ["shapes", *(f"images/{name}" for name in STATISTICS)]
         self.held_out: Tensor | None = None
+        self.held_out_digest, self.same_evaluation = "0", True
         self.ema_state: dict[str, Tensor] | None = None
         self.distances: dict[str, Tensor] = {}
         self.events: list[str] = []

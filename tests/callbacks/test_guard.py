@@ -155,7 +155,7 @@ def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(tmp_path, stand_i
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]["Guard"]["evaluated"] == [0, 1, 2]
     other = Guard(False, 3, LIMITS)
-    run(tmp_path, stand_in, other, ckpt_path=tmp_path / "x.ckpt", eval_prompts=["another prompt"])
+    run(tmp_path, stand_in, other, ckpt_path=tmp_path / "x.ckpt", same_evaluation=False)
     assert other.history.evaluated == [3, 4]  # rewards of other prompts are not compared with those of before
     resumed = Guard(False, 3, LIMITS)
     run(tmp_path, stand_in, resumed, ckpt_path=tmp_path / "x.ckpt")

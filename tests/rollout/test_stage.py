@@ -208,7 +208,7 @@ def test_non_finite_reward_error_names_prompt_and_seed(policy: Recorder, value: 
     message = str(stopped.value)
     assert f"reward made is {value}" in message
     assert repr(TEXTS[position]) in message and f"seed {SEEDS.flatten()[position]};" in message
-    assert "its last checkpoint, if there is one, is intact" in message
+    assert "its last checkpoint, if there is one, is of the iteration before" in message
 
 
 def test_background_worker_gives_same_scores_as_inline_worker(policy: Recorder) -> None:
