@@ -32,6 +32,11 @@ LIBRARIES = (
 
 Edit = tuple[str, str, str, str]  # name, old fragment, new fragment, tests
 
+BACKENDS = "tests/quantization/test_backends.py"
+PLAN = "tests/tasks/test_plan.py"
+CARDS = f"{PLAN}::test_shadow_on_a_card_has_the_bits_of_its_capability"
+SHARE = f"{PLAN}::test_run_counts_the_latents_of_its_share_of_the_prompts"
+LATENTS = f"{PLAN}::test_latents_of_a_pool_by_hand"
 LOOP = "tests/test_loop.py"
 REGENERATED = f"{LOOP}::test_regenerated_samples_have_same_seeds_and_new_rewards"
 ITERATION = f"{LOOP}::test_iteration_requantises_explores_regenerates_and_steps_once"
@@ -415,6 +420,27 @@ MUTANTS: dict[str, list[Edit]] = {
             "pass",
             "tests/callbacks/test_requantize.py",
         ),
+    ],
+    "solrl_lightning/quantization/backends.py": [
+        ("every GPU computes in FP4", "return hardware.capability >= candidate.capability", "return True", BACKENDS),
+        ("resumed run takes another precision", "if precision != AUTO or ckpt is None:", "if True:", BACKENDS),
+    ],
+    "solrl_lightning/tasks/plan.py": [
+        (
+            "every card holds packed weights",
+            "replica_bytes(weights, adapted, names, own.bits_per_weight)",
+            "packed",
+            CARDS,
+        ),
+        (
+            "latents of all devices",
+            "stages_of(cfg), math.ceil(cfg.prompts_per_iteration / devices)",
+            "stages_of(cfg), cfg.prompts_per_iteration",
+            SHARE,
+        ),
+    ],
+    "solrl_lightning/tasks/plan_memory.py": [
+        ("chunks are joined in place", "count * (tensors + 2 + recorded)", "count * tensors", LATENTS),
     ],
     "conf/trainer/auto.yaml": [
         (

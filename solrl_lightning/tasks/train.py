@@ -55,7 +55,7 @@ def train(cfg: DictConfig) -> float | None:
         log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), folder / LOG)
     summary = find_callback(trainer, RunSummary)
     if summary is not None and module.policy.device.type == "cuda":
-        summary.planned_memory = partial(planned_peak, cfg, module.policy)
+        summary.planned_memory = partial(planned_peak, cfg, module.policy, trainer.world_size)
     loop = build_loop(cfg, trainer, module.objective)
     held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
     try:
