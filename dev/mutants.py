@@ -32,6 +32,11 @@ LIBRARIES = (
 
 Edit = tuple[str, str, str, str]  # name, old fragment, new fragment, tests
 
+BACKENDS = "tests/quantization/test_backends.py"
+PLAN = "tests/tasks/test_plan.py"
+CARDS = f"{PLAN}::test_shadow_on_a_card_has_the_bits_of_its_capability"
+SHARE = f"{PLAN}::test_run_counts_the_latents_of_its_share_of_the_prompts"
+LATENTS = f"{PLAN}::test_latents_of_a_pool_by_hand"
 LOOP = "tests/test_loop.py"
 REGENERATED = f"{LOOP}::test_regenerated_samples_have_same_seeds_and_new_rewards"
 ITERATION = f"{LOOP}::test_iteration_requantises_explores_regenerates_and_steps_once"
@@ -607,13 +612,25 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/tasks/plan.py": [
         (
+            "every card holds packed weights",
+            "replica_bytes(weights, adapted, names, own.bits_per_weight)",
+            "packed",
+            CARDS,
+        ),
+        (
+            "latents of all devices",
+            "stages_of(cfg), math.ceil(cfg.prompts_per_iteration / devices)",
+            "stages_of(cfg), cfg.prompts_per_iteration",
+            SHARE,
+        ),
+        (
             "prompts of the least busy device",
             "math.ceil(cfg.prompts_per_iteration / devices)",
             "cfg.prompts_per_iteration // devices",
             PLAN,
         ),
         ("a FLOP per MAC", "halved.get(name, 1.0) * 2 * count", "halved.get(name, 1.0) * count", PLAN),
-        ("cards of 2^30 bytes", "(card - task.reserve) * 1e9", "(card - task.reserve) * 2**30", PLAN),
+        ("cards of 2^30 bytes", "(card.memory - task.reserve) * 1e9", "(card.memory - task.reserve) * 2**30", PLAN),
         (
             "training in the batches of rollouts",
             '"training": cfg.model.micro_batch',
@@ -653,6 +670,13 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/report.py": [
         ("seconds on an axis of hours", "row[cost] / scale, row", "row[cost], row", "tests/test_report.py"),
+    ],
+    "solrl_lightning/quantization/backends.py": [
+        ("every GPU computes in FP4", "return hardware.capability >= candidate.capability", "return True", BACKENDS),
+        ("resumed run takes another precision", "if precision != AUTO or ckpt is None:", "if True:", BACKENDS),
+    ],
+    "solrl_lightning/tasks/plan_memory.py": [
+        ("chunks are joined in place", "count * (tensors + 2 + recorded)", "count * tensors", LATENTS),
     ],
     "conf/trainer/auto.yaml": [
         (

@@ -31,7 +31,7 @@ from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.module import Evaluation, SolRLModule
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.compilation import should_compile
-from solrl_lightning.quantization import QuantizationRule, resolve
+from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
@@ -244,7 +244,7 @@ def build_model(
             compile_replicas=compiled["family.compile"],
             compile_policy=compiled["compile_training"],
             with_shadow=any(stage.sampler == SHADOW for stage in stages),
-            backend=resolve(cfg.precision.name, cfg.precision.backend, device),
+            backend=resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device),
             rule=quantization_rule(cfg),
         )
     )

@@ -734,7 +734,7 @@ def check_machine(cfg: DictConfig) -> None:
     import torch
 
     from solrl_lightning.policies.base_weights import check_storage
-    from solrl_lightning.quantization import resolve
+    from solrl_lightning.quantization import resolve_from
     from solrl_lightning.targets import check_objective, check_optimizer
 
     accelerator, devices = cfg.trainer.get("accelerator"), cfg.trainer.get("devices")
@@ -747,7 +747,8 @@ def check_machine(cfg: DictConfig) -> None:
             )
     if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
         gpu = accelerator != "cpu" and torch.cuda.is_available()
-        resolve(cfg.precision.name, cfg.precision.backend, torch.device("cuda", 0) if gpu else torch.device("cpu"))
+        device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+        resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device)
     if uses_model(cfg):
         check_storage(cfg.base_weights)
     if "train" in cfg.task.reads:

@@ -293,6 +293,7 @@ class SolRLModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = self._adapter_tensors(checkpoint["state_dict"])
         checkpoint["evaluation"] = digest(self.held_out_digest, self.seed)  # the seed is that of the noise
+        checkpoint["precision_backend"] = self.samplers.precision_backend  # a resumed run keeps the precision
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         own, found = (

@@ -113,7 +113,7 @@ def test_unequal_shares_of_ranks_are_an_error(compose: Compose, devices: str, ar
         ("trainer.devices=0", "trainer.devices=0 is invalid: it must be auto, a number of devices, or a list of their"),
         ("trainer.devices=[0,0]", "trainer.devices=[0, 0] is invalid: it must be auto, a number of devices, or a list"),
         ("trainer.accelerator=tpus", "trainer.accelerator=tpus is invalid: it must be one of auto, cpu, gpu"),
-        ("precision.backend=foo", "with precision=nvfp4 it must be one of auto, transformer_engine, torch, emulated"),
+        ("precision.backend=foo", "with precision=auto it must be one of auto, transformer_engine, torch, emulated"),
     ],
 )
 def test_wrong_value_is_told_under_the_key_that_was_given(compose: Compose, argument: str, message: str) -> None:

@@ -330,7 +330,7 @@ def refused(command: Command, *arguments: str) -> str:
         (["task=compare"], "outputs/multirun/*/*"),
         (["task=audit", "task.proxies=[]"], "task.proxies is empty"),
         (["task=evaluate", "ckpt=nowhere.ckpt"], "there is no file nowhere.ckpt"),
-        (["precision.backend=foo"], "precision.backend=foo is invalid: with precision=nvfp4 it must be one of auto"),
+        (["precision.backend=foo"], "precision.backend=foo is invalid: with precision=auto it must be one of auto"),
         (["precision.backend=transformer_engine", "trainer=cpu"], "needs an NVIDIA GPU"),
         (["hydra.run.dir="], "hydra.run.dir is empty"),
         (["data.eval=nowhere.csv"], "the path nowhere.csv does not exist"),

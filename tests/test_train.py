@@ -94,8 +94,13 @@ def test_a_run_takes_over_what_a_resume_was_given_once_that_has_started(command:
     assert (record / "next").is_dir()
     assert {name: (record / name).read_bytes() for name in names} == begun
     assert (tmp_path / "run" / "summary.json").read_text() == summary
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["precision_backend"] == "nvfp4 (emulated)"
+    torch.save(checkpoint | {"precision_backend": "fp8 (torch)"}, tmp_path / "run" / "checkpoints" / "last.ckpt")
     resumed = command("ckpt=last", "hydra.run.dir=run", "iterations=2")
     assert resumed.status == 0, resumed.err
+    assert "precision=auto: fp8, in which the run of the checkpoint began; a new run here" in resumed.out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["precision_backend"] == "fp8 (emulated)"
     overrides = OmegaConf.load(record / "overrides.yaml")
     assert "iterations=2" in overrides and not any("prompts.txt" in line for line in overrides)
     assert OmegaConf.load(record / "config.yaml").iterations == 2

@@ -2,17 +2,19 @@
 
 A precision is a number format, a backend an implementation of it. `transformer_engine` and `torch` (PyTorch's scaled
 and integer matrix products) need hardware that multiplies the format and store packed weights. `emulated` computes the
-same numbers on any hardware, neither faster nor smaller than BF16.
+same numbers on any hardware, neither faster nor smaller than BF16. ``precision=auto`` is the lowest precision that the
+hardware multiplies.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.precisions import check_backend
+from solrl_lightning.precisions import AUTO, BACKENDS, check_backend
 from solrl_lightning.quantization import transformer_engine
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
@@ -29,6 +31,17 @@ class Backend(NamedTuple):
     description: str  # logged at start
     bits_per_weight: float  # stored on the device for each weight of a quantised layer
     fullgraph: bool = True  # whether a block with these layers compiles into one graph
+
+
+class Hardware(NamedTuple):
+    """What the choice of a precision and of its backend depends on."""
+
+    name: str  # in messages
+    type: str = "cuda"  # of torch.device
+    capability: tuple[int, int] = (0, 0)  # compute capability of an NVIDIA GPU
+    transformer_engine: bool = False  # installed with its extension for PyTorch
+    int8_units: bool = False  # of a CPU
+    emulation_dtype: torch.dtype = torch.bfloat16  # of the operands of emulated products
 
 
 class _NativeBackend(NamedTuple):
@@ -53,7 +66,15 @@ PACKED_BITS = {precision: next(iter(native.values())).bits_per_weight for precis
 PACKED_BITS |= {"bf16": 16}  # bits per weight where the hardware multiplies the format
 
 
-def resolve(precision: str, backend: str, device: torch.device) -> Backend:
+def choose_precision(hardware: Hardware) -> str:
+    """Return what ``precision=auto`` is: the first of nvfp4, fp8 and int8 that ``hardware`` multiplies, else bf16.
+
+    On a CPU it is nvfp4, emulated, so that a run of the embedded model ranks as NVFP4 does and is the same on each.
+    """
+    return "nvfp4" if hardware.type == "cpu" else next(iter(_native_precisions(hardware)), "bf16")
+
+
+def resolve(precision: str, backend: str, device: torch.device | Hardware) -> Backend:
     """Return the named backend, or for `auto` the fastest one that runs on `device`.
 
     Raises:
@@ -62,31 +83,68 @@ def resolve(precision: str, backend: str, device: torch.device) -> Backend:
     check_backend(precision, backend)
     if precision == "bf16":
         return Backend("bf16", "none", None, "The shadow runs in BF16: no layer is quantised.", 16)
+    hardware = device if isinstance(device, Hardware) else hardware_of(device)
+    option = f"precision={AUTO}" if (precision, backend) == (AUTO, AUTO) else f"precision.backend={backend}"
+    if precision == AUTO:
+        precision = choose_precision(hardware)
+        check_backend(precision, backend)
+        if precision == "bf16":
+            description = (
+                f"{option}: the shadow runs in BF16, because {hardware.name} multiplies none of "
+                f"{', '.join(name.upper() for name in _NATIVE)}. Without a shadow, family=prefix or family=race "
+                "explores in less time and memory."
+            )
+            return Backend("bf16", "none", None, description, 16)
     native = _NATIVE[precision]
-    if backend in native and not _runs(native[backend], device):
-        raise UserError(_refusal(precision, backend, device))
+    if backend in native and not _runs(native[backend], hardware):
+        raise UserError(_refusal(precision, backend, hardware))
     chosen = backend
-    if backend == "auto":
-        chosen = next((name for name, candidate in native.items() if _runs(candidate, device)), "emulated")
+    if backend == AUTO:
+        chosen = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "emulated")
     if chosen == "emulated":
-        description, bits = _emulation_description(precision, backend, device), 8 * operand_dtype(device).itemsize
-        return Backend(precision, chosen, EMULATED[precision], description, bits)
+        description = f"{option}: {_emulation_description(precision, backend, hardware)}"
+        return Backend(precision, chosen, EMULATED[precision], description, 8 * hardware.emulation_dtype.itemsize)
     found = native[chosen]
     description = (
-        f"precision.backend={backend}: {precision.upper()} by {chosen} on {describe(device)}, weights of quantised "
+        f"{option}: {precision.upper()} by {chosen} on {hardware.name}, weights of quantised "
         f"layers stored in {found.bits_per_weight:g} bits"
     )
     return Backend(precision, chosen, found.linear_cls, description, found.bits_per_weight, found.fullgraph)
 
 
-def describe(device: torch.device) -> str:
-    """Return the name of the hardware and its abilities."""
+def resolve_from(ckpt: str | Path | None, precision: str, backend: str, device: torch.device) -> Backend:
+    """Return the backend of a run that continues from ``ckpt``; with ``precision=auto`` the precision is its run's.
+
+    Raises:
+        UserError: as in `resolve`, or ``ckpt`` is no checkpoint of a training run.
+    """
+    if precision != AUTO or ckpt is None:
+        return resolve(precision, backend, device)
+    from solrl_lightning.files import read_checkpoint  # imports Lightning
+
+    # A checkpoint without the entry is of a version whose default was nvfp4.
+    begun = str(read_checkpoint(ckpt).get("precision_backend", "nvfp4")).partition(" ")[0]
+    here = choose_precision(hardware_of(device))
+    if begun not in BACKENDS or begun == here:  # "no shadow"
+        return resolve(AUTO, backend, device)
+    chosen = resolve(begun, backend, device)
+    note = f"precision={AUTO}: {begun}, in which the run of the checkpoint began; a new run here would take {here}. "
+    return chosen._replace(description=note + chosen.description)
+
+
+def hardware_of(device: torch.device) -> Hardware:
+    """Return the properties of a device of this machine."""
+    dtype = operand_dtype(device)
     if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
+        capability = torch.cuda.get_device_capability(device)
+        name = f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})"
+        return Hardware(name, "cuda", capability, transformer_engine.is_installed(), emulation_dtype=dtype)
     if device.type == "cpu":
-        return f"a CPU {'with' if has_int8_units() else 'without'} INT8 units"
-    return str(device)
+        units = has_int8_units()
+        installed = transformer_engine.is_installed()
+        name = f"a CPU {'with' if units else 'without'} INT8 units"
+        return Hardware(name, "cpu", (0, 0), installed, units, dtype)
+    return Hardware(str(device), device.type, emulation_dtype=dtype)
 
 
 def has_int8_units() -> bool:
@@ -97,43 +155,44 @@ def has_int8_units() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.cpu.get_capabilities().get("avx512_vnni", False))
 
 
-def _runs(candidate: _NativeBackend, device: torch.device) -> bool:
-    if candidate.linear_cls is TransformerEngineLinear and not transformer_engine.is_installed():
+def _runs(candidate: _NativeBackend, hardware: Hardware) -> bool:
+    if candidate.linear_cls is TransformerEngineLinear and not hardware.transformer_engine:
         return False
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= candidate.capability
-    return device.type == "cpu" and candidate.cpu and has_int8_units()
+    if hardware.type == "cuda":
+        return hardware.capability >= candidate.capability
+    return hardware.type == "cpu" and candidate.cpu and hardware.int8_units
 
 
-def _faster(device: torch.device) -> list[str]:
-    """Return the precisions with a native backend on `device`, fastest first."""
-    return [p for p, native in _NATIVE.items() if any(_runs(candidate, device) for candidate in native.values())]
+def _native_precisions(hardware: Hardware) -> list[str]:
+    """Return the precisions with a native backend on ``hardware``, fastest first."""
+    return [p for p, native in _NATIVE.items() if any(_runs(candidate, hardware) for candidate in native.values())]
 
 
-def _emulation_description(precision: str, backend: str, device: torch.device) -> str:
-    operands = {torch.bfloat16: "BF16", torch.float32: "FP32"}[operand_dtype(device)]
-    name, hardware = precision.upper(), "this CPU" if device.type == "cpu" else describe(device)
+def _emulation_description(precision: str, backend: str, hardware: Hardware) -> str:
+    operands = {torch.bfloat16: "BF16", torch.float32: "FP32"}[hardware.emulation_dtype]
+    on_cpu, name = hardware.type == "cpu", precision.upper()
+    cost = "costs no less time and memory than BF16" if on_cpu else "is slower than BF16 and takes no less memory"
     description = (
-        f"precision.backend={backend}: {name} is emulated by {operands} products on {hardware}: the shadow ranks "
-        f"candidates as {name} does and costs no less time and memory than BF16"
+        f"{name} is emulated by {operands} products on {'this CPU' if on_cpu else hardware.name}: the shadow ranks "
+        f"candidates as {name} does and {cost}"
     )
-    faster = _faster(device) if backend == "auto" and device.type == "cuda" else []
+    faster = _native_precisions(hardware) if backend == AUTO and hardware.type == "cuda" else []
     return f"{description} (precision={faster[0]} is native on this GPU)" if faster else description
 
 
-def _refusal(precision: str, backend: str, device: torch.device) -> str:
+def _refusal(precision: str, backend: str, hardware: Hardware) -> str:
     wanted = _NATIVE[precision][backend]
     needs = [f"an NVIDIA GPU of compute capability {wanted.capability[0]}.{wanted.capability[1]} or higher"]
     if wanted.cpu:
         needs[0] += " or a CPU with INT8 units (AVX512-VNNI)"
-    found = describe(device)
+    found = hardware.name
     if wanted.linear_cls is TransformerEngineLinear:
         needs.append(f"Transformer Engine with its extension for PyTorch ({transformer_engine.INSTALL}, with nvcc)")
-        found += f", Transformer Engine {'' if transformer_engine.is_installed() else 'not '}installed"
-    other = next((name for name, candidate in _NATIVE[precision].items() if _runs(candidate, device)), "")
+        found += f", Transformer Engine {'' if hardware.transformer_engine else 'not '}installed"
+    other = next((name for name, candidate in _NATIVE[precision].items() if _runs(candidate, hardware)), "")
     ways = [f"precision.backend={other}"] if other else []
     ways += ["precision.backend=emulated (the same numbers, without the speed)"]
-    ways += [f"precision={name}" for name in _faster(device) if name != precision][:1]
+    ways += [f"precision={name}" for name in _native_precisions(hardware) if name != precision][:1]
     return (
         f"precision.backend={backend} is invalid: with precision={precision} it needs {' and '.join(needs)}; "
         f"found: {found}. Use {', '.join(ways)} or precision=bf16."

@@ -28,6 +28,7 @@ from solrl_lightning.build import build_module, device_of, explorers, load_adapt
 from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
 from solrl_lightning.policies.guidance import forward_passes
+from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rollout.explore import run_stages
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import select_contrastive, take
@@ -63,11 +64,17 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
     """
     options = cfg.task
     scored: list[Scored] = []
-    for precision in dict.fromkeys(proxy.get("precision") for proxy in options.proxies):
+    usual = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device_of(cfg)).precision
+    grouped: dict[str | None, list[list[Stage]]] = {}
+    for proxy in options.proxies:
+        named = proxy.get("precision")
+        group = grouped.setdefault(None if named == usual else named, [])
+        if (stages := _stages(proxy, cfg)) not in group:  # precision=auto may be one that is listed
+            group.append(stages)
+    for precision, group in grouped.items():
         own = cfg if precision is None else with_option(cfg, "precision", precision)
-        stages = [_stages(p, cfg) for p in options.proxies if p.get("precision") == precision]
         first = [] if scored else [[Stage(_PROXY, *_full(cfg), keep=options.keep)]]
-        scored += score_pool(own, [*first, *stages])
+        scored += score_pool(own, [*first, *group])
     truth, *proxies = scored
     gap = reward_gap(truth.rewards, truth.rewards, options.keep)
     result: dict[str, Any] = {
@@ -153,8 +160,8 @@ def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
         rewards = run_stages(stages, seeds, prompts.texts, run).pool.rewards.cpu()
         seconds = {name: value / seeds.numel() for name, value in spent.items()}
         shadow = stages[0].sampler == SHADOW
-        own = cfg.precision.name, module.samplers.precision_backend
-        precision, backend = own if shadow else ("bf16", "no shadow")
+        backend = module.samplers.precision_backend if shadow else "no shadow"
+        precision = backend.partition(" ")[0] if shadow else "bf16"
         scored.append(Scored(stages, precision, backend, rewards, seconds))
     return scored
 

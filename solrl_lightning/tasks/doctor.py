@@ -23,13 +23,13 @@ from solrl_lightning.checks import REWARD_FILES, reward_members
 from solrl_lightning.errors import CheckFailed, UserError
 from solrl_lightning.files import write_atomically
 from solrl_lightning.policies.compilation import should_compile
-from solrl_lightning.quantization import resolve
+from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
 from solrl_lightning.tasks.doctor_machine import environment, local_path, locate
 from solrl_lightning.tasks.doctor_shadow import NO_SHADOW, blocks, judge_backend, layers, without_files
-from solrl_lightning.tasks.plan import Json, Shapes, on_meta
+from solrl_lightning.tasks.plan import Json, Shapes, on_meta, pool_latents
 from solrl_lightning.tasks.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
 
 
@@ -88,7 +88,7 @@ def arithmetic(cfg: DictConfig) -> Iterator[Row]:
     """Yield the rows about the run: precision, layers, compilation, memory, reward, iterations."""
     device = device_of(cfg)
     on_gpu = device.type == "cuda"
-    backend = resolve(cfg.precision.name, cfg.precision.backend, device)
+    backend = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device)
     compiled, _ = should_compile("family.compile", "rollouts", cfg.family.compile, device)
     compiled = compiled and on_gpu  # on a CPU compilation takes a minute
     shadow = backend if uses_shadow(cfg) else None
@@ -137,7 +137,8 @@ def held(model: Shapes, weights: str) -> dict[str, int]:
 
 def planned_bytes(parts: Mapping[str, int], on_gpu: bool) -> int:
     """Planned peak in bytes. A GPU holds text encoders, activations of training and of sampling at different times."""
-    passing = [parts[name] for name in ("text_encoders", "training", "rollout") if name in parts]
+    stages = [("text_encoders",), ("training",), ("rollout", "pool_latents")]
+    passing = [sum(parts.get(name, 0) for name in stage) for stage in stages]
     return sum(parts.values()) - sum(passing) + (max(passing) if on_gpu else sum(passing))
 
 
@@ -229,7 +230,9 @@ def iterations(cfg: DictConfig, model: Shapes, device: torch.device, count: int)
     """Run whole iterations of training, and yield the row with their time and memory and the plan's."""
     own = small(cfg, count)
     laps = run_iterations(own, device)
-    peak, planned = peak_memory(device), planned_bytes(held(model, cfg.model.weights), device.type == "cuda")
+    latents = pool_latents(own, model.policy.latent_shape)
+    parts = held(model, cfg.model.weights) | {"pool_latents": latents.sampling, "kept_latents": latents.kept}
+    peak, planned = peak_memory(device), planned_bytes(parts, device.type == "cuda")
     stages = [{stage: lap[stage] for stage in STAGES if lap[stage] > 0} for lap in laps]
     last = ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages[-1].items())
     found = (

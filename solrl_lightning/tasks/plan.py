@@ -9,7 +9,7 @@ Not counted: the text encoders' arithmetic, once per prompt, and the memory that
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,20 +34,23 @@ from solrl_lightning.policies.architectures import Architecture, find_architectu
 from solrl_lightning.policies.base_weights import block_linears
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.quantization import Backend, LayerPlan, resolve
+from solrl_lightning.precisions import AUTO
+from solrl_lightning.quantization import Backend, LayerPlan, resolve, resolve_from
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
-from solrl_lightning.quantization.backends import PACKED_BITS
+from solrl_lightning.quantization.backends import PACKED_BITS, Hardware, hardware_of
 from solrl_lightning.rollout.micro_batches import plan_micro_batches
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, candidates, evaluations
 from solrl_lightning.targets import check_objective
 from solrl_lightning.tasks.plan_memory import (
     OPTIONS,
     Footprint,
+    Latents,
     Options,
     bytes_of,
     encoder_bytes,
     fit,
+    latent_bytes,
     overrides,
     replica_bytes,
     stored_bytes,
@@ -70,8 +73,16 @@ class Shapes(NamedTuple):
     adapted: Mapping[str, LoraLayer]
     parameters: int
     bytes: dict[str, int]
-    footprint: Footprint
+    footprint: Footprint  # with the shadow as it is held here
     options: Options
+    shadows: Mapping[Backend, int]  # bytes by backend
+
+
+class Card(NamedTuple):
+    """A GPU that a run may fit."""
+
+    hardware: Hardware
+    memory: float  # 10^9 bytes
 
 
 def layer_statistics(layers: Sequence[LayerPlan], passes: Passes) -> Json:
@@ -93,11 +104,21 @@ def layer_statistics(layers: Sequence[LayerPlan], passes: Passes) -> Json:
     }
 
 
-def on_meta(cfg: DictConfig, backend: Backend, recomputed: Collection[bool | str] = CHECKPOINTING) -> Shapes:
-    """The run's model on ``meta`` with its MACs and bytes; ``recomputed`` as in ``trace``."""
+def on_meta(
+    cfg: DictConfig,
+    backend: Backend,
+    recomputed: Collection[bool | str] = CHECKPOINTING,
+    devices: int = 1,
+    others: Iterable[Backend] = (),
+) -> Shapes:
+    """The run's model on ``meta`` with its MACs and bytes on one of ``devices``.
+
+    ``recomputed``: as in ``trace``. ``others``: further backends of the shadow to find the bytes of.
+    """
     policy = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
     architecture = find_architecture(policy.pretrained, policy.pipeline_class)
-    layers = plan_layers(policy.transformer, quantization_rule(cfg), backend)
+    planned = {own: plan_layers(policy.transformer, quantization_rule(cfg), own) for own in (backend, *others)}
+    layers = planned[backend]
     weights = {layer.name: policy.transformer.get_submodule(layer.name).weight for layer in layers}
     parameters = sum(p.numel() for p in policy.transformer.parameters())
     stored = stored_bytes(bytes_of(policy.transformer), block_linears(policy.transformer).values())
@@ -105,37 +126,50 @@ def on_meta(cfg: DictConfig, backend: Backend, recomputed: Collection[bool | str
     previews = cfg.model.policy.get("preview_decoder") is not None
     passes, adapted = trace(policy, lora_config(cfg), checkpointing, previews, recomputed)
     lora = 4 * sum(weight.numel() for weight in adapters.adapter_state(adapted, TRAINED).values())
-    quantized = [layer.name for layer in layers if layer.quantized]
-    packed, here = (
-        replica_bytes(weights, adapted, quantized, bits)
-        for bits in (PACKED_BITS[backend.precision], backend.bits_per_weight)
-    )
+    quantized = {own: [layer.name for layer in layers if layer.quantized] for own, layers in planned.items()}
+    packed = replica_bytes(weights, adapted, quantized[backend], PACKED_BITS[backend.precision])
+    shadows = {
+        own: replica_bytes(weights, adapted, names, own.bits_per_weight) if uses_shadow(cfg) else 0
+        for own, names in quantized.items()
+    }
+    latents: dict[str | None, Latents] = {None: pool_latents(cfg, policy.latent_shape, devices)}
+    if uses_shadow(cfg):
+        latents["prefix"] = pool_latents(with_option(cfg, "family", "prefix"), policy.latent_shape, devices)
     options = {key: None if key == "family" else OmegaConf.select(cfg, key) for key in OPTIONS}
     size = {
         "policy": stored[cfg.base_weights],
         "merged": replica_bytes(weights, adapted),
         "shadow_packed": packed if uses_shadow(cfg) else 0,
-        "shadow_here": here if uses_shadow(cfg) else 0,
+        "shadow_here": shadows[backend],
         "lora": (3 if cfg.callbacks and cfg.callbacks.get("ema") else 2) * lora,
         "gradients_and_moments": 3 * lora,
         "autoencoder": bytes_of(policy.pipeline.vae),
         "text_encoders": encoder_bytes(architecture, policy.dtypes),
+        "kept_latents": latents[None].kept,
+        "pool_latents": latents[None].sampling,
         "training": cfg.model.micro_batch * passes.training_bytes[checkpointing],
         "rollout": cfg.model.rollout_batch * passes.sampling_bytes + cfg.model.decode_batch * passes.decoding_bytes,
     }
-    others = sum(size[name] for name in ("merged", "lora", "gradients_and_moments", "autoencoder"))
+    replicas = sum(size[name] for name in ("merged", "lora", "gradients_and_moments", "autoencoder"))
     activations = passes.training_bytes, passes.sampling_bytes, passes.decoding_bytes
-    footprint = Footprint(stored, size["shadow_packed"], others, size["text_encoders"], *activations)
-    return Shapes(policy, architecture, layers, passes, adapted, parameters, size, footprint, options)
+    footprint = Footprint(stored, shadows[backend], replicas, size["text_encoders"], *activations, latents)
+    return Shapes(policy, architecture, layers, passes, adapted, parameters, size, footprint, options, shadows)
 
 
-def planned_peak(cfg: DictConfig, policy: PipelineAdapter) -> int:
-    """Bytes that a run of ``cfg`` with the loaded ``policy`` is planned to hold at most, on the policy's device."""
+def pool_latents(cfg: DictConfig, shape: Sequence[int], devices: int = 1) -> Latents:
+    """Bytes of the latents of an iteration of ``cfg`` on one of ``devices``; one candidate's have ``shape``."""
+    stages, prompts = stages_of(cfg), math.ceil(cfg.prompts_per_iteration / devices)
+    transitions = len(build_objective(cfg).transitions(stages[-1].steps, 0))
+    return latent_bytes(stages, cfg.family.pool, cfg.family.keep, transitions, 4 * prompts * math.prod(shape))
+
+
+def planned_peak(cfg: DictConfig, policy: PipelineAdapter, devices: int = 1) -> int:
+    """Bytes that a run of ``cfg`` with the loaded ``policy`` is planned to hold at most, on one of its ``devices``."""
     own = cfg.copy()
     own.model.policy.pretrained = policy.pretrained if policy.random else policy.pipeline.config._name_or_path
-    backend = resolve(cfg.precision.name, cfg.precision.backend, policy.device)
-    model = on_meta(own, backend, [cfg.model.gradient_checkpointing])
-    return model.footprint._replace(shadow=model.bytes["shadow_here"]).peak(model.options)
+    backend = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, policy.device)
+    model = on_meta(own, backend, [cfg.model.gradient_checkpointing], devices)
+    return model.footprint.peak(model.options)
 
 
 # An iteration. An evaluation is a forward pass of the transformer for one image.
@@ -194,8 +228,11 @@ def plan(cfg: DictConfig) -> Json:
     """Print the compute and memory of a run of ``cfg``, and write them to ``plan.json``."""
     _check(cfg.task, cfg.prompts_per_iteration)
     check_objective(cfg)
-    backend = resolve(cfg.precision.name, cfg.precision.backend, device_of(cfg))
-    model = on_meta(cfg, backend)
+    device = device_of(cfg)
+    backend = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device)
+    cards = cards_of(cfg.task, device)
+    backends = [resolve(cfg.precision.name, AUTO, card.hardware) for card in cards]
+    model = on_meta(cfg, backend, devices=cfg.task.devices, others=backends)
     policy, size = model.policy, model.bytes
     statistics = layer_statistics(model.layers, model.passes)
     families = []
@@ -226,9 +263,10 @@ def plan(cfg: DictConfig) -> Json:
         },
         "planned_peak": model.footprint.peak(model.options),
         "reserve": cfg.task.reserve,
-        "cards": [on_card(model, card, cfg.task) for card in cfg.task.cards],
+        "cards": [on_card(model, *each, cfg.task) for each in zip(cards, backends, strict=True)],
         "weights_to_one_copy": {**copies, "published": float(PUBLISHED_COPIES)},
         "prompts_per_iteration": cfg.prompts_per_iteration,
+        "prompts_a_device": math.ceil(cfg.prompts_per_iteration / cfg.task.devices),
         "devices": cfg.task.devices,
         "tflops": cfg.task.tflops,
         "speedup": cfg.task.speedup or 1.0,
@@ -240,14 +278,38 @@ def plan(cfg: DictConfig) -> Json:
     return result
 
 
-def on_card(model: Shapes, card: float, task: DictConfig) -> Json:
-    """Arguments that fit a card of ``card`` GB (10^9 bytes) with ``task.reserve`` GB left free, or come nearest."""
-    options = fit(model.footprint, model.options, room := round((card - task.reserve) * 1e9))
-    peak = model.footprint.peak(options)
+def cards_of(task: DictConfig, device: torch.device) -> list[Card]:
+    """This machine's GPU, if ``device`` is one, and ``task.cards``."""
+    cards = [
+        Card(Hardware(card.name, capability=divmod(round(10 * card.capability), 10)), card.memory)
+        for card in task.cards
+    ]
+    if device.type == "cuda":
+        cards.insert(0, Card(hardware_of(device), torch.cuda.get_device_properties(device).total_memory / 1e9))
+    return cards
+
+
+def on_card(model: Shapes, card: Card, backend: Backend, task: DictConfig) -> Json:
+    """Arguments that fit ``card``, whose shadow is in ``backend``, with ``task.reserve`` GB left; or come nearest."""
+    footprint = model.footprint._replace(shadow=model.shadows[backend])
+    options = fit(footprint, model.options, room := round((card.memory - task.reserve) * 1e9))
+    peak = footprint.peak(options)
     changed = overrides(options, model.options)
-    replaced = ("task", *(argument.partition("=")[0] for argument in changed))
+    with_shadow = footprint.shadow > 0 and options["family"] is None
+    precision = [f"precision={backend.precision}"] if with_shadow else []
+    replaced = ("task", "precision", "precision.backend", *(argument.partition("=")[0] for argument in changed))
     kept = [a for a in task.overrides if a.partition("=")[0] not in replaced and not a.startswith("task.")]
-    return {"card": card, "fits": peak <= room, "peak": peak, "arguments": [*kept, *changed]}
+    return {
+        "card": card.hardware.name,
+        "memory": card.memory,
+        "capability": "{}.{}".format(*card.hardware.capability),
+        "precision": backend.precision if footprint.shadow else None,
+        "bits_a_weight": backend.bits_per_weight if footprint.shadow else None,
+        "peak_of_this_run": footprint.peak(model.options),
+        "fits": peak <= room,
+        "peak": peak,
+        "arguments": [*kept, *precision, *changed],
+    }
 
 
 def _check(options: DictConfig, prompts: int) -> None:
@@ -256,10 +318,11 @@ def _check(options: DictConfig, prompts: int) -> None:
             f"task.devices={options.devices} is invalid: every device needs at least one prompt an iteration, so it "
             f"must be between 1 and prompts_per_iteration={prompts}. Set task.devices=1."
         )
-    if any(isinstance(size, bool) or size <= options.reserve for size in options.cards) or options.reserve < 0:
+    if options.reserve < 0 or not all(_is_card(card, options.reserve) for card in options.cards):
         raise UserError(
-            f"task.cards={list(options.cards)} task.reserve={options.reserve} is invalid: cards must be larger than "
-            "the reserve, and the reserve at least 0 GB. Set task.cards=[12,24] task.reserve=6."
+            f"task.cards={options.cards} task.reserve={options.reserve} is invalid: a card has a name, a memory larger "
+            "than the reserve, and a compute capability, and the reserve is at least 0 GB. Set "
+            "'task.cards=[{name:T4,memory:15.6,capability:7.5}]' task.reserve=6."
         )
     for name in ("tflops", "speedup"):
         value = options[name]
@@ -267,6 +330,14 @@ def _check(options: DictConfig, prompts: int) -> None:
             raise UserError(
                 f"task.{name}={value} is invalid: it must be a finite number above 0, or null. Set task.{name}=null."
             )
+
+
+def _is_card(card: Any, reserve: float) -> bool:
+    if not isinstance(card, DictConfig) or set(card) != {"name", "memory", "capability"}:
+        return False
+    numbers = [card.memory, card.capability]
+    known = all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
+    return known and isinstance(card.name, str) and card.memory > reserve and card.capability > 0
 
 
 # The report
@@ -281,6 +352,9 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         "  linear layers that are kept": kept,
         "  attention and other convolutions": forward - quantised - kept,
     }
+    shadow = f"The layers of the shadow, precision={result['precision']}:\n{layer_table}\n"
+    if not result["bytes"]["shadow_here"]:
+        shadow = ""
     macs = [[name, _si(value), f"{100 * value / forward:.1f} %"] for name, value in parts.items()]
     macs.append(["forward pass with LoRA branches", _si(share["train_forward_macs"]), "-"])
     macs.append(["its backward pass", _si(share["train_backward_macs"]), "-"])
@@ -295,15 +369,28 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         "autoencoder": "autoencoder",
         "text_encoders": "text encoders: on a GPU only while they encode",
         "training": f"activations of training, {micro_batch} rows (uncompiled)",
+        "kept_latents": "latents of the samples to train on",
+        "pool_latents": f"latents of the pool of {result['prompts_a_device']} prompts in float32, while sampling",
         "rollout": "activations of sampling and decoding (uncompiled)",
     }
     held = [[label, _si(result["bytes"][key])] for key, label in labels.items() if result["bytes"][key]]
     training = ", ".join(f"{blocks} {_si(count)}" for blocks, count in result["training_bytes"].items())
-    cards = "\n".join(
-        f"  {card['card']:g} GB: {'' if card['fits'] else 'nothing fits; nearest: '}{_si(card['peak'])}, "
-        f"{' '.join(['python -m solrl_lightning', *card['arguments']])}"
+    rows = [
+        [
+            f"{card['card']} ({card['capability']})",
+            f"{card['memory']:.1f} G",
+            card["precision"],
+            _si(card["peak_of_this_run"]),
+            _si(card["peak"]),
+        ]
         for card in result["cards"]
-    )
+    ]
+    header, *lines = format_table(["card", "memory", "shadow", "this run", "fitted"], rows).splitlines()
+    commands = [
+        " ".join(["" if card["fits"] else "nothing fits, nearest:", "python -m solrl_lightning", *card["arguments"]])
+        for card in result["cards"]
+    ]
+    cards = "\n".join([header, *(f"{line} {command}" for line, command in zip(lines, commands, strict=True))])
     counts = [
         [row["family"], row["prompt"].get(EXPLORE), row["prompt"][REGENERATE]]
         + [sum(row[scope].values()) for scope in ("prompt", "all_devices", "device")]
@@ -328,15 +415,17 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
     return (
         f"{result['architecture']}: {result['parameters'] / 1e9:.2f} billion parameters; {result['resolution']} px, "
         f"latents {' x '.join(map(str, result['latents']))}\n"
-        f"The layers of the shadow, precision={result['precision']}:\n{layer_table}\n\n"
+        f"{shadow}\n"
         f"Multiply-adds (MACs) of one image:\n{format_table(['', 'MACs', 'share'], macs)}\n\n"
         "Bytes on one device (G of 10^9; not counted: reward models, CUDA):\n"
         f"{format_table(['', 'bytes'], held)}\n"
         f"  activations of training by model.gradient_checkpointing: {training}\n"
-        f"  peak {_si(result['planned_peak'])}: activations and text encoders are not there at the same time\n"
+        f"  peak {_si(result['planned_peak'])} here: activations and text encoders are not there at the same time\n"
         f"  weights of policy, merged replica and shadow: {ratio['packed']:.2f}x one copy if packed, "
         f"{ratio['here']:.2f}x here; published: {ratio['published']:.0f}x\n\n"
-        f"Options that fit a card, with {result['reserve']:g} GB left for rewards, CUDA and the allocator:\n{cards}\n\n"
+        f"The peak on a card (compute capability), and the options whose peak leaves {result['reserve']:g} GB "
+        "(task.reserve) for a reward model (4 for CLIP ViT-H in float32), CUDA and the allocator (2):\n"
+        f"{cards}\n\n"
         f"Model evaluations (forward passes of one image) of an iteration of {result['prompts_per_iteration']} prompts "
         f"on {result['devices']} device(s); explore and regenerate for a prompt; decoding and training for a device:\n"
         f"{format_table(['family', *count_columns], counts)}\n\n"

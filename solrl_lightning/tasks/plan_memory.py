@@ -5,7 +5,7 @@ allocator. ``task.reserve`` leaves room for them.
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain, product
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from solrl_lightning.policies.architectures import Architecture, build_component
+from solrl_lightning.rollout.stage import Stage, candidates
 from solrl_lightning.tasks.plan_trace import CHECKPOINTING
 
 STORAGE_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4.127}
@@ -36,6 +37,14 @@ OPTIONS = (
 )
 
 
+class Latents(NamedTuple):
+    """Bytes of the candidates' float32 latents on one device."""
+
+    sampling: int  # of the stage that has most, when its last chunk is sampled
+    joining: int  # for a moment after a stage, which has no activations then
+    kept: int  # of the samples to train on, until those of the next iteration
+
+
 class Footprint(NamedTuple):
     """Bytes on one device."""
 
@@ -46,14 +55,16 @@ class Footprint(NamedTuple):
     training: Mapping[bool | str, int]  # activations of a row, by gradient_checkpointing
     sampling: int  # activations of a candidate
     decoding: int  # activations of an image
+    latents: Mapping[str | None, Latents]  # by the option ``family``
 
     def peak(self, options: Options) -> int:
         """Bytes of the weights and of the stage that needs most; decoding overlaps with sampling."""
-        family, base_weights, encode_on, recomputed, rows, candidates, images = (options[key] for key in OPTIONS)
+        family, base_weights, encode_on, recomputed, rows, sampled, images = (options[key] for key in OPTIONS)
         held = self.policy[base_weights] + self.others + (self.shadow if family is None else 0)
         encoding = self.text_encoders if encode_on == "device" else 0
-        rollout = candidates * self.sampling + images * self.decoding
-        return held + max(encoding, rows * self.training[recomputed], rollout)
+        latents = self.latents[family]
+        rollout = max(sampled * self.sampling + images * self.decoding + latents.sampling, latents.joining)
+        return held + latents.kept + max(encoding, rows * self.training[recomputed], rollout)
 
 
 def fit(footprint: Footprint, most: Options, room: int) -> Options:
@@ -66,13 +77,13 @@ def fit(footprint: Footprint, most: Options, room: int) -> Options:
     storages = list(STORAGE_BITS)[list(STORAGE_BITS).index(most["base_weights"]) :]
     families = [None, "prefix"] if footprint.shadow else [None]
     weights = [*product(families, [name for name in storages if name != "nf4"]), *product(families, ["nf4"])]
-    rows, candidates, images = (halvings(most[key]) for key in OPTIONS[-3:])
+    rows, sampled, images = (halvings(most[key]) for key in OPTIONS[-3:])
     enough = [n for n in rows if n >= min(_FEWEST_ROWS, rows[0])]
     training = [*product(CHECKPOINTING, enough), *product([True], rows)]
     tried: list[Options] = [
         dict(zip(OPTIONS, (*stored, device, *trained, *batches), strict=True))
         for stored, device, trained, batches in product(
-            weights, ("device", "cpu"), training, list(product(candidates, images))
+            weights, ("device", "cpu"), training, list(product(sampled, images))
         )
     ]
     peaks = [footprint.peak(options) for options in tried]
@@ -88,6 +99,31 @@ def halvings(number: int) -> list[int]:
 def overrides(options: Options, most: Options) -> list[str]:
     """The command-line arguments that change ``most`` into ``options``."""
     return [f"{key}={str(value).lower()}" for key, value in options.items() if value != most[key]]
+
+
+# Latents
+
+
+def latent_bytes(stages: Sequence[Stage], pool: int, keep: int, transitions: int, one: int) -> Latents:
+    """Bytes of all candidates' latents in an iteration, if one candidate's are ``one``.
+
+    A stage holds x and x0 of each candidate, which are one tensor at the end of a trajectory without noise, and the
+    path of ``transitions`` recorded steps. It joins the chunks of each into a new tensor. The first stage's pool stays
+    until the last selection, and a stage's kept candidates during the next one.
+    """
+    path = transitions + 1 if transitions else 0
+    counts = candidates(stages, pool)
+    sampling = joining = pool_held = previous = 0
+    for number, (stage, count) in enumerate(zip(stages, counts, strict=True)):
+        recorded = path if stage is stages[-1] else 0
+        tensors = recorded + (1 if stage.stop_step is None and not recorded else 2)
+        before = pool_held + previous * count
+        sampling = max(sampling, before + count * tensors)
+        joining = max(joining, before + count * (tensors + 2 + recorded))
+        previous = tensors
+        if number == 0:
+            pool_held = count * tensors
+    return Latents(sampling * one, joining * one, keep * (1 + path) * one)
 
 
 # Weights

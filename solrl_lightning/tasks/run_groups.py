@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.finished_runs import RECORDED_CONFIG, Run
 from solrl_lightning.metrics.time_to_reward import GroupCurve
+from solrl_lightning.precisions import AUTO, BACKENDS
 from solrl_lightning.resume import is_subkey, leaves
 from solrl_lightning.run_folder import RECORD
 
@@ -97,6 +98,9 @@ def read_settings(run: Run) -> Settings:
     groups = {key.partition(".")[0] for key in keys if "." in key}
     options = {key: value for key, value in run.summary["config"].items() if key in groups}
     values = {key: written.get(key) for key in keys}, {key: _plain(resolved[key]) for key in keys}
+    chosen = run.summary.get("precision_backend", "").partition(" ")[0]  # "no" without a shadow
+    if values[1].get("precision.name") == AUTO and chosen in BACKENDS:
+        options["precision"] = values[1]["precision.name"] = chosen
     overrides = Path(run.folder) / RECORD / "overrides.yaml"
     arguments = yaml.safe_load(overrides.read_text()) if overrides.is_file() else []
     return Settings(options, *values, {str(argument).partition("=")[0].lstrip("+~") for argument in arguments})

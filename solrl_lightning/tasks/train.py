@@ -66,7 +66,7 @@ def train(cfg: DictConfig) -> float | None:
         log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), folder / LOG)
     summary = find_callback(trainer, RunSummary)
     if summary is not None and module.policy.device.type == "cuda":
-        summary.planned_memory = partial(planned_peak, cfg, module.policy)
+        summary.planned_memory = partial(planned_peak, cfg, module.policy, trainer.world_size)
     loop = build_loop(cfg, trainer, module.objective)
     if checkpoint is not None:
         optimizer = keep_configured(instantiate(cfg.optimizer)(module.trained_parameters()))

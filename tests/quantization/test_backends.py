@@ -1,8 +1,10 @@
 """The choice of a backend by precision and hardware, its description, and the errors."""
 
+import re
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,14 +12,15 @@ from torch import nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.precisions import BACKENDS
-from solrl_lightning.quantization import backends, resolve, transformer_engine
+from solrl_lightning.quantization import backends, resolve, resolve_from, transformer_engine
+from solrl_lightning.quantization.backends import Backend, Hardware, choose_precision, hardware_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-Hardware = Callable[..., torch.device]
+OnHardware = Callable[..., torch.device]
 
 
 @pytest.fixture
-def hardware(monkeypatch: pytest.MonkeyPatch) -> Hardware:
+def hardware(monkeypatch: pytest.MonkeyPatch) -> OnHardware:
     """Return a function: hardware("10.0") is an NVIDIA GPU of that compute capability, hardware("") the CPU."""
 
     def on(capability: str, te: bool = False, vnni: bool = False) -> torch.device:
@@ -46,7 +49,7 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> Hardware:
     ],
 )
 def test_auto_selects_fastest_supported_backend(
-    hardware: Hardware, capability: str, options: dict[str, bool], nvfp4: str, fp8: str, int8: str
+    hardware: OnHardware, capability: str, options: dict[str, bool], nvfp4: str, fp8: str, int8: str
 ) -> None:
     device = hardware(capability, **options)
     chosen = {precision: resolve(precision, "auto", device) for precision in ("nvfp4", "fp8", "int8")}
@@ -72,16 +75,17 @@ def test_auto_selects_fastest_supported_backend(
     ],
 )
 def test_emulation_description_names_operands_and_cost(
-    hardware: Hardware, capability: str, backend: str, products: str, advice: str
+    hardware: OnHardware, capability: str, backend: str, products: str, advice: str
 ) -> None:
     description = resolve("nvfp4", backend, hardware(capability, vnni=True)).description
+    cost = "is slower than BF16 and takes no less memory" if capability else "costs no less time and memory than BF16"
     assert description == (
         f"precision.backend={backend}: NVFP4 is emulated by {products}: the shadow ranks candidates as NVFP4 does and "
-        "costs no less time and memory than BF16"
+        f"{cost}"
     ) + (f" (precision={advice} is native on this GPU)" if advice else "")
 
 
-def test_bits_per_weight_match_layer_buffers(hardware: Hardware) -> None:
+def test_bits_per_weight_match_layer_buffers(hardware: OnHardware) -> None:
     linear = nn.Linear(512, 256, bias=False)
     device = hardware("", vnni=True)
     for precision, name, bits in (
@@ -103,7 +107,7 @@ def test_bits_per_weight_match_layer_buffers(hardware: Hardware) -> None:
     assert resolve("fp8", "auto", blackwell).bits_per_weight == 8
 
 
-def test_only_transformer_engine_breaks_compiled_graphs(hardware: Hardware) -> None:
+def test_only_transformer_engine_breaks_compiled_graphs(hardware: OnHardware) -> None:
     device = hardware("10.0", te=True)
     broken = [(p, name) for p, names in BACKENDS.items() for name in names if not resolve(p, name, device).fullgraph]
     assert broken == [("nvfp4", "auto"), ("nvfp4", "transformer_engine")]
@@ -120,7 +124,7 @@ def test_only_transformer_engine_breaks_compiled_graphs(hardware: Hardware) -> N
     ],
 )
 def test_auto_selects_transformer_engine_only_with_pytorch_extension(
-    hardware: Hardware, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extension: str | None, backend: str
+    hardware: OnHardware, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extension: str | None, backend: str
 ) -> None:
     is_installed = transformer_engine.is_installed
     device = hardware("10.0")
@@ -173,7 +177,7 @@ def test_bf16_quantises_no_layer() -> None:
     ],
 )
 def test_unsupported_backend_error_names_hardware_and_alternatives(
-    hardware: Hardware, capability: str, options: dict[str, bool], precision: str, backend: str, expected: str
+    hardware: OnHardware, capability: str, options: dict[str, bool], precision: str, backend: str, expected: str
 ) -> None:
     device = hardware(capability, **options)
     with pytest.raises(UserError) as error:
@@ -183,7 +187,7 @@ def test_unsupported_backend_error_names_hardware_and_alternatives(
 
 
 def test_unknown_precision_or_backend_error_lists_known_ones() -> None:
-    with pytest.raises(UserError, match="precision=fp4 is invalid: it must be one of nvfp4, fp8, int8, bf16"):
+    with pytest.raises(UserError, match="precision=fp4 is invalid: it must be one of auto, nvfp4, fp8, int8, bf16"):
         resolve("fp4", "auto", CPU)
     with pytest.raises(
         UserError, match="backend=cuda is invalid: with precision=nvfp4 it must be one of auto, transfor"
@@ -193,6 +197,74 @@ def test_unknown_precision_or_backend_error_lists_known_ones() -> None:
         UserError, match="backend=transformer_engine is invalid: with precision=int8 it must be one of auto, torch"
     ):
         resolve("int8", "transformer_engine", CPU)
+
+
+def test_documented_table_is_what_each_machine_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "precision.md").read_text()
+    table = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ") and "`" in line]
+    header, *rows = table
+    assert header[1:5] == ["`auto`", "`nvfp4`", "`fp8`", "`int8`"]
+    machines = ", ".join(row[0] for row in rows)
+    assert all(name in machines for name in ("CPU", "A100", "H100", "RTX 40", "L40S", "RTX 50", "B200"))
+    for machine, *cells in rows:
+        found = re.search(r"\((\d+)\.(\d)\)", machine)
+        kind = Hardware(machine, capability=(int(found[1]), int(found[2]))) if found else Hardware(machine, "cpu")
+        chosen, *expected = (cell.split()[0].strip("`,") for cell in cells[:4])
+        assert choose_precision(kind) == chosen, machine
+        best = kind._replace(transformer_engine=True, int8_units=True)
+        names = [resolve(precision, "auto", best).name for precision in ("nvfp4", "fp8", "int8")]
+        assert names == expected, machine
+
+
+@pytest.mark.parametrize(
+    ("capability", "precision", "said"),
+    [
+        ("", "nvfp4", "precision=auto: NVFP4 is emulated by FP32 products on this CPU: the shadow ranks candidates as"),
+        ("7.5", "bf16", "(compute capability 7.5) multiplies none of NVFP4, FP8, INT8. Without a shadow, family="),
+        ("8.0", "int8", "precision=auto: INT8 by torch on NVIDIA Test (compute capability 8.0), weights"),
+        ("8.6", "int8", "precision=auto: INT8 by torch"),
+        ("8.9", "fp8", "precision=auto: FP8 by torch"),
+        ("9.0", "fp8", "precision=auto: FP8 by torch"),
+        ("10.0", "nvfp4", "precision=auto: NVFP4 by torch"),
+    ],
+)
+def test_auto_is_the_lowest_precision_that_the_hardware_multiplies(
+    hardware: OnHardware, monkeypatch: pytest.MonkeyPatch, capability: str, precision: str, said: str
+) -> None:
+    monkeypatch.setattr(backends, "operand_dtype", lambda device: torch.bfloat16 if capability else torch.float32)
+    device = hardware(capability, vnni=True)
+    chosen = resolve("auto", "auto", device)
+    assert chosen.precision == choose_precision(hardware_of(device)) == precision
+    assert said in chosen.description and "\n" not in chosen.description
+    named = resolve(precision, "auto", device)
+    assert chosen._replace(description="") == named._replace(description="")
+
+
+def test_auto_takes_a_backend_of_the_precision_that_it_chooses(hardware: OnHardware) -> None:
+    chosen = resolve("auto", "emulated", hardware("9.0"))
+    assert (chosen.precision, chosen.name) == ("fp8", "emulated")
+    assert chosen.description.startswith("precision.backend=emulated: FP8 is emulated")
+    with pytest.raises(UserError, match="with precision=fp8 it must be one of auto, torch, emulated"):
+        resolve("auto", "transformer_engine", hardware("9.0"))
+
+
+def test_resumed_run_keeps_the_precision_that_auto_chose_at_its_start(hardware: OnHardware, tmp_path: Path) -> None:
+    parts: dict[str, Any] = {"global_step": 1, "state_dict": {}, "callbacks": {}, "loops": {}, "optimizer_states": []}
+    file, device = tmp_path / "last.ckpt", hardware("9.0")
+
+    def resumed(recorded: dict[str, str], precision: str = "auto") -> Backend:
+        torch.save(parts | recorded, file)
+        return resolve_from(file, precision, "auto", device)
+
+    moved = resumed({"precision_backend": "nvfp4 (transformer_engine)"})
+    assert (moved.precision, moved.name) == ("nvfp4", "emulated")
+    note = "precision=auto: nvfp4, in which the run of the checkpoint began; a new run here would take fp8. "
+    assert moved.description == note + resolve("nvfp4", "auto", device).description
+    assert resumed({}).precision == "nvfp4"  # of a version whose default it was
+    assert resumed({"precision_backend": "fp8 (torch)"}) == resolve("auto", "auto", device)
+    assert resumed({"precision_backend": "no shadow"}) == resolve("auto", "auto", device)
+    assert resumed({"precision_backend": "nvfp4 (torch)"}, "int8") == resolve("int8", "auto", device)
+    assert resolve_from(None, "auto", "auto", device) == resolve("auto", "auto", device)
 
 
 def test_names_that_are_checked_early_are_those_of_the_implementations() -> None:

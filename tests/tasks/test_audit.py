@@ -68,7 +68,8 @@ def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
 ) -> None:
     same = "{sampler:merged,steps:2},{sampler:shadow,precision:bf16,steps:2}"
     others = "{sampler:shadow,steps:2},{sampler:merged,steps:2,stop_after:1},{sampler:merged,steps:3,solver:dpm2}"
-    result = audit(compose(*SMALL, f"task.proxies=[{same},{others}]"))
+    listed = "{sampler:shadow,precision:nvfp4,steps:2}"  # what precision=auto is here
+    result = audit(compose(*SMALL, f"task.proxies=[{same},{others},{listed}]"))
     assert [proxy["name"] for proxy in result["proxies"]] == [
         "bf16 2 steps",
         "nvfp4 2 steps",
@@ -125,7 +126,8 @@ def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, pro
     check_values(own)
     assert program == "solrl_lightning" and f"family={family}" in arguments
     assert stages_of(own) == [stage._replace(name="explore") for stage in stages[:-1]] + stages[-1:]
-    assert (own.family.pool, own.family.keep, own.precision.name) == (96, 24, precision)
+    named = precision if stages[0].sampler == "shadow" else "auto"
+    assert (own.family.pool, own.family.keep, own.precision.name) == (96, 24, named)
     assert (own.family.compile, own.trainer.deterministic, own.prompts_per_iteration) == (False, True, 3)
 
 
@@ -204,7 +206,7 @@ def test_reversed_proxy_has_no_overlap() -> None:
         ("task.proxies=[]", "task.proxies is empty"),
         ("task.proxies=[{sampler:shadows,steps:2}]", "sampler .shadow, merged, policy"),
         ("task.proxies=[{sampler:shadow,steps:0}]", "1 to 1000 steps"),
-        ("task.proxies=[{sampler:shadow,steps:2,precision:fp3}]", "no precision named 'fp3' .* bf16, fp8, int8, nvfp4"),
+        ("task.proxies=[{sampler:shadow,steps:2,precision:fp3}]", "no precision named 'fp3' .* auto, bf16, fp8"),
         ("task.proxies=[{sampler:merged,steps:2,stop_after:2}]", "a step below the last to stop_after"),
         ("task.proxies=[{sampler:merged,steps:2,solver:heun}]", "a solver .euler, dpm2."),
         ("task.proxies=[{sampler:merged,step:2}]", "1 to 1000 steps"),

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn import functional as F
 
-from solrl_lightning.build import lora_config, stages_of, with_option
+from solrl_lightning.build import build_objective, lora_config, stages_of, with_option
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.architectures import build_component, find_architecture
@@ -21,21 +21,25 @@ from solrl_lightning.policies.base_weights import block_linears
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization import plan as plan_layers
-from solrl_lightning.quantization.backends import PACKED_BITS
-from solrl_lightning.rollout.stage import evaluations
+from solrl_lightning.quantization.backends import PACKED_BITS, Hardware
+from solrl_lightning.rollout.stage import Stage, evaluations
 from solrl_lightning.tasks.plan import (
+    Card,
     Json,
     iteration_cost,
     on_card,
     plan,
     planned_peak,
+    pool_latents,
     seconds,
 )
 from solrl_lightning.tasks.plan_memory import (
     OPTIONS,
     Footprint,
+    Latents,
     bytes_of,
     fit,
+    latent_bytes,
     overrides,
     replica_bytes,
 )
@@ -145,6 +149,7 @@ FOOTPRINT = Footprint(
     training={False: 16, "selective": 9, True: 2},
     sampling=1,
     decoding=4,
+    latents=dict.fromkeys((None, "prefix"), Latents(0, 0, 0)),
 )
 MOST = dict(zip(OPTIONS, (None, "bfloat16", "device", False, 8, 16, 4), strict=True))
 
@@ -176,16 +181,87 @@ def test_options_that_fit_change_no_more_than_is_needed() -> None:
 def test_a_card_has_units_of_10_to_the_9_bytes_less_the_reserve() -> None:
     whole = {key: value * 10**9 for key, value in FOOTPRINT._asdict().items() if isinstance(value, int)}
     parts = {key: {name: n * 10**9 for name, n in getattr(FOOTPRINT, key).items()} for key in ("policy", "training")}
-    model: Any = SimpleNamespace(footprint=Footprint(**whole, **parts), options=MOST)
+    footprint = Footprint(**whole, **parts, latents=FOOTPRINT.latents)
+    backend = resolve("fp8", "auto", torch.device("cpu"))
+    model: Any = SimpleNamespace(footprint=footprint, options=MOST, shadows={backend: footprint.shadow})
     task = OmegaConf.create({"reserve": 6, "overrides": ["model=flux1", "task.reserve=6"]})
     peak = 130 + 8 * 16
-    assert on_card(model, peak + 6, task) == {
-        "card": peak + 6,
-        "fits": True,
-        "peak": peak * 10**9,
-        "arguments": ["model=flux1"],
+    row = on_card(model, Card(Hardware("a"), peak + 6), backend, task)
+    assert (row["fits"], row["peak"], row["arguments"]) == (True, peak * 10**9, ["model=flux1", "precision=fp8"])
+    row = on_card(model, Card(Hardware("a"), peak + 5), backend, task)
+    assert row["arguments"] == ["model=flux1", "precision=fp8", "model.micro_batch=4"]
+
+
+def test_latents_of_a_pool_by_hand() -> None:
+    full = Stage("regenerate", "merged", steps=10, solver="dpm2")
+    explore = Stage("explore", "shadow", steps=6, solver="dpm2", keep=24)
+    one = 4 * 2 * 16  # float32, of two prompts
+    # One tensor a candidate at the end of a trajectory; while chunks are joined, the chunks and new x and x0.
+    assert latent_bytes([full._replace(keep=24)], 96, 24, 0, one) == (96 * one, 96 * 3 * one, 24 * one)
+    # The pool, its 24 kept candidates and their regenerated images at once are more than the pool alone.
+    two = latent_bytes([explore, full], 96, 24, 0, one)
+    assert two == ((96 + 24 + 24) * one, 96 * 3 * one, 24 * one)
+    # x and x0 of an early stop are two tensors.
+    prefix = latent_bytes([explore._replace(stop_step=4), full], 96, 24, 0, one)
+    assert prefix == ((96 * 2 + 24 * 2 + 24) * one, 96 * 4 * one, 24 * one)
+    rungs = [explore._replace(stop_step=3, keep=48), explore._replace(stop_step=5), full]
+    assert latent_bytes(rungs, 96, 24, 0, one).sampling == (96 * 2 + 48 * 2 + 48 * 2) * one
+    # 3 transitions have a path of 4 points beside x and x0, twice while they are joined.
+    assert latent_bytes([full], 24, 24, 3, one) == (24 * 6 * one, 24 * 12 * one, 24 * 5 * one)
+
+
+def test_latents_are_counted_with_their_stage() -> None:
+    latents = {None: Latents(sampling=6, joining=7, kept=3), "prefix": Latents(60, 70, 30)}
+    footprint = FOOTPRINT._replace(latents=latents)
+    options = MOST | {"encode_on": "cpu", "model.gradient_checkpointing": True}
+    assert footprint.peak(options) == 130 + 3 + 16 + 4 * 4 + 6  # sampling
+    assert footprint.peak(options | {"model.rollout_batch": 1, "model.decode_batch": 1}) == 130 + 3 + 8 * 2  # training
+    joined = options | {"model.rollout_batch": 1, "model.decode_batch": 1, "model.micro_batch": 1}
+    assert footprint._replace(latents={None: Latents(0, 9, 3)}).peak(joined) == 130 + 3 + 9
+    assert footprint.peak(options | {"family": "prefix"}) == 110 + 30 + 16 + 4 * 4 + 60
+
+
+def test_run_counts_the_latents_of_its_share_of_the_prompts(compose: Compose) -> None:
+    cfg = compose("prompts_per_iteration=9", "family.pool=8", "family.keep=4")
+    one = 4 * 16 * 32
+    for devices, prompts in ((1, 9), (4, 3)):
+        latents = pool_latents(cfg, (16, 32), devices)
+        assert latents == ((8 + 4 + 4) * prompts * one, 8 * 3 * prompts * one, 4 * prompts * one)
+    few = ("prompts_per_iteration=1", "family.pool=4", "family.keep=4")
+    windowed = compose("objective=flow_grpo", "family=diffusionnft", *few)
+    points = len(build_objective(windowed).transitions(windowed.model.full_steps, 0)) + 1
+    assert points > 2 and pool_latents(windowed, (16, 32)).kept == 4 * (1 + points) * one
+
+
+def test_shadow_on_a_card_has_the_bits_of_its_capability(compose: Compose) -> None:
+    found = {}
+    for precision in ("auto", "nvfp4", "fp8", "bf16"):
+        cfg = compose("task=plan", "trainer=cpu", f"precision={precision}", "task.families=[]")
+        result = plan(cfg)
+        cards = {card["capability"]: card for card in result["cards"]}
+        found[precision] = {c: (cards[c]["precision"], cards[c]["bits_a_weight"]) for c in ("8.0", "9.0", "10.0")}
+        if precision == "nvfp4":
+            quantised = 17 * 128 * 128 + 5 * 128 * 512
+            emulated, packed = (cards[c]["peak_of_this_run"] for c in ("9.0", "10.0"))
+            assert emulated - packed == quantised * (16 - 4.5) / 8
+            assert "precision=nvfp4" in cards["9.0"]["arguments"]
+        if precision == "auto":
+            assert "precision=fp8" in cards["9.0"]["arguments"] and "precision=int8" in cards["8.0"]["arguments"]
+    assert found == {
+        "auto": {"8.0": ("int8", 8), "9.0": ("fp8", 8), "10.0": ("nvfp4", 4.5)},
+        "nvfp4": {"8.0": ("nvfp4", 16), "9.0": ("nvfp4", 16), "10.0": ("nvfp4", 4.5)},
+        "fp8": {"8.0": ("fp8", 16), "9.0": ("fp8", 8), "10.0": ("fp8", 8)},
+        "bf16": dict.fromkeys(("8.0", "9.0", "10.0"), ("bf16", 16)),
     }
-    assert on_card(model, peak + 5, task)["arguments"] == ["model=flux1", "model.micro_batch=4"]
+
+
+def test_family_without_a_shadow_has_no_precision_in_its_plan(
+    compose: Compose, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = plan(compose("task=plan", "trainer=cpu", "family=prefix", "task.families=[]"))
+    assert "precision" not in capsys.readouterr().out
+    for card in result["cards"]:
+        assert card["precision"] is None and not any("precision" in argument for argument in card["arguments"])
 
 
 def test_replica_owns_quantised_and_adapted_layers_only() -> None:
@@ -295,7 +371,7 @@ def test_float32_decoding_takes_twice_the_seconds_of_bf16() -> None:
 
 def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[..., Any], tmp_path: Path) -> None:
     sizes = ("task.devices=4", "task.tflops=100", "task.speedup=2", "task.families=[prefix]")
-    sizes += ("task.cards=[24,0.01]", "task.reserve=0")
+    sizes += ("task.cards=[{name:a,memory:24,capability:9.0},{name:b,memory:0.01,capability:12}]", "task.reserve=0")
     absent = ("data.train=nowhere.txt", "data.eval=nowhere.txt", "reward=pickscore", "hydra.run.dir=out")
     finished = command("task=plan", "trainer=cpu", "model.micro_batch=3", *sizes, *absent)
     assert finished.status == 0, finished.err
@@ -313,19 +389,23 @@ def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[.
     packed = (sizes_of["policy"] + sizes_of["merged"] + sizes_of["shadow_packed"]) / sizes_of["policy"]
     assert math.isclose(result["weights_to_one_copy"]["packed"], packed)
     assert sizes_of["training"] == result["training_bytes"]["false"] > result["training_bytes"]["true"]
-    held = ("policy", "merged", "shadow_packed", "lora", "gradients_and_moments", "autoencoder")
-    largest = max(sizes_of[name] for name in ("text_encoders", "training", "rollout"))
+    held = ("policy", "merged", "shadow_here", "lora", "gradients_and_moments", "autoencoder", "kept_latents")
+    largest = max(sizes_of["text_encoders"], sizes_of["training"], sizes_of["rollout"] + sizes_of["pool_latents"])
     assert result["planned_peak"] == sum(sizes_of[name] for name in held) + largest
-    assert [(card["card"], card["fits"]) for card in result["cards"]] == [(24, True), (0.01, False)]
-    assert result["cards"][0]["arguments"] == ["trainer=cpu", "model.micro_batch=3", *absent[:-1]]
+    assert [(card["card"], card["fits"]) for card in result["cards"]] == [("a", True), ("b", False)]
+    assert result["cards"][0]["arguments"] == ["trainer=cpu", "model.micro_batch=3", *absent[:-1], "precision=fp8"]
+    for words in ("a (9.0)", "b (12.0)", "nothing fits, nearest: python -m", "4 for CLIP ViT-H in float32"):
+        assert words in finished.out
     for words in ("22 of 40 linear layers quantised", "attention and other", "published: 3x", "Arithmetic"):
         assert words in finished.out
 
 
 def test_invalid_options_are_an_error(compose: Compose) -> None:
     mistakes = [
-        ("cards", [-5], r"task.cards=\[-5\] task.reserve=6 is invalid: cards must be larger"),
-        ("reserve", -1, "reserve at least 0 GB"),
+        ("cards", [24], r"task.cards=\[24\] task.reserve=6 is invalid: a card has a name, a memory larger"),
+        ("cards", [{"name": "T4", "memory": 5, "capability": 7.5}], "a memory larger than the reserve"),
+        ("cards", [{"name": "T4", "memory": 15, "capability": "old"}], "and a compute capability"),
+        ("reserve", -1, "reserve is at least 0 GB"),
         ("devices", 9, "task.devices=9 is invalid: .* between 1 and prompts_per_iteration=8"),
         ("tflops", 0, "task.tflops=0 is invalid: it must be a finite number above 0, or null"),
         ("speedup", "fast", "task.speedup=fast is invalid: it must be a finite number above 0, or null"),
