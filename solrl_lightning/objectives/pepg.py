@@ -3,14 +3,14 @@
 The log-likelihood l of a sample at (sigma, eps) is minus the squared error of the predicted x0 over its detached mean
 absolute error, the estimator "adaptive" of the published code and the error of DiffusionNFT. With D = l - l_old, the
 log-ratio to the policy that sampled, each row is -exp(D) (A - D) l, where D has no gradient. The proximal term -D ends
-the pull when the log-ratio has reached the advantage. It acts only where the old policy differs from the trained one:
-with several optimiser steps in an iteration, or with `old_policy` lagging behind.
+the pull when the log-ratio has reached the advantage. It acts only where the old policy differs from the trained
+one: with several optimiser steps in an iteration, or with an `old_policy` that lags behind.
 
-1. Its variant PAR, exp(D) (A - (l - l_old))^2 / 2 with a detached exp(D), has the same gradient, so it is no option here.
+1. Its variant PAR, exp(D) (A - (l - l_old))^2 / 2 with a detached exp(D), has the same gradient, so it is no option.
 2. The published runs take A = 0.1 (reward - mean of its prompt). Here A is ``advantage_scale`` times the standardised
    advantage, so that it does not depend on the unit of the reward.
-3. Left out: the other estimators of l, the variants without exp(D), and the KL terms of likelihoods; the KL term here is
-   the published "girsanov".
+3. Left out: the other estimators of l, the variants without exp(D), and the KL terms of likelihoods; the KL term here
+   is the published "girsanov".
 
 Shapes: B batch.
 """

@@ -1,14 +1,14 @@
 """Reinforce Adjoint Matching (Bergmeister et al. 2026, arXiv 2605.10759): regression to a target that the reward moves.
 
-The velocity is fitted to v_ref + r A (v* - v_old), with v* = eps - x0: the base model's velocity, moved along the error of
-the policy that sampled. The base model has weight one in the target, so the policy cannot drift away from it; the
-strength r takes the place of a KL weight, as its inverse.
+The velocity is fitted to v_ref + r A (v* - v_old), with v* = eps - x0: the base model's velocity, moved along the
+error of the policy that sampled. The base model has weight one in the target, so the strength r takes the place of a KL
+weight, as its inverse.
 
-1. The paper's loss (its Eq. 17) takes the error of the current velocity, behind a stop-gradient. Here, as in the published
-   code, it is that of the old policy, which sampled; both are the same while the two policies are equal.
-2. The reference takes r = 100, with continuous noise levels of density proportional to sigma, eight for an image, and no
-   clip of the gradient. Noise levels and the clip are those of the model here, and r is of standardised advantages.
-3. Advantages are not clipped, as in the reference: |r A| above 1, which extrapolates beyond v*, is usual.
+1. The paper's loss (its Eq. 17) takes the error of the current velocity, behind a stop-gradient. Here, as in the
+   published code, it is that of the old policy, which sampled; both are the same while the two policies are equal.
+2. The published code has r = 100, continuous noise levels of density proportional to sigma, eight for an image, and no
+   clip of the gradient. Noise levels and the clip are those of the model here, and A is the standardised advantage.
+3. Advantages are not clipped, as published: |r A| above 1, which extrapolates beyond v*, is usual.
 
 Shapes: B batch.
 """
