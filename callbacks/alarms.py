@@ -212,10 +212,7 @@ def no_drift(history: History, limit: int | None) -> Alarm | None:
     if limit is None or len(values) < limit or any(values[-limit:]):
         return None
     since = max((i for i, value in zip(iterations, values, strict=True) if value), default=0)
-    saw = (
-        "train/drift, the distance of the policy from the old one, is exactly 0, so the loss is advantage-weighted "
-        "regression: the mirrored branch of nft, the clip of awm and the proximal term of pepg do nothing"
-    )
+    saw = "train/drift is exactly 0: the old policy is the trained one, so the loss is advantage-weighted regression"
     return Alarm("no_drift", iterations[-1], since, saw, "optimizer_steps=2, or an old_policy with a decay above 0")
 
 

@@ -55,7 +55,9 @@ AESTHETIC, GENEVAL, HTTP = (f"tests/rewards/test_{name}.py" for name in ("aesthe
 GRPO = "tests/objectives/test_grpo.py"
 RATIOS = f"{LOOP}::test_first_ratios_are_one_where_the_policy_samples"
 SDE = "tests/sampling/test_sde.py"
-AWM = "tests/objectives/test_awm.py"
+AWM, PEPG, RAM = (f"tests/objectives/test_{name}.py" for name in ("awm", "pepg", "ram"))
+COMBINE = "tests/rewards/test_combine.py"
+GDPO = f"{LOOP}::test_with_gdpo_the_unit_of_a_reward_changes_neither_selection_nor_advantages"
 SOLVERS = "tests/sampling/test_solvers.py"
 NVFP4 = "tests/quantization/test_nvfp4.py"
 EMULATED = "tests/quantization/test_nvfp4_linear.py"
@@ -79,8 +81,9 @@ MUTANTS: dict[str, list[Edit]] = {
             "velocities",
             GUIDANCE,
         ),
-        ("labels from proxies", "advantages(kept.rewards,", "advantages(proxy_rewards,", REGENERATED),
-        ("statistics of one rank", "(kept.rewards, self._sum)", "(kept.rewards, lambda total: total)", RANKS),
+        ("labels from proxies", "advantages(merits,", "advantages(proxy_rewards,", REGENERATED),
+        ("statistics of one rank", "(merits, self._sum)", "(merits, lambda total: total)", RANKS),
+        ("advantages normalised in the pool", "for_training.merits(kept.scores)", "for_training and kept.merits", GDPO),
         (
             "one pool for all iterations",
             "pool_seeds(self.seed, iteration,",
@@ -182,8 +185,8 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/rollout/explore.py": [
         (
             "best and worst swapped",
-            "select_contrastive(candidates.rewards,",
-            "select_contrastive(-candidates.rewards,",
+            "select_contrastive(candidates.merits,",
+            "select_contrastive(-candidates.merits,",
             REGENERATED,
         ),
         ("other seeds regenerated", "seeds = candidates.seeds\n", "seeds = candidates.seeds + 1\n", REGENERATED),
@@ -273,6 +276,36 @@ MUTANTS: dict[str, list[Edit]] = {
             "log_likelihood = -weighting(mean_square(v - target)",
             "log_likelihood = weighting(mean_square(v - target)",
             AWM,
+        ),
+    ],
+    "solrl_lightning/objectives/ram.py": [
+        ("RAM sign", "(v_ref + correction)", "(v_ref - correction)", RAM),
+        ("RAM without the old policy", " - old_velocity.detach().double()", "", RAM),
+        ("RAM without strength", "correction = strength * advantage", "correction = advantage", RAM),
+        ("RAM old trained", "old_velocity.detach().double()", "old_velocity.double()", RAM),
+    ],
+    "solrl_lightning/objectives/pepg.py": [
+        ("no proximal term", "* (a - log_ratio) *", "* a *", PEPG),
+        ("ratio trained", "likelihood.detach() + normalised_error", "likelihood + normalised_error", PEPG),
+        ("no ratio", "-log_ratio.exp() * (a", "-(a", PEPG),
+        ("PEPG KL without gradient", "kl_weight * kl).float()", "kl_weight * kl.detach()).float()", PEPG),
+        ("PEPG scale", "a = advantage_scale * advantage", "a = advantage", PEPG),
+    ],
+    "solrl_lightning/rewards/weighted.py": [
+        ("GDPO centres only", "(centred / std)", "centred", COMBINE),
+        ("GDPO amplifies rounding", "std > _EQUAL * root_mean_square", "std > 0", COMBINE),
+        ("GDPO counts broken candidates", "finite.sum(dim=1, keepdim=True)", "scores.shape[1]", COMBINE),
+        (
+            "evaluations combined",
+            "        return weighted_sum(scores, self._weights",
+            "        return self.combine(scores, self._weights",
+            GDPO,
+        ),
+        (
+            "rollouts forget the combination",
+            "self.metadata, self.combine)\n        chosen",
+            "self.metadata)\n        chosen",
+            GDPO,
         ),
     ],
     "solrl_lightning/objectives/grpo.py": [
@@ -396,6 +429,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("falls measured from the base", "best = int(means[:-1].argmax())", "best = 0", ALARMS),
         ("errors over images of all prompts", "/ values.shape[1] ** 0.5", "* 1.0", ALARMS),
         ("a jump of a single iteration", "median(before), median(recent)", "median(before), max(recent)", ALARMS),
+        ("drift of the last iteration only", "any(values[-limit:])", "values[-1]", ALARMS),
     ],
     "callbacks/guard.py": [
         (
