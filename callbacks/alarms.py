@@ -21,7 +21,7 @@ _NEAR_CONSTANT = 1e-4  # std / root mean square; real rewards have 1e-2 and more
 _MOVING = ("brightness", "saturation", "edges")  # of metrics.images.STATISTICS
 _SATURATED = 0.95  # share of samples on one extreme value
 
-METRICS = ("reward/mean", "train/loss", "train/grad_norm", "train/kl", "policy/base_distance")
+METRICS = ("reward/mean", "train/loss", "train/grad_norm", "train/kl", "train/drift", "policy/base_distance")
 """What the rules read of every iteration."""
 
 
@@ -35,6 +35,7 @@ class Limits(NamedTuple):
     kl: float | None  # mean squared distance of the velocity from the base's; that of the velocity itself is about 2
     base_distance: float | None  # norm of the LoRA update relative to that of the base weights
     jump: float | None  # ranges of the loss, or of the gradient norm, in the iterations before
+    drift: int | None  # consecutive iterations in which the old policy equals the trained one
 
 
 @dataclass
@@ -81,6 +82,7 @@ def find_alarms(
         above(history, "policy/base_distance", limits.base_distance),
         jumped(history, "train/loss", limits.jump),
         jumped(history, "train/grad_norm", limits.jump),
+        no_drift(history, limits.drift),
     ]
     if len(history.tables) > 1 and len(history.tables[-1]) >= _FEWEST_PROMPTS:
         found += [
@@ -199,6 +201,19 @@ def above(history: History, metric: str, limit: float | None) -> Alarm | None:
     helps = "a larger objective.kl_weight, or a lower optimizer.lr"
     since = iterations[last] if last >= 0 else 0
     return Alarm(f"{metric.rpartition('/')[2]}_ran_away", iterations[-1], since, saw, helps)
+
+
+def no_drift(history: History, limit: int | None) -> Alarm | None:
+    """The distance to the old policy has been exactly 0 in the last ``limit`` iterations, so what reads it never acts.
+
+    With any lag it is not: already the rounding of nearly equal velocities is larger. In the first iteration it is 0.
+    """
+    iterations, values = history.series("train/drift")
+    if limit is None or len(values) < limit or any(values[-limit:]):
+        return None
+    since = max((i for i, value in zip(iterations, values, strict=True) if value), default=0)
+    saw = "train/drift is exactly 0: the old policy is the trained one, so the loss is advantage-weighted regression"
+    return Alarm("no_drift", iterations[-1], since, saw, "optimizer_steps=2, or an old_policy with a decay above 0")
 
 
 # Jumps of a metric

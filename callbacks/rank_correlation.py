@@ -10,7 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from solrl_lightning.callbacks.common import log_values, loop_of
+from solrl_lightning.callbacks.common import log_values, loop_of, module_of
 from solrl_lightning.metrics.rank import RankFidelity
 
 
@@ -41,12 +41,12 @@ class RankCorrelation(Callback):
         due = self.probe_every > 0 and trainer.current_epoch % self.probe_every == 0
         if batch_idx != 0 or loop.explored is None or not due:
             return
-        proxy, seeds, prompts = loop.explored.rewards[:1], loop.explored.seeds[:1], list(loop.rollouts.prompts[:1])
+        proxy, seeds, prompts = loop.explored.merits[:1], loop.explored.seeds[:1], list(loop.rollouts.prompts[:1])
         reference = proxy  # [0, N] on a rank without prompts: torchmetrics needs an update on every rank
         before = loop.stopwatch.seconds.get("probe", 0.0)
         with loop.stopwatch.stage("probe"), torch.no_grad():
             if prompts:
-                reference = loop.regenerate(prompts, seeds).rewards
+                reference = loop.regenerate(prompts, seeds).merits
         self._seconds = loop.stopwatch.seconds["probe"] - before
         # A checkpoint within an iteration has the probe of that iteration, which is repeated.
         self.history = [row for row in self.history if row["iteration"] < iteration]
@@ -56,7 +56,8 @@ class RankCorrelation(Callback):
         loop = loop_of(trainer)
         if loop.explored is None:
             return
-        kept = fidelity(trainer, loop.rollouts.proxy_rewards, loop.rollouts.rewards)
+        merits = module_of(pl_module).rewards.for_training.merits(loop.rollouts.scores)
+        kept = fidelity(trainer, loop.rollouts.proxy_rewards, merits)
         self.last_kept = {f"kept_{name}": kept[name] for name in ("spearman", "kendall")}
         log_values(pl_module, {f"rank/{name}": value for name, value in self.last_kept.items()})
         if self.last.get("iteration") == trainer.current_epoch + 1:

@@ -24,4 +24,4 @@ OmegaConf.register_new_resolver("folder_name", lambda folder: Path(folder).name,
 
 
 def _names(cfg: DictConfig) -> list[str]:
-    return [str(name) for name in cfg.reward if name != "pretrained"]
+    return [str(name) for name in cfg.reward if name not in ("pretrained", "combine")]

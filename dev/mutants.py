@@ -64,7 +64,9 @@ AESTHETIC, GENEVAL, HTTP = (f"tests/rewards/test_{name}.py" for name in ("aesthe
 GRPO = "tests/objectives/test_grpo.py"
 RATIOS = f"{LOOP}::test_first_ratios_are_one_where_the_policy_samples"
 SDE = "tests/sampling/test_sde.py"
-AWM = "tests/objectives/test_awm.py"
+AWM, PEPG, RAM = (f"tests/objectives/test_{name}.py" for name in ("awm", "pepg", "ram"))
+COMBINE = "tests/rewards/test_combine.py"
+GDPO = f"{LOOP}::test_with_gdpo_the_unit_of_a_reward_changes_neither_selection_nor_advantages"
 SOLVERS = "tests/sampling/test_solvers.py"
 NVFP4 = "tests/quantization/test_nvfp4.py"
 EMULATED = "tests/quantization/test_nvfp4_linear.py"
@@ -95,8 +97,9 @@ MUTANTS: dict[str, list[Edit]] = {
             "velocities",
             GUIDANCE,
         ),
-        ("labels from proxies", "advantages(kept.rewards,", "advantages(proxy_rewards,", REGENERATED),
-        ("statistics of one rank", "(kept.rewards, self._sum)", "(kept.rewards, lambda total: total)", RANKS),
+        ("labels from proxies", "advantages(merits,", "advantages(proxy_rewards,", REGENERATED),
+        ("statistics of one rank", "(merits, self._sum)", "(merits, lambda total: total)", RANKS),
+        ("advantages normalised in the pool", "for_training.merits(kept.scores)", "for_training and kept.merits", GDPO),
         (
             "one pool for all iterations",
             "pool_seeds(self.seed, iteration,",
@@ -219,8 +222,8 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/rollout/explore.py": [
         (
             "best and worst swapped",
-            "select_contrastive(candidates.rewards,",
-            "select_contrastive(-candidates.rewards,",
+            "select_contrastive(candidates.merits,",
+            "select_contrastive(-candidates.merits,",
             REGENERATED,
         ),
         ("other seeds regenerated", "seeds = candidates.seeds\n", "seeds = candidates.seeds + 1\n", REGENERATED),
@@ -317,6 +320,37 @@ MUTANTS: dict[str, list[Edit]] = {
             "log_likelihood = weighting(mean_square(v - target)",
             AWM,
         ),
+    ],
+    "solrl_lightning/objectives/ram.py": [
+        ("RAM sign", "(v_ref + correction)", "(v_ref - correction)", RAM),
+        ("RAM without the old policy", " - old_velocity.detach().double()", "", RAM),
+        ("RAM without strength", "correction = strength * advantage", "correction = advantage", RAM),
+        ("RAM old trained", "old_velocity.detach().double()", "old_velocity.double()", RAM),
+    ],
+    "solrl_lightning/objectives/pepg.py": [
+        ("no proximal term", "* (a - log_ratio) *", "* a *", PEPG),
+        ("ratio trained", "likelihood.detach() + normalised_error", "likelihood + normalised_error", PEPG),
+        ("no ratio", "-log_ratio.exp() * (a", "-(a", PEPG),
+        ("PEPG KL without gradient", "kl_weight * kl).float()", "kl_weight * kl.detach()).float()", PEPG),
+        ("PEPG scale", "a = advantage_scale * advantage", "a = advantage", PEPG),
+    ],
+    "solrl_lightning/rewards/weighted.py": [
+        ("GDPO centres only", "(centred / std)", "centred", COMBINE),
+        ("GDPO amplifies rounding", "std > _EQUAL * root_mean_square", "std > 0", COMBINE),
+        ("GDPO counts broken candidates", "finite.sum(dim=1, keepdim=True)", "scores.shape[1]", COMBINE),
+        (
+            "evaluations combined",
+            "        return weighted_sum(scores, self._weights",
+            "        return self.combine(scores, self._weights",
+            GDPO,
+        ),
+        (
+            "rollouts forget the combination",
+            "self.metadata, self.combine)\n        chosen",
+            "self.metadata)\n        chosen",
+            GDPO,
+        ),
+        ("negative weights not trained on", "if weight != 0", "if weight > 0", WEIGHTED),
     ],
     "solrl_lightning/objectives/grpo.py": [
         ("GRPO optimistic clip", "torch.maximum(-a * ratio", "torch.minimum(-a * ratio", GRPO),
@@ -438,9 +472,6 @@ MUTANTS: dict[str, list[Edit]] = {
         ("answers without an end", "if time.monotonic() > end:", "if False:", HTTP),
         ("answers of any length", "len(content) <= _LONGEST and ", "", HTTP),
     ],
-    "solrl_lightning/rewards/weighted.py": [
-        ("negative weights not trained on", "if weight != 0", "if weight > 0", WEIGHTED),
-    ],
     "solrl_lightning/sharding.py": [
         ("sharded old policy not restored", "adapters.load_state(self.lora_layers, OLD, old)", "pass", RANKS),
     ],
@@ -485,6 +516,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("distance since the last iteration", "iterations[last] if last >= 0 else 0", "iterations[last]", ALARMS),
         ("gain of the best over the last evaluation", "means[best] - means[0]", "means[best] - means[-1]", ALARMS),
         ("half the range before a jump", "max(before) - min(before)", "median(before) - min(before)", ALARMS),
+        ("drift of the last iteration only", "any(values[-limit:])", "values[-1]", ALARMS),
     ],
     "callbacks/guard.py": [
         (

@@ -33,7 +33,7 @@ from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.base import Metadata
-from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
 from solrl_lightning.samplers import SHADOW, Samplers
 from solrl_lightning.sharding import ShardedSamplers
@@ -167,7 +167,7 @@ def build_rewards(
         only["pretrained"] = cfg.reward.pretrained
     weights = {name: member.pop("weight") for name, member in members.items()}
     loaded = {name: make(f"reward.{name}", m, takes="`device`", device=str(device)) for name, m in members.items()}
-    return WeightedRewards(loaded, weights, metadata)
+    return WeightedRewards(loaded, weights, metadata, COMBINATIONS[cfg.reward.combine])
 
 
 def hide_loading_bars() -> None:

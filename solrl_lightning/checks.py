@@ -168,7 +168,7 @@ _RULES = {
         "model.decode_batch model.resolution model.max_sequence_length model.rollout_batch model.lora.rank "
         "task.repeats task.rounds task.grid_prompts family.patience callbacks.guard.patience "
         "callbacks.sample_grid.prompts reward.http.batch reward.http.concurrency task.max_images task.max_pixels "
-        "data.eval_prompts? objective.window? callbacks.periodic.keep?",
+        "data.eval_prompts? objective.window? callbacks.periodic.keep? callbacks.guard.limits.drift?",
     ),
     f"a whole number from 1 to {MAX_STEPS}": (
         _whole(1, MAX_STEPS),
@@ -198,7 +198,8 @@ _RULES = {
         "objective.clip_range objective.noise_level objective.eta model.learning_rate optimizer.lr "
         "scheduler.iterations reward.http.timeout task.tflops? task.speedup? callbacks.guard.limits.fall? "
         "callbacks.guard.limits.pictures? callbacks.guard.limits.diversity? callbacks.guard.limits.kl? "
-        "callbacks.guard.limits.base_distance? callbacks.guard.limits.jump?",
+        "callbacks.guard.limits.base_distance? callbacks.guard.limits.jump? objective.strength "
+        "objective.advantage_scale",
     ),
     "a finite number of at least 0": (
         _number(lambda value: value >= 0),
@@ -232,6 +233,7 @@ _CHOICES = {
     "family.compile": (True, False, "auto"),
     "compile_training": (True, False, "auto"),
     "model.gradient_checkpointing": (True, False, "selective"),
+    "reward.combine": ("sum", "gdpo"),
     "reward.geneval.strict": (True, False),
 }
 
@@ -391,7 +393,7 @@ def check_checkpoint(cfg: DictConfig) -> None:
 def reward_members(cfg: DictConfig) -> dict[str, dict[str, Any]]:
     """The entries of ``cfg.reward``, one for each chosen reward."""
     members: Any = OmegaConf.to_container(cfg.reward, resolve=True)
-    return {name: member for name, member in members.items() if name != "pretrained"}
+    return {name: member for name, member in members.items() if name not in ("pretrained", "combine")}
 
 
 def check_rewards(cfg: DictConfig) -> None:

@@ -134,7 +134,8 @@ class ExploreTrainLoop(_FitLoop):
 
         pool, kept, proxy_rewards = run_stages(self.stages, seeds, texts, run)
         self.explored = pool if len(self.stages) > 1 else None
-        advantages = self.objective.advantages(kept.rewards, self._sum)
+        merits = self._module.rewards.for_training.merits(kept.scores)  # among those kept, not in the pool
+        advantages = self.objective.advantages(merits, self._sum)
         rewards = (proxy_rewards, kept.rewards, kept.scores, advantages)
         self.rollouts = Rollouts(texts, kept.seeds, kept.x0, *rewards, kept.path)
         sigmas = self._module.policy.sigmas(self.stages[-1].steps)

@@ -62,6 +62,8 @@ _SEVERAL_ARGUMENTS = (
     ["reward=clipscore", "reward.clipscore.pretrained=./nowhere"],
     ["family=prefix", "family.explore.stop_after=10"],
     ["objective=awm", "objective.ratio_clip=-1"],
+    ["objective=ram", "objective.strength=0"],
+    ["reward.combine=mean"],
 )
 _TASKS = {
     "audit": "task.proxies=5 task.proxies=[5] task.proxies=[{sampler:shadow,steps:x}]",

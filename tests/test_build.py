@@ -77,6 +77,8 @@ def test_an_optimiser_or_objective_that_cannot_be_made_is_told_without_a_model(
     [
         (),
         ("objective=awm",),
+        ("objective=ram",),
+        ("objective=pepg", "reward.combine=gdpo"),
         ("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.eps", "+optimizer.momentum=0.9"),
         ("optimizer._target_=torch.optim.Muon", "~optimizer.betas"),  # for matrices only, as LoRA's weights are
     ],
@@ -212,6 +214,15 @@ def test_weights_and_pretrained_reach_the_rewards(compose: Compose) -> None:
     assert rewards.weights == {"shapes": 0.5} and rewards.name == "shapes"
     scores = torch.tensor([[2.0], [4.0]])
     assert rewards.total(scores).tolist() == [1.0, 2.0]
+
+
+def test_reward_combine_chooses_the_merits(compose: Compose) -> None:
+    scores = torch.tensor([[[2.0], [4.0]], [[1.0], [7.0]]])
+    for combine, expected in (("sum", [[1, 2], [0.5, 3.5]]), ("gdpo", [[-0.5, 0.5], [-0.5, 0.5]])):
+        rewards = build_rewards(compose("reward.shapes.weight=0.5", f"reward.combine={combine}"), torch.device("cpu"))
+        for each in (rewards, rewards.for_training):
+            assert each.merits(scores).tolist() == expected
+            assert each.total(scores).tolist() == [[1, 2], [0.5, 3.5]]
 
 
 @pytest.fixture(scope="module")

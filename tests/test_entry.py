@@ -586,6 +586,7 @@ def test_another_task_takes_the_overrides_of_the_run_but_not_its_folder(
         (["experiment=smoke"], "experiment=smoke", "family.keep, family.pool, "),
         (["+optimizer.amsgrad=true"], "+optimizer.amsgrad=true", "optimizer.amsgrad"),
         (["model.iterations=4"], "model.iterations=4", "model.iterations"),
+        (["reward.combine=gdpo"], "reward.combine=gdpo", "reward.combine"),
     ],
 )
 def test_a_run_does_not_become_another_experiment_in_its_folder(

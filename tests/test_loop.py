@@ -31,8 +31,12 @@ from solrl_lightning.objectives.awm import AWMLoss
 from solrl_lightning.objectives.base import Loss, Objective
 from solrl_lightning.objectives.grpo import GRPOLoss
 from solrl_lightning.objectives.nft import NFT, NFTLoss
+from solrl_lightning.objectives.pepg import PEPGLoss
+from solrl_lightning.objectives.ram import RAMLoss
+from solrl_lightning.rewards.base import Reward
+from solrl_lightning.rewards.weighted import WeightedRewards, gdpo
 from solrl_lightning.rollout.advantages import group_advantages
-from solrl_lightning.rollout.records import TrainingBatch
+from solrl_lightning.rollout.records import Rollouts, TrainingBatch
 from solrl_lightning.rollout.select import select_contrastive
 from solrl_lightning.rollout.stage import Stage, evaluations
 
@@ -182,6 +186,49 @@ def test_regenerated_samples_have_same_seeds_and_new_rewards(finished: Finished)
     assert not torch.equal(loop.rollouts.advantages, group_advantages(loop.rollouts.proxy_rewards))
 
 
+class Channel(Reward):
+    """The mean of a channel, in some unit."""
+
+    name = "channel"
+
+    def __init__(self, channel: int, unit: float) -> None:
+        self.channel, self.unit = channel, unit
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return self.unit * images[:, self.channel].mean((1, 2))
+
+
+def rollouts_of(tmp_path: Path, combine: str, unit: float, family: str = "sol_rl") -> tuple[Rollouts, Tensor]:
+    """The rollouts of an iteration with a reward of unit 1 and another one, and the weighted sums of its pool."""
+    module, trainer, loop = make(tmp_path, f"reward.combine={combine}", f"family={family}", max_epochs=1)
+    both = {"red": Channel(0, 1.0), "blue": Channel(2, unit)}
+    module.rewards = WeightedRewards(both, {"red": 1.0, "blue": 1.0}, combine=module.rewards.combine)
+    fit(module, trainer, loop)
+    return loop.rollouts, loop.rollouts.rewards if loop.explored is None else loop.explored.rewards
+
+
+@pytest.mark.parametrize("family", ["sol_rl", "naive_scaling"])
+def test_with_gdpo_the_unit_of_a_reward_changes_neither_selection_nor_advantages(tmp_path: Path, family: str) -> None:
+    ours, pool = rollouts_of(tmp_path / "1", "gdpo", 1.0, family)
+    other, other_pool = rollouts_of(tmp_path / "2", "gdpo", 100.0, family)
+    assert torch.equal(ours.seeds, other.seeds) and torch.equal(ours.x0, other.x0)
+    torch.testing.assert_close(ours.advantages, other.advantages, rtol=1e-4, atol=1e-4)
+    expected = group_advantages(gdpo(ours.scores, torch.ones(2)))  # over those kept, not over the pool
+    assert torch.equal(ours.advantages, expected)
+    for rollouts in (ours, other):  # what is logged is the raw sum
+        assert torch.equal(rollouts.rewards, rollouts.scores.sum(-1))
+    assert pool.std() < 0.1 * other_pool.std()
+
+
+def test_with_the_sum_the_reward_of_the_largest_unit_decides(tmp_path: Path) -> None:
+    ours, _ = rollouts_of(tmp_path / "1", "sum", 0.001)
+    other, _ = rollouts_of(tmp_path / "2", "sum", 1000.0)
+    assert not torch.equal(ours.seeds, other.seeds)
+    assert torch.equal(other.advantages, group_advantages(other.rewards))
+    torch.testing.assert_close(other.advantages, group_advantages(other.scores[..., 1]), rtol=0, atol=0.01)
+    torch.testing.assert_close(ours.advantages, group_advantages(ours.scores[..., 0]), rtol=0, atol=0.01)
+
+
 class Regenerated(Callback):
     """Samples the kept seeds again from their noise, and counts the rows of the rollout's forward passes."""
 
@@ -319,12 +366,12 @@ def test_every_second_iteration_and_the_last_one_are_evaluated(tmp_path: Path) -
     assert [row["iteration"] for row in module.eval_history] == [2, 3]
 
 
-@pytest.mark.parametrize("objective", ["nft", "awm", "flow_grpo"])
+@pytest.mark.parametrize("objective", ["nft", "awm", "ram", "pepg", "flow_grpo"])
 def test_all_metrics_of_objective_are_logged(tmp_path: Path, objective: str) -> None:
     metrics = Metrics()
     module, trainer, loop = make(tmp_path, f"objective={objective}", callbacks=(metrics,), max_epochs=1)
     fit(module, trainer, loop)
-    terms = {"nft": NFTLoss, "awm": AWMLoss, "flow_grpo": GRPOLoss}[objective]._fields
+    terms = {"nft": NFTLoss, "awm": AWMLoss, "ram": RAMLoss, "pepg": PEPGLoss, "flow_grpo": GRPOLoss}[objective]._fields
     expected = {f"train/{name}" for name in terms if name != "rows"} | {"train/grad_norm"}
     expected |= {"train/first_ratio_error"} if objective == "flow_grpo" else set()
     assert metrics.logged["lr"] == pytest.approx(1e-3)
@@ -366,6 +413,26 @@ def test_metrics_do_not_depend_on_the_size_of_micro_batches(tmp_path: Path) -> N
     assert found[0] == pytest.approx(found[1], rel=0.02, abs=1e-5)  # bf16, as above
 
 
+@pytest.mark.parametrize(
+    ("options", "moves"),
+    [((), [False, True, True]), (("old_policy.decay_type=0",), [False] * 3), (("optimizer_steps=2",), [True] * 3)],
+    ids=["default", "no lag", "two steps"],
+)
+def test_drift_is_exactly_0_only_where_the_old_policy_is_the_trained_one(
+    tmp_path: Path, options: tuple[str, ...], moves: list[bool]
+) -> None:
+    """The premise of the alarm no_drift."""
+    found: list[bool] = []
+
+    class Drift(Callback):
+        def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+            found.append(float(trainer.callback_metrics["train/drift"]) != 0)
+
+    module, trainer, loop = make(tmp_path, "family=diffusionnft", *options, callbacks=(Drift(),), max_epochs=3)
+    fit(module, trainer, loop)
+    assert found == moves
+
+
 def test_optimizer_steps_split_the_rows(tmp_path: Path) -> None:
     recorder, moved = Recorder(), []
     module, trainer, loop = make(tmp_path, "optimizer_steps=3", callbacks=(recorder,), max_epochs=2)
@@ -381,10 +448,12 @@ def test_optimizer_steps_split_the_rows(tmp_path: Path) -> None:
     "options",
     [
         ("optimizer_steps=2",),
+        ("objective=ram", "optimizer_steps=2", "family=prefix", "model.prefix_steps=2"),
+        ("objective=pepg", "optimizer_steps=2", "reward.combine=gdpo", "family=diffusionnft"),
         ("objective=flow_grpo", "objective.window=1", "model.full_steps=5", "family=diffusionnft"),
         ("objective=dance_grpo", "optimizer_steps=2", "objective.kl_weight=0.1"),
     ],
-    ids=["nft", "flow_grpo", "dance_grpo"],
+    ids=["nft", "ram", "pepg", "flow_grpo", "dance_grpo"],
 )
 def test_run_with_several_optimizer_steps_resumes_exactly(tmp_path: Path, options: tuple[str, ...]) -> None:
     module, trainer, loop = make(tmp_path, *options, max_epochs=2)
@@ -486,9 +555,9 @@ def test_race_resumes_survivors_of_each_rung(tmp_path: Path) -> None:
     assert torch.equal(last.seeds, second.take(select_contrastive(second.rewards, 3)).seeds)
     torch.testing.assert_close(check.rollouts.x0, check.again.x0, rtol=0, atol=0.05)
     # The pool's proxy rewards are those of the first rung in the order of the last one: they give the same selection.
-    chosen = select_contrastive(check.explored.rewards, 3)
+    chosen = select_contrastive(check.explored.merits, 3)
     assert torch.equal(check.explored.seeds.gather(1, chosen), check.rollouts.seeds)
-    assert torch.equal(check.explored.rewards.sort(1).values, first.rewards.sort(1).values)
+    assert torch.equal(check.explored.merits.sort(1).values, first.merits.sort(1).values)
 
 
 def test_regeneration_starts_from_noise_after_early_stop_of_shadow(tmp_path: Path) -> None:

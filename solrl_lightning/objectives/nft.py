@@ -74,8 +74,8 @@ def nft_loss(
     level = sigma.float().expand(v.shape[0]).view(-1, *[1] * (v.ndim - 1))
 
     # The implicit policies: v+ = (1 - beta) v_old + beta v, v- = (1 + beta) v_old - beta v.
-    positive = _normalised_error(x_t.float() - level * ((1 - beta) * v_old + beta * v), x0.float())
-    negative = _normalised_error(x_t.float() - level * ((1 + beta) * v_old - beta * v), x0.float())
+    positive = normalised_error(x_t.float() - level * ((1 - beta) * v_old + beta * v), x0.float())
+    negative = normalised_error(x_t.float() - level * ((1 + beta) * v_old - beta * v), x0.float())
 
     # The optimality probability r in [0, 1]; 1/2 is an average sample.
     r = advantage.to(v.device, torch.float64).clamp(-advantage_clip, advantage_clip) / advantage_clip / 2 + 0.5
@@ -95,7 +95,7 @@ def nft_loss(
     )
 
 
-def _normalised_error(prediction: Tensor, x0: Tensor) -> Tensor:
+def normalised_error(prediction: Tensor, x0: Tensor) -> Tensor:
     """Return float64 [B]: mean squared error over the detached mean absolute error of each sample."""
     error = prediction - x0
     dims = tuple(range(1, error.ndim))

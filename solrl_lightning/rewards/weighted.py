@@ -1,21 +1,52 @@
-"""Weighted sum of several rewards. Every reward is logged; a reward of weight 0 is only evaluated.
+"""Several rewards with weights. Every reward is logged; a reward of weight 0 is only evaluated.
 
-The sum is over raw scores, as in Flow-GRPO and DiffusionNFT. Weights must therefore also equalise the scales:
-ImageReward spans several units, the others some tenths.
+What is logged is the weighted sum of raw scores. A prompt's candidates are compared by their *merits*
+(`reward.combine`): that sum, as in Flow-GRPO and DiffusionNFT, whose weights must also equalise the scales (ImageReward
+spans several units, the others some tenths), or `gdpo`, which does not depend on the scales.
 
-Shapes: B images, R rewards.
+Shapes: B images, P prompts, N candidates, R rewards.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from solrl_lightning.rewards.base import Metadata, Reward, call_with_metadata
 
+Combine = Callable[[Tensor, Tensor], Tensor]
+"""Scores [P, N, R] and weights [R] -> merits float32 [P, N]."""
+
+_EQUAL = 1e-6  # std / root mean square of a prompt's scores that differ by rounding only
+
+
+def weighted_sum(scores: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum [...] of scores [..., R]."""
+    return scores @ weights
+
+
+def gdpo(scores: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum [P, N] of scores [P, N, R], each normalised over its prompt's N candidates.
+
+    GDPO (arXiv 2601.05242): (score - mean) / std, with the population standard deviation. Its last step, a
+    normalisation over the batch, is that of the advantages. A reward that is constant for a prompt adds 0. A candidate
+    without finite scores has NaN and does not count; a reward of weight 0 is ignored.
+    """
+    scores, weights = scores[..., weights != 0].double(), weights[weights != 0].double()
+    finite = scores.isfinite().all(dim=-1, keepdim=True)
+    scores, count = scores.where(finite, 0.0), finite.sum(dim=1, keepdim=True)
+    centred = (scores - scores.sum(dim=1, keepdim=True) / count).where(finite, 0.0)
+    std = (centred.square().sum(dim=1, keepdim=True) / count).sqrt()
+    root_mean_square = (scores.square().sum(dim=1, keepdim=True) / count).sqrt()
+    merits = (centred / std).where(std > _EQUAL * root_mean_square, 0.0) @ weights
+    return merits.where(finite.squeeze(-1), torch.nan).float()
+
+
+COMBINATIONS: dict[str, Combine] = {"sum": weighted_sum, "gdpo": gdpo}
+
 
 class WeightedRewards:
-    """R rewards by name, with their weights and the metadata of the prompts that have any.
+    """R rewards by name, with their weights, what combines them, and the metadata of the prompts that have any.
 
     ``name`` labels the sum in curves and tables: "weighted_sum", or the name of the only reward.
     """
@@ -25,16 +56,17 @@ class WeightedRewards:
         rewards: Mapping[str, Reward],
         weights: Mapping[str, float],
         metadata: Mapping[str, Metadata] | None = None,
+        combine: Combine = weighted_sum,
     ) -> None:
-        self.rewards, self.metadata = dict(rewards), metadata or {}
+        self.rewards, self.metadata, self.combine = dict(rewards), metadata or {}, combine
         self.weights = {name: float(weights[name]) for name in rewards}
         self.name = next(iter(self.rewards)) if len(self.rewards) == 1 else "weighted_sum"
 
     @property
     def for_training(self) -> "WeightedRewards":
         """The rewards that rollouts score: all whose weight is not 0."""
-        names = [name for name, weight in self.weights.items() if weight != 0]
-        chosen = WeightedRewards({name: self.rewards[name] for name in names}, self.weights, self.metadata)
+        rewards = {name: self.rewards[name] for name, weight in self.weights.items() if weight != 0}
+        chosen = WeightedRewards(rewards, self.weights, self.metadata, self.combine)
         chosen.name = self.name
         return chosen
 
@@ -57,5 +89,11 @@ class WeightedRewards:
 
     def total(self, scores: Tensor) -> Tensor:
         """Weighted sum [...] of scores [..., R]."""
-        weights = torch.tensor(list(self.weights.values()), dtype=scores.dtype, device=scores.device)
-        return scores @ weights
+        return weighted_sum(scores, self._weights(scores))
+
+    def merits(self, scores: Tensor) -> Tensor:
+        """Return what the candidates of a prompt are compared by, float32 [P, N], from their scores [P, N, R]."""
+        return self.combine(scores, self._weights(scores))
+
+    def _weights(self, scores: Tensor) -> Tensor:
+        return torch.tensor(list(self.weights.values()), dtype=scores.dtype, device=scores.device)

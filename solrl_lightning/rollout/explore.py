@@ -23,9 +23,9 @@ Run = Callable[[Stage, Tensor, SolverState | None], Candidates]
 class Explored(NamedTuple):
     """Result of the stages of an iteration."""
 
-    pool: Candidates  # [P, N] of the first stage; later stages that select reorder its rewards
+    pool: Candidates  # [P, N] of the first stage; later stages that select reorder its merits
     kept: Candidates  # [P, K] of the last stage
-    proxy_rewards: Tensor  # [P, K] of the last selection
+    proxy_rewards: Tensor  # [P, K], the merits of the last selection
 
 
 def run_stages(stages: Sequence[Stage], seeds: Tensor, prompts: list[str], run: Run) -> Explored:
@@ -41,12 +41,12 @@ def run_stages(stages: Sequence[Stage], seeds: Tensor, prompts: list[str], run: 
         if pool is None:
             pool = candidates
         elif stage.keep is not None:
-            pool = pool._replace(rewards=rerank(pool.rewards, places, candidates.rewards))
+            pool = pool._replace(merits=rerank(pool.merits, places, candidates.merits))
         if stage.keep is not None:
-            check_selectable(candidates.rewards, stage.keep, prompts)
-            chosen = select_contrastive(candidates.rewards, stage.keep)
+            check_selectable(candidates.merits, stage.keep, prompts)
+            chosen = select_contrastive(candidates.merits, stage.keep)
             candidates, places = candidates.take(chosen), places.gather(1, chosen.cpu())
-            proxy_rewards = candidates.rewards
+            proxy_rewards = candidates.merits
         seeds = candidates.seeds
         state = candidates.state if following is not None and stage.continues_in(following) else None
     assert pool is not None and proxy_rewards is not None, "a family has a stage that selects"

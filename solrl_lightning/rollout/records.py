@@ -32,6 +32,7 @@ class Candidates(NamedTuple):
     state: SolverState  # [P, N, ...] float32; after an early stop x is noisy and x0 a prediction
     rewards: Tensor  # [P, N] float32, the weighted sum of `scores`
     scores: Tensor  # [P, N, R] float32, one value per reward
+    merits: Tensor  # [P, N] float32, by which selection ranks a prompt's candidates; see `WeightedRewards.merits`
     path: Path | None = None  # [P, N, ...]; see `Objective.transitions`
 
     @property
@@ -51,10 +52,10 @@ class Rollouts(NamedTuple):
     prompts: list[str]  # P texts
     seeds: Tensor  # [P, K] int64
     x0: Tensor  # [P, K, ...] float32, the image latents
-    proxy_rewards: Tensor  # [P, K] float32, used for the selection only
+    proxy_rewards: Tensor  # [P, K] float32, the merits of the selection, which have no other use
     rewards: Tensor  # [P, K] float32, of `x0`
     scores: Tensor  # [P, K, R] float32, one value per reward
-    advantages: Tensor  # [P, K] float32, computed from `rewards`
+    advantages: Tensor  # [P, K] float32, computed from the merits of `scores`
     path: Path | None = None  # [P, K, ...]; see `Objective.transitions`
 
 

@@ -209,7 +209,7 @@ def score_chunks(
     whole, path = tree_map(joined, *trajectories)
     if state.x is state.x0:  # solvers return x0 itself as x of the last step
         whole = whole._replace(x=whole.x0)
-    return Candidates(seeds, whole, rewards.total(each), each, path)
+    return Candidates(seeds, whole, rewards.total(each), each, rewards.merits(each), path)
 
 
 def score_images(

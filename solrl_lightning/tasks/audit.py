@@ -49,8 +49,9 @@ class Scored(NamedTuple):
     stages: list[Stage]  # one, or the rungs of a race; then, except for the truth, regeneration
     precision: str
     backend: str  # of the shadow
-    rewards: Tensor  # [P, N] on the CPU; later rungs of a race reorder them
+    merits: Tensor  # [P, N] on the CPU; later rungs of a race reorder them
     seconds: Mapping[str, float]  # by name of the stage, per candidate of the pool
+    reward: float  # mean of the pool
 
     @property
     def explorers(self) -> list[Stage]:
@@ -76,20 +77,20 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
         first = [] if scored else [[Stage(_PROXY, *_full(cfg), keep=options.keep)]]
         scored += score_pool(own, [*first, *group])
     truth, *proxies = scored
-    gap = reward_gap(truth.rewards, truth.rewards, options.keep)
+    gap = reward_gap(truth.merits, truth.merits, options.keep)
     result: dict[str, Any] = {
-        "prompts": truth.rewards.shape[0],
-        "pool": truth.rewards.shape[1],
+        "prompts": truth.merits.shape[0],
+        "pool": truth.merits.shape[1],
         "keep": options.keep,
         "checkpoint": cfg.ckpt,
         "truth": {
             "steps": truth.stages[0].steps,
             "solver": truth.stages[0].solver,
-            "reward": truth.rewards.mean().item(),
+            "reward": truth.reward,
             "seconds": truth.seconds[_PROXY],
             "gap": gap,
         },
-        "proxies": [describe(proxy, truth.rewards, gap, cfg) for proxy in proxies],
+        "proxies": [describe(proxy, truth.merits, gap, cfg) for proxy in proxies],
     }
     result["recommended"] = recommend(result["proxies"], options.min_gap)
     folder = Path(cfg.run_dir)
@@ -101,10 +102,10 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
 
 
 def describe(proxy: Scored, truth: Tensor, gap: float, cfg: DictConfig) -> dict[str, Any]:
-    """A proxy's settings, cost and fidelity to the rewards ``truth`` [P, N], whose reward gap is ``gap``."""
+    """A proxy's settings, cost and fidelity to the merits ``truth`` [P, N], whose gap is ``gap``."""
     first, keep, passes = proxy.stages[0], cfg.task.keep, forward_passes(cfg.model.get("guidance_scale", 1))
     *explored, regenerated = evaluations(proxy.stages, cfg.task.pool)
-    own_gap = reward_gap(proxy.rewards, truth, keep)
+    own_gap = reward_gap(proxy.merits, truth, keep)
     return {
         "name": name_of(proxy, cfg.model.solver),
         "command": command_of(proxy, cfg),
@@ -117,12 +118,12 @@ def describe(proxy: Scored, truth: Tensor, gap: float, cfg: DictConfig) -> dict[
         "decoder": first.decoder,
         "evaluations": passes * sum(explored),
         "regenerate_evaluations": passes * regenerated,
-        "reward": proxy.rewards.mean().item(),
+        "reward": proxy.reward,
         "seconds": proxy.seconds[_PROXY],
         "regenerate_seconds": proxy.seconds[REGENERATE],
         "gap": own_gap,
         "gap_kept": own_gap / gap,
-        **fidelity(proxy.rewards, truth, keep),
+        **fidelity(proxy.merits, truth, keep),
     }
 
 
@@ -157,24 +158,24 @@ def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
         for stage in (stages[0], stages[-1]):
             module.run_stage(stage._replace(steps=1, stop_step=None), prompts, seeds[:, :1])
         spent.clear()
-        rewards = run_stages(stages, seeds, prompts.texts, run).pool.rewards.cpu()
+        pool = run_stages(stages, seeds, prompts.texts, run).pool
         seconds = {name: value / seeds.numel() for name, value in spent.items()}
         shadow = stages[0].sampler == SHADOW
         backend = module.samplers.precision_backend if shadow else "no shadow"
         precision = backend.partition(" ")[0] if shadow else "bf16"
-        scored.append(Scored(stages, precision, backend, rewards, seconds))
+        scored.append(Scored(stages, precision, backend, pool.merits.cpu(), seconds, pool.rewards.mean().item()))
     return scored
 
 
 def fidelity(proxy: Tensor, truth: Tensor, keep: int) -> dict[str, float]:
-    """The rank fidelity of rewards [P, N]."""
+    """The rank fidelity of merits [P, N]."""
     metric = RankFidelity(keep=keep)
     metric.update(proxy, truth)
     return {name: float(value) for name, value in metric.compute().items()}
 
 
 def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
-    """Mean true reward of the best half minus the worst half of the candidates that the proxy's rewards [P, N] select.
+    """Mean true merit of the best half minus the worst half of the candidates that the proxy's merits [P, N] select.
 
     This is the contrast that training gets. It is largest if the proxy is the truth.
     """

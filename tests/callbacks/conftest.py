@@ -115,7 +115,7 @@ class RollOut(Callback):
 
     def candidates(self, seeds: Tensor, rewards: Tensor) -> Candidates:
         latents = self.latents(seeds)
-        return Candidates(seeds, SolverState(latents, latents, 1), rewards, rewards[..., None])
+        return Candidates(seeds, SolverState(latents, latents, 1), rewards, rewards[..., None], rewards)
 
     def latents(self, seeds: Tensor) -> Tensor:
         return rewards_of(seeds)[..., None, None, None].expand(*seeds.shape, 3, SIDE, SIDE)

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from solrl_lightning.callbacks.alarms import Alarm, History, Limits, above, fall_of, find_alarms, jumped
+from solrl_lightning.callbacks.alarms import Alarm, History, Limits, above, fall_of, find_alarms, jumped, no_drift
 
-LIMITS = Limits(fall=3.0, lost_gain=0.25, pictures=3.0, diversity=0.5, kl=0.5, base_distance=0.5, jump=5.0)
+LIMITS = Limits(fall=3.0, lost_gain=0.25, pictures=3.0, diversity=0.5, kl=0.5, base_distance=0.5, jump=5.0, drift=3)
 COLUMNS = ["shapes", "bright", "images/brightness", "images/saturation", "images/edges", "images/diversity"]
 PROMPTS = 64
 
@@ -143,6 +143,19 @@ def test_a_distance_above_its_limit_is_reported_since_half_of_it() -> None:
     assert above(metric("train/kl", [0.1, 0.6, 0.4]), "train/kl", 0.5) is None
     assert above(metric("train/kl", [0.6]), "train/kl", None) is None
     assert above(metric("train/loss", [0.6]), "train/kl", 0.5) is None
+
+
+def test_no_drift_is_exactly_0_in_some_iterations_in_a_row() -> None:
+    name = "train/drift"
+    (alarm,) = find_alarms(metric(name, [0.0, 0.0, 0.0]), COLUMNS, "shapes", {}, LIMITS)
+    assert (alarm.name, alarm.iteration, alarm.since) == ("no_drift", 3, 0)
+    assert "exactly 0" in alarm.saw and "old_policy" in alarm.helps
+    alarm = no_drift(metric(name, [0.0, 5e-5, 0.0, 0.0, 0.0]), 3)
+    assert alarm is not None and (alarm.iteration, alarm.since) == (5, 2)
+    for values in ([0.0, 0.0], [0.0, 0.0, 1e-12], [0.0, 5e-5, 0.0, 0.0], [0.0, *[1e-4] * 11]):  # the last: the default
+        assert no_drift(metric(name, values), 3) is None
+    assert no_drift(metric(name, [0.0] * 9), None) is None
+    assert no_drift(metric("train/kl", [0.0] * 9), 3) is None  # an objective without an old policy
 
 
 def test_a_jump_is_a_median_out_of_the_range_before() -> None:

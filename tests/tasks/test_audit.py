@@ -119,7 +119,7 @@ def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, pro
     )
     stages = _stages(cfg.task.proxies[0], cfg)
     precision = cfg.task.proxies[0].get("precision", "nvfp4")
-    written = command_of(Scored(stages, precision, "", torch.zeros(1, 96), {}), cfg)
+    written = command_of(Scored(stages, precision, "", torch.zeros(1, 96), {}, 0.0), cfg)
     assert written is not None
     program, *arguments = shlex.split(written)[2:]
     own = compose(*arguments)
@@ -137,7 +137,7 @@ def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, pro
 def test_no_command_for_what_no_family_does(compose: Compose, proxy: str) -> None:
     cfg = compose("task=audit", f"task.proxies=[{{sampler:merged,{proxy}}}]")
     stages = _stages(cfg.task.proxies[0], cfg)
-    assert command_of(Scored(stages, "bf16", "", torch.zeros(1, 96), {}), cfg) is None
+    assert command_of(Scored(stages, "bf16", "", torch.zeros(1, 96), {}, 0.0), cfg) is None
 
 
 def test_recommended_is_the_cheapest_of_those_with_enough_of_the_gap() -> None:
