@@ -27,6 +27,7 @@ from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
+from solrl_lightning.tasks.doctor_attention import attention, shapes_of
 from solrl_lightning.tasks.doctor_machine import environment, local_path, locate
 from solrl_lightning.tasks.doctor_shadow import NO_SHADOW, blocks, judge_backend, layers, without_files
 from solrl_lightning.tasks.plan import Json, Shapes, on_meta, pool_latents
@@ -98,6 +99,9 @@ def arithmetic(cfg: DictConfig) -> Iterator[Row]:
         rows = layers(model, shadow, cfg.model.rollout_batch, device, compiled)
         yield from guarded("layers", rows, f"another precision, or {NO_SHADOW}")
     yield from guarded("compilation", blocks(cfg, model, shadow, device, compiled), "family.compile=false")
+    if on_gpu:
+        batches = cfg.model.rollout_batch, cfg.model.micro_batch
+        yield from guarded("attention", attention(shapes_of(model.policy), batches, device), "another version of torch")
     memory = judge_memory(held(model, cfg.model.weights), total_memory(device), cfg.model, on_gpu)
     yield memory
     absent = [key for key, source in rewards_of(cfg).items() if local_path(source) is None]

@@ -103,14 +103,14 @@ def largest_error(y: Tensor, x: Tensor, linear: nn.Linear, precision: str, limit
 def judge_speed(check: str, backend: Backend, seconds: float, bf16: float, compiled: bool) -> Row:
     """The row on a layer's speed: slow if a backend other than the emulation is slower than BF16."""
     how = "compiled" if compiled else "eager"
-    found = f"{_time(seconds)}, {seconds / bf16:.2f} x BF16's {_time(bf16)}, {how}"
+    found = f"{format_seconds(seconds)}, {seconds / bf16:.2f} x BF16's {format_seconds(bf16)}, {how}"
     measured = {"seconds": seconds, "bf16_seconds": bf16, "compiled": compiled}
     slow = backend.name != "emulated" and backend.linear_cls is not None and seconds > bf16
     way_out = f"{'another precision' if compiled else 'family.compile=true'}, or {NO_SHADOW}"
     return Row(check, SLOW if slow else OK, found, way_out if slow else "", measured)
 
 
-def _time(seconds: float) -> str:
+def format_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
