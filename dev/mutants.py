@@ -46,6 +46,12 @@ FOLLOWS = f"{LOOP}::test_only_policy_is_trained_and_old_policy_follows"
 STOCHASTIC = f"{LOOP}::test_stochastic_samples_are_functions_of_their_seeds"
 CHECKPOINT = f"{LOOP}::test_checkpoint_holds_adapters_only"
 WEIGHTS = "tests/test_which_weights.py"
+ENDS = "tests/test_branches.py::test_run_killed_in_its_last_seconds_is_finished_by_the_same_command"
+BRANCHES = "tests/test_branches.py::test_branch_into_other_rewards_begins_its_evaluations_anew"
+NAN_GRADIENT = "tests/test_branches.py::test_gradient_that_is_not_finite_ends_the_run_before_the_step"
+DIVERGED = "tests/test_branches.py::test_weights_that_are_not_finite_do_not_replace_the_checkpoint"
+EDITED = "tests/test_branches.py::test_edited_training_prompts_are_an_error_in_the_run_s_folder_only"
+HELD_OUT = "tests/test_branches.py::test_run_that_resumes_with_other_held_out_prompts_begins_its_evaluations_anew"
 RANKS = "tests/test_ddp.py"
 METRICS = f"{LOOP}::test_all_metrics_of_objective_are_logged"
 MEANS = f"{LOOP}::test_metrics_are_means_over_the_rows_that_have_them_without_padding"
@@ -91,6 +97,15 @@ AUDIT, COMPARE, EVALUATE, PLAN = (f"tests/tasks/test_{name}.py" for name in ("au
 
 MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/loop.py": [
+        (
+            "learning rate of optimiser steps",
+            "self._steps_taken % steps) / steps",
+            "self._steps_taken % steps)",
+            f"{LOOP}::test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume",
+        ),
+        ("a killed end is never finished", "not self.ends_again and super().skip", "super().skip", ENDS),
+        ("other rewards are not evaluated", "if not self._module.same_evaluation:", "if False:", BRANCHES),
+        ("a run that was stopped goes on", 'self.ends_again and own.get("stopped", False)', "False", ENDS),
         (
             "guided evaluations counted once",
             "velocities * forward_passes(self._module.policy.guidance_scale)",
@@ -158,6 +173,15 @@ MUTANTS: dict[str, list[Edit]] = {
         ("old policy stays", "adapters.update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
     ],
     "solrl_lightning/module.py": [
+        ("step with a gradient that is not finite", "if not norm.isfinite():", "if False:", NAN_GRADIENT),
+        (
+            "weights that are not finite are saved",
+            'if not self.distances["base_distance"].isfinite():',
+            "if False:",
+            DIVERGED,
+        ),
+        ("all evaluations compare", 'checkpoint.get("evaluation") ==', 'checkpoint.get("x") !=', HELD_OUT),
+        ("changes are those to the first base", "if not self.eval_history:", "if loop.iterations_done == 0:", BRANCHES),
         (
             "loss without guidance",
             "self.policy.guided_velocity(transformer, batch",
@@ -194,12 +218,6 @@ MUTANTS: dict[str, list[Edit]] = {
         ("old policy moves at every step", "if loop.count_step():", "if loop.count_step() or True:", STEPS),
         ("old policy not saved", 'if ".lora_" in name', 'if ".default." in name', CHECKPOINT),
         ("watched rewards explored", "rewards = self.rewards.for_training", "rewards = self.rewards", WEIGHTS),
-        (
-            "learning rate of optimiser steps",
-            "step / steps",
-            "step",
-            f"{LOOP}::test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume",
-        ),
         (
             "distances to the old policy that follows",
             "self.distances = self.samplers",
@@ -525,7 +543,12 @@ MUTANTS: dict[str, list[Edit]] = {
             "if alarm.name",
             GUARD,
         ),
-        ("constant rewards before a resume", 'self._faulty = state_dict["faulty"]', "pass", GUARD),
+        (
+            "constant rewards before a resume",
+            'list(state_dict["active"]), state_dict["faulty"]',
+            'list(state_dict["active"]), 0',
+            GUARD,
+        ),
         ("rewards of weight 0 not watched", "if w >= 0 and", "if w > 0 and", GUARD),
         ("rewards of negative weight watched", "if w >= 0 and name", "if name", GUARD),
         (
@@ -548,7 +571,11 @@ MUTANTS: dict[str, list[Edit]] = {
             "tests/callbacks/test_requantize.py",
         ),
     ],
+    "solrl_lightning/tasks/train.py": [
+        ("other training prompts", "recorded not in (None, digest(prompt_sets(cfg).train))", "False", EDITED),
+    ],
     "callbacks/export.py": [
+        ("a diverged LoRA is exported", "WriteError | NonFiniteError", "WriteError", DIVERGED),
         ("best exported after every run", " and stop_reason(trainer) is not None", "", GUARD),
     ],
     "callbacks/adaptive_exploration.py": [
@@ -657,8 +684,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "prompts of the least busy device",
-            "math.ceil(cfg.prompts_per_iteration / devices)",
-            "cfg.prompts_per_iteration // devices",
+            "prompts = math.ceil(cfg.prompts_per_iteration / devices)\n",
+            "prompts = cfg.prompts_per_iteration // devices\n",
             PLAN,
         ),
         ("a FLOP per MAC", "halved.get(name, 1.0) * 2 * count", "halved.get(name, 1.0) * count", PLAN),
