@@ -736,7 +736,7 @@ def check_machine(cfg: DictConfig) -> None:
     import torch
 
     from solrl_lightning.policies.base_weights import check_storage
-    from solrl_lightning.quantization import resolve_from
+    from solrl_lightning.quantization import resolve
     from solrl_lightning.targets import check_objective, check_optimizer
 
     accelerator, devices = cfg.trainer.get("accelerator"), cfg.trainer.get("devices")
@@ -750,7 +750,7 @@ def check_machine(cfg: DictConfig) -> None:
     if not {"train", "eval"}.isdisjoint(cfg.task.reads):  # a task that samples
         gpu = accelerator != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda", 0) if gpu else torch.device("cpu")
-        resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device)
+        resolve(cfg.precision.name, cfg.precision.backend, device)
     if uses_model(cfg):
         check_storage(cfg.base_weights)
     if "train" in cfg.task.reads:

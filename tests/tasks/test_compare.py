@@ -16,7 +16,7 @@ from PIL import Image
 
 from solrl_lightning.config import ConfigTree
 from solrl_lightning.errors import UserError
-from solrl_lightning.finished_runs import read_runs
+from solrl_lightning.finished_runs import Run, read_runs
 from solrl_lightning.tasks.compare import compare
 from solrl_lightning.tasks.run_groups import costs, group_runs, learning_curve
 
@@ -466,3 +466,16 @@ def test_compare_is_a_command(command: Callable[..., Any], tmp_path: Path) -> No
     assert finished.status == 0, finished.err
     assert "0.7500" in finished.out
     assert (tmp_path / "table" / "compare.json").is_file()
+
+
+def test_runs_of_precision_auto_are_grouped_by_the_precision_that_they_took(tmp_path: Path) -> None:
+    taken = {"a": "nvfp4 (emulated)", "b": "fp8 (torch)", "c": "nvfp4 (torch)"}
+    folders = [
+        write_run(tmp_path / name, 0.6, seed=i, precision_backend=by) for i, (name, by) in enumerate(taken.items())
+    ]
+    folders.append(write_run(tmp_path / "d", 0.6, "precision=nvfp4", seed=3, precision_backend="nvfp4 (emulated)"))
+    groups, _ = group_runs([Run(str(folder), json.loads((folder / "summary.json").read_text())) for folder in folders])
+    assert {group.name: sorted(group.finals) for group in groups} == {
+        "precision=nvfp4": [0, 2, 3],
+        "precision=fp8": [1],
+    }
