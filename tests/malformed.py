@@ -152,7 +152,6 @@ _STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
     "text count": lambda state: state["loops"]["fit_loop"]["state_dict"].update(iterations_done="3"),
     "negative count": lambda state: state["loops"]["fit_loop"]["state_dict"].update(iterations_done=-1),
     "no loop": lambda state: state["loops"].pop("fit_loop"),
-    "no progress": lambda state: state["loops"]["fit_loop"].pop("epoch_progress"),
     "no schedule": lambda state: state.pop("lr_schedulers"),
     "no optimizer": lambda state: state["optimizer_states"].clear(),
     "few parameters": lambda state: state["optimizer_states"][0]["param_groups"][0]["params"].pop(),
@@ -165,11 +164,18 @@ _STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
-def changed(state: dict[str, Any], change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
-    """A copy of ``state`` after ``change`` of it."""
-    copied = copy.deepcopy(state)
-    change(copied)
-    return copied
+def training_states(folder: Path, run: Path) -> Iterator[Case]:
+    """Checkpoints in a folder with the record of ``run``, a finished one, whose training state is spoilt."""
+    (folder / "run" / "checkpoints").mkdir(parents=True)
+    shutil.copytree(run / ".hydra", folder / "run" / ".hydra")
+    good = torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)
+    for name, change in _STATES.items():
+        state = copy.deepcopy(good)
+        change(state)
+        file = f"run/checkpoints/{name}.ckpt"
+        torch.save(state, folder / file)
+        yield name, [f"ckpt='{file}'", "iterations=2"]
+    yield "export", ["task=export", "ckpt='run/checkpoints/average of other names.ckpt'"]
 
 
 def checkpoints(folder: Path, good: bytes) -> Iterator[Case]:
@@ -193,7 +199,6 @@ def checkpoints(folder: Path, good: bytes) -> Iterator[Case]:
         "shape": {**state, "state_dict": {name: value[:1] for name, value in state["state_dict"].items()}},
         "no adapters": {**state, "state_dict": {}},
     }
-    others |= {name: changed(state, change) for name, change in _STATES.items()}
     for key in ("global_step", "state_dict", "callbacks"):
         others[f"no {key}"] = {name: value for name, value in state.items() if name != key}
         others[f"{key} of text"] = {**state, key: "x"}
@@ -208,7 +213,6 @@ def checkpoints(folder: Path, good: bytes) -> Iterator[Case]:
     for name in ("no state_dict", "shape"):
         for task in ("evaluate", "export"):
             yield f"{task} {name}", [f"task={task}", f"ckpt='{name}.ckpt'"]
-    yield "export average", ["task=export", "ckpt='average of other names.ckpt'"]
 
 
 def model_folders(folder: Path, good: Path) -> Iterator[Case]:
