@@ -65,6 +65,7 @@ STAGE = "tests/rollout/test_stage.py"
 ROWS = "tests/rollout/test_micro_batches.py"
 NFT = "tests/objectives/test_nft.py"
 QWEN = "tests/policies/test_qwen_image.py"
+COMPILATION, COMPILED = "tests/policies/test_compilation.py", "tests/test_compiled_runs.py"
 BASE_WEIGHTS = "tests/policies/test_base_weights.py"
 AESTHETIC, GENEVAL, HTTP = (f"tests/rewards/test_{name}.py" for name in ("aesthetic", "geneval", "http"))
 GRPO = "tests/objectives/test_grpo.py"
@@ -239,6 +240,12 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/rollout/explore.py": [
         (
+            "pool keeps its latents",
+            "pool = candidates._replace(state=None)",
+            "pool = candidates",
+            "tests/rollout/test_explore.py",
+        ),
+        (
             "best and worst swapped",
             "select_contrastive(candidates.merits,",
             "select_contrastive(-candidates.merits,",
@@ -287,7 +294,11 @@ MUTANTS: dict[str, list[Edit]] = {
         ("texts of candidates scored alone", "[row : row + 1], [text]", "[row : row + 1], [texts[0]]", STAGE),
         ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", STAGE),
         ("prefix loses its place", "if state.x is state.x0:", "if True:", STAGE),
+        ("no second try", "return retry_with_empty_cache(chunk)", "return chunk()", STAGE),
         ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", STAGE),
+    ],
+    "solrl_lightning/rollout/scoring_worker.py": [
+        ("scores on GPU 0", '(1, "scoring", *settings)', '(1, "scoring")', STAGE),
     ],
     "solrl_lightning/rollout/micro_batches.py": [
         ("padding counts", "(real * plan.weights", "(real**0 * plan.weights", ROWS),
@@ -307,8 +318,13 @@ MUTANTS: dict[str, list[Edit]] = {
         ("rare reference of the same weight", "self.kl_weight * self.reference_every if", "self.kl_weight if", NFT),
         ("one noise for all timesteps", "training_noise(seeds, steps,", "training_noise(seeds, 0 * steps,", ROWS),
     ],
+    "solrl_lightning/policies/compilation.py": [
+        ("8 variants of a block", "max(config.recompile_limit, _MOST_VARIANTS)", "config.recompile_limit", COMPILED),
+        ("a GPU needs no headers", '(Path(headers) / "Python.h").is_file()', "True", COMPILATION),
+        ("a GPU calls g++", '["gcc", "clang"]', '["g++", "clang++"]', COMPILATION),
+    ],
     "solrl_lightning/policies/gelu.py": [
-        ("slope of GELU", ".mul_(1 - s)", ".mul_(s)", "tests/policies/test_compilation.py"),
+        ("slope of GELU", ".mul_(1 - s)", ".mul_(s)", COMPILATION),
     ],
     "solrl_lightning/policies/checkpointing.py": [
         ("other blocks", "all_blocks[::2]", "all_blocks[1::2]", f"{PIPELINES}::{CHECKPOINTED}"),

@@ -7,6 +7,7 @@ only. ``optimizer_step`` also updates the old policy, so a checkpoint never sepa
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from peft import LoraConfig
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import NonFiniteError, UserError
@@ -98,6 +100,10 @@ class SolRLModule(LightningModule):
         self.ema_state: State | None = None  # set by the EMA callback
         self.distances: dict[str, Tensor] = {}  # of the trained policy, before the old policy follows it
         self.transformer = samplers.transformer
+        # DDP would broadcast the frozen weights, which every rank has read, and cannot broadcast those in 8 bits.
+        tensors = chain(self.named_parameters(), self.named_buffers())
+        frozen = [name for name, _ in tensors if ".lora_" not in name]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, frozen)
         self.policy, self.samplers, self.rewards = policy, samplers, rewards  # no nn.Modules, so not registered
         self.velocities_of = {"old": old_velocity, "reference": REFERENCE}  # name in Objective.needs -> sampler
         on_gpu = policy.device.type == "cuda"

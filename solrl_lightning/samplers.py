@@ -3,7 +3,7 @@
 | name | weights | transformer |
 |---|---|---|
 | policy | old policy, LoRA branches | the trained one with adapter "old" active |
-| merged | old policy, LoRA merged in float32 and rounded to BF16 | replica |
+| merged | old policy, LoRA merged in float32 (TF32 on a GPU) and rounded to BF16 | replica |
 | shadow | old policy, merged and quantised | replica, if a stage samples from it |
 | reference | base model without adapters | replica |
 
@@ -11,10 +11,11 @@ Replicas are not submodules of the LightningModule, so checkpoints, optimisers a
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -44,6 +45,7 @@ class Samplers:
         seed: seed of the adapters' initial values.
         batch_size: candidates per forward pass.
         compile_replicas, compile_policy: compile the blocks of the replicas, and those of the trained transformer.
+        compiler: backend of torch.compile.
         with_shadow: make the quantised replica.
         backend, rule: arithmetic of the shadow, and the layers to quantise.
     """
@@ -59,6 +61,7 @@ class Samplers:
         with_shadow: bool,
         backend: Backend,
         rule: QuantizationRule,
+        compiler: str | Callable[..., Any] = "inductor",
     ) -> None:
         self.policy, self.backend = policy, backend
         self.transformer = policy.transformer.train()  # none of these models has dropout
@@ -79,9 +82,9 @@ class Samplers:
             replica.untie_weights(module, self.lora_layers)
         if compile_replicas:
             for name, module in {REFERENCE: self.reference, **self.replicas}.items():
-                compile_blocks(module, fullgraph=name != SHADOW or backend.fullgraph)
+                compile_blocks(module, name != SHADOW or backend.fullgraph, compiler)
         if compile_policy:
-            compile_blocks(self.transformer)
+            compile_blocks(self.transformer, backend=compiler)
         self.batch_sizes = {name: BatchSize(batch_size, pad_to_size=compile_replicas) for name in self.replicas}
         self.batch_sizes[POLICY] = BatchSize(batch_size, pad_to_size=compile_policy)
 

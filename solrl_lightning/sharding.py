@@ -5,9 +5,9 @@ on every rank and reduced by DDP, so checkpoints and LoRA files are those of DDP
 ranks must make equally many.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
@@ -15,7 +15,6 @@ from peft import LoraConfig
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from solrl_lightning.checks import check_shares
 from solrl_lightning.errors import UserError
@@ -24,6 +23,8 @@ from solrl_lightning.policies.adapters import OLD, State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.stage import BatchSize
 from solrl_lightning.samplers import MERGED, POLICY, REFERENCE, Samplers
+
+T = TypeVar("T")
 
 
 class ShardedBase(DDPStrategy):
@@ -52,12 +53,14 @@ def shard_base(module: LightningModule, mesh: DeviceMesh) -> None:
     blocks = [block for child in transformer.children() if isinstance(child, nn.ModuleList) for block in child]
     for part in (*blocks, transformer):
         fully_shard(part, mesh=mesh, ignored_params=adapted)
-    frozen = [name for name, _ in module.named_parameters() if ".lora_" not in name]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, frozen)
 
 
 class FixedBatchSize(BatchSize):
     """A batch size that all ranks have."""
+
+    def sample(self, chunk: Callable[[], T]) -> T:
+        """Return ``chunk()``: the forward passes of a second call would gather weights that no other rank sends."""
+        return chunk()
 
     def halve(self) -> None:
         raise UserError(

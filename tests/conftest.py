@@ -36,6 +36,8 @@ def pytest_collection_finish() -> None:
     import torch
 
     torch.set_num_threads(1)  # at these sizes threads wait for each other more than they compute
+    # pytest adds a handler to loggers that do not propagate; with one, torch.compile formats thousands of records.
+    logging.getLogger("torch.__trace").propagate = True
     gc.collect()
     gc.freeze()  # a tenth of the time was garbage collection among what the libraries keep
 

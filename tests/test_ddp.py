@@ -101,6 +101,17 @@ def test_what_needs_whole_weights_is_refused_with_shards(
 
 
 @pytest.mark.slow
+def test_frozen_weights_in_8_bits_train_with_ddp(forks: Forks, tmp_path: Path) -> None:
+    """DDP broadcasts what it is not told to ignore, and torchao's tensors cannot be broadcast."""
+    job = ["experiment=smoke", "family=diffusionnft", "iterations=1", "callbacks.sample_grid.every=0", "~logger"]
+    job += ["family.pool=2", "family.keep=2", "model.full_steps=2", "model.eval_steps=1", "data.eval_prompts=1"]
+    job += ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1", "base_weights=int8", "hydra.run.dir=out"]
+    ended = forks.run(tmp_path, *job)
+    assert ended.status == 0, ended
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.slow
 def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(forks: Forks, tmp_path: Path) -> None:
     torchrun = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
     torchrun |= {"PET_MASTER_PORT": str(free_port())}

@@ -1,7 +1,12 @@
 """Whether transformers can be compiled on this machine, and compiling them block by block."""
 
+import os
+import shlex
 import shutil
+import sys
+import sysconfig
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,30 +14,53 @@ from torch import nn
 
 from solrl_lightning.errors import UserError
 
+_MOST_VARIANTS = 64
+"""Compiled variants of a kind of block that torch.compile may keep; a 65th is an error, as one per iteration would be.
+
+All blocks of a kind share one cache, those of all samplers included. It gets an entry for each sampler, memory layout
+of the inputs, use of gradients, and batch size: up to 16 in a run, and 6 more after each halving of the batch.
+"""
+
 
 def can_compile(device: torch.device) -> bool:
-    """Return whether there is a compiler: PyTorch includes the GPU's; the CPU needs the system's C++ compiler."""
-    return device.type != "cpu" or any(map(shutil.which, ("g++", "clang++", "c++")))
+    """Return whether this machine has what Inductor needs: a C++ compiler on a CPU; a GPU as `_can_build_for_gpu`."""
+    if device.type == "cuda":
+        return _can_build_for_gpu()
+    compiler = shlex.split(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"))
+    return bool(compiler) and shutil.which(compiler[0]) is not None
+
+
+def _can_build_for_gpu() -> bool:
+    """Return whether Triton can build its driver module: with $CC, gcc or clang, and with Python's headers."""
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    headers = sysconfig.get_path("include", "posix_prefix")  # Debian's default is another folder, without them
+    return any(map(shutil.which, compilers)) and (Path(headers) / "Python.h").is_file()
 
 
 def should_compile(key: str, what: str, wanted: bool | str, device: torch.device) -> tuple[bool, str]:
-    """Return whether to compile, and the line to print. ``auto`` compiles on a GPU and runs eagerly on a CPU.
+    """Return whether to compile, and the line to print. ``auto`` compiles on a GPU that can; a CPU runs eagerly.
 
     Args:
         key: configuration key of ``wanted``.
         what: plural noun for the compiled parts, for messages.
 
     Raises:
-        UserError: compilation is asked for and there is no C++ compiler for it.
+        UserError: compilation is asked for and this machine lacks what it needs.
     """
+    on_gpu = device.type == "cuda"
+    needed = (
+        "a C compiler (gcc, clang or $CC) and Python.h for a GPU" if on_gpu else "a C++ compiler (g++ or $CXX) on a CPU"
+    )
     if wanted == "auto":
-        if device.type == "cuda":
+        if not on_gpu:
+            return False, f"{key}=auto: {what} run eagerly on the CPU ({key}=true compiles them)"
+        if can_compile(device):
             return True, f"{key}=auto: {what} are compiled on this GPU"
-        return False, f"{key}=auto: {what} run eagerly on the CPU ({key}=true compiles them)"
+        return False, f"{key}=auto: {what} run eagerly, because compiling needs {needed}; apt install gcc python3-dev"
     if wanted and not can_compile(device):
+        install = "apt install gcc python3-dev" if on_gpu else "apt install g++"
         raise UserError(
-            f"{key}=true needs a C++ compiler on the CPU (g++ or clang++); none was found. Install one, or set "
-            f"{key}=false."
+            f"{key}=true is invalid: it needs {needed}, which this machine lacks. Run {install}, or set {key}=false."
         )
     return bool(wanted), f"{key}={str(wanted).lower()}: {what} {'are compiled' if wanted else 'run eagerly'}"
 
@@ -45,6 +73,9 @@ def compile_blocks(
     ``fullgraph=False`` lets layers of another library break a block into several graphs. ``compile_repeated_blocks`` of
     diffusers lists the blocks of FLUX.1, but not of SD3 and SANA.
     """
+    from torch._dynamo import config  # takes a second to import
+
+    config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)  # 8 by default; of this thread in torch 2.15
     for blocks in transformer.children():
         if isinstance(blocks, nn.ModuleList):
             for block in blocks:

@@ -12,7 +12,8 @@ Quantized = tuple[Tensor, Tensor]  # values or codes, and scale
 class CachedQuantizer:
     """Caches the last result of ``quantize(x, dtype)``; the cache is freed with x.
 
-    Caches in eager mode only. There quantising costs more than the product of a narrow layer; compiled code fuses it.
+    Caches in eager mode only, where quantising costs more than the product of a narrow layer. Compiled code quantises
+    once for each layer: Inductor fuses the quantisers of one tensor into one kernel, which stores a result for each.
     """
 
     def __init__(self, quantize: Callable[[Tensor, torch.dtype], Quantized]) -> None:

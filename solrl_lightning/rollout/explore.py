@@ -23,7 +23,7 @@ Run = Callable[[Stage, Tensor, SolverState | None], Candidates]
 class Explored(NamedTuple):
     """Result of the stages of an iteration."""
 
-    pool: Candidates  # [P, N] of the first stage; later stages that select reorder its merits
+    pool: Candidates  # [P, N] of the first stage, without their state; later stages that select reorder its merits
     kept: Candidates  # [P, K] of the last stage
     proxy_rewards: Tensor  # [P, K], the merits of the last selection
 
@@ -39,7 +39,7 @@ def run_stages(stages: Sequence[Stage], seeds: Tensor, prompts: list[str], run: 
     for stage, following in zip(stages, [*stages[1:], None], strict=True):
         candidates = run(stage, seeds, state)
         if pool is None:
-            pool = candidates
+            pool = candidates._replace(state=None)  # so that the latents are freed before the next stage runs
         elif stage.keep is not None:
             pool = pool._replace(merits=rerank(pool.merits, places, candidates.merits))
         if stage.keep is not None:

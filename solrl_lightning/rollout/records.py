@@ -29,7 +29,7 @@ class Candidates(NamedTuple):
     """Sampled seeds with their rewards and solver state."""
 
     seeds: Tensor  # [P, N] int64
-    state: SolverState  # [P, N, ...] float32; after an early stop x is noisy and x0 a prediction
+    state: SolverState | None  # [P, N, ...] float32; after an early stop x is noisy and x0 a prediction; None: dropped
     rewards: Tensor  # [P, N] float32, the weighted sum of `scores`
     scores: Tensor  # [P, N, R] float32, one value per reward
     merits: Tensor  # [P, N] float32, by which selection ranks a prompt's candidates; see `WeightedRewards.merits`
@@ -38,7 +38,7 @@ class Candidates(NamedTuple):
     @property
     def x0(self) -> Tensor:
         """Image latents [P, N, ...] in float32, predicted ones after an early stop."""
-        assert self.state.x0 is not None, "a stage takes at least one step"
+        assert self.state is not None and self.state.x0 is not None, "a stage takes at least one step"
         return self.state.x0
 
     def take(self, chosen: Tensor) -> "Candidates":

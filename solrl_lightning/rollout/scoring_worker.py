@@ -41,7 +41,9 @@ def background_worker(device: torch.device) -> Iterator[Submit]:
         ready = None if stream is None else torch.cuda.current_stream(device).record_event()
         return worker.submit(do, work, ready)
 
-    worker = ThreadPoolExecutor(max_workers=1)
+    # A thread's current device is GPU 0, where leaving the context of a stream would make a CUDA context of every rank.
+    settings = (None, ()) if stream is None else (torch.cuda.set_device, (device,))
+    worker = ThreadPoolExecutor(1, "scoring", *settings)
     try:
         yield submit
     finally:

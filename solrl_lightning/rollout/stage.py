@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,8 @@ from solrl_lightning.sampling.state import map_tensors
 from solrl_lightning.seeds import step_noise
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 EXPLORE, REGENERATE = "explore", "regenerate"
 STAGES = ("requantize", EXPLORE, REGENERATE, "train")
@@ -96,6 +98,10 @@ class BatchSize:
     pad_to_size: bool
     """Pad every chunk to ``size``, for compiled transformers."""
 
+    def sample(self, chunk: Callable[[], T]) -> T:
+        """Return ``chunk()``, which is called again with an empty allocator cache if it runs out of memory."""
+        return retry_with_empty_cache(chunk)
+
     def halve(self) -> None:
         self.size //= 2
         log.warning("out of memory: sampling continues with %d candidates in one forward pass", self.size)
@@ -160,7 +166,7 @@ def iter_sampled_chunks(
         index = torch.arange(first, min(first + batch_size.size, count))
         padded = torch.arange(first, first + batch_size.size).remainder(count) if batch_size.pad_to_size else index
         try:
-            state, path = retry_with_empty_cache(partial(integrate, padded))
+            state, path = batch_size.sample(partial(integrate, padded))
         except torch.OutOfMemoryError:
             if len(padded) == 1:
                 raise

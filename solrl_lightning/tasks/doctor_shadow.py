@@ -16,15 +16,17 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from solrl_lightning.policies import replica
+from solrl_lightning.build import levels_of, lora_config, quantization_rule
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
-from solrl_lightning.policies.compilation import compile_blocks
+from solrl_lightning.policies.compilation import should_compile
+from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.precisions import BACKENDS
-from solrl_lightning.quantization import Backend, convert, resolve
+from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.quantization.scaled_linear import EMULATED
 from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear, with_limit
 from solrl_lightning.rollout.records import EncodedPrompts
+from solrl_lightning.samplers import MERGED, POLICY, REFERENCE, SHADOW, Samplers
 from solrl_lightning.tasks.benchmark import alternate
 from solrl_lightning.tasks.plan import Shapes
 from solrl_lightning.tasks.tables import OK, SLOW, WRONG, Row
@@ -143,14 +145,22 @@ def without_files(cfg: DictConfig) -> DictConfig:
 
 
 def write_short(architecture: Architecture, folder: Path) -> None:
-    """Write the config files of the pipeline with a few blocks of each kind."""
+    """Write the config files of the pipeline with a few blocks of each kind.
+
+    The first blocks of some Stable Diffusion 3.5 have a second attention; as many without one follow them.
+    """
     index: dict[str, Any] = {"_class_name": architecture.pipeline}
     for name in ("transformer", "vae", "scheduler"):
         library, cls, config = architecture.components[name]
-        counts = {"num_layers", "num_single_layers"} & config.keys() if name == "transformer" else ()
+        short = dict(config)
+        if name == "transformer":
+            dual = config.get("dual_attention_layers", [])[:_BLOCKS]
+            short |= {key: min(_BLOCKS, config[key]) for key in {"num_layers", "num_single_layers"} & config.keys()}
+            if dual:
+                short |= {"dual_attention_layers": dual, "num_layers": _BLOCKS + len(dual)}
         file = folder / name / ("scheduler_config.json" if name == "scheduler" else "config.json")
         file.parent.mkdir()
-        file.write_text(json.dumps({**config, **{key: min(_BLOCKS, config[key]) for key in counts}}))
+        file.write_text(json.dumps(short))
         index[name] = [library, cls]
     (folder / "model_index.json").write_text(json.dumps(index))
 
@@ -159,45 +169,66 @@ def write_short(architecture: Architecture, folder: Path) -> None:
 def blocks(
     cfg: DictConfig, model: Shapes, shadow: Backend | None, device: torch.device, compiled: bool
 ) -> Iterator[Row]:
-    """Compile a few blocks, refresh their weights as every iteration does, time them, and yield the rows."""
+    """Compile a few blocks of all samplers for both batch sizes, refresh and time the replicas, and yield the rows."""
     from torch._dynamo.testing import CompileCounterWithBackend  # takes a second to import
 
     with TemporaryDirectory() as folder:
         write_short(model.architecture, Path(folder))
         own = without_files(cfg).model.policy
         policy = instantiate(own, pretrained=folder, weights="random", device=str(device))
-    modules = dict(policy.transformer.named_modules())
-    adapted = [name for name in model.adapted if name in modules]
-    replicas = {"BF16": replica.clone_sharing_weights(policy.transformer).eval()}
-    if shadow is not None:
-        replicas["shadow"] = replica.clone_sharing_weights(policy.transformer).eval()
-        convert(replicas["shadow"], [plan for plan in model.layers if plan.name in modules], shadow)
     torch.compiler.reset()
     compiler = CompileCounterWithBackend("inductor" if compiled else "eager")
-    for name, module in replicas.items():
-        replica.untie_weights(module, adapted)
-        compile_blocks(module, name == "BF16" or shadow is None or shadow.fullgraph, compiler)
-    most = cfg.model.rollout_batch
-    batch = most if device.type == "cuda" else max(1, min(most, _CPU_MACS // model.passes.forward))
-    _, conditioning = EncodedPrompts([""], policy.encode([""])).gather(torch.zeros(batch, dtype=torch.int64))
-    x, sigma = policy.noise(torch.arange(batch)), torch.tensor(0.5, device=device)
-    calls = {name: partial(policy.velocity, module, x, sigma, conditioning) for name, module in replicas.items()}
+    trains, _ = should_compile("compile_training", "training steps", cfg.compile_training, device)
+    samplers = Samplers(
+        policy,
+        lora_config(cfg),
+        cfg.seed,
+        cfg.model.rollout_batch,
+        compile_replicas=True,
+        compile_policy=trains,
+        with_shadow=shadow is not None,
+        backend=shadow or resolve("bf16", "auto", device),
+        rule=quantization_rule(cfg),
+        compiler=compiler,
+    )
+
+    def inputs(most: int) -> tuple[Tensor, Tensor, Conditioning]:
+        batch = most if device.type == "cuda" else max(1, min(most, _CPU_MACS // model.passes.forward))
+        _, conditioning = EncodedPrompts([""], policy.encode([""])).gather(torch.zeros(batch, dtype=torch.int64))
+        return policy.noise(torch.arange(batch)), torch.full((batch,), 0.5, device=device), conditioning
+
+    def velocity(name: str, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        with samplers.use(name) as transformer:
+            return policy.guided_velocity(transformer, x, sigma, conditioning)
+
+    rollout, training = inputs(cfg.model.rollout_batch), inputs(cfg.model.micro_batch)
+    calls = {name: partial(velocity, name, *rollout) for name in samplers.replicas}
+    if any(stage.sampler == POLICY for stages in levels_of(cfg) for stage in stages):
+        velocity(POLICY, *rollout)
+    for name in {REFERENCE, cfg.old_velocity}:
+        velocity(name, *training)
+    if trains:
+        with torch.enable_grad():
+            policy.guided_velocity(samplers.transformer, *training).square().mean().backward()
+        samplers.transformer.zero_grad()
     graphs = []
-    for factor in (1.0, 0.5):
-        for module in replicas.values():
-            replica.refresh(module, [(name, factor * modules[name].weight.float()) for name in adapted])
+    for _ in range(2):
+        samplers.sync()
         for call in calls.values():
             call()
         graphs.append(len(compiler.graphs))
-    yield judge_compilation(graphs[0], graphs[1] - graphs[0], compiler.backend)
+    named = ", ".join([*([POLICY] if trains else []), REFERENCE, *samplers.replicas])
+    what = f"{named} in batches of {' and '.join(str(len(x)) for x, *_ in (rollout, training))}"
+    yield judge_compilation(graphs[0], graphs[1] - graphs[0], compiler.backend, what)
     if shadow is not None:
         seconds = least_seconds(calls, device)
-        speed = judge_speed("blocks", shadow, seconds["shadow"], seconds["BF16"], compiled)
-        yield speed._replace(found=f"{batch} images through {_BLOCKS} of each kind in {speed.found}")
+        speed = judge_speed("blocks", shadow, seconds[SHADOW], seconds[MERGED], compiled)
+        yield speed._replace(found=f"{len(rollout[0])} images through {_BLOCKS} of each kind in {speed.found}")
 
 
-def judge_compilation(graphs: int, again: int, compiler: str) -> Row:
-    found = f"{graphs} graphs of the blocks, by torch.compile's {compiler}; {again} more after a refresh of the weights"
+def judge_compilation(graphs: int, again: int, compiler: str, what: str) -> Row:
+    made = f"{graphs} graphs of the blocks of {what}, by torch.compile's {compiler}"
+    found = f"{made}; {again} more after a refresh of the weights"
     way_out = "family.compile=false, and a report of this with doctor.json" if again else ""
     measured = {"graphs": graphs, "recompilations": again, "backend": compiler}
     return Row("compilation", WRONG if again else OK, found, way_out, measured)

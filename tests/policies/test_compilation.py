@@ -1,6 +1,7 @@
 """What ``family.compile`` and ``compile_training`` mean on which hardware."""
 
-import shutil
+import sysconfig
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,30 +17,77 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ROLLOUTS = "family.compile", "rollouts"
 
 
-@pytest.mark.parametrize("compiler", ["g++", "clang++", "c++", None])
-def test_auto_compiles_on_a_gpu_only_and_says_so(compiler: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: "/bin/x" if name == compiler else None)
-    on_gpu, line = should_compile(*ROLLOUTS, "auto", GPU)
-    assert on_gpu and "compiled" in line
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only folder of programs. Python's headers are installed."""
+    headers = tmp_path / "include"
+    headers.mkdir()
+    (headers / "Python.h").touch()
+    monkeypatch.setattr(sysconfig, "get_path", lambda name, scheme: str(headers) if name == "include" else None)
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    for variable in ("CC", "CXX"):
+        monkeypatch.delenv(variable, raising=False)
+    return tmp_path / "bin"
+
+
+def install(folder: Path, name: str) -> None:
+    (folder / name).touch(mode=0o755)
+
+
+def test_auto_runs_eagerly_on_a_cpu_and_says_so(programs: Path) -> None:
     on_cpu, line = should_compile(*ROLLOUTS, "auto", CPU)
     assert not on_cpu and "eagerly" in line and "family.compile=true" in line
 
 
-@pytest.mark.parametrize("compiler", ["g++", "clang++", "c++"])
-def test_true_compiles_on_a_cpu_that_has_a_compiler(compiler: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: "/bin/x" if name == compiler else None)
-    assert can_compile(CPU) and should_compile(*ROLLOUTS, True, CPU) == (
-        True,
-        "family.compile=true: rollouts are compiled",
-    )
+@pytest.mark.parametrize(
+    ("program", "variables", "cpu", "gpu"),
+    [
+        ("g++", {}, True, False),
+        ("gcc", {}, False, True),
+        ("clang", {}, False, True),
+        ("clang++", {}, False, False),  # Inductor does not look for it on Linux
+        ("clang++", {"CXX": "clang++"}, True, False),
+        ("ccache", {"CXX": "ccache g++"}, True, False),
+        ("g++", {"CXX": "no-such-compiler"}, False, False),
+        ("own-cc", {"CC": "own-cc"}, False, True),
+        ("gcc", {"CC": "no-such-compiler"}, False, False),
+        ("cat", {}, False, False),
+    ],
+)
+def test_compiler_of_each_device_is_the_one_that_it_calls(
+    programs: Path, monkeypatch: pytest.MonkeyPatch, program: str, variables: dict[str, str], cpu: bool, gpu: bool
+) -> None:
+    install(programs, program)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert (can_compile(CPU), can_compile(GPU)) == (cpu, gpu)
 
 
-def test_true_is_refused_on_a_cpu_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert can_compile(GPU) and not can_compile(CPU)
-    with pytest.raises(UserError, match="Install one, or set compile_training=false"):
+def test_auto_compiles_on_a_gpu_with_a_compiler_and_headers_and_says_why_not(programs: Path) -> None:
+    for missing in ("compiler", "headers"):
+        on_gpu, line = should_compile(*ROLLOUTS, "auto", GPU)
+        assert (
+            not on_gpu and "run eagerly, because compiling needs a C compiler (gcc, clang or $CC) and Python.h" in line
+        )
+        with pytest.raises(
+            UserError, match="^compile_training=true is invalid: .* Run apt install gcc python3-dev, or"
+        ):
+            should_compile("compile_training", "training steps", True, GPU)
+        install(programs, "gcc")
+        if missing == "compiler":
+            assert should_compile(*ROLLOUTS, "auto", GPU) == (
+                True,
+                "family.compile=auto: rollouts are compiled on this GPU",
+            )
+            (programs.parent / "include" / "Python.h").unlink()
+
+
+def test_true_compiles_on_a_cpu_that_has_a_compiler(programs: Path) -> None:
+    with pytest.raises(UserError, match="^compile_training=true is invalid: .*, or set compile_training=false"):
         should_compile("compile_training", "training steps", True, CPU)
-    assert should_compile(*ROLLOUTS, True, GPU)[0]
+    install(programs, "g++")
+    assert should_compile(*ROLLOUTS, True, CPU) == (True, "family.compile=true: rollouts are compiled")
 
 
 @pytest.mark.parametrize("device", [CPU, GPU])

@@ -1,5 +1,7 @@
 """The stages of a family with scores known in closed form; tests/test_loop.py runs them on a model."""
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ def test_every_rung_selects_from_the_survivors_of_the_one_before() -> None:
         assert state is None or torch.equal(state.x[..., 0], seeds)  # the survivors' own trajectories
         ran.append(seeds)
         rewards = scores(seeds, number)
-        return Candidates(seeds, start(seeds[..., None]), rewards, rewards[..., None])
+        return Candidates(seeds, start(seeds[..., None]), rewards, rewards[..., None], rewards)
 
     pool, kept, proxy_rewards = run_stages(stages, seeds, ["a", "b", "c"], run)
     expected = [seeds]
@@ -38,10 +40,29 @@ def test_every_rung_selects_from_the_survivors_of_the_one_before() -> None:
     assert len(ran) == 4 and all(map(torch.equal, ran, expected))
     assert torch.equal(kept.seeds, expected[3]) and torch.equal(kept.rewards, scores(expected[3], 3))
     assert torch.equal(proxy_rewards, scores(expected[3], 2))
-    # The pool has the rewards of the first rung, in an order that leads to the selections of all rungs.
+    # The pool has the merits of the first rung, in an order that leads to the selections of all rungs.
     assert torch.equal(pool.seeds, seeds)
-    assert torch.equal(pool.rewards.sort(1).values, scores(seeds, 0).sort(1).values)
+    assert torch.equal(pool.merits.sort(1).values, scores(seeds, 0).sort(1).values)
     for keep, survivors in zip(KEEPS, expected[1:], strict=True):
-        chosen = select_contrastive(pool.rewards, keep)
+        chosen = select_contrastive(pool.merits, keep)
         assert torch.equal(pool.seeds.gather(1, chosen).sort(1).values, survivors.sort(1).values)
     assert torch.equal(pool.seeds.gather(1, chosen), expected[3])
+
+
+def test_latents_of_the_pool_are_freed_before_the_kept_candidates_are_sampled() -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    states = []
+
+    def run(stage: Stage, seeds: Tensor, initial_state: SolverState | None) -> Candidates:
+        states.append((initial_state is not None, [latents() is not None for latents in alive]))
+        state = start(torch.randn(*seeds.shape, 4))
+        state = state._replace(step=1, x0=torch.randn_like(state.x))
+        alive[:] = map(weakref.ref, (state.x, state.x0))
+        return Candidates(seeds, state, seeds.float(), seeds.float()[..., None], seeds.float())
+
+    rung = Stage("explore", "merged", 3, "euler", 1, keep=4)
+    stages = [rung, rung._replace(stop_step=2, keep=2), Stage("regenerate", "merged", 3, "euler")]
+    pool, kept, proxy_rewards = run_stages(stages, torch.arange(6).expand(2, 6), ["a", "b"], run)
+    assert states == [(False, []), (True, [False, False]), (True, [False, False])]
+    assert pool.state is None and pool.rewards.shape == (2, 6)
+    assert kept.x0.shape == (2, 2, 4) and proxy_rewards.shape == (2, 2)

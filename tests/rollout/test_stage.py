@@ -3,15 +3,17 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from nano import PROMPTS, load_policy, relative_error, save_nano
 from torch import Tensor, nn
 
-from solrl_lightning.errors import NonFiniteError
+from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -29,6 +31,7 @@ from solrl_lightning.rollout.stage import (
 )
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
+from solrl_lightning.sharding import FixedBatchSize
 
 SEEDS = pool_seeds(0, 0, PROMPTS, 5)  # 15 candidates of 3 prompts
 TEXTS = [prompt for prompt in PROMPTS for _ in range(5)]
@@ -338,6 +341,30 @@ def test_batch_is_not_halved_if_it_fits_after_emptying_cache(
     policy, batch_size = load_policy(folder, policy_class=Fragmented), BatchSize(8, False)
     run(policy, batch_size, "euler")
     assert (batch_size.size, emptied, caplog.records) == (8, [True], [])
+
+
+def test_batch_of_sharded_weights_is_neither_repeated_nor_halved(folder: str) -> None:
+    policy, batch_size = load_policy(folder, policy_class=SmallMemory), FixedBatchSize(8, False)
+    with pytest.raises(UserError, match=r"^model.rollout_batch=8 is invalid: .* Set model.rollout_batch=4\.$"):
+        run(policy, batch_size, "euler")
+    assert len(policy.seeds) == 1 and batch_size.size == 8
+
+
+def test_scoring_thread_uses_the_device_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread starts on GPU 0. Streams and devices are recorded, because there is no GPU."""
+    device, settings = torch.device("cuda", 62), dict[str, list[torch.device]]()
+
+    def set_device(device: torch.device) -> None:
+        settings.setdefault(threading.current_thread().name, []).append(device)
+
+    stream = MagicMock()
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with background_worker(device) as submit:
+        thread = submit(lambda: threading.current_thread().name).result()
+    assert settings == {thread: [device]} and thread != threading.current_thread().name
 
 
 def test_stages_share_one_scoring_stream_per_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,130 @@
+"""Runs that compile everything a GPU compiles: policy and replicas, at least three blocks of a kind, two batch sizes.
+
+torch.compile traces the blocks; their graphs run eagerly. Weights are random, so the folders need config files only.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from nano import BUILDERS, MAX_WORDS, save_nano
+from omegaconf import DictConfig
+
+from solrl_lightning.rollout import stage
+from solrl_lightning.tasks.train import train
+
+Compose = Callable[..., DictConfig]
+
+BLOCKS: dict[str, dict[str, Any]] = {
+    "flux1": {"num_layers": 1, "num_single_layers": 3},
+    # Three with two attentions, three with one, and the last, which has no text stream.
+    "sd3": {"num_layers": 7, "dual_attention_layers": [0, 1, 2]},
+    "sana": {"num_layers": 3},
+    "flux2": {"num_layers": 1, "num_single_layers": 3},
+    "qwen_image": {"num_layers": 3},
+}
+# The samplers of all other families are among those of these.
+CASES = [*((model, "sol_rl") for model in BLOCKS), ("sana", "prefix"), ("sana", "naive_scaling")]
+SMALL = (
+    "family.compile=true",
+    "compile_training=true",
+    "model.rollout_batch=6",
+    "model.micro_batch=2",
+    "model.weights=random",
+    "reward=shapes",
+    "data=shapes",
+    "trainer=cpu",
+    "iterations=2",
+    "prompts_per_iteration=1",
+    "family.pool=6",
+    "family.keep=2",
+    "model.resolution=32",
+    f"model.max_sequence_length={MAX_WORDS}",
+    "model.full_steps=2",
+    "model.preview_steps=1",
+    "model.prefix_steps=1",
+    "model.eval_steps=1",
+    "model.train_timestep_fraction=1.0",
+    "data.eval_prompts=1",
+    "data.eval_images=1",
+    "callbacks.sample_grid.every=0",
+    "model.gradient_checkpointing=false",
+    "model.lora.target_modules=[to_q]",  # which makes the graphs small
+    "model.quantization.include=['*.to_k']",
+    "model.quantization.exclude={}",
+    "~logger",
+    "+callbacks.graphs._target_=test_compiled_runs.GraphsOfIterations",
+)
+graphs: list[Any] = []  # that have been compiled
+
+
+class GraphsOfIterations(Callback):
+    """Records the number of compiled graphs at the end of each iteration."""
+
+    counts: list[int] = []
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self.counts.append(len(graphs))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folders = {name: save_nano(tmp_path_factory.mktemp(name), name) for name in BUILDERS}
+    for name, folder in folders.items():
+        file = Path(folder) / "transformer" / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | BLOCKS[name]))
+    return folders
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Adds every graph that torch.compile traces to `graphs`."""
+
+    def counted(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    graphs.clear()
+    GraphsOfIterations.counts.clear()
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *args, **kw: compile_with(*args, **(kw | {"backend": counted})))
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def one_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first chunk after the evaluation of the base runs out of memory, also when it is tried again."""
+    retry, calls = stage.retry_with_empty_cache, []
+
+    def sample(chunk: Callable[[], Any]) -> Any:
+        calls.append(chunk)
+        if len(calls) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return retry(chunk)
+
+    monkeypatch.setattr(stage, "retry_with_empty_cache", sample)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
+@pytest.mark.usefixtures("one_out_of_memory")
+@pytest.mark.parametrize(("model", "family"), CASES)
+def test_all_samplers_are_compiled_once_also_after_running_out_of_memory(
+    compose: Compose,
+    folders: dict[str, str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    model: str,
+    family: str,
+) -> None:
+    own = (f"model={model}", f"model.pretrained={folders[model]}", f"family={family}")
+    train(compose(*own, *SMALL))
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
+    assert "out of memory: sampling continues with 3 candidates" in caplog.text
+    first, second = GraphsOfIterations.counts
+    assert first == second == len(graphs)
