@@ -108,12 +108,11 @@ def judge(
 
 def _operands(shape: tuple[int, int, int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, queries, keys, size = shape
-    options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
-    return (
-        torch.randn(batch, heads, queries, size, **options),
-        torch.randn(batch, heads, keys, size, **options),
-        torch.randn(batch, heads, keys, size, **options),
-    )
+
+    def random(tokens: int) -> Tensor:
+        return torch.randn(batch, heads, tokens, size, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    return random(queries), random(keys), random(keys)
 
 
 def _with_kernel(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
