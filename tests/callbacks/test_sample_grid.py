@@ -86,7 +86,7 @@ def test_every_zero_draws_nothing(tmp_path, stand_in):
 
 @pytest.mark.parametrize("option", ["every=-1", "prompts=0", "seeds_per_prompt=0", "steps=0"])
 def test_a_number_that_is_too_small_is_an_error(compose, option):
-    with pytest.raises(UserError, match=f"callbacks.sample_grid.{option} is invalid: it must be a whole number of at"):
+    with pytest.raises(UserError, match=f"callbacks.sample_grid.{option} is invalid: it must be a whole number "):
         check_numbers(compose(f"callbacks.sample_grid.{option}"))
 
 
