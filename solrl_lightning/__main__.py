@@ -33,7 +33,7 @@ from solrl_lightning.resume import check_contents, check_iterations_left, resume
 from solrl_lightning.run_folder import check_free, check_new, check_writable, claimed, remove_unused
 
 _FAILED, _USER_ERROR = 1, 2  # 2 as argparse
-_INTERRUPTED, _TERMINATED = 130, 143  # as shells report Ctrl-C and SIGTERM
+_INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141  # as shells report Ctrl-C, SIGTERM and SIGPIPE
 _NO_RECORD = ("hydra.output_subdir=null", f"hydra.job_logging.handlers.file.filename={os.devnull}")  # rank 0 writes it
 # Paths and prompts, which cannot be part of a folder's name.
 _TEXT_KEYS = "ckpt data.train data.eval model.pretrained reward.pretrained task.prompts task.prompt_file".split()
@@ -70,6 +70,9 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
+    except BrokenPipeError:  # as of `--help | head`: Python would report it again when it flushes
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
     except Exception as error:
         if error not in reported:
             reported.append(report_error(error))

@@ -832,6 +832,16 @@ def python_m(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
+def test_output_that_is_not_read_to_its_end_is_no_error(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "solrl_lightning", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()  # as of `--help | head`
+    assert process.stderr.read() == b"" and process.wait() == 141
+    process.stderr.close()
+
+
 def test_help_reads_like_a_manual_and_loads_no_library(tmp_path: Path) -> None:
     result = python_m(tmp_path, "--help")
     assert result.returncode == 0
