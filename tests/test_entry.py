@@ -834,7 +834,10 @@ def python_m(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_output_that_is_not_read_to_its_end_is_no_error(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "solrl_lightning", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path
+        [sys.executable, "-m", "solrl_lightning", "--help"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
     )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()  # as of `--help | head`
