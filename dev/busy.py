@@ -1,11 +1,10 @@
 """Times a command on a quiet machine, beside busy processes and under a quota: python dev/busy.py [OVERRIDE...]
 
 Every condition runs with libgomp's defaults (OMP_WAIT_POLICY unset, a thread for each core) and with what the command
-sets by itself, alternating. The quota is a control group of version 1 or 2, where this user may make one; there is no
-other way to limit the time rather than the cores.
+sets by itself, alternating. The quota is that of a control group (version 1 or 2), which takes root.
 
     python dev/busy.py                                   # experiment=smoke iterations=3
-    python dev/busy.py --rounds 2 --loops 0 iterations=2
+    python dev/busy.py --only set --loops 0 4 --quota 1 -- iterations=12    # the default run
 """
 
 import json
@@ -83,7 +82,7 @@ def main() -> None:
     parser.add_argument("--quota", type=float, nargs="*", default=[1], help="cores")
     parser.add_argument("--only", choices=["defaults", "set"], help="one of the two environments")
     parser.add_argument("overrides", nargs="*")
-    options = parser.parse_intermixed_args()
+    options = parser.parse_args()
     overrides = options.overrides or ["experiment=smoke", "iterations=3"]
     conditions = [(f"{loops} busy loops", loops, None) for loops in options.loops]
     conditions += [(f"quota of {cores:g}", 0, cores) for cores in options.quota]

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import rank_zero_only
 
 from solrl_lightning import build, threads
 from solrl_lightning.launch import ranks_here
@@ -123,6 +124,7 @@ def test_lightnings_ranks_divide_what_was_set(
         assert torch.get_num_threads() == 2 and os.environ["OMP_NUM_THREADS"] == "2"
         build.instantiate_trainer(compose("trainer=cpu"))  # the next job of a sweep
         assert torch.get_num_threads() == 5 and os.environ["OMP_NUM_THREADS"] == "5"
+        monkeypatch.setattr(rank_zero_only, "rank", 0)  # Lightning sets it for the process
         monkeypatch.setenv("LOCAL_RANK", "1")  # a rank that has its share
         build.instantiate_trainer(compose(*options, "trainer.devices=2"))
         assert torch.get_num_threads() == 5
@@ -154,48 +156,54 @@ os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[: int(sys.argv[1])])
 from solrl_lightning import threads
 threads.quota = lambda: float(sys.argv[2])
 threads._free = lambda: float(sys.argv[3])
-threads.configure(int(sys.argv[4]))
-import torch
-print(torch.get_num_threads(), os.environ.get("OMP_NUM_THREADS"), os.environ.get("OMP_WAIT_POLICY"))
+threads.configure()
+print(os.environ.get("OMP_NUM_THREADS"), os.environ.get("OMP_WAIT_POLICY"))
+if sys.argv[4:]:
+    import torch
+    print(torch.get_num_threads())
 """
+CORES = len(os.sched_getaffinity(0))
 
 
-def looked(*arguments: float, **environment: str) -> str:
-    plain = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_", "GOMP_", "KMP_", "SOLRL_"))}
+def plain() -> dict[str, str]:
+    names = ("OMP_", "MKL_", "GOMP_", "KMP_", "SOLRL_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(names)}
+
+
+def looked(*arguments: float | str, **environment: str) -> list[str]:
     command = [sys.executable, "-c", LOOK, *map(str, arguments)]
-    return subprocess.run(command, env=plain | environment, capture_output=True, text=True, check=True).stdout.strip()
+    done = subprocess.run(command, env=plain() | environment, capture_output=True, text=True, check=True)
+    return done.stdout.split()
 
 
 @pytest.mark.slow
 def test_torch_has_the_threads_that_were_chosen() -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert looked(cores, math.inf, cores, 1) == f"{cores} None None"
-    assert looked(cores, 1, cores, 1) == ("1 1 None" if cores > 1 else "1 None None")
-    assert looked(1, math.inf, 1, 1) == "1 None None"
-    # The user's stay; those of the process that started this one do not, once they are wrong here.
-    assert looked(cores, cores, 0, 1, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="ACTIVE") == "1 1 ACTIVE"
-    ours = "OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE"
-    inherited = dict(pair.split("=") for pair in ours.split())
-    assert looked(cores, math.inf, cores, 1, SOLRL_LIGHTNING_THREADS=ours, **inherited) == f"{cores} None None"
-    divided = {"SOLRL_LIGHTNING_THREADS": "OMP_NUM_THREADS=9", "OMP_NUM_THREADS": "1"}
-    assert looked(cores, 9, cores, 1, **divided) == "1 1 None"
+    assert looked(CORES, 1, CORES, "torch") == ["1" if CORES > 1 else "None", "None", "1"]  # a quota
+    assert looked(1, math.inf, 1, "torch") == ["None", "None", "1"]  # an affinity
+
+
+def test_variables_of_the_user_stay_and_those_of_the_starting_process_are_chosen_again() -> None:
+    user = {"OMP_NUM_THREADS": "9", "OMP_WAIT_POLICY": "PASSIVE"}
+    assert looked(CORES, 1, CORES, **user) == ["9", "PASSIVE"]
+    chosen = {"SOLRL_LIGHTNING_THREADS": "OMP_NUM_THREADS=9 OMP_WAIT_POLICY=PASSIVE"}
+    assert looked(CORES, math.inf, CORES, **user, **chosen) == ["None", "None"]
+    divided = user | {"OMP_NUM_THREADS": "4"}  # by ``divide_threads``, for this rank
+    assert looked(CORES, math.inf, 9, **divided, **chosen) == ["4", "None"]
 
 
 @pytest.mark.slow
 def test_the_command_chooses_before_torch_is_loaded(tmp_path: Path) -> None:
     task = "import os, torch\ndef show(cfg): print('task', torch.get_num_threads(), os.environ.get('OMP_NUM_THREADS'))"
     written(tmp_path, {"shown.py": task})
-    plain = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "MKL_", "GOMP_", "KMP_", "SOLRL_"))}
-    plain |= {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "solrl_lightning", "task._target_=shown.show", "hydra.run.dir=run"]
+    environment = plain() | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "solrl_lightning", "task._target_=shown.show"]
 
-    def out(**environment: str) -> list[str]:
-        done = subprocess.run(command, cwd=tmp_path, env=plain | environment, capture_output=True, text=True)
+    def out(**more: str) -> list[str]:
+        done = subprocess.run(command, cwd=tmp_path, env=environment | more, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
     assert "task 1 1" in out()  # the user's
-    cores = len(os.sched_getaffinity(0))
-    given = math.ceil(min(cores, quota()))
-    set_here = str(given) if given < cores else None
+    given = math.ceil(min(CORES, quota()))
+    set_here = str(given) if given < CORES else None
     assert f"task {given} {set_here}" in out(SOLRL_LIGHTNING_THREADS="OMP_NUM_THREADS=1")  # not the user's
