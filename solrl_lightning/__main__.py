@@ -4,6 +4,9 @@ A mistake is reported in one message without a traceback, before a model library
 written.
 """
 
+from solrl_lightning import threads  # first: it measures the machine while the others are loaded
+
+# isort: split
 import logging
 import os
 import sys
@@ -28,7 +31,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.finished_runs import check_runs, end_of
 from solrl_lightning.formatting import counted
 from solrl_lightning.hub import check_hub
-from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job, launched
+from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job, launched, ranks_here
 from solrl_lightning.resume import check_contents, check_iterations_left, resume
 from solrl_lightning.run_folder import check_free, check_new, check_writable, claimed, remove_unused
 
@@ -90,6 +93,7 @@ def run(cfg: DictConfig) -> Any:
     try:
         if sweeps:
             silence_libraries()  # a launcher may have started this process
+            threads.configure(ranks_here())
             check_values(cfg)  # a sweeper may have chosen them
         task = _task(cfg.task._target_)
         with isolated_sweep_job(folder) if sweeps else nullcontext():
@@ -157,6 +161,7 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
 
 
 def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[list[str], dict[Path, bool]]:
+    notes = threads.configure(ranks_here())  # before torch is loaded: ranks of torchrun agree on a folder by its store
     for override in tree.parse(flags.overrides):
         sources = override.value()
         if override.key_or_group == "hydra.searchpath" and isinstance(sources, list):
@@ -173,7 +178,6 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         if new:
             check_new(folder)
         check_writable(folder)
-    notes: list[str] = []
     for check in (check_runs, check_needs, lambda cfg: notes.extend(check_hub(*downloads(cfg))), check_machine):
         _each(jobs, check)
     message = resumed.message

@@ -38,6 +38,7 @@ from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
 from solrl_lightning.samplers import SHADOW, Samplers
 from solrl_lightning.sharding import ShardedSamplers
 from solrl_lightning.targets import make
+from solrl_lightning.threads import divide_threads
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,9 @@ def instantiate_trainer(cfg: DictConfig, **options: Any) -> Trainer:
             f"trainer.strategy={cfg.trainer.strategy} is invalid: every rank holds the whole policy, so it must be a "
             "DDPStrategy or a SingleDeviceStrategy. Use trainer.strategy=ddp."
         )
+    ranks = getattr(trainer.strategy, "cluster_environment", None)
+    if ranks is None or not ranks.creates_processes_externally:
+        divide_threads(trainer.num_devices)
     return trainer
 
 

@@ -5,6 +5,7 @@ loaded yet.
 """
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -35,6 +36,20 @@ def is_first() -> bool:
     alone = ["RANK", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"]
     names = next((names for is_launcher, names in ranks.items() if is_launcher()), alone)
     return all(int(os.environ.get(name, "0")) == 0 for name in names)
+
+
+def ranks_here() -> int:
+    """The ranks that another program has started on this machine and that share the cores where this process may run.
+
+    SLURM gives a task cores of its own, or none: then it sees all that the job has on this machine.
+    """
+    if _srun():
+        on_node = int(os.environ.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
+        bound = sys.platform == "linux" and len(os.sched_getaffinity(0)) < on_node
+        tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
+        return 1 if bound else int(re.split(r"\D", tasks)[0])  # as 8(x2) or 8,4
+    local = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # torchrun, Open MPI, MPICH
+    return next((int(os.environ[name]) for name in local if name in os.environ), 1)
 
 
 @cache  # ``__main__.main`` clears it

@@ -72,7 +72,7 @@ def test_silent_hub_error_names_model_requirements_in_time(compose: Compose) -> 
     began = time.monotonic()
     with pytest.raises(UserError, match="it is not on this machine, and the hub at .* does not answer: ") as refusal:
         check(compose(*FLUX))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 30  # half a second on a quiet machine
     assert NEEDS in str(refusal.value) and "use model.pretrained=<local folder>" in str(refusal.value)
     with pytest.raises(UserError, match="^reward.pickscore.pretrained=yuvalkirstain/PickScore_v1 is invalid: "):
         check(compose("reward=pickscore"))

@@ -11,7 +11,7 @@ import threading
 import time
 import tracemalloc
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -42,6 +42,7 @@ class Handler(BaseHTTPRequestHandler):
     headers_seen: list[Any]
     at_once: int
     most_at_once: int
+    before_reply: Callable[[], object]
 
     def do_POST(self) -> None:
         cls = type(self)
@@ -50,6 +51,7 @@ class Handler(BaseHTTPRequestHandler):
         cls.at_once += 1
         cls.most_at_once = max(cls.most_at_once, cls.at_once)
         status, body, seconds = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        cls.before_reply()
         time.sleep(seconds)
         cls.at_once -= 1
         self.send_response(status)
@@ -76,6 +78,7 @@ class Server:
 @pytest.fixture
 def server() -> Iterator[Server]:
     state: dict[str, Any] = {"replies": [], "requests": [], "headers_seen": [], "at_once": 0, "most_at_once": 0}
+    state["before_reply"] = lambda: None
     handler = type("Scripted", (Handler,), state)
     with in_thread(handler) as url:
         yield Server(url, handler)
@@ -157,10 +160,11 @@ def start_hanging(port: int) -> Any:
 
 
 def test_requests_run_at_the_same_time_up_to_the_concurrency(server: Server) -> None:
+    meeting = threading.Barrier(3)  # of the first three; the last two would wait in vain
+    server.handler.before_reply = lambda: meeting.wait(30) if len(server.handler.requests) <= 3 else None
     server.will_reply((200, '{"scores": [1]}', 0.1))
-    started = time.perf_counter()
     assert server.reward(batch=1, concurrency=3)(images(), PROMPTS).tolist() == [1] * 5
-    assert 0.19 < time.perf_counter() - started < 0.45 and server.handler.most_at_once == 3
+    assert server.handler.most_at_once == 3
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])
@@ -172,8 +176,8 @@ def test_failing_server_is_asked_again_until_it_answers(server: Server, status: 
 
 def test_slow_server_is_asked_again_after_the_time_out(server: Server) -> None:
     answer = '{"scores": [1, 1, 1, 1, 1]}'
-    server.will_reply((200, answer, 0.5), (200, answer, 0))
-    assert server.reward(batch=5, timeout=0.1)(images(), PROMPTS).tolist() == [1] * 5
+    server.will_reply((200, answer, 1.5), (200, answer, 0))
+    assert server.reward(batch=5, timeout=0.5)(images(), PROMPTS).tolist() == [1] * 5
     assert len(server.handler.requests) == 2
 
 
@@ -181,7 +185,7 @@ def test_slow_server_is_asked_again_after_the_time_out(server: Server) -> None:
     ("reply", "requests", "message"),
     [
         ((503, "loading", 0), 2, "answered with status 503: loading"),
-        ((200, "late", 0.5), 2, "does not answer: .*Read timed out"),
+        ((200, "late", 1.5), 2, "does not answer: .*Read timed out"),
         ((401, '{"detail": "wrong token"}', 0), 1, 'answered with status 401: {"detail": "wrong token"}'),
         ((302, "", 0), 1, "answered with status 302"),
         ((200, "<html>hello", 0), 1, r'invalid answer: it must be {"scores": \[...\]} with 5 numbers; got <html>hello'),
@@ -205,7 +209,7 @@ def test_error_names_the_server_and_the_sample(
     server.will_reply(reply)
     where = re.escape(f"the reward server {server.url}, asked about the prompt 'a cat' and 4 more, ")
     with pytest.raises(ServerError, match=f"^{where}.*{message}"):
-        server.reward(batch=5, timeout=0.2)(images(), PROMPTS)
+        server.reward(batch=5, timeout=0.5)(images(), PROMPTS)
     assert len(server.handler.requests) == requests
 
 
@@ -297,8 +301,8 @@ def test_outage_is_logged_in_one_line(server: Server, caplog: pytest.LogCaptureF
     reward(images(), PROMPTS)
     (line,) = caplog.messages
     assert line == f"{server.url}: it answered with status 503. Each request is sent again, up to 3 times."
-    server.will_reply((200, "late", 0.5), answer)
-    server.reward(batch=5, timeout=0.1)(images(), PROMPTS)
+    server.will_reply((200, "late", 1.5), answer)
+    server.reward(batch=5, timeout=0.5)(images(), PROMPTS)
     assert len(caplog.messages) == 2 and "Read timed out" in caplog.messages[1]
     server.will_reply((503, "busy", 0), answer)
     reward(images(), PROMPTS)

@@ -1,0 +1,137 @@
+"""The environment of OpenMP for this machine. libgomp reads it once, when torch is loaded.
+
+PyTorch takes a thread for every core that the process may run on, also where a container's quota gives it the time of
+fewer. While threads wait for each other they spin, in libgomp up to 300,000 times. That is fast on free cores; on taken
+ones a thread may spin in the time slice of the one that it waits for.
+"""
+
+import math
+import os
+import sys
+import time
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import NamedTuple
+
+_CHOSEN = "SOLRL_LIGHTNING_THREADS"  # what this package has set; a process that it starts inherits it
+_NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
+_SHORTEST = 0.25  # seconds; the system counts in hundredths
+_FREE = 0.75  # of the threads' cores
+
+
+class _Clock(NamedTuple):
+    seconds: float
+    used: float  # CPU seconds of this process
+    idle: float  # CPU seconds that nobody used of the cores where this process may run
+
+
+def _cores() -> set[int]:
+    return os.sched_getaffinity(0) if sys.platform == "linux" else set(range(os.cpu_count() or 1))
+
+
+def _clock(file: Path = Path("/proc/stat")) -> _Clock:
+    cores, idle = {f"cpu{core}" for core in _cores()}, 0
+    for line in file.read_text().splitlines() if file.is_file() else []:
+        name, *ticks = line.split()
+        idle += int(ticks[3]) + int(ticks[4]) if name in cores else 0  # idle, and idle until a disk answers
+    return _Clock(time.monotonic(), time.process_time(), idle / os.sysconf("SC_CLK_TCK") if idle else 0)
+
+
+_STARTED = _clock()  # when the program began: ``__main__`` imports this file first
+
+
+def quota(groups: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/sys/fs/cgroup")) -> float:
+    """The cores whose time the process's control groups (cgroups(7), version 1 and 2) give it; infinite if unlimited.
+
+    A container sees its group as the root of the mount. Elsewhere a group is a path below it, and every folder of the
+    path may have a limit: systemd's CPUQuota is one. (``loky.cpu_count`` reads the root only.)
+    """
+    limits = [math.inf]
+    for line in groups.read_text().splitlines() if groups.is_file() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = mounts / "cpu" if controllers else mounts
+        group = mount / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(mount):
+                break
+            files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
+            if all((folder / file).is_file() for file in files):
+                time_given, period = " ".join((folder / file).read_text().strip() for file in files).split()
+                limits.append(math.inf if time_given in ("max", "-1") else int(time_given) / int(period))
+    return min(limits)
+
+
+def choose(
+    environment: MutableMapping[str, str], cores: int, usable: int, given: float, ranks: int, free: float
+) -> tuple[dict[str, str], list[str]]:
+    """What to set in ``environment``, and a line for each restriction that the user should know of.
+
+    Args:
+        cores, usable: of the machine, and where this process may run.
+        given: by ``quota``.
+        ranks: which share these cores and this quota.
+        free: cores that this process could have had since it began.
+    """
+    variables, lines = dict[str, str](), list[str]()
+    threads = max(1, math.ceil(min(usable, given)) // ranks)
+    if any(name in environment for name in _NUMBER):
+        first = environment.get("OMP_NUM_THREADS", "").split(",")[0]  # a list has a number for each level of nesting
+        threads = int(first) if first.isdigit() else threads
+    else:
+        if threads < usable:
+            variables["OMP_NUM_THREADS"] = str(threads)
+        if min(usable, given) < cores:
+            cause = f"a quota of {given:g}" if given < usable else "those where this process may run"
+            lines.append(f"threads: {threads}, of this machine's {cores} cores ({cause})")
+    if threads > 1 and free < _FREE * threads and not any(name in environment for name in _WAITING):
+        variables["OMP_WAIT_POLICY"] = "PASSIVE"
+        lines.append(
+            "other processes use the cores: threads sleep while they wait for each other (OMP_WAIT_POLICY=PASSIVE)"
+        )
+    return variables, lines
+
+
+def configure(ranks: int = 1) -> list[str]:
+    """Sets in this process's environment what the user has not set, and returns the lines of ``choose``.
+
+    Does nothing where torch, and libgomp with it, has been loaded.
+    """
+    if sys.platform != "linux" or "torch" in sys.modules:
+        return []
+    for name, value in _chosen().items():  # by the process that started this one, perhaps on another machine
+        if os.environ.get(name) == value:
+            del os.environ[name]
+    time.sleep(max(0, _STARTED.seconds + _SHORTEST - time.monotonic()))
+    usable = len(_cores())
+    variables, lines = choose(os.environ, os.cpu_count() or usable, usable, quota(), ranks, _free())
+    os.environ |= variables
+    os.environ[_CHOSEN] = " ".join(f"{name}={value}" for name, value in variables.items())
+    return lines
+
+
+def divide_threads(ranks: int) -> None:
+    """Divides the threads that ``configure`` has set among the ranks that Lightning starts here, which inherit them.
+
+    Lightning does so with the machine's threads.
+    """
+    total = _chosen().get("OMP_NUM_THREADS")
+    if total is not None:
+        import torch
+
+        threads = max(1, int(total) // ranks)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)
+
+
+def _chosen() -> dict[str, str]:
+    return dict(pair.split("=") for pair in os.environ.get(_CHOSEN, "").split())
+
+
+def _free() -> float:
+    now = _clock()
+    if now.idle == 0:  # not counted here
+        return math.inf
+    return (now.used - _STARTED.used + now.idle - _STARTED.idle) / (now.seconds - _STARTED.seconds)
