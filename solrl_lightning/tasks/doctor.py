@@ -29,7 +29,14 @@ from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
 from solrl_lightning.tasks.doctor_attention import attention, shapes_of
 from solrl_lightning.tasks.doctor_machine import environment, local_path, locate
-from solrl_lightning.tasks.doctor_shadow import NO_SHADOW, blocks, judge_backend, layers, without_files
+from solrl_lightning.tasks.doctor_shadow import (
+    NO_SHADOW,
+    blocks,
+    compare_backends,
+    judge_backend,
+    layers,
+    without_files,
+)
 from solrl_lightning.tasks.plan import Json, Shapes, on_meta, pool_latents
 from solrl_lightning.tasks.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
 
@@ -98,6 +105,9 @@ def arithmetic(cfg: DictConfig) -> Iterator[Row]:
     if shadow is not None and shadow.linear_cls is not None:
         rows = layers(model, shadow, cfg.model.rollout_batch, device, compiled)
         yield from guarded("layers", rows, f"another precision, or {NO_SHADOW}")
+        if on_gpu:
+            rows = compare_backends(model, shadow, cfg.model.rollout_batch, device, compiled)
+            yield from guarded("backends", rows, "another precision.backend")
     yield from guarded("compilation", blocks(cfg, model, shadow, device, compiled), "family.compile=false")
     if on_gpu:
         batches = cfg.model.rollout_batch, cfg.model.micro_batch

@@ -6,6 +6,7 @@ Weights are random. Shapes: M tokens, D inputs and N outputs of a linear layer.
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -17,6 +18,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from solrl_lightning.build import levels_of, lora_config, quantization_rule
+from solrl_lightning.errors import UserError
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
 from solrl_lightning.policies.compilation import should_compile
@@ -56,16 +58,21 @@ def judge_backend(backend: Backend, device: torch.device, used: bool) -> Row:
     return Row("precision", OK, found, "", measured)
 
 
-@torch.no_grad()
-def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, compiled: bool) -> Iterator[Row]:
-    """Yield a row on the numbers and the speed of one layer of each shape that the shadow quantises."""
-    assert backend.linear_cls is not None
-    tokens: dict[tuple[int, int], int] = {}  # of one image
+def quantized_shapes(model: Shapes) -> dict[tuple[int, int], int]:
+    """Return (D, N) of each shape of linear layers that the shadow quantises, with the most tokens of one image."""
+    tokens: dict[tuple[int, int], int] = {}
     for plan in model.layers:
         if plan.quantized:
             shape = plan.in_features, plan.out_features
             tokens[shape] = max(tokens.get(shape, 0), model.passes.layers[plan.name] // math.prod(shape))
-    for (inputs, outputs), count in tokens.items():
+    return tokens
+
+
+@torch.no_grad()
+def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, compiled: bool) -> Iterator[Row]:
+    """Yield a row on the numbers and the speed of one layer of each shape that the shadow quantises."""
+    assert backend.linear_cls is not None
+    for (inputs, outputs), count in quantized_shapes(model).items():
         torch.compiler.reset()
         linear = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
         layer = backend.linear_cls(linear)
@@ -83,6 +90,44 @@ def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, co
         seconds = least_seconds(calls, device)
         speed = judge_speed(f"layer {inputs}->{outputs}", backend, seconds["layer"], seconds["bf16"], compiled)
         yield judge_error(speed._replace(found=f"{rows} rows in {speed.found}"), error, backend.precision)
+
+
+def native_backends(device: torch.device) -> dict[str, Backend]:
+    """Return the backends whose precision ``device`` multiplies, by "precision (backend)"."""
+    backends = {}
+    for precision, names in BACKENDS.items():
+        for name in set(names) - {"auto", "emulated"}:
+            with suppress(UserError):  # it does not run here
+                backends[f"{precision} ({name})"] = resolve(precision, name, device)
+    return dict(sorted(backends.items()))
+
+
+@torch.no_grad()
+def compare_backends(model: Shapes, chosen: Backend, batch: int, device: torch.device, compiled: bool) -> Iterator[Row]:
+    """Yield a row with the seconds of the largest quantised layer by every backend that computes in its precision."""
+    (inputs, outputs), count = max(quantized_shapes(model).items(), key=lambda item: item[1] * math.prod(item[0]))
+    linear = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
+    x = torch.randn(min(count * batch, _MOST_ROWS[device.type]), inputs, device=device, dtype=torch.bfloat16)
+    calls: dict[str, Callable[[], Any]] = {"bf16": partial(linear, x)}
+    for name, backend in native_backends(device).items():
+        assert backend.linear_cls is not None
+        torch.compiler.reset()
+        layer = backend.linear_cls(linear)
+        if compiled:
+            layer.compile(fullgraph=backend.fullgraph, dynamic=False)
+        calls[name] = partial(lambda layer, x: layer(x.view_as(x)), layer, x)  # a view is not in an eager layer's cache
+    seconds = least_seconds(calls, device)
+    yield judge_backends(f"backends {inputs}->{outputs}", f"{chosen.precision} ({chosen.name})", seconds)
+
+
+def judge_backends(check: str, chosen: str, seconds: Mapping[str, float]) -> Row:
+    """The row on all backends: slow if a native one takes less than 0.9 of the time of ``chosen``."""
+    found = ", ".join(f"{name} {format_seconds(value)}" for name, value in seconds.items())
+    fastest = min(seconds, key=seconds.__getitem__)
+    slow = chosen in seconds and seconds[fastest] < 0.9 * seconds[chosen]
+    precision, _, backend = fastest.partition(" ")
+    way_out = f"precision={precision} precision.backend={backend.strip('()')}" if backend else NO_SHADOW
+    return Row(check, SLOW if slow else OK, found, way_out if slow else "", {"seconds": dict(seconds)})
 
 
 def largest_error(y: Tensor, x: Tensor, linear: nn.Linear, precision: str, limit: float | None = None) -> float:

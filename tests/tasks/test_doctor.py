@@ -35,7 +35,9 @@ from solrl_lightning.tasks.doctor import (
 from solrl_lightning.tasks.doctor_machine import judge_cuda, judge_transformer_engine, locate
 from solrl_lightning.tasks.doctor_shadow import (
     blocks,
+    compare_backends,
     judge_backend,
+    judge_backends,
     judge_error,
     judge_speed,
     largest_error,
@@ -151,6 +153,26 @@ def test_layer_is_slow_only_if_hardware_units_are_slower_than_bf16() -> None:
     assert "family.compile" not in judge_speed("blocks", backend_of("int8", "torch"), 3.0, 2.0, True).way_out
     assert judge_speed("blocks", backend_of("int8", "torch"), 1.0, 2.0, True).status == OK
     assert judge_speed("blocks", resolve("bf16", "auto", CPU), 3.0, 2.0, True).status == OK
+
+
+def test_backends_that_compute_here_are_timed_on_the_largest_layer(compose: Compose) -> None:
+    backend = resolve("nvfp4", "emulated", CPU)
+    model = on_meta(without_files(compose()), backend, recomputed=(False,))
+    (row,) = compare_backends(model, backend, 2, CPU, compiled=False)
+    assert row.check == "backends 128->512" and row.status == OK and row.measured is not None
+    native = {"int8 (torch)"} if resolve("int8", "auto", CPU).name == "torch" else set()
+    assert set(row.measured["seconds"]) == {"bf16", *native}  # nothing emulated
+
+
+def test_a_backend_is_slow_if_another_one_that_computes_here_is_faster() -> None:
+    seconds = {"bf16": 4.0, "fp8 (torch)": 2.0, "nvfp4 (torch)": 1.9}
+    assert judge_backends("backends", "fp8 (torch)", seconds).status == OK  # within 10 %
+    slow = judge_backends("backends", "fp8 (torch)", seconds | {"nvfp4 (torch)": 1.0})
+    assert (slow.status, slow.way_out) == (SLOW, "precision=nvfp4 precision.backend=torch")
+    assert judge_backends("backends", "fp8 (torch)", {"bf16": 1.0, "fp8 (torch)": 2.0}).way_out.startswith(
+        "family=prefix"
+    )
+    assert judge_backends("backends", "nvfp4 (emulated)", seconds).status == OK  # `precision` says so
 
 
 def test_emulation_is_slow_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
