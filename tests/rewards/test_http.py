@@ -58,7 +58,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Location", "/elsewhere")
         self.end_headers()
-        self.wfile.write(body.encode())
+        with suppress(BrokenPipeError):  # the client has timed out
+            self.wfile.write(body.encode())
 
     def log_message(self, *args: Any) -> None:
         pass
