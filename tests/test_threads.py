@@ -113,6 +113,8 @@ def test_ranks_that_share_the_cores(monkeypatch: pytest.MonkeyPatch, environment
 def test_lightnings_ranks_divide_what_was_set(
     monkeypatch: pytest.MonkeyPatch, compose: Callable[..., Any], tmp_path: Path
 ) -> None:
+    for name in ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)  # Lightning leaves them in a process that has trained on several ranks
     before = torch.get_num_threads()
     try:
         divide_threads(2)
