@@ -38,6 +38,7 @@ CARDS = f"{PLAN}::test_shadow_on_a_card_has_the_bits_of_its_capability"
 SHARE = f"{PLAN}::test_run_counts_the_latents_of_its_share_of_the_prompts"
 LATENTS = f"{PLAN}::test_latents_of_a_pool_by_hand"
 LOOP = "tests/test_loop.py"
+THREADS = "tests/test_threads.py"
 REGENERATED = f"{LOOP}::test_regenerated_samples_have_same_seeds_and_new_rewards"
 ITERATION = f"{LOOP}::test_iteration_requantises_explores_regenerates_and_steps_once"
 PREFIX = f"{LOOP}::test_prefix_family_resumes_kept_trajectories"
@@ -432,6 +433,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         ("sign lost", "blocks.signbit(), code | 8, code", "blocks.signbit(), code, code", NVFP4),
         ("global scale", "(amax / (E4M3_MAX * E2M1_MAX))", "(amax / E4M3_MAX)", NVFP4),
+    ],
+    "solrl_lightning/threads.py": [
+        ("quota of the innermost group only", "return min(limits)", "return limits[-1]", THREADS),
+        ("ranks do not divide the cores", "given)) // ranks)", "given)))", THREADS),
+        ("threads never sleep", "free < _FREE * threads", "free < 0", THREADS),
+        ("variables of the starting process stay", "del os.environ[name]", "pass", THREADS),
     ],
     "solrl_lightning/quantization/scaled_linear.py": [
         ("weight scale lost", "scale * self.weight_scale", "scale", EMULATED),
