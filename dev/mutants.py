@@ -435,7 +435,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("global scale", "(amax / (E4M3_MAX * E2M1_MAX))", "(amax / E4M3_MAX)", NVFP4),
     ],
     "solrl_lightning/threads.py": [
-        ("quota of the innermost group only", "return min(limits)", "return limits[-1]", THREADS),
+        ("quota of the outermost group only", "return min(limits)", "return limits[-1]", THREADS),
         ("ranks do not divide the cores", "given)) // ranks)", "given)))", THREADS),
         ("threads never sleep", "free < _FREE * threads", "free < 0", THREADS),
         ("variables of the starting process stay", "del os.environ[name]", "pass", THREADS),

@@ -33,6 +33,7 @@ def written(folder: Path, files: dict[str, str]) -> Path:
         ("0::/", {"cpu.max": "max 100000"}, math.inf),
         ("0::/a/b", {"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, 4),
         ("0::/a/b", {"a/cpu.max": "200000 100000", "a/b/cpu.max": "30000 10000"}, 2),
+        ("0::/a/b", {"a/cpu.max": "400000 100000", "a/b/cpu.max": "100000 100000"}, 1),
         ("0::/elsewhere", {"cpu.max": "50000 100000"}, 0.5),  # the path is that of the host
         ("0::/a", {"b/cpu.max": "100000 100000"}, math.inf),  # another's
         ("5:memory:/\n3:cpu,cpuacct:/a", {"cpu/a/cpu.cfs_quota_us": "800000", "cpu/a/cpu.cfs_period_us": "200000"}, 4),
