@@ -1,7 +1,7 @@
 """Train on a machine that fails: ``python dev/faulty_machine.py [--iterations 60] [--seed 0] [OVERRIDES]``.
 
 Trains the embedded model twice with the same options, its reward behind ``task=serve``: once in peace, and once with
-these faults, the kills last and the others in random order, each ended by giving the same command with ``ckpt=auto`` again:
+these faults, the kills last and the others in random order. After each, the same command with ``ckpt=auto`` is given:
 
 | fault | what happens |
 |---|---|
