@@ -65,10 +65,11 @@ class RankCorrelation(Callback):
             log_values(pl_module, probed | {"time/probe": self._seconds})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history}
+        return {"history": self.history, "last_kept": self.last_kept}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = list(state_dict["history"])
+        self.last_kept = dict(state_dict.get("last_kept", {}))  # an older version has none
 
 
 def fidelity(trainer: Trainer, proxy: Tensor, reference: Tensor) -> dict[str, float]:

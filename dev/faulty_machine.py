@@ -39,7 +39,7 @@ from solrl_lightning.run_folder import BEST, LAST
 
 DISK = 256  # MiB
 # Parts of names of values that may differ: times, paths, and a count of evaluations that Lightning begins anew.
-DIFFERENT = ("seconds", "StageTimings", "memory", "/paths/", "dirpath", "best_model_path", "validate_loop")
+DIFFERENT = "seconds /time/ StageTimings memory /paths/ dirpath best_model_path validate_loop".split()
 
 
 def serve(port: int) -> subprocess.Popen:

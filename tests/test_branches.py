@@ -50,6 +50,7 @@ def results(run: Path) -> dict[str, Any]:
     names = "status stopped_by base_reward final_reward best_reward best_iteration iterations alarms".split()
     return {name: facts[name] for name in names} | {
         "evaluations": rows,
+        "rank_fidelity": facts["rank_fidelity"],
         "lora": (run / "lora" / "pytorch_lora_weights.safetensors").read_bytes(),
     }
 
