@@ -10,8 +10,8 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
+from solrl_lightning.artifacts.run_folder import BEST
 from solrl_lightning.callbacks.common import loop_of, module_of
-from solrl_lightning.run_folder import BEST
 
 
 class BestCheckpoint(Checkpoint):

@@ -9,8 +9,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor
 
-from solrl_lightning.loop import ExploreTrainLoop
-from solrl_lightning.module import SolRLModule
+from solrl_lightning.training.loop import ExploreTrainLoop
+from solrl_lightning.training.module import SolRLModule
 
 file_logger = logging.getLogger("solrl_lightning.record")
 """Writes to the run's log file only. Use it for text that the terminal shows as a bar, a line or a table."""

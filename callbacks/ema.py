@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from solrl_lightning.callbacks.common import module_of
-from solrl_lightning.schedules import ema_decay
+from solrl_lightning.training.schedules import ema_decay
 
 log = logging.getLogger(__name__)
 

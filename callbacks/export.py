@@ -4,10 +4,10 @@ from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from solrl_lightning.artifacts.files import read_checkpoint
 from solrl_lightning.callbacks.checkpoints import BestCheckpoint
 from solrl_lightning.callbacks.common import find_callback, module_of, stop_reason
 from solrl_lightning.errors import NonFiniteError, WriteError
-from solrl_lightning.files import read_checkpoint
 
 
 class ExportLoRA(Callback):

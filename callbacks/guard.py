@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from solrl_lightning.artifacts.formatting import counted
 from solrl_lightning.callbacks.alarms import METRICS, Alarm, History, Limits, find_alarms, reward_fault
 from solrl_lightning.callbacks.common import file_logger, loop_of, module_of, moments, reduced
 from solrl_lightning.errors import UserError
-from solrl_lightning.formatting import counted
 
 
 class Guard(Callback):

@@ -18,7 +18,7 @@ from tqdm import tqdm
 from solrl_lightning.callbacks.common import EXTRA_STAGES, file_logger, find_callback, loop_of, module_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
-from solrl_lightning.stopwatch import Stopwatch
+from solrl_lightning.training.stopwatch import Stopwatch
 
 _REDRAW_SECONDS = 0.1
 _LINES = 50  # approximate number of lines of a run without a terminal

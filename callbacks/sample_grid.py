@@ -10,11 +10,11 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 
+from solrl_lightning.artifacts.files import write_atomically
+from solrl_lightning.artifacts.formatting import counted
+from solrl_lightning.artifacts.loggers import log_picture
+from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png
 from solrl_lightning.callbacks.common import loop_of, module_of
-from solrl_lightning.files import write_atomically
-from solrl_lightning.formatting import counted
-from solrl_lightning.loggers import log_picture
-from solrl_lightning.pictures import Row, draw_grid, to_png
 from solrl_lightning.seeds import evaluation_seeds
 
 

@@ -18,20 +18,20 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning import IMPORTED
+from solrl_lightning.artifacts.files import finite_only, iterations_done, read_checkpoint, write_atomically
+from solrl_lightning.artifacts.finished_runs import FINISHED
+from solrl_lightning.artifacts.formatting import counted, gibibytes, measured
+from solrl_lightning.artifacts.run_folder import BEST, LAST, RECORD
 from solrl_lightning.callbacks.checkpoints import BestCheckpoint
 from solrl_lightning.callbacks.common import file_logger, find_callback, loop_of, module_of, stop_reason
 from solrl_lightning.callbacks.guard import Guard
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
-from solrl_lightning.environment import machine, versions
 from solrl_lightning.errors import UserError, WriteError
-from solrl_lightning.files import finite_only, iterations_done, read_checkpoint, write_atomically
-from solrl_lightning.finished_runs import FINISHED
-from solrl_lightning.formatting import counted, gibibytes, measured
-from solrl_lightning.memory import peak_resident_bytes
-from solrl_lightning.report import render, run_page
-from solrl_lightning.run_folder import BEST, LAST, RECORD
+from solrl_lightning.machine.environment import machine, versions
+from solrl_lightning.machine.memory import peak_resident_bytes
+from solrl_lightning.study.report import render, run_page
 
 _OUTPUTS = ("lora", "tensorboard", "csv", "wandb", "mlflow", "samples")
 _PATHS: dict[str, str | Path] = {

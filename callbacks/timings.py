@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from solrl_lightning.callbacks.common import EXTRA_STAGES, log_values, loop_of
 from solrl_lightning.rollout.stage import STAGES
-from solrl_lightning.stopwatch import Stopwatch
+from solrl_lightning.training.stopwatch import Stopwatch
 
 _WINDOW = 1000  # iterations in the medians; limits the size of the checkpoint
 

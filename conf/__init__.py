@@ -4,7 +4,7 @@ from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
 
-from solrl_lightning.launch import launched
+from solrl_lightning.cli.launch import launched
 
 # ${reward_names:} is the chosen rewards joined by "+": Hydra's own ${hydra:runtime.choices.reward} has no lists.
 OmegaConf.register_new_resolver(

@@ -34,8 +34,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from solrl_lightning.artifacts.run_folder import BEST, LAST
 from solrl_lightning.data.sources import read_records
-from solrl_lightning.run_folder import BEST, LAST
 
 DISK = 256  # MiB
 # Parts of names of values that may differ: times, paths, and a count of evaluations that Lightning begins anew.

@@ -37,8 +37,8 @@ PLAN = "tests/tasks/test_plan.py"
 CARDS = f"{PLAN}::test_shadow_on_a_card_has_the_bits_of_its_capability"
 SHARE = f"{PLAN}::test_run_counts_the_latents_of_its_share_of_the_prompts"
 LATENTS = f"{PLAN}::test_latents_of_a_pool_by_hand"
-LOOP = "tests/test_loop.py"
-THREADS = "tests/test_threads.py"
+LOOP = "tests/training/test_loop.py"
+THREADS = "tests/machine/test_threads.py"
 REGENERATED = f"{LOOP}::test_regenerated_samples_have_same_seeds_and_new_rewards"
 ITERATION = f"{LOOP}::test_iteration_requantises_explores_regenerates_and_steps_once"
 PREFIX = f"{LOOP}::test_prefix_family_resumes_kept_trajectories"
@@ -46,14 +46,14 @@ RESUME = f"{LOOP}::test_resume_is_bit_exact_from_a_checkpoint_taken"
 FOLLOWS = f"{LOOP}::test_only_policy_is_trained_and_old_policy_follows"
 STOCHASTIC = f"{LOOP}::test_stochastic_samples_are_functions_of_their_seeds"
 CHECKPOINT = f"{LOOP}::test_checkpoint_holds_adapters_only"
-WEIGHTS = "tests/test_which_weights.py"
-ENDS = "tests/test_branches.py::test_run_killed_in_its_last_seconds_is_finished_by_the_same_command"
-BRANCHES = "tests/test_branches.py::test_branch_into_other_rewards_begins_its_evaluations_anew"
-NAN_GRADIENT = "tests/test_branches.py::test_gradient_that_is_not_finite_ends_the_run_before_the_step"
-DIVERGED = "tests/test_branches.py::test_weights_that_are_not_finite_do_not_replace_the_checkpoint"
-EDITED = "tests/test_branches.py::test_edited_training_prompts_are_an_error_in_the_run_s_folder_only"
-HELD_OUT = "tests/test_branches.py::test_run_that_resumes_with_other_held_out_prompts_begins_its_evaluations_anew"
-RANKS = "tests/test_ddp.py"
+WEIGHTS = "tests/training/test_which_weights.py"
+ENDS = "tests/cli/test_branches.py::test_run_killed_in_its_last_seconds_is_finished_by_the_same_command"
+BRANCHES = "tests/cli/test_branches.py::test_branch_into_other_rewards_begins_its_evaluations_anew"
+NAN_GRADIENT = "tests/cli/test_branches.py::test_gradient_that_is_not_finite_ends_the_run_before_the_step"
+DIVERGED = "tests/cli/test_branches.py::test_weights_that_are_not_finite_do_not_replace_the_checkpoint"
+EDITED = "tests/cli/test_branches.py::test_edited_training_prompts_are_an_error_in_the_run_s_folder_only"
+HELD_OUT = "tests/cli/test_branches.py::test_run_that_resumes_with_other_held_out_prompts_begins_its_evaluations_anew"
+RANKS = "tests/training/test_ddp.py"
 METRICS = f"{LOOP}::test_all_metrics_of_objective_are_logged"
 MEANS = f"{LOOP}::test_metrics_are_means_over_the_rows_that_have_them_without_padding"
 BRANCH = f"{LOOP}::test_a_branch_with_other_optimizer_steps_continues_the_schedule_at_its_iteration"
@@ -66,7 +66,7 @@ STAGE = "tests/rollout/test_stage.py"
 ROWS = "tests/rollout/test_micro_batches.py"
 NFT = "tests/objectives/test_nft.py"
 QWEN = "tests/policies/test_qwen_image.py"
-COMPILATION, COMPILED = "tests/policies/test_compilation.py", "tests/test_compiled_runs.py"
+COMPILATION, COMPILED = "tests/policies/test_compilation.py", "tests/training/test_compiled_runs.py"
 BASE_WEIGHTS = "tests/policies/test_base_weights.py"
 AESTHETIC, GENEVAL, HTTP = (f"tests/rewards/test_{name}.py" for name in ("aesthetic", "geneval", "http"))
 GRPO = "tests/objectives/test_grpo.py"
@@ -84,10 +84,10 @@ ADAPTERS = "tests/policies/test_adapters.py"
 REPLICA = "tests/policies/test_replica.py"
 ALARMS = "tests/callbacks/test_alarms.py"
 EMA = "tests/callbacks/test_ema.py"
-PUBLISHED = "tests/test_config.py::test_the_published_hyperparameters_are_the_defaults"
+PUBLISHED = "tests/cli/test_config.py::test_the_published_hyperparameters_are_the_defaults"
 PIPELINES = "tests/policies/test_pipelines.py"
 CHECKPOINTED = "test_gradients_are_the_same_with_checkpointing_and_without"
-SCHEDULES = "tests/test_schedules.py"
+SCHEDULES = "tests/training/test_schedules.py"
 WEIGHTED = "tests/rewards/test_reward_base.py"
 GUARD = "tests/callbacks/test_guard.py"
 GUIDANCE = "tests/policies/test_guidance.py"
@@ -98,7 +98,7 @@ PROMPTS, SOURCES = "tests/data/test_prompts.py", "tests/data/test_sources.py"
 AUDIT, COMPARE, EVALUATE, PLAN = (f"tests/tasks/test_{name}.py" for name in ("audit", "compare", "evaluate", "plan"))
 
 MUTANTS: dict[str, list[Edit]] = {
-    "solrl_lightning/loop.py": [
+    "solrl_lightning/training/loop.py": [
         (
             "learning rate of optimiser steps",
             "self._steps_taken % steps) / steps",
@@ -161,7 +161,7 @@ MUTANTS: dict[str, list[Edit]] = {
             f"{LOOP}::test_every_second_iteration_and_the_last_one_are_evaluated",
         ),
     ],
-    "solrl_lightning/samplers.py": [
+    "solrl_lightning/training/samplers.py": [
         ("stale shadow", "OLD), self.replicas.values())", "OLD), [self.replicas[MERGED]])", WEIGHTS),
         ("stale merged replica", "OLD), self.replicas.values())", "OLD), list(self.replicas.values())[1:])", WEIGHTS),
         (
@@ -174,7 +174,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("default samples", "self.lora_layers, OLD) as", "self.lora_layers, TRAINED) as", WEIGHTS),
         ("old policy stays", "adapters.update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
     ],
-    "solrl_lightning/module.py": [
+    "solrl_lightning/training/module.py": [
         ("step with a gradient that is not finite", "if not norm.isfinite():", "if False:", NAN_GRADIENT),
         (
             "weights that are not finite are saved",
@@ -434,7 +434,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("sign lost", "blocks.signbit(), code | 8, code", "blocks.signbit(), code, code", NVFP4),
         ("global scale", "(amax / (E4M3_MAX * E2M1_MAX))", "(amax / E4M3_MAX)", NVFP4),
     ],
-    "solrl_lightning/threads.py": [
+    "solrl_lightning/machine/threads.py": [
         ("quota of the outermost group only", "return min(limits)", "return limits[-1]", THREADS),
         ("ranks do not divide the cores", "given)) // ranks)", "given)))", THREADS),
         ("threads never sleep", "free < _FREE * threads", "free < 0", THREADS),
@@ -513,7 +513,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("answers without an end", "if time.monotonic() > end:", "if False:", HTTP),
         ("answers of any length", "len(content) <= _LONGEST and ", "", HTTP),
     ],
-    "solrl_lightning/sharding.py": [
+    "solrl_lightning/training/sharding.py": [
         ("sharded old policy not restored", "adapters.load_state(self.lora_layers, OLD, old)", "pass", RANKS),
     ],
     "solrl_lightning/policies/replica.py": [
@@ -521,7 +521,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("quantised layers stay", "layer.requantize_(weight)", "pass", REPLICA),
         ("replica with copied weights", "{id(tensor): tensor for tensor in tensors}", "{}", REPLICA),
     ],
-    "solrl_lightning/schedules.py": [
+    "solrl_lightning/training/schedules.py": [
         ("ramp without start", "max(step - self.start, 0)", "max(step, 0)", SCHEDULES),
         ("type 1 up to 0.9", "slope=0.001, maximum=0.5", "slope=0.001, maximum=0.9", SCHEDULES),
         ("average of eleven", "(1 + step) / (10 + step)", "(1 + step) / (11 + step)", SCHEDULES),
@@ -680,7 +680,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("best reward of a seed is its last", '"best": max(rewards)', '"best": rewards[-1]', COMPARE),
         ("lowest of the groups", "best = max(groups", "best = min(groups", COMPARE),
     ],
-    "solrl_lightning/tasks/run_groups.py": [
+    "solrl_lightning/study/run_groups.py": [
         ("cost of one seed", "fmean(spent[iteration] for _, _, spent in known)", "known[0][2][iteration]", COMPARE),
         (
             "a run that stopped early replaces a completed one",
@@ -689,7 +689,7 @@ MUTANTS: dict[str, list[Edit]] = {
             COMPARE,
         ),
     ],
-    "solrl_lightning/tasks/learning_curves.py": [
+    "solrl_lightning/study/learning_curves.py": [
         ("dots in other units than the axis", 'at["mean"] / scale', 'at["mean"]', COMPARE),
     ],
     "solrl_lightning/tasks/plan.py": [
@@ -720,7 +720,7 @@ MUTANTS: dict[str, list[Edit]] = {
             PLAN,
         ),
     ],
-    "solrl_lightning/tasks/plan_trace.py": [
+    "solrl_lightning/sizing/plan_trace.py": [
         ("training bytes of the whole batch", "training.peak // images", "training.peak", PLAN),
         (
             "decoding bytes of the whole batch",
@@ -750,14 +750,14 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/tasks/generate.py": [
         ("seeds of the first prompts", "seeds[part]", "seeds[: len(prompts[part])]", "tests/tasks/test_generate.py"),
     ],
-    "solrl_lightning/report.py": [
-        ("seconds on an axis of hours", "row[cost] / scale, row", "row[cost], row", "tests/test_report.py"),
+    "solrl_lightning/study/report.py": [
+        ("seconds on an axis of hours", "row[cost] / scale, row", "row[cost], row", "tests/study/test_report.py"),
     ],
     "solrl_lightning/quantization/backends.py": [
         ("every GPU computes in FP4", "return hardware.capability >= candidate.capability", "return True", BACKENDS),
         ("resumed run takes another precision", "if precision != AUTO or ckpt is None:", "if True:", BACKENDS),
     ],
-    "solrl_lightning/tasks/plan_memory.py": [
+    "solrl_lightning/sizing/plan_memory.py": [
         ("chunks are joined in place", "count * (tensors + 2 + recorded)", "count * tensors", LATENTS),
     ],
     "conf/trainer/auto.yaml": [

@@ -16,12 +16,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from omegaconf import DictConfig
 
+from solrl_lightning.artifacts.tables import format_table
 from solrl_lightning.build import device_of
 from solrl_lightning.callbacks.common import loop_of, module_of
-from solrl_lightning.config import ConfigTree, application_config
+from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.tasks.benchmark import run_iterations
-from solrl_lightning.tasks.tables import format_table
 
 MODELS = ("encode", "transformer", "decode", "reward", "backward", "optimizer")
 

@@ -38,7 +38,7 @@ from torch.nn import functional as F
 from tqdm.auto import tqdm
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
 
-from solrl_lightning.files import written_whole
+from solrl_lightning.artifacts.files import written_whole
 from solrl_lightning.policies.preview import EMBEDDED
 from solrl_lightning.shapes.world import (
     BACKGROUND,

@@ -4,7 +4,7 @@ A mistake is reported in one message without a traceback, before a model library
 written.
 """
 
-from solrl_lightning import threads  # first: it measures the machine while the others are loaded
+from solrl_lightning.machine import threads  # first: it measures the machine while the others are loaded
 
 # isort: split
 import logging
@@ -24,16 +24,16 @@ from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from solrl_lightning.checks import check_kinds, check_machine, check_needs, check_prompts, check_values, downloads
-from solrl_lightning.config import CONFIG_MODULE, ConfigTree, application_config
-from solrl_lightning.console import EXPECTED, first_lines, report_error, silence_libraries
+from solrl_lightning.artifacts.finished_runs import check_runs, end_of
+from solrl_lightning.artifacts.formatting import counted
+from solrl_lightning.artifacts.run_folder import check_free, check_new, check_writable, claimed, remove_unused
+from solrl_lightning.cli.checks import check_kinds, check_machine, check_needs, check_prompts, check_values, downloads
+from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, application_config
+from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
+from solrl_lightning.cli.launch import check_launched, is_first, isolated_sweep_job, launched, ranks_here
+from solrl_lightning.cli.resume import check_contents, check_iterations_left, resume
 from solrl_lightning.errors import UserError
-from solrl_lightning.finished_runs import check_runs, end_of
-from solrl_lightning.formatting import counted
 from solrl_lightning.hub import check_hub
-from solrl_lightning.launch import check_launched, is_first, isolated_sweep_job, launched, ranks_here
-from solrl_lightning.resume import check_contents, check_iterations_left, resume
-from solrl_lightning.run_folder import check_free, check_new, check_writable, claimed, remove_unused
 
 _FAILED, _USER_ERROR = 1, 2  # 2 as argparse
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141  # as shells report Ctrl-C, SIGTERM and SIGPIPE

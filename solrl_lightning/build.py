@@ -20,25 +20,25 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from peft import LoraConfig
 from transformers.utils import logging as transformers_logging
 
+from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint
 from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
-from solrl_lightning.checks import is_sharded, prompt_sets, reward_members
+from solrl_lightning.cli.checks import is_sharded, prompt_sets, reward_members
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import WholeCheckpointIO, read_checkpoint
-from solrl_lightning.loop import ExploreTrainLoop
-from solrl_lightning.module import Evaluation, SolRLModule
+from solrl_lightning.machine.threads import divide_threads
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
-from solrl_lightning.samplers import SHADOW, Samplers
-from solrl_lightning.sharding import ShardedSamplers
 from solrl_lightning.targets import make
-from solrl_lightning.threads import divide_threads
+from solrl_lightning.training.loop import ExploreTrainLoop
+from solrl_lightning.training.module import Evaluation, SolRLModule
+from solrl_lightning.training.samplers import SHADOW, Samplers
+from solrl_lightning.training.sharding import ShardedSamplers
 
 log = logging.getLogger(__name__)
 

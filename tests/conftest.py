@@ -21,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, grammar_parser
 
 from solrl_lightning.__main__ import main
-from solrl_lightning.config import ConfigTree, application_config
+from solrl_lightning.cli.config import ConfigTree, application_config
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes for the few kernels compiled here would import torch
 

@@ -104,7 +104,7 @@ def train_all(cfg: DictConfig) -> dict[str, dict[str, Any]]:
         chosen.family.update(pool=4, keep=2, compile=False)
         results[family] = train(chosen)
     chosen.prompts_per_iteration = chosen.data.eval_prompts = chosen.trainer.max_epochs = 2
-    chosen.trainer.strategy = {"_target_": "solrl_lightning.sharding.ShardedBase"}
+    chosen.trainer.strategy = {"_target_": "solrl_lightning.training.sharding.ShardedBase"}
     results["sharded"] = train(chosen)
     return results
 

@@ -16,6 +16,7 @@ from omegaconf import DictConfig
 from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import build
+from solrl_lightning.artifacts.loggers import has_wandb_key
 from solrl_lightning.build import (
     build_loop,
     build_model,
@@ -26,9 +27,8 @@ from solrl_lightning.build import (
     prepare_device,
     stages_of,
 )
-from solrl_lightning.checks import check_machine
+from solrl_lightning.cli.checks import check_machine
 from solrl_lightning.errors import UserError
-from solrl_lightning.loggers import has_wandb_key
 from solrl_lightning.objectives.nft import NFT
 
 Compose = Callable[..., DictConfig]

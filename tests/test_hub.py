@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from omegaconf import DictConfig
 
 from solrl_lightning import hub
-from solrl_lightning.checks import downloads
+from solrl_lightning.cli.checks import downloads
 from solrl_lightning.errors import UserError
 
 Compose = Callable[..., DictConfig]

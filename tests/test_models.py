@@ -17,8 +17,8 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from solrl_lightning.policies import adapters
 from solrl_lightning.quantization import QuantizationRule, resolve
-from solrl_lightning.samplers import Samplers
 from solrl_lightning.tasks.train import train
+from solrl_lightning.training.samplers import Samplers
 
 Compose = Callable[..., DictConfig]
 

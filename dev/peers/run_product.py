@@ -18,7 +18,7 @@ class Redness(Reward):
 
 if __name__ == "__main__":
     from solrl_lightning.__main__ import main
-    from solrl_lightning.loop import ExploreTrainLoop
+    from solrl_lightning.training.loop import ExploreTrainLoop
 
     sys.modules["run_product"] = sys.modules["__main__"]  # imported by name for its reward
     advance, roll_out = ExploreTrainLoop.advance, ExploreTrainLoop.roll_out

@@ -20,9 +20,9 @@ from diffusers import AutoencoderTiny, DiffusionPipeline
 from peft import LoraConfig
 from torch import Tensor, nn
 
+from solrl_lightning.artifacts.files import written_whole
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import written_whole
-from solrl_lightning.memory import retry_with_empty_cache
+from solrl_lightning.machine.memory import retry_with_empty_cache
 from solrl_lightning.policies import bf16
 from solrl_lightning.policies.architectures import find_architecture
 from solrl_lightning.policies.base_weights import store_weights

@@ -14,8 +14,8 @@ import torch
 from diffusers import SanaTransformer2DModel
 from torch import Tensor
 
+from solrl_lightning.artifacts.files import load_tensors
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import load_tensors
 
 FILE = "SANA_LinearFFN.pth"  # in the hub repository yitongl/SANA_LinearFFN
 UNUSED = {

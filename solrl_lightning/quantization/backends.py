@@ -120,7 +120,7 @@ def resolve_from(ckpt: str | Path | None, precision: str, backend: str, device: 
     """
     if precision != AUTO or ckpt is None:
         return resolve(precision, backend, device)
-    from solrl_lightning.files import read_checkpoint  # imports Lightning
+    from solrl_lightning.artifacts.files import read_checkpoint  # imports Lightning
 
     # A checkpoint without the entry is of a version whose default was nvfp4.
     begun = str(read_checkpoint(ckpt).get("precision_backend", "nvfp4")).partition(" ")[0]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from solrl_lightning.files import load_tensors
+from solrl_lightning.artifacts.files import load_tensors
 from solrl_lightning.rewards.loading import check_state_dict
 from solrl_lightning.rewards.towers import TransformersCLIP
 

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import InterpolationMode, center_crop, normalize, resize
 from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
+from solrl_lightning.artifacts.files import load_tensors
 from solrl_lightning.errors import UserError, sentence
-from solrl_lightning.files import load_tensors
 from solrl_lightning.hub import fetch
 from solrl_lightning.rewards.aesthetic import linear_head
 from solrl_lightning.rewards.base import Reward, unique_prompts

@@ -9,8 +9,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from solrl_lightning.artifacts.files import load_tensors
 from solrl_lightning.errors import UserError, sentence
-from solrl_lightning.files import load_tensors
 from solrl_lightning.hub import fetch
 from solrl_lightning.rewards.preprocessing import CropToSquare
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from solrl_lightning.errors import NonFiniteError
-from solrl_lightning.memory import retry_with_empty_cache
+from solrl_lightning.machine.memory import retry_with_empty_cache
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts

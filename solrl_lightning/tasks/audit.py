@@ -24,8 +24,9 @@ from matplotlib.transforms import Bbox
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
+from solrl_lightning.artifacts.files import write_atomically
+from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_module, device_of, explorers, load_adapters, with_option
-from solrl_lightning.files import write_atomically
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.quantization import resolve_from
@@ -33,10 +34,9 @@ from solrl_lightning.rollout.explore import run_stages
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import select_contrastive, take
 from solrl_lightning.rollout.stage import REGENERATE, Stage, evaluations, steps_label
-from solrl_lightning.samplers import MERGED, SHADOW
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
-from solrl_lightning.tasks.tables import format_table, write_json
+from solrl_lightning.training.samplers import MERGED, SHADOW
 
 _PROXY = "proxy"  # name of the stages of a proxy
 # Of a label in the picture: offset in points, alignment.

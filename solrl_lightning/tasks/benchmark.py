@@ -28,18 +28,18 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_loop, build_module, device_of, stages_of, uses_shadow, with_option
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.callbacks.timings import StageTimings
-from solrl_lightning.checks import check_decoder, check_values
+from solrl_lightning.cli.checks import check_decoder, check_values
 from solrl_lightning.data.loaders import RankPrompts
-from solrl_lightning.memory import peak_resident_bytes
+from solrl_lightning.machine.memory import peak_resident_bytes
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.scaled_linear import operand_dtype
 from solrl_lightning.rollout.stage import EXPLORE, STAGES, Stage
-from solrl_lightning.samplers import SHADOW
-from solrl_lightning.tasks.tables import format_table, write_json
+from solrl_lightning.training.samplers import SHADOW
 
 _WARM_UP, _FORWARDS = 3, 20  # forward passes of each variant; the first compiles
 _PRODUCTS = 10  # timed matrix products, after _WARM_UP others

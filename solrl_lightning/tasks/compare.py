@@ -12,16 +12,16 @@ from typing import Any
 from omegaconf import DictConfig
 
 from solrl_lightning import __version__
+from solrl_lightning.artifacts.files import write_atomically
+from solrl_lightning.artifacts.finished_runs import finished_runs
+from solrl_lightning.artifacts.formatting import counted, measured
+from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import write_atomically
-from solrl_lightning.finished_runs import finished_runs
-from solrl_lightning.formatting import counted, measured
-from solrl_lightning.metrics.confidence import mean_of
-from solrl_lightning.metrics.time_to_reward import cost_to_reach, first_reached, rewards_at, speed_up
-from solrl_lightning.report import Page, Section, Table, Tile, render
-from solrl_lightning.tasks.learning_curves import curve_chart, draw_curves, known_costs
-from solrl_lightning.tasks.run_groups import COSTS, Group, costs, group_runs, learning_curve
-from solrl_lightning.tasks.tables import format_table, write_json
+from solrl_lightning.study.confidence import mean_of
+from solrl_lightning.study.learning_curves import curve_chart, draw_curves, known_costs
+from solrl_lightning.study.report import Page, Section, Table, Tile, render
+from solrl_lightning.study.run_groups import COSTS, Group, costs, group_runs, learning_curve
+from solrl_lightning.study.time_to_reward import cost_to_reach, first_reached, rewards_at, speed_up
 
 _BASELINE = "family=diffusionnft"  # its group is the reference unless task.reference names another
 

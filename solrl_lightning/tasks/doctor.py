@@ -17,19 +17,19 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from solrl_lightning import IMPORTED
+from solrl_lightning.artifacts.files import write_atomically
+from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
 from solrl_lightning.build import build_objective, build_rewards, device_of, stages_of, uses_shadow, with_option
 from solrl_lightning.callbacks.common import file_logger
-from solrl_lightning.checks import REWARD_FILES, reward_members
+from solrl_lightning.cli.checks import REWARD_FILES, reward_members
 from solrl_lightning.errors import CheckFailed, UserError
-from solrl_lightning.files import write_atomically
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rollout.stage import STAGES
-from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
-from solrl_lightning.tasks.doctor_attention import attention, shapes_of
-from solrl_lightning.tasks.doctor_machine import environment, local_path, locate
-from solrl_lightning.tasks.doctor_shadow import (
+from solrl_lightning.sizing.doctor_attention import attention, shapes_of
+from solrl_lightning.sizing.doctor_machine import environment, local_path, locate
+from solrl_lightning.sizing.doctor_shadow import (
     NO_SHADOW,
     blocks,
     compare_backends,
@@ -37,8 +37,8 @@ from solrl_lightning.tasks.doctor_shadow import (
     layers,
     without_files,
 )
+from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
 from solrl_lightning.tasks.plan import Json, Shapes, on_meta, pool_latents
-from solrl_lightning.tasks.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
 
 
 def doctor(cfg: DictConfig) -> Json:

@@ -23,15 +23,15 @@ from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor, distributed
 
+from solrl_lightning.artifacts.files import write_atomically
+from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png
+from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_module, instantiate_trainer, load_adapters
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import read_tags
-from solrl_lightning.files import write_atomically
-from solrl_lightning.metrics.confidence import Mean, mean_of
-from solrl_lightning.module import SolRLModule
-from solrl_lightning.pictures import Row, draw_grid, to_png
 from solrl_lightning.seeds import evaluation_seeds
-from solrl_lightning.tasks.tables import format_table, write_json
+from solrl_lightning.study.confidence import Mean, mean_of
+from solrl_lightning.training.module import SolRLModule
 
 _COLUMNS = ("mean", "standard_error", "low", "high")
 

@@ -9,14 +9,14 @@ import torch
 from diffusers import ModelMixin
 from omegaconf import DictConfig
 
+from solrl_lightning.artifacts.files import iterations_done, read_checkpoint, write_atomically, written_whole
+from solrl_lightning.artifacts.finished_runs import read_summary
+from solrl_lightning.artifacts.model_card import PICTURE, model_card
 from solrl_lightning.build import build_model, load_adapters
-from solrl_lightning.checks import reward_members
-from solrl_lightning.files import iterations_done, read_checkpoint, write_atomically, written_whole
-from solrl_lightning.finished_runs import read_summary
+from solrl_lightning.cli.checks import reward_members
 from solrl_lightning.hub import create_repository, upload
-from solrl_lightning.model_card import PICTURE, model_card
-from solrl_lightning.module import SolRLModule
 from solrl_lightning.tasks.generate import without_training
+from solrl_lightning.training.module import SolRLModule
 
 _LORAS = {"lora_ema": "ema", "lora_trained": "default"}
 _MERGED = "transformer"

@@ -16,13 +16,13 @@ import torch
 from omegaconf import DictConfig
 from torch import Tensor
 
+from solrl_lightning.artifacts.files import write_atomically
+from solrl_lightning.artifacts.pictures import Row, draw_grid, to_image, to_png
+from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_model, device_of, load_adapters, with_option
-from solrl_lightning.checks import requested_prompts, requested_weights
-from solrl_lightning.files import write_atomically
-from solrl_lightning.module import SolRLModule
-from solrl_lightning.pictures import Row, draw_grid, to_image, to_png
+from solrl_lightning.cli.checks import requested_prompts, requested_weights
 from solrl_lightning.seeds import evaluation_seeds
-from solrl_lightning.tasks.tables import write_json
+from solrl_lightning.training.module import SolRLModule
 
 
 def generate(cfg: DictConfig) -> dict[str, Any]:

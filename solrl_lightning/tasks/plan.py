@@ -18,6 +18,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from peft.tuners.lora import LoraLayer
 
+from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import (
     build_objective,
     device_of,
@@ -41,8 +42,7 @@ from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.quantization.backends import PACKED_BITS, Hardware, hardware_of
 from solrl_lightning.rollout.micro_batches import plan_micro_batches
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, candidates, evaluations
-from solrl_lightning.targets import check_objective
-from solrl_lightning.tasks.plan_memory import (
+from solrl_lightning.sizing.plan_memory import (
     OPTIONS,
     Footprint,
     Latents,
@@ -55,8 +55,8 @@ from solrl_lightning.tasks.plan_memory import (
     replica_bytes,
     stored_bytes,
 )
-from solrl_lightning.tasks.plan_trace import CHECKPOINTING, Passes, trace
-from solrl_lightning.tasks.tables import format_table, write_json
+from solrl_lightning.sizing.plan_trace import CHECKPOINTING, Passes, trace
+from solrl_lightning.targets import check_objective
 
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from omegaconf import DictConfig
 
+from solrl_lightning.artifacts.run_folder import remove_unused
 from solrl_lightning.build import build_rewards, device_of, prepare_device
 from solrl_lightning.rewards.addresses import bound, check_served, read_token
-from solrl_lightning.run_folder import remove_unused
 
 
 def serve(cfg: DictConfig) -> None:

@@ -14,19 +14,19 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import LambdaCallback
 from omegaconf import DictConfig
 
+from solrl_lightning.artifacts.files import has_ended, iterations_done, loop_state, read_checkpoint
+from solrl_lightning.artifacts.finished_runs import end_of
+from solrl_lightning.artifacts.run_folder import LOG, commit_overrides, is_resuming
 from solrl_lightning.build import build_loop, build_module, build_trainer, levels_of
 from solrl_lightning.callbacks.common import file_logger, find_callback
 from solrl_lightning.callbacks.summary import RunSummary, base_and_final
-from solrl_lightning.checks import prompt_sets
+from solrl_lightning.cli.checks import prompt_sets
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import has_ended, iterations_done, loop_state, read_checkpoint
-from solrl_lightning.finished_runs import end_of
-from solrl_lightning.loop import ExploreTrainLoop
-from solrl_lightning.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
-from solrl_lightning.run_folder import LOG, commit_overrides, is_resuming
 from solrl_lightning.tasks.plan import planned_peak
+from solrl_lightning.training.loop import ExploreTrainLoop
+from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
 
 log = logging.getLogger(__name__)
 

@@ -14,16 +14,16 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from solrl_lightning.loop import ExploreTrainLoop
 from solrl_lightning.metrics.images import STATISTICS
-from solrl_lightning.module import Evaluation
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, Rollouts
 from solrl_lightning.rollout.select import select_contrastive
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
-from solrl_lightning.stopwatch import Stopwatch
+from solrl_lightning.training.loop import ExploreTrainLoop
+from solrl_lightning.training.module import Evaluation
+from solrl_lightning.training.stopwatch import Stopwatch
 
 POOL, KEEP, SIDE, MICRO_BATCHES = 8, 4, 16, 2
 

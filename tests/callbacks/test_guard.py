@@ -14,9 +14,9 @@ from solrl_lightning.callbacks.guard import Guard
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
 from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.errors import UserError
-from solrl_lightning.module import SolRLModule
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.training.module import SolRLModule
 
 OFF = dict.fromkeys(Limits._fields) | {"lost_gain": 0.0}
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
-from solrl_lightning.checks import check_numbers
+from solrl_lightning.cli.checks import check_numbers
 from solrl_lightning.errors import UserError
 
 PROBE_TAGS = {

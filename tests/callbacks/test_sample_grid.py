@@ -4,11 +4,11 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from solrl_lightning.artifacts.pictures import Row, draw_grid, to_cell, wrap
 from solrl_lightning.callbacks import sample_grid
 from solrl_lightning.callbacks.sample_grid import SampleGrid
-from solrl_lightning.checks import check_numbers
+from solrl_lightning.cli.checks import check_numbers
 from solrl_lightning.errors import UserError
-from solrl_lightning.pictures import Row, draw_grid, to_cell, wrap
 
 
 def grid(every=2):

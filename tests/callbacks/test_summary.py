@@ -8,13 +8,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
+from solrl_lightning.artifacts.files import finite_only
+from solrl_lightning.artifacts.loggers import TensorBoard
 from solrl_lightning.callbacks.common import find_callback
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.summary import RunSummary, base_and_final, format_summary, peak_memory
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
-from solrl_lightning.files import finite_only
-from solrl_lightning.loggers import TensorBoard
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 

@@ -3,7 +3,7 @@ from lightning.pytorch import Callback
 
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.callbacks.timings import StageTimings
-from solrl_lightning.stopwatch import Stopwatch
+from solrl_lightning.training.stopwatch import Stopwatch
 
 
 class Clock:

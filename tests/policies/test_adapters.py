@@ -20,7 +20,7 @@ from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import OLD, TRAINED, State
 from solrl_lightning.policies.bf16 import use_fp32_products
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.sharding import ShardedSamplers
+from solrl_lightning.training.sharding import ShardedSamplers
 
 ADAPTED = [
     "single_transformer_blocks.0.attn.to_k",

@@ -8,15 +8,15 @@ from nano import PROMPTS, load_policy, lora_config, random_state
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from solrl_lightning.checks import check_values
+from solrl_lightning.cli.checks import check_values
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import adapters, base_weights
 from solrl_lightning.policies.adapters import OLD, TRAINED
 from solrl_lightning.policies.base_weights import block_linears, dense
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import QuantizationRule, resolve
-from solrl_lightning.samplers import Samplers
-from solrl_lightning.tasks.plan_memory import stored_bytes
+from solrl_lightning.sizing.plan_memory import stored_bytes
+from solrl_lightning.training.samplers import Samplers
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ from nano import PROMPTS, load_nano, policy_class
 from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from solrl_lightning.checks import check_machine, check_numbers
+from solrl_lightning.cli.checks import check_machine, check_numbers
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.policies.conditioning import Conditioning

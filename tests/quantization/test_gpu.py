@@ -14,8 +14,7 @@ from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mut
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-import solrl_lightning.module
-from solrl_lightning.module import Evaluation, SolRLModule
+import solrl_lightning.training.module
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.precisions import BACKENDS
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, resolve
@@ -25,9 +24,10 @@ from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.rollout.records import Rollouts
 from solrl_lightning.rollout.stage import SamplingSpec
-from solrl_lightning.samplers import Samplers
-from solrl_lightning.schedules import constant
 from solrl_lightning.seeds import pool_seeds
+from solrl_lightning.training.module import Evaluation, SolRLModule
+from solrl_lightning.training.samplers import Samplers
+from solrl_lightning.training.schedules import constant
 
 GPUS = ("cuda", "lazy")  # the second one for autograd, which asks the driver for the first one's context
 WITHOUT_TRANSFORMER_ENGINE = [
@@ -166,7 +166,7 @@ def test_rollout_chunk_stays_on_gpu(blackwell: None, folder: str) -> None:
 
 @pytest.mark.parametrize("device", GPUS)
 def test_training_step_stays_on_gpu(blackwell: None, folder: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
-    monkeypatch.setattr(solrl_lightning.module, "check_finite", lambda *arguments: None)  # looks at numbers
+    monkeypatch.setattr(solrl_lightning.training.module, "check_finite", lambda *arguments: None)  # looks at numbers
     module = module_on(device, folder, backend_of("bf16", "auto"))
     monkeypatch.setattr(module, "log_dict", lambda *arguments, **options: None)  # no trainer
     seeds, scores = pool_seeds(0, 0, PROMPTS[:1], 2), torch.zeros(1, 2)

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import CLIPModel
 
-from solrl_lightning.config import ConfigTree
+from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.errors import UserError
 from solrl_lightning.rewards import Aesthetic
 

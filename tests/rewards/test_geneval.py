@@ -15,7 +15,7 @@ from torchvision.ops import nms
 from transformers import CLIPModel, CLIPTokenizer, Owlv2Config, Owlv2ForObjectDetection, Owlv2Processor
 from transformers.models.owlv2.image_processing_owlv2 import Owlv2ImageProcessor
 
-from solrl_lightning.config import ConfigTree
+from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.errors import UserError
 from solrl_lightning.rewards import GenEval
 from solrl_lightning.rewards.geneval import Box, correct, crop, mean_of_terms, relations

@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from solrl_lightning.config import ConfigTree
+from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.errors import UserError
 from solrl_lightning.rewards import OCR
 from solrl_lightning.rewards.ocr import quoted, similarity

@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from torch import Tensor
 
 import solrl_lightning.rewards
-from solrl_lightning.config import ConfigTree
+from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.rewards.base import Metadata, Reward, unique_prompts
 from solrl_lightning.rewards.weighted import WeightedRewards

@@ -1,4 +1,4 @@
-"""The stages of a family with scores known in closed form; tests/test_loop.py runs them on a model."""
+"""The stages of a family with scores known in closed form; tests/training/test_loop.py runs them on a model."""
 
 import weakref
 

@@ -31,7 +31,7 @@ from solrl_lightning.rollout.stage import (
 )
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
-from solrl_lightning.sharding import FixedBatchSize
+from solrl_lightning.training.sharding import FixedBatchSize
 
 SEEDS = pool_seeds(0, 0, PROMPTS, 5)  # 15 candidates of 3 prompts
 TEXTS = [prompt for prompt in PROMPTS for _ in range(5)]

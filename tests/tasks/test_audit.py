@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 from PIL import Image
 
 from solrl_lightning.build import stages_of
-from solrl_lightning.checks import check_needs, check_values
+from solrl_lightning.cli.checks import check_needs, check_values
 from solrl_lightning.errors import UserError
 from solrl_lightning.tasks import audit as audit_module
 from solrl_lightning.tasks.audit import (

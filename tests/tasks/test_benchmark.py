@@ -10,12 +10,13 @@ import pytest
 import torch
 from omegaconf import DictConfig
 
-from solrl_lightning.checks import check_prompts
+from solrl_lightning.cli.checks import check_prompts
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
 from solrl_lightning.policies.compilation import can_compile
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rollout.stage import STAGES
+from solrl_lightning.sizing.plan_trace import count_macs
 from solrl_lightning.tasks import benchmark as benchmark_module
 from solrl_lightning.tasks.benchmark import (
     Lap,
@@ -27,7 +28,6 @@ from solrl_lightning.tasks.benchmark import (
     times_of_families,
     with_speedups,
 )
-from solrl_lightning.tasks.plan_trace import count_macs
 from tests.nano import load_policy, save_nano
 
 Compose = Callable[..., DictConfig]

@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from omegaconf import DictConfig, OmegaConf, open_dict
 from PIL import Image
 
-from solrl_lightning.config import ConfigTree
+from solrl_lightning.artifacts.finished_runs import Run, read_runs
+from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.errors import UserError
-from solrl_lightning.finished_runs import Run, read_runs
+from solrl_lightning.study.run_groups import costs, group_runs, learning_curve
 from solrl_lightning.tasks.compare import compare
-from solrl_lightning.tasks.run_groups import costs, group_runs, learning_curve
 
 Compose = Callable[..., DictConfig]
 
@@ -424,7 +424,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
         drawn.append(Figure(**options))
         return drawn[-1]
 
-    monkeypatch.setattr("solrl_lightning.tasks.learning_curves.Figure", recorded)
+    monkeypatch.setattr("solrl_lightning.study.learning_curves.Figure", recorded)
     return drawn
 
 

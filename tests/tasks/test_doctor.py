@@ -12,7 +12,8 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
-from solrl_lightning.checks import check_values
+from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row
+from solrl_lightning.cli.checks import check_values
 from solrl_lightning.data.prompts import read_prompt_sets
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies import replica
@@ -20,7 +21,20 @@ from solrl_lightning.policies.architectures import read_architecture
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
 from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.rewards.geneval_metadata import broken_rule
-from solrl_lightning.tasks import doctor, doctor_shadow
+from solrl_lightning.sizing import doctor_shadow
+from solrl_lightning.sizing.doctor_machine import judge_cuda, judge_transformer_engine, locate
+from solrl_lightning.sizing.doctor_shadow import (
+    blocks,
+    compare_backends,
+    judge_backend,
+    judge_backends,
+    judge_error,
+    judge_speed,
+    largest_error,
+    without_files,
+    write_short,
+)
+from solrl_lightning.tasks import doctor
 from solrl_lightning.tasks.doctor import (
     arithmetic,
     guarded,
@@ -32,20 +46,7 @@ from solrl_lightning.tasks.doctor import (
     small,
     sources,
 )
-from solrl_lightning.tasks.doctor_machine import judge_cuda, judge_transformer_engine, locate
-from solrl_lightning.tasks.doctor_shadow import (
-    blocks,
-    compare_backends,
-    judge_backend,
-    judge_backends,
-    judge_error,
-    judge_speed,
-    largest_error,
-    without_files,
-    write_short,
-)
 from solrl_lightning.tasks.plan import on_meta
-from solrl_lightning.tasks.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row
 
 Compose = Callable[..., DictConfig]
 CPU = torch.device("cpu")

@@ -14,12 +14,12 @@ import torch
 from omegaconf import DictConfig
 from PIL import Image
 
+from solrl_lightning.artifacts.pictures import Row, draw_grid
 from solrl_lightning.build import build_module
-from solrl_lightning.module import Evaluation
-from solrl_lightning.pictures import Row, draw_grid
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.tasks.evaluate import Scored, draw, evaluate, in_order, over_prompts, to_csv, win_rate
 from solrl_lightning.tasks.train import train
+from solrl_lightning.training.module import Evaluation
 
 Compose = Callable[..., DictConfig]
 

@@ -12,11 +12,11 @@ from nano import PROMPTS, save_nano
 from omegaconf import DictConfig
 from PIL import Image
 
+from solrl_lightning.artifacts.pictures import Row, draw_grid
 from solrl_lightning.build import build_model
-from solrl_lightning.checks import check_needs, check_values, requested_prompts, requested_weights
-from solrl_lightning.config import ConfigTree, application_config
+from solrl_lightning.cli.checks import check_needs, check_values, requested_prompts, requested_weights
+from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.errors import UserError
-from solrl_lightning.pictures import Row, draw_grid
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.tasks.generate import generate, requested_seeds, without_training
 

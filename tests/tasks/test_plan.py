@@ -23,6 +23,17 @@ from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.quantization.backends import PACKED_BITS, Hardware
 from solrl_lightning.rollout.stage import Stage, evaluations
+from solrl_lightning.sizing.plan_memory import (
+    OPTIONS,
+    Footprint,
+    Latents,
+    bytes_of,
+    fit,
+    latent_bytes,
+    overrides,
+    replica_bytes,
+)
+from solrl_lightning.sizing.plan_trace import FusedAttention, Passes, PeakBytes, count_macs, trace
 from solrl_lightning.tasks.plan import (
     Card,
     Json,
@@ -33,17 +44,6 @@ from solrl_lightning.tasks.plan import (
     pool_latents,
     seconds,
 )
-from solrl_lightning.tasks.plan_memory import (
-    OPTIONS,
-    Footprint,
-    Latents,
-    bytes_of,
-    fit,
-    latent_bytes,
-    overrides,
-    replica_bytes,
-)
-from solrl_lightning.tasks.plan_trace import FusedAttention, Passes, PeakBytes, count_macs, trace
 from tests.nano import lora_config as small_lora
 
 Compose = Callable[..., DictConfig]

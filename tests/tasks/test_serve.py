@@ -1,4 +1,4 @@
-"""task=serve until a signal, and what it refuses; tests/test_checks.py has what is refused before it starts."""
+"""task=serve until a signal, and what it refuses; tests/cli/test_checks.py has what is refused before it starts."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from reward_servers import free_port
 from torch import Tensor
 
-from solrl_lightning.checks import check_values
+from solrl_lightning.cli.checks import check_values
 from solrl_lightning.errors import UserError
 from solrl_lightning.rewards.addresses import TOKEN, is_loopback
 from solrl_lightning.rewards.http import HTTPReward

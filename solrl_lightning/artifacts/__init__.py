@@ -1,0 +1,1 @@
+"""What a run writes, and how it is read again: folders, files, tables, pictures, logs."""

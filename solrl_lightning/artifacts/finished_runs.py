@@ -1,0 +1,92 @@
+"""The run folders that a glob matches, and their summaries."""
+
+import glob
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig
+
+from solrl_lightning.artifacts.run_folder import RECORD
+from solrl_lightning.errors import UserError
+
+RECORDED_CONFIG = RECORD / "config.yaml"
+_RUN_MARKS = (".hydra", "checkpoints", "summary.json")  # any of these marks the folder of a run, not of a sweep
+FINISHED = ("completed", "stopped early")  # the status in summary.json of a run that ended as intended
+
+
+class Run(NamedTuple):
+    folder: str
+    summary: dict[str, Any]
+
+    @property
+    def seed(self) -> Any:
+        return self.summary["config"]["seed"]
+
+
+def check_runs(cfg: DictConfig) -> None:
+    """UserError unless ``task.runs``, where the task has it, matches a finished run."""
+    if "runs" in cfg.task:
+        finished_runs(cfg.task.runs)
+
+
+def finished_runs(pattern: str) -> tuple[list[Run], dict[str, str]]:
+    """The finished runs that a glob matches, and why each of the others is left out. UserError without any."""
+    folders = matching_runs(pattern)
+    runs, left_out = read_runs(folders)
+    if not runs:
+        reasons = "; ".join(f"{folder}: {reason}" for folder, reason in left_out.items())
+        raise UserError(f"compare takes finished runs; of {len(folders)} that match {pattern} none is: {reasons}")
+    return runs, left_out
+
+
+def matching_runs(pattern: str) -> list[Path]:
+    """The run folders among what a glob matches, numbers in their names in numerical order."""
+    folders = [Path(match) for match in glob.glob(str(pattern))]
+    runs = [folder for folder in folders if any((folder / mark).exists() for mark in _RUN_MARKS)]
+    if not runs:
+        found = f"{len(folders)} files or folders, none of which is a run's" if folders else "nothing"
+        raise UserError(
+            f"task.runs is a glob that matches run folders; {pattern}, looked up in {Path.cwd()}, matches {found}. "
+            "Give one that matches runs, in quotes: 'task.runs=outputs/train/*' or, of sweeps, "
+            "'task.runs=outputs/multirun/*/*'."
+        )
+    return sorted(runs, key=lambda run: [int(p) if p.isdigit() else p for p in re.split(r"(\d+)", str(run))])
+
+
+def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
+    """The finished runs, and why each of the others is left out."""
+    runs, left_out = [], {}
+    for folder in folders:
+        summary = read_summary(folder)
+        if summary["status"] not in FINISHED:
+            left_out[str(folder)] = summary["status"]
+        elif summary["final_reward"] is None:
+            left_out[str(folder)] = "never evaluated"
+        elif not (folder / RECORDED_CONFIG).is_file():
+            left_out[str(folder)] = f"has no {RECORDED_CONFIG}"
+        else:
+            runs.append(Run(str(folder), summary))
+    return runs, left_out
+
+
+def end_of(folder: Path, iterations: int) -> str | None:
+    """The status of a run that ended as intended after this number of iterations; None if it was stopped before it
+    had written its results."""
+    summary = read_summary(folder)
+    ended = summary["status"] in FINISHED and summary.get("iterations") == iterations
+    return summary["status"] if ended else None
+
+
+def read_summary(folder: Path) -> dict[str, Any]:
+    """The content of summary.json; where it is missing or damaged, a ``status`` alone says so."""
+    if not (folder / "summary.json").is_file():
+        return {"status": "has no summary.json (yet)"}
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except (ValueError, RecursionError):  # endless brackets are a RecursionError
+        summary = None
+    whole = isinstance(summary, dict) and summary.keys() >= {"status", "final_reward", "evaluations", "config"}
+    return summary if whole else {"status": "its summary.json is damaged"}

@@ -1,0 +1,52 @@
+"""Results of tasks as JSON files and as tables on the terminal."""
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from solrl_lightning.artifacts.files import finite_only, write_atomically
+
+OK, SLOW, WRONG, SKIPPED = "ok", "slow", "wrong", "skipped"
+_WIDTH, _NAME, _STATUS = 100, 20, 9  # columns of a row and of its first two parts
+
+
+class Row(NamedTuple):
+    """The result of a check. ``slow``: works, and another option is faster; ``skipped``: not checked."""
+
+    check: str
+    status: str
+    found: str
+    way_out: str = ""
+    measured: Mapping[str, Any] | None = None
+
+
+def write_json(path: Path, facts: Mapping[str, Any]) -> None:
+    """Write ``facts`` as JSON; NaN and infinities become null."""
+    write_atomically(path, (json.dumps(finite_only(facts), indent=2) + "\n").encode())
+
+
+def format_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A table with names in the first column, aligned left, and values aligned right. None is a dash."""
+    cells = [list(columns), *([_cell(value) for value in row] for row in rows)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
+    lines = []
+    for row in cells:
+        padded = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        lines.append("  ".join(["", row[0].ljust(widths[0]), *padded]).rstrip())
+    return "\n".join(lines)
+
+
+def format_row(row: Row) -> str:
+    """The row in lines of at most ``_WIDTH`` characters; the way out starts a new line."""
+    parts = [row.found, *([f"-> {row.way_out}"] if row.way_out else [])]
+    indent = _NAME + _STATUS
+    lines = [line for part in parts for line in textwrap.wrap(part, _WIDTH - indent, break_on_hyphens=False)]
+    return f"{row.check:<{_NAME}}{row.status:<{_STATUS}}" + ("\n" + " " * indent).join(lines)
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)

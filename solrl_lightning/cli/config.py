@@ -1,0 +1,268 @@
+"""Composes a command line with Hydra and checks its names: groups, options and keys.
+
+``checks`` has the rules for values; ``run_folder`` and ``resume`` look at folders and checkpoints.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache, lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, ClassVar
+
+from hydra import compose, initialize_config_module
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException, OverrideParseException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from yaml import YAMLError
+
+from solrl_lightning.cli.console import first_lines
+from solrl_lightning.errors import UserError, did_you_mean, nearest
+
+CONFIG_MODULE = "solrl_lightning.conf"
+
+
+class _OwnOptions(SearchPathPlugin):
+    """Adds folders of the user's own to the places where an opened `ConfigTree` finds options."""
+
+    sources: ClassVar[tuple[str, ...]] = ()
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for source in self.sources:
+            search_path.append("command-line", source)  # Hydra's name for what --config-dir adds
+
+
+@lru_cache  # Hydra copies its sources at each call
+def _options(loader: ConfigLoader, group: str) -> list[str]:
+    return loader.get_group_options(group, ObjectType.CONFIG)
+
+
+class ConfigTree:
+    """The configuration tree of the package and of the folders of ``--config-dir`` and ``hydra.searchpath``.
+
+    A context manager that restores Hydra's global state on exit.
+    """
+
+    def __init__(self, config_name: str | None = None, config_dir: str | None = None) -> None:
+        self.config_name = config_name or "config"
+        self.sweeps = False
+        Plugins.instance().register(_OwnOptions)
+        self._context = initialize_config_module(CONFIG_MODULE, version_base="1.3")
+        if config_dir:
+            self.look_in([f"file://{Path(config_dir).resolve()}"])
+
+    def __enter__(self) -> "ConfigTree":
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        _OwnOptions.sources = ()
+        self._context.__exit__(*error)
+
+    @property
+    def loader(self) -> ConfigLoader:
+        return GlobalHydra.instance().config_loader()
+
+    @property
+    def own_sources(self) -> tuple[str, ...]:
+        """The places of options other than the package."""
+        return _OwnOptions.sources
+
+    def look_in(self, sources: Iterable[str]) -> None:
+        """Finds options in more places, written as in ``hydra.searchpath``: ``file://<folder>``."""
+        _OwnOptions.sources += tuple(sources)
+        GlobalHydra.instance().clear()
+        initialize_config_module(CONFIG_MODULE, version_base="1.3")
+
+    def groups(self) -> list[str]:
+        return [g for g in self.loader.get_group_options("", ObjectType.GROUP) if g != "hydra"]
+
+    def options(self, group: str) -> list[str]:
+        return _options(self.loader, group)
+
+    def parse(self, arguments: Iterable[str]) -> list[Override]:
+        """The overrides of a command line. UserError for an argument that is none."""
+        parser = OverridesParser.create(config_loader=self.loader)
+        overrides = []
+        for argument in arguments:
+            try:
+                overrides += parser.parse_overrides([argument])
+            except OverrideParseException as error:
+                raise UserError(self._unreadable(argument)) from error
+            if not overrides[-1].key_or_group:
+                raise UserError(self._unreadable(argument))
+        return overrides
+
+    def _unreadable(self, argument: str) -> str:
+        key, equals, value = argument.partition("=")
+        if not equals:
+            homes = [f"{group}={argument}" for group in self.groups() if argument in self.options(group)]
+            return f"Cannot read {argument!r}: an option is written key=value.{did_you_mean(homes)}"
+        if not argument.isprintable():
+            return f"Cannot read {argument!r}: it has characters that cannot be printed. Leave them out."
+        quoted = value.strip("'\"")
+        return (
+            f"Cannot read {argument!r}. Values with spaces, commas, brackets or = need quotes that survive the shell: "
+            f"""'{key}="{quoted}"'."""
+        )
+
+    def compose(self, arguments: Sequence[str]) -> DictConfig:
+        """The whole configuration, Hydra's own part included.
+
+        Raises:
+            UserError: for an option or a key that does not exist, or a file that Hydra cannot read.
+        """
+        try:
+            return compose(self.config_name, list(arguments), return_hydra_config=True)
+        except (YAMLError, UnicodeDecodeError) as error:
+            raise UserError(f"A YAML file of your own is invalid: {first_lines(error)}. Correct it.") from error
+        except (HydraException, ValueError) as error:
+            check_names(self, arguments)
+            raise UserError(first_lines(error)) from error
+
+    def jobs(self, arguments: Sequence[str], multirun: bool) -> list[DictConfig]:
+        """The configuration of every run that a command line starts; of a sweep, of every combination.
+
+        Only the combinations of Hydra's basic sweeper are known in advance. For another sweeper this is one job with
+        the first values that it may choose, and each of its jobs is checked when it starts (``__main__.run``).
+        """
+        overrides = self.parse(arguments)
+        if any(override.key_or_group == "run_dir" for override in overrides):
+            raise UserError("run_dir follows from the folder of the run. Set that with hydra.run.dir=<folder>.")
+        swept = [override for override in overrides if override.is_sweep_override()]
+        cfg = self.compose([str(override.input_line) for override in overrides if not override.is_sweep_override()])
+        self.sweeps = multirun or cfg.hydra.mode == RunMode.MULTIRUN
+        if not self.sweeps:
+            if swept:
+                raise UserError(f"{swept[0].input_line} gives several values. Add -m for a run of each.")
+            check_root(cfg, overrides)
+            return [cfg]
+        overrides = self.parse(f"{key}={value}" for key, value in (cfg.hydra.sweeper.get("params") or {}).items())
+        overrides += self.parse(arguments)
+        every = cfg.hydra.runtime.choices.get("hydra/sweeper") == "basic"
+        values = {override.get_key_element(): _swept(override, every) for override in overrides}
+        jobs = [self.compose(combination) for combination in itertools.product(*values.values())]
+        if not jobs:
+            raise UserError(f"A sweep needs at least one run; {' '.join(str(o.input_line) for o in swept)} names none.")
+        for job in jobs:
+            check_root(job, overrides)
+        return jobs
+
+
+def _swept(override: Override, every: bool) -> list[str]:
+    """The arguments that a sweep makes of ``override``: of ``every`` value, or of the first one."""
+    key, value = override.get_key_element(), override.value()
+    if not override.is_sweep_override():
+        return [str(override.input_line)]
+    if not isinstance(value, IntervalSweep):
+        return [f"{key}={each}" for each in override.sweep_string_iterator()][: None if every else 1]
+    if every:
+        raise UserError(
+            f"{override.input_line} is invalid: Hydra's basic sweeper needs a list. Give one, as in {key}=1,2."
+        )
+    return [f"{key}={value.start}"]
+
+
+def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
+    """The configuration of a task: that of ``ConfigTree.compose`` without Hydra's part, resolved for ``run_dir``."""
+    before = HydraConfig.instance().cfg
+    HydraConfig.instance().set_config(cfg)
+    try:
+        cfg = cfg.copy()
+        with open_dict(cfg):
+            cfg.run_dir = str(run_dir)
+            del cfg["hydra"]
+        OmegaConf.resolve(cfg)
+        OmegaConf.to_container(cfg, throw_on_missing=True)
+    finally:
+        HydraConfig.instance().cfg = before
+    return cfg
+
+
+# Names
+
+
+def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
+    """UserError for an option that its group does not have, or a key that the chosen options do not have."""
+    choices, values = [], []
+    for override in tree.parse(arguments):
+        if tree.options(override.key_or_group) and not isinstance(override.value(), dict):
+            _check_option(override, tree.options(override.key_or_group))
+            choices.append(str(override.input_line))
+        elif not (override.is_add() or override.is_force_add() or override.is_delete()):
+            values.append(override.key_or_group)
+    known = dict(_nodes(OmegaConf.to_container(tree.compose(choices), resolve=False))) if values else {}
+    for key in values:
+        if key not in known:
+            raise UserError(_unknown_key(key, known, tree.groups()))
+
+
+def _check_option(override: Override, options: list[str]) -> None:
+    group, value = override.key_or_group, override.value()
+    for option in value if isinstance(value, list) else [value]:
+        if option is None and not override.is_delete():
+            fix = f"Leave the group out with ~{group}, or use {' or '.join(options)}."
+            raise UserError(f"{group}=null is invalid. {fix}")
+        if option is not None and str(option) not in options:
+            near = did_you_mean([f"{group}={name}" for name in nearest(str(option), options)])
+            raise UserError(f"There is no {group} named {option!r}.{near} The options are {', '.join(options)}.")
+
+
+def _nodes(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The dotted key and the value of every node below ``tree``."""
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in items:
+        yield f"{prefix}{key}", value
+        yield from _nodes(value, f"{prefix}{key}.")
+
+
+def _suggestions(key: str, known: Iterable[str]) -> str:
+    named = [name for name in known if not any(part.startswith("_") or part.isdigit() for part in name.split("."))]
+    return did_you_mean(nearest(key, named))
+
+
+def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
+    parts = key.split(".")
+    for parent in itertools.accumulate(parts[:-1], lambda left, right: f"{left}.{right}"):
+        if known.get(parent, "") is None:
+            return f"There is no key {key} here: {parent} is null in the chosen {parts[0]}, so it has no keys."
+    ours = [name for name in known if (parts[0] == "hydra") == (name.partition(".")[0] == "hydra")]
+    near = _suggestions(key, [*ours, *groups] if parts[0] != "hydra" else ours)
+    if parts[0] in ("callbacks", "logger", "reward") and len(parts) > 2 and ".".join(parts[:2]) not in known:
+        members = [name.partition(".")[2] for name in ours if name.rpartition(".")[0] == parts[0]]
+        meant = [".".join([parts[0], name, *parts[2:]]) for name in nearest(parts[1], members)]
+        near = did_you_mean(meant) or f" {parts[0]} has {', '.join(members)}."
+    target = known.get(f"{key.rpartition('.')[0]}._target_")
+    adding = f" Write +{key}=<value> if {target} takes it." if target and parts[0] != "task" else ""
+    return f"There is no key {key}.{near}{adding} --help lists the common ones, --cfg job shows all."
+
+
+def check_root(cfg: DictConfig, overrides: Sequence[Override]) -> None:
+    """UserError for a key at the root that nothing reads, which ``+`` or a file of the user's own has added."""
+    for key in set(map(str, cfg)) - _root():
+        given = [o.input_line for o in overrides if o.key_or_group.replace("/", ".").partition(".")[0] == key]
+        culprit = " ".join(map(str, given)) or f"the key {key} in a file of your own"
+        if key == "experiment":
+            raise UserError(f"{culprit} is invalid: an experiment's file must begin with `# @package _global_`.")
+        known = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(_root() - {"hydra"})), resolve=False)
+        raise UserError(
+            f"{culprit} is invalid: {key} is neither a group nor a key of the configuration, so nothing reads it."
+            f"{_suggestions(key, dict(_nodes(known)))} --help lists both, --cfg job shows all keys."
+        )
+
+
+@cache
+def _root() -> frozenset[str]:
+    """The keys at the root of the package's configuration, groups among them."""
+    root: Any = OmegaConf.to_container(OmegaConf.create((files(CONFIG_MODULE) / "config.yaml").read_text()))
+    groups = {group for entry in root.pop("defaults") if isinstance(entry, dict) for group in entry}
+    return frozenset({*root, *groups} - {"experiment", "override hydra/help"})

@@ -1,0 +1,85 @@
+"""The console: errors in one line, and no messages of libraries that a user cannot act on."""
+
+import errno
+import logging
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from solrl_lightning.artifacts.run_folder import LAST
+from solrl_lightning.errors import CheckFailed, NonFiniteError, ServerError, UserError, WriteError
+
+EXPECTED = (UserError, NonFiniteError, WriteError, ServerError, CheckFailed)  # errors that a user can act on
+_CURES: dict[type[Exception], str] = {
+    WriteError: "Free space or make the folder writable",
+    ServerError: "Start or correct the server",
+}
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
+
+
+_NOTES = ("object_type=", "Config search path:", "provider=")  # of OmegaConf and Hydra
+
+
+def first_lines(error: Exception) -> str:
+    """A message of Hydra or OmegaConf in one line, without its notes on object types."""
+    lines = [line.strip() for line in (str(error) or str(error.__cause__)).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(_NOTES))
+
+
+def report_error(error: Exception, folder: Path | None = None) -> Exception:
+    """Prints and returns the cause that a user can act on, of the run in ``folder``; raises an error without one."""
+    causes: list[BaseException] = [error]
+    while (cause := causes[-1].__cause__) is not None:
+        causes.append(cause)
+    found = next((e for e in causes if isinstance(e, EXPECTED)), None)
+    io = next((e for e in causes if isinstance(e, OSError) and (e.filename or e.errno in _DISK_ERRORS)), None)
+    if found is None and io is not None:
+        file = io.filename or folder or "The run's folder"
+        ours = folder is not None and Path(file).absolute().is_relative_to(folder.absolute())
+        if ours or io.errno in _DISK_ERRORS:  # of TensorBoard, Hydra or logging
+            found = WriteError.of(file, io)
+        else:
+            found = UserError(f"{file}: {io.strerror}. Give a path that this user can read and write.")
+    if found is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):
+        found = UserError(first_lines(error))  # about an option of Hydra's
+    if found is None:
+        raise error
+    fix = ""
+    if type(found) in _CURES:
+        again = "give the same command again"
+        if folder is not None and (folder / LAST).is_file():
+            again = f"continue the run with ckpt=last hydra.run.dir={folder}"
+        elif folder is not None:
+            again = f"remove {folder} and {again}"
+        fix = f" {_CURES[type(found)]}, then {again}."
+    print(f"error: {found}{fix}", file=sys.stderr)
+    return found
+
+
+def silence_libraries() -> None:
+    """Hides messages of libraries that a user cannot act on. ``build.hide_loading_bars`` hides their bars."""
+    # Lightning 2.6 asks torch for a class that newer versions deprecate. Values are reduced over the ranks before they
+    # are logged. A resumed run has checkpoints in its folder; a run from the checkpoint of another has another folder.
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning)
+    warnings.filterwarnings("ignore", "It is recommended to use `self.log.*sync_dist=True")
+    warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
+    warnings.filterwarnings("ignore", "The dirpath has changed from")
+    # torchao registers classes in a way that torch deprecates, diffusers misses classes that newer versions of torchao
+    # do not have, and its AutoencoderTiny warns about a key that it has written itself.
+    quiet = "torch.utils._pytree diffusers.quantizers.torchao.torchao_quantizer diffusers.configuration_utils"
+    for name in quiet.split():
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("diffusers.models.modeling_utils").setLevel(logging.CRITICAL)  # it logs errors that it raises
+    logging.getLogger("huggingface_hub").propagate = False  # it prints messages that it logs
+    logging.raiseExceptions = False  # a full disk ends the run at its next file
+    threading.excepthook = _report_thread
+
+
+def _report_thread(args: threading.ExceptHookArgs) -> None:
+    """Prints the error of a thread, except one that the main thread raises too, as it does for TensorBoard's writer."""
+    if not (isinstance(args.exc_value, OSError) and args.exc_value.errno in _DISK_ERRORS):
+        threading.__excepthook__(args)

@@ -1,0 +1,137 @@
+"""Which process of a run this is, and a name for the run's folder that all of them find.
+
+Read from the environment, in the order of Lightning: torchrun, srun, jsrun, mpirun, its own launcher. Nothing heavy is
+loaded yet.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from datetime import datetime
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import open_dict, read_write
+
+from solrl_lightning.artifacts.run_folder import claimed
+from solrl_lightning.cli.resume import own_sources, searched
+from solrl_lightning.errors import UserError
+
+_RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+
+
+def is_first() -> bool:
+    """Whether this process starts the run: rank 0, the only one that checks and writes its folder."""
+    ranks = {  # torchrun numbers nodes by itself, whatever srun calls them
+        _torchrun: ["RANK"],
+        _srun: ["SLURM_PROCID"],
+        _jsrun: ["JSM_NAMESPACE_RANK"],
+        _mpirun: ["OMPI_COMM_WORLD_RANK", "PMI_RANK"],
+    }
+    alone = ["RANK", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"]
+    names = next((names for is_launcher, names in ranks.items() if is_launcher()), alone)
+    return all(int(os.environ.get(name, "0")) == 0 for name in names)
+
+
+def ranks_here() -> int:
+    """The ranks that another program has started on this machine and that share the cores where this process may run.
+
+    SLURM gives a task cores of its own, or none: then it sees all that the job has on this machine.
+    """
+    if _srun():
+        on_node = int(os.environ.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
+        bound = sys.platform == "linux" and len(os.sched_getaffinity(0)) < on_node
+        tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
+        return 1 if bound else int(re.split(r"\D", tasks)[0])  # as 8(x2) or 8,4
+    local = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # torchrun, Open MPI, MPICH
+    return next((int(os.environ[name]) for name in local if name in os.environ), 1)
+
+
+@cache  # ``__main__.main`` clears it
+def launched(pattern: str) -> str:
+    """The time of this command as ``pattern`` says, equal in all ranks of torchrun; under srun the SLURM job's id."""
+    if _torchrun():
+        return _time_of_first(pattern)
+    if _srun() and int(os.environ["SLURM_NTASKS"]) > 1:
+        step, restarts = os.environ.get("SLURM_STEP_ID", "0"), os.environ.get("SLURM_RESTART_COUNT", "0")
+        return f"slurm-{os.environ['SLURM_JOB_ID']}.{step}" + (f"-restart{restarts}" if restarts != "0" else "")
+    return datetime.now().strftime(pattern)
+
+
+def check_launched(folders: str, num_nodes: int) -> None:
+    """UserError if ``folders``, uninterpolated, have a name on which the ranks cannot agree."""
+    if "${launched:" not in folders:
+        return
+    way_out = "Name one for all with hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>."
+    if _torchrun() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        raise UserError(f"torchrun without a store of its own lets the ranks of a run agree on no folder. {way_out}")
+    if _torchrun() or _srun():
+        return
+    if _jsrun() or _mpirun():
+        raise UserError(f"jsrun and mpirun let the ranks of a run agree on no folder. {way_out}")
+    if num_nodes > 1:
+        raise UserError(
+            f"trainer.num_nodes={num_nodes} is invalid without a folder: on nodes where neither torchrun nor srun "
+            f"starts the ranks, every command would choose its own. {way_out}"
+        )
+
+
+def _torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
+
+
+def _srun() -> bool:
+    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+
+
+def _jsrun() -> bool:
+    return {"LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"} <= os.environ.keys()
+
+
+def _mpirun() -> bool:
+    """Whether Open MPI, MPICH or Intel MPI started several processes; Lightning knows of them by mpi4py."""
+    sizes = (os.environ.get(name, "1") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    return find_spec("mpi4py") is not None and any(int(size) > 1 for size in sizes)
+
+
+def _time_of_first(pattern: str) -> str:
+    from torch.distributed import PrefixStore, TCPStore  # here: only ranks of torchrun need it
+
+    server = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    store = PrefixStore(f"solrl_lightning/{os.environ['TORCHELASTIC_RESTART_COUNT']}", server)
+    if is_first():
+        store.set(pattern, datetime.now().strftime(pattern))
+    return store.get(pattern).decode()
+
+
+@contextmanager
+def isolated_sweep_job(folder: Path) -> Iterator[None]:
+    """Makes a sweep job look like a standalone run in ``folder`` to Lightning's launcher.
+
+    Lightning starts further ranks with the program and the command line of this process, in ``hydra.run.dir``, and
+    leaves its rank variables in the environment, where the next job would read them.
+    """
+    from torch import distributed  # --help and mistakes do without
+
+    settings: Any = HydraConfig.get()
+    with read_write(settings), open_dict(settings):
+        settings.run.dir = settings.runtime.output_dir
+    program = sys.modules["__main__"]
+    spec, arguments, environment = program.__spec__, sys.argv[1:], dict(os.environ)
+    program.__spec__ = find_spec("solrl_lightning.__main__")
+    sys.argv[1:] = [*settings.overrides.task, *searched(own_sources(settings))]
+    try:
+        with claimed(folder, new=False) if is_first() else nullcontext():
+            yield
+    finally:
+        program.__spec__ = spec
+        sys.argv[1:] = arguments
+        for name in _RANK_VARIABLES - environment.keys():
+            os.environ.pop(name, None)
+        if distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()

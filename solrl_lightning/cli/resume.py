@@ -1,0 +1,298 @@
+"""``ckpt=``: a run resumes with the overrides that it recorded, and those of the new command line on top.
+
+A run records its overrides in ``.hydra/overrides.yaml``. In its own folder only `RESUMABLE_KEYS` may change, and the
+record is replaced once training has started (``run_folder.commit_overrides``).
+"""
+
+import zipfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free
+from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.errors import UserError
+
+OUTPUTS = Path("outputs")
+# In the folder of a run these keys and those below them may change: its length, what watches it, and how it is
+# computed. Another change makes it another experiment.
+RESUMABLE_KEYS = (
+    "iterations evaluation callbacks trainer logger hydra task ckpt family.compile compile_training precision.backend "
+    "model.rollout_batch model.micro_batch model.decode_batch model.gradient_checkpointing model.pretrained "
+    "model.embeddings data.eval data.eval_prompts data.eval_images reward.http.url reward.http.concurrency "
+    "reward.http.timeout reward.http.retries reward.http.backoff"
+).split()
+
+
+class Resumed(NamedTuple):
+    """A command line with its checkpoint resolved."""
+
+    arguments: list[str]
+    checkpoint: Path | None = None
+    folder: Path | None = None  # absolute, of the run that resumes or begins again in place
+    training: bool = False
+    message: str = ""
+    requeued: bool = False  # a run that has finished is then no error
+
+
+def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resumed:
+    """Resolves ``ckpt=``: finds the file, and puts the overrides that its run recorded before those given.
+
+    Training from ``ckpt=last`` and ``ckpt=auto`` resumes in the same folder; every other use of a checkpoint gets a new
+    folder. ``ckpt=auto`` begins the run if its folder has no checkpoint.
+    """
+    given = tree.parse(arguments)
+    chosen = [override for override in given if override.key_or_group == "ckpt"]
+    if not chosen or chosen[-1].value() in (None, "null"):
+        return Resumed(list(arguments))
+    if chosen[-1].is_sweep_override():
+        raise UserError(f"{chosen[-1].input_line} is invalid: ckpt takes one file. Start a run for each.")
+    value = str(chosen[-1].value())
+    if value in ("last", "auto") and multirun:
+        raise UserError(f"ckpt={value} continues one run, so it does not go with -m. Name the file with ckpt=<file>.")
+    training = all(override.value() == "train" for override in given if override.key_or_group == "task")
+    folder = next((Path(str(o.value())) for o in reversed(given) if o.key_or_group == "hydra.run.dir"), None)
+    if value == "auto":
+        folder = _stable_folder(tree, given, training)
+        if not (folder / LAST).is_file():
+            return _begin(tree, given, folder)
+    if value in ("last", "auto") and training and folder is not None:
+        checkpoint = _last_checkpoint(folder)
+    elif value in ("last", "best"):
+        checkpoint = _newest_checkpoint(LAST if value == "last" else BEST)
+    else:
+        checkpoint = Path(value)
+    check_checkpoint(checkpoint)
+    source = checkpoint.resolve().parent.parent
+    own_folder = value in ("last", "auto") or (value != "best" and folder is not None and folder.resolve() == source)
+    in_place = training and not multirun and own_folder
+
+    recorded = (source / RECORD / "overrides.yaml").is_file()
+    if training and not recorded:
+        raise UserError(
+            f"ckpt={checkpoint} is invalid: training resumes with the recorded options of the checkpoint's run, and "
+            f"{source / RECORD} has none. Use the file in its run folder, or copy the whole folder."
+        )
+    sources = [] if tree.own_sources else _recorded_sources(source)
+    tree.look_in(sources)
+    own = [o for o in given if o.key_or_group not in ("ckpt", "hydra.run.dir")]
+    new_keys = {o.key_or_group for o in own}
+    # Another task has other keys; ckpt is the new one's.
+    begun = [
+        o
+        for o in _recorded_overrides(tree, source)
+        if o.key_or_group not in ("ckpt", "task") and (training or not o.key_or_group.startswith("task."))
+    ]
+    lines = [str(o.input_line) for o in begun if o.key_or_group not in new_keys] + [str(o.input_line) for o in own]
+    merged = [*searched(sources), *lines, f"ckpt={_quoted(checkpoint.resolve())}"]
+    if in_place:
+        _check_resumable(tree, source, checkpoint, begun, own, lines)
+        # First, so that a further rank's own hydra.output_subdir=null, which keeps it from writing, wins.
+        merged.insert(0, f"hydra.output_subdir={NEXT_RECORD.as_posix()}")
+    if home := source if in_place else folder:
+        merged.append(f"hydra.run.dir={_quoted(home)}")
+    taken = _listed([*searched(sources), *begun]) if recorded else "not known, because its folder has no record"
+    message = (
+        f"{'continuing' if in_place else 'from'} {checkpoint}, with the overrides of its run: {taken}; "
+        f"overridden here: {_listed(own)}"
+    )
+    return Resumed(merged, checkpoint, source if in_place else None, training, message, value == "auto")
+
+
+def _stable_folder(tree: ConfigTree, given: list[Override], training: bool) -> Path:
+    """The run's folder for ``ckpt=auto``, which must be the same when the command is given again."""
+    if not training:
+        raise UserError(
+            "ckpt=auto is invalid: it continues a training run. Use ckpt=last or ckpt=best for other tasks."
+        )
+    cfg = tree.compose([str(o.input_line) for o in given if o.key_or_group != "ckpt"])
+    pattern: Any = OmegaConf.to_container(cfg.hydra.run, resolve=False)
+    if "${launched:" in pattern["dir"] or "${now:" in pattern["dir"]:
+        raise UserError(
+            "ckpt=auto is invalid: it needs a folder that the same command finds again, and this one's name has the "
+            "time in it. Name one with hydra.run.dir=<folder>."
+        )
+    return Path(cfg.hydra.run.dir)
+
+
+def _begin(tree: ConfigTree, given: list[Override], folder: Path) -> Resumed:
+    """Start a run in a folder that has no checkpoint, also in what the same command left when it was killed."""
+    lines = [str(o.input_line) for o in given if o.key_or_group != "ckpt"]
+    begun = [str(o.input_line) for o in _recorded_overrides(tree, folder)]
+    same = bool(begun) and begun == [line for line in lines if not line.startswith("hydra.")]
+    message = f"ckpt=auto: {folder} has no checkpoint, so the run begins"
+    return Resumed(lines, folder=folder.resolve() if same else None, training=True, message=message)
+
+
+def _last_checkpoint(folder: Path) -> Path:
+    if not (folder / LAST).is_file():
+        check_free(folder)
+        raise UserError(
+            f"ckpt=last continues the run in {folder}, which has no {LAST}: it was stopped before its first "
+            f"checkpoint. Remove {folder} and give the command that started it again."
+        )
+    return folder / LAST
+
+
+def _newest_checkpoint(name: Path) -> Path:
+    """The checkpoint ``name`` of the newest run under outputs/ that has one."""
+    found = list(OUTPUTS.rglob(str(name)))
+    if not found:
+        raise UserError(
+            f"ckpt={name.stem} takes the newest run that has {name}; there is none under {OUTPUTS.resolve()}. "
+            "Change to the folder where it was started, or name a file with ckpt=<file>."
+        )
+    return max(found, key=lambda file: file.stat().st_mtime)
+
+
+def _check_resumable(
+    tree: ConfigTree, folder: Path, checkpoint: Path, begun: list[Override], own: list[Override], lines: list[str]
+) -> None:
+    """UserError if an override of ``own`` changes a key that must stay fixed when the run in ``folder`` resumes.
+
+    A key is changed if it is written in another way and has another value: neither a value that only follows another
+    key, nor a default that is written out, is a change.
+    """
+    recorded = [str(o.input_line) for o in begun]
+    fresh = [o for o in own if o.input_line not in recorded and not o.is_sweep_override()]
+    suspects = [o for o in fresh if not is_subkey(_dotted(o), *RESUMABLE_KEYS)]
+    if not suspects:
+        return
+    configs = [tree.compose(recorded), tree.compose([o for o in lines if not tree.parse([o])[0].is_sweep_override()])]
+    written = _unequal(*(leaves(OmegaConf.to_container(cfg, resolve=False)) for cfg in configs))
+    resolved = _unequal(*(leaves(OmegaConf.to_container(application_config(cfg, folder))) for cfg in configs))
+    changed = sorted(key for key in written & resolved if not is_subkey(key, *RESUMABLE_KEYS))
+    if changed:
+        named = [
+            o for o in suspects if is_subkey(_dotted(o), *changed) or any(is_subkey(k, _dotted(o)) for k in changed)
+        ]
+        culprits = _listed(named or suspects)  # an experiment changes keys of any name
+        examples = f"{', '.join(changed[:3])}{' and more' if len(changed) > 3 else ''}"
+        raise UserError(
+            f"Cannot resume {folder}: {culprits} changes {examples}. Leave it out, or start a new folder from that "
+            f"state: ckpt={checkpoint} {culprits}. Keys that may change: {', '.join(RESUMABLE_KEYS)}."
+        )
+
+
+def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value; a list is one value."""
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    return found
+
+
+def is_subkey(key: str, *roots: str) -> bool:
+    """Whether ``key`` is one of ``roots`` or below one."""
+    return any(key == root or key.startswith(f"{root}.") for root in roots)
+
+
+def _unequal(first: dict[str, Any], second: dict[str, Any]) -> set[str]:
+    absent = object()
+    return {key for key in first.keys() | second.keys() if first.get(key, absent) != second.get(key, absent)}
+
+
+def _dotted(override: Override) -> str:
+    return override.key_or_group.replace("/", ".")
+
+
+def _listed(overrides: Iterable[Override | str]) -> str:
+    return " ".join(o if isinstance(o, str) else str(o.input_line) for o in overrides) or "nothing"
+
+
+# What a run has recorded
+
+
+def _recorded_overrides(tree: ConfigTree, folder: Path) -> list[Override]:
+    file = folder / RECORD / "overrides.yaml"
+    return tree.parse(map(str, _read_record(file, ListConfig))) if file.is_file() else []
+
+
+def _recorded_sources(folder: Path) -> list[str]:
+    """Where the run in ``folder`` had options of its user's from."""
+    file = folder / RECORD / "hydra.yaml"
+    sources = own_sources(_read_record(file, DictConfig).hydra) if file.is_file() else []
+    for source in sources:
+        if source.startswith("file://") and not Path(source[7:]).is_dir():
+            raise UserError(
+                f"The run in {folder} had options from the folder {source[7:]}, which does not exist. Name their "
+                "folder with --config-dir <folder>."
+            )
+    return sources
+
+
+def _read_record(file: Path, kind: type[ListConfig] | type[DictConfig]) -> Any:
+    try:
+        record = OmegaConf.load(file)
+        damaged = "" if isinstance(record, kind) and (kind is ListConfig or "hydra" in record) else "unexpected content"
+    except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:  # OSError for a number
+        damaged = " ".join(str(error).split())
+    if damaged:
+        raise UserError(
+            f"{file}, the record of the run's command line, is damaged: {damaged}. Restore it; or remove it, and give "
+            "all of that command line beside ckpt."
+        )
+    return record
+
+
+def own_sources(hydra: DictConfig) -> list[str]:
+    """Where Hydra, of this configuration, looked for options beside the package and itself."""
+    return [
+        f"file://{Path(hydra.runtime.cwd) / source.path}"
+        if source.schema == "file"
+        else f"{source.schema}://{source.path}"
+        for source in hydra.runtime.config_sources
+        if "command-line" in source.provider
+    ]
+
+
+def searched(sources: Sequence[str]) -> list[str]:
+    """The override that makes Hydra look for options in ``sources``, if there are any."""
+    return [f"hydra.searchpath=[{','.join(map(_quoted, sources))}]"] if sources else []
+
+
+def _quoted(path: Path | str) -> str:
+    """A path as a value of Hydra's grammar."""
+    escaped = str(path).replace("'", "\\'")
+    return f"'{escaped}'"
+
+
+# Checkpoints
+
+
+def check_checkpoint(file: Path) -> None:
+    """UserError for a file that is missing or damaged. Unpickles nothing."""
+    if not file.is_file():
+        raise UserError(f"ckpt={file} is invalid: there is no file {file}. Name a checkpoint file, or use ckpt=last.")
+    try:
+        with zipfile.ZipFile(file) as archive:
+            damaged = archive.testzip()  # torch.load with mmap reads no checksums
+    except (zipfile.BadZipFile, EOFError, OSError) as error:
+        raise UserError(
+            f"The checkpoint {file} is damaged or cut short ({error}). Take another checkpoint, or start the run again."
+        ) from error
+    if damaged:
+        raise UserError(f"The checkpoint {file} is damaged at {damaged}. Take another one, or start the run again.")
+
+
+def check_contents(ckpt: Path) -> int:
+    """The iteration that a checkpoint was written after; UserError for a file with other contents."""
+    from solrl_lightning.artifacts.files import iterations_done, read_checkpoint  # imports torch
+
+    return iterations_done(read_checkpoint(ckpt))
+
+
+def check_iterations_left(ckpt: Path, done: int, iterations: int) -> None:
+    """UserError for a checkpoint whose run has done ``iterations``."""
+    if done >= iterations:
+        raise UserError(
+            f"iterations={iterations} is invalid: a resumed run needs iterations left to do, and {ckpt} has done "
+            f"{done}. Raise it, as in iterations={done + 10}, or write the LoRA with task=export ckpt={ckpt}."
+        )

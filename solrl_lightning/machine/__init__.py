@@ -1,0 +1,1 @@
+"""What a process knows of its machine: threads, memory, versions."""

@@ -1,0 +1,150 @@
+"""Rows of task=doctor that compare PyTorch's attention kernels on the model's shapes.
+
+Shapes: B images, H heads, Q queries, K keys, D numbers of a head.
+"""
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
+from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.sizing.doctor_shadow import format_seconds, least_seconds
+from solrl_lightning.sizing.plan_trace import FusedAttention
+
+Shape = tuple[int, int, int, int]  # H, Q, K, D
+
+_KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+}
+_COMPARED = 64  # queries that are compared with the exact result
+_TOLERANCE = 2**-6  # of the largest output; BF16 rounds probabilities and outputs by 2^-9
+_SLOW = 1.15  # times the fastest kernel
+
+
+class _Recorder(FusedAttention):
+    """Records the shapes of attention, each once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: dict[Shape, None] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is scaled_dot_product_attention:
+            query, key = args[:2] if args else (kwargs["query"], kwargs["key"])
+            self.shapes[query.shape[1], query.shape[2], key.shape[2], query.shape[3]] = None
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+@torch.no_grad()
+def shapes_of(policy: PipelineAdapter) -> list[Shape]:
+    """Return the different shapes of attention in a forward pass of a policy on ``meta``."""
+    x = policy.noise(torch.zeros(1, dtype=torch.int64))
+    with _Recorder() as recorder:
+        policy.velocity(policy.transformer, x, torch.ones(1, device=policy.device), policy.encode(["a prompt"]))
+    return list(recorder.shapes)
+
+
+def attention(shapes: Iterable[Shape], batches: tuple[int, int], device: torch.device) -> Iterator[Row]:
+    """Yield a row for each shape: seconds of the kernel that PyTorch takes and of each that it has, and their errors.
+
+    Args:
+        batches: images of a forward pass that samples, and of a forward and backward pass that trains.
+    """
+    for heads, queries, keys, size in shapes:
+        sampled, trained = (_operands((batch, heads, queries, keys, size), device) for batch in batches)
+        kernels: dict[str, Callable[..., Tensor]] = {"chosen": scaled_dot_product_attention}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # PyTorch says why it has no kernel
+            for name, backend in _KERNELS.items():
+                run = partial(_with_kernel, backend)
+                if _has(run, sampled):
+                    kernels[name] = run
+            errors = {name: _error(kernel, sampled) for name, kernel in kernels.items()}
+            seconds = {
+                "sampling": least_seconds({n: partial(_sample, k, sampled) for n, k in kernels.items()}, device),
+                "training": least_seconds({n: partial(_train, k, trained) for n, k in kernels.items()}, device),
+            }
+            finite = {name: _train(kernel, trained) for name, kernel in kernels.items()}
+        yield judge(f"attention {heads}x{queries}x{size}", seconds, errors, finite)
+
+
+def judge(
+    check: str, seconds: dict[str, dict[str, float]], errors: dict[str, float], finite: dict[str, bool]
+) -> Row:
+    """Return a row: wrong if the chosen kernel is, slow if another one is faster.
+
+    Args:
+        seconds: sampling and training -> kernel -> seconds.
+        errors: kernel -> largest error relative to the largest output.
+        finite: kernel -> whether all gradients are.
+    """
+    parts = [
+        f"{what}: " + ", ".join(f"{name} {format_seconds(value)}" for name, value in kernels.items())
+        for what, kernels in seconds.items()
+    ]
+    faulty = [name for name in errors if not (errors[name] <= _TOLERANCE and finite[name])]
+    if faulty:
+        parts.append(f"{', '.join(faulty)}: wrong results or gradients that are not finite")
+    measured = {"seconds": seconds, "errors": errors, "finite_gradients": finite}
+    report = "a report of this with doctor.json"
+    if "chosen" in faulty:
+        return Row(check, WRONG, "; ".join(parts), report, measured)
+    fastest = {
+        what: min((name for name in kernels if name not in faulty), key=kernels.__getitem__)
+        for what, kernels in seconds.items()
+    }
+    slow = any(kernels["chosen"] > _SLOW * kernels[fastest[what]] for what, kernels in seconds.items())
+    return Row(check, SLOW if slow else OK, "; ".join(parts), report if slow else "", measured)
+
+
+def _operands(shape: tuple[int, int, int, int, int], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    batch, heads, queries, keys, size = shape
+
+    def random(tokens: int) -> Tensor:
+        return torch.randn(batch, heads, tokens, size, device=device, dtype=torch.bfloat16, requires_grad=True)
+
+    return random(queries), random(keys), random(keys)
+
+
+def _with_kernel(backend: SDPBackend, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(query, key, value)
+
+
+def _has(kernel: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> bool:
+    """Whether PyTorch has this kernel for the device and the shape."""
+    try:
+        _sample(kernel, operands)
+    except RuntimeError:
+        return False
+    return True
+
+
+@torch.no_grad()
+def _sample(kernel: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> Tensor:
+    return kernel(*operands)
+
+
+def _train(kernel: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> bool:
+    """Run forward and backward, and return whether all gradients are finite."""
+    gradients = torch.autograd.grad(kernel(*operands).sum(), operands)
+    return all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+
+@torch.no_grad()
+def _error(kernel: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> float:
+    """Largest error of one image's first queries relative to the largest output, against softmax(q k^T / sqrt(D)) v."""
+    query, key, value = (operand[:1].float() for operand in operands)
+    query = query[:, :, :_COMPARED]
+    exact = (query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5).softmax(-1) @ value
+    result = kernel(*operands)[:1, :, :_COMPARED].float()
+    return ((result - exact).abs().max() / exact.abs().max()).item()

@@ -1,0 +1,158 @@
+"""Bytes of a run on one device, and the options with which it fits a card.
+
+Not counted: reward models, because only their files have their size; the text encoders' activations; CUDA and the
+allocator. ``task.reserve`` leaves room for them.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain, product
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from solrl_lightning.policies.architectures import Architecture, build_component
+from solrl_lightning.rollout.stage import Stage, candidates
+from solrl_lightning.sizing.plan_trace import CHECKPOINTING
+
+STORAGE_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4.127}
+"""Bits of a weight in ``base_weights``; int8's row scales add less than 0.04."""
+
+_FEWEST_ROWS = 3
+"""Micro-batches below this are the last resort, with all blocks recomputed: small products leave a GPU idle."""
+
+
+Options = Mapping[str, Any]
+"""The value of each of ``OPTIONS``, which determine a run's memory; ``family`` is null for the run's own."""
+
+OPTIONS = (
+    "family",
+    "base_weights",
+    "encode_on",
+    "model.gradient_checkpointing",
+    "model.micro_batch",
+    "model.rollout_batch",
+    "model.decode_batch",
+)
+
+
+class Latents(NamedTuple):
+    """Bytes of the candidates' float32 latents on one device."""
+
+    sampling: int  # of the stage that has most, when its last chunk is sampled
+    joining: int  # for a moment after a stage, which has no activations then
+    kept: int  # of the samples to train on, until those of the next iteration
+
+
+class Footprint(NamedTuple):
+    """Bytes on one device."""
+
+    policy: Mapping[str, int]  # by base_weights
+    shadow: int  # 0 if the family has none
+    others: int  # merged replica, adapters, their gradients and moments, autoencoder
+    text_encoders: int
+    training: Mapping[bool | str, int]  # activations of a row, by gradient_checkpointing
+    sampling: int  # activations of a candidate
+    decoding: int  # activations of an image
+    latents: Mapping[str | None, Latents]  # by the option ``family``
+
+    def peak(self, options: Options) -> int:
+        """Bytes of the weights and of the stage that needs most; decoding overlaps with sampling."""
+        family, base_weights, encode_on, recomputed, rows, sampled, images = (options[key] for key in OPTIONS)
+        held = self.policy[base_weights] + self.others + (self.shadow if family is None else 0)
+        encoding = self.text_encoders if encode_on == "device" else 0
+        latents = self.latents[family]
+        rollout = max(sampled * self.sampling + images * self.decoding + latents.sampling, latents.joining)
+        return held + latents.kept + max(encoding, rows * self.training[recomputed], rollout)
+
+
+def fit(footprint: Footprint, most: Options, room: int) -> Options:
+    """Return the first options that need at most ``room`` bytes, or those that need least if none fit.
+
+    Order of preference: weights in BF16 or int8 with a shadow, then without, then nf4; text encoders on the device; no
+    recomputation rather than a large micro-batch; large rollout batches, then large decoding batches. No batch exceeds
+    the one in ``most``.
+    """
+    storages = list(STORAGE_BITS)[list(STORAGE_BITS).index(most["base_weights"]) :]
+    families = [None, "prefix"] if footprint.shadow else [None]
+    weights = [*product(families, [name for name in storages if name != "nf4"]), *product(families, ["nf4"])]
+    rows, sampled, images = (halvings(most[key]) for key in OPTIONS[-3:])
+    enough = [n for n in rows if n >= min(_FEWEST_ROWS, rows[0])]
+    training = [*product(CHECKPOINTING, enough), *product([True], rows)]
+    tried: list[Options] = [
+        dict(zip(OPTIONS, (*stored, device, *trained, *batches), strict=True))
+        for stored, device, trained, batches in product(
+            weights, ("device", "cpu"), training, list(product(sampled, images))
+        )
+    ]
+    peaks = [footprint.peak(options) for options in tried]
+    fitting = (options for options, peak in zip(tried, peaks, strict=True) if peak <= room)
+    return next(fitting, tried[peaks.index(min(peaks))])
+
+
+def halvings(number: int) -> list[int]:
+    """``number``, its half rounded down, and so on to 1."""
+    return [number >> shift for shift in range(number.bit_length())]
+
+
+def overrides(options: Options, most: Options) -> list[str]:
+    """The command-line arguments that change ``most`` into ``options``."""
+    return [f"{key}={str(value).lower()}" for key, value in options.items() if value != most[key]]
+
+
+# Latents
+
+
+def latent_bytes(stages: Sequence[Stage], pool: int, keep: int, transitions: int, one: int) -> Latents:
+    """Bytes of all candidates' latents in an iteration, if one candidate's are ``one``.
+
+    A stage holds x and x0 of each candidate, which are one tensor at the end of a trajectory without noise, and the
+    path of ``transitions`` recorded steps. It joins the chunks of each into a new tensor. The first stage's pool stays
+    until the last selection, and a stage's kept candidates during the next one.
+    """
+    path = transitions + 1 if transitions else 0
+    counts = candidates(stages, pool)
+    sampling = joining = pool_held = previous = 0
+    for number, (stage, count) in enumerate(zip(stages, counts, strict=True)):
+        recorded = path if stage is stages[-1] else 0
+        tensors = recorded + (1 if stage.stop_step is None and not recorded else 2)
+        before = pool_held + previous * count
+        sampling = max(sampling, before + count * tensors)
+        joining = max(joining, before + count * (tensors + 2 + recorded))
+        previous = tensors
+        if number == 0:
+            pool_held = count * tensors
+    return Latents(sampling * one, joining * one, keep * (1 + path) * one)
+
+
+# Weights
+
+
+def bytes_of(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers."""
+    return sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers()))
+
+
+def replica_bytes(
+    weights: Mapping[str, Tensor], adapted: Collection[str], quantized: Collection[str] = (), bits: float = 16
+) -> int:
+    """Bytes of the ``weights`` that a replica owns: the quantised ones at ``bits``, and others that LoRA adapts."""
+    packed = sum(weights[name].numel() for name in quantized) * bits / 8
+    own = sum(weights[name].nbytes for name in adapted if name not in quantized)
+    return math.ceil(packed) + own
+
+
+def stored_bytes(whole: int, layers: Iterable[nn.Linear]) -> dict[str, int]:
+    """Bytes of a transformer of ``whole`` bytes whose frozen ``layers`` are stored, by ``base_weights``."""
+    weights = [layer.weight for layer in layers]
+    others, stored = whole - sum(weight.nbytes for weight in weights), sum(weight.numel() for weight in weights)
+    return {name: others + math.ceil(stored * bits / 8) for name, bits in STORAGE_BITS.items()} | {"bfloat16": whole}
+
+
+def encoder_bytes(architecture: Architecture, dtypes: Mapping[str, torch.dtype]) -> int:
+    """Bytes of the text encoders in their dtypes."""
+    parts = {name: part for name, part in architecture.components.items() if name.startswith("text_encoder")}
+    return sum(
+        bytes_of(build_component(part, "meta", dtypes.get(name, dtypes["default"]))) for name, part in parts.items()
+    )

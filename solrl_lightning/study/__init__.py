@@ -1,0 +1,1 @@
+"""What finished runs show: curves, comparisons, reports."""

@@ -1,0 +1,126 @@
+"""Learning curves of groups of runs, drawn: reward against iterations, seconds and model evaluations."""
+
+import io
+import textwrap
+from collections.abc import Mapping, Sequence
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from solrl_lightning.study.run_groups import COSTS, Group
+from solrl_lightning.study.svg_charts import FEW, ITERATIONS, Chart, Series, cost_axis, draw_chart, looks
+
+_WIDTH, _DPI = 10, 160  # inches, pixels per inch: text is legible at half the size
+_INK, _GRID = "#1c2024", "#d9dee3"
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c0568f", "#b07d00", "#3594cc", "#7f3c8d")  # after Okabe and Ito
+_TITLE, _LEGEND = 110, 128  # characters in a row
+
+
+def known_costs(groups: Sequence[Group]) -> list[str]:
+    """The costs that a group has a curve of."""
+    return [cost for cost in COSTS if any(cost in group.curves for group in groups)]
+
+
+def series_of(groups: Sequence[Group], cost: str, reference: str) -> tuple[list[Series], str, float]:
+    """Return the mean of each group with the range of its seeds against a cost, and the axis's label and divisor."""
+    label, scale = cost_axis(cost, max(group.curves[cost].cost[-1] for group in groups if cost in group.curves))
+    series = []
+    for group in groups:
+        curve = group.curves.get(cost)
+        x = [at / scale for at in curve.cost] if curve else []
+        seeds = [list(rewards.values()) for rewards in curve.rewards] if curve else []
+        low, high = ([*map(limit, seeds)] for limit in (min, max))
+        is_reference = group.name == reference and len(groups) > 1
+        series.append(Series(group.label, x, [*map(fmean, seeds)], low, high, is_reference))
+    return series, label, scale
+
+
+def curve_chart(groups: Sequence[Group], cost: str, result: Mapping[str, Any]) -> Chart:
+    """Return the chart of a cost for a page."""
+    series, label, _ = series_of(groups, cost, result["reference"])
+    title = f"{result['reward']} reward by {label}"
+    if len(groups) == 1:
+        return draw_chart(title, series, label)
+    note = "dashed: the final reward of the reference"
+    return draw_chart(title, series, label, level=result["target"], note=note)
+
+
+def _plot(axes: Axes, series: Sequence[Series], x_label: str, level: float | None = None) -> list[Line2D]:
+    """Draw the series, and a dashed line at the y ``level``, and return the line of each series."""
+    lines, band = [], 0.16 if len(series) < 4 else 0.07
+    for line, (number, dashes) in zip(series, looks(series), strict=True):
+        colour = _INK if number is None else _COLOURS[number]
+        style: Any = (0, tuple(map(float, dashes.split()))) if dashes else "-"
+        marker = "o" if len(line.x) <= FEW else None
+        lines += axes.plot(line.x, line.y, color=colour, linestyle=style, linewidth=2, marker=marker, markersize=3)
+        if line.low:
+            axes.fill_between(line.x, line.low, line.high, color=colour, alpha=band, linewidth=0)
+    if level is not None:
+        axes.axhline(level, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_xlabel(x_label, color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=x_label == ITERATIONS))
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.ticklabel_format(useOffset=False)
+    axes.tick_params(color=_GRID, labelcolor=_INK)
+    axes.grid(color=_GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.spines["bottom"].set_color(_GRID)
+    return lines
+
+
+def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
+    """Return a PNG file with a panel for every cost that a run has; ``result`` is the content of compare.json.
+
+    With several groups, a dashed line shows the target, and dots where the means reach it.
+    """
+    several, target, panels = len(groups) > 1, result["target"], known_costs(groups)
+    longest = max((group.curves["seconds"].cost[-1] for group in groups if "seconds" in group.curves), default=0)
+    reached = [_reached(facts, longest) for facts in result["groups"]]
+    texts = [
+        textwrap.fill(group.label + (text if several else ""), _LEGEND)
+        for group, (_, text) in zip(groups, reached, strict=True)
+    ]
+    columns = max(1, min(4, len(groups), _LEGEND // (max(map(len, texts)) + 4)))
+    height = 3.9 + 0.2 * -(-len(groups) // columns)
+    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
+    lines = []
+    for panel, cost in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
+        series, label, scale = series_of(groups, cost, result["reference"])
+        lines = _plot(panel, series, label, target if several else None)
+        for line, facts in zip(lines, result["groups"], strict=True):
+            at = facts["to_reference"][cost]
+            if several and at and at["mean"] is not None:
+                panel.scatter([at["mean"] / scale], [target], 50, line.get_color(), edgecolors="white", zorder=4)
+    figure.axes[0].set_ylabel(f"held-out {result['reward']} reward")
+    fewest, most = (limit(len(group.runs) for group in groups) for limit in (min, max))
+    title = f"{result['reward']} reward on held-out prompts"
+    if most > 1:
+        title += f": mean and range of {most if fewest == most else f'{fewest} to {most}'} seeds"
+    if several:
+        reference = next(group.label for group in groups if group.name == result["reference"])
+        note = f"dashed: {target:.4f}, the final reward of {reference}"
+        note += "; the legend has the time to it and the speed-up"
+        title += "\n" + textwrap.fill(note, _TITLE, break_on_hyphens=False)
+    figure.suptitle(title, fontsize=11)
+    order = sorted(range(len(groups)), key=lambda number: reached[number][0])
+    handles, texts = [lines[number] for number in order], [texts[number] for number in order]
+    figure.legend(handles, texts, loc="outside lower center", ncols=columns, fontsize=9.5, frameon=False)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _reached(facts: Mapping[str, Any], longest: float) -> tuple[float, str]:
+    """Return the seconds to the target, and their text with the speed-up, in hours if the ``longest`` are."""
+    reached, (_, scale) = facts["to_reference"]["seconds"], cost_axis("seconds", longest)
+    if reached is None:
+        return float("inf"), ""
+    if reached["mean"] is None:
+        return float("inf"), ": not reached"
+    spent = f"{reached['mean']:,.0f} s" if scale == 1 else f"{reached['mean'] / scale:,.1f} h"
+    return reached["mean"], f": {spent}" + (f", {reached['speed_up']['mean']:.2f}x" if reached["speed_up"] else "")

@@ -1,0 +1,358 @@
+"""report.html: what a run, or a study of several runs, was and found, in one self-contained file without scripts."""
+
+import base64
+import io
+import shlex
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from statistics import quantiles
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+from omegaconf import OmegaConf
+from PIL import Image
+
+from solrl_lightning import __version__
+from solrl_lightning.artifacts.formatting import counted, duration, gibibytes, measured
+from solrl_lightning.study.confidence import mean_of
+from solrl_lightning.study.svg_charts import ITERATIONS, Chart, Series, cost_axis, draw_chart
+
+_LARGE = 2**20  # bytes of a PNG file from which a page holds it as JPEG
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class Tile(NamedTuple):
+    """A number at the top of the page."""
+
+    label: str
+    value: str
+    detail: str
+
+
+class Table(NamedTuple):
+    """A cell that is None is shown as a dash; ``folded`` is the text to click on to see the table."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    note: str = ""
+    folded: str = ""
+    is_text: bool = False
+
+
+class Section(NamedTuple):
+    """A part of the page; everything in it is shown in the order of these fields."""
+
+    title: str
+    text: Sequence[str] = ()
+    alarms: Sequence[Mapping[str, Any]] = ()
+    command: str = ""
+    charts: Sequence[Chart] = ()
+    pictures: Sequence[tuple[str, str]] = ()  # data URI and caption
+    tables: Sequence[Table] = ()
+    files: Sequence[tuple[str, str]] = ()  # title and content, folded
+
+
+class Page(NamedTuple):
+    title: str
+    lead: str
+    tiles: Sequence[Tile]
+    sections: Sequence[Section]
+    footer: str
+    status: str = ""
+    error: str | None = None
+
+
+def render(page: Page) -> bytes:
+    """Return the page as UTF-8; all text in it is escaped."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    template = environment.from_string((files("solrl_lightning") / "assets" / "report.html.jinja").read_text())
+    return template.render(page=page, svg=Markup).encode()
+
+
+# A run
+
+
+def run_page(facts: Mapping[str, Any], history: Rows, folder: Path) -> Page:
+    """Return the report of a training run, with the pictures and the recorded options in its folder.
+
+    Args:
+        facts: the content of summary.json.
+        history: what each iteration has logged, by tag; see ``MetricHistory``.
+    """
+    config = facts["config"]
+    sections = [
+        Section("Alarms", alarms=facts["alarms"]),
+        held_out_section(facts),
+        picture_section(folder / "samples"),
+        other_rewards_section(facts),
+        rollout_section(facts, history),
+        rank_section(history),
+        training_section(history),
+        time_section(facts, history),
+        origin_section(facts, folder),
+    ]
+    return Page(
+        " · ".join(str(config[key]) for key in ("model", "family", "objective", "reward") if key in config) or "run",
+        lead(facts),
+        tiles(facts),
+        [section for section in sections if section.alarms or section.charts or section.pictures or section.tables],
+        footer=f"solrl_lightning {__version__}, {facts['paths']['run']}",
+        status=facts["status"],
+        error=facts["error"],
+    )
+
+
+def lead(facts: Mapping[str, Any]) -> str:
+    """The result in a sentence."""
+    end = "" if facts["stopped_by"] is None else f", ended by {facts['stopped_by']}"
+    done = f"{counted(facts['iterations'], 'iteration')} in {duration(facts['seconds_total'])}{end}."
+    base, final, gain = facts["base_reward"], facts["final_reward"], facts["improvement"]
+    if gain is None:
+        return f"{done} The {facts['reward']} reward on held-out prompts was not evaluated before and after training."
+    change = measured(gain, error_of(facts, facts["final_reward_iteration"], "change_error"), "+.4f")
+    return f"{done} The {facts['reward']} reward on held-out prompts changed from {base:.4f} to {final:.4f} ({change})."
+
+
+def tiles(facts: Mapping[str, Any]) -> list[Tile]:
+    reward, last, reserved = facts["reward"], facts["final_reward_iteration"], facts["peak_memory_reserved_bytes"]
+    found = [
+        (f"{reward} reward, base", facts["base_reward"], ".4f", error_of(facts, 0), "iteration 0"),
+        (f"{reward} reward, trained", facts["final_reward"], ".4f", error_of(facts, last), f"iteration {last}"),
+        ("change", facts["improvement"], "+.4f", error_of(facts, last, "change_error"), "prompt by prompt, same noise"),
+        ("best evaluation", facts["best_reward"], ".4f", None, f"iteration {facts['best_iteration']}"),
+    ]
+    shown = [
+        Tile(label, f"{value:{form}}", ("" if error is None else f"± {error:.4f}, ") + detail)
+        for label, value, form, error, detail in found
+        if value is not None
+    ]
+    each = facts["seconds_per_stage"].get("iteration", {}).get("median")
+    if each is not None:
+        shown.append(Tile("an iteration", f"{each:.2f} s", "median, without evaluation, probe, grid"))
+    more = "of the process" if reserved is None else f"{gibibytes(reserved)} reserved by the allocator"
+    return [
+        *shown,
+        Tile("whole run", duration(facts["seconds_total"]), counted(facts["iterations"], "iteration")),
+        Tile("peak memory", gibibytes(facts["peak_memory_bytes"]), more),
+    ]
+
+
+def error_of(facts: Mapping[str, Any], iteration: int, key: str = "standard_error") -> float | None:
+    """The standard error of the trained reward after an iteration, or ("change_error") of its change."""
+    rows = [row for row in facts["evaluations"] if row["iteration"] == iteration]
+    return error_in(rows[-1], facts["reward"], key) if rows else None
+
+
+def error_in(row: Mapping[str, Any], reward: str, key: str = "standard_error") -> float | None:
+    """The error of a reward in an evaluation; None for a single prompt."""
+    return row.get(key, {}).get(reward)
+
+
+def sample_size(facts: Mapping[str, Any]) -> str:
+    """How many images an evaluation is a mean of, and what its errors are."""
+    size = facts["held_out"]
+    images = size["prompts"] * size["images_per_prompt"]
+    text = f"Means over {images} images: {size['prompts']} held-out prompts, {size['images_per_prompt']} images each."
+    if size["prompts"] > 1:
+        text += (
+            " ± and bands are one standard error over prompts. Every evaluation has the same prompts and the same "
+            "noise, so the change from the base is taken prompt by prompt: how hard the prompts are is no part of its "
+            "error."
+        )
+    return text
+
+
+def held_out_section(facts: Mapping[str, Any]) -> Section:
+    reward, title = facts["reward"], f"Held-out {facts['reward']} reward"
+    rows = [row for row in facts["evaluations"] if row.get(reward) is not None]
+    if not rows:
+        return Section(title)
+    at = [alarm["since"] for alarm in facts["alarms"]]
+    charts = [evaluation_chart(f"{reward} reward by iteration", rows, reward, "iteration", at)]
+    costed = [row for row in rows if row.get("seconds") is not None]
+    if len(costed) > 1:
+        charts.append(evaluation_chart(f"{reward} reward by training time", costed, reward, "seconds"))
+        charts.append(evaluation_chart(f"{reward} reward by model evaluations", costed, reward, "evaluations"))
+    columns = ["iteration", "training, s", "model evaluations", f"{reward} reward", "change from the base"]
+    cells = []
+    for row in rows:
+        cost = [f"{row['seconds']:.1f}", f"{row['evaluations']:,}"] if row in costed else [None, None]
+        is_base = row is rows[0] or rows[0]["iteration"] > 0
+        gain = None if is_base else row[reward] - rows[0][reward]
+        change = measured(gain, error_in(row, reward, "change_error"), "+.4f")
+        cells.append([row["iteration"], *cost, measured(row[reward], error_in(row, reward)), change])
+    text = [
+        sample_size(facts),
+        "Seconds and model evaluations are those of training, without evaluation, probe and grid.",
+        *(["Vertical lines: since when an alarm is raised."] if at else []),
+    ]
+    return Section(title, text, charts=charts, tables=[Table(columns, cells, folded=f"All {len(rows)} evaluations")])
+
+
+def evaluation_chart(title: str, rows: Rows, reward: str, cost: str, at: Sequence[float] = ()) -> Chart:
+    """A chart of an evaluated reward with its standard error against a cost."""
+    unit, scale = cost_axis(cost, rows[-1][cost])
+    x, y, errors = zip(*((row[cost] / scale, row[reward], error_in(row, reward)) for row in rows), strict=True)
+    return draw_chart(title, [banded(reward, x, y, errors)], unit, at=at)
+
+
+def banded(label: str, x: Sequence[float], y: Sequence[float], errors: Sequence[float | None]) -> Series:
+    """A series with a band of y ± error; without one if an error is unknown."""
+    known = [error for error in errors if error is not None]
+    if len(known) < len(y):
+        return Series(label, x, y)
+    low, high = ([m + sign * e for m, e in zip(y, known, strict=True)] for sign in (-1, 1))
+    return Series(label, x, y, low, high)
+
+
+def other_rewards_section(facts: Mapping[str, Any]) -> Section:
+    rows, charts = [], []
+    for name, other in facts["other_rewards"].items():
+        scored = [row for row in facts["evaluations"] if row.get(name) is not None]
+        first, last = (scored[0], scored[-1]) if scored else ({}, {})
+        base, final, watched = other["base"], other["final"], other["weight"] == 0
+        weight = "0: watched, not trained on" if watched else f"{other['weight']:g}"
+        gain = None if base is None or final is None else final - base
+        change = measured(gain, error_in(last, name, "change_error"), "+.4f")
+        rows.append(
+            [name, weight, measured(base, error_in(first, name)), measured(final, error_in(last, name)), change]
+        )
+        if scored:
+            charts.append(evaluation_chart(f"{name} reward{', watched' * watched}", scored, name, "iteration"))
+    tables = [Table(["reward", "weight", "base", "trained", "change"], rows)] if rows else []
+    return Section("Other rewards", [sample_size(facts)], charts=charts, tables=tables)
+
+
+def picture_section(samples: Path) -> Section:
+    pictures = []
+    for name, text in (
+        ("grid", "Left the base, right the trained model: same held-out prompts, same noise, after iteration {}."),
+        ("pool", "Best and worst samples of a prompt that iteration {} trained on, with their rewards."),
+    ):
+        if found := sorted(samples.glob(f"{name}_*.png")):
+            pictures.append((data_uri(found[-1]), text.format(int(found[-1].stem.rpartition("_")[2]))))
+    return Section("Pictures", pictures=pictures)
+
+
+def data_uri(file: Path) -> str:
+    """Return a PNG file as a data URI; a large one as JPEG."""
+    content, kind = file.read_bytes(), "png"
+    if len(content) > _LARGE:
+        buffer = io.BytesIO()
+        with Image.open(file) as picture:
+            picture.convert("RGB").save(buffer, "JPEG", quality=90)
+        content, kind = buffer.getvalue(), "jpeg"
+    return f"data:image/{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def rollout_section(facts: Mapping[str, Any], history: Rows) -> Section:
+    charts = []
+    x, mean = column(history, "reward/mean")
+    if mean:
+        spread = dict(zip(*column(history, "reward/std"), strict=True))
+        series = banded("reward/mean", x, mean, [spread.get(i, 0.0) for i in x])
+        note = "band: standard deviation of the samples"
+        charts.append(draw_chart("reward/mean: kept samples", [series], ITERATIONS, note=note))
+    own = [name for name in names_of(history) if name.startswith(("reward/", "explore/"))]
+    charts += [history_chart(history, name) for name in own if name not in ("reward/mean", "reward/std")]
+    text = [
+        f"In the {facts['reward']} reward's unit. Each iteration has other prompts, so these curves also vary with "
+        "their difficulty; the held-out curve does not."
+    ]
+    return Section("Rewards of the samples trained on", text, charts=charts)
+
+
+def rank_section(history: Rows) -> Section:
+    probes, kept = [row for row in history if "rank/spearman" in row], ["rank/kept_spearman", "rank/kept_kendall"]
+    charts, rows = [], []
+    for title, *names, note in (
+        ("rank correlation of a probe", "rank/spearman", "rank/kendall", ""),
+        ("overlap with the true best and worst", "rank/top_overlap", "rank/bottom_overlap", ""),
+        ("rank correlation on the kept set", *kept, "too high: the kept seeds are the extremes"),
+    ):
+        if set(names) & set(names_of(history)):
+            charts.append(history_chart(history, *names, title=title, note=note))
+    for name in names_of(probes):
+        values = column(probes, name)[1]
+        if name.startswith("rank/") and name not in kept and values:
+            mean = mean_of(values)
+            rows.append(
+                [name, f"{values[0]:.3f}", f"{values[-1]:.3f}", measured(mean.mean, mean.standard_error, ".3f")]
+            )
+    text = [
+        "A probe generates the whole pool of one prompt in BF16 at full steps, and compares its order with that of the "
+        f"proxy. {counted(len(probes), 'probe')}; ± is one standard error over them. Mean ranks count from 1, the best."
+    ]
+    tables = [Table(["tag", "first probe", "last probe", "mean"], rows)] if rows else []
+    return Section("Rank fidelity of the proxy", text, charts=charts, tables=tables)
+
+
+def training_section(history: Rows) -> Section:
+    """All that an iteration logs and no other section shows."""
+    names = [n for n in names_of(history) if not n.startswith(("reward/", "explore/", "rank/", "time/", "eval/"))]
+    names.sort(key=lambda name: (name != "train/loss", name != "train/kl", name != "train/grad_norm", name))
+    text = [
+        "The value of an iteration: the mean over its micro-batches and ranks. train/grad_norm is the norm before "
+        "clipping, lr the learning rate; losses have no unit."
+    ]
+    return Section("Training", text, charts=[history_chart(history, name) for name in names])
+
+
+def time_section(facts: Mapping[str, Any], history: Rows) -> Section:
+    stages, whole, rows = facts["seconds_per_stage"], facts["seconds_total"], []
+    if not stages.keys() - {"iteration"}:
+        return Section("Time")
+    for name, seconds in stages.items():
+        total, median, values = seconds["total"], seconds["median"], column(history, f"time/{name}")[1]
+        middle = quantiles(values, n=4) if len(values) > 3 else None
+        rows.append(
+            [
+                name,
+                *([None, None] if total is None else [f"{total:.1f}", f"{100 * total / whole:.0f} %"]),
+                None if median is None else f"{median:.3f}",
+                None if middle is None else f"{middle[0]:.3f} to {middle[2]:.3f}",
+            ]
+        )
+    rest = whole - sum(seconds["total"] or 0 for seconds in stages.values())
+    rows.append(["outside of the stages", f"{rest:.1f}", f"{100 * rest / whole:.0f} %", None, None])
+    columns = ["stage", "total, s", "of the run", "median iteration, s", "middle half of the iterations, s"]
+    note = (
+        "The stage iteration is without evaluation, probe and grid. Outside: checkpoints, loading, and other callbacks."
+    )
+    names = [f"time/{n}" for n in stages if n != "iteration" and column(history, f"time/{n}")[1]]
+    charts = [history_chart(history, *names, title="seconds of an iteration by stage")] if names else []
+    return Section("Time", charts=charts, tables=[Table(columns, rows, note)])
+
+
+def origin_section(facts: Mapping[str, Any], folder: Path) -> Section:
+    overrides, config = (folder / ".hydra" / f"{name}.yaml" for name in ("overrides", "config"))
+    options: Any = OmegaConf.load(overrides) if overrides.is_file() else []
+    command = shlex.join(["python", "-m", "solrl_lightning", *map(str, options)]) if overrides.is_file() else ""
+    found = {
+        "option": facts["config"],
+        "machine": facts["machine"] | {"shadow": facts["precision_backend"]},
+        "version": facts["versions"],
+    }
+    kept = [("The whole configuration (.hydra/config.yaml)", config.read_text())] if config.is_file() else []
+    tables = [Table((name, ""), list(values.items()), is_text=True) for name, values in found.items()]
+    return Section("What was run", command=command, tables=tables, files=kept)
+
+
+def names_of(history: Rows) -> list[str]:
+    """Tags in the order of their first appearance."""
+    return list(dict.fromkeys(name for row in history for name in row if name != "iteration"))
+
+
+def column(history: Rows, name: str) -> tuple[list[float], list[float]]:
+    """Iterations and finite values of a tag."""
+    pairs = [(row["iteration"], row[name]) for row in history if name in row and abs(row[name]) < float("inf")]
+    return [x for x, _ in pairs], [y for _, y in pairs]
+
+
+def history_chart(history: Rows, *names: str, title: str = "", note: str = "") -> Chart:
+    """A chart of some tags against iterations."""
+    series = [Series(name, *column(history, name)) for name in names]
+    return draw_chart(title or names[0], series, ITERATIONS, note=note)

@@ -1,0 +1,90 @@
+"""Cost (seconds, model evaluations, iterations) at which the learning curve of a group of runs reaches a reward."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from solrl_lightning.study.confidence import difference_of_means, mean_of
+
+PAIRED, INDEPENDENT = "paired by seed", "independent seeds"
+
+
+class GroupCurve(NamedTuple):
+    """Learning curve of runs that differ in their seed only, at the E evaluations that all of them have."""
+
+    cost: list[float]  # [E], mean over the runs
+    rewards: list[dict[Any, float]]  # [E], seed -> held-out reward
+
+
+class Reached(NamedTuple):
+    """Cost at which a mean curve reaches a reward, with its 95 % interval."""
+
+    mean: float | None  # None: not reached within `spent`
+    low: float | None
+    high: float | None  # None with an interval: the upper end lies beyond `spent`
+    spent: float  # cost of the last evaluation
+    interval: str | None  # PAIRED, INDEPENDENT, or None without an interval
+
+
+def cost_to_reach(curve: GroupCurve, finals: Mapping[Any, float]) -> Reached:
+    """Return the cost at which a group's mean reward first reaches the mean of ``finals`` (seed -> reward).
+
+    The interval contains the costs at which the group is not distinguishable from the target: it begins where the upper
+    limit of the 95 % interval of reward minus target first reaches 0, and ends where the lower limit does (Student's t,
+    at each evaluation; seed by seed if both have the same seeds, which share prompts, initial adapters and noise).
+    Costs are means over the seeds; their deviations are not part of the interval.
+    """
+    paired = curve.rewards[0].keys() == finals.keys()
+    gaps = [
+        mean_of([rewards[seed] - finals[seed] for seed in rewards])
+        if paired
+        else difference_of_means(list(rewards.values()), list(finals.values()))
+        for rewards in curve.rewards
+    ]
+    reached, spent = first_reached(curve.cost, [gap.mean for gap in gaps]), curve.cost[-1]
+    upper = [gap.high for gap in gaps if gap.high is not None]
+    lower = [gap.low for gap in gaps if gap.low is not None]
+    if not upper:
+        return Reached(reached, None, None, spent, None)
+    limits = first_reached(curve.cost, upper), first_reached(curve.cost, lower)
+    return Reached(reached, *limits, spent, PAIRED if paired else INDEPENDENT)
+
+
+def first_reached(costs: Sequence[float], gaps: Sequence[float]) -> float | None:
+    """Return the cost at which ``gaps``, linear between evaluations, is first at least 0; None if it never is."""
+    for i, gap in enumerate(gaps):
+        if gap >= 0:
+            if i == 0:
+                return costs[0]
+            share = -gaps[i - 1] / (gap - gaps[i - 1])
+            return costs[i - 1] + share * (costs[i] - costs[i - 1])
+    return None
+
+
+def rewards_at(curve: GroupCurve, cost: float) -> list[float]:
+    """Return the reward of each run of a group at a cost, interpolated linearly between two evaluations.
+
+    Raises:
+        ValueError: the curve does not contain the cost.
+    """
+    if not curve.cost[0] <= cost <= curve.cost[-1]:
+        raise ValueError(f"cost must lie in the curve, {curve.cost[0]} to {curve.cost[-1]}; got {cost}")
+    seeds = curve.rewards[0]
+    return [float(np.interp(cost, curve.cost, [rewards[seed] for rewards in curve.rewards])) for seed in seeds]
+
+
+class SpeedUp(NamedTuple):
+    """Ratio of the reference's cost to a group's; its limits come from the limits of the group's cost."""
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+def speed_up(group: Reached, reference: Reached) -> SpeedUp | None:
+    """Return by which factor a group reaches the reward at a lower cost; None if one of the two does not reach it."""
+    if not group.mean or reference.mean is None:  # cost 0: the base already has the reward
+        return None
+    low, high = (reference.mean / limit if limit else None for limit in (group.high, group.low))
+    return SpeedUp(reference.mean / group.mean, low, high)

@@ -1,0 +1,1 @@
+"""The training loop, the LightningModule and what samples for them."""

@@ -1,0 +1,236 @@
+"""The training loop: one Lightning epoch is one iteration, explore -> select -> regenerate -> train.
+
+Only this file uses Lightning's private names; ``tests/training/test_loop.py`` detects changes of them.
+
+1. ``trainer.fit_loop`` is replaced before ``fit``. The rollout runs at the start of the epoch, after
+   ``on_train_epoch_start`` (which synchronises the replicas) and before the first micro-batch is fetched.
+2. Prompts and seeds are functions of (seed, iteration), so a resume needs only the iteration. An interrupted iteration
+   is repeated from its start.
+"""
+
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.loops import _FitLoop, _Loop
+from torch import Tensor
+
+from solrl_lightning.data.loaders import RolloutLoader
+from solrl_lightning.data.prompts import PromptSchedule, digest
+from solrl_lightning.errors import UserError
+from solrl_lightning.objectives.base import Objective
+from solrl_lightning.policies.guidance import forward_passes
+from solrl_lightning.rollout.explore import run_stages
+from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
+from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
+from solrl_lightning.rollout.stage import STAGES, Stage, candidates, evaluations
+from solrl_lightning.sampling import SolverState, start
+from solrl_lightning.seeds import pool_seeds
+from solrl_lightning.training.module import SolRLModule
+from solrl_lightning.training.stopwatch import Stopwatch
+
+ENCODED_TOGETHER = 4
+"""Iterations whose prompts are encoded at once, because the text encoders move to the GPU each time."""
+
+
+class ExploreTrainLoop(_FitLoop):
+    """Runs the family's stages over the pool, then trains on the kept candidates.
+
+    Args:
+        trainer: its fit loop is replaced by this one.
+        schedule: prompts of each iteration, of all ranks together.
+        stages: passes over the candidates; a stage with ``keep`` selects the candidates of the next one. A callback may
+            replace them between iterations by others that keep as many and end with the same stage.
+        pool: N, candidates per prompt.
+        objective: determines the training rows.
+        micro_batch: maximum number of rows (sample, noise level) in one forward and backward pass.
+        optimizer_steps: optimiser steps per iteration, each on an equal share of its rows.
+        seed: seed of the candidates.
+
+    Raises:
+        UserError: there are fewer prompts per iteration than ranks.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        schedule: PromptSchedule,
+        stages: list[Stage],
+        pool: int,
+        objective: Objective,
+        micro_batch: int,
+        optimizer_steps: int,
+        seed: int,
+    ) -> None:
+        super().__init__(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
+        self.epoch_loop = trainer.fit_loop.epoch_loop  # has the Trainer's max_steps
+        if schedule.per_iteration < trainer.world_size:
+            raise UserError(
+                f"prompts_per_iteration={schedule.per_iteration} is invalid: every device needs at least one prompt; "
+                f"there are {trainer.world_size} devices. Use prompts_per_iteration={trainer.world_size}, or lower "
+                "trainer.devices."
+            )
+        self.schedule, self.stages, self.pool, self.seed = schedule, stages, pool, seed
+        self.objective = objective
+        kept = next((stage.keep for stage in reversed(stages) if stage.keep is not None), pool)
+        levels = objective.rows_per_sample(stages[-1].steps)
+        ranks = trainer.world_size
+        self.plan = plan_micro_batches(schedule.per_iteration, kept * levels, micro_batch, ranks, optimizer_steps)
+        self.loader: RolloutLoader[TrainingBatch] = RolloutLoader(optimizer_steps * self.plan.micro_batches)
+        self.stopwatch = Stopwatch(synchronize=self._synchronize)
+        self.iterations_done = 0
+        """Iterations that have taken their last optimiser step."""
+        self._steps_taken = 0  # in the current iteration
+        self._counts = {"evaluations": 0, "samples": 0}  # in finished iterations
+        self._seconds_before = 0.0  # in the runs that this one resumes
+        self._trained = kept * levels * objective.forward_passes  # velocities of a prompt
+        self._encoded: tuple[int, EncodedPrompts] | None = None  # first iteration of those encoded, their prompts
+        self.explored: Candidates | None = None
+        """The whole pool with its proxy rewards; None in families of one stage."""
+        self.rollouts: Rollouts
+        self._evaluate_every = trainer.check_val_every_n_epoch
+        self.ends_again = False
+        """Whether the run has ended and was stopped before its last files were written: it trains no more."""
+        trainer.accumulate_grad_batches = self.plan.micro_batches
+        trainer.fit_loop = self
+
+    @property
+    def _module(self) -> SolRLModule:
+        return cast(SolRLModule, self.trainer.lightning_module)
+
+    @property
+    def skip(self) -> bool:
+        """Whether to call no hook; a run that ends again calls those of its start and its end, which write files."""
+        return not self.ends_again and super().skip
+
+    def on_run_start(self) -> None:
+        super().on_run_start()
+        if not self._module.same_evaluation:  # the first of another kind, of the state that was loaded
+            self.trainer.validating = True
+            self.epoch_loop.val_loop.run()
+            self.trainer.training = True
+
+    def advance(self) -> None:
+        last = self.trainer.current_epoch + 1 == self.max_epochs
+        self.trainer.check_val_every_n_epoch = 1 if last else self._evaluate_every  # evaluate after the last one
+        # At the end of an epoch Lightning logs at this count of optimiser steps, less 1: iteration 1 at step 1.
+        self.epoch_loop._batches_that_stepped = self.iterations_done + 2 - self.plan.optimizer_steps
+        self._steps_taken = 0
+        self.loader.fill(self.roll_out())
+        with self.stopwatch.stage("train"):
+            super().advance()
+
+    def roll_out(self) -> MicroBatches:
+        """Run the stages on this rank's prompts and return the training rows."""
+        iteration = self.trainer.current_epoch
+        texts = self._texts(iteration)
+        seeds = pool_seeds(self.seed, iteration, texts, self.pool)
+        with self.stopwatch.stage(self.stages[0].name):
+            prompts = self._encode(iteration, texts)
+
+        def run(stage: Stage, seeds: Tensor, initial_state: SolverState | None) -> Candidates:
+            with self.stopwatch.stage(stage.name):
+                return self._run(stage, prompts, seeds, initial_state)
+
+        pool, kept, proxy_rewards = run_stages(self.stages, seeds, texts, run)
+        self.explored = pool if len(self.stages) > 1 else None
+        merits = self._module.rewards.for_training.merits(kept.scores)  # among those kept, not in the pool
+        advantages = self.objective.advantages(merits, self._sum)
+        rewards = (proxy_rewards, kept.rewards, kept.scores, advantages)
+        self.rollouts = Rollouts(texts, kept.seeds, kept.x0, *rewards, kept.path)
+        sigmas = self._module.policy.sigmas(self.stages[-1].steps)
+        return MicroBatches(self.rollouts, prompts, sigmas, self.objective, self.plan)
+
+    def _texts(self, iteration: int) -> list[str]:
+        """Return this rank's prompts."""
+        return self.schedule.for_iteration(iteration)[self.trainer.global_rank :: self.trainer.world_size]
+
+    def _encode(self, iteration: int, texts: list[str]) -> EncodedPrompts:
+        """Return ``texts`` encoded; the prompts of `ENCODED_TOGETHER` iterations are encoded at once and kept."""
+        first = iteration - iteration % ENCODED_TOGETHER
+        if self._encoded is None or self._encoded[0] != first:
+            together = [text for i in range(first, first + ENCODED_TOGETHER) for text in self._texts(i)]
+            self._encoded = first, self._module.encode(list(dict.fromkeys(together)))
+        encoded = self._encoded[1]
+        return EncodedPrompts(*encoded.gather(torch.tensor([encoded.texts.index(text) for text in texts])))
+
+    def regenerate(self, prompts: list[str], seeds: Tensor) -> Candidates:
+        """Return the candidates of seeds [P, n] sampled by the last stage from their noise, and scored."""
+        return self._run(self.stages[-1], self._module.encode(prompts), seeds)
+
+    def _run(
+        self,
+        stage: Stage,
+        prompts: EncodedPrompts,
+        seeds: Tensor,
+        initial_state: SolverState | None = None,
+    ) -> Candidates:
+        module, transitions = self._module, range(0)
+        if stage is self.stages[-1]:
+            transitions = self.objective.transitions(stage.steps, self.trainer.current_epoch)
+            if self.objective.shared_noise and len(self.stages) == 1:
+                first = module.policy.noise(seeds[:, 0])
+                initial_state = start(first[:, None].expand(*seeds.shape, *first.shape[1:]))
+        with self.trainer.profiler.profile(stage.name):  # type: ignore[attr-defined]
+            return module.run_stage(stage, prompts, seeds, self.stopwatch.progress, initial_state, transitions)
+
+    def _sum(self, value: Tensor) -> Tensor:
+        total = self.trainer.strategy.reduce(value.to(self.trainer.strategy.root_device), reduce_op="sum")
+        return total.to(value.device)
+
+    def _synchronize(self) -> None:
+        if self.trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def count_step(self) -> bool:
+        """Count an optimiser step and return whether it is the last of the iteration."""
+        self._steps_taken += 1
+        last = self._steps_taken == self.plan.optimizer_steps
+        self.iterations_done += last
+        for name, number in self._each_iteration().items():
+            self._counts[name] += last * number
+        return last
+
+    def iterations_taken(self) -> float:
+        """Return the iterations done, with the share of its optimiser steps that the current one has taken."""
+        steps = self.plan.optimizer_steps
+        return (self.iterations_done * steps + self._steps_taken % steps) / steps
+
+    def _each_iteration(self) -> dict[str, int]:
+        """Return the model evaluations and the scored images of an iteration, of all ranks."""
+        prompts = self.schedule.per_iteration
+        velocities = sum(evaluations(self.stages, self.pool)) + self._trained
+        forwards = velocities * forward_passes(self._module.policy.guidance_scale)
+        return {"evaluations": round(prompts * forwards), "samples": prompts * sum(candidates(self.stages, self.pool))}
+
+    def cost(self) -> dict[str, float]:
+        """Return what the iterations have cost so far, without evaluations, probes and sample grids.
+
+        ``seconds`` of the stages and, of all ranks, ``evaluations`` (forward passes for one image) and ``samples``
+        (images decoded and scored; a candidate counts in every stage that scores it).
+        """
+        spent = sum(self.stopwatch.seconds.get(stage, 0.0) for stage in STAGES)
+        return {"seconds": self._seconds_before + spent, **self._counts}
+
+    def logged(self) -> dict[str, Tensor]:
+        """Return the values that this iteration has logged; only in ``on_train_epoch_end``. Collective."""
+        return self._results.metrics(on_step=False)["log"]
+
+    def on_save_checkpoint(self) -> dict[str, Any]:
+        state = {"iterations_done": self.iterations_done, "stopped": self.trainer.should_stop}
+        prompts = {"training_prompts": digest(self.schedule.prompts)}
+        return super().on_save_checkpoint() | state | prompts | self.cost()
+
+    def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
+        """Resume after the last finished iteration; an interrupted one is repeated."""
+        super().load_state_dict(state_dict, prefix)
+        own = state_dict[f"{prefix}state_dict"]
+        self.iterations_done = own.get("iterations_done", self.trainer.global_step)
+        self._counts = {name: own.get(name, 0) for name in self._counts}
+        self._seconds_before = own.get("seconds", 0.0)
+        self.trainer.should_stop = self.ends_again and own.get("stopped", False)
+        for progress in (self.epoch_progress.current, self.epoch_progress.total):
+            for counter in ("ready", "started", "processed", "completed"):
+                setattr(progress, counter, self.iterations_done)
+        # _FitLoop's setter forces True if max_steps is set
+        _Loop.restarting.fset(self, False)  # type: ignore[attr-defined]

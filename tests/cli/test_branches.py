@@ -1,0 +1,210 @@
+"""Runs that end in the wrong moment, diverge, or go on from the state of a run with other prompts or rewards."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forks import Forks
+from torch import Tensor
+
+from solrl_lightning.data.prompts import _read
+from solrl_lightning.objectives.base import Loss
+from solrl_lightning.objectives.nft import NFT
+from solrl_lightning.rollout.records import TrainingBatch
+from solrl_lightning.shapes.world import eval_captions, train_captions
+
+Command = Callable[..., Any]
+
+SMALL = (
+    "experiment=smoke trainer=cpu iterations=2 prompts_per_iteration=1 family.pool=4 family.keep=2 model.full_steps=2 "
+    "model.preview_steps=1 model.eval_steps=1 data.eval_prompts=8 data.eval_images=1 evaluation.every=1 logger=none "
+    "callbacks.rank_correlation.probe_every=0 callbacks.sample_grid.every=0"
+).split()
+AUTO = ("ckpt=auto", "hydra.run.dir=run")
+
+
+def the_line(err: str) -> str:
+    """Return the only message of a terminal without a traceback."""
+    assert "Traceback" not in err, err
+    (line,) = (line for line in err.splitlines() if line.startswith("error: "))
+    return line
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text(encoding="utf-8"))
+
+
+def checkpoint(run: Path, name: str = "last") -> dict[str, Any]:
+    return torch.load(run / "checkpoints" / f"{name}.ckpt", weights_only=True)
+
+
+def results(run: Path) -> dict[str, Any]:
+    """What a run must have however often it was killed."""
+    facts = summary(run)
+    timed = {"seconds", "change_error", "standard_error"}
+    rows = [{key: value for key, value in row.items() if key not in timed} for row in facts["evaluations"]]
+    names = "status stopped_by base_reward final_reward best_reward best_iteration iterations alarms".split()
+    return {name: facts[name] for name in names} | {
+        "evaluations": rows,
+        "rank_fidelity": facts["rank_fidelity"],
+        "lora": (run / "lora" / "pytorch_lora_weights.safetensors").read_bytes(),
+    }
+
+
+# Killed at the end
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "iterations"),
+    [
+        ((), 2),
+        (("iterations=4", "callbacks.guard.stop=true", "callbacks.guard.limits.base_distance=1e-9"), 1),
+    ],
+    ids=["whole", "stopped by the guard"],
+)
+def test_run_killed_in_its_last_seconds_is_finished_by_the_same_command(
+    forks: Forks, tmp_path: Path, options: tuple[str, ...], iterations: int
+) -> None:
+    straight = forks.run(tmp_path, *SMALL, *options, "hydra.run.dir=straight")
+    assert straight.status == 0, straight.output
+    forks.run(tmp_path, *SMALL, *options, *AUTO, kill_at="run/lora")
+    assert not (tmp_path / "run" / "summary.json").exists() and checkpoint(tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "lora")  # the kill may also come before it
+    again = forks.run(tmp_path, *SMALL, *options, *AUTO)
+    assert again.status == 0, again.output
+    assert results(tmp_path / "run") == results(tmp_path / "straight")
+    assert results(tmp_path / "run")["iterations"] == iterations
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert "nothing to do" in forks.run(tmp_path, *SMALL, *options, *AUTO).output
+
+
+def test_stopped_run_is_trained_further_when_asked(command: Command, tmp_path: Path) -> None:
+    stop = ("callbacks.guard.stop=true", "callbacks.guard.limits.base_distance=1e-9")
+    assert command(*SMALL, *stop, "hydra.run.dir=run").status == 0
+    assert summary(tmp_path / "run")["stopped_by"] == "the guard: base_distance_ran_away"
+    more = command("ckpt=last", "hydra.run.dir=run")
+    assert more.status == 0, more.err
+    facts = summary(tmp_path / "run")
+    assert (facts["status"], facts["stopped_by"], facts["iterations"]) == ("completed", None, 2)
+
+
+# Diverged
+
+
+class NaNGradient(NFT):
+    """From the second iteration on, a finite loss whose gradient is NaN."""
+
+    batches = 0
+
+    def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
+        loss = super().__call__(velocity, batch, **others)
+        type(self).batches += 1
+        if type(self).batches == 1:
+            return loss
+        return loss._replace(per_sample=loss.per_sample + (0 * velocity.flatten(1).sum(1)).abs().sqrt())
+
+
+def assert_finite(run: Path, iterations: int) -> None:
+    """The last checkpoint is that of ``iterations`` and has no NaN; no LoRA is exported."""
+    state = checkpoint(run)
+    assert state["loops"]["fit_loop"]["state_dict"]["iterations_done"] == iterations
+    averages = state["callbacks"]["WeightEMA"]["average"]
+    assert all(value.isfinite().all() for part in (state["state_dict"], averages) for value in part.values())
+    assert not (run / "lora").exists()
+
+
+def test_gradient_that_is_not_finite_ends_the_run_before_the_step(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(NaNGradient, "batches", 0)
+    done = command(*SMALL, "iterations=3", f"objective._target_={__name__}.NaNGradient", "hydra.run.dir=run")
+    assert done.status == 1
+    line = the_line(done.err)
+    assert "train/grad_norm is nan; training stopped" in line and "Lower optimizer.lr" in line
+    assert_finite(tmp_path / "run", 1)
+    assert summary(tmp_path / "run")["last_checkpoint_iterations"] == 1
+
+
+def test_weights_that_are_not_finite_do_not_replace_the_checkpoint(command: Command, tmp_path: Path) -> None:
+    assert command(*SMALL, "iterations=1", "hydra.run.dir=run").status == 0
+    options = ("optimizer.lr=1e30", "iterations=3", "hydra.run.dir=branch")
+    done = command("ckpt=run/checkpoints/last.ckpt", *options)
+    assert done.status == 1
+    assert "weights are not finite after an optimiser step" in the_line(done.err)
+    assert not (tmp_path / "branch" / "checkpoints").exists() or not list((tmp_path / "branch").rglob("last.ckpt"))
+    assert not (tmp_path / "branch" / "lora").exists()
+
+
+# Other prompts and rewards
+
+
+def captions(count: int) -> list[str]:
+    return train_captions()[:count]
+
+
+@pytest.fixture
+def bright(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
+    """Options that add the mean of all pixels to the rewards there are."""
+    folder = Path(__file__).parents[2] / "dev" / "guard"
+    monkeypatch.syspath_prepend(folder)
+    return "--config-dir", str(folder)
+
+
+@pytest.mark.parametrize("rewards", [("shapes", "[shapes,brightness]"), ("brightness", "shapes")])
+def test_branch_into_other_rewards_begins_its_evaluations_anew(
+    command: Command, tmp_path: Path, bright: tuple[str, ...], rewards: tuple[str, str]
+) -> None:
+    first, second = rewards
+    assert command(*SMALL, *bright, f"reward={first}", "hydra.run.dir=run").status == 0
+    options = (f"reward={second}", "iterations=4", "callbacks.guard.stop=true", "hydra.run.dir=branch")
+    done = command(*bright, "ckpt=run/checkpoints/last.ckpt", *options)
+    assert done.status == 0, done.err
+    facts, before = summary(tmp_path / "branch"), summary(tmp_path / "run")
+    assert [row["iteration"] for row in facts["evaluations"]] == [2, 3, 4]
+    assert facts["base_reward"] == facts["evaluations"][0][facts["reward"]]
+    assert facts["final_reward"] == facts["evaluations"][-1][facts["reward"]]
+    assert facts["alarms"] == [] and facts["status"] == "completed"
+    assert facts["best_iteration"] in (3, 4)
+    assert facts["held_out"]["digest"] != before["held_out"]["digest"]
+    if second == "shapes":  # the error of a change is that of these two evaluations
+        scores = [row["shapes"] for row in facts["evaluations"]]
+        assert facts["evaluations"][1]["change_error"]["shapes"] < 0.2 * abs(scores[0] - before["final_reward"])
+
+
+def test_run_that_resumes_with_other_held_out_prompts_begins_its_evaluations_anew(
+    command: Command, tmp_path: Path
+) -> None:
+    done = command(*SMALL, "iterations=1", "hydra.run.dir=run")
+    assert done.status == 0, done.err
+    before = summary(tmp_path / "run")
+    (tmp_path / "others.txt").write_text("\n".join(eval_captions()[8:16]))
+    done = command("ckpt=last", "hydra.run.dir=run", "iterations=2", "data.eval=others.txt", "evaluation.every=1")
+    assert done.status == 0, done.err
+    facts = summary(tmp_path / "run")
+    assert [row["iteration"] for row in facts["evaluations"]] == [1, 2]
+    assert facts["base_reward"] == facts["evaluations"][0]["shapes"] != before["final_reward"]
+    assert facts["best_iteration"] == 2 and "change_error" in facts["evaluations"][1]
+    same = command("ckpt=last", "hydra.run.dir=run", "iterations=3")
+    assert same.status == 0, same.err
+    assert [row["iteration"] for row in summary(tmp_path / "run")["evaluations"]] == [1, 2, 3]
+
+
+def test_edited_training_prompts_are_an_error_in_the_run_s_folder_only(command: Command, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("\n".join(captions(3)))
+    assert command(*SMALL, f"data.train={prompts}", "iterations=1", "hydra.run.dir=run").status == 0
+    before = (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes()
+    prompts.write_text("\n".join([*captions(2), captions(4)[3]]))
+    _read.cache_clear()  # as in a new process
+    done = command("ckpt=last", "iterations=2", "hydra.run.dir=run")
+    assert done.status == 2
+    line = the_line(done.err)
+    assert f"data.train={prompts} is invalid: " in line and "hydra.run.dir=<folder>" in line
+    assert (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes() == before
+    branch = command("ckpt=run/checkpoints/last.ckpt", "iterations=2", "hydra.run.dir=branch")
+    assert branch.status == 0, branch.err

@@ -1,0 +1,305 @@
+"""External faults: full disks, kills at any time, damaged files, two runs in one folder, a hub that hangs, a reward
+server that dies.
+
+After each of them old files are intact, there are no partial files, and one line names a fix.
+"""
+
+import builtins
+import errno
+import os
+import random
+import resource
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from forks import Forks
+from lightning.pytorch import Callback, LightningModule, Trainer
+from reward_servers import free_port, kill, start, started
+
+from solrl_lightning.artifacts.files import WholeCheckpointIO, write_atomically, written_whole
+from solrl_lightning.errors import WriteError
+
+Command = Callable[..., Any]
+
+SMALL = (
+    "experiment=smoke trainer=cpu iterations=4 prompts_per_iteration=1 family.pool=4 family.keep=2 model.full_steps=2 "
+    "model.preview_steps=1 model.eval_steps=1 data.eval_prompts=1 data.eval_images=1 evaluation.every=4 "
+    "callbacks.rank_correlation.probe_every=0 callbacks.sample_grid.every=0"
+).split()
+
+
+def files_of(folder: Path) -> dict[Path, bytes]:
+    return {file.relative_to(folder): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def the_line(err: str) -> str:
+    """Return the only message of a terminal without a traceback."""
+    assert "Traceback" not in err, err
+    (line,) = (line for line in err.splitlines() if line.startswith("error: "))
+    return line
+
+
+# Full disks
+
+
+def limit_files(size: int) -> None:
+    """Limit files of this process to ``size`` bytes, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@contextmanager
+def small_disk(size: int = 2**30) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit_files(size)
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def write_lora(folder: Path, size: int) -> None:
+    from safetensors.torch import save_file
+
+    with written_whole(folder) as part:
+        save_file({"weight": torch.zeros(size)}, part / "weights.safetensors")
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda folder, size: write_atomically(folder / "summary.json", bytes(size)),
+        lambda folder, size: WholeCheckpointIO().save_checkpoint({"weight": torch.zeros(size)}, folder / "last.ckpt"),
+        write_lora,
+    ],
+    ids=["file", "checkpoint", "folder"],
+)
+def test_failed_write_keeps_old_file(tmp_path: Path, write: Callable[[Path, int], None]) -> None:
+    folder = tmp_path / "run"
+    write(folder, 10)
+    before = files_of(tmp_path)
+    with small_disk(20_000), pytest.raises(WriteError, match="run.* could not be written: .*File too large"):
+        write(folder, 30_000)
+    assert files_of(tmp_path) == before
+    write(folder, 30_000)
+    assert files_of(tmp_path).keys() == before.keys() and files_of(tmp_path) != before
+
+
+def test_lora_files_have_permissions_of_folder(tmp_path: Path) -> None:
+    write_lora(tmp_path / "lora", 10)
+    (tmp_path / "plain").touch()
+    assert (tmp_path / "lora" / "weights.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+LONG_SUMMARY = f"+callbacks.summary.hparams.note={'n' * 2**14}"
+
+
+class FillDisk(Callback):
+    """Limits files to ``size`` bytes after the first iteration."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            limit_files(self.size)
+
+
+@pytest.mark.parametrize(
+    ("file", "size", "arguments"),
+    [
+        ("checkpoints/last.ckpt", 2**20, []),
+        ("samples/grid_000002.png", 2**14, ["~callbacks.checkpoint", "~logger", "callbacks.sample_grid.every=1"]),
+        ("lora", 2**20, ["~callbacks.checkpoint"]),
+        ("summary.json", 2**14, ["~callbacks.checkpoint", "~callbacks.export", LONG_SUMMARY]),
+    ],
+)
+def test_full_disk_ends_run_with_one_line_and_no_partial_file(
+    command: Command, tmp_path: Path, file: str, size: int, arguments: list[str]
+) -> None:
+    fault = [f"+callbacks.full._target_={__name__}.FillDisk", f"+callbacks.full.size={size}"]
+    with small_disk():
+        done = command(*SMALL, "~callbacks.best", "iterations=2", "hydra.run.dir=run", *arguments, *fault)
+    assert done.status == 1
+    line = the_line(done.err)
+    assert f"run/{file} could not be written: " in line and "File too large" in line and "Free space" in line
+    left = files_of(tmp_path / "run")
+    assert not [path for path in left if path.suffix == ".tmp"]
+    if file == "checkpoints/last.ckpt":
+        assert torch.load(tmp_path / "run" / file, weights_only=True)["global_step"] == 1
+        assert "ckpt=last hydra.run.dir=" in line
+    else:
+        assert not (tmp_path / "run" / file).exists()
+        assert "remove " in line
+
+
+class TurnReadOnly(Callback):
+    """Makes writes below ``folder`` fail after the first iteration, as on a mount that turns read-only.
+
+    Permissions would not do: root may write anywhere.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self.folder = Path(folder).absolute()
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            builtins.open = self.refusing(builtins.open, lambda mode="r", *_: not set(mode).isdisjoint("wax+"))
+            for name in ("mkdir", "replace", "unlink", "rmdir"):
+                setattr(os, name, self.refusing(getattr(os, name), lambda *_: True))
+
+    def refusing(self, call: Callable[..., Any], writes: Callable[..., bool]) -> Callable[..., Any]:
+        def refused(path: Any, *options: Any, **named: Any) -> Any:
+            below = isinstance(path, str | Path) and Path(path).absolute().is_relative_to(self.folder)
+            if below and writes(*options):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+            return call(path, *options, **named)
+
+        return refused
+
+
+def test_read_only_folder_ends_run_with_one_line_and_last_checkpoint(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builtins, "open", builtins.open)  # undoes the callback's patch
+    for name in ("mkdir", "replace", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, getattr(os, name))
+    fault = [f"+callbacks.full._target_={__name__}.TurnReadOnly", "+callbacks.full.folder=run"]
+    done = command(*SMALL, "iterations=2", "hydra.run.dir=run", *fault)
+    monkeypatch.undo()
+    assert done.status == 1
+    line = the_line(done.err)
+    assert "could not be written: Read-only file system" in line and "ckpt=last hydra.run.dir=" in line
+    assert not list((tmp_path / "run").rglob("*.tmp"))
+    assert torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 1
+
+
+# Kills
+
+
+@pytest.fixture(scope="module")
+def straight(forks: Forks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, float]:
+    """Return the folder of an undisturbed run, and its seconds."""
+    folder = tmp_path_factory.mktemp("straight")
+    done = forks.run(folder, *SMALL, "hydra.run.dir=run")
+    assert done.status == 0, done.output
+    return folder / "run", done.seconds
+
+
+def tensors(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return {path: tree}
+    items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    return {name: value for key, inner in items for name, value in tensors(inner, f"{path}/{key}").items()}
+
+
+def assert_equal_to_the_bit(run: Path, expected: Path) -> None:
+    """Return adapters, optimiser state and average."""
+    loaded = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (run, expected)]
+    assert loaded[0]["global_step"] == loaded[1]["global_step"] == 4
+    # A run that ended earlier, or was killed, may have another number of evaluations.
+    first, second = ({k: v for k, v in tensors(state).items() if "/Guard/" not in k} for state in loaded)
+    assert first.keys() == second.keys() and len(first) > 300
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+
+
+@pytest.mark.slow
+def test_run_killed_while_saving_resumes_from_previous_checkpoint(
+    forks: Forks, straight: tuple[Path, float], tmp_path: Path
+) -> None:
+    assert forks.run(tmp_path, *SMALL, "iterations=2", "hydra.run.dir=run").status == 0
+    checkpoint = tmp_path / "run" / "checkpoints" / "last.ckpt"
+    before = checkpoint.read_bytes()
+    more = ("ckpt=last", "hydra.run.dir=run", "iterations=4")
+    assert forks.run(tmp_path, *more, file_limit=2**21).status == -signal.SIGXFSZ
+    assert checkpoint.read_bytes() == before
+    best = checkpoint.with_name("best.ckpt")
+    (part,) = (file for file in checkpoint.parent.iterdir() if file not in (checkpoint, best))
+    assert part.stat().st_size == 2**21  # killed in the middle of the write
+    done = forks.run(tmp_path, *more)
+    assert done.status == 0, done.output
+    assert_equal_to_the_bit(tmp_path / "run", straight[0])
+    assert set(checkpoint.parent.iterdir()) == {checkpoint, best}
+
+
+KILLS = 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(KILLS))
+def test_run_killed_at_random_time_resumes_to_same_result(
+    forks: Forks, straight: tuple[Path, float], tmp_path: Path, number: int
+) -> None:
+    moment = (number + random.Random(number).random()) / KILLS  # one per third of the run
+    forks.run(tmp_path, *SMALL, "hydra.run.dir=run", kill_after=moment * straight[1])
+    resumable = (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
+    done = forks.run(tmp_path, "ckpt=last", "hydra.run.dir=run")
+    if resumable:
+        assert done.status == 0 or "iterations left to do" in the_line(done.output), done.output
+        assert_equal_to_the_bit(tmp_path / "run", straight[0])
+    else:
+        assert done.status == 2
+        line = the_line(done.output)
+        assert "has no checkpoints/last.ckpt" in line
+        assert "Remove run and give the command that started it again" in line
+
+
+# Reward servers
+
+
+class KillServer(Callback):
+    """Calls ``kill`` after the first iteration."""
+
+    kill: Callable[[], None]
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if trainer.current_epoch == 1:
+            type(self).kill()
+
+
+@pytest.mark.slow
+def test_run_survives_a_restart_of_its_reward_server_and_resumes_after_its_end(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/score"
+    fault = f"+callbacks.fault._target_={__name__}.KillServer"
+    http = ("reward=http", f"reward.http.url={url}", "reward.http.batch=3", "reward.http.backoff=0.02", fault)
+    server = start("example_server.py", port)
+
+    def restart() -> None:
+        nonlocal server
+        time.sleep(0.2)
+        server = start("example_server.py", port)
+
+    def kill_and_restart() -> None:
+        kill(server)
+        Thread(target=restart).start()
+
+    try:
+        for name, at_fault in {"straight": lambda: None, "restarted": kill_and_restart}.items():
+            monkeypatch.setattr(KillServer, "kill", at_fault, raising=False)
+            done = command(*SMALL, *http, f"hydra.run.dir={name}")
+            assert done.status == 0, done.err
+        assert_equal_to_the_bit(tmp_path / "restarted", tmp_path / "straight")
+
+        monkeypatch.setattr(KillServer, "kill", lambda: kill(server))
+        done = command(*SMALL, *http, "reward.http.retries=2", "hydra.run.dir=dead")
+    finally:
+        kill(server)
+    assert done.status == 1
+    line = the_line(done.err)
+    assert f"the reward server {url}, asked about the prompt 'a " in line and "does not answer: " in line
+    assert "Start or correct the server, then continue the run with ckpt=last hydra.run.dir=" in line
+    assert torch.load(tmp_path / "dead" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 1
+    monkeypatch.setattr(KillServer, "kill", lambda: None)
+    with started("example_server.py", free_port()) as moved:
+        done = command("ckpt=last", "hydra.run.dir=dead", f"reward.http.url={moved}")
+    assert done.status == 0, done.err
+    assert_equal_to_the_bit(tmp_path / "dead", tmp_path / "straight")

@@ -1,0 +1,64 @@
+"""The rows about attention: shapes of real models, and kernels that are wrong or slow."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import Tensor
+
+from solrl_lightning.artifacts.tables import OK, SLOW, WRONG
+from solrl_lightning.sizing import doctor_attention, doctor_shadow
+from solrl_lightning.sizing.doctor_attention import attention, judge, shapes_of
+
+CPU = torch.device("cpu")
+FAST = {"sampling": {"chosen": 1.0, "flash": 1.0}, "training": {"chosen": 3.0, "flash": 3.0}}
+RIGHT = {"chosen": 1e-3, "flash": 1e-3}, {"chosen": True, "flash": True}
+
+
+@pytest.fixture(autouse=True)
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_shadow, "_SECONDS", 0.0)
+
+
+def test_shapes_are_those_of_the_published_model(compose: Callable[..., DictConfig]) -> None:
+    # FLUX.1: 24 heads of 128; 512 pixels are 32 x 32 tokens, and prompts have 128
+    options = compose("model=flux1").model.policy
+    policy = instantiate(options, weights="random", embeddings=None, device="meta")
+    assert shapes_of(policy) == [(24, 1152, 1152, 128)]
+
+
+def test_kernels_are_compared_and_their_errors_are_those_of_bf16() -> None:
+    (row,) = attention([(2, 96, 80, 32)], (3, 2), CPU)
+    assert row.status in (OK, SLOW) and row.measured is not None
+    assert {"chosen", "flash"} <= row.measured["errors"].keys() and "cudnn" not in row.measured["errors"]
+    assert 0 < row.measured["errors"]["chosen"] < 2**-6
+    assert row.measured["finite_gradients"]["chosen"]
+
+
+def test_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def scaled_twice(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(query, key, 1.1 * value)
+
+    kernel = partial(scaled_twice, doctor_attention.scaled_dot_product_attention)
+    monkeypatch.setattr(doctor_attention, "scaled_dot_product_attention", kernel)
+    (row,) = attention([(2, 96, 80, 32)], (3, 2), CPU)
+    assert row.status == WRONG and "chosen" in row.found.rpartition(";")[2]
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.5])
+def test_chosen_kernel_with_a_large_error_is_wrong(value: float) -> None:
+    assert judge("attention", FAST, {"chosen": value, "flash": 1e-3}, RIGHT[1]).status == WRONG
+
+
+def test_chosen_kernel_with_infinite_gradients_is_wrong() -> None:
+    assert judge("attention", FAST, RIGHT[0], {"chosen": False, "flash": True}).status == WRONG
+
+
+def test_faster_kernel_counts_if_it_is_right() -> None:
+    faster = {**FAST, "training": {"chosen": 3.0, "flash": 2.0}}
+    assert judge("attention", FAST, *RIGHT).status == OK
+    assert judge("attention", faster, *RIGHT).status == SLOW
+    assert judge("attention", faster, RIGHT[0], {"chosen": True, "flash": False}).status == OK

@@ -1,0 +1,27 @@
+"""Means and their confidence intervals, against scipy."""
+
+import pytest
+from scipy import stats
+
+from solrl_lightning.study.confidence import mean_of, t_quantile
+
+
+@pytest.mark.parametrize("dof", [1, 2, 3, 10, 63, 1000])
+def test_quantile_matches_scipy(dof: int) -> None:
+    assert t_quantile(dof) == pytest.approx(stats.t.ppf(0.975, dof), rel=1e-5)
+
+
+def test_interval_matches_scipy() -> None:
+    values = [0.1, 0.4, -0.2, 0.3, 0.25]
+    expected = stats.ttest_1samp(values, 0.0).confidence_interval(0.95)
+    mean = mean_of(values)
+    assert (mean.low, mean.high) == pytest.approx((expected.low, expected.high), rel=1e-5)
+    assert (mean.mean, mean.standard_error) == pytest.approx((0.17, stats.sem(values)))
+
+
+def test_single_value_has_no_interval() -> None:
+    assert mean_of([0.3]) == (0.3, None, None, None, None)
+
+
+def test_equal_values_have_zero_width_interval() -> None:
+    assert mean_of([0.5, 0.5, 0.5]) == (0.5, 0.0, 0.0, 0.5, 0.5)

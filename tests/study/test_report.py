@@ -1,0 +1,218 @@
+"""The pages of report.html, from hand-written summaries."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from solrl_lightning.study.report import data_uri, evaluation_chart, history_chart, render, run_page
+from solrl_lightning.study.svg_charts import Series, draw_chart
+from solrl_lightning.training.module import evaluation_errors
+
+REWARD = "shapes"
+FACTS: dict[str, Any] = {
+    "status": "completed",
+    "error": None,
+    "stopped_by": None,
+    "reward": REWARD,
+    "base_reward": 0.4321,
+    "final_reward": 0.5361,
+    "final_reward_iteration": 12,
+    "improvement": 0.1040,
+    "best_reward": 0.5404,
+    "best_iteration": 9,
+    "alarms": [
+        {
+            "name": "collapse",
+            "iteration": 9,
+            "since": 6,
+            "saw": "It fell <b>much</b>",
+            "helps": "lower lr & wait",
+        }
+    ],
+    "other_rewards": {"watched": {"weight": 0.0, "base": 0.75, "final": 0.7}},
+    "iterations": 12,
+    "seconds_total": 89.4,
+    "seconds_per_stage": {
+        "explore": {"total": 36.2, "median": 3.008},
+        "evaluate": {"total": 18.8, "median": None},
+        "iteration": {"total": None, "median": 5.431},
+    },
+    "precision_backend": "nvfp4 (emulated)",
+    "peak_memory_bytes": 2**30,
+    "peak_memory_reserved_bytes": None,
+    "held_out": {"prompts": 64, "images_per_prompt": 8, "steps": 10},
+    "evaluations": [
+        {
+            "iteration": iteration,
+            "seconds": 5.0 * iteration,
+            "evaluations": 100 * iteration,
+            REWARD: reward,
+            "watched": 0.75 - 0.004 * iteration,
+            "standard_error": {REWARD: 0.0182, "watched": 0.01},
+            "change_error": {REWARD: 0.0053, "watched": 0.002},
+        }
+        for iteration, reward in ((0, 0.4321), (9, 0.5404), (12, 0.5361))
+    ],
+    "config": {"model": "tiny", "family": "sol_rl", "objective": "nft", "reward": REWARD, "seed": 42},
+    "versions": {"solrl_lightning": "0.1.0", "torch": "2.15.0"},
+    "machine": {"device": "NVIDIA H100", "devices": 1, "cores": 16, "threads": 8},
+    "paths": {"run": "/runs/one"},
+}
+HISTORY = [
+    {"iteration": i, "train/loss": 3.0 - i, "lr": 1e-3, "reward/mean": 0.5, "reward/std": 0.2, "time/explore": 3.0}
+    | ({"rank/spearman": 0.9 - 0.1 * i, "rank/kendall": 0.7} if i in (1, 3) else {})
+    for i in (1, 2, 3, 4)
+]
+
+
+class Nesting(HTMLParser):
+    """Checks that every element is closed in the order in which it was opened."""
+
+    VOID = ("meta", "img", "br")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: object) -> None:
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def page(folder: Path, changes: dict[str, Any] | None = None, history: Any = HISTORY) -> str:
+    text = render(run_page(FACTS | (changes or {}), history, folder)).decode()
+    reader = Nesting()
+    reader.feed(text)
+    assert reader.open == []
+    return text
+
+
+def plain(text: str) -> str:
+    """The text that a reader sees, without the charts' labels."""
+    without = re.sub(r"<(style|svg).*?</\1>", "", text, flags=re.DOTALL)
+    return " ".join(re.sub(r"<[^>]*>", " ", without).split())
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    (tmp_path / "samples").mkdir()
+    for name in ("grid_000006", "grid_000012", "pool_000012"):
+        Image.new("RGB", (8, 8), "red").save(tmp_path / "samples" / f"{name}.png")
+    (tmp_path / ".hydra").mkdir()
+    (tmp_path / ".hydra" / "overrides.yaml").write_text("- reward=[shapes,watched]\n- seed=42\n")
+    (tmp_path / ".hydra" / "config.yaml").write_text("seed: 42 # <script>\n")
+    return tmp_path
+
+
+def test_the_page_has_the_results_with_their_errors_and_where_they_come_from(run: Path) -> None:
+    seen = plain(page(run))
+    for text in (
+        "completed 12 iterations in 89 s. The shapes reward on held-out prompts changed from 0.4321 to 0.5361",
+        "(+0.1040 ± 0.0053)",
+        "Means over 512 images: 64 held-out prompts, 8 images each.",
+        "best evaluation 0.5404 iteration 9",
+        "9 45.0 900 0.5404 ± 0.0182 +0.1083 ± 0.0053",
+        "watched 0: watched, not trained on 0.7500 ± 0.0100 0.7000 ± 0.0100 -0.0500 ± 0.0020",
+        "rank/spearman 0.800 0.600 0.700 ± 0.100",
+        "explore 36.2 40 % 3.008 3.000 to 3.000",
+        "python -m solrl_lightning &#39;reward=[shapes,watched]&#39; seed=42",
+        "device NVIDIA H100",
+        "torch 2.15.0",
+        "same noise, after iteration 12",
+    ):
+        assert text in seen
+    assert "train/loss" in seen and "lr" in seen
+
+
+def test_text_from_outside_is_escaped_and_nothing_is_loaded(run: Path) -> None:
+    text = page(run, {"status": "failed", "error": "ValueError: <img src=x>"})
+    assert "It fell &lt;b&gt;much&lt;/b&gt;." in text and "What usually helps: lower lr &amp; wait." in text
+    assert "&lt;img src=x&gt;" in text and "&lt;script&gt;" in text
+    assert "<script" not in text and "since iteration 6" in text
+    assert set(re.findall(r'(?:src|href)="(.{5})', text)) <= {"data:"} | {
+        hit for hit in re.findall(r'href="(#.{4})', text)
+    }
+
+
+def test_a_run_without_results_has_a_page(tmp_path: Path) -> None:
+    nothing = {"base_reward": None, "final_reward": None, "final_reward_iteration": None, "improvement": None}
+    nothing |= {"evaluations": [], "other_rewards": {}, "seconds_per_stage": {}, "status": "interrupted"}
+    nothing |= {"alarms": [], "best_reward": None, "best_iteration": None}
+    text = page(tmp_path, nothing, [])
+    assert "interrupted" in text and "was not evaluated" in text
+    assert "Alarms" not in text and "Pictures" not in text
+
+
+def test_values_that_are_not_finite_are_left_out_of_a_curve() -> None:
+    values = [1.0, float("nan"), 2.0, float("inf")]
+    history = [{"iteration": i, "train/loss": value} for i, value in enumerate(values)]
+    assert history_chart(history, "train/loss") == history_chart([history[0], history[2]], "train/loss")
+
+
+def test_errors_of_an_evaluation_are_those_of_means_over_prompts() -> None:
+    base = torch.tensor([[0.1, 1.0], [0.3, 1.0], [0.5, 1.0], [0.9, 1.0]], dtype=torch.float64)
+    found = evaluation_errors(["a", "b"], base + torch.tensor([[0.2, 0.0]]), base)
+    assert found["standard_error"] == pytest.approx({"a": np.std([0.1, 0.3, 0.5, 0.9], ddof=1) / 2, "b": 0.0})
+    assert found["change_error"] == pytest.approx({"a": 0.0, "b": 0.0}, abs=1e-8)
+    assert "change_error" not in evaluation_errors(["a", "b"], base, base[:3])
+    assert evaluation_errors(["a", "b"], base[:1], base[:1]) == {}
+
+
+def test_a_chart_has_the_colours_of_the_page_and_fits_its_place() -> None:
+    series = [Series(f"a & {i}", [0, 1, 2], [i, i + 1, i], [i - 1] * 3, [i + 2] * 3) for i in range(9)]
+    chart = draw_chart("rewards", series, "iterations", level=3.0, at=[1])
+    svg = chart.svg
+    root = ElementTree.fromstring(svg)
+    assert "viewBox" in root.attrib and not {"width", "height"} & root.attrib.keys()
+    assert not re.findall("#[0-9a-f]{6}", svg)
+    assert {f"var(--c{i})" for i in range(7)} | {"var(--ink)", "var(--warn)", "var(--grid)"} <= set(
+        re.findall(r"var\(--\w+\)", svg)
+    )
+    assert chart.legend[7:] == [("a & 7", "var(--c0)", "6 3"), ("a & 8", "var(--c1)", "6 3")]
+    assert draw_chart("rewards", series, "iterations", level=3.0, at=[1]) == chart
+    reference = [series[0]._replace(is_reference=True), series[1]]
+    assert [colour for _, colour, _ in draw_chart("", reference, "iterations").legend] == ["var(--ink)", "var(--c0)"]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ((0.0, 0.0), ["0"]),
+        ((0.49512345, 0.49512346), ["0.4951"]),
+        ((0.0, 1.4), ["0.0", "0.5", "1.0"]),
+        ((-0.1, 0.32), ["-0.1", "0.0", "0.1", "0.2", "0.3"]),
+        ((0.0, 3e-5), ["0", "1e-5", "2e-5", "3e-5"]),
+        ((2e6, 4e6), ["2.0e6", "2.5e6", "3.0e6", "3.5e6", "4.0e6"]),
+    ],
+)
+def test_the_ticks_of_an_axis_have_the_same_decimals_and_a_constant_has_one(
+    values: tuple[float, float], expected: list[str]
+) -> None:
+    chart = draw_chart("", [Series("", [1, 2], values)], "iterations")
+    assert re.findall('text-anchor="end">(.*?)<', chart.svg) == expected
+
+
+def test_a_curve_against_hours_is_in_hours() -> None:
+    rows = [{"seconds": 3600.0 * hours, REWARD: 0.1 * hours} for hours in (0, 2, 10)]
+    marks = re.findall(r'text-anchor="middle">([^<]*)<', evaluation_chart("title", rows, REWARD, "seconds").svg)
+    assert marks == ["0", "2", "4", "6", "8", "10", "hours of training"]
+
+
+def test_a_large_picture_is_embedded_as_jpeg(tmp_path: Path) -> None:
+    small, large = tmp_path / "small.png", tmp_path / "large.png"
+    Image.new("RGB", (8, 8)).save(small)
+    noise = np.random.default_rng(0).integers(0, 256, (700, 700, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(large)
+    assert data_uri(small).startswith("data:image/png;base64,")
+    assert data_uri(large).startswith("data:image/jpeg;base64,")
+    assert len(data_uri(large)) < large.stat().st_size

@@ -1,0 +1,89 @@
+"""Costs at which learning curves reach a reward."""
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from solrl_lightning.study.time_to_reward import (
+    INDEPENDENT,
+    PAIRED,
+    GroupCurve,
+    Reached,
+    cost_to_reach,
+    first_reached,
+    rewards_at,
+    speed_up,
+)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "cost"),
+    [
+        ([-0.2, -0.1, 0.1], 15.0),
+        ([-0.2, 0.0, 0.1], 10.0),
+        ([-0.3, 0.1, -0.2], 7.5),  # a later fall does not matter
+        ([0.0, 0.1, 0.2], 0.0),
+        ([-0.2, -0.1, -1e-9], None),
+    ],
+)
+def test_a_curve_is_linear_between_its_evaluations(gaps: list[float], cost: float | None) -> None:
+    assert first_reached([0.0, 10.0, 20.0], gaps) == (None if cost is None else pytest.approx(cost))
+
+
+def dense_interval(costs: list[float], low: np.ndarray, high: np.ndarray) -> tuple[float, float]:
+    """First cost at which each limit reaches 0, on a fine grid."""
+    grid = np.linspace(costs[0], costs[-1], 100_001)
+    return grid[np.interp(grid, costs, high) >= 0][0], grid[np.interp(grid, costs, low) >= 0][0]
+
+
+REWARDS = np.array([[0.40, 0.42, 0.42], [0.47, 0.50, 0.47], [0.56, 0.56, 0.55], [0.60, 0.62, 0.60]])
+COSTS = [0.0, 10.0, 20.0, 40.0]
+FINALS = {1: 0.51, 2: 0.53, 3: 0.52}
+
+
+def test_the_interval_is_where_the_paired_difference_is_not_significant() -> None:
+    curve = GroupCurve(COSTS, [dict(zip((1, 2, 3), row, strict=True)) for row in REWARDS])
+    gaps = REWARDS - np.array(list(FINALS.values()))
+    limits = [stats.ttest_1samp(row, 0.0).confidence_interval(0.95) for row in gaps]
+    expected = dense_interval(COSTS, *np.array(limits).T)
+    reached = cost_to_reach(curve, FINALS)
+    assert (reached.low, reached.high) == pytest.approx(expected, abs=1e-3)
+    assert reached.mean == pytest.approx(10 + 10 * 0.04 / (0.04 + 0.11 / 3))
+    assert (reached.spent, reached.interval) == (40, PAIRED)
+
+
+def test_other_seeds_than_the_reference_are_not_paired() -> None:
+    curve = GroupCurve(COSTS, [dict(zip((4, 5, 6), row, strict=True)) for row in REWARDS])
+    gaps = REWARDS.mean(axis=1) - 0.52
+    reach = stats.t.ppf(0.975, 2) * np.hypot(stats.sem(REWARDS, axis=1), stats.sem(list(FINALS.values())))
+    reached = cost_to_reach(curve, FINALS)
+    assert (reached.low, reached.high) == pytest.approx(dense_interval(COSTS, gaps - reach, gaps + reach), abs=1e-3)
+    assert reached.interval == INDEPENDENT
+    assert reached.mean == pytest.approx(10 + 10 * 0.04 / (0.04 + 0.11 / 3))  # that of the paired difference
+
+
+def test_one_seed_has_no_interval() -> None:
+    curve = GroupCurve([0.0, 10.0], [{1: 0.4}, {1: 0.6}])
+    assert cost_to_reach(curve, {1: 0.5}) == (pytest.approx(5), None, None, 10, None)
+    assert cost_to_reach(curve, FINALS) == (pytest.approx(6), None, None, 10, None)
+
+
+def test_a_group_reaches_its_own_final_reward_at_its_end() -> None:
+    rewards = [{1: 0.41, 2: 0.47}, {1: 0.5, 2: 0.52}, {1: 0.57, 2: 0.55}]
+    reached = cost_to_reach(GroupCurve([0.0, 5.0, 9.0], rewards), rewards[-1])
+    assert (reached.mean, reached.high) == (9, 9)
+
+
+def test_the_speed_up_is_the_ratio_of_the_costs() -> None:
+    reference = Reached(60, None, None, 60, None)
+    assert speed_up(Reached(20, 15, 30, 80, PAIRED), reference) == (3, 2, 4)
+    assert speed_up(Reached(20, 0, None, 80, PAIRED), reference) == (3, None, None)
+    assert speed_up(Reached(None, 15, None, 80, PAIRED), reference) is None
+    assert speed_up(reference, Reached(None, None, None, 80, None)) is None
+
+
+def test_rewards_at_a_cost_lie_between_the_evaluations() -> None:
+    curve = GroupCurve([0.0, 10.0, 30.0], [{1: 0.0, 2: 1.0}, {1: 1.0, 2: 1.0}, {1: 2.0, 2: 5.0}])
+    assert [rewards_at(curve, cost) for cost in (0, 5, 10, 25, 30)] == [[0, 1], [0.5, 1], [1, 1], [1.75, 4], [2, 5]]
+    with pytest.raises(ValueError, match=r"cost must lie in the curve, 0.0 to 30.0; got 31"):
+        rewards_at(curve, 31)

@@ -1,0 +1,144 @@
+"""Two processes on gloo, as torchrun starts them, compute the rollouts, advantages and gradient of one process."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+from forks import Forks, two_ranks
+from nano import PROMPTS, save_nano
+from omegaconf import DictConfig
+from reward_servers import free_port
+from safetensors.torch import load_file
+from torch import Tensor
+
+from solrl_lightning.cli.checks import LORA_FILE, check_values
+from solrl_lightning.errors import UserError
+from solrl_lightning.policies import pipeline
+from solrl_lightning.training.schedules import old_policy_decay
+
+Results = dict[str, dict[str, Any]]  # by family
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS))
+    return [*ranks.OPTIONS, f"model.pretrained={save_nano(folder / 'nano')}", f"data.train={folder}/prompts.txt"]
+
+
+@pytest.mark.slow
+def test_two_ranks_match_one_rank(
+    compose: Callable[..., DictConfig],
+    forks: Forks,
+    arguments: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "hydra.run.dir=two"]
+    monkeypatch.setattr(pipeline, "EMBED_BATCH", 1)
+    ended = forks.ranks(tmp_path, two_ranks(), "task._target_=ranks.save_all", *arguments, *two)
+    assert [each.status for each in ended] == [0, 0], ended
+    assert not any("sync_dist" in each.output for each in ended)
+    alone: Results = ranks.train_all(compose("trainer=cpu", *arguments))
+    of_ranks: list[Results] = [torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
+    assert alone.keys() == {*ranks.FAMILIES, "sharded"}
+    for family, expected in alone.items():
+        check(expected, [results[family] for results in of_ranks])
+        share = 2 if family == "sharded" else 1
+        assert all(results[family]["held"] * share == expected["held"] for results in of_ranks)
+
+
+def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(of_ranks):
+        assert found["prompts"] == alone["prompts"][rank::2]
+        for name in ("seeds", "x0", "proxy_rewards", "rewards", "advantages"):
+            assert torch.equal(found[name], alone[name][rank::2]), name
+    first, second = of_ranks
+    for name in ("gradient", "weights", "evaluations"):
+        assert torch.equal(first[name], second[name]), name
+    old = first["policies"][0]
+    for iteration, policy in enumerate(first["policies"][1:], 1):
+        old = torch.lerp(policy, old, old_policy_decay()(iteration))
+    assert distance(first["old"], old) <= 1e-6
+    # the order of float32 sums
+    assert distance(first["gradient"], alone["gradient"]) <= 1e-5
+    assert distance(first["weights"], alone["weights"]) <= 1e-4
+    for of_rank in of_ranks:
+        torch.testing.assert_close(of_rank["metrics"], alone["metrics"], rtol=1e-4, atol=1e-6)
+    assert torch.equal(first["evaluations"][:1], alone["evaluations"][:1])
+    assert distance(first["evaluations"], alone["evaluations"]) <= 1e-4
+    deviations = [rewards.std(correction=0) for rewards in (first["rewards"], second["rewards"], alone["rewards"])]
+    assert min(abs(one / deviations[2] - 1) for one in deviations[:2]) > 0.1  # the std of one rank alone differs
+
+
+def distance(found: Tensor, expected: Tensor) -> float:
+    return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("family=sol_rl", "family.explore.sampler=shadow is invalid with trainer=fsdp: .* Set family=prefix"),
+        ("family.compile=true", "family.compile=true is invalid .* Set family.compile=false"),
+        ("compile_training=true", "compile_training=true is invalid .* Set compile_training=false"),
+        ("base_weights=int8", "base_weights=int8 is invalid .* Set base_weights=bfloat16"),
+        ("callbacks.sample_grid.every=1", "callbacks.sample_grid is invalid .* Set callbacks.sample_grid.every=0"),
+        ("task=evaluate", "trainer=fsdp is invalid: only task=train shards"),
+    ],
+)
+def test_what_needs_whole_weights_is_refused_with_shards(
+    compose: Callable[..., DictConfig], argument: str, message: str
+) -> None:
+    good = ("trainer=fsdp", "family=prefix", "callbacks.sample_grid.every=0")
+    check_values(compose(*good))
+    key = argument.partition("=")[0]
+    with pytest.raises(UserError, match=message):
+        check_values(compose(*(word for word in good if not word.startswith(f"{key}=")), argument))
+
+
+@pytest.mark.slow
+def test_frozen_weights_in_8_bits_train_with_ddp(forks: Forks, tmp_path: Path) -> None:
+    """DDP broadcasts what it is not told to ignore, and torchao's tensors cannot be broadcast."""
+    job = ["experiment=smoke", "family=diffusionnft", "iterations=1", "callbacks.sample_grid.every=0", "~logger"]
+    job += ["family.pool=2", "family.keep=2", "model.full_steps=2", "model.eval_steps=1", "data.eval_prompts=1"]
+    job += ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1", "base_weights=int8", "hydra.run.dir=out"]
+    ended = forks.run(tmp_path, *job)
+    assert ended.status == 0, ended
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "completed"
+
+
+@pytest.mark.slow
+def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(forks: Forks, tmp_path: Path) -> None:
+    torchrun = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    torchrun |= {"PET_MASTER_PORT": str(free_port())}
+    nodes = [torchrun | {"PET_NODE_RANK": rank} for rank in "01"]
+    job = ["experiment=smoke", "family=diffusionnft", "iterations=1", "callbacks.sample_grid.every=0"]
+    job += ["family.pool=2", "family.keep=2", "model.full_steps=2", "model.eval_steps=1", "data.eval_prompts=2"]
+    job += ["trainer=ddp", "trainer.accelerator=cpu"]
+    on_nodes = [*job, "trainer.num_nodes=2", "trainer.devices=1"]
+    ended = forks.ranks(tmp_path, nodes, *on_nodes, target="forks:torchrun")
+    assert [each.status for each in ended] == [0, 0], ended
+    (folder,) = tmp_path.glob("outputs/train/*")
+    assert {file.name for file in folder.iterdir()} == {
+        ".hydra",
+        "checkpoints",
+        "lora",
+        "solrl_lightning.log",
+        "summary.json",
+        "report.html",
+        "tensorboard",
+    }
+    one_node = forks.run(tmp_path, *job, "trainer.devices=2", "hydra.run.dir=one_node")  # Lightning starts rank 1
+    assert one_node.status == 0, one_node
+    assert list(tmp_path.glob("outputs/train/*")) == [folder]  # the second process uses the first one's folder
+    found, expected = (json.loads((run / "summary.json").read_text()) for run in (folder, tmp_path / "one_node"))
+    assert found["status"] == "completed"
+    for row in (*found["evaluations"], *expected["evaluations"]):
+        row.pop("seconds")
+    assert found["evaluations"] == expected["evaluations"] and len(found["evaluations"]) == 2
+    found, expected = (load_file(run / "lora" / LORA_FILE) for run in (folder, tmp_path / "one_node"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)

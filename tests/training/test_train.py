@@ -1,0 +1,204 @@
+"""task=train by its command: what a run leaves behind, interruption, and resumes."""
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from forks import Forks
+from lightning.pytorch import Callback, Trainer
+from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from solrl_lightning.training.module import SolRLModule
+
+Command = Callable[..., Any]
+
+TAGS = {
+    *("reward/mean", "reward/std", "explore/proxy_reward", "eval/shapes"),
+    *(f"rank/{name}" for name in ("spearman", "kendall", "top_overlap", "bottom_overlap")),
+    *("rank/top_mean_rank", "rank/bottom_mean_rank"),
+    *(f"time/{stage}" for stage in ("explore", "regenerate", "train", "requantize", "iteration", "probe")),
+    *("train/loss", "train/kl", "train/grad_norm", "policy/base_distance", "policy/old_distance"),
+    *("reward/group_std", "reward/zero_std_fraction"),
+}
+
+
+def test_a_run_leaves_everything_that_the_readme_lists(command: Command, tmp_path: Path) -> None:
+    done = command("experiment=smoke", "hydra.run.dir=run")
+    assert done.status == 0, done.err
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "completed" and summary["iterations"] == 2
+    assert summary["precision_backend"] == "nvfp4 (emulated)"
+    assert 0 < summary["base_reward"] < 1 and 0 < summary["final_reward"] < 1
+    assert {"explore", "regenerate", "train", "requantize"} <= summary["seconds_per_stage"].keys()
+    assert -1 <= summary["rank_fidelity"]["last"]["spearman"] <= 1
+    assert summary["peak_memory_bytes"] > 0
+    assert (run / "checkpoints" / "last.ckpt").is_file()
+    assert (run / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    assert (run / ".hydra" / "overrides.yaml").is_file()
+    assert {path.suffix for path in (run / "samples").iterdir()} == {".png"}
+    report = (run / "report.html").read_text()
+    for name in ("train/drift", "lr", "explore/proxy_reward", "rank correlation of a probe", "data:image/png"):
+        assert name in report
+    errors = summary["evaluations"][-1]
+    assert 0 < errors["change_error"]["shapes"] < errors["standard_error"]["shapes"]
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["scalars"]) >= TAGS
+    evaluated = [row["iteration"] for row in summary["evaluations"]]
+    assert [event.step for event in events.Scalars("eval/shapes")] == evaluated == [0, 1, 2]
+    assert all([event.step for event in events.Scalars(tag)] == [1, 2] for tag in TAGS - {"eval/shapes"})
+    for tag in events.Tags()["scalars"]:  # one iteration has one number
+        first = 0 if tag.startswith(("eval/", "images/")) else 2 if tag.startswith("summary/") else 1
+        assert [event.step for event in events.Scalars(tag)] == list(range(first, 3)), tag
+    assert [event.step for event in events.Images("samples/grid")] == [1, 2]
+    assert "epoch" not in events.Tags()["scalars"]
+    told = ("before training | shapes 0.", "NVFP4 is emulated", "checkpoints/best.ckpt, lora, tensorboard, samples")
+    for text in (*told, "shapes reward"):
+        assert text in done.out
+    table = "transformer_blocks.0.attn.to_q"
+    assert "linear layers quantised" in done.out and table not in done.out
+    assert table in (run / "solrl_lightning.log").read_text()
+
+
+LONG = (
+    "experiment=smoke prompts_per_iteration=1 family.pool=4 family.keep=2 model.full_steps=2 model.preview_steps=1 "
+    "model.eval_steps=1 data.eval_prompts=1 callbacks.sample_grid.every=0 callbacks.rank_correlation.probe_every=0"
+).split()
+
+
+def test_a_run_takes_over_what_a_resume_was_given_once_that_has_started(command: Command, tmp_path: Path) -> None:
+    record = tmp_path / "run" / ".hydra"
+    names = {"config.yaml", "hydra.yaml", "overrides.yaml"}
+    assert command(*LONG, "iterations=1", "hydra.run.dir=run").status == 0
+    begun = {file.name: file.read_bytes() for file in record.iterdir()}
+    summary = (tmp_path / "run" / "summary.json").read_text()
+    done = command("ckpt=last", "hydra.run.dir=run")
+    assert done.status == 2 and "iterations=1 is invalid" in done.err and "last.ckpt has done 1" in done.err
+    other = ("optimizer._target_=torch.optim.NAdam", "iterations=2", "hydra.run.dir=other")
+    done = command("ckpt=run/checkpoints/last.ckpt", *other)
+    assert done.status == 2 and "holds that of AdamW" in done.err and not (tmp_path / "other").exists()
+    (tmp_path / "prompts.txt").write_text("a dog on a sofa\n")
+    refused = command("ckpt=last", "hydra.run.dir=run", "iterations=9", "data.eval=prompts.txt")
+    assert refused.status == 2 and "'a dog on a sofa'" in refused.err
+    assert (record / "next").is_dir()
+    assert {name: (record / name).read_bytes() for name in names} == begun
+    assert (tmp_path / "run" / "summary.json").read_text() == summary
+    checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
+    assert checkpoint["precision_backend"] == "nvfp4 (emulated)"
+    torch.save(checkpoint | {"precision_backend": "fp8 (torch)"}, tmp_path / "run" / "checkpoints" / "last.ckpt")
+    resumed = command("ckpt=last", "hydra.run.dir=run", "iterations=2")
+    assert resumed.status == 0, resumed.err
+    assert "precision=auto: fp8, in which the run of the checkpoint began; a new run here" in resumed.out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["precision_backend"] == "fp8 (emulated)"
+    overrides = OmegaConf.load(record / "overrides.yaml")
+    assert "iterations=2" in overrides and not any("prompts.txt" in line for line in overrides)
+    assert OmegaConf.load(record / "config.yaml").iterations == 2
+    assert {file.name for file in record.iterdir()} == names
+
+
+def test_a_prompt_that_the_reward_cannot_score_is_refused_before_the_model_is_loaded(
+    command: Command, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("a red circle above a blue square\na dog on a sofa\n")
+    (tmp_path / "empty").mkdir()  # no pipeline, which only loading would tell
+    done = command(*LONG, "data.train=prompts.txt", "model.pretrained=./empty")
+    assert done.status == 2 and "'a dog on a sofa'" in done.err
+
+
+TINY = ["family=diffusionnft", "family.pool=4", "model.full_steps=2", "model.eval_steps=2", "data.eval_prompts=2"]
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two states are equal, tensors bit for bit."""
+    (values, structure), (others, other_structure) = tree_flatten(first), tree_flatten(second)
+    pairs = zip(values, others, strict=True)
+    return structure == other_structure and all(
+        torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs
+    )
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_and_is_given_again_ends_as_one_that_was_not(
+    command: Command, forks: Forks, tmp_path: Path
+) -> None:
+    options = [*TINY, "iterations=3", "callbacks.periodic.every=1", "callbacks.periodic.keep=2"]
+    ended = forks.run(
+        tmp_path, *LONG, *options, "ckpt=auto", "hydra.run.dir=killed", kill_at="killed/checkpoints/last.ckpt"
+    )
+    assert ended.status == -signal.SIGKILL, ended.output
+    for folder in ("killed", "straight"):
+        done = command(*LONG, *options, "ckpt=auto", f"hydra.run.dir={folder}")
+        assert done.status == 0, done.err
+    killed, straight = (tmp_path / name for name in ("killed", "straight"))
+    for name in ("last", "best", "iteration_000003"):
+        states = [torch.load(run / "checkpoints" / f"{name}.ckpt", weights_only=True) for run in (killed, straight)]
+        for part in ("state_dict", "optimizer_states", "callbacks.WeightEMA", "callbacks.Guard"):
+            first, second = (reduce(getitem, part.split("."), state) for state in states)
+            assert same(first, second), (name, part)
+    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == [
+        *("best.ckpt", "iteration_000002.ckpt", "iteration_000003.ckpt", "last.ckpt")
+    ]
+    first, second = (json.loads((run / "summary.json").read_text()) for run in (killed, straight))
+    rewards = [row["shapes"] for row in second["evaluations"]]
+    assert [row["shapes"] for row in first["evaluations"]] == rewards
+    straight_summary = second
+    for summary in (first, second):
+        assert (summary["status"], summary["alarms"], summary["stopped_by"]) == ("completed", [], None)
+        assert summary["best_reward"] == max(rewards[1:])
+        assert rewards[summary["best_iteration"]] == summary["best_reward"]
+        assert summary["policy_metrics"].keys() >= {"policy/base_distance", "policy/old_distance", "train/drift"}
+
+    # A new run from the LoRA of that one begins where it ended.
+    done = command(*LONG, *TINY, "iterations=1", "model.init_lora=straight/lora", "hydra.run.dir=third")
+    assert done.status == 0, done.err
+    third = json.loads((tmp_path / "third" / "summary.json").read_text())
+    assert third["base_reward"] == straight_summary["final_reward"]
+
+
+class CtrlC(Callback):
+    """Interrupts the process in its second iteration, as a terminal does."""
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        if trainer.current_epoch == 1:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_leaves_a_checkpoint_and_a_summary(command: Command, tmp_path: Path) -> None:
+    # A test run in the background of a shell script ignores SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    done = command(*LONG, "iterations=1000", f"+callbacks.ctrl_c._target_={__name__}.CtrlC", "hydra.run.dir=run")
+    signal.signal(signal.SIGINT, before)  # Lightning ignores further ones from then on
+    assert done.status == 130, done.err
+    run = tmp_path / "run"
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["status"] == "interrupted" and summary["iterations"] == 1
+    assert (run / "checkpoints" / "last.ckpt").is_file()
+    assert (run / "lora" / "pytorch_lora_weights.safetensors").is_file()
+    assert "interrupted after" in done.out and "Traceback" not in done.out + done.err
+
+
+def test_sigterm_during_the_first_evaluation_ends_the_run_as_shells_know_it(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    validation_step = SolRLModule.validation_step
+
+    def terminated(self: SolRLModule, prompts: list[str], batch_idx: int) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        validation_step(self, prompts, batch_idx)
+
+    monkeypatch.setattr(SolRLModule, "validation_step", terminated)
+    done = command(*LONG, "hydra.run.dir=run")
+    assert done.status == 143 and done.err.endswith("terminated\n")
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["iterations"]) == ("interrupted", 0)

@@ -1,0 +1,212 @@
+"""Weights used to sample, train and evaluate; "default", "old" and the average differ clearly in these runs."""
+
+import copy
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from lightning.pytorch import Callback, Trainer
+from test_loop import fit, make
+from torch import Tensor, nn
+
+from solrl_lightning.objectives.base import Loss
+from solrl_lightning.objectives.nft import NFT
+from solrl_lightning.policies import adapters
+from solrl_lightning.quantization.linear import QuantizedLinear
+from solrl_lightning.rewards.base import Reward
+from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.records import TrainingBatch
+from solrl_lightning.rollout.stage import Stage
+from solrl_lightning.seeds import evaluation_seeds, pool_seeds, train_timesteps
+from solrl_lightning.training.module import SolRLModule
+
+Tensors = dict[str, Tensor]
+OPTIONS = (
+    "optimizer.lr=0.02",
+    "model.full_steps=4",
+    "model.train_timestep_fraction=0.5",
+    # old <- half old, half default
+    "old_policy.decay_type=3",
+    "old_policy.start=-1",
+    "old_policy.slope=0.5",
+    "old_policy.maximum=0.5",
+)
+
+
+class Watch(Callback):
+    """Records the pool of every iteration and, of the second one, its training rows and weights."""
+
+    def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
+        self.pools: list[tuple[list[str], Tensor]] = []  # the prompts and seeds of each iteration
+        self.batches: list[TrainingBatch] = []
+        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []  # trained, old and reference velocity
+        seen = self.seen
+
+        class Noting(NFT):
+            def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
+                seen.append((velocity.detach(), others["old"], others["reference"]))
+                return super().__call__(velocity, batch, **others)
+
+        pl_module.objective = Noting(**vars(pl_module.objective))
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        loop: Any = trainer.fit_loop
+        if batch_idx == 0:
+            self.pools.append((loop.rollouts.prompts, loop.explored.seeds))
+        if (trainer.current_epoch, batch_idx) == (1, 0):
+            self.rollouts = loop.rollouts
+            self.old = copy.deepcopy(pl_module.adapter_state("old"))
+            self.replicas = {name: copy.deepcopy(replica) for name, replica in pl_module.samplers.replicas.items()}
+            self.seen.clear()
+            with torch.no_grad():
+                samplers = pl_module.samplers
+                transformers = (pl_module.transformer, samplers.replicas["merged"], samplers.reference)
+                inputs = (batch.x_t, batch.sigma, batch.conditioning)
+                self.velocities = [pl_module.policy.velocity(transformer, *inputs) for transformer in transformers]
+        if trainer.current_epoch == 1:
+            self.batches.append(batch)
+
+
+class Trained(NamedTuple):
+    module: SolRLModule
+    watch: Watch
+    stage: Stage
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Train two iterations with one evaluation, which writes into the merged replica."""
+    watch = Watch()
+    lengths = {"max_epochs": 2, "check_val_every_n_epoch": 2}
+    module, trainer, loop = make(tmp_path_factory.mktemp("trained"), *OPTIONS, callbacks=(watch,), **lengths)
+    fit(module, trainer, loop)
+    return Trained(module, watch, loop.stages[-1])
+
+
+def merged(module: SolRLModule, state: Tensors) -> Tensors:
+    return dict(adapters.merged_weights(module.samplers.lora_layers, state))
+
+
+def held(layer: nn.Module) -> Tensors:
+    """Return the weights of a layer, or its codes and scales; the bias is not adapted."""
+    return {name: value for name, value in layer.state_dict().items() if name != "bias"}
+
+
+def layer_with(like: nn.Module, weight: Tensor) -> nn.Module:
+    """Return a layer of the same class made from a float32 weight."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=getattr(like, "bias", None) is not None)
+    linear.weight = nn.Parameter(weight)
+    return type(like)(linear) if isinstance(like, QuantizedLinear) else linear.bfloat16()
+
+
+def holds(layer: nn.Module, weight: Tensor) -> bool:
+    """Return whether the layer's codes, or rounded weights, equal those of a float32 weight bit for bit."""
+    found, expected = held(layer), held(layer_with(layer, weight))
+    return found.keys() == expected.keys() and all(value.equal(expected[name]) for name, value in found.items())
+
+
+@pytest.mark.parametrize("replica", ["shadow", "merged"])
+def test_replicas_hold_current_old_policy(trained: Trained, replica: str) -> None:
+    module, watch = trained.module, trained.watch
+    transformer = watch.replicas[replica]
+    layers = {name: transformer.get_submodule(name) for name in module.samplers.lora_layers}
+    assert any(isinstance(layer, QuantizedLinear) for layer in layers.values()) == (replica == "shadow")
+    old, base = merged(module, watch.old), merged(module, module.adapter_state("base"))
+    assert all(holds(layer, old[name]) for name, layer in layers.items())
+    assert not any(holds(layer, base[name]) for name, layer in layers.items())
+
+
+def test_evaluation_scores_the_average(trained: Trained) -> None:
+    module = trained.module
+    prompts, steps = module.eval_prompts, module.evaluation.steps
+    seeds = evaluation_seeds(module.seed, prompts, module.evaluation.images)
+
+    def reward(weights: str) -> float:
+        found = module.score(prompts, seeds, weights=weights, steps=steps, progress=lambda done, total: None)
+        return float(found.rewards.double().mean())
+
+    rewards = {weights: reward(weights) for weights in ("ema", "default", "old", "base")}
+    assert module.eval_history[-1]["shapes"] == pytest.approx(rewards["ema"], abs=1e-9)
+    assert len(set(rewards.values())) == 4
+
+
+def test_merged_with_restores_old_policy(trained: Trained) -> None:
+    module = trained.module
+    states = {name: merged(module, module.adapter_state(name)) for name in ("default", "old")}
+    module.samplers.sync()
+    name = next(iter(module.samplers.lora_layers))
+    with module.samplers.merged_with(module.adapter_state("default")) as transformer:
+        assert holds(transformer.get_submodule(name), states["default"][name])
+        assert not holds(transformer.get_submodule(name), states["old"][name])
+    assert all(holds(transformer.get_submodule(name), weight) for name, weight in states["old"].items())
+
+
+def test_merged_with_restores_old_policy_if_it_fails_half_way(trained: Trained) -> None:
+    module = trained.module
+    old, state = merged(module, module.adapter_state("old")), dict(module.adapter_state("default"))
+    module.samplers.sync()
+    *_, last = module.samplers.lora_layers
+    del state[f"{last}.lora_B.weight"]
+    with pytest.raises(KeyError), module.samplers.merged_with(state):
+        pass
+    transformer = module.samplers.replicas["merged"]
+    assert all(holds(transformer.get_submodule(name), weight) for name, weight in old.items())
+
+
+def test_policy_samples_with_old_adapter(trained: Trained) -> None:
+    module = trained.module
+    layer = next(iter(module.samplers.lora_layers.values()))
+    assert layer.active_adapters == ["default"]
+    with module.samplers.use("policy"):
+        assert layer.active_adapters == ["old"]
+    assert layer.active_adapters == ["default"]
+
+
+def test_loss_reads_trained_old_and_base_velocities(trained: Trained) -> None:
+    velocity, old, reference = trained.watch.seen[0]
+    of_default, of_old, of_base = trained.watch.velocities
+    assert torch.equal(velocity, of_default) and torch.equal(reference, of_base)
+    for other in (of_default, of_base):
+        assert torch.dist(old, of_old) < 0.2 * torch.dist(other, of_old)  # of_old is rounded to BF16
+
+
+def test_each_iteration_explores_a_different_pool(trained: Trained) -> None:
+    pools = trained.watch.pools
+    assert len(pools) == 2
+    for iteration, (prompts, seeds) in enumerate(pools):
+        assert torch.equal(seeds, pool_seeds(trained.module.seed, iteration, prompts, 5))
+
+
+def test_kept_samples_train_at_their_timesteps_and_advantages(trained: Trained) -> None:
+    rollouts, levels = trained.watch.rollouts, trained.module.policy.sigmas(4)
+    seeds = rollouts.seeds.flatten()
+    found = []
+    for batch in trained.watch.batches:
+        found += zip(batch.seeds.tolist(), batch.sigma.tolist(), batch.advantage.tolist(), strict=True)
+    timesteps = levels[train_timesteps(seeds, 4, 0.5)].tolist()
+    advantages = rollouts.advantages.flatten().tolist()
+    expected = [
+        (seed, sigma, advantage)
+        for seed, sigmas, advantage in zip(seeds.tolist(), timesteps, advantages, strict=True)
+        for sigma in sigmas
+    ]
+    assert found == expected and len(found) == 2 * 3 * 2
+    weights = torch.cat([batch.weight for batch in trained.watch.batches])
+    torch.testing.assert_close(weights, torch.ones(len(found)))
+
+
+class Watched(Reward):
+    name = "watched"
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return images.mean((1, 2, 3))
+
+
+def test_rollouts_are_scored_by_weighted_rewards_only(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = trained.module
+    two = WeightedRewards({**module.rewards.rewards, "watched": Watched()}, {"shapes": 1.0, "watched": 0.0})
+    monkeypatch.setattr(module, "rewards", two)
+    texts, seeds = module.eval_prompts[:1], torch.tensor([[3]])
+    assert module.run_stage(trained.stage, module.encode(texts), seeds).scores.shape == (1, 1, 1)
+    evaluated = module.score(texts, seeds, weights="base", steps=1, progress=lambda done, total: None)
+    assert evaluated.scores.shape == (1, 1, 2)
