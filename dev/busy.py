@@ -1,6 +1,6 @@
 """Times a command on a quiet machine, beside busy processes and under a quota: python dev/busy.py [OVERRIDE...]
 
-Every condition runs with libgomp's defaults (OMP_WAIT_POLICY unset, a thread for each core) and with what the command
+Every condition runs with libgomp's defaults (GOMP_SPINCOUNT=300000, a thread for each core) and with what the command
 sets by itself, alternating. The quota is that of a control group (version 1 or 2), which takes root.
 
     python dev/busy.py                                   # experiment=smoke iterations=3

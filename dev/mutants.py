@@ -436,8 +436,10 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/machine/threads.py": [
         ("quota of the outermost group only", "return min(limits)", "return limits[-1]", THREADS),
-        ("ranks do not divide the cores", "given)) // ranks)", "given)))", THREADS),
-        ("threads never sleep", "free < _FREE * threads", "free < 0", THREADS),
+        ("ranks do not divide the cores", "limit)) // ranks)", "limit)))", THREADS),
+        ("busy cores count as free", "share >= _FREE * allowed", "share >= 0", THREADS),
+        ("starting ranks count as busy", "(free + ranks - 1) / ranks", "free / ranks", THREADS),
+        ("one thread spins", "if threads > 1 and not any", "if not any", THREADS),
         ("variables of the starting process stay", "del os.environ[name]", "pass", THREADS),
     ],
     "solrl_lightning/quantization/scaled_linear.py": [

@@ -1,8 +1,9 @@
 """The environment of OpenMP for this machine. libgomp reads it once, when torch is loaded.
 
 PyTorch takes a thread for every core that the process may run on, also where a container's quota gives it the time of
-fewer. While threads wait for each other they spin, in libgomp up to 300,000 times. That is fast on free cores; on taken
-ones a thread may spin in the time slice of the one that it waits for.
+fewer and where other processes use the cores. While threads wait for each other they spin, in libgomp up to 300,000
+times. On free cores 10,000 are as fast; on busy ones a thread spins in the time slice of the one that it waits for.
+docs/benchmark.md has the measurements.
 """
 
 import math
@@ -17,7 +18,8 @@ _CHOSEN = "SOLRL_LIGHTNING_THREADS"  # what this package has set; a process that
 _NUMBER = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME", "KMP_LIBRARY")
 _SHORTEST = 0.25  # seconds; the system counts in hundredths
-_FREE = 0.75  # of the threads' cores
+_FREE = 0.75  # of the threads' cores; with fewer, a thread for each free core is faster
+_SPINS = 10_000
 
 
 class _Clock(NamedTuple):
@@ -59,38 +61,39 @@ def quota(groups: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/sys/fs
                 break
             files = ("cpu.cfs_quota_us", "cpu.cfs_period_us") if controllers else ("cpu.max",)
             if all((folder / file).is_file() for file in files):
-                time_given, period = " ".join((folder / file).read_text().strip() for file in files).split()
-                limits.append(math.inf if time_given in ("max", "-1") else int(time_given) / int(period))
+                quota_time, period = " ".join((folder / file).read_text().strip() for file in files).split()
+                limits.append(math.inf if quota_time in ("max", "-1") else int(quota_time) / int(period))
     return min(limits)
 
 
 def choose(
-    environment: MutableMapping[str, str], cores: int, usable: int, given: float, ranks: int, free: float
+    environment: MutableMapping[str, str], cores: int, usable: int, limit: float, ranks: int, free: float
 ) -> tuple[dict[str, str], list[str]]:
     """What to set in ``environment``, and a line for each restriction that the user should know of.
 
     Args:
         cores, usable: of the machine, and where this process may run.
-        given: by ``quota``.
-        ranks: which share these cores and this quota.
+        limit: by ``quota``.
+        ranks: which share these cores and this quota; each uses a core while it starts.
         free: cores that this process could have had since it began.
     """
     variables, lines = dict[str, str](), list[str]()
-    threads = max(1, math.ceil(min(usable, given)) // ranks)
+    allowed = max(1, math.ceil(min(usable, limit)) // ranks)
+    share = (free + ranks - 1) / ranks
+    threads = allowed if share >= _FREE * allowed else max(1, int(share))
     if any(name in environment for name in _NUMBER):
         first = environment.get("OMP_NUM_THREADS", "").split(",")[0]  # a list has a number for each level of nesting
-        threads = int(first) if first.isdigit() else threads
+        threads = int(first) if first.isdigit() else allowed
     else:
         if threads < usable:
             variables["OMP_NUM_THREADS"] = str(threads)
-        if min(usable, given) < cores:
-            cause = f"a quota of {given:g}" if given < usable else "those where this process may run"
+        cause = f"a quota of {limit:g}" if limit < usable else "those where this process may run"
+        if threads < allowed:
+            cause = "other processes use the rest; set OMP_NUM_THREADS for another number"
+        if threads < allowed or min(usable, limit) < cores:
             lines.append(f"threads: {threads}, of this machine's {cores} cores ({cause})")
-    if threads > 1 and free < _FREE * threads and not any(name in environment for name in _WAITING):
-        variables["OMP_WAIT_POLICY"] = "PASSIVE"
-        lines.append(
-            "other processes use the cores: threads sleep while they wait for each other (OMP_WAIT_POLICY=PASSIVE)"
-        )
+    if threads > 1 and not any(name in environment for name in _WAITING):
+        variables["GOMP_SPINCOUNT"] = str(_SPINS)
     return variables, lines
 
 
