@@ -33,7 +33,7 @@ LIBRARIES = (
 Edit = tuple[str, str, str, str]  # name, old fragment, new fragment, tests
 
 BACKENDS = "tests/quantization/test_backends.py"
-PLAN = "tests/tasks/test_plan.py"
+PLAN = "tests/sizing/test_plan.py"
 CARDS = f"{PLAN}::test_shadow_on_a_card_has_the_bits_of_its_capability"
 SHARE = f"{PLAN}::test_run_counts_the_latents_of_its_share_of_the_prompts"
 LATENTS = f"{PLAN}::test_latents_of_a_pool_by_hand"
@@ -95,7 +95,7 @@ ADAPTIVE, PROGRESS, ROLLOUT_STATS, SUMMARY, TIMINGS = (
     f"tests/callbacks/test_{name}.py" for name in "adaptive_exploration progress rollout_stats summary timings".split()
 )
 PROMPTS, SOURCES = "tests/data/test_prompts.py", "tests/data/test_sources.py"
-AUDIT, COMPARE, EVALUATE, PLAN = (f"tests/tasks/test_{name}.py" for name in ("audit", "compare", "evaluate", "plan"))
+AUDIT, COMPARE, EVALUATE = (f"tests/tasks/test_{name}.py" for name in ("audit", "compare", "evaluate"))
 
 MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/training/loop.py": [
@@ -694,10 +694,10 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/study/learning_curves.py": [
         ("dots in other units than the axis", 'at["mean"] / scale', 'at["mean"]', COMPARE),
     ],
-    "solrl_lightning/tasks/plan.py": [
+    "solrl_lightning/sizing/plan.py": [
         (
             "every card holds packed weights",
-            "replica_bytes(weights, adapted, names, own.bits_per_weight)",
+            "replica_bytes(weights, adapted, names, each.bits_per_weight)",
             "packed",
             CARDS,
         ),
@@ -707,13 +707,6 @@ MUTANTS: dict[str, list[Edit]] = {
             "stages_of(cfg), cfg.prompts_per_iteration",
             SHARE,
         ),
-        (
-            "prompts of the least busy device",
-            "prompts = math.ceil(cfg.prompts_per_iteration / devices)\n",
-            "prompts = cfg.prompts_per_iteration // devices\n",
-            PLAN,
-        ),
-        ("a FLOP per MAC", "halved.get(name, 1.0) * 2 * count", "halved.get(name, 1.0) * count", PLAN),
         ("cards of 2^30 bytes", "(card.memory - task.reserve) * 1e9", "(card.memory - task.reserve) * 2**30", PLAN),
         (
             "training in the batches of rollouts",
@@ -722,7 +715,8 @@ MUTANTS: dict[str, list[Edit]] = {
             PLAN,
         ),
     ],
-    "solrl_lightning/sizing/plan_trace.py": [
+    "solrl_lightning/sizing/trace.py": [
+        ("tokens of the whole batch", "count // images for", "count for", PLAN),
         ("training bytes of the whole batch", "training.peak // images", "training.peak", PLAN),
         (
             "decoding bytes of the whole batch",
@@ -759,7 +753,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("every GPU computes in FP4", "return hardware.capability >= candidate.capability", "return True", BACKENDS),
         ("resumed run takes another precision", "if precision != AUTO or ckpt is None:", "if True:", BACKENDS),
     ],
-    "solrl_lightning/sizing/plan_memory.py": [
+    "solrl_lightning/sizing/footprint.py": [
         ("chunks are joined in place", "count * (tensors + 2 + recorded)", "count * tensors", LATENTS),
     ],
     "conf/trainer/auto.yaml": [

@@ -72,7 +72,7 @@ _TASKS = {
     "evaluate": "ckpt=nowhere.ckpt",
     "export": "seed=1",
     "generate": "seed=1 task.prompts=5 task.prompts=[5] task.prompt_file=.",
-    "plan": "task.tflops=nan",
+    "plan": "task.cards=5",
 }
 
 

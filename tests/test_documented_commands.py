@@ -36,7 +36,7 @@ PLACEHOLDERS = {
     "nft diffusionnft": "sol_rl",  # a group of another study
 }
 # The same for all, so they are cut off the commands.
-SIZES = r" ?\b(seed|iterations|evaluation\.every|prompts_per_iteration|task\.(devices|tflops|speedup|repeats|rounds)|"
+SIZES = r" ?\b(seed|iterations|evaluation\.every|prompts_per_iteration|task\.(devices|repeats|rounds)|"
 SIZES += r"family\.(pool|keep|compile)|model\.rollout_batch)=\S+"
 SMALL = "prompts_per_iteration=1 data.eval_prompts=1 callbacks.sample_grid.every=0 family.compile=false".split()
 SMALL += ["model.eval_steps=2"]

@@ -196,7 +196,7 @@ _RULES = {
         _number(lambda value: value > 0),
         "model.max_grad_norm objective.beta objective.advantage_clip objective.ratio_clip "
         "objective.clip_range objective.noise_level objective.eta model.learning_rate optimizer.lr "
-        "scheduler.iterations reward.http.timeout task.tflops? task.speedup? callbacks.guard.limits.fall? "
+        "scheduler.iterations reward.http.timeout callbacks.guard.limits.fall? "
         "callbacks.guard.limits.pictures? callbacks.guard.limits.diversity? callbacks.guard.limits.kl? "
         "callbacks.guard.limits.base_distance? callbacks.guard.limits.jump? objective.strength "
         "objective.advantage_scale",

@@ -29,8 +29,8 @@ from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.quantization.scaled_linear import EMULATED
 from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear, with_limit
 from solrl_lightning.rollout.records import EncodedPrompts
+from solrl_lightning.sizing.plan import Plan
 from solrl_lightning.tasks.benchmark import alternate
-from solrl_lightning.tasks.plan import Shapes
 from solrl_lightning.training.samplers import MERGED, POLICY, REFERENCE, SHADOW, Samplers
 
 # Shares of the largest output. BF16 rounds an output by 2^-9, and twice on a CPU with BF16 units. Compiled code may
@@ -39,7 +39,7 @@ _TOLERANCE = {"nvfp4": 2**-6, "fp8": 2**-5, "int8": 2**-7}
 _MOST_ROWS = {"cuda": 16384, "cpu": 1024}  # of a layer's input
 _COMPARED = 256  # rows that are compared with the exact product
 _BLOCKS = 2  # of each kind
-_CPU_MACS = 2 * 10**8  # of the whole model; sets the batch of the blocks on a CPU
+_CPU_PRODUCTS = 2 * 10**8  # of the whole model's linear layers; sets the batch of the blocks on a CPU
 _ROUNDS, _SECONDS = 20, 0.5  # maximum number of timed calls, and the time after which no call starts
 NO_SHADOW = "family=prefix, which needs no shadow"
 
@@ -58,21 +58,21 @@ def judge_backend(backend: Backend, device: torch.device, used: bool) -> Row:
     return Row("precision", OK, found, "", measured)
 
 
-def quantized_shapes(model: Shapes) -> dict[tuple[int, int], int]:
+def quantized_shapes(run: Plan) -> dict[tuple[int, int], int]:
     """Return (D, N) of each shape of linear layers that the shadow quantises, with the most tokens of one image."""
     tokens: dict[tuple[int, int], int] = {}
-    for plan in model.layers:
-        if plan.quantized:
-            shape = plan.in_features, plan.out_features
-            tokens[shape] = max(tokens.get(shape, 0), model.passes.layers[plan.name] // math.prod(shape))
+    for layer in run.layers:
+        if layer.quantized:
+            shape = layer.in_features, layer.out_features
+            tokens[shape] = max(tokens.get(shape, 0), run.passes.tokens[layer.name])
     return tokens
 
 
 @torch.no_grad()
-def layers(model: Shapes, backend: Backend, batch: int, device: torch.device, compiled: bool) -> Iterator[Row]:
+def layers(run: Plan, backend: Backend, batch: int, device: torch.device, compiled: bool) -> Iterator[Row]:
     """Yield a row on the numbers and the speed of one layer of each shape that the shadow quantises."""
     assert backend.linear_cls is not None
-    for (inputs, outputs), count in quantized_shapes(model).items():
+    for (inputs, outputs), count in quantized_shapes(run).items():
         torch.compiler.reset()
         linear = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
         layer = backend.linear_cls(linear)
@@ -103,9 +103,9 @@ def native_backends(device: torch.device) -> dict[str, Backend]:
 
 
 @torch.no_grad()
-def compare_backends(model: Shapes, chosen: Backend, batch: int, device: torch.device, compiled: bool) -> Iterator[Row]:
+def compare_backends(run: Plan, chosen: Backend, batch: int, device: torch.device, compiled: bool) -> Iterator[Row]:
     """Yield a row with the seconds of the largest quantised layer by every backend that computes in its precision."""
-    (inputs, outputs), count = max(quantized_shapes(model).items(), key=lambda item: item[1] * math.prod(item[0]))
+    (inputs, outputs), count = max(quantized_shapes(run).items(), key=lambda item: item[1] * math.prod(item[0]))
     linear = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
     x = torch.randn(min(count * batch, _MOST_ROWS[device.type]), inputs, device=device, dtype=torch.bfloat16)
     calls: dict[str, Callable[[], Any]] = {"bf16": partial(linear, x)}
@@ -211,14 +211,12 @@ def write_short(architecture: Architecture, folder: Path) -> None:
 
 
 @torch.no_grad()
-def blocks(
-    cfg: DictConfig, model: Shapes, shadow: Backend | None, device: torch.device, compiled: bool
-) -> Iterator[Row]:
+def blocks(cfg: DictConfig, run: Plan, shadow: Backend | None, device: torch.device, compiled: bool) -> Iterator[Row]:
     """Compile a few blocks of all samplers for both batch sizes, refresh and time the replicas, and yield the rows."""
     from torch._dynamo.testing import CompileCounterWithBackend  # takes a second to import
 
     with TemporaryDirectory() as folder:
-        write_short(model.architecture, Path(folder))
+        write_short(run.architecture, Path(folder))
         own = without_files(cfg).model.policy
         policy = instantiate(own, pretrained=folder, weights="random", device=str(device))
     torch.compiler.reset()
@@ -237,8 +235,10 @@ def blocks(
         compiler=compiler,
     )
 
+    products = sum(run.passes.tokens.get(p.name, 0) * p.in_features * p.out_features for p in run.layers)  # of an image
+
     def inputs(most: int) -> tuple[Tensor, Tensor, Conditioning]:
-        batch = most if device.type == "cuda" else max(1, min(most, _CPU_MACS // model.passes.forward))
+        batch = most if device.type == "cuda" else max(1, min(most, _CPU_PRODUCTS // products))
         _, conditioning = EncodedPrompts([""], policy.encode([""])).gather(torch.zeros(batch, dtype=torch.int64))
         return policy.noise(torch.arange(batch)), torch.full((batch,), 0.5, device=device), conditioning
 

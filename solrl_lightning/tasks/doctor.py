@@ -27,7 +27,7 @@ from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rollout.stage import STAGES
-from solrl_lightning.sizing.doctor_attention import attention, shapes_of
+from solrl_lightning.sizing.attention import attention, shapes_of
 from solrl_lightning.sizing.doctor_machine import environment, local_path, locate
 from solrl_lightning.sizing.doctor_shadow import (
     NO_SHADOW,
@@ -37,8 +37,9 @@ from solrl_lightning.sizing.doctor_shadow import (
     layers,
     without_files,
 )
+from solrl_lightning.sizing.footprint import Footprint, Options, fit, overrides
+from solrl_lightning.sizing.plan import Json, Plan, plan_run, pool_latents
 from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
-from solrl_lightning.tasks.plan import Json, Shapes, on_meta, pool_latents
 
 
 def doctor(cfg: DictConfig) -> Json:
@@ -100,19 +101,19 @@ def arithmetic(cfg: DictConfig) -> Iterator[Row]:
     compiled, _ = should_compile("family.compile", "rollouts", cfg.family.compile, device)
     compiled = compiled and on_gpu  # on a CPU compilation takes a minute
     shadow = backend if uses_shadow(cfg) else None
-    model = on_meta(without_files(cfg), backend)
+    run = plan_run(without_files(cfg), backend)
     yield judge_backend(backend, device, shadow is not None)
     if shadow is not None and shadow.linear_cls is not None:
-        rows = layers(model, shadow, cfg.model.rollout_batch, device, compiled)
+        rows = layers(run, shadow, cfg.model.rollout_batch, device, compiled)
         yield from guarded("layers", rows, f"another precision, or {NO_SHADOW}")
         if on_gpu:
-            rows = compare_backends(model, shadow, cfg.model.rollout_batch, device, compiled)
+            rows = compare_backends(run, shadow, cfg.model.rollout_batch, device, compiled)
             yield from guarded("backends", rows, "another precision.backend")
-    yield from guarded("compilation", blocks(cfg, model, shadow, device, compiled), "family.compile=false")
+    yield from guarded("compilation", blocks(cfg, run, shadow, device, compiled), "family.compile=false")
     if on_gpu:
         batches = cfg.model.rollout_batch, cfg.model.micro_batch
-        yield from guarded("attention", attention(shapes_of(model.policy), batches, device), "another version of torch")
-    memory = judge_memory(held(model, cfg.model.weights), total_memory(device), cfg.model, on_gpu)
+        yield from guarded("attention", attention(shapes_of(run.policy), batches, device), "another version of torch")
+    memory = judge_memory(footprint_here(run, cfg.model.weights, on_gpu), run.options, total_memory(device), run.bytes)
     yield memory
     absent = [key for key, source in rewards_of(cfg).items() if local_path(source) is None]
     if absent:
@@ -127,7 +128,7 @@ def arithmetic(cfg: DictConfig) -> Iterator[Row]:
     if count and obstacles:
         yield Row("iterations", SKIPPED, f"because of {', '.join(obstacles)}: see above")
     elif count:
-        rows = iterations(cfg, model, device, count)
+        rows = iterations(cfg, run, device, count)
         yield from guarded("iterations", rows, "a smaller model.rollout_batch or model.micro_batch, if memory is short")
 
 
@@ -143,22 +144,18 @@ def total_memory(device: torch.device) -> int:
     return physical if text == "max" else min(physical, int(text))
 
 
-def held(model: Shapes, weights: str) -> dict[str, int]:
-    """The plan's bytes by part, without parts that this machine does not hold."""
-    left_out = ["shadow_packed", "text_encoders"] if weights == "random" else ["shadow_packed"]
-    return {name: size for name, size in model.bytes.items() if name not in left_out}
+def footprint_here(run: Plan, weights: str, on_gpu: bool) -> Footprint:
+    """The plan's footprint on this machine: random weights need no text encoders, and a CPU's memory keeps them."""
+    encoders = 0 if weights == "random" else run.footprint.text_encoders
+    if on_gpu:
+        return run.footprint._replace(text_encoders=encoders)
+    return run.footprint._replace(text_encoders=0, others=run.footprint.others + encoders)
 
 
-def planned_bytes(parts: Mapping[str, int], on_gpu: bool) -> int:
-    """Planned peak in bytes. A GPU holds text encoders, activations of training and of sampling at different times."""
-    stages = [("text_encoders",), ("training",), ("rollout", "pool_latents")]
-    passing = [sum(parts.get(name, 0) for name in stage) for stage in stages]
-    return sum(parts.values()) - sum(passing) + (max(passing) if on_gpu else sum(passing))
-
-
-def judge_memory(parts: Mapping[str, int], total: int, model: DictConfig, on_gpu: bool) -> Row:
-    planned = planned_bytes(parts, on_gpu)
-    largest = sorted(parts, key=lambda name: -parts[name])[:4]
+def judge_memory(footprint: Footprint, options: Options, total: int, parts: Mapping[str, int]) -> Row:
+    """The row on memory: wrong if the plan's peak exceeds ``total`` bytes. ``parts``: the plan's bytes, to list."""
+    planned = footprint.peak(options)
+    largest = sorted(parts.keys() - {"shadow_packed"}, key=lambda name: -parts[name])[:4]
     found = (
         f"{planned / 1e9:.3g} GB planned of {total / 1e9:.3g} GB, rewards not counted; most for "
         f"{', '.join(f'{name} {parts[name] / 1e9:.2g}' for name in largest)}"
@@ -166,17 +163,10 @@ def judge_memory(parts: Mapping[str, int], total: int, model: DictConfig, on_gpu
     measured = {"planned": planned, "total": total, "parts": dict(parts)}
     if planned <= total:
         return Row("memory", OK, found, "", measured)
-    kept, batch = parts["training"], model.micro_batch
-
-    def fits(changed: Mapping[str, int]) -> bool:
-        return planned_bytes({**parts, **changed}, on_gpu) <= total
-
-    ways = [f"model.micro_batch={n}" for n in range(1, batch) if fits({"training": kept * n // batch})][-1:]
-    if not model.gradient_checkpointing and fits({"training": 0}):
-        ways.append("model.gradient_checkpointing=true")
-    if parts["shadow_here"] and fits({"shadow_here": 0}):
-        ways.append(NO_SHADOW)
-    return Row("memory", WRONG, found, ", or ".join(ways) or "a smaller model, or a device with more", measured)
+    fitting = fit(footprint, options, total)
+    fits = footprint.peak(fitting) <= total
+    way_out = " ".join(overrides(fitting, options)) if fits else "a smaller model, or a device with more memory"
+    return Row("memory", WRONG, found, way_out, measured)
 
 
 def sources(cfg: DictConfig) -> dict[str, str]:
@@ -240,13 +230,13 @@ def small(cfg: DictConfig, count: int) -> DictConfig:
     return changed
 
 
-def iterations(cfg: DictConfig, model: Shapes, device: torch.device, count: int) -> Iterator[Row]:
+def iterations(cfg: DictConfig, run: Plan, device: torch.device, count: int) -> Iterator[Row]:
     """Run whole iterations of training, and yield the row with their time and memory and the plan's."""
     own = small(cfg, count)
     laps = run_iterations(own, device)
-    latents = pool_latents(own, model.policy.latent_shape)
-    parts = held(model, cfg.model.weights) | {"pool_latents": latents.sampling, "kept_latents": latents.kept}
-    peak, planned = peak_memory(device), planned_bytes(parts, device.type == "cuda")
+    latents = pool_latents(own, run.policy.latent_shape)
+    footprint = footprint_here(run, cfg.model.weights, device.type == "cuda")._replace(latents={None: latents})
+    peak, planned = peak_memory(device), footprint.peak(run.options)
     stages = [{stage: lap[stage] for stage in STAGES if lap[stage] > 0} for lap in laps]
     last = ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages[-1].items())
     found = (

@@ -15,7 +15,7 @@ from solrl_lightning.policies.adapters import OLD, TRAINED
 from solrl_lightning.policies.base_weights import block_linears, dense
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import QuantizationRule, resolve
-from solrl_lightning.sizing.plan_memory import stored_bytes
+from solrl_lightning.sizing.footprint import stored_bytes
 from solrl_lightning.training.samplers import Samplers
 
 CPU = torch.device("cpu")

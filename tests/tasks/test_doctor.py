@@ -34,19 +34,20 @@ from solrl_lightning.sizing.doctor_shadow import (
     without_files,
     write_short,
 )
+from solrl_lightning.sizing.footprint import OPTIONS, Footprint, Latents
+from solrl_lightning.sizing.plan import plan_run
 from solrl_lightning.tasks import doctor
 from solrl_lightning.tasks.doctor import (
     arithmetic,
+    footprint_here,
     guarded,
     iterations,
     judge_memory,
-    planned_bytes,
     rewards_of,
     scores,
     small,
     sources,
 )
-from solrl_lightning.tasks.plan import on_meta
 
 Compose = Callable[..., DictConfig]
 CPU = torch.device("cpu")
@@ -56,7 +57,7 @@ SPEED = Row("layer", OK, "2 ms", "", {"seconds": 0.002})
 @pytest.fixture(autouse=True)
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_shadow, "_SECONDS", 0.0)
-    monkeypatch.setattr(doctor_shadow, "_CPU_MACS", 1)
+    monkeypatch.setattr(doctor_shadow, "_CPU_PRODUCTS", 1)
     monkeypatch.setattr(doctor_shadow, "_BLOCKS", 1)
 
 
@@ -158,7 +159,7 @@ def test_layer_is_slow_only_if_hardware_units_are_slower_than_bf16() -> None:
 
 def test_backends_that_compute_here_are_timed_on_the_largest_layer(compose: Compose) -> None:
     backend = resolve("nvfp4", "emulated", CPU)
-    model = on_meta(without_files(compose()), backend, recomputed=(False,))
+    model = plan_run(without_files(compose()), backend, recomputed=(False,))
     (row,) = compare_backends(model, backend, 2, CPU, compiled=False)
     assert row.check == "backends 128->512" and row.status == OK and row.measured is not None
     native = {"int8 (torch)"} if resolve("int8", "auto", CPU).name == "torch" else set()
@@ -202,7 +203,7 @@ def test_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: pyt
 
     monkeypatch.setattr(replica, "refresh", refresh)
     cfg = compose("task=doctor")
-    (row,) = blocks(cfg, on_meta(without_files(cfg), resolve("bf16", "auto", CPU)), None, CPU, compiled=False)
+    (row,) = blocks(cfg, plan_run(without_files(cfg), resolve("bf16", "auto", CPU)), None, CPU, compiled=False)
     assert row.status == WRONG and "family.compile=false" in row.way_out
     assert row.measured == {"graphs": 2, "recompilations": 2, "backend": "eager"}
 
@@ -211,12 +212,12 @@ def test_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: pyt
 def test_all_samplers_of_a_run_are_compiled_with_both_batch_sizes(
     compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_shadow, "_CPU_MACS", 10**12)
+    monkeypatch.setattr(doctor_shadow, "_CPU_PRODUCTS", 10**12)
     small = ["model.rollout_batch=2", "model.micro_batch=1", "compile_training=true", "model.quantization.exclude={}"]
     small += ["model.lora.target_modules=[to_q]", "model.quantization.include=['*.to_k']"]  # so that graphs are small
     cfg = compose("task=doctor", *small)
     shadow = backend_of("int8")
-    row, _ = blocks(cfg, on_meta(without_files(cfg), shadow), shadow, CPU, compiled=False)
+    row, _ = blocks(cfg, plan_run(without_files(cfg), shadow), shadow, CPU, compiled=False)
     assert row.status == OK and row.measured is not None
     assert "policy, reference, merged, shadow in batches of 2 and 1" in row.found
     # Both blocks make 5: policy with and without gradients, reference, merged, shadow.
@@ -243,19 +244,43 @@ def test_blocks_are_a_few_of_the_model(folder: Path, tmp_path: Path, monkeypatch
 
 
 def test_plan_that_does_not_fit_is_wrong_and_names_options_that_fit() -> None:
-    parts = {"policy": 100, "shadow_here": 40, "training": 60, "text_encoders": 30}
-    model = OmegaConf.create({"micro_batch": 12, "gradient_checkpointing": False})
-    assert (planned_bytes(parts, on_gpu=False), planned_bytes(parts, on_gpu=True)) == (230, 200)
-    assert judge_memory(parts, 200, model, on_gpu=True).status == OK
-    assert judge_memory(parts, 229, model, on_gpu=False).status == WRONG
-    close = judge_memory(parts, 185, model, on_gpu=True)  # 5 a row, and the encoders need 30
-    assert close.status == WRONG
-    ways = ["model.micro_batch=9", "model.gradient_checkpointing=true", "family=prefix, which needs no shadow"]
-    assert close.way_out == ", or ".join(ways)
-    assert close.measured is not None and (close.measured["planned"], close.measured["total"]) == (200, 185)
-    model.gradient_checkpointing = True
-    assert judge_memory(parts, 165, model, on_gpu=True).way_out == "family=prefix, which needs no shadow"
-    assert "smaller model" in judge_memory(parts, 90, model, on_gpu=True).way_out
+    footprint = Footprint(
+        policy={"bfloat16": 100, "int8": 50, "nf4": 25},
+        shadow=40,
+        others=0,
+        text_encoders=30,
+        training={False: 5, "selective": 4, True: 1},
+        sampling=0,
+        decoding=0,
+        latents=dict.fromkeys((None, "prefix"), Latents(0, 0, 0)),
+    )
+    options = dict(zip(OPTIONS, (None, "bfloat16", "device", False, 12, 1, 1), strict=True))
+    parts = {"policy": 100, "shadow_here": 40, "shadow_packed": 90, "training": 60, "text_encoders": 30}
+    rows = {total: judge_memory(footprint, options, total, parts) for total in (200, 199, 170, 20)}
+    assert [row.status for row in rows.values()] == [OK, WRONG, WRONG, WRONG]
+    assert "shadow_packed" not in rows[199].found
+    assert rows[199].way_out == "model.micro_batch=6"
+    assert rows[170].way_out == "model.micro_batch=6"
+    assert "smaller model" in rows[20].way_out
+    assert rows[199].measured is not None
+    assert (rows[199].measured["planned"], rows[199].measured["total"]) == (200, 199)
+
+
+def test_random_weights_need_no_text_encoders_and_a_cpu_keeps_them(compose: Compose) -> None:
+    run = plan_run(without_files(compose()), resolve("nvfp4", "emulated", CPU), recomputed=(False,))
+    encoders, others = run.footprint.text_encoders, run.footprint.others
+    here = {
+        (weights, on_gpu): footprint_here(run, weights, on_gpu)
+        for weights in ("pretrained", "random")
+        for on_gpu in (True, False)
+    }
+    assert encoders > 0
+    assert {key: (f.text_encoders, f.others - others) for key, f in here.items()} == {
+        ("pretrained", True): (encoders, 0),
+        ("pretrained", False): (0, encoders),
+        ("random", True): (0, 0),
+        ("random", False): (0, 0),
+    }
 
 
 def test_iterations_fill_one_batch_of_the_rollout_and_one_of_the_training(compose: Compose) -> None:
@@ -280,7 +305,7 @@ def test_iterations_use_a_prompt_that_the_reward_can_score(compose: Compose, tmp
 
 def test_iterations_are_timed_by_stage(compose: Compose) -> None:
     cfg = compose("task=doctor", "experiment=smoke", "trainer=cpu", "model.full_steps=2", "model.preview_steps=1")
-    model = on_meta(without_files(cfg), resolve("nvfp4", "emulated", CPU))
+    model = plan_run(without_files(cfg), resolve("nvfp4", "emulated", CPU))
     (row,) = iterations(cfg, model, CPU, count=1)
     assert row.status == OK and row.measured is not None
     (lap,) = row.measured["laps"]

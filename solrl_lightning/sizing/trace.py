@@ -1,8 +1,10 @@
-"""A forward and backward pass of a policy on ``meta``: its multiply-adds (MACs) and the bytes of its activations."""
+"""A forward and backward pass of a policy on ``meta``: the tokens of its layers and the bytes of its activations."""
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +14,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.checkpointing import checkpoint_blocks
@@ -23,37 +24,27 @@ CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
 
 
 class Passes(NamedTuple):
-    """MACs of one image, and the bytes of its activations."""
+    """Tokens of one image, and the bytes of its activations."""
 
-    forward: int
-    layers: Mapping[str, int]  # MACs of each linear layer and convolution in a forward pass, by name
-    adapted: int  # of a forward pass with LoRA branches
-    backward: int  # of a backward pass through frozen weights, with the recomputation of checkpointed blocks
-    decode: int
+    tokens: Mapping[str, int]  # of each linear layer and convolution, by name
     training_bytes: Mapping[bool | str, int]  # of a forward and backward pass, by model.gradient_checkpointing
-    preview: int = 0  # of decoding by the preview decoder, 0 without one
-    sampling_bytes: int = 0
-    decoding_bytes: int = 0
+    sampling_bytes: int
+    decoding_bytes: int
 
 
-def flop_counter() -> FlopCounterMode:
-    """Return PyTorch's counter, extended by products that are added in place, such as LoRA's."""
-    return FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _addmm_flops})
+def count_tokens(run: Callable[[], Any], module: nn.Module) -> dict[str, int]:
+    """Tokens that each linear layer and convolution of ``module`` returns in ``run()``, by name."""
+    tokens: Counter[str] = Counter()
 
+    def count(name: str, layer: nn.Linear | nn.Conv2d, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        tokens[name] += output.numel() // (layer.out_channels if isinstance(layer, nn.Conv2d) else layer.out_features)
 
-def _addmm_flops(y: Sequence[int], a: Sequence[int], b: Sequence[int], **unused: Any) -> int:
-    """2 m k n of the shapes a [m, k] and b [k, n]."""
-    return 2 * a[0] * a[1] * b[1]
-
-
-def count_macs(run: Callable[[], Any], module: nn.Module) -> tuple[int, dict[str, int]]:
-    """MACs of ``run()``, which calls ``module``, and the part of each linear layer and convolution of ``module``."""
-    with flop_counter() as counter:
-        run()
-    counts, root = counter.get_flop_counts(), type(module).__name__
-    names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
-    layers = {name: sum(counts[f"{root}.{name}"].values()) // 2 for name in names if f"{root}.{name}" in counts}
-    return counter.get_total_flops() // 2, layers
+    layers = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear | nn.Conv2d)]
+    hooks = [layer.register_forward_hook(partial(count, name)) for name, layer in layers]
+    run()
+    for hook in hooks:
+        hook.remove()
+    return dict(tokens)
 
 
 class FusedAttention(TorchFunctionMode):
@@ -97,11 +88,7 @@ class PeakBytes(TorchDispatchMode):
 
 
 def trace(
-    policy: PipelineAdapter,
-    lora: LoraConfig,
-    checkpointing: bool | str,
-    previews: bool = False,
-    recomputed: Collection[bool | str] = CHECKPOINTING,
+    policy: PipelineAdapter, lora: LoraConfig, recomputed: Collection[bool | str] = CHECKPOINTING
 ) -> tuple[Passes, dict[str, LoraLayer]]:
     """The passes of a policy on ``meta``, and its adapted layers by name. Adds the adapters to the policy.
 
@@ -116,43 +103,27 @@ def trace(
     def velocity() -> Tensor:
         return policy.velocity(transformer, x, sigma, conditioning)
 
-    with torch.no_grad():
-        with FusedAttention(), PeakBytes(transformer) as sampling:
-            forward, layers = count_macs(velocity, transformer)
-        with FusedAttention(), PeakBytes(vae) as decoding:
-            decode = count_macs(lambda: policy.decode_latents(x, vae), transformer)[0]
-        preview = count_macs(lambda: policy.preview(x), transformer)[0] if previews else 0
+    with torch.no_grad(), FusedAttention():
+        with PeakBytes(transformer) as sampling:
+            tokens = count_tokens(velocity, transformer)
+        with PeakBytes(vae) as decoding:
+            policy.decode_latents(x, vae)
     with torch.device(policy.device):  # without it, PEFT creates the adapters on the CPU
         adapted_layers = adapters.add_adapters(transformer, lora, seed=0)
     transformer.train()
     peaks: dict[bool | str, int] = {}
     for blocks in recomputed:
-        _checkpoint(transformer, blocks)
+        # Tensor.backward runs outside of the mode, so recomputation enters another mode.
+        checkpoint_blocks(transformer, blocks, context_fn=lambda: (nullcontext(), FusedAttention()))
         with FusedAttention(), PeakBytes(transformer) as training:
             loss = velocity().sum()
         with training:
             loss.backward()
         transformer.zero_grad()
         peaks[blocks] = training.peak // images
-    _checkpoint(transformer, checkpointing)
-    with FusedAttention(), flop_counter() as there:  # its hooks keep recomputed tensors alive
-        loss = velocity().sum()
-    with flop_counter() as back:
-        loss.backward()
-    flops = there.get_total_flops(), back.get_total_flops()
     return Passes(
-        forward=forward // images,
-        layers={name: count // images for name, count in layers.items()},
-        adapted=flops[0] // 2 // images,
-        backward=flops[1] // 2 // images,
-        decode=decode // images,
+        tokens={name: count // images for name, count in tokens.items()},
         training_bytes=peaks,
-        preview=preview // images,
         sampling_bytes=sampling.peak // images,
         decoding_bytes=decoding.peak // images,
     ), adapted_layers
-
-
-def _checkpoint(transformer: nn.Module, blocks: bool | str) -> None:
-    # Tensor.backward runs outside of the mode, so recomputation enters another mode.
-    checkpoint_blocks(transformer, blocks, context_fn=lambda: (nullcontext(), FusedAttention()))

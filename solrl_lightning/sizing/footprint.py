@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from solrl_lightning.policies.architectures import Architecture, build_component
 from solrl_lightning.rollout.stage import Stage, candidates
-from solrl_lightning.sizing.plan_trace import CHECKPOINTING
+from solrl_lightning.sizing.trace import CHECKPOINTING
 
 STORAGE_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4.127}
 """Bits of a weight in ``base_weights``; int8's row scales add less than 0.04."""

@@ -10,8 +10,9 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG
-from solrl_lightning.sizing import doctor_attention, doctor_shadow
-from solrl_lightning.sizing.doctor_attention import attention, judge, shapes_of
+from solrl_lightning.sizing import attention as attention_module
+from solrl_lightning.sizing import doctor_shadow
+from solrl_lightning.sizing.attention import attention, judge, shapes_of
 
 CPU = torch.device("cpu")
 FAST = {"sampling": {"chosen": 1.0, "flash": 1.0}, "training": {"chosen": 3.0, "flash": 3.0}}
@@ -42,8 +43,8 @@ def test_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def scaled_twice(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attend(query, key, 1.1 * value)
 
-    kernel = partial(scaled_twice, doctor_attention.scaled_dot_product_attention)
-    monkeypatch.setattr(doctor_attention, "scaled_dot_product_attention", kernel)
+    kernel = partial(scaled_twice, attention_module.scaled_dot_product_attention)
+    monkeypatch.setattr(attention_module, "scaled_dot_product_attention", kernel)
     (row,) = attention([(2, 96, 80, 32)], (3, 2), CPU)
     assert row.status == WRONG and "chosen" in row.found.rpartition(";")[2]
 

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.sizing.doctor_shadow import format_seconds, least_seconds
-from solrl_lightning.sizing.plan_trace import FusedAttention
+from solrl_lightning.sizing.trace import FusedAttention
 
 Shape = tuple[int, int, int, int]  # H, Q, K, D
 
@@ -77,9 +77,7 @@ def attention(shapes: Iterable[Shape], batches: tuple[int, int], device: torch.d
         yield judge(f"attention {heads}x{queries}x{size}", seconds, errors, finite)
 
 
-def judge(
-    check: str, seconds: dict[str, dict[str, float]], errors: dict[str, float], finite: dict[str, bool]
-) -> Row:
+def judge(check: str, seconds: dict[str, dict[str, float]], errors: dict[str, float], finite: dict[str, bool]) -> Row:
     """Return a row: wrong if the chosen kernel is, slow if another one is faster.
 
     Args:

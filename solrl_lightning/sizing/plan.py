@@ -1,0 +1,166 @@
+"""Layers and bytes of a run at its model's real size, and the options with which it fits a card.
+
+The policy is built on the device ``meta``, where tensors have shapes but no numbers, and is called as in a run.
+"""
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+
+from solrl_lightning.build import build_objective, lora_config, quantization_rule, stages_of, uses_shadow, with_option
+from solrl_lightning.policies import adapters
+from solrl_lightning.policies.adapters import TRAINED
+from solrl_lightning.policies.architectures import Architecture, find_architecture
+from solrl_lightning.policies.base_weights import block_linears
+from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.quantization import Backend, LayerPlan
+from solrl_lightning.quantization import plan as plan_layers
+from solrl_lightning.quantization.backends import PACKED_BITS, Hardware, hardware_of
+from solrl_lightning.sizing.footprint import (
+    OPTIONS,
+    Footprint,
+    Latents,
+    Options,
+    bytes_of,
+    encoder_bytes,
+    fit,
+    latent_bytes,
+    overrides,
+    replica_bytes,
+    stored_bytes,
+)
+from solrl_lightning.sizing.trace import CHECKPOINTING, Passes, trace
+
+Json = dict[str, Any]
+
+
+class Plan(NamedTuple):
+    """A run's model, and its memory on one device."""
+
+    policy: PipelineAdapter  # on ``meta``, with adapters
+    architecture: Architecture
+    layers: Sequence[LayerPlan]
+    passes: Passes
+    parameters: int
+    bytes: dict[str, int]
+    footprint: Footprint  # with the shadow as it is held here
+    options: Options
+    shadows: Mapping[Backend, int]  # bytes by backend
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that the run holds."""
+        return self.footprint.peak(self.options)
+
+
+class Card(NamedTuple):
+    """A GPU that a run may fit."""
+
+    hardware: Hardware
+    memory: float  # 10^9 bytes
+
+
+def plan_run(
+    cfg: DictConfig,
+    backend: Backend,
+    recomputed: Collection[bool | str] = CHECKPOINTING,
+    devices: int = 1,
+    others: Iterable[Backend] = (),
+) -> Plan:
+    """The run's model on ``meta`` with its bytes on one of ``devices``.
+
+    ``recomputed``: as in ``trace``. ``others``: further backends of the shadow to compute the bytes of.
+    """
+    policy = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
+    architecture = find_architecture(policy.pretrained, policy.pipeline_class)
+    plans = {each: plan_layers(policy.transformer, quantization_rule(cfg), each) for each in (backend, *others)}
+    layers = plans[backend]
+    weights = {layer.name: policy.transformer.get_submodule(layer.name).weight for layer in layers}
+    parameters = sum(p.numel() for p in policy.transformer.parameters())
+    stored = stored_bytes(bytes_of(policy.transformer), block_linears(policy.transformer).values())
+    passes, adapted = trace(policy, lora_config(cfg), recomputed)
+    lora = 4 * sum(weight.numel() for weight in adapters.adapter_state(adapted, TRAINED).values())
+    quantized = {each: [layer.name for layer in layers if layer.quantized] for each, layers in plans.items()}
+    packed = replica_bytes(weights, adapted, quantized[backend], PACKED_BITS[backend.precision])
+    shadows = {
+        each: replica_bytes(weights, adapted, names, each.bits_per_weight) if uses_shadow(cfg) else 0
+        for each, names in quantized.items()
+    }
+    latents: dict[str | None, Latents] = {None: pool_latents(cfg, policy.latent_shape, devices)}
+    if uses_shadow(cfg):
+        latents["prefix"] = pool_latents(with_option(cfg, "family", "prefix"), policy.latent_shape, devices)
+    options = {key: None if key == "family" else OmegaConf.select(cfg, key) for key in OPTIONS}
+    size = {
+        "policy": stored[cfg.base_weights],
+        "merged": replica_bytes(weights, adapted),
+        "shadow_packed": packed if uses_shadow(cfg) else 0,
+        "shadow_here": shadows[backend],
+        "lora": (3 if cfg.callbacks and cfg.callbacks.get("ema") else 2) * lora,
+        "gradients_and_moments": 3 * lora,
+        "autoencoder": bytes_of(policy.pipeline.vae),
+        "text_encoders": encoder_bytes(architecture, policy.dtypes),
+        "kept_latents": latents[None].kept,
+        "pool_latents": latents[None].sampling,
+        "training": cfg.model.micro_batch * passes.training_bytes[cfg.model.gradient_checkpointing],
+        "rollout": cfg.model.rollout_batch * passes.sampling_bytes + cfg.model.decode_batch * passes.decoding_bytes,
+    }
+    replicas = sum(size[name] for name in ("merged", "lora", "gradients_and_moments", "autoencoder"))
+    activations = passes.training_bytes, passes.sampling_bytes, passes.decoding_bytes
+    footprint = Footprint(stored, shadows[backend], replicas, size["text_encoders"], *activations, latents)
+    return Plan(policy, architecture, layers, passes, parameters, size, footprint, options, shadows)
+
+
+def pool_latents(cfg: DictConfig, shape: Sequence[int], devices: int = 1) -> Latents:
+    """Bytes of the latents of an iteration of ``cfg`` on one of ``devices``; one candidate's have ``shape``."""
+    stages, prompts = stages_of(cfg), math.ceil(cfg.prompts_per_iteration / devices)
+    transitions = len(build_objective(cfg).transitions(stages[-1].steps, 0))
+    return latent_bytes(stages, cfg.family.pool, cfg.family.keep, transitions, 4 * prompts * math.prod(shape))
+
+
+def layer_statistics(layers: Sequence[LayerPlan]) -> Json:
+    """Numbers of linear layers that the shadow quantises and keeps, and the share of the weights that it quantises."""
+    quantized = [layer for layer in layers if layer.quantized]
+    weights, all_weights = (sum(p.in_features * p.out_features for p in part) for part in (quantized, layers))
+    return {
+        "quantised_layers": len(quantized),
+        "kept_layers": len(layers) - len(quantized),
+        "share_of_linear_parameters": weights / all_weights,
+    }
+
+
+def cards_of(task: DictConfig, device: torch.device) -> list[Card]:
+    """This machine's GPU, if ``device`` is one, and ``task.cards``."""
+    cards = [
+        Card(Hardware(card.name, capability=divmod(round(10 * card.capability), 10)), card.memory)
+        for card in task.cards
+    ]
+    if device.type == "cuda":
+        cards.insert(0, Card(hardware_of(device), torch.cuda.get_device_properties(device).total_memory / 1e9))
+    return cards
+
+
+def on_card(plan: Plan, card: Card, backend: Backend, task: DictConfig) -> Json:
+    """Arguments that fit ``card``, whose shadow is in ``backend``, with ``task.reserve`` GB left; or come nearest."""
+    footprint = plan.footprint._replace(shadow=plan.shadows[backend])
+    options = fit(footprint, plan.options, room := round((card.memory - task.reserve) * 1e9))
+    peak = footprint.peak(options)
+    changed = overrides(options, plan.options)
+    with_shadow = footprint.shadow > 0 and options["family"] is None
+    precision = [f"precision={backend.precision}"] if with_shadow else []
+    replaced = ("task", "precision", "precision.backend", *(argument.partition("=")[0] for argument in changed))
+    kept = [a for a in task.overrides if a.partition("=")[0] not in replaced and not a.startswith("task.")]
+    return {
+        "card": card.hardware.name,
+        "memory": card.memory,
+        "capability": "{}.{}".format(*card.hardware.capability),
+        "precision": backend.precision if footprint.shadow else None,
+        "bits_a_weight": backend.bits_per_weight if footprint.shadow else None,
+        "peak_of_this_run": footprint.peak(plan.options),
+        "fits": peak <= room,
+        "peak": peak,
+        "arguments": [*kept, *precision, *changed],
+    }
