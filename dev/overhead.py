@@ -21,7 +21,7 @@ from solrl_lightning.build import device_of
 from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.rollout.stage import STAGES
-from solrl_lightning.tasks.benchmark import run_iterations
+from solrl_lightning.sizing.timing import run_iterations
 
 MODELS = ("encode", "transformer", "decode", "reward", "backward", "optimizer")
 

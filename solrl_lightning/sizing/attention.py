@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.sizing.doctor_shadow import format_seconds, least_seconds
+from solrl_lightning.sizing.timing import format_seconds, least_seconds
 from solrl_lightning.sizing.trace import FusedAttention
 
 Shape = tuple[int, int, int, int]  # H, Q, K, D
@@ -45,7 +45,7 @@ class _Recorder(FusedAttention):
 
 
 @torch.no_grad()
-def shapes_of(policy: PipelineAdapter) -> list[Shape]:
+def attention_shapes(policy: PipelineAdapter) -> list[Shape]:
     """Return the different shapes of attention in a forward pass of a policy on ``meta``."""
     x = policy.noise(torch.zeros(1, dtype=torch.int64))
     with _Recorder() as recorder:
@@ -53,7 +53,7 @@ def shapes_of(policy: PipelineAdapter) -> list[Shape]:
     return list(recorder.shapes)
 
 
-def attention(shapes: Iterable[Shape], batches: tuple[int, int], device: torch.device) -> Iterator[Row]:
+def check_attention(shapes: Iterable[Shape], batches: tuple[int, int], device: torch.device) -> Iterator[Row]:
     """Yield a row for each shape: seconds of the kernel that PyTorch takes and of each that it has, and their errors.
 
     Args:
@@ -74,10 +74,12 @@ def attention(shapes: Iterable[Shape], batches: tuple[int, int], device: torch.d
                 "training": least_seconds({n: partial(_train, k, trained) for n, k in kernels.items()}, device),
             }
             finite = {name: _train(kernel, trained) for name, kernel in kernels.items()}
-        yield judge(f"attention {heads}x{queries}x{size}", seconds, errors, finite)
+        yield judge_attention(f"attention {heads}x{queries}x{size}", seconds, errors, finite)
 
 
-def judge(check: str, seconds: dict[str, dict[str, float]], errors: dict[str, float], finite: dict[str, bool]) -> Row:
+def judge_attention(
+    check: str, seconds: dict[str, dict[str, float]], errors: dict[str, float], finite: dict[str, bool]
+) -> Row:
     """Return a row: wrong if the chosen kernel is, slow if another one is faster.
 
     Args:

@@ -9,11 +9,8 @@ Two measurements, each after a warm-up, in one process, so that their ratios are
 With ``model.weights=random`` all of it runs at a model's real size without a file; time does not depend on the numbers.
 """
 
-import gc
-import math
 import platform
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,24 +18,19 @@ from statistics import median
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
-from lightning.pytorch import Callback, Trainer
 from omegaconf import DictConfig
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.artifacts.tables import format_table, write_json
-from solrl_lightning.build import build_loop, build_module, device_of, stages_of, uses_shadow, with_option
-from solrl_lightning.callbacks.requantize import Requantize
-from solrl_lightning.callbacks.timings import StageTimings
+from solrl_lightning.build import build_module, device_of, uses_shadow, with_option
 from solrl_lightning.cli.checks import check_decoder, check_values
-from solrl_lightning.data.loaders import RankPrompts
-from solrl_lightning.machine.memory import peak_resident_bytes
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.scaled_linear import operand_dtype
 from solrl_lightning.rollout.stage import EXPLORE, STAGES, Stage
+from solrl_lightning.sizing.timing import Lap, alternate, peak_memory, release, run_iterations
 from solrl_lightning.training.samplers import SHADOW
 
 _WARM_UP, _FORWARDS = 3, 20  # forward passes of each variant; the first compiles
@@ -74,15 +66,15 @@ def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfi
     """The configuration of every row; its name is the family, with precision and decoder if the task lists them."""
     configs = {}
     for family in cfg.task.families:
-        own = with_option(cfg, "family", family)
-        own.family.update({key: value for key, value in cfg.task.sizes.items() if value is not None})
-        if own.family.compile == "auto":  # eager products are not to be compared with the family compile's
-            own.family.compile = bool(cfg.task.compile) and can_compile(device)
-        check_values(own)
-        precisions = cfg.task.precisions if uses_shadow(own) else None
-        decoders = cfg.task.decoders if own.family.explore is not None else None
+        run = with_option(cfg, "family", family)
+        run.family.update({key: value for key, value in cfg.task.sizes.items() if value is not None})
+        if run.family.compile == "auto":  # eager products are not to be compared with the family compile's
+            run.family.compile = bool(cfg.task.compile) and can_compile(device)
+        check_values(run)
+        precisions = cfg.task.precisions if uses_shadow(run) else None
+        decoders = cfg.task.decoders if run.family.explore is not None else None
         for precision, decoder in product(precisions or [None], decoders or [None]):
-            row = own.copy() if precision is None else with_option(own, "precision", precision)
+            row = run.copy() if precision is None else with_option(run, "precision", precision)
             if decoder is not None:
                 row.family.explore.decoder = decoder
                 check_decoder(row, "task.decoders", decoder)
@@ -96,15 +88,15 @@ def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfi
 @torch.no_grad()
 def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     """Median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
-    _release(device)
+    release(device)
     module = build_module(cfg, device, [Stage(EXPLORE, SHADOW, steps=1, solver="euler")])
     module.samplers.sync()
     originals = {"bf16": module.samplers.replicas["merged"], "shadow": module.samplers.replicas["shadow"]}
     clone = replica.clone_sharing_weights
-    variants: dict[str, nn.Module] = {f"{name} eager": clone(own) for name, own in originals.items()}
+    variants: dict[str, nn.Module] = {f"{name} eager": clone(transformer) for name, transformer in originals.items()}
     if cfg.task.compile and can_compile(device):
-        for name, own in originals.items():
-            compiled = clone(own)
+        for name, transformer in originals.items():
+            compiled = clone(transformer)
             compile_blocks(compiled, fullgraph=name != "shadow" or module.samplers.backend.fullgraph)
             variants[f"{name} compiled"] = compiled
     batch = cfg.model.rollout_batch
@@ -114,7 +106,10 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         module.policy.velocity(variants["bf16 eager"], x, sigma, conditioning)
     flops, peak = counter.get_total_flops(), matmul_peak(device)
-    calls = {name: partial(module.policy.velocity, own, x, sigma, conditioning) for name, own in variants.items()}
+    calls = {
+        name: partial(module.policy.velocity, transformer, x, sigma, conditioning)
+        for name, transformer in variants.items()
+    }
     seconds = alternate(calls, device, _WARM_UP + _FORWARDS)
     medians = {name: median(values[_WARM_UP:]) for name, values in seconds.items()}
     against = "bf16 compiled" if "bf16 compiled" in medians else "bf16 eager"
@@ -130,24 +125,6 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
         "peak": peak,
         "share_of_peak": {name: value / peak["tflops"] for name, value in tflops.items()},
     }
-
-
-def alternate(
-    calls: Mapping[str, Callable[[], Any]], device: torch.device, rounds: int, limit: float = math.inf
-) -> dict[str, list[float]]:
-    """Seconds of each call, round by round, so that a disturbance affects all calls.
-
-    limit: seconds after which no round but the first three begins.
-    """
-    seconds: dict[str, list[float]] = {name: [] for name in calls}
-    for number in range(rounds):
-        if number > 2 and sum(map(sum, seconds.values())) > limit:
-            break
-        for name, call in calls.items():
-            start = _now(device)
-            call()
-            seconds[name].append(_now(device) - start)
-    return seconds
 
 
 @torch.no_grad()
@@ -179,31 +156,6 @@ def format_forward(result: dict[str, Any]) -> str:
 # Iterations
 
 
-Lap = Mapping[str, float]  # seconds of each of STAGES, 0 for one that did not run, and of the whole "iteration"
-
-
-def run_iterations(cfg: DictConfig, device: torch.device, *observers: Callback) -> list[Lap]:
-    """One iteration of warm-up and ``task.repeats`` others, without callbacks except re-quantisation and observers."""
-    _release(device)
-    timings = StageTimings()
-    trainer: Trainer = instantiate(
-        cfg.trainer,
-        logger=False,
-        callbacks=[*observers, timings, Requantize()],
-        max_epochs=1 + cfg.task.repeats,
-        devices=1,
-        num_nodes=1,
-        strategy="auto",
-        limit_val_batches=0,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-    )
-    module = build_module(cfg, device, stages_of(cfg))
-    loop = build_loop(cfg, trainer, module.objective)
-    trainer.fit(module, loop.loader, RankPrompts([], 0, 1))
-    return list(timings.history)
-
-
 def times_of_families(families: dict[str, DictConfig], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
     """The times of each row. Alternates the order, so that slow drift affects all rows equally."""
     runs: dict[str, list[list[Lap]]] = {name: [] for name in families}
@@ -212,7 +164,7 @@ def times_of_families(families: dict[str, DictConfig], rounds: int, device: torc
         for name in list(families)[:: -1 if number % 2 else 1]:
             runs[name].append(run_iterations(families[name], device))
             memory[name] = peak_memory(device)
-    return {name: family_times(own, runs[name], memory[name], device) for name, own in families.items()}
+    return {name: family_times(cfg, runs[name], memory[name], device) for name, cfg in families.items()}
 
 
 def family_times(
@@ -233,13 +185,6 @@ def family_times(
         "warm_up": runs[0][0]["iteration"],
         "peak_memory": memory,
     }
-
-
-def peak_memory(device: torch.device) -> dict[str, Any]:
-    """The most bytes that tensors took on a GPU since ``_release``, or that the process has taken on a CPU so far."""
-    if device.type == "cuda":
-        return {"bytes": torch.cuda.max_memory_allocated(device), "of": "the family"}
-    return {"bytes": peak_resident_bytes(), "of": "the process so far"}
 
 
 def with_speedups(families: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -272,19 +217,3 @@ def format_families(families: dict[str, dict[str, Any]], repeats: int) -> str:
         f"memory of {memory} in GB (10^9)\n"
         f"{format_table(['family', 'images/s', *against, 'requantize', 'memory'], rates)}"
     )
-
-
-def _release(device: torch.device) -> None:
-    """Free memory and compiled code of the previous measurement."""
-    torch.compiler.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _now(device: torch.device) -> float:
-    """Seconds on the clock after all launched work is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()

@@ -3,43 +3,38 @@
 Layers and blocks have the sizes of the chosen model and random weights, so only the rows about files need files.
 """
 
-import json
 import logging
-import math
-import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 
 import torch
-from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning import IMPORTED
-from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
-from solrl_lightning.build import build_objective, build_rewards, device_of, stages_of, uses_shadow, with_option
+from solrl_lightning.build import device_of, stages_of, uses_shadow
 from solrl_lightning.callbacks.common import file_logger
-from solrl_lightning.cli.checks import REWARD_FILES, reward_members
+from solrl_lightning.cli.checks import reward_members
 from solrl_lightning.errors import CheckFailed, UserError
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import resolve_from
-from solrl_lightning.rewards.base import Reward
-from solrl_lightning.rollout.stage import STAGES
-from solrl_lightning.sizing.attention import attention, shapes_of
-from solrl_lightning.sizing.doctor_machine import environment, local_path, locate
-from solrl_lightning.sizing.doctor_shadow import (
-    NO_SHADOW,
-    blocks,
-    compare_backends,
-    judge_backend,
-    layers,
-    without_files,
+from solrl_lightning.sizing.attention import attention_shapes, check_attention
+from solrl_lightning.sizing.compilation import check_blocks, without_files
+from solrl_lightning.sizing.environment import check_machine, local_path, locate
+from solrl_lightning.sizing.plan import Json, plan_run
+from solrl_lightning.sizing.shadow import NO_SHADOW, check_layers, compare_backends, judge_backend
+from solrl_lightning.sizing.timing import peak_memory
+from solrl_lightning.sizing.trial import (
+    check_iterations,
+    check_rewards,
+    footprint_here,
+    judge_memory,
+    reward_files,
+    run_files,
+    total_memory,
 )
-from solrl_lightning.sizing.footprint import Footprint, Options, fit, overrides
-from solrl_lightning.sizing.plan import Json, Plan, plan_run, pool_latents
-from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
 
 
 def doctor(cfg: DictConfig) -> Json:
@@ -51,9 +46,9 @@ def doctor(cfg: DictConfig) -> Json:
     start, rows = time.perf_counter(), []
     logging.disable(logging.INFO)  # messages of a run's start would appear between the rows
     try:
-        files = (locate(key, source) for key, source in sources(cfg).items())
-        run = guarded("set-up", arithmetic(cfg), "a report of this with doctor.json")
-        for row in chain(environment(cfg.run_dir), files, run):
+        files = (locate(key, source) for key, source in run_files(cfg).items())
+        run = guarded("set-up", check_run(cfg), "a report of this with doctor.json")
+        for row in chain(check_machine(), files, run):
             rows.append(row)
             print(format_row(row), flush=True)
     finally:
@@ -93,7 +88,7 @@ def guarded(check: str, rows: Iterator[Row], way_out: str) -> Iterator[Row]:
         yield Row(check, WRONG, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", way_out)
 
 
-def arithmetic(cfg: DictConfig) -> Iterator[Row]:
+def check_run(cfg: DictConfig) -> Iterator[Row]:
     """Yield the rows about the run: precision, layers, compilation, memory, reward, iterations."""
     device = device_of(cfg)
     on_gpu = device.type == "cuda"
@@ -104,150 +99,31 @@ def arithmetic(cfg: DictConfig) -> Iterator[Row]:
     run = plan_run(without_files(cfg), backend)
     yield judge_backend(backend, device, shadow is not None)
     if shadow is not None and shadow.linear_cls is not None:
-        rows = layers(run, shadow, cfg.model.rollout_batch, device, compiled)
+        rows = check_layers(run, shadow, cfg.model.rollout_batch, device, compiled)
         yield from guarded("layers", rows, f"another precision, or {NO_SHADOW}")
         if on_gpu:
             rows = compare_backends(run, shadow, cfg.model.rollout_batch, device, compiled)
             yield from guarded("backends", rows, "another precision.backend")
-    yield from guarded("compilation", blocks(cfg, run, shadow, device, compiled), "family.compile=false")
+    yield from guarded("compilation", check_blocks(cfg, run, shadow, device, compiled), "family.compile=false")
     if on_gpu:
         batches = cfg.model.rollout_batch, cfg.model.micro_batch
-        yield from guarded("attention", attention(shapes_of(run.policy), batches, device), "another version of torch")
+        yield from guarded(
+            "attention", check_attention(attention_shapes(run.policy), batches, device), "another version of torch"
+        )
     memory = judge_memory(footprint_here(run, cfg.model.weights, on_gpu), run.options, total_memory(device), run.bytes)
     yield memory
-    absent = [key for key, source in rewards_of(cfg).items() if local_path(source) is None]
+    absent = [key for key, source in reward_files(cfg).items() if local_path(source) is None]
     if absent:
-        scored = [Row("reward", SKIPPED, f"the files of {', '.join(absent)} are not on this machine")]
+        reward_rows = [Row("reward", SKIPPED, f"the files of {', '.join(absent)} are not on this machine")]
     else:
-        scored = list(guarded("reward", scores(cfg, device), "reward.pretrained=<folder>"))
-    yield from scored
+        reward_rows = list(guarded("reward", check_rewards(cfg, device), "reward.pretrained=<folder>"))
+    yield from reward_rows
     count = cfg.task.iterations
     if count is None:
         count = 2 if cfg.model.pretrained == "tiny" or (cfg.model.weights == "random" and on_gpu) else 0
-    obstacles = [*absent, *(row.check for row in (memory, *scored) if row.status == WRONG)]
+    obstacles = [*absent, *(row.check for row in (memory, *reward_rows) if row.status == WRONG)]
     if count and obstacles:
         yield Row("iterations", SKIPPED, f"because of {', '.join(obstacles)}: see above")
     elif count:
-        rows = iterations(cfg, run, device, count)
+        rows = check_iterations(cfg, run, device, count)
         yield from guarded("iterations", rows, "a smaller model.rollout_batch or model.micro_batch, if memory is short")
-
-
-# Memory, reward, iterations
-
-
-def total_memory(device: torch.device) -> int:
-    """Bytes of the GPU, of the system, or of the container's limit."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    physical, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return physical if text == "max" else min(physical, int(text))
-
-
-def footprint_here(run: Plan, weights: str, on_gpu: bool) -> Footprint:
-    """The plan's footprint on this machine: random weights need no text encoders, and a CPU's memory keeps them."""
-    encoders = 0 if weights == "random" else run.footprint.text_encoders
-    if on_gpu:
-        return run.footprint._replace(text_encoders=encoders)
-    return run.footprint._replace(text_encoders=0, others=run.footprint.others + encoders)
-
-
-def judge_memory(footprint: Footprint, options: Options, total: int, parts: Mapping[str, int]) -> Row:
-    """The row on memory: wrong if the plan's peak exceeds ``total`` bytes. ``parts``: the plan's bytes, to list."""
-    planned = footprint.peak(options)
-    largest = sorted(parts.keys() - {"shadow_packed"}, key=lambda name: -parts[name])[:4]
-    found = (
-        f"{planned / 1e9:.3g} GB planned of {total / 1e9:.3g} GB, rewards not counted; most for "
-        f"{', '.join(f'{name} {parts[name] / 1e9:.2g}' for name in largest)}"
-    )
-    measured = {"planned": planned, "total": total, "parts": dict(parts)}
-    if planned <= total:
-        return Row("memory", OK, found, "", measured)
-    fitting = fit(footprint, options, total)
-    fits = footprint.peak(fitting) <= total
-    way_out = " ".join(overrides(fitting, options)) if fits else "a smaller model, or a device with more memory"
-    return Row("memory", WRONG, found, way_out, measured)
-
-
-def sources(cfg: DictConfig) -> dict[str, str]:
-    """key -> path or hub id of a run's files. The embedded model and random weights need none."""
-    keys = ["model.pretrained", "model.preview_decoder", "model.transformer_weights"]
-    found = {key: OmegaConf.select(cfg, key) for key in keys if cfg.model.weights == "pretrained"}
-    return {key: source for key, source in found.items() if source not in (None, "tiny")} | rewards_of(cfg)
-
-
-def rewards_of(cfg: DictConfig) -> dict[str, str]:
-    """key -> path or hub id of the rewards' files."""
-    found: dict[str, str] = {}
-    for name, member in reward_members(cfg).items():
-        if "pretrained" in member and cfg.reward.pretrained is not None:
-            member["pretrained"] = cfg.reward.pretrained
-        found |= {f"reward.{name}.{k}": member[k] for k in REWARD_FILES if k in member}
-    return found
-
-
-def with_local_rewards(cfg: DictConfig) -> DictConfig:
-    """A copy with local folders instead of hub ids, so that loading does not access the hub."""
-    changed = cfg.copy()
-    changed.reward.pretrained = None
-    for key, source in rewards_of(cfg).items():
-        OmegaConf.update(changed, key, str(local_path(source)))
-    return changed
-
-
-def scores(cfg: DictConfig, device: torch.device) -> Iterator[Row]:
-    """Load the rewards, score one image, and yield the row."""
-    start = time.perf_counter()
-    rewards = build_rewards(with_local_rewards(cfg), device)
-    image = torch.rand(1, 3, cfg.model.resolution, cfg.model.resolution, device=device)
-    examples = {name: reward.example for name, reward in rewards.rewards.items()}
-    found = {name: rewards.rewards[name](image, [text], [metadata]) for name, (text, metadata) in examples.items()}
-    named = ", ".join(f"{name} {score.item():.3g}" for name, score in found.items())
-    yield Row("reward", OK, f"loaded, and one image of noise scored in {time.perf_counter() - start:.1f} s: {named}")
-
-
-def prompts_for(cfg: DictConfig) -> str:
-    """A source of prompts that all rewards can score: captions, or the example of a reward that needs other prompts."""
-    targets = [get_object(member["_target_"]) for member in reward_members(cfg).values()]
-    for text, metadata in (getattr(target, "example", Reward.example) for target in targets):
-        if text != Reward.example[0]:
-            file = Path(cfg.run_dir) / "doctor.jsonl"
-            write_atomically(file, json.dumps({"prompt": text, **metadata}).encode())
-            return str(file)
-    return "shapes-train"
-
-
-def small(cfg: DictConfig, count: int) -> DictConfig:
-    """A copy with one prompt, a pool that fills one rollout batch, and kept samples that fill one micro-batch."""
-    changed = with_option(with_local_rewards(cfg), "data", "shapes")
-    changed.data.train = prompts_for(cfg)
-    levels = build_objective(cfg).rows_per_sample(cfg.family.regenerate.steps)
-    with open_dict(changed):
-        changed.prompts_per_iteration = 1
-        changed.family.keep = min(cfg.family.keep, 2 * math.ceil(cfg.model.micro_batch / levels / 2))
-        changed.family.pool = min(cfg.family.pool, max(cfg.model.rollout_batch, changed.family.keep))
-        changed.task.update({"reads": ["train"], "repeats": count - 1})
-    return changed
-
-
-def iterations(cfg: DictConfig, run: Plan, device: torch.device, count: int) -> Iterator[Row]:
-    """Run whole iterations of training, and yield the row with their time and memory and the plan's."""
-    own = small(cfg, count)
-    laps = run_iterations(own, device)
-    latents = pool_latents(own, run.policy.latent_shape)
-    footprint = footprint_here(run, cfg.model.weights, device.type == "cuda")._replace(latents={None: latents})
-    peak, planned = peak_memory(device), footprint.peak(run.options)
-    stages = [{stage: lap[stage] for stage in STAGES if lap[stage] > 0} for lap in laps]
-    last = ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages[-1].items())
-    found = (
-        f"{count} of 1 prompt, {own.family.pool} candidates, {own.family.keep} kept: {laps[0]['iteration']:.1f} s "
-        f"with warm-up, the last {laps[-1]['iteration']:.1f} s ({last}); peak memory of {peak['of']} "
-        f"{peak['bytes'] / 1e9:.3g} GB, planned {planned / 1e9:.3g} GB"
-    )
-    measured = {
-        "laps": [{"seconds": lap["iteration"], "stages": spent} for lap, spent in zip(laps, stages, strict=True)],
-        "peak_memory": peak,
-        "peak_memory_reserved": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
-        "planned": planned,
-    }
-    yield Row("iterations", OK, found, "", measured)

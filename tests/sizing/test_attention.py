@@ -11,28 +11,22 @@ from torch import Tensor
 
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG
 from solrl_lightning.sizing import attention as attention_module
-from solrl_lightning.sizing import doctor_shadow
-from solrl_lightning.sizing.attention import attention, judge, shapes_of
+from solrl_lightning.sizing.attention import attention_shapes, check_attention, judge_attention
 
 CPU = torch.device("cpu")
 FAST = {"sampling": {"chosen": 1.0, "flash": 1.0}, "training": {"chosen": 3.0, "flash": 3.0}}
 RIGHT = {"chosen": 1e-3, "flash": 1e-3}, {"chosen": True, "flash": True}
 
 
-@pytest.fixture(autouse=True)
-def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_shadow, "_SECONDS", 0.0)
-
-
 def test_shapes_are_those_of_the_published_model(compose: Callable[..., DictConfig]) -> None:
     # FLUX.1: 24 heads of 128; 512 pixels are 32 x 32 tokens, and prompts have 128
     options = compose("model=flux1").model.policy
     policy = instantiate(options, weights="random", embeddings=None, device="meta")
-    assert shapes_of(policy) == [(24, 1152, 1152, 128)]
+    assert attention_shapes(policy) == [(24, 1152, 1152, 128)]
 
 
 def test_kernels_are_compared_and_their_errors_are_those_of_bf16() -> None:
-    (row,) = attention([(2, 96, 80, 32)], (3, 2), CPU)
+    (row,) = check_attention([(2, 96, 80, 32)], (3, 2), CPU)
     assert row.status in (OK, SLOW) and row.measured is not None
     assert {"chosen", "flash"} <= row.measured["errors"].keys() and "cudnn" not in row.measured["errors"]
     assert 0 < row.measured["errors"]["chosen"] < 2**-6
@@ -45,21 +39,21 @@ def test_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kernel = partial(scaled_twice, attention_module.scaled_dot_product_attention)
     monkeypatch.setattr(attention_module, "scaled_dot_product_attention", kernel)
-    (row,) = attention([(2, 96, 80, 32)], (3, 2), CPU)
+    (row,) = check_attention([(2, 96, 80, 32)], (3, 2), CPU)
     assert row.status == WRONG and "chosen" in row.found.rpartition(";")[2]
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.5])
 def test_chosen_kernel_with_a_large_error_is_wrong(value: float) -> None:
-    assert judge("attention", FAST, {"chosen": value, "flash": 1e-3}, RIGHT[1]).status == WRONG
+    assert judge_attention("attention", FAST, {"chosen": value, "flash": 1e-3}, RIGHT[1]).status == WRONG
 
 
 def test_chosen_kernel_with_infinite_gradients_is_wrong() -> None:
-    assert judge("attention", FAST, RIGHT[0], {"chosen": False, "flash": True}).status == WRONG
+    assert judge_attention("attention", FAST, RIGHT[0], {"chosen": False, "flash": True}).status == WRONG
 
 
 def test_faster_kernel_counts_if_it_is_right() -> None:
     faster = {**FAST, "training": {"chosen": 3.0, "flash": 2.0}}
-    assert judge("attention", FAST, *RIGHT).status == OK
-    assert judge("attention", faster, *RIGHT).status == SLOW
-    assert judge("attention", faster, RIGHT[0], {"chosen": True, "flash": False}).status == OK
+    assert judge_attention("attention", FAST, *RIGHT).status == OK
+    assert judge_attention("attention", faster, *RIGHT).status == SLOW
+    assert judge_attention("attention", faster, RIGHT[0], {"chosen": True, "flash": False}).status == OK

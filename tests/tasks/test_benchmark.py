@@ -17,14 +17,14 @@ from solrl_lightning.policies.bf16 import has_fast_bf16_products
 from solrl_lightning.policies.compilation import can_compile
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rollout.stage import STAGES
+from solrl_lightning.sizing import timing
+from solrl_lightning.sizing.timing import Lap, peak_memory
 from solrl_lightning.tasks import benchmark as benchmark_module
 from solrl_lightning.tasks.benchmark import (
-    Lap,
     benchmark,
     family_configs,
     forward_times,
     matmul_peak,
-    peak_memory,
     times_of_families,
     with_speedups,
 )
@@ -135,7 +135,7 @@ def test_peak_is_the_median_rate_of_a_square_product(monkeypatch: pytest.MonkeyP
     lasting = [9.0] * benchmark_module._WARM_UP + [0.25, 0.5, 0.5, 4.0, 0.25, 0.5, 0.5, 4.0, 0.25, 0.5]
     clock = iter(reading for seconds in lasting for reading in (1.0, 1.0 + seconds))
     monkeypatch.setattr(benchmark_module, "_PRODUCT_SIZE", {"cpu": 20})
-    monkeypatch.setattr(benchmark_module, "_now", lambda device: next(clock))
+    monkeypatch.setattr(timing, "_now", lambda device: next(clock))
     peak = matmul_peak(CPU)
     assert peak["size"] == 20
     assert peak["dtype"] == ("bfloat16" if has_fast_bf16_products() else "float32")
@@ -162,7 +162,7 @@ def test_rounds_alternate_their_order_and_medians_are_over_all_rounds(
     order = []
 
     def run_iterations(cfg: DictConfig, device: torch.device) -> list[Lap]:
-        order.append(next(name for name, own in rows.items() if own is cfg))
+        order.append(next(name for name, row in rows.items() if row is cfg))
         return [dict.fromkeys(STAGES, 1.0) | {"iteration": seconds} for seconds in (70.0, len(order))]
 
     monkeypatch.setattr(benchmark_module, "run_iterations", run_iterations)
@@ -174,11 +174,11 @@ def test_rounds_alternate_their_order_and_medians_are_over_all_rounds(
 
 def test_families_with_compile_auto_follow_the_task(compose: Compose) -> None:
     cfg = compose("task=benchmark")
-    compiled = {name: own.family.compile for name, own in family_configs(cfg, CPU).items()}
+    compiled = {name: row.family.compile for name, row in family_configs(cfg, CPU).items()}
     can = can_compile(CPU)
     assert compiled == {"naive_scaling": False, "compile": True, "sol_rl": can, "prefix": can}
     cfg.task.compile = False
-    compiled = {name: own.family.compile for name, own in family_configs(cfg, CPU).items()}
+    compiled = {name: row.family.compile for name, row in family_configs(cfg, CPU).items()}
     assert compiled == {"naive_scaling": False, "compile": True, "sol_rl": False, "prefix": False}
 
 
@@ -198,10 +198,10 @@ def test_families_that_explore_are_timed_once_with_each_decoder(compose: Compose
 
 
 def test_peak_memory_on_a_cpu_is_that_of_the_process() -> None:
-    held = torch.ones(30_000_000)
+    tensor = torch.ones(30_000_000)
     peak = peak_memory(CPU)
     assert peak["of"] == "the process so far"
-    assert held.nbytes < peak["bytes"] < 2**40
+    assert tensor.nbytes < peak["bytes"] < 2**40
 
 
 def test_speedups_are_relative_to_the_baselines_in_the_run() -> None:

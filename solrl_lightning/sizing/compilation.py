@@ -1,0 +1,127 @@
+"""Rows of task=doctor that compile a few blocks of the model's real size."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import DictConfig
+from torch import Tensor
+
+from solrl_lightning.artifacts.tables import OK, WRONG, Row
+from solrl_lightning.build import levels_of, lora_config, quantization_rule
+from solrl_lightning.policies.architectures import Architecture
+from solrl_lightning.policies.compilation import should_compile
+from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.quantization import Backend, resolve
+from solrl_lightning.rollout.records import EncodedPrompts
+from solrl_lightning.sizing.plan import Plan
+from solrl_lightning.sizing.shadow import judge_speed
+from solrl_lightning.sizing.timing import least_seconds
+from solrl_lightning.training.samplers import MERGED, POLICY, REFERENCE, SHADOW, Samplers
+
+_BLOCKS = 2  # of each kind
+_CPU_PRODUCTS = 2 * 10**8  # of the whole model's linear layers; sets the batch of the blocks on a CPU
+
+
+def without_files(cfg: DictConfig) -> DictConfig:
+    """A copy of the configuration whose policy reads config files only."""
+    changed = cfg.copy()
+    for name in {"embeddings", "preview_decoder", "transformer_weights"} & changed.model.policy.keys():
+        changed.model.policy[name] = None
+    return changed
+
+
+def write_short(architecture: Architecture, folder: Path) -> None:
+    """Write the config files of the pipeline with a few blocks of each kind.
+
+    The first blocks of some Stable Diffusion 3.5 have a second attention; as many without one follow them.
+    """
+    index: dict[str, Any] = {"_class_name": architecture.pipeline}
+    for name in ("transformer", "vae", "scheduler"):
+        library, cls, config = architecture.components[name]
+        short = dict(config)
+        if name == "transformer":
+            dual = config.get("dual_attention_layers", [])[:_BLOCKS]
+            short |= {key: min(_BLOCKS, config[key]) for key in {"num_layers", "num_single_layers"} & config.keys()}
+            if dual:
+                short |= {"dual_attention_layers": dual, "num_layers": _BLOCKS + len(dual)}
+        file = folder / name / ("scheduler_config.json" if name == "scheduler" else "config.json")
+        file.parent.mkdir()
+        file.write_text(json.dumps(short))
+        index[name] = [library, cls]
+    (folder / "model_index.json").write_text(json.dumps(index))
+
+
+@torch.no_grad()
+def check_blocks(
+    cfg: DictConfig, run: Plan, shadow: Backend | None, device: torch.device, compiled: bool
+) -> Iterator[Row]:
+    """Compile a few blocks of all samplers for both batch sizes, refresh and time the replicas, and yield the rows."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes a second to import
+
+    with TemporaryDirectory() as folder:
+        write_short(run.architecture, Path(folder))
+        policy = instantiate(without_files(cfg).model.policy, pretrained=folder, weights="random", device=str(device))
+    torch.compiler.reset()
+    compiler = CompileCounterWithBackend("inductor" if compiled else "eager")
+    trains, _ = should_compile("compile_training", "training steps", cfg.compile_training, device)
+    samplers = Samplers(
+        policy,
+        lora_config(cfg),
+        cfg.seed,
+        cfg.model.rollout_batch,
+        compile_replicas=True,
+        compile_policy=trains,
+        with_shadow=shadow is not None,
+        backend=shadow or resolve("bf16", "auto", device),
+        rule=quantization_rule(cfg),
+        compiler=compiler,
+    )
+
+    products = sum(run.passes.tokens.get(p.name, 0) * p.in_features * p.out_features for p in run.layers)  # of an image
+
+    def inputs(most: int) -> tuple[Tensor, Tensor, Conditioning]:
+        batch = most if device.type == "cuda" else max(1, min(most, _CPU_PRODUCTS // products))
+        _, conditioning = EncodedPrompts([""], policy.encode([""])).gather(torch.zeros(batch, dtype=torch.int64))
+        return policy.noise(torch.arange(batch)), torch.full((batch,), 0.5, device=device), conditioning
+
+    def velocity(name: str, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        with samplers.use(name) as transformer:
+            return policy.guided_velocity(transformer, x, sigma, conditioning)
+
+    rollout, training = inputs(cfg.model.rollout_batch), inputs(cfg.model.micro_batch)
+    calls = {name: partial(velocity, name, *rollout) for name in samplers.replicas}
+    if any(stage.sampler == POLICY for stages in levels_of(cfg) for stage in stages):
+        velocity(POLICY, *rollout)
+    for name in {REFERENCE, cfg.old_velocity}:
+        velocity(name, *training)
+    if trains:
+        with torch.enable_grad():
+            policy.guided_velocity(samplers.transformer, *training).square().mean().backward()
+        samplers.transformer.zero_grad()
+    graphs = []
+    for _ in range(2):
+        samplers.sync()
+        for call in calls.values():
+            call()
+        graphs.append(len(compiler.graphs))
+    named = ", ".join([*([POLICY] if trains else []), REFERENCE, *samplers.replicas])
+    what = f"{named} in batches of {' and '.join(str(len(x)) for x, *_ in (rollout, training))}"
+    yield judge_compilation(graphs[0], graphs[1] - graphs[0], compiler.backend, what)
+    if shadow is not None:
+        seconds = least_seconds(calls, device)
+        speed = judge_speed("blocks", shadow, seconds[SHADOW], seconds[MERGED], compiled)
+        yield speed._replace(found=f"{len(rollout[0])} images through {_BLOCKS} of each kind in {speed.found}")
+
+
+def judge_compilation(graphs: int, again: int, compiler: str, what: str) -> Row:
+    text = f"{graphs} graphs of the blocks of {what}, by torch.compile's {compiler}"
+    text += f"; {again} more after a refresh of the weights"
+    way_out = "family.compile=false, and a report of this with doctor.json" if again else ""
+    measured = {"graphs": graphs, "recompilations": again, "backend": compiler}
+    return Row("compilation", WRONG if again else OK, text, way_out, measured)

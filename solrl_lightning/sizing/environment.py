@@ -1,0 +1,83 @@
+"""Rows of task=doctor about the machine and the files of a run. They need no model."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import HFValidationError, HTTPError
+from torch.utils.collect_env import SystemEnv, get_env_info
+
+from solrl_lightning.artifacts.tables import OK, WRONG, Row
+from solrl_lightning.machine.environment import cpu_name, versions
+
+_TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine_torch")
+_TIMEOUT = 5.0  # seconds for an answer of the hub
+
+
+def check_machine() -> Iterator[Row]:
+    """Yield the rows about software and hardware; ``machine`` has PyTorch's listing in ``measured``."""
+    system: SystemEnv = get_env_info()
+    gpus = (system.nvidia_gpu_models or "").splitlines()
+    yield Row("machine", OK, "; ".join([system.os, cpu_name(), *gpus]), "", system._asdict())
+    packages = versions()
+    yield Row("packages", OK, _listed(packages), "", packages)
+    yield judge_transformer_engine(installed(_TRANSFORMER_ENGINE))
+    yield judge_cuda(system)
+
+
+def _listed(packages: Mapping[str, str | None]) -> str:
+    return ", ".join(f"{name} {version or 'not installed'}" for name, version in packages.items())
+
+
+def installed(names: Sequence[str]) -> dict[str, str | None]:
+    """The version of each package, None if it is not installed."""
+    return {name: next((d.version for d in metadata.distributions(name=name)), None) for name in names}
+
+
+def judge_transformer_engine(packages: Mapping[str, str | None]) -> Row:
+    """The row on Transformer Engine. Its first package imports without the second, but cannot compute."""
+    half = len({version is None for version in packages.values()}) > 1
+    way_out = "pip install 'transformer-engine[pytorch]', which builds the missing one" if half else ""
+    return Row("transformer engine", WRONG if half else OK, _listed(packages), way_out, dict(packages))
+
+
+def judge_cuda(system: SystemEnv) -> Row:
+    """The row on CUDA: wrong if the driver sees a GPU and torch finds none."""
+    built_for = system.cuda_compiled_version
+    found = f"torch is built for {f'CUDA {built_for}' if built_for else 'the CPU only'}; "
+    gpus = "; ".join((system.nvidia_gpu_models or "").splitlines())
+    found += f"driver {system.nvidia_driver_version} sees {gpus}" if gpus else "nvidia-smi sees no GPU"
+    if not gpus or system.is_cuda_available == "True":
+        return Row("cuda", OK, found)
+    newer = "a driver for that CUDA, or a torch that is built for an older one"
+    way_out = f"{newer if built_for else 'a torch that is built for CUDA'}: https://pytorch.org/get-started"
+    return Row("cuda", WRONG, f"{found}; but torch finds none", way_out)
+
+
+def local_path(source: str) -> Path | None:
+    """The folder or file of a local path or cached hub id; None if it is not on this machine."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    try:
+        return Path(huggingface_hub.snapshot_download(source, local_files_only=True))
+    except (OSError, HFValidationError):
+        return None
+
+
+def locate(key: str, source: str) -> Row:
+    """The row on ``key=source``: wrong unless the files are on this machine or readable on the hub."""
+    path = local_path(source)
+    if path is not None:
+        return Row("files", OK, f"{key}={source} is here: {path}")
+    hub = huggingface_hub.HfApi()
+    try:
+        # auth_check has no time limit; model_info has one, and also answers for gated models.
+        if hub.model_info(source, timeout=_TIMEOUT).gated:
+            hub.auth_check(source)
+    except (OSError, HTTPError, HFValidationError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        way_out = f"{key}=<folder>, or check name and network; `hf auth login` for a gated model"
+        return Row("files", WRONG, f"{key}={source} is neither here nor readable on the hub: {reason}", way_out)
+    return Row("files", OK, f"{key}={source} is on the hub: a run downloads it")

@@ -1,0 +1,170 @@
+"""Rows of task=doctor that run layers of the shadow in the model's real shapes.
+
+Weights are random. Shapes: M tokens, D inputs and N outputs of a linear layer.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
+from solrl_lightning.errors import UserError
+from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
+from solrl_lightning.precisions import BACKENDS
+from solrl_lightning.quantization import Backend, resolve
+from solrl_lightning.quantization.scaled_linear import EMULATED
+from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear, with_limit
+from solrl_lightning.sizing.plan import Plan
+from solrl_lightning.sizing.timing import format_seconds, least_seconds
+
+# Shares of the largest output. BF16 rounds an output by 2^-9, and twice on a CPU with BF16 units. Compiled code may
+# round a value between two codes to the other code. FP8 units of capability 9.0 keep 14 bits of a sum.
+_TOLERANCE = {"nvfp4": 2**-6, "fp8": 2**-5, "int8": 2**-7}
+_MOST_ROWS = {"cuda": 16384, "cpu": 1024}  # of a layer's input
+_COMPARED = 256  # rows that are compared with the exact product
+NO_SHADOW = "family=prefix, which needs no shadow"
+
+
+def judge_backend(backend: Backend, device: torch.device, used: bool) -> Row:
+    others = {name: resolve(name, "auto", device).name for name in BACKENDS if name not in (backend.precision, "bf16")}
+    measured = {"precision": backend.precision, "backend": backend.name, "others": others}
+    if not used:
+        return Row("precision", OK, "none: no stage of this family samples from the shadow", "", measured)
+    text = (
+        f"{backend.description.rstrip('.')}. Others here: {', '.join(f'{name} ({by})' for name, by in others.items())}"
+    )
+    if backend.name == "emulated" and device.type == "cuda":
+        faster = [f"precision={name}" for name, by in others.items() if by != "emulated"]
+        return Row("precision", SLOW, text, " or ".join([*faster, NO_SHADOW]), measured)
+    return Row("precision", OK, text, "", measured)
+
+
+def quantized_shapes(run: Plan) -> dict[tuple[int, int], int]:
+    """Return (D, N) of each shape of linear layers that the shadow quantises, with the most tokens of one image."""
+    tokens: dict[tuple[int, int], int] = {}
+    for layer in run.layers:
+        if layer.quantized:
+            shape = layer.in_features, layer.out_features
+            tokens[shape] = max(tokens.get(shape, 0), run.passes.tokens[layer.name])
+    return tokens
+
+
+@torch.no_grad()
+def check_layers(run: Plan, backend: Backend, batch: int, device: torch.device, compiled: bool) -> Iterator[Row]:
+    """Yield a row on the numbers and the speed of one layer of each shape that the shadow quantises."""
+    assert backend.linear_cls is not None
+    for (inputs, outputs), count in quantized_shapes(run).items():
+        torch.compiler.reset()
+        linear = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
+        layer = backend.linear_cls(linear)
+        if compiled:
+            layer.compile(fullgraph=backend.fullgraph, dynamic=False)
+        rows = min(count * batch, _MOST_ROWS[device.type])
+        x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
+        y = layer(x)
+        limit = layer.limit if isinstance(layer, TransformerEngineLinear) else None
+        error = largest_error(y, x, linear, backend.precision, limit)
+        if device.type == "cpu" and not has_fast_bf16_products():
+            use_fp32_products(linear)
+        # An eager layer caches the quantised input of the last tensor; a view is another tensor.
+        calls = {"bf16": partial(linear, x), "layer": partial(lambda layer, x: layer(x.view_as(x)), layer, x)}
+        seconds = least_seconds(calls, device)
+        speed = judge_speed(f"layer {inputs}->{outputs}", backend, seconds["layer"], seconds["bf16"], compiled)
+        yield judge_error(speed._replace(found=f"{rows} rows in {speed.found}"), error, backend.precision)
+
+
+def native_backends(device: torch.device) -> dict[str, Backend]:
+    """Return the backends whose precision ``device`` multiplies, by "precision (backend)"."""
+    backends = {}
+    for precision, names in BACKENDS.items():
+        for name in set(names) - {"auto", "emulated"}:
+            with suppress(UserError):  # it does not run here
+                backends[f"{precision} ({name})"] = resolve(precision, name, device)
+    return dict(sorted(backends.items()))
+
+
+@torch.no_grad()
+def compare_backends(run: Plan, chosen: Backend, batch: int, device: torch.device, compiled: bool) -> Iterator[Row]:
+    """Yield a row with the seconds of the largest quantised layer by every backend that computes in its precision."""
+    (inputs, outputs), count = max(quantized_shapes(run).items(), key=lambda item: item[1] * math.prod(item[0]))
+    linear = nn.Linear(inputs, outputs, device=device, dtype=torch.bfloat16)
+    x = torch.randn(min(count * batch, _MOST_ROWS[device.type]), inputs, device=device, dtype=torch.bfloat16)
+    calls: dict[str, Callable[[], Any]] = {"bf16": partial(linear, x)}
+    failures = dict[str, str]()
+    for name, backend in native_backends(device).items():
+        try:
+            calls[name] = build_call(backend, linear, x, compiled)
+            calls[name]()
+        except Exception as error:  # of a kernel, a compiler or an extension that this row is to find
+            calls.pop(name, None)
+            failures[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    seconds = least_seconds(calls, device)
+    yield judge_backends(f"backends {inputs}->{outputs}", f"{chosen.precision} ({chosen.name})", seconds, failures)
+
+
+def build_call(backend: Backend, linear: nn.Linear, x: Tensor, compiled: bool) -> Callable[[], Any]:
+    """A call of ``linear`` quantised by the backend, on x."""
+    assert backend.linear_cls is not None
+    torch.compiler.reset()
+    layer = backend.linear_cls(linear)
+    if compiled:
+        layer.compile(fullgraph=backend.fullgraph, dynamic=False)
+    return lambda: layer(x.view_as(x))  # an eager layer caches its last input; a view is another tensor
+
+
+def judge_backends(check: str, chosen: str, seconds: Mapping[str, float], failures: Mapping[str, str]) -> Row:
+    """The row on all backends: wrong if ``chosen`` fails, slow if a native one takes less than 0.9 of its time."""
+    times = [f"{name} {format_seconds(value)}" for name, value in seconds.items()]
+    text = ", ".join(times) + "".join(f"; {name} fails ({reason})" for name, reason in failures.items())
+    measured = {"seconds": dict(seconds), "failures": dict(failures)}
+    fastest = min(seconds, key=seconds.__getitem__)
+    precision, _, backend = fastest.partition(" ")
+    way_out = f"precision={precision} precision.backend={backend.strip('()')}" if backend else NO_SHADOW
+    if chosen in failures:
+        return Row(check, WRONG, text, way_out, measured)
+    if chosen in seconds and seconds[fastest] < 0.9 * seconds[chosen]:
+        return Row(check, SLOW, text, way_out, measured)
+    return Row(check, OK, text, "", measured)
+
+
+def largest_error(y: Tensor, x: Tensor, linear: nn.Linear, precision: str, limit: float | None = None) -> float:
+    """Largest error of y [M, N] relative to the largest output; the reference is the product of quantised operands.
+
+    ``limit``: of a layer whose input has a constant scale.
+    """
+    step = max(1, len(x) // _COMPARED)
+    quantize = EMULATED[precision].quantize_weight
+    if limit is None:
+        values, scale = EMULATED[precision].quantize_input.quantize(x, torch.float32)
+    else:
+        values, scale = quantize(with_limit(x, limit), torch.float32)
+    weight, weight_scale = quantize(linear.weight, torch.float32)
+    exact = values[: len(x) : step].double() @ weight.double().t() * scale.expand(len(x), 1)[::step] * weight_scale.t()
+    exact += linear.bias.double()
+    return ((y[::step].double() - exact).abs().max() / exact.abs().max()).item()
+
+
+def judge_speed(check: str, backend: Backend, seconds: float, bf16: float, compiled: bool) -> Row:
+    """The row on a layer's speed: slow if a backend other than the emulation is slower than BF16."""
+    how = "compiled" if compiled else "eager"
+    found = f"{format_seconds(seconds)}, {seconds / bf16:.2f} x BF16's {format_seconds(bf16)}, {how}"
+    measured = {"seconds": seconds, "bf16_seconds": bf16, "compiled": compiled}
+    slow = backend.name != "emulated" and backend.linear_cls is not None and seconds > bf16
+    way_out = f"{'another precision' if compiled else 'family.compile=true'}, or {NO_SHADOW}"
+    return Row(check, SLOW if slow else OK, found, way_out if slow else "", measured)
+
+
+def judge_error(speed: Row, error: float, precision: str) -> Row:
+    """The row on a layer's speed with its error added: wrong if the error exceeds the tolerance."""
+    tolerance = _TOLERANCE[precision]
+    found = f"{speed.found}; error {error:.1e} of the largest output, tolerated {tolerance:.1e}"
+    measured = {**(speed.measured or {}), "error": error, "tolerance": tolerance}
+    if not error <= tolerance:
+        way_out = "precision.backend=emulated, and a report of this with doctor.json"
+        return Row(speed.check, WRONG, found, way_out, measured)
+    return speed._replace(found=found, measured=measured)

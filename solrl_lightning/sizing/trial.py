@@ -1,0 +1,141 @@
+"""Rows of task=doctor about a run: its files, its memory, its rewards, and iterations in small."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from hydra.utils import get_object
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+from solrl_lightning.artifacts.files import write_atomically
+from solrl_lightning.artifacts.tables import OK, WRONG, Row
+from solrl_lightning.build import build_objective, build_rewards, with_option
+from solrl_lightning.cli.checks import REWARD_FILES, reward_members
+from solrl_lightning.rewards.base import Reward
+from solrl_lightning.rollout.stage import STAGES
+from solrl_lightning.sizing.environment import local_path
+from solrl_lightning.sizing.footprint import Footprint, Options, fit, overrides
+from solrl_lightning.sizing.plan import Plan, pool_latents
+from solrl_lightning.sizing.timing import peak_memory, run_iterations
+
+
+def total_memory(device: torch.device) -> int:
+    """Bytes of the GPU, of the system, or of the container's limit."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    physical, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return physical if text == "max" else min(physical, int(text))
+
+
+def footprint_here(run: Plan, weights: str, on_gpu: bool) -> Footprint:
+    """The plan's footprint on this machine: random weights need no text encoders, and a CPU's memory keeps them."""
+    encoders = 0 if weights == "random" else run.footprint.text_encoders
+    if on_gpu:
+        return run.footprint._replace(text_encoders=encoders)
+    return run.footprint._replace(text_encoders=0, others=run.footprint.others + encoders)
+
+
+def judge_memory(footprint: Footprint, options: Options, total: int, parts: Mapping[str, int]) -> Row:
+    """The row on memory: wrong if the plan's peak exceeds ``total`` bytes. ``parts``: the plan's bytes, to list."""
+    planned = footprint.peak(options)
+    largest = sorted(parts.keys() - {"shadow_packed"}, key=lambda name: -parts[name])[:4]
+    text = (
+        f"{planned / 1e9:.3g} GB planned of {total / 1e9:.3g} GB, rewards not counted; most for "
+        f"{', '.join(f'{name} {parts[name] / 1e9:.2g}' for name in largest)}"
+    )
+    measured = {"planned": planned, "total": total, "parts": dict(parts)}
+    if planned <= total:
+        return Row("memory", OK, text, "", measured)
+    fitting = fit(footprint, options, total)
+    fits = footprint.peak(fitting) <= total
+    way_out = " ".join(overrides(fitting, options)) if fits else "a smaller model, or a device with more memory"
+    return Row("memory", WRONG, text, way_out, measured)
+
+
+def run_files(cfg: DictConfig) -> dict[str, str]:
+    """key -> path or hub id of a run's files. The embedded model and random weights need none."""
+    keys = ["model.pretrained", "model.preview_decoder", "model.transformer_weights"]
+    models = {key: OmegaConf.select(cfg, key) for key in keys if cfg.model.weights == "pretrained"}
+    return {key: source for key, source in models.items() if source not in (None, "tiny")} | reward_files(cfg)
+
+
+def reward_files(cfg: DictConfig) -> dict[str, str]:
+    """key -> path or hub id of the rewards' files."""
+    files: dict[str, str] = {}
+    for name, member in reward_members(cfg).items():
+        if "pretrained" in member and cfg.reward.pretrained is not None:
+            member["pretrained"] = cfg.reward.pretrained
+        files |= {f"reward.{name}.{k}": member[k] for k in REWARD_FILES if k in member}
+    return files
+
+
+def with_local_rewards(cfg: DictConfig) -> DictConfig:
+    """A copy with local folders instead of hub ids, so that loading does not access the hub."""
+    changed = cfg.copy()
+    changed.reward.pretrained = None
+    for key, source in reward_files(cfg).items():
+        OmegaConf.update(changed, key, str(local_path(source)))
+    return changed
+
+
+def check_rewards(cfg: DictConfig, device: torch.device) -> Iterator[Row]:
+    """Load the rewards, score one image, and yield the row."""
+    start = time.perf_counter()
+    rewards = build_rewards(with_local_rewards(cfg), device)
+    image = torch.rand(1, 3, cfg.model.resolution, cfg.model.resolution, device=device)
+    examples = {name: reward.example for name, reward in rewards.rewards.items()}
+    scores = {name: rewards.rewards[name](image, [text], [metadata]) for name, (text, metadata) in examples.items()}
+    named = ", ".join(f"{name} {score.item():.3g}" for name, score in scores.items())
+    yield Row("reward", OK, f"loaded, and one image of noise scored in {time.perf_counter() - start:.1f} s: {named}")
+
+
+def prompts_for(cfg: DictConfig) -> str:
+    """A source of prompts that all rewards can score: captions, or the example of a reward that needs other prompts."""
+    targets = [get_object(member["_target_"]) for member in reward_members(cfg).values()]
+    for text, metadata in (getattr(target, "example", Reward.example) for target in targets):
+        if text != Reward.example[0]:
+            file = Path(cfg.run_dir) / "doctor.jsonl"
+            write_atomically(file, json.dumps({"prompt": text, **metadata}).encode())
+            return str(file)
+    return "shapes-train"
+
+
+def smoke_config(cfg: DictConfig, count: int) -> DictConfig:
+    """A copy with one prompt, a pool that fills one rollout batch, and kept samples that fill one micro-batch."""
+    changed = with_option(with_local_rewards(cfg), "data", "shapes")
+    changed.data.train = prompts_for(cfg)
+    levels = build_objective(cfg).rows_per_sample(cfg.family.regenerate.steps)
+    with open_dict(changed):
+        changed.prompts_per_iteration = 1
+        changed.family.keep = min(cfg.family.keep, 2 * math.ceil(cfg.model.micro_batch / levels / 2))
+        changed.family.pool = min(cfg.family.pool, max(cfg.model.rollout_batch, changed.family.keep))
+        changed.task.update({"reads": ["train"], "repeats": count - 1})
+    return changed
+
+
+def check_iterations(cfg: DictConfig, run: Plan, device: torch.device, count: int) -> Iterator[Row]:
+    """Run whole iterations of training, and yield the row with their time and memory and the plan's."""
+    smoke = smoke_config(cfg, count)
+    laps = run_iterations(smoke, device)
+    latents = pool_latents(smoke, run.policy.latent_shape)
+    footprint = footprint_here(run, cfg.model.weights, device.type == "cuda")._replace(latents={None: latents})
+    peak, planned = peak_memory(device), footprint.peak(run.options)
+    stages = [{stage: lap[stage] for stage in STAGES if lap[stage] > 0} for lap in laps]
+    last = ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages[-1].items())
+    text = (
+        f"{count} of 1 prompt, {smoke.family.pool} candidates, {smoke.family.keep} kept: {laps[0]['iteration']:.1f} s "
+        f"with warm-up, the last {laps[-1]['iteration']:.1f} s ({last}); peak memory of {peak['of']} "
+        f"{peak['bytes'] / 1e9:.3g} GB, planned {planned / 1e9:.3g} GB"
+    )
+    measured = {
+        "laps": [{"seconds": lap["iteration"], "stages": seconds} for lap, seconds in zip(laps, stages, strict=True)],
+        "peak_memory": peak,
+        "peak_memory_reserved": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
+        "planned": planned,
+    }
+    yield Row("iterations", OK, text, "", measured)

@@ -1,0 +1,12 @@
+"""Short measurements."""
+
+import pytest
+
+from solrl_lightning.sizing import compilation, timing
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "_SECONDS", 0.0)
+    monkeypatch.setattr(compilation, "_CPU_PRODUCTS", 1)
+    monkeypatch.setattr(compilation, "_BLOCKS", 1)

@@ -1,0 +1,70 @@
+"""Rows about compiled blocks: graphs, refreshes, and the blocks of each model."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import DictConfig
+from torch import nn
+
+from solrl_lightning.artifacts.tables import OK, WRONG
+from solrl_lightning.policies import replica
+from solrl_lightning.policies.architectures import read_architecture
+from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
+from solrl_lightning.quantization import resolve
+from solrl_lightning.sizing import compilation
+from solrl_lightning.sizing.compilation import check_blocks, without_files, write_short
+from solrl_lightning.sizing.plan import plan_run
+
+Compose = Callable[..., DictConfig]
+CPU = torch.device("cpu")
+
+
+def test_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    refreshed: set[tuple[nn.Module, str]] = set()
+
+    def refresh(module: nn.Module, weights: Any) -> None:
+        for name, _ in weights:
+            if (module, name) in refreshed:
+                module.get_submodule(name).bias = None
+            refreshed.add((module, name))
+
+    monkeypatch.setattr(replica, "refresh", refresh)
+    cfg = compose("task=doctor")
+    (row,) = check_blocks(cfg, plan_run(without_files(cfg), resolve("bf16", "auto", CPU)), None, CPU, compiled=False)
+    assert row.status == WRONG and "family.compile=false" in row.way_out
+    assert row.measured == {"graphs": 2, "recompilations": 2, "backend": "eager"}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
+def test_all_samplers_of_a_run_are_compiled_with_both_batch_sizes(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilation, "_CPU_PRODUCTS", 10**12)
+    small = ["model.rollout_batch=2", "model.micro_batch=1", "compile_training=true", "model.quantization.exclude={}"]
+    small += ["model.lora.target_modules=[to_q]", "model.quantization.include=['*.to_k']"]  # so that graphs are small
+    cfg = compose("task=doctor", *small)
+    shadow = resolve("int8", "emulated", CPU)
+    row, _ = check_blocks(cfg, plan_run(without_files(cfg), shadow), shadow, CPU, compiled=False)
+    assert row.status == OK and row.measured is not None
+    assert "policy, reference, merged, shadow in batches of 2 and 1" in row.found
+    # Both blocks make 5: policy with and without gradients, reference, merged, shadow.
+    assert row.measured == {"graphs": 10, "recompilations": 0, "backend": "eager"}
+
+
+@pytest.mark.parametrize(
+    "folder", [index.parent for index in ARCHITECTURES.rglob(INDEX)], ids=lambda folder: folder.name
+)
+def test_blocks_are_a_few_of_the_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compilation, "_BLOCKS", 2)
+    architecture = read_architecture(folder)
+    write_short(architecture, tmp_path)
+    short, whole = (a.components["transformer"].config for a in (read_architecture(tmp_path), architecture))
+    dual = whole.get("dual_attention_layers") or []
+    changed = {"num_layers", "num_single_layers"} | ({"dual_attention_layers"} if dual else set())
+    assert {key for key in whole if short[key] != whole[key]} == changed & whole.keys()
+    assert short["num_layers"] == 2 + len(dual[:2])
+    assert short.get("dual_attention_layers", [])[:2] == dual[:2]
+    assert read_architecture(tmp_path).components["vae"].config == architecture.components["vae"].config
