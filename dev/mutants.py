@@ -324,9 +324,6 @@ MUTANTS: dict[str, list[Edit]] = {
         ("a GPU needs no headers", '(Path(headers) / "Python.h").is_file()', "True", COMPILATION),
         ("a GPU calls g++", '["gcc", "clang"]', '["g++", "clang++"]', COMPILATION),
     ],
-    "solrl_lightning/policies/gelu.py": [
-        ("slope of GELU", ".mul_(1 - s)", ".mul_(s)", COMPILATION),
-    ],
     "solrl_lightning/policies/checkpointing.py": [
         ("other blocks", "all_blocks[::2]", "all_blocks[1::2]", f"{PIPELINES}::{CHECKPOINTED}"),
     ],

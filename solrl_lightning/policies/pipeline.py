@@ -30,7 +30,6 @@ from solrl_lightning.policies.checkpointing import checkpoint_blocks
 from solrl_lightning.policies.conditioning import Conditioning, Row, stack_rows
 from solrl_lightning.policies.config_files import TINY
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
-from solrl_lightning.policies.gelu import use_logistic_gelu
 from solrl_lightning.policies.guidance import guided
 from solrl_lightning.policies.loading import load_pipeline
 from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
@@ -113,7 +112,6 @@ class PipelineAdapter(ABC):
         self.transformer = self.pipeline.transformer.requires_grad_(False)
         checkpoint_blocks(self.transformer, gradient_checkpointing)
         if self.device.type == "cpu" and self.transformer.dtype == torch.bfloat16:
-            use_logistic_gelu(self.transformer)
             if not bf16.has_fast_bf16_products():
                 bf16.use_fp32_products(self.transformer)
             if not bf16.has_fast_bf16_attention():
