@@ -30,10 +30,10 @@ from solrl_lightning.artifacts.run_folder import check_free, check_new, check_wr
 from solrl_lightning.cli.checks import check_kinds, check_machine, check_needs, check_prompts, check_values, downloads
 from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, application_config
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
+from solrl_lightning.cli.hub import check_hub
 from solrl_lightning.cli.launch import check_launched, is_first, isolated_sweep_job, launched, ranks_here
 from solrl_lightning.cli.resume import check_contents, check_iterations_left, resume
 from solrl_lightning.errors import UserError
-from solrl_lightning.hub import check_hub
 
 _FAILED, _USER_ERROR = 1, 2  # 2 as argparse
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141  # as shells report Ctrl-C, SIGTERM and SIGPIPE

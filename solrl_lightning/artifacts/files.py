@@ -16,8 +16,8 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from safetensors import SafetensorError
 from torch import Tensor
 
+from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.errors import UserError, WriteError, sentence
-from solrl_lightning.hub import fetch
 
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:

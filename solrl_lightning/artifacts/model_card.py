@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from solrl_lightning import __version__
 from solrl_lightning.artifacts.formatting import counted, measured
-from solrl_lightning.hub import is_path
+from solrl_lightning.artifacts.hub import is_path
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
 
 PICTURE = Path("images") / "base_and_trained.png"

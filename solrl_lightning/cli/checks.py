@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from solrl_lightning.cli.config import ConfigTree
+from solrl_lightning.cli.hub import check_push
 from solrl_lightning.data.sources import check_source, dataset_of
 from solrl_lightning.errors import UserError, did_you_mean, nearest
-from solrl_lightning.hub import check_push
 from solrl_lightning.policies.config_files import config_folder
 from solrl_lightning.precisions import check_backend
 from solrl_lightning.rewards.addresses import check_served, check_url, read_token

@@ -17,9 +17,9 @@ from safetensors import SafetensorError
 from torch import nn
 
 from solrl_lightning import policies
+from solrl_lightning.artifacts.hub import fetch as fetch_file
+from solrl_lightning.artifacts.hub import is_path
 from solrl_lightning.errors import UserError, sentence
-from solrl_lightning.hub import fetch as fetch_file
-from solrl_lightning.hub import is_path
 from solrl_lightning.policies.config_files import INDEX
 
 ONLY_TRANSFORMER_IN_BF16 = {"transformer": torch.bfloat16, "default": torch.float32}

@@ -13,8 +13,8 @@ from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError
 
+from solrl_lightning.artifacts.hub import fetch, is_path
 from solrl_lightning.errors import UserError, sentence
-from solrl_lightning.hub import fetch, is_path
 from solrl_lightning.policies.architectures import Component
 from solrl_lightning.policies.loading import load_module
 from solrl_lightning.policies.random_weights import random_component

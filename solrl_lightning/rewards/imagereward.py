@@ -23,8 +23,8 @@ from torchvision.transforms.functional import InterpolationMode, center_crop, no
 from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
 from solrl_lightning.artifacts.files import load_tensors
+from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.errors import UserError, sentence
-from solrl_lightning.hub import fetch
 from solrl_lightning.rewards.aesthetic import linear_head
 from solrl_lightning.rewards.base import Reward, unique_prompts
 from solrl_lightning.rewards.loading import check_state_dict, check_state_dict_keys, floating_dtype

@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from solrl_lightning.artifacts.files import load_tensors
+from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.errors import UserError, sentence
-from solrl_lightning.hub import fetch
 from solrl_lightning.rewards.preprocessing import CropToSquare
 
 _HINT = "Or give a local folder that save_pretrained wrote."

@@ -16,11 +16,12 @@ from safetensors.torch import load_file
 from test_generate import write_checkpoint
 from torch import Tensor
 
+from solrl_lightning.artifacts.hub import create_repository, upload
 from solrl_lightning.artifacts.model_card import model_card
 from solrl_lightning.build import build_model, load_adapters
 from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.cli.hub import check_push
 from solrl_lightning.errors import UserError
-from solrl_lightning.hub import check_push, create_repository, upload
 from solrl_lightning.tasks.export import export
 from solrl_lightning.tasks.generate import without_training
 from solrl_lightning.training.module import SolRLModule

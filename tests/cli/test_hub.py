@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 from omegaconf import DictConfig
 
-from solrl_lightning import hub
+from solrl_lightning.cli import hub
 from solrl_lightning.cli.checks import downloads
 from solrl_lightning.errors import UserError
 

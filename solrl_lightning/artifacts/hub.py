@@ -1,0 +1,104 @@
+"""Files of a folder or of the Hugging Face hub, and uploads to it."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from solrl_lightning.errors import UserError, sentence
+
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def is_path(name: str) -> bool:
+    """Return whether ``name`` is a local path, existing or not, rather than a hub id."""
+    path = Path(name).expanduser()
+    return path.exists() or path.is_absolute() or name.startswith((".", "~")) or path.suffix in (".pt", ".pth")
+
+
+def fetch(name: str, *files: str, key: str, kind: str, hint: str = "Or give a local folder.") -> Path:
+    """Return the path of the first of ``files`` in the folder ``name``; of a hub id, download the first of them.
+
+    In messages, ``key`` is the configuration key of ``name``, ``kind`` names the expected model, ``hint`` is the end.
+
+    Raises:
+        UserError: the folder has none of the files, or the download fails.
+    """
+    if not is_path(name):
+        return _download(name, files[0], key, kind, hint)
+    folder = Path(name).expanduser()
+    for file in files:
+        if (folder / file).is_file():
+            return folder / file
+    raise UserError(
+        f"{key}={name} is invalid: it must be a hub id or a local folder; it holds no {' or '.join(files)}. {hint}"
+    )
+
+
+def _download(hub_id: str, file: str, key: str, kind: str, hint: str) -> Path:
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(hub_id, file))
+    except (OSError, errors.HTTPError, errors.HFValidationError) as error:
+        page, answer = f"https://huggingface.co/{hub_id}", getattr(error.__cause__, "response", None)
+        has_token = bool(huggingface_hub.get_token())
+        login = "with the account of your token" if has_token else "and give your token with `hf auth login`"
+        if constants.HF_HUB_OFFLINE:
+            silence = "HF_HUB_OFFLINE is set: unset it for the download"
+        elif answer is not None:
+            silence = f"the hub answered {answer.status_code}: try again later"
+        else:
+            silence = "the hub cannot be reached: check the network and its proxy"
+        # The first class that fits: GatedRepoError and LocalEntryNotFoundError derive from the class below them.
+        reasons: dict[type[Exception], str] = {
+            errors.HFValidationError: f"is neither a local path nor a hub id (owner/name). Check the name. {hint}",
+            errors.GatedRepoError: f"is gated: accept its licence at {page} {login}, then give the same command again.",
+            errors.RepositoryNotFoundError: "is neither a folder here nor a model that you may read on the hub. Check "
+            f"the name at {page}; if it is private, log in with `hf auth login`. {hint}",
+            errors.LocalEntryNotFoundError: "is neither a folder here nor in the hub's cache "
+            f"{constants.HF_HUB_CACHE}, and {silence}; for a gated model log in with `hf auth login`. {hint}",
+            errors.EntryNotFoundError: f"exists on the hub, but is no {kind}: it holds no {file}. Look for a "
+            f"repository that does; {page} may name it. {hint}",
+            Exception: f"could not be loaded from the hub: {sentence(error)} Check the network and the token (`hf auth "
+            f"whoami`). {hint}",
+        }
+        reason = next(text for kind_of_error, text in reasons.items() if isinstance(error, kind_of_error))
+        raise UserError(f"{key}={hub_id} {reason}") from error
+
+
+# Uploads
+
+
+def create_repository(name: str) -> None:
+    """Create a private repository on the hub unless it exists. Raises ``UserError`` if the hub refuses."""
+    import huggingface_hub
+
+    with _refused(name):
+        huggingface_hub.create_repo(name, private=True, exist_ok=True)
+
+
+def upload(name: str, folder: Path, entries: Sequence[str]) -> str:
+    """Upload files and whole folders of ``folder``; return the address. Raises ``UserError`` if the hub refuses."""
+    import huggingface_hub
+    from huggingface_hub import constants
+
+    patterns = [pattern for entry in entries for pattern in (entry, f"{entry}/*")]
+    with _refused(name):
+        message = "Weights and model card by solrl_lightning"
+        huggingface_hub.upload_folder(repo_id=name, folder_path=folder, allow_patterns=patterns, commit_message=message)
+    return f"{constants.ENDPOINT}/{name}"
+
+
+@contextmanager
+def _refused(name: str) -> Iterator[None]:
+    from huggingface_hub import errors
+
+    try:
+        yield
+    except (OSError, errors.HTTPError, errors.HFValidationError) as error:
+        raise UserError(
+            f"task.push={name} failed: {sentence(error)} Check with `hf auth whoami` that the token may write there, "
+            "and give the same command again."
+        ) from error

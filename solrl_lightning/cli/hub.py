@@ -1,0 +1,85 @@
+"""Check at start that the Hugging Face hub answers, and that a push is possible.
+
+huggingface_hub tries every request six times without an option for fewer, which takes half a minute without a network
+and a minute and a half with a server that accepts connections and does not respond.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from functools import cache
+from http.client import HTTPException
+from pathlib import Path
+from ssl import SSLError
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from solrl_lightning.artifacts.hub import HUB_ID
+from solrl_lightning.errors import UserError
+
+
+def check_hub(models: Mapping[str, str], datasets: Sequence[str], needs: str | None) -> list[str]:
+    """Return notes on the downloads of a run; sets HF_HUB_OFFLINE if the hub does not answer.
+
+    Args:
+        models: names of models, hub ids or paths, by configuration key.
+        datasets: names of data sets, hub ids or folders.
+        needs: disk and GPU that ``model.pretrained`` takes.
+
+    Raises:
+        UserError: the hub does not answer, and a model is not in its cache.
+    """
+    from huggingface_hub import constants, get_token  # imported here because most runs do not use the hub
+
+    remote = {key: name for key, name in models.items() if HUB_ID.fullmatch(name) and not Path(name).exists()}
+    if constants.HF_HUB_OFFLINE or not remote and all(Path(name).exists() for name in datasets):
+        return []
+    cache = Path(constants.HF_HUB_CACHE)
+    missing = {key: name for key, name in remote.items() if not (cache / f"models--{name.replace('/', '--')}").is_dir()}
+    notes = []
+    if "model.pretrained" in missing and needs:
+        name, token = missing["model.pretrained"], "found" if get_token() else "none (`hf auth login`)"
+        page = f"https://huggingface.co/{name}"
+        notes.append(f"model.pretrained={name} needs {needs}. Its page: {page}; your token: {token}.")
+    silence = _silence(constants.ENDPOINT, float(os.environ.get("HF_HUB_ETAG_TIMEOUT", "8")))
+    if silence and missing:
+        key, name = next(iter(missing.items()))
+        refusal = (
+            f"{key}={name} is invalid: it is not on this machine, and the hub at {constants.ENDPOINT} does not answer: "
+            f"{silence}. Check the network and its proxy (HF_HUB_ETAG_TIMEOUT=<seconds> waits longer), or use "
+            f"{key}=<local folder>."
+        )
+        raise UserError("\n".join([refusal, *notes]))
+    if silence:
+        notes.append(f"the hub at {constants.ENDPOINT} does not answer: {silence}. Using its cache {cache}.")
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        constants.HF_HUB_OFFLINE = True
+    return notes
+
+
+@cache
+def _silence(endpoint: str, seconds: float) -> str:
+    """Return why the hub does not answer, or an empty string if it does, with any HTTP status."""
+    try:
+        urlopen(Request(endpoint, method="HEAD"), timeout=seconds).close()
+    except (HTTPError, HTTPException):
+        return ""
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        # huggingface_hub has its own certificates, so it may connect where this verification fails.
+        return "" if isinstance(reason, SSLError) else str(reason)
+    return ""
+
+
+def check_push(push: str) -> None:
+    """Raise ``UserError`` if ``task.push`` is no hub id, or if there is no token."""
+    from huggingface_hub import constants, get_token
+
+    if not HUB_ID.fullmatch(push):
+        raise UserError(f"task.push={push} is invalid: it must be a hub id. Use task.push=<your account>/<name>.")
+    if constants.HF_HUB_OFFLINE:
+        raise UserError(f"task.push={push} is invalid: HF_HUB_OFFLINE is set. Unset it for the upload.")
+    if get_token() is None:
+        raise UserError(
+            f"task.push={push} is invalid: an upload needs a token that may write, and there is none. Log in with "
+            "`hf auth login`, or set HF_TOKEN."
+        )
