@@ -750,8 +750,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("every GPU computes in FP4", "return hardware.capability >= candidate.capability", "return True", BACKENDS),
         ("resumed run takes another precision", "if precision != AUTO or ckpt is None:", "if True:", BACKENDS),
     ],
-    "solrl_lightning/sizing/shadow.py": [
-        ("a chosen backend that fails is ok", "if chosen in failures:", "if False:", "tests/sizing/test_shadow.py"),
+    "solrl_lightning/sizing/layers.py": [
+        ("a chosen backend that fails is ok", "if chosen in failures:", "if False:", "tests/sizing/test_layers.py"),
     ],
     "solrl_lightning/sizing/footprint.py": [
         ("chunks are joined in place", "count * (tensors + 2 + recorded)", "count * tensors", LATENTS),

@@ -16,9 +16,9 @@ import torch
 from solrl_lightning.errors import UserError
 from solrl_lightning.precisions import AUTO, BACKENDS, check_backend
 from solrl_lightning.quantization import transformer_engine
+from solrl_lightning.quantization.formats import FORMATS, NativeBackend
 from solrl_lightning.quantization.linear import QuantizedLinear
-from solrl_lightning.quantization.packed import PackedNVFP4Linear
-from solrl_lightning.quantization.scaled_linear import EMULATED, FP8Linear, INT8Linear, operand_dtype
+from solrl_lightning.quantization.scaled_linear import operand_dtype
 from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear
 
 
@@ -44,25 +44,7 @@ class Hardware(NamedTuple):
     emulation_dtype: torch.dtype = torch.bfloat16  # of the operands of emulated products
 
 
-class _NativeBackend(NamedTuple):
-    """A backend whose hardware multiplies numbers of the precision."""
-
-    linear_cls: type[QuantizedLinear]
-    bits_per_weight: float
-    capability: tuple[int, int]  # minimum compute capability of an NVIDIA GPU
-    cpu: bool = False  # also runs on a CPU with INT8 units
-    fullgraph: bool = True
-
-
-_NATIVE = {  # best first
-    "nvfp4": {
-        "transformer_engine": _NativeBackend(TransformerEngineLinear, 4.5, (10, 0), fullgraph=False),
-        "torch": _NativeBackend(PackedNVFP4Linear, 4.5, (10, 0)),
-    },
-    "fp8": {"torch": _NativeBackend(FP8Linear, 8, (8, 9))},
-    "int8": {"torch": _NativeBackend(INT8Linear, 8, (8, 0), cpu=True)},
-}
-PACKED_BITS = {precision: next(iter(native.values())).bits_per_weight for precision, native in _NATIVE.items()}
+PACKED_BITS = {name: next(iter(each.native.values())).bits_per_weight for name, each in FORMATS.items()}
 PACKED_BITS |= {"bf16": 16}  # bits per weight where the hardware multiplies the format
 
 
@@ -91,11 +73,11 @@ def resolve(precision: str, backend: str, device: torch.device | Hardware) -> Ba
         if precision == "bf16":
             description = (
                 f"{option}: the shadow runs in BF16, because {hardware.name} multiplies none of "
-                f"{', '.join(name.upper() for name in _NATIVE)}. Without a shadow, family=prefix or family=race "
+                f"{', '.join(name.upper() for name in FORMATS)}. Without a shadow, family=prefix or family=race "
                 "explores in less time and memory."
             )
             return Backend("bf16", "none", None, description, 16)
-    native = _NATIVE[precision]
+    native = FORMATS[precision].native
     if backend in native and not _runs(native[backend], hardware):
         raise UserError(_refusal(precision, backend, hardware))
     chosen = backend
@@ -103,13 +85,14 @@ def resolve(precision: str, backend: str, device: torch.device | Hardware) -> Ba
         chosen = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "emulated")
     if chosen == "emulated":
         description = f"{option}: {_emulation_description(precision, backend, hardware)}"
-        return Backend(precision, chosen, EMULATED[precision], description, 8 * hardware.emulation_dtype.itemsize)
-    found = native[chosen]
+        bits = 8 * hardware.emulation_dtype.itemsize
+        return Backend(precision, chosen, FORMATS[precision].emulated, description, bits)
+    linear_cls, bits_per_weight, *_ = native[chosen]
     description = (
         f"{option}: {precision.upper()} by {chosen} on {hardware.name}, weights of quantised "
-        f"layers stored in {found.bits_per_weight:g} bits"
+        f"layers stored in {bits_per_weight:g} bits"
     )
-    return Backend(precision, chosen, found.linear_cls, description, found.bits_per_weight, found.fullgraph)
+    return Backend(precision, chosen, linear_cls, description, bits_per_weight, native[chosen].fullgraph)
 
 
 def resolve_from(ckpt: str | Path | None, precision: str, backend: str, device: torch.device) -> Backend:
@@ -123,12 +106,12 @@ def resolve_from(ckpt: str | Path | None, precision: str, backend: str, device: 
     from solrl_lightning.artifacts.files import read_checkpoint  # imports Lightning
 
     # A checkpoint without the entry is of a version whose default was nvfp4.
-    begun = str(read_checkpoint(ckpt).get("precision_backend", "nvfp4")).partition(" ")[0]
+    recorded = str(read_checkpoint(ckpt).get("precision_backend", "nvfp4")).partition(" ")[0]
     here = choose_precision(hardware_of(device))
-    if begun not in BACKENDS or begun == here:  # "no shadow"
+    if recorded not in BACKENDS or recorded == here:  # "no shadow"
         return resolve(AUTO, backend, device)
-    chosen = resolve(begun, backend, device)
-    note = f"precision={AUTO}: {begun}, in which the run of the checkpoint began; a new run here would take {here}. "
+    chosen = resolve(recorded, backend, device)
+    note = f"precision={AUTO}: {recorded}, in which the run of the checkpoint began; a new run here would take {here}. "
     return chosen._replace(description=note + chosen.description)
 
 
@@ -155,7 +138,7 @@ def has_int8_units() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.cpu.get_capabilities().get("avx512_vnni", False))
 
 
-def _runs(candidate: _NativeBackend, hardware: Hardware) -> bool:
+def _runs(candidate: NativeBackend, hardware: Hardware) -> bool:
     if candidate.linear_cls is TransformerEngineLinear and not hardware.transformer_engine:
         return False
     if hardware.type == "cuda":
@@ -165,7 +148,7 @@ def _runs(candidate: _NativeBackend, hardware: Hardware) -> bool:
 
 def _native_precisions(hardware: Hardware) -> list[str]:
     """Return the precisions with a native backend on ``hardware``, fastest first."""
-    return [p for p, native in _NATIVE.items() if any(_runs(candidate, hardware) for candidate in native.values())]
+    return [name for name, each in FORMATS.items() if any(_runs(native, hardware) for native in each.native.values())]
 
 
 def _emulation_description(precision: str, backend: str, hardware: Hardware) -> str:
@@ -181,19 +164,20 @@ def _emulation_description(precision: str, backend: str, hardware: Hardware) -> 
 
 
 def _refusal(precision: str, backend: str, hardware: Hardware) -> str:
-    wanted = _NATIVE[precision][backend]
+    native = FORMATS[precision].native
+    wanted = native[backend]
     needs = [f"an NVIDIA GPU of compute capability {wanted.capability[0]}.{wanted.capability[1]} or higher"]
     if wanted.cpu:
         needs[0] += " or a CPU with INT8 units (AVX512-VNNI)"
-    found = hardware.name
+    present = hardware.name
     if wanted.linear_cls is TransformerEngineLinear:
         needs.append(f"Transformer Engine with its extension for PyTorch ({transformer_engine.INSTALL}, with nvcc)")
-        found += f", Transformer Engine {'' if hardware.transformer_engine else 'not '}installed"
-    other = next((name for name, candidate in _NATIVE[precision].items() if _runs(candidate, hardware)), "")
+        present += f", Transformer Engine {'' if hardware.transformer_engine else 'not '}installed"
+    other = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "")
     ways = [f"precision.backend={other}"] if other else []
     ways += ["precision.backend=emulated (the same numbers, without the speed)"]
     ways += [f"precision={name}" for name in _native_precisions(hardware) if name != precision][:1]
     return (
         f"precision.backend={backend} is invalid: with precision={precision} it needs {' and '.join(needs)}; "
-        f"found: {found}. Use {', '.join(ways)} or precision=bf16."
+        f"found: {present}. Use {', '.join(ways)} or precision=bf16."
     )

@@ -137,7 +137,3 @@ class INT8Linear(EmulatedINT8Linear):
         if rows < _FEWEST_ROWS:
             values = F.pad(values, (0, 0, 0, _FEWEST_ROWS - rows))
         return torch._int_mm(values, self.weight_values.t())[:rows].float()
-
-
-EMULATED: dict[str, type[ScaledLinear]] = {"nvfp4": NVFP4Linear, "fp8": EmulatedFP8Linear, "int8": EmulatedINT8Linear}
-"""By precision."""

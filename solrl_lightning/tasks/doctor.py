@@ -21,10 +21,10 @@ from solrl_lightning.errors import CheckFailed, UserError
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import resolve_from
 from solrl_lightning.sizing.attention import attention_shapes, check_attention
-from solrl_lightning.sizing.compilation import check_blocks, without_files
+from solrl_lightning.sizing.blocks import check_blocks, without_files
 from solrl_lightning.sizing.environment import check_machine, local_path, locate
+from solrl_lightning.sizing.layers import NO_SHADOW, check_layers, compare_backends, judge_backend
 from solrl_lightning.sizing.plan import Json, plan_run
-from solrl_lightning.sizing.shadow import NO_SHADOW, check_layers, compare_backends, judge_backend
 from solrl_lightning.sizing.timing import peak_memory
 from solrl_lightning.sizing.trial import (
     check_iterations,

@@ -14,6 +14,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.precisions import BACKENDS
 from solrl_lightning.quantization import backends, resolve, resolve_from, transformer_engine
 from solrl_lightning.quantization.backends import Backend, Hardware, choose_precision, hardware_of
+from solrl_lightning.quantization.formats import FORMATS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 OnHardware = Callable[..., torch.device]
@@ -269,5 +270,5 @@ def test_resumed_run_keeps_the_precision_that_auto_chose_at_its_start(hardware: 
 
 
 def test_names_that_are_checked_early_are_those_of_the_implementations() -> None:
-    native = {precision: ("auto", *names, "emulated") for precision, names in backends._NATIVE.items()}
+    native = {name: ("auto", *each.native, "emulated") for name, each in FORMATS.items()}
     assert native | {"bf16": ("auto",)} == BACKENDS

@@ -10,7 +10,7 @@ from solrl_lightning.artifacts.tables import OK, WRONG
 from solrl_lightning.data.prompts import read_prompt_sets
 from solrl_lightning.quantization import resolve
 from solrl_lightning.rewards.geneval_metadata import broken_rule
-from solrl_lightning.sizing.compilation import without_files
+from solrl_lightning.sizing.blocks import without_files
 from solrl_lightning.sizing.footprint import OPTIONS, Footprint, Latents
 from solrl_lightning.sizing.plan import plan_run
 from solrl_lightning.sizing.trial import (

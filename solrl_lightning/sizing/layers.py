@@ -17,14 +17,11 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
 from solrl_lightning.precisions import BACKENDS
 from solrl_lightning.quantization import Backend, resolve
-from solrl_lightning.quantization.scaled_linear import EMULATED
+from solrl_lightning.quantization.formats import FORMATS
 from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear, with_limit
 from solrl_lightning.sizing.plan import Plan
 from solrl_lightning.sizing.timing import format_seconds, least_seconds
 
-# Shares of the largest output. BF16 rounds an output by 2^-9, and twice on a CPU with BF16 units. Compiled code may
-# round a value between two codes to the other code. FP8 units of capability 9.0 keep 14 bits of a sum.
-_TOLERANCE = {"nvfp4": 2**-6, "fp8": 2**-5, "int8": 2**-7}
 _MOST_ROWS = {"cuda": 16384, "cpu": 1024}  # of a layer's input
 _COMPARED = 256  # rows that are compared with the exact product
 NO_SHADOW = "family=prefix, which needs no shadow"
@@ -138,12 +135,12 @@ def largest_error(y: Tensor, x: Tensor, linear: nn.Linear, precision: str, limit
     ``limit``: of a layer whose input has a constant scale.
     """
     step = max(1, len(x) // _COMPARED)
-    quantize = EMULATED[precision].quantize_weight
+    emulated = FORMATS[precision].emulated
     if limit is None:
-        values, scale = EMULATED[precision].quantize_input.quantize(x, torch.float32)
+        values, scale = emulated.quantize_input.quantize(x, torch.float32)
     else:
-        values, scale = quantize(with_limit(x, limit), torch.float32)
-    weight, weight_scale = quantize(linear.weight, torch.float32)
+        values, scale = emulated.quantize_weight(with_limit(x, limit), torch.float32)
+    weight, weight_scale = emulated.quantize_weight(linear.weight, torch.float32)
     exact = values[: len(x) : step].double() @ weight.double().t() * scale.expand(len(x), 1)[::step] * weight_scale.t()
     exact += linear.bias.double()
     return ((y[::step].double() - exact).abs().max() / exact.abs().max()).item()
@@ -152,19 +149,19 @@ def largest_error(y: Tensor, x: Tensor, linear: nn.Linear, precision: str, limit
 def judge_speed(check: str, backend: Backend, seconds: float, bf16: float, compiled: bool) -> Row:
     """The row on a layer's speed: slow if a backend other than the emulation is slower than BF16."""
     how = "compiled" if compiled else "eager"
-    found = f"{format_seconds(seconds)}, {seconds / bf16:.2f} x BF16's {format_seconds(bf16)}, {how}"
+    text = f"{format_seconds(seconds)}, {seconds / bf16:.2f} x BF16's {format_seconds(bf16)}, {how}"
     measured = {"seconds": seconds, "bf16_seconds": bf16, "compiled": compiled}
     slow = backend.name != "emulated" and backend.linear_cls is not None and seconds > bf16
     way_out = f"{'another precision' if compiled else 'family.compile=true'}, or {NO_SHADOW}"
-    return Row(check, SLOW if slow else OK, found, way_out if slow else "", measured)
+    return Row(check, SLOW if slow else OK, text, way_out if slow else "", measured)
 
 
 def judge_error(speed: Row, error: float, precision: str) -> Row:
     """The row on a layer's speed with its error added: wrong if the error exceeds the tolerance."""
-    tolerance = _TOLERANCE[precision]
-    found = f"{speed.found}; error {error:.1e} of the largest output, tolerated {tolerance:.1e}"
+    tolerance = FORMATS[precision].tolerance
+    text = f"{speed.found}; error {error:.1e} of the largest output, tolerated {tolerance:.1e}"
     measured = {**(speed.measured or {}), "error": error, "tolerance": tolerance}
     if not error <= tolerance:
         way_out = "precision.backend=emulated, and a report of this with doctor.json"
-        return Row(speed.check, WRONG, found, way_out, measured)
-    return speed._replace(found=found, measured=measured)
+        return Row(speed.check, WRONG, text, way_out, measured)
+    return speed._replace(found=text, measured=measured)

@@ -19,8 +19,8 @@ from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.rollout.records import EncodedPrompts
+from solrl_lightning.sizing.layers import judge_speed
 from solrl_lightning.sizing.plan import Plan
-from solrl_lightning.sizing.shadow import judge_speed
 from solrl_lightning.sizing.timing import least_seconds
 from solrl_lightning.training.samplers import MERGED, POLICY, REFERENCE, SHADOW, Samplers
 

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
 from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.quantization.scaled_linear import EmulatedINT8Linear
-from solrl_lightning.sizing import shadow
-from solrl_lightning.sizing.compilation import without_files
-from solrl_lightning.sizing.plan import plan_run
-from solrl_lightning.sizing.shadow import (
+from solrl_lightning.sizing import layers
+from solrl_lightning.sizing.blocks import without_files
+from solrl_lightning.sizing.layers import (
     compare_backends,
     judge_backend,
     judge_backends,
@@ -22,6 +21,7 @@ from solrl_lightning.sizing.shadow import (
     judge_speed,
     largest_error,
 )
+from solrl_lightning.sizing.plan import plan_run
 
 Compose = Callable[..., DictConfig]
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ def test_backend_that_fails_is_named_and_the_others_are_timed(
             raise RuntimeError("no\n kernel image")
 
     backends = {"fp8 (torch)": backend_of("fp8"), "int8 (torch)": backend_of("int8")._replace(linear_cls=Faulty)}
-    monkeypatch.setattr(shadow, "native_backends", lambda device: backends)
+    monkeypatch.setattr(layers, "native_backends", lambda device: backends)
     run = plan_run(without_files(compose()), backend_of("fp8"), recomputed=(False,))
     for chosen, status in ((backend_of("nvfp4"), OK), (backend_of("int8", "torch"), WRONG)):
         (row,) = compare_backends(run, chosen, 2, CPU, compiled=False)
@@ -100,7 +100,7 @@ def test_emulation_is_slow_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> Non
     def with_fp8(precision: str, backend: str, device: torch.device) -> Backend:
         return backend_of(precision, "torch" if precision == "fp8" else "emulated")
 
-    monkeypatch.setattr(shadow, "resolve", with_fp8)
+    monkeypatch.setattr(layers, "resolve", with_fp8)
     on_gpu = judge_backend(backend_of("nvfp4"), torch.device("cuda", 0), used=True)
     assert on_gpu.status == SLOW and on_gpu.way_out.startswith("precision=fp8 or family=prefix")
     assert "fp8 (torch), int8 (emulated)" in on_gpu.found

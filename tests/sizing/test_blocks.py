@@ -14,8 +14,8 @@ from solrl_lightning.policies import replica
 from solrl_lightning.policies.architectures import read_architecture
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
 from solrl_lightning.quantization import resolve
-from solrl_lightning.sizing import compilation
-from solrl_lightning.sizing.compilation import check_blocks, without_files, write_short
+from solrl_lightning.sizing import blocks
+from solrl_lightning.sizing.blocks import check_blocks, without_files, write_short
 from solrl_lightning.sizing.plan import plan_run
 
 Compose = Callable[..., DictConfig]
@@ -42,7 +42,7 @@ def test_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: pyt
 def test_all_samplers_of_a_run_are_compiled_with_both_batch_sizes(
     compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compilation, "_CPU_PRODUCTS", 10**12)
+    monkeypatch.setattr(blocks, "_CPU_PRODUCTS", 10**12)
     small = ["model.rollout_batch=2", "model.micro_batch=1", "compile_training=true", "model.quantization.exclude={}"]
     small += ["model.lora.target_modules=[to_q]", "model.quantization.include=['*.to_k']"]  # so that graphs are small
     cfg = compose("task=doctor", *small)
@@ -58,7 +58,7 @@ def test_all_samplers_of_a_run_are_compiled_with_both_batch_sizes(
     "folder", [index.parent for index in ARCHITECTURES.rglob(INDEX)], ids=lambda folder: folder.name
 )
 def test_blocks_are_a_few_of_the_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compilation, "_BLOCKS", 2)
+    monkeypatch.setattr(blocks, "_BLOCKS", 2)
     architecture = read_architecture(folder)
     write_short(architecture, tmp_path)
     short, whole = (a.components["transformer"].config for a in (read_architecture(tmp_path), architecture))

@@ -1,0 +1,56 @@
+"""The number formats of the shadow: a record for each. A new format is a file with its layers and a record here.
+
+``solrl_lightning.precisions.BACKENDS`` has the same names, for checks that run before torch is loaded.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from solrl_lightning.quantization.linear import QuantizedLinear
+from solrl_lightning.quantization.packed import PackedNVFP4Linear
+from solrl_lightning.quantization.scaled_linear import (
+    EmulatedFP8Linear,
+    EmulatedINT8Linear,
+    FP8Linear,
+    INT8Linear,
+    NVFP4Linear,
+    ScaledLinear,
+)
+from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear
+
+
+class NativeBackend(NamedTuple):
+    """A backend whose hardware multiplies numbers of the format."""
+
+    linear_cls: type[QuantizedLinear]
+    bits_per_weight: float
+    capability: tuple[int, int]  # minimum compute capability of an NVIDIA GPU
+    cpu: bool = False  # also runs on a CPU with INT8 units
+    fullgraph: bool = True
+
+
+class Format(NamedTuple):
+    """A number format of the shadow's weights and inputs."""
+
+    name: str  # of ``precision``
+    emulated: type[ScaledLinear]  # with the quantisers of weight and input
+    tolerance: float  # of a layer's largest error, as a share of the largest output
+    native: Mapping[str, NativeBackend]  # by name, best first
+
+
+# Tolerances: BF16 rounds an output by 2^-9, and twice on a CPU with BF16 units. Compiled code may round a value between
+# two codes to the other code. FP8 units of capability 9.0 keep 14 bits of a sum.
+NVFP4 = Format(
+    "nvfp4",
+    NVFP4Linear,
+    2**-6,
+    {
+        "transformer_engine": NativeBackend(TransformerEngineLinear, 4.5, (10, 0), fullgraph=False),
+        "torch": NativeBackend(PackedNVFP4Linear, 4.5, (10, 0)),
+    },
+)
+FP8 = Format("fp8", EmulatedFP8Linear, 2**-5, {"torch": NativeBackend(FP8Linear, 8, (8, 9))})
+INT8 = Format("int8", EmulatedINT8Linear, 2**-7, {"torch": NativeBackend(INT8Linear, 8, (8, 0), cpu=True)})
+
+FORMATS = {each.name: each for each in (NVFP4, FP8, INT8)}
+"""By name, lowest precision first."""
