@@ -15,8 +15,8 @@ _PACKAGES = ("torch", "lightning", "diffusers", "transformers", "peft")
 
 def versions() -> dict[str, str]:
     """Package -> version; this package and Python first."""
-    own = {"solrl_lightning": __version__, "python": platform.python_version()}
-    return own | {name: metadata.version(name) for name in _PACKAGES}
+    project = {"solrl_lightning": __version__, "python": platform.python_version()}
+    return project | {name: metadata.version(name) for name in _PACKAGES}
 
 
 def machine(device: torch.device, devices: int) -> dict[str, Any]:
@@ -29,5 +29,5 @@ def cpu_name() -> str:
     """The CPU's model; its architecture where the system has no /proc/cpuinfo."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.is_file() else []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"CPU {named[0]}" if named else f"CPU {platform.processor() or platform.machine()}"
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"CPU {models[0]}" if models else f"CPU {platform.processor() or platform.machine()}"

@@ -299,8 +299,8 @@ class PipelineAdapter(ABC):
                 part, transformer_lora_layers=state, transformer_lora_adapter_metadata=config.to_dict()
             )
 
-    def _load(self, given: Mapping[str, Any]) -> DiffusionPipeline:
-        return load_pipeline(self.pipeline_class, self.pretrained, self.dtypes, self.variant, given)
+    def _load(self, components: Mapping[str, Any]) -> DiffusionPipeline:
+        return load_pipeline(self.pipeline_class, self.pretrained, self.dtypes, self.variant, components)
 
     def _preview_decoder(self, pretrained: str) -> AutoencoderTiny:
         latents = (self.pipeline.vae.config.latent_channels, self.pipeline.vae_scale_factor)

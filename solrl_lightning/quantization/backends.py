@@ -80,19 +80,19 @@ def resolve(precision: str, backend: str, device: torch.device | Hardware) -> Ba
     native = FORMATS[precision].native
     if backend in native and not _runs(native[backend], hardware):
         raise UserError(_refusal(precision, backend, hardware))
-    chosen = backend
+    name = backend
     if backend == AUTO:
-        chosen = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "emulated")
-    if chosen == "emulated":
+        name = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "emulated")
+    if name == "emulated":
         description = f"{option}: {_emulation_description(precision, backend, hardware)}"
         bits = 8 * hardware.emulation_dtype.itemsize
-        return Backend(precision, chosen, FORMATS[precision].emulated, description, bits)
-    linear_cls, bits_per_weight, *_ = native[chosen]
+        return Backend(precision, name, FORMATS[precision].emulated, description, bits)
+    linear_cls, bits_per_weight, *_ = native[name]
     description = (
-        f"{option}: {precision.upper()} by {chosen} on {hardware.name}, weights of quantised "
+        f"{option}: {precision.upper()} by {name} on {hardware.name}, weights of quantised "
         f"layers stored in {bits_per_weight:g} bits"
     )
-    return Backend(precision, chosen, linear_cls, description, bits_per_weight, native[chosen].fullgraph)
+    return Backend(precision, name, linear_cls, description, bits_per_weight, native[name].fullgraph)
 
 
 def resolve_from(ckpt: str | Path | None, precision: str, backend: str, device: torch.device) -> Backend:
@@ -110,9 +110,9 @@ def resolve_from(ckpt: str | Path | None, precision: str, backend: str, device: 
     here = choose_precision(hardware_of(device))
     if recorded not in BACKENDS or recorded == here:  # "no shadow"
         return resolve(AUTO, backend, device)
-    chosen = resolve(recorded, backend, device)
+    resolved = resolve(recorded, backend, device)
     note = f"precision={AUTO}: {recorded}, in which the run of the checkpoint began; a new run here would take {here}. "
-    return chosen._replace(description=note + chosen.description)
+    return resolved._replace(description=note + resolved.description)
 
 
 def hardware_of(device: torch.device) -> Hardware:
@@ -165,12 +165,12 @@ def _emulation_description(precision: str, backend: str, hardware: Hardware) -> 
 
 def _refusal(precision: str, backend: str, hardware: Hardware) -> str:
     native = FORMATS[precision].native
-    wanted = native[backend]
-    needs = [f"an NVIDIA GPU of compute capability {wanted.capability[0]}.{wanted.capability[1]} or higher"]
-    if wanted.cpu:
+    refused = native[backend]
+    needs = [f"an NVIDIA GPU of compute capability {refused.capability[0]}.{refused.capability[1]} or higher"]
+    if refused.cpu:
         needs[0] += " or a CPU with INT8 units (AVX512-VNNI)"
     present = hardware.name
-    if wanted.linear_cls is TransformerEngineLinear:
+    if refused.linear_cls is TransformerEngineLinear:
         needs.append(f"Transformer Engine with its extension for PyTorch ({transformer_engine.INSTALL}, with nvcc)")
         present += f", Transformer Engine {'' if hardware.transformer_engine else 'not '}installed"
     other = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "")

@@ -110,8 +110,8 @@ def check_blocks(
         for call in calls.values():
             call()
         graphs.append(len(compiler.graphs))
-    named = ", ".join([*([POLICY] if trains else []), REFERENCE, *samplers.replicas])
-    what = f"{named} in batches of {' and '.join(str(len(x)) for x, *_ in (rollout, training))}"
+    names = ", ".join([*([POLICY] if trains else []), REFERENCE, *samplers.replicas])
+    what = f"{names} in batches of {' and '.join(str(len(x)) for x, *_ in (rollout, training))}"
     yield judge_compilation(graphs[0], graphs[1] - graphs[0], compiler.backend, what)
     if shadow is not None:
         seconds = least_seconds(calls, device)

@@ -45,14 +45,14 @@ def judge_transformer_engine(packages: Mapping[str, str | None]) -> Row:
 def judge_cuda(system: SystemEnv) -> Row:
     """The row on CUDA: wrong if the driver sees a GPU and torch finds none."""
     built_for = system.cuda_compiled_version
-    found = f"torch is built for {f'CUDA {built_for}' if built_for else 'the CPU only'}; "
+    text = f"torch is built for {f'CUDA {built_for}' if built_for else 'the CPU only'}; "
     gpus = "; ".join((system.nvidia_gpu_models or "").splitlines())
-    found += f"driver {system.nvidia_driver_version} sees {gpus}" if gpus else "nvidia-smi sees no GPU"
+    text += f"driver {system.nvidia_driver_version} sees {gpus}" if gpus else "nvidia-smi sees no GPU"
     if not gpus or system.is_cuda_available == "True":
-        return Row("cuda", OK, found)
+        return Row("cuda", OK, text)
     newer = "a driver for that CUDA, or a torch that is built for an older one"
     way_out = f"{newer if built_for else 'a torch that is built for CUDA'}: https://pytorch.org/get-started"
-    return Row("cuda", WRONG, f"{found}; but torch finds none", way_out)
+    return Row("cuda", WRONG, f"{text}; but torch finds none", way_out)
 
 
 def local_path(source: str) -> Path | None:

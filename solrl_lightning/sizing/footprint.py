@@ -59,12 +59,12 @@ class Footprint(NamedTuple):
 
     def peak(self, options: Options) -> int:
         """Bytes of the weights and of the stage that needs most; decoding overlaps with sampling."""
-        family, base_weights, encode_on, recomputed, rows, sampled, images = (options[key] for key in OPTIONS)
-        held = self.policy[base_weights] + self.others + (self.shadow if family is None else 0)
+        family, base_weights, encode_on, checkpointing, rows, sampled, images = (options[key] for key in OPTIONS)
+        weights = self.policy[base_weights] + self.others + (self.shadow if family is None else 0)
         encoding = self.text_encoders if encode_on == "device" else 0
         latents = self.latents[family]
         rollout = max(sampled * self.sampling + images * self.decoding + latents.sampling, latents.joining)
-        return held + latents.kept + max(encoding, rows * self.training[recomputed], rollout)
+        return weights + latents.kept + max(encoding, rows * self.training[checkpointing], rollout)
 
 
 def fit(footprint: Footprint, most: Options, room: int) -> Options:
@@ -80,15 +80,15 @@ def fit(footprint: Footprint, most: Options, room: int) -> Options:
     rows, sampled, images = (halvings(most[key]) for key in OPTIONS[-3:])
     enough = [n for n in rows if n >= min(_FEWEST_ROWS, rows[0])]
     training = [*product(CHECKPOINTING, enough), *product([True], rows)]
-    tried: list[Options] = [
+    choices: list[Options] = [
         dict(zip(OPTIONS, (*stored, device, *trained, *batches), strict=True))
         for stored, device, trained, batches in product(
             weights, ("device", "cpu"), training, list(product(sampled, images))
         )
     ]
-    peaks = [footprint.peak(options) for options in tried]
-    fitting = (options for options, peak in zip(tried, peaks, strict=True) if peak <= room)
-    return next(fitting, tried[peaks.index(min(peaks))])
+    peaks = [footprint.peak(options) for options in choices]
+    smallest = choices[peaks.index(min(peaks))]
+    return next((options for options, peak in zip(choices, peaks, strict=True) if peak <= room), smallest)
 
 
 def halvings(number: int) -> list[int]:
@@ -139,8 +139,8 @@ def replica_bytes(
 ) -> int:
     """Bytes of the ``weights`` that a replica owns: the quantised ones at ``bits``, and others that LoRA adapts."""
     packed = sum(weights[name].numel() for name in quantized) * bits / 8
-    own = sum(weights[name].nbytes for name in adapted if name not in quantized)
-    return math.ceil(packed) + own
+    adapted_bytes = sum(weights[name].nbytes for name in adapted if name not in quantized)
+    return math.ceil(packed) + adapted_bytes
 
 
 def stored_bytes(whole: int, layers: Iterable[nn.Linear]) -> dict[str, int]:

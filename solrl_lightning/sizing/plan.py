@@ -148,11 +148,11 @@ def on_card(plan: Plan, card: Card, backend: Backend, task: DictConfig) -> Json:
     footprint = plan.footprint._replace(shadow=plan.shadows[backend])
     options = fit(footprint, plan.options, room := round((card.memory - task.reserve) * 1e9))
     peak = footprint.peak(options)
-    changed = overrides(options, plan.options)
+    arguments = overrides(options, plan.options)
     with_shadow = footprint.shadow > 0 and options["family"] is None
     precision = [f"precision={backend.precision}"] if with_shadow else []
-    replaced = ("task", "precision", "precision.backend", *(argument.partition("=")[0] for argument in changed))
-    kept = [a for a in task.overrides if a.partition("=")[0] not in replaced and not a.startswith("task.")]
+    replaced = ("task", "precision", "precision.backend", *(argument.partition("=")[0] for argument in arguments))
+    command = [a for a in task.overrides if a.partition("=")[0] not in replaced and not a.startswith("task.")]
     return {
         "card": card.hardware.name,
         "memory": card.memory,
@@ -162,5 +162,5 @@ def on_card(plan: Plan, card: Card, backend: Backend, task: DictConfig) -> Json:
         "peak_of_this_run": footprint.peak(plan.options),
         "fits": peak <= room,
         "peak": peak,
-        "arguments": [*kept, *precision, *changed],
+        "arguments": [*command, *precision, *arguments],
     }

@@ -51,9 +51,9 @@ def judge_memory(footprint: Footprint, options: Options, total: int, parts: Mapp
     measured = {"planned": planned, "total": total, "parts": dict(parts)}
     if planned <= total:
         return Row("memory", OK, text, "", measured)
-    fitting = fit(footprint, options, total)
-    fits = footprint.peak(fitting) <= total
-    way_out = " ".join(overrides(fitting, options)) if fits else "a smaller model, or a device with more memory"
+    smaller = fit(footprint, options, total)
+    fits = footprint.peak(smaller) <= total
+    way_out = " ".join(overrides(smaller, options)) if fits else "a smaller model, or a device with more memory"
     return Row("memory", WRONG, text, way_out, measured)
 
 
@@ -90,8 +90,8 @@ def check_rewards(cfg: DictConfig, device: torch.device) -> Iterator[Row]:
     image = torch.rand(1, 3, cfg.model.resolution, cfg.model.resolution, device=device)
     examples = {name: reward.example for name, reward in rewards.rewards.items()}
     scores = {name: rewards.rewards[name](image, [text], [metadata]) for name, (text, metadata) in examples.items()}
-    named = ", ".join(f"{name} {score.item():.3g}" for name, score in scores.items())
-    yield Row("reward", OK, f"loaded, and one image of noise scored in {time.perf_counter() - start:.1f} s: {named}")
+    values = ", ".join(f"{name} {score.item():.3g}" for name, score in scores.items())
+    yield Row("reward", OK, f"loaded, and one image of noise scored in {time.perf_counter() - start:.1f} s: {values}")
 
 
 def prompts_for(cfg: DictConfig) -> str:

@@ -81,23 +81,23 @@ def test_silent_hub_error_names_model_requirements_in_time(compose: Compose) -> 
 @pytest.mark.usefixtures("silent")
 def test_cache_is_used_if_hub_is_silent(compose: Compose, cache: Path) -> None:
     (cache / "models--black-forest-labs--FLUX.1-dev").mkdir(parents=True)
-    (told,) = check(compose(*FLUX))
-    assert told.endswith(f"Using its cache {cache}.")
+    (note,) = check(compose(*FLUX))
+    assert note.endswith(f"Using its cache {cache}.")
     assert os.environ["HF_HUB_OFFLINE"] == "1" and constants.HF_HUB_OFFLINE
     assert check(compose(*FLUX)) == []
 
 
 @pytest.mark.usefixtures("answering")
 def test_answering_hub_is_used_and_requirements_are_told(compose: Compose, cache: Path) -> None:
-    (told,) = check(compose(*FLUX))
-    assert told.startswith(NEEDS) and "Its page: https://huggingface.co/black-forest-labs/FLUX.1-dev" in told
+    (note,) = check(compose(*FLUX))
+    assert note.startswith(NEEDS) and "Its page: https://huggingface.co/black-forest-labs/FLUX.1-dev" in note
     assert not constants.HF_HUB_OFFLINE
     (cache / "models--black-forest-labs--FLUX.1-dev").mkdir(parents=True)
     assert check(compose(*FLUX)) == []
 
 
 @pytest.mark.parametrize(
-    ("arguments", "wanted"),
+    ("arguments", "is_checked"),
     [
         ((), False),
         (("model.preview_decoder=tiny",), False),
@@ -115,12 +115,12 @@ def test_answering_hub_is_used_and_requirements_are_told(compose: Compose, cache
     ],
 )
 def test_hub_is_checked_only_if_needed(
-    compose: Compose, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], wanted: bool
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], is_checked: bool
 ) -> None:
-    asked = []
-    monkeypatch.setattr(hub, "_silence", lambda *given: asked.append(given) or "")
+    calls = []
+    monkeypatch.setattr(hub, "_silence", lambda *args: calls.append(args) or "")
     check(compose(*arguments))
-    assert bool(asked) == wanted
+    assert bool(calls) == is_checked
 
 
 def test_refused_connection_is_reported_at_once(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,9 @@ def words(prompt: str) -> list[str]:
 
 def before(prompt: str, noun: str) -> list[set[str]]:
     """Sets of the words before each occurrence of the noun, singular or plural."""
-    found = words(prompt)
-    places = [i for i, word in enumerate(found) if word in (noun, f"{noun}s", f"{noun}es")]
-    return [set(found[max(0, place - REACH) : place]) for place in places]
+    prompt_words = words(prompt)
+    places = [i for i, word in enumerate(prompt_words) if word in (noun, f"{noun}s", f"{noun}es")]
+    return [set(prompt_words[max(0, place - REACH) : place]) for place in places]
 
 
 def objects(tag: str) -> list[tuple[str, dict[str, Any]]]:

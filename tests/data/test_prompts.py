@@ -134,10 +134,10 @@ def test_set_without_a_source_is_empty() -> None:
 
 
 def test_process_reads_a_source_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    sources = []
 
     def counted(source: str, column: str) -> list[Record]:
-        asked.append(source)
+        sources.append(source)
         return [Record(f"{source} in {Path.cwd()}")]
 
     monkeypatch.setattr("solrl_lightning.data.prompts.read_records", counted)
@@ -146,7 +146,7 @@ def test_process_reads_a_source_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert read_prompt_sets(Path("a.txt"), "b.txt") == first
     assert read_prompts("b.txt") == [f"b.txt in {tmp_path}"]
     assert read_tags("b.txt") == {}
-    assert asked == ["a.txt", "b.txt"]
+    assert sources == ["a.txt", "b.txt"]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     assert read_prompts("a.txt") == [f"a.txt in {tmp_path / 'elsewhere'}"]

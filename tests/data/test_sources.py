@@ -204,11 +204,11 @@ def test_hpdv2_prompts_are_lists_of_strings_in_a_file_per_style(hub: Path) -> No
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_data_set_of_a_named_source_is_what_its_reader_asks_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = set()
-    monkeypatch.setattr("solrl_lightning.data.sources._read_hub", lambda dataset, *_, **__: asked.add(dataset) or [])
+    datasets = set()
+    monkeypatch.setattr("solrl_lightning.data.sources._read_hub", lambda dataset, *_, **__: datasets.add(dataset) or [])
     monkeypatch.setattr("solrl_lightning.data.sources._read_github", lambda *_: [])
     SOURCES[name]()
-    assert asked == {dataset_of(name)} - {None}
+    assert datasets == {dataset_of(name)} - {None}
 
 
 # GitHub

@@ -34,19 +34,19 @@ def main() -> None:
 def our_calls() -> Iterator[tuple[str, int, list[str]]]:
     """Yield (name, number of positional arguments, keywords) of every call of ``te.<name>`` or ``self._<name>``."""
     calls = [node for node in ast.walk(ast.parse(_OURS.read_text())) if isinstance(node, ast.Call)]
-    found = 0
+    count = 0
     for call in calls:
         match call.func:
             case ast.Attribute(value=ast.Name(id="te"), attr=name) | ast.Attribute(attr="_autocast" as name):
-                found += 1
+                count += 1
                 yield name.lstrip("_"), len(call.args), [str(keyword.arg) for keyword in call.keywords]
-    assert found == 3, f"{_OURS} calls quantized_model_init, Linear and autocast; found {found} calls"
+    assert count == 3, f"{_OURS} calls quantized_model_init, Linear and autocast; found {count} calls"
 
 
 def our_constant(name: str) -> Any:
     for node in ast.parse(_OURS.read_text()).body:
         match node:
-            case ast.Assign(targets=[ast.Name(id=found)]) if found == name:
+            case ast.Assign(targets=[ast.Name(id=target)]) if target == name:
                 return ast.literal_eval(node.value)
     raise AssertionError(f"{_OURS} has no {name}")
 

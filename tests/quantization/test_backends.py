@@ -96,14 +96,14 @@ def test_bits_per_weight_match_layer_buffers(hardware: OnHardware) -> None:
         ("int8", "torch", 8),
     ):
         backend = resolve(precision, name, device)
-        held = sum(buffer.nbytes for buffer in backend.linear_cls(linear).buffers())
+        size = sum(buffer.nbytes for buffer in backend.linear_cls(linear).buffers())
         assert backend.bits_per_weight == bits
-        assert 8 * held / linear.weight.numel() == pytest.approx(bits, rel=0.01)  # and the scales
+        assert 8 * size / linear.weight.numel() == pytest.approx(bits, rel=0.01)  # and the scales
     assert resolve("bf16", "auto", device).bits_per_weight == 16
     blackwell = hardware("10.0", te=True)
     packed = resolve("nvfp4", "torch", blackwell)
-    held = sum(buffer.nbytes for buffer in packed.linear_cls(linear).buffers())
-    assert packed.bits_per_weight == 4.5 == pytest.approx(8 * held / linear.weight.numel(), rel=0.01)
+    size = sum(buffer.nbytes for buffer in packed.linear_cls(linear).buffers())
+    assert packed.bits_per_weight == 4.5 == pytest.approx(8 * size / linear.weight.numel(), rel=0.01)
     assert resolve("nvfp4", "emulated", blackwell).bits_per_weight == 16
     assert resolve("fp8", "auto", blackwell).bits_per_weight == 8
 
@@ -209,8 +209,8 @@ def test_documented_table_is_what_each_machine_gets() -> None:
     machines = ", ".join(row[0] for row in rows)
     assert all(name in machines for name in ("CPU", "A100", "H100", "RTX 40", "L40S", "RTX 50", "B200"))
     for machine, *cells in rows:
-        found = re.search(r"\((\d+)\.(\d)\)", machine)
-        kind = Hardware(machine, capability=(int(found[1]), int(found[2]))) if found else Hardware(machine, "cpu")
+        match = re.search(r"\((\d+)\.(\d)\)", machine)
+        kind = Hardware(machine, capability=(int(match[1]), int(match[2]))) if match else Hardware(machine, "cpu")
         chosen, *expected = (cell.split()[0].strip("`,") for cell in cells[:4])
         assert choose_precision(kind) == chosen, machine
         best = kind._replace(transformer_engine=True, int8_units=True)
@@ -238,8 +238,8 @@ def test_auto_is_the_lowest_precision_that_the_hardware_multiplies(
     chosen = resolve("auto", "auto", device)
     assert chosen.precision == choose_precision(hardware_of(device)) == precision
     assert said in chosen.description and "\n" not in chosen.description
-    named = resolve(precision, "auto", device)
-    assert chosen._replace(description="") == named._replace(description="")
+    by_name = resolve(precision, "auto", device)
+    assert chosen._replace(description="") == by_name._replace(description="")
 
 
 def test_auto_takes_a_backend_of_the_precision_that_it_chooses(hardware: OnHardware) -> None:

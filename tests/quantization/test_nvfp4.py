@@ -42,8 +42,8 @@ def reference(x: Tensor) -> tuple[np.ndarray, np.ndarray, np.float32]:
     largest = np.finfo(F32).max
     with np.errstate(divide="ignore", over="ignore"):
         encode = np.minimum(F32(2688) / block_amax.max(), largest)
-        wanted = np.minimum(block_amax * (encode * (F32(1) / F32(6))), F32(448))
-        scales = E4M3[nearest_code(wanted, E4M3)].astype(F32)
+        exact = np.minimum(block_amax * (encode * (F32(1) / F32(6))), F32(448))
+        scales = E4M3[nearest_code(exact, E4M3)].astype(F32)
         factor = np.minimum(F32(1) / (scales * (F32(1) / encode)), largest)
     magnitude = np.abs(np.clip(blocks * factor, F32(-6), F32(6)))
     codes = nearest_code(magnitude, E2M1) + 8 * np.signbit(blocks)

@@ -72,10 +72,10 @@ INPUTS = {
 def test_codes_and_scales_match_definition(name: str, precision: str, dtype: torch.dtype) -> None:
     x, quantize = INPUTS[name], {"fp8": quantize_fp8, "int8": quantize_int8}[precision]
     codes, scale = reference(x, precision)
-    for wanted in (dtype, torch.float32, torch.bfloat16):
-        found, found_scale = quantize(x, wanted)
-        assert found.dtype == wanted and np.array_equal(found.double().numpy(), codes)
-        assert np.array_equal(found_scale.numpy(), scale)
+    for value_dtype in (dtype, torch.float32, torch.bfloat16):
+        values, result_scale = quantize(x, value_dtype)
+        assert values.dtype == value_dtype and np.array_equal(values.double().numpy(), codes)
+        assert np.array_equal(result_scale.numpy(), scale)
 
 
 def test_fp8_codes_match_cast_at_values_and_ties() -> None:

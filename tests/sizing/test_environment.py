@@ -35,17 +35,17 @@ def test_one_of_transformer_engines_two_packages_is_wrong() -> None:
 def test_files_are_searched_on_this_machine_then_in_the_cache_then_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[float] = []
+    timeouts: list[float] = []
 
     def no_network(self: Any, source: str, timeout: float) -> None:
-        asked.append(timeout)
+        timeouts.append(timeout)
         raise ConnectionError("no route to the hub")
 
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", no_network)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     row = locate("reward.pretrained", "owner/name")
     assert row.status == WRONG and "no route to the hub" in row.found
-    assert row.way_out.startswith("reward.pretrained=<folder>") and asked == [5.0]
+    assert row.way_out.startswith("reward.pretrained=<folder>") and timeouts == [5.0]
     assert locate("reward.pretrained", str(tmp_path)).status == OK
 
     def cached(source: str, local_files_only: bool) -> str:
@@ -54,7 +54,7 @@ def test_files_are_searched_on_this_machine_then_in_the_cache_then_on_the_hub(
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
     assert locate("reward.pretrained", "owner/name").found.endswith(str(tmp_path / "snapshot"))
-    assert len(asked) == 1
+    assert len(timeouts) == 1
 
 
 def test_access_to_a_gated_model_is_checked_with_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

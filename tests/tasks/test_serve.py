@@ -28,11 +28,11 @@ Command = Callable[..., Any]
 def test_serves_until_a_signal_and_leaves_no_file(command: Command, tmp_path: Path, end: signal.Signals) -> None:
     images, prompts = torch.randint(256, (3, 3, 32, 32)) / 255, eval_captions()[:3]
     reward = HTTPReward(f"http://127.0.0.1:{(port := free_port())}/score", retries=12, backoff=0.01)
-    found: list[Tensor] = []
+    scores: list[Tensor] = []
 
     def ask() -> None:
         try:
-            found.append(reward(images, prompts))
+            scores.append(reward(images, prompts))
         finally:
             os.kill(os.getpid(), end)
 
@@ -46,7 +46,7 @@ def test_serves_until_a_signal_and_leaves_no_file(command: Command, tmp_path: Pa
         signal.signal(signal.SIGTERM, before)
     assert ended.status == 0 and "Traceback" not in ended.err
     assert f"shapes on cpu: {reward.url} (Ctrl-C ends)" in ended.out.splitlines()
-    assert torch.equal(found[0], ShapesReward()(images, prompts))
+    assert torch.equal(scores[0], ShapesReward()(images, prompts))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -59,12 +59,12 @@ def test_task_itself_requires_a_token_for_a_public_address(
 
 
 @pytest.mark.parametrize(
-    ("host", "own"),
+    ("host", "is_local"),
     [("127.0.0.1", True), ("127.8.0.1", True), ("::1", True), ("localhost", True)]
     + [("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("scorer", False), ("", False)],
 )
-def test_loopback_addresses(host: str, own: bool) -> None:
-    assert is_loopback(host) is own
+def test_loopback_addresses(host: str, is_local: bool) -> None:
+    assert is_loopback(host) is is_local
 
 
 @pytest.mark.parametrize("argument", ["task.port=70000", "task.max_images=0", "task.max_pixels=none"])
