@@ -732,12 +732,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ("columns of models and rewards swapped", "scores.permute(1, 2, 3, 0)", "scores.permute(1, 2, 0, 3)", EVALUATE),
         ("first score below a picture", "pictures.shape[1], -1]", "pictures.shape[1], 0]", EVALUATE),
     ],
-    "solrl_lightning/tasks/benchmark.py": [
+    "solrl_lightning/sizing/benchmark.py": [
         (
             "forward passes with their warm-up",
             "median(values[_WARM_UP:]) for",
             "median(values) for",
-            "tests/tasks/test_benchmark.py",
+            "tests/sizing/test_benchmark.py",
         ),
     ],
     "solrl_lightning/tasks/generate.py": [

@@ -10,34 +10,23 @@ With ``model.weights=random`` all of it runs at a model's real size without a fi
 """
 
 import platform
-from collections.abc import Mapping
-from functools import partial
-from itertools import product
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.artifacts.tables import format_table, write_json
-from solrl_lightning.build import build_module, device_of, uses_shadow, with_option
-from solrl_lightning.cli.checks import check_decoder, check_values
-from solrl_lightning.policies import replica
-from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
-from solrl_lightning.quantization.scaled_linear import operand_dtype
-from solrl_lightning.rollout.stage import EXPLORE, STAGES, Stage
-from solrl_lightning.sizing.timing import Lap, alternate, peak_memory, release, run_iterations
-from solrl_lightning.training.samplers import SHADOW
-
-_WARM_UP, _FORWARDS = 3, 20  # forward passes of each variant; the first compiles
-_PRODUCTS = 10  # timed matrix products, after _WARM_UP others
-_PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}  # rows and columns: large enough for the units, small enough for the time
-_ROLLOUT = STAGES[:-1]  # without training
-_BASELINES = ("naive_scaling", "compile")
+from solrl_lightning.build import device_of
+from solrl_lightning.rollout.stage import STAGES
+from solrl_lightning.sizing.benchmark import (
+    FORWARDS,
+    ROLLOUT,
+    family_configs,
+    forward_times,
+    times_of_families,
+    with_speedups,
+)
 
 
 def benchmark(cfg: DictConfig) -> dict[str, Any]:
@@ -62,81 +51,6 @@ def benchmark(cfg: DictConfig) -> dict[str, Any]:
     return result
 
 
-def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfig]:
-    """The configuration of every row; its name is the family, with precision and decoder if the task lists them."""
-    configs = {}
-    for family in cfg.task.families:
-        run = with_option(cfg, "family", family)
-        run.family.update({key: value for key, value in cfg.task.sizes.items() if value is not None})
-        if run.family.compile == "auto":  # eager products are not to be compared with the family compile's
-            run.family.compile = bool(cfg.task.compile) and can_compile(device)
-        check_values(run)
-        precisions = cfg.task.precisions if uses_shadow(run) else None
-        decoders = cfg.task.decoders if run.family.explore is not None else None
-        for precision, decoder in product(precisions or [None], decoders or [None]):
-            row = run.copy() if precision is None else with_option(run, "precision", precision)
-            if decoder is not None:
-                row.family.explore.decoder = decoder
-                check_decoder(row, "task.decoders", decoder)
-            configs[" ".join(word for word in (family, precision, decoder) if word is not None)] = row
-    return configs
-
-
-# One forward pass
-
-
-@torch.no_grad()
-def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
-    """Median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
-    release(device)
-    module = build_module(cfg, device, [Stage(EXPLORE, SHADOW, steps=1, solver="euler")])
-    module.samplers.sync()
-    originals = {"bf16": module.samplers.replicas["merged"], "shadow": module.samplers.replicas["shadow"]}
-    clone = replica.clone_sharing_weights
-    variants: dict[str, nn.Module] = {f"{name} eager": clone(transformer) for name, transformer in originals.items()}
-    if cfg.task.compile and can_compile(device):
-        for name, transformer in originals.items():
-            compiled = clone(transformer)
-            compile_blocks(compiled, fullgraph=name != "shadow" or module.samplers.backend.fullgraph)
-            variants[f"{name} compiled"] = compiled
-    batch = cfg.model.rollout_batch
-    _, conditioning = module.encode(module.eval_prompts[:1]).gather(torch.zeros(batch, dtype=torch.int64))
-    x, sigma = module.policy.noise(torch.arange(batch)), torch.tensor(0.5, device=device)
-    # torch 2.11 does not count the fused attention of a CPU.
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        module.policy.velocity(variants["bf16 eager"], x, sigma, conditioning)
-    flops, peak = counter.get_total_flops(), matmul_peak(device)
-    calls = {
-        name: partial(module.policy.velocity, transformer, x, sigma, conditioning)
-        for name, transformer in variants.items()
-    }
-    seconds = alternate(calls, device, _WARM_UP + _FORWARDS)
-    medians = {name: median(values[_WARM_UP:]) for name, values in seconds.items()}
-    against = "bf16 compiled" if "bf16 compiled" in medians else "bf16 eager"
-    tflops = {name: flops / value / 1e12 for name, value in medians.items()}
-    return {
-        "batch": batch,
-        "precision_backend": module.samplers.precision_backend,
-        "seconds": medians,
-        "against": against,
-        "ratios": {name: value / medians[against] for name, value in medians.items()},
-        "flops": flops,
-        "tflops": tflops,
-        "peak": peak,
-        "share_of_peak": {name: value / peak["tflops"] for name, value in tflops.items()},
-    }
-
-
-@torch.no_grad()
-def matmul_peak(device: torch.device) -> dict[str, Any]:
-    """The rate of one large square product, in BF16 or, on a CPU without BF16 units, in FP32."""
-    size, dtype = _PRODUCT_SIZE[device.type], operand_dtype(device)
-    left, right = torch.randn(2, size, size, device=device, dtype=dtype)
-    seconds = alternate({"product": lambda: left @ right}, device, _WARM_UP + _PRODUCTS)["product"]
-    tflops = 2 * size**3 / median(seconds[_WARM_UP:]) / 1e12
-    return {"tflops": tflops, "size": size, "dtype": str(dtype).removeprefix("torch.")}
-
-
 def format_forward(result: dict[str, Any]) -> str:
     rows = []
     for name, seconds in result["seconds"].items():
@@ -145,56 +59,12 @@ def format_forward(result: dict[str, Any]) -> str:
         rows.append([name, *times, *rates])
     shadow, peak = result["precision_backend"], result["peak"]
     title = (
-        f"a forward pass of {result['batch']} candidates, {result['flops'] / 1e12:.3g} TFLOPs, median of {_FORWARDS}; "
+        f"a forward pass of {result['batch']} candidates, {result['flops'] / 1e12:.3g} TFLOPs, median of {FORWARDS}; "
         f"the shadow is {shadow}.\nThe peak is {peak['tflops']:.3g} TFLOP/s, of a product of two {peak['dtype']} "
         f"matrices of {peak['size']} x {peak['size']}"
     )
     columns = ["transformer", "ms", "x " + result["against"], "images/s", "TFLOP/s", "of the peak"]
     return f"{title}\n{format_table(columns, rows)}"
-
-
-# Iterations
-
-
-def times_of_families(families: dict[str, DictConfig], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """The times of each row. Alternates the order, so that slow drift affects all rows equally."""
-    runs: dict[str, list[list[Lap]]] = {name: [] for name in families}
-    memory: dict[str, Any] = {}
-    for number in range(rounds):
-        for name in list(families)[:: -1 if number % 2 else 1]:
-            runs[name].append(run_iterations(families[name], device))
-            memory[name] = peak_memory(device)
-    return {name: family_times(cfg, runs[name], memory[name], device) for name, cfg in families.items()}
-
-
-def family_times(
-    cfg: DictConfig, runs: list[list[Lap]], memory: Mapping[str, Any], device: torch.device
-) -> dict[str, Any]:
-    """Median seconds of an iteration of ``cfg.family`` and of its stages, 0 for a stage that it lacks."""
-    laps = [lap for _, *timed in runs for lap in timed]
-    stages = {name: median(lap[name] for lap in laps) for name in (*STAGES, "iteration")}
-    rollout = median(sum(lap[stage] for stage in _ROLLOUT) for lap in laps)
-    return {
-        "pool": cfg.family.pool,
-        "keep": cfg.family.keep,
-        "compiled": should_compile("family.compile", "rollouts", cfg.family.compile, device)[0],
-        **stages,
-        "rollout": rollout,
-        "images_per_second": cfg.prompts_per_iteration * cfg.family.pool / rollout,
-        "requantize_share": stages["requantize"] / stages["iteration"],
-        "warm_up": runs[0][0]["iteration"],
-        "peak_memory": memory,
-    }
-
-
-def with_speedups(families: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """``families`` with the speedup of the rollout and of the iteration over each baseline."""
-    baselines = [name for name in _BASELINES if name in families]
-    spans = ("rollout", "iteration")
-    return {
-        name: times | {"speedup": {b: {span: families[b][span] / times[span] for span in spans} for b in baselines}}
-        for name, times in families.items()
-    }
 
 
 def format_families(families: dict[str, dict[str, Any]], repeats: int) -> str:
@@ -211,7 +81,7 @@ def format_families(families: dict[str, dict[str, Any]], repeats: int) -> str:
     columns = ["family", "kept", "compiled", *STAGES, "rollout", "iteration", "warm-up"]
     against = [f"{span} x {b}" for span, b in ratios]
     return (
-        f"seconds per iteration, median of {repeats}; rollout is {' + '.join(_ROLLOUT)}; warm-up is the iteration "
+        f"seconds per iteration, median of {repeats}; rollout is {' + '.join(ROLLOUT)}; warm-up is the iteration "
         f"before, which compiles where rollouts are compiled\n{format_table(columns, seconds)}\n"
         "candidates per second of the rollout; times faster than; re-quantising as a share of the iteration; peak "
         f"memory of {memory} in GB (10^9)\n"
