@@ -7,7 +7,7 @@ collectives are not possible after an exception.
 import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,7 +19,6 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning import IMPORTED
 from solrl_lightning.artifacts.files import finite_only, iterations_done, read_checkpoint, write_atomically
-from solrl_lightning.artifacts.finished_runs import FINISHED
 from solrl_lightning.artifacts.formatting import counted, gibibytes, measured
 from solrl_lightning.artifacts.run_folder import BEST, LAST, RECORD
 from solrl_lightning.callbacks.checkpoints import BestCheckpoint
@@ -68,8 +67,6 @@ class RunSummary(Callback):
         self._first: dict[str, float] = {}  # what the policy did in its first iteration, and in the last one
         self._last: dict[str, float] = {}
         self._stopped_by: str | None = None
-        self.planned_memory: Callable[[], int | None] = lambda: None
-        """Bytes of a GPU planned as the run's peak; called after training, because it takes up to half a minute."""
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._started is None:  # the evaluation before training calls setup, too
@@ -182,7 +179,6 @@ class RunSummary(Callback):
             "alarms": [alarm._asdict() for alarm in guard.alarms] if guard else [],
             "precision_backend": str(module.samplers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
-            "planned_memory_bytes": self.planned_memory() if status in FINISHED else None,
             "held_out": held_out,
             "evaluations": evaluations,
             "config": self.hparams,
@@ -284,10 +280,9 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         first, last = (measured(values[which], form=".4g") for which in ("first", "last"))
         rows.append((name, f"{first} at first, {last} at last"))
     rows.append(("precision", facts["precision_backend"]))
-    reserved, planned = facts["peak_memory_reserved_bytes"], facts["planned_memory_bytes"]
+    reserved = facts["peak_memory_reserved_bytes"]
     memory = gibibytes(facts["peak_memory_bytes"])
     memory += "" if reserved is None else f", {gibibytes(reserved)} reserved by the allocator"
-    memory += "" if planned is None else f", {gibibytes(planned)} planned"
     rows.append(("peak memory", memory))
     run, *paths = map(Path, facts["paths"].values())
     names = ["summary.json", *(str(path.relative_to(run)) for path in paths)]

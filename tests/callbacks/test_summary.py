@@ -73,7 +73,6 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, stand_in, capsys)
     assert summary["seconds_per_stage"]["iteration"]["median"] <= summary["seconds_total"]
     assert summary["seconds_total"] < summary["seconds_since_process_start"] < 86400
     assert summary["peak_memory_bytes"] > 50 * 2**20 and summary["peak_memory_reserved_bytes"] is None
-    assert summary["planned_memory_bytes"] is None
     assert summary["config"] == HPARAMS
     named = {"lora": str(tmp_path / "lora"), "report": str(tmp_path / "report.html")}
     assert summary["paths"] == {"run": str(tmp_path)} | named
@@ -227,28 +226,8 @@ def test_summary_of_a_gpu_run_has_the_reserved_memory(tmp_path, stand_in, monkey
     monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda device: 5 * 2**30)
     memory = peak_memory(torch.device("cuda", 0))
     assert memory == {"peak_memory_bytes": 3 * 2**30, "peak_memory_reserved_bytes": 5 * 2**30}
-    facts = read(tmp_path) | memory | {"planned_memory_bytes": 2 * 2**30}
-    assert "3.00 GiB, 5.00 GiB reserved by the allocator, 2.00 GiB planned" in format_summary(facts)
-
-
-class Planned(Callback):
-    """Plans 7 bytes, and records the iterations done at that time."""
-
-    def __init__(self):
-        self.asked_after = []
-
-    def setup(self, trainer, module, stage):
-        summary = find_callback(trainer, RunSummary)
-        summary.planned_memory = lambda: self.asked_after.append(trainer.current_epoch) or 7
-
-
-def test_memory_is_planned_once_after_training(tmp_path, stand_in):
-    planned = Planned()
-    fit(tmp_path, stand_in, 2, planned)
-    assert (planned.asked_after, read(tmp_path)["planned_memory_bytes"]) == ([2], 7)
-    with pytest.raises(SystemExit):
-        fit(tmp_path, stand_in, 2, planned, RaiseIn(1, KeyboardInterrupt()))
-    assert (planned.asked_after, read(tmp_path)["planned_memory_bytes"]) == ([2], None)
+    facts = read(tmp_path) | memory
+    assert "3.00 GiB, 5.00 GiB reserved by the allocator" in format_summary(facts)
 
 
 def test_base_and_final_are_none_without_an_evaluation():

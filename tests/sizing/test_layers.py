@@ -1,18 +1,15 @@
 """Rows about layers of the shadow: errors, speed and backends."""
 
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
 from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.quantization.scaled_linear import EmulatedINT8Linear
 from solrl_lightning.sizing import layers
-from solrl_lightning.sizing.blocks import without_files
 from solrl_lightning.sizing.layers import (
     compare_backends,
     judge_backend,
@@ -21,9 +18,8 @@ from solrl_lightning.sizing.layers import (
     judge_speed,
     largest_error,
 )
-from solrl_lightning.sizing.plan import plan_run
+from solrl_lightning.sizing.plan import Plan
 
-Compose = Callable[..., DictConfig]
 CPU = torch.device("cpu")
 SPEED = Row("layer", OK, "2 ms", "", {"seconds": 0.002})
 
@@ -61,10 +57,9 @@ def test_layer_is_slow_only_if_hardware_units_are_slower_than_bf16() -> None:
     assert judge_speed("blocks", resolve("bf16", "auto", CPU), 3.0, 2.0, True).status == OK
 
 
-def test_backends_that_compute_here_are_timed_on_the_largest_layer(compose: Compose) -> None:
+def test_backends_that_compute_here_are_timed_on_the_largest_layer(embedded_plan: Plan) -> None:
     backend = resolve("nvfp4", "emulated", CPU)
-    run = plan_run(without_files(compose()), backend, recomputed=(False,))
-    (row,) = compare_backends(run, backend, 2, CPU, compiled=False)
+    (row,) = compare_backends(embedded_plan, backend, 2, CPU, compiled=False)
     assert row.check == "backends 128->512" and row.status == OK and row.measured is not None
     native = {"int8 (torch)"} if resolve("int8", "auto", CPU).name == "torch" else set()
     assert set(row.measured["seconds"]) == {"bf16", *native}  # nothing emulated
@@ -81,7 +76,7 @@ def test_a_backend_is_slow_if_another_one_that_computes_here_is_faster() -> None
 
 
 def test_backend_that_fails_is_named_and_the_others_are_timed(
-    compose: Compose, monkeypatch: pytest.MonkeyPatch
+    embedded_plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Faulty(EmulatedINT8Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -89,9 +84,8 @@ def test_backend_that_fails_is_named_and_the_others_are_timed(
 
     backends = {"fp8 (torch)": backend_of("fp8"), "int8 (torch)": backend_of("int8")._replace(linear_cls=Faulty)}
     monkeypatch.setattr(layers, "native_backends", lambda device: backends)
-    run = plan_run(without_files(compose()), backend_of("fp8"), recomputed=(False,))
     for chosen, status in ((backend_of("nvfp4"), OK), (backend_of("int8", "torch"), WRONG)):
-        (row,) = compare_backends(run, chosen, 2, CPU, compiled=False)
+        (row,) = compare_backends(embedded_plan, chosen, 2, CPU, compiled=False)
         assert row.status == status and "int8 (torch) fails (RuntimeError: no kernel image)" in row.found
         assert row.measured is not None and set(row.measured["seconds"]) == {"bf16", "fp8 (torch)"}
 

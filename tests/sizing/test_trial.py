@@ -12,7 +12,7 @@ from solrl_lightning.quantization import resolve
 from solrl_lightning.rewards.geneval_metadata import broken_rule
 from solrl_lightning.sizing.blocks import without_files
 from solrl_lightning.sizing.footprint import OPTIONS, Footprint, Latents
-from solrl_lightning.sizing.plan import plan_run
+from solrl_lightning.sizing.plan import Plan, plan_run
 from solrl_lightning.sizing.trial import (
     check_iterations,
     check_rewards,
@@ -50,11 +50,10 @@ def test_plan_that_does_not_fit_is_wrong_and_names_options_that_fit() -> None:
     assert (rows[199].measured["planned"], rows[199].measured["total"]) == (200, 199)
 
 
-def test_random_weights_need_no_text_encoders_and_a_cpu_keeps_them(compose: Compose) -> None:
-    run = plan_run(without_files(compose()), resolve("nvfp4", "emulated", CPU), recomputed=(False,))
-    encoders, others = run.footprint.text_encoders, run.footprint.others
+def test_random_weights_need_no_text_encoders_and_a_cpu_keeps_them(embedded_plan: Plan) -> None:
+    encoders, others = embedded_plan.footprint.text_encoders, embedded_plan.footprint.others
     here = {
-        (weights, on_gpu): footprint_here(run, weights, on_gpu)
+        (weights, on_gpu): footprint_here(embedded_plan, weights, on_gpu)
         for weights in ("pretrained", "random")
         for on_gpu in (True, False)
     }
