@@ -180,7 +180,7 @@ class RunSummary(Callback):
                 name: {"first": first, "last": self._last.get(name)} for name, first in self._first.items()
             },
             "alarms": [alarm._asdict() for alarm in guard.alarms] if guard else [],
-            "precision_backend": str(module.samplers.precision_backend),
+            "precision_backend": str(module.transformers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
             "planned_memory_bytes": self.planned_memory() if status in FINISHED else None,
             "held_out": held_out,

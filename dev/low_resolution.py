@@ -56,7 +56,7 @@ def measure(seed: int) -> None:
         start = time.perf_counter()
         return module.run_stage(Stage("explore", "merged", steps, "euler"), prompts, seeds), time.perf_counter() - start
 
-    module.samplers.sync()
+    module.sync_samplers(version=0)
     full, _ = scored(STEPS[0])
     truth = full.rewards
     rows = {f"32 px, {STEPS[1]} steps": scored(STEPS[1])}
@@ -64,7 +64,9 @@ def measure(seed: int) -> None:
     arguments = {key: value for key, value in cfg.model.policy.items() if key != "_target_"}
     arguments["resolution"] = cfg.model.resolution // 2
     for spacing in (1, 2):
-        module.policy = module.samplers.policy = Small(spacing, **arguments)
+        module.policy = Small(spacing, **arguments)
+        for sampler in module.transformers.samplers.values():
+            sampler.policy = module.policy
         for steps in STEPS:
             rows[f"16 px, {steps} steps, token spacing {spacing}"] = scored(steps)
     enlarged = module.rewards.for_training  # how much the size of the picture alone costs: the truth's, shrunk first

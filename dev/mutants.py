@@ -162,17 +162,14 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
     ],
     "solrl_lightning/training/samplers.py": [
-        ("stale shadow", "OLD), self.replicas.values())", "OLD), [self.replicas[MERGED]])", WEIGHTS),
-        ("stale merged replica", "OLD), self.replicas.values())", "OLD), list(self.replicas.values())[1:])", WEIGHTS),
-        (
-            "shadow of the trained adapter",
-            "adapter_state(OLD), self.replicas",
-            "adapter_state(TRAINED), self.replicas",
-            WEIGHTS,
-        ),
-        ("merged not restored", "self._write(self.adapter_state(OLD), [merged])", "pass", WEIGHTS),
+        ("evaluations sample the old policy", "state if version is None else None", "None", WEIGHTS),
+        ("evaluations' weights stay", "state if version is None else None", "state", WEIGHTS),
+    ],
+    "solrl_lightning/training/transformers.py": [
         ("default samples", "self.lora_layers, OLD) as", "self.lora_layers, TRAINED) as", WEIGHTS),
         ("old policy stays", "adapters.update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
+        ("old velocity is the base's", '{"old": old,', '{"old": unchanged(reference),', WEIGHTS),
+        ("reference is the old policy", "REFERENCE: unchanged(reference)}", "REFERENCE: old}", WEIGHTS),
     ],
     "solrl_lightning/training/module.py": [
         ("step with a gradient that is not finite", "if not norm.isfinite():", "if False:", NAN_GRADIENT),
@@ -204,8 +201,30 @@ MUTANTS: dict[str, list[Edit]] = {
             WEIGHTS,
         ),
         ("evaluation of one rank", 'self.trainer.strategy.reduce(table, reduce_op="sum").cpu()', "table.cpu()", RANKS),
-        ("old velocity is the base's", '{"old": old_velocity,', '{"old": REFERENCE,', WEIGHTS),
-        ("reference is the old policy", '"reference": REFERENCE}', '"reference": old_velocity}', WEIGHTS),
+        (
+            "stale shadow",
+            "in self.transformers.samplers.values():",
+            "in list(self.transformers.samplers.values())[:1]:",
+            WEIGHTS,
+        ),
+        (
+            "stale merged replica",
+            "in self.transformers.samplers.values():",
+            "in list(self.transformers.samplers.values())[1:]:",
+            WEIGHTS,
+        ),
+        (
+            "shadow of the trained adapter",
+            "values():\n            sampler.sync(self.adapter_state(OLD)",
+            "values():\n            sampler.sync(self.adapter_state(TRAINED)",
+            WEIGHTS,
+        ),
+        (
+            "merged not restored",
+            "finally:\n            sampler.sync(self.adapter_state(OLD), version)",
+            "finally:\n            pass",
+            WEIGHTS,
+        ),
         (
             "old velocity is the policy's",
             "velocity, real, **others)",
@@ -222,8 +241,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("watched rewards explored", "rewards = self.rewards.for_training", "rewards = self.rewards", WEIGHTS),
         (
             "distances to the old policy that follows",
-            "self.distances = self.samplers",
-            "self.samplers.update_old(0.0)\n            self.distances = self.samplers",
+            "self.distances = self.transformers.adapted",
+            "self.transformers.adapted.update_old(0.0)\n            self.distances = self.transformers.adapted",
             FOLLOWS,
         ),
     ],
@@ -464,6 +483,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("merge without alpha / r", "alpha=layer.scaling[TRAINED]", "alpha=1.0", ADAPTERS),
         ("old decay inverted", "1.0 - decay", "decay", ADAPTERS),
         ("adapters in BF16", "            weights.float()", "            weights", ADAPTERS),
+        ("weights of an evaluation stay", "parameter.data = former[name]", "pass", ADAPTERS),
         ("old policy trains", "inference_mode=adapter != TRAINED", "inference_mode=False", ADAPTERS),
     ],
     "solrl_lightning/policies/guidance.py": [
@@ -514,9 +534,6 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         ("answers without an end", "if time.monotonic() > end:", "if False:", HTTP),
         ("answers of any length", "len(content) <= _LONGEST and ", "", HTTP),
-    ],
-    "solrl_lightning/training/sharding.py": [
-        ("sharded old policy not restored", "adapters.load_state(self.lora_layers, OLD, old)", "pass", RANKS),
     ],
     "solrl_lightning/policies/replica.py": [
         ("base overwritten", "dense(layer.weight).detach().clone()", "dense(layer.weight).detach()", REPLICA),
@@ -591,7 +608,7 @@ MUTANTS: dict[str, list[Edit]] = {
     "callbacks/requantize.py": [
         (
             "shadow never refreshed",
-            "module_of(pl_module).samplers.sync()",
+            "module_of(pl_module).sync_samplers(loop_of(trainer).iterations_done)",
             "pass",
             "tests/callbacks/test_requantize.py",
         ),

@@ -37,8 +37,9 @@ from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
 from solrl_lightning.targets import make
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import Evaluation, SolRLModule
-from solrl_lightning.training.samplers import SHADOW, Samplers
-from solrl_lightning.training.sharding import ShardedSamplers
+from solrl_lightning.training.samplers import SHADOW
+from solrl_lightning.training.sharding import sharded
+from solrl_lightning.training.transformers import replicate
 
 log = logging.getLogger(__name__)
 
@@ -237,14 +238,15 @@ def build_model(
     if cfg.family.warning:
         log.warning("%s", cfg.family.warning)
     lora = lora_config(cfg)
-    samplers = (
-        ShardedSamplers(policy, lora, cfg.seed, cfg.model.rollout_batch)
+    transformers = (
+        sharded(policy, lora, cfg.seed, cfg.model.rollout_batch)
         if is_sharded(cfg)
-        else Samplers(
+        else replicate(
             policy,
             lora,
             seed=cfg.seed,
             batch_size=cfg.model.rollout_batch,
+            old_velocity=cfg.old_velocity,
             compile_replicas=compiled["family.compile"],
             compile_policy=compiled["compile_training"],
             with_shadow=any(stage.sampler == SHADOW for stage in stages),
@@ -254,13 +256,12 @@ def build_model(
     )
     return SolRLModule(
         policy,
-        samplers,
+        transformers,
         rewards,
         objective=build_objective(cfg),
         optimizer=instantiate(cfg.optimizer),
         rate_factor=make("scheduler", cfg.scheduler),
         old_decay=make("old_policy", cfg.old_policy),
-        old_velocity=cfg.old_velocity,
         evaluation=Evaluation(cfg.model.solver, cfg.model.eval_steps, cfg.data.eval_images),
         eval_prompts=list(eval_prompts),
         lora=lora,

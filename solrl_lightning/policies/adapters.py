@@ -124,11 +124,15 @@ class _LoRAProduct(torch.autograd.Function):
 
 def adapter_state(layers: dict[str, LoraLayer], adapter: str) -> State:
     """The adapter's weights; the tensors themselves, not copies."""
-    state = {}
+    return {name: parameter.detach() for name, parameter in _parameters(layers, adapter).items()}
+
+
+def _parameters(layers: dict[str, LoraLayer], adapter: str) -> dict[str, nn.Parameter]:
+    parameters = {}
     for name, layer in layers.items():
-        state[f"{name}.lora_A.weight"] = layer.lora_A[adapter].weight.detach()
-        state[f"{name}.lora_B.weight"] = layer.lora_B[adapter].weight.detach()
-    return state
+        parameters[f"{name}.lora_A.weight"] = layer.lora_A[adapter].weight
+        parameters[f"{name}.lora_B.weight"] = layer.lora_B[adapter].weight
+    return parameters
 
 
 def load_state(layers: dict[str, LoraLayer], adapter: str, state: State) -> None:
@@ -231,6 +235,21 @@ def active_adapter(transformer: nn.Module, layers: dict[str, LoraLayer], adapter
         yield transformer
     finally:
         _activate(layers, TRAINED)
+
+
+@contextmanager
+def with_weights(layers: dict[str, LoraLayer], adapter: str, state: State) -> Iterator[None]:
+    """The adapter has the tensors of ``state`` as its weights, and afterwards its former ones; nothing is copied."""
+    parameters = _parameters(layers, adapter)
+    former = {name: parameter.data for name, parameter in parameters.items()}
+    others = {name: state[name].to(parameter) for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = others[name]
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = former[name]
 
 
 def _activate(layers: dict[str, LoraLayer], adapter: str) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
 from solrl_lightning.build import levels_of, lora_config, quantization_rule
 from solrl_lightning.errors import UserError
+from solrl_lightning.policies.adapters import OLD
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
 from solrl_lightning.policies.compilation import should_compile
@@ -31,7 +32,8 @@ from solrl_lightning.quantization.transformer_engine import TransformerEngineLin
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.tasks.benchmark import alternate
 from solrl_lightning.tasks.plan import Shapes
-from solrl_lightning.training.samplers import MERGED, POLICY, REFERENCE, SHADOW, Samplers
+from solrl_lightning.training.samplers import MERGED, POLICY, SHADOW
+from solrl_lightning.training.transformers import REFERENCE, VelocityModel, replicate, unchanged
 
 # Shares of the largest output. BF16 rounds an output by 2^-9, and twice on a CPU with BF16 units. Compiled code may
 # round a value between two codes to the other code. FP8 units of capability 9.0 keep 14 bits of a sum.
@@ -224,11 +226,12 @@ def blocks(
     torch.compiler.reset()
     compiler = CompileCounterWithBackend("inductor" if compiled else "eager")
     trains, _ = should_compile("compile_training", "training steps", cfg.compile_training, device)
-    samplers = Samplers(
+    transformers = replicate(
         policy,
         lora_config(cfg),
         cfg.seed,
         cfg.model.rollout_batch,
+        cfg.old_velocity,
         compile_replicas=True,
         compile_policy=trains,
         with_shadow=shadow is not None,
@@ -242,27 +245,29 @@ def blocks(
         _, conditioning = EncodedPrompts([""], policy.encode([""])).gather(torch.zeros(batch, dtype=torch.int64))
         return policy.noise(torch.arange(batch)), torch.full((batch,), 0.5, device=device), conditioning
 
-    def velocity(name: str, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        with samplers.use(name) as transformer:
+    def velocity(transformer_of: VelocityModel, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        with transformer_of() as transformer:
             return policy.guided_velocity(transformer, x, sigma, conditioning)
 
     rollout, training = inputs(cfg.model.rollout_batch), inputs(cfg.model.micro_batch)
-    calls = {name: partial(velocity, name, *rollout) for name in samplers.replicas}
+    replicas = {name: unchanged(module) for name, module in transformers.replicas.items()}
+    calls = {name: partial(velocity, replica, *rollout) for name, replica in replicas.items()}
     if any(stage.sampler == POLICY for stages in levels_of(cfg) for stage in stages):
-        velocity(POLICY, *rollout)
-    for name in {REFERENCE, cfg.old_velocity}:
-        velocity(name, *training)
+        velocity(transformers.adapted.old, *rollout)
+    for velocity_model in transformers.velocity_models.values():
+        velocity(velocity_model, *training)
     if trains:
         with torch.enable_grad():
-            policy.guided_velocity(samplers.transformer, *training).square().mean().backward()
-        samplers.transformer.zero_grad()
+            policy.guided_velocity(transformers.adapted.transformer, *training).square().mean().backward()
+        transformers.adapted.transformer.zero_grad()
     graphs = []
     for _ in range(2):
-        samplers.sync()
+        for sampler in transformers.samplers.values():
+            sampler.sync(transformers.adapted.state(OLD), version=0)
         for call in calls.values():
             call()
         graphs.append(len(compiler.graphs))
-    named = ", ".join([*([POLICY] if trains else []), REFERENCE, *samplers.replicas])
+    named = ", ".join([*([POLICY] if trains else []), REFERENCE, *replicas])
     what = f"{named} in batches of {' and '.join(str(len(x)) for x, *_ in (rollout, training))}"
     yield judge_compilation(graphs[0], graphs[1] - graphs[0], compiler.backend, what)
     if shadow is not None:

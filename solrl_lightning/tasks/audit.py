@@ -140,7 +140,7 @@ def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
     module = build_module(cfg, device_of(cfg), [stage for stages in proxies for stage in stages])
     if cfg.ckpt is not None:
         load_adapters(module, cfg.ckpt)
-    module.samplers.sync()
+    module.sync_samplers(version=0)
     prompts = module.encode(module.eval_prompts[: cfg.task.prompts])
     seeds = pool_seeds(cfg.seed, 0, prompts.texts, cfg.task.pool)
 
@@ -161,7 +161,7 @@ def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
         pool = run_stages(stages, seeds, prompts.texts, run).pool
         seconds = {name: value / seeds.numel() for name, value in spent.items()}
         shadow = stages[0].sampler == SHADOW
-        backend = module.samplers.precision_backend if shadow else "no shadow"
+        backend = module.transformers.precision_backend if shadow else "no shadow"
         precision = backend.partition(" ")[0] if shadow else "bf16"
         scored.append(Scored(stages, precision, backend, pool.merits.cpu(), seconds, pool.rewards.mean().item()))
     return scored

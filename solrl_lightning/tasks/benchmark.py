@@ -98,14 +98,16 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     """Median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
     _release(device)
     module = build_module(cfg, device, [Stage(EXPLORE, SHADOW, steps=1, solver="euler")])
-    module.samplers.sync()
-    originals = {"bf16": module.samplers.replicas["merged"], "shadow": module.samplers.replicas["shadow"]}
+    module.sync_samplers(version=0)
+    originals = {"bf16": module.transformers.replicas["merged"], "shadow": module.transformers.replicas["shadow"]}
+    shadow = module.transformers.shadow_backend
+    assert shadow is not None, "a stage samples from it"
     clone = replica.clone_sharing_weights
     variants: dict[str, nn.Module] = {f"{name} eager": clone(own) for name, own in originals.items()}
     if cfg.task.compile and can_compile(device):
         for name, own in originals.items():
             compiled = clone(own)
-            compile_blocks(compiled, fullgraph=name != "shadow" or module.samplers.backend.fullgraph)
+            compile_blocks(compiled, fullgraph=name != "shadow" or shadow.fullgraph)
             variants[f"{name} compiled"] = compiled
     batch = cfg.model.rollout_batch
     _, conditioning = module.encode(module.eval_prompts[:1]).gather(torch.zeros(batch, dtype=torch.int64))
@@ -121,7 +123,7 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     tflops = {name: flops / value / 1e12 for name, value in medians.items()}
     return {
         "batch": batch,
-        "precision_backend": module.samplers.precision_backend,
+        "precision_backend": module.transformers.precision_backend,
         "seconds": medians,
         "against": against,
         "ratios": {name: value / medians[against] for name, value in medians.items()},

@@ -23,6 +23,7 @@ from solrl_lightning.build import build_model, device_of, load_adapters, with_op
 from solrl_lightning.cli.checks import requested_prompts, requested_weights
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.training.module import SolRLModule
+from solrl_lightning.training.samplers import MERGED
 
 
 def generate(cfg: DictConfig) -> dict[str, Any]:
@@ -76,7 +77,7 @@ def without_training(cfg: DictConfig) -> DictConfig:
 
 def sampled(module: SolRLModule, prompts: list[str], seeds: Tensor, name: str, state: str) -> Iterator[Tensor]:
     """Yield each prompt's images [n, 3, H, W] in [0, 1]. Samples as many prompts at once as fill a forward pass."""
-    at_once = max(1, module.samplers.batch_sizes["merged"].size // seeds.shape[1])
+    at_once = max(1, module.transformers.samplers[MERGED].batch_size.size // seeds.shape[1])
     for first in range(0, len(prompts), at_once):
         part = slice(first, first + at_once)
         yield from module.sample(prompts[part], seeds[part], weights=state, steps=module.evaluation.steps)

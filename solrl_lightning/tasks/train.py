@@ -58,12 +58,12 @@ def train(cfg: DictConfig) -> float | None:
     stages = [stage for level in levels_of(cfg) for stage in level]
     module = build_module(cfg, trainer.strategy.root_device, stages)
     if checkpoint is None and cfg.model.init_lora is not None:
-        module.samplers.start_from(Path(cfg.model.init_lora).expanduser())
+        module.transformers.adapted.start_from(Path(cfg.model.init_lora).expanduser())
     if checkpoint is not None:
         module.on_load_checkpoint(checkpoint)  # an error about other adapters must precede the loggers' first write
-    if module.samplers.layer_table:
-        file_logger.info("%s", module.samplers.layer_table)
-        log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), folder / LOG)
+    if shadow_layers := module.transformers.shadow_layers:
+        file_logger.info("%s", shadow_layers)
+        log.info("%s; table in %s", shadow_layers.splitlines()[-1].strip(), folder / LOG)
     summary = find_callback(trainer, RunSummary)
     if summary is not None and module.policy.device.type == "cuda":
         summary.planned_memory = partial(planned_peak, cfg, module.policy, trainer.world_size)

@@ -1,11 +1,12 @@
 """The LightningModule: trains and evaluates the BF16 policy, and saves its adapters.
 
 ``transformer``, the only registered submodule, is the BF16 policy with its LoRA adapters "default" (trained) and "old".
-Replicas (see ``samplers``), encoders, autoencoder and rewards are not registered, so a checkpoint holds the adapters
-only. ``optimizer_step`` also updates the old policy, so a checkpoint never separates the two.
+Replicas (see ``transformers``), encoders, autoencoder and rewards are not registered, so a checkpoint holds the
+adapters only. ``optimizer_step`` also updates the old policy, so a checkpoint never separates the two.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -23,7 +24,7 @@ from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.metrics.images import STATISTICS, describe, prompt_statistics
 from solrl_lightning.objectives.base import Objective, check_loss
-from solrl_lightning.policies.adapters import TRAINED, State
+from solrl_lightning.policies.adapters import OLD, TRAINED, State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, TrainingBatch
@@ -41,8 +42,9 @@ from solrl_lightning.rollout.stage import (
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, keep_configured
-from solrl_lightning.training.samplers import MERGED, REFERENCE, Samplers
+from solrl_lightning.training.samplers import MERGED, Sampler
 from solrl_lightning.training.stopwatch import Stopwatch
+from solrl_lightning.training.transformers import Transformers
 
 _LOWER_RATE = "Lower optimizer.lr, or correct the objective."
 
@@ -60,13 +62,12 @@ class SolRLModule(LightningModule):
 
     Args:
         policy: architecture with loaded weights.
-        samplers: the policy's transformer with its adapters, and its replicas.
+        transformers: the policy's transformer with its adapters, and what samples beside it.
         rewards: those with a weight score rollouts, all score evaluations.
         objective: the loss.
         optimizer: called with the trained parameters.
         rate_factor: factor of the learning rate after a number of iterations.
         old_decay: decay of the old policy after iteration 1, 2, ...
-        old_velocity: sampler that computes the old policy's velocity in training: policy (as published) or merged.
         evaluation: sampling of held-out images.
         eval_prompts: held-out prompts.
         lora: configuration of the adapters, saved with them.
@@ -76,13 +77,12 @@ class SolRLModule(LightningModule):
     def __init__(
         self,
         policy: PipelineAdapter,
-        samplers: Samplers,
+        transformers: Transformers,
         rewards: WeightedRewards,
         objective: Objective,
         optimizer: Callable[..., torch.optim.Optimizer],
         rate_factor: Callable[[float], float],
         old_decay: Callable[[int], float],
-        old_velocity: str,
         evaluation: Evaluation,
         eval_prompts: list[str],
         lora: LoraConfig,
@@ -99,13 +99,12 @@ class SolRLModule(LightningModule):
         self.same_evaluation = True  # whether the evaluations of the checkpoint that was loaded compare with this run's
         self.ema_state: State | None = None  # set by the EMA callback
         self.distances: dict[str, Tensor] = {}  # of the trained policy, before the old policy follows it
-        self.transformer = samplers.transformer
+        self.transformer = transformers.adapted.transformer
         # DDP would broadcast the frozen weights, which every rank has read, and cannot broadcast those in 8 bits.
         tensors = chain(self.named_parameters(), self.named_buffers())
         frozen = [name for name, _ in tensors if ".lora_" not in name]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, frozen)
-        self.policy, self.samplers, self.rewards = policy, samplers, rewards  # no nn.Modules, so not registered
-        self.velocities_of = {"old": old_velocity, "reference": REFERENCE}  # name in Objective.needs -> sampler
+        self.policy, self.transformers, self.rewards = policy, transformers, rewards  # no nn.Modules: not registered
         on_gpu = policy.device.type == "cuda"
         self.scoring_worker = partial(background_worker, policy.device) if on_gpu else inline_worker
 
@@ -132,10 +131,25 @@ class SolRLModule(LightningModule):
         policy = self.policy
         decode = {"full": policy.decode, "bf16": policy.decode_in_bf16, "preview": policy.preview}[stage.decoder]
         score = partial(score_images, decode, or_nan=stage.name == EXPLORE)
-        with self.samplers.use(stage.sampler) as transformer:
-            chunks = self.samplers.chunks(transformer, stage.sampler, prompts, seeds, spec)
+        with closing(self.transformers.samplers[stage.sampler].sample(prompts, seeds, spec)) as chunks:
             rewards = self.rewards.for_training
             return score_chunks(chunks, prompts, seeds, rewards, score, progress, self.scoring_worker)
+
+    def sync_samplers(self, version: int) -> None:
+        """Give the old policy, that after ``version`` iterations, to everything that samples."""
+        for sampler in self.transformers.samplers.values():
+            sampler.sync(self.adapter_state(OLD), version)
+
+    @contextmanager
+    def merged_with(self, weights: str) -> Iterator[Sampler]:
+        """Yield the sampler of merged weights with an adapter of ``adapter_state``; restores the old policy."""
+        sampler = self.transformers.samplers[MERGED]
+        version = sampler.version
+        try:
+            sampler.sync(self.adapter_state(weights), None)
+            yield sampler
+        finally:
+            sampler.sync(self.adapter_state(OLD), version)
 
     @torch.no_grad()
     def score(
@@ -155,24 +169,23 @@ class SolRLModule(LightningModule):
         """
         spec = SamplingSpec(self.policy.sigmas(steps), self.evaluation.solver)
         encoded, score = self.encode(prompts), partial(score_images, decode or self.policy.decode)
-        with self.samplers.merged_with(self.adapter_state(weights)) as transformer:
-            chunks = self.samplers.chunks(transformer, MERGED, encoded, seeds, spec)
+        with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, spec)) as chunks:
             return score_chunks(chunks, encoded, seeds, self.rewards, score, progress, self.scoring_worker)
 
     @torch.no_grad()
     def sample(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int) -> Tensor:
         """Return images [P, n, 3, H, W] in [0, 1] on the CPU; ``weights`` as in ``score``."""
         spec = SamplingSpec(self.policy.sigmas(steps), self.evaluation.solver)
-        with self.samplers.merged_with(self.adapter_state(weights)) as transformer:
-            chunks = self.samplers.chunks(transformer, MERGED, self.encode(prompts), seeds, spec)
+        encoded = self.encode(prompts)
+        with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, spec)) as chunks:
             images = [self.policy.decode(chunk.state.x).cpu() for chunk in chunks]
         return torch.cat(images).unflatten(0, tuple(seeds.shape))
 
     def adapter_state(self, name: str) -> State:
         """Return adapter "default" or "old", "ema" (the average of "default"), or "base" (zeros)."""
         if name == "ema":
-            return self.samplers.adapter_state(TRAINED) if self.ema_state is None else self.ema_state
-        return self.samplers.adapter_state(name)
+            return self.adapter_state(TRAINED) if self.ema_state is None else self.ema_state
+        return self.transformers.adapted.state(name)
 
     # Training
 
@@ -182,7 +195,7 @@ class SolRLModule(LightningModule):
         for name in self.objective.needs:
             if name == "reference" and not self._reads_reference(batch_idx):
                 continue
-            with torch.no_grad(), self.samplers.use(self.velocities_of[name]) as transformer:
+            with torch.no_grad(), self.transformers.velocity_models[name]() as transformer:
                 others[name] = self._velocity(transformer, batch)[:rows]
         velocity, real = self._velocity(self.transformer, batch)[:rows], batch.first(rows)
         per_sample, metrics = check_loss(self.objective, self.objective(velocity, real, **others), rows)
@@ -212,10 +225,10 @@ class SolRLModule(LightningModule):
         super().optimizer_step(*args, **kwargs)
         loop: Any = self.trainer.fit_loop
         if loop.count_step():
-            self.distances = self.samplers.distances()
+            self.distances = self.transformers.adapted.distances()
             if not self.distances["base_distance"].isfinite():
                 raise NonFiniteError(f"the weights are not finite after an optimiser step; {STOPPED} {_LOWER_RATE}")
-            self.samplers.update_old(self.old_decay(loop.iterations_done))
+            self.transformers.adapted.update_old(self.old_decay(loop.iterations_done))
 
     def trained_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
@@ -299,7 +312,7 @@ class SolRLModule(LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = self._adapter_tensors(checkpoint["state_dict"])
         checkpoint["evaluation"] = digest(self.held_out_digest, self.seed)  # the seed is that of the noise
-        checkpoint["precision_backend"] = self.samplers.precision_backend  # a resumed run keeps the precision
+        checkpoint["precision_backend"] = self.transformers.precision_backend  # a resumed run keeps the precision
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         own, found = (

@@ -46,9 +46,7 @@ class StandIn(LightningModule):
         self.weight = nn.Parameter(torch.zeros(2))
         self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1))
         self.rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
-        self.samplers = SimpleNamespace(
-            precision_backend="nvfp4 (emulated)", sync=lambda: self.events.append("requantize")
-        )
+        self.transformers = SimpleNamespace(precision_backend="nvfp4 (emulated)")
         self.eval_history: list[dict[str, Any]] = []
         self.eval_base: Tensor | None = None
         self.evaluation = Evaluation("euler", steps=4, images=2)
@@ -61,6 +59,9 @@ class StandIn(LightningModule):
         self.distances: dict[str, Tensor] = {}
         self.events: list[str] = []
         self.sampled: list[str] = []
+
+    def sync_samplers(self, version: int) -> None:
+        self.events.append(f"requantize {version}")
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         assert name == "default"

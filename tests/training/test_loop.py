@@ -4,6 +4,7 @@ import csv
 import functools
 import math
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -124,7 +125,7 @@ class Recorder(Callback):
         self.explored: list[tuple[int, list[str], list[list[int]]]] = []
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        for owner, name in ((pl_module.samplers, "sync"), (pl_module, "run_stage"), (pl_module, "training_step")):
+        for owner, name in ((pl_module, "sync_samplers"), (pl_module, "run_stage"), (pl_module, "training_step")):
             setattr(owner, name, self._noting(trainer, name, getattr(owner, name)))
 
     def _noting(self, trainer: Trainer, name: str, method: Any) -> Any:
@@ -144,7 +145,7 @@ def test_iteration_requantises_explores_regenerates_and_steps_once(tmp_path: Pat
     recorder = Recorder()
     module, trainer, loop = make(tmp_path, callbacks=(recorder,), max_epochs=2)
     fit(module, trainer, loop)
-    iteration = ["sync", "explore", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
+    iteration = ["sync_samplers", "explore", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
     assert recorder.events == iteration * 2
     assert trainer.global_step == trainer.current_epoch == 2
 
@@ -168,7 +169,7 @@ def test_single_stage_family_samples_pool_once(tmp_path: Path) -> None:
     recorder = Recorder()
     module, trainer, loop = make(tmp_path, "family=naive_scaling", callbacks=(recorder,), max_epochs=1)
     fit(module, trainer, loop)
-    assert recorder.events == ["sync", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
+    assert recorder.events == ["sync_samplers", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
     assert loop.explored is None
     assert torch.equal(loop.rollouts.proxy_rewards, loop.rollouts.rewards)
 
@@ -254,7 +255,7 @@ def test_prefix_family_resumes_kept_trajectories(tmp_path: Path) -> None:
     options = ("family=prefix", "model.full_steps=5", "model.prefix_steps=2", "model.solver=dpm2")
     module, trainer, loop = make(tmp_path, *options, callbacks=(check,), max_epochs=1)
     fit(module, trainer, loop)
-    assert "shadow" not in module.samplers.replicas
+    assert "shadow" not in module.transformers.replicas
     assert check.rows == 2 * (5 * 2 + 3 * 3)  # 2 prompts; 5 candidates for 2 steps, 3 kept for the other 3
     for seeds, pool in zip(check.rollouts.seeds.tolist(), check.explored.seeds.tolist(), strict=True):
         assert len(set(seeds)) == 3 and set(seeds) <= set(pool)
@@ -288,7 +289,8 @@ def test_micro_batch_runs_one_forward_per_velocity(tmp_path: Path, kl_weight: fl
 
     module.policy.velocity = noted  # type: ignore[method-assign]
     fit(module, trainer, loop)
-    reference = [module.samplers.reference] if kl_weight else []
+    with module.transformers.velocity_models["reference"]() as base:
+        reference = [base] if kl_weight else []
     assert passes == [module.transformer, *reference, module.transformer] * MICRO_BATCHES
 
 
@@ -458,7 +460,7 @@ def test_optimizer_steps_split_the_rows(tmp_path: Path) -> None:
     decay = module.old_decay
     module.old_decay = lambda iteration: moved.append(iteration) or decay(iteration)  # type: ignore[func-returns-value]
     fit(module, trainer, loop)
-    iteration = ["sync", "explore", "regenerate", *["training_step", "step"] * 3]
+    iteration = ["sync_samplers", "explore", "regenerate", *["training_step", "step"] * 3]
     assert recorder.events == iteration * 2
     assert (trainer.global_step, trainer.current_epoch, loop.iterations_done, moved) == (6, 2, 2, [1, 2])
 
@@ -661,7 +663,8 @@ def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begin
     options = ("objective.kl_weight=0.1", "objective.reference_every=2", "model.micro_batch=2")
     module, trainer, loop = make(tmp_path, *options, max_epochs=3)
     turns: list[tuple[int, int]] = []
-    use, step = module.samplers.use, module.training_step
+    models: Any = module.transformers.velocity_models
+    reference, step = models["reference"], module.training_step
     current = 0
 
     def training_step(batch: TrainingBatch, batch_idx: int) -> Tensor:
@@ -669,12 +672,11 @@ def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begin
         current = batch_idx
         return step(batch, batch_idx)
 
-    def noted(name: str) -> Any:
-        if name == "reference":
-            turns.append((loop.iterations_done, current))
-        return use(name)
+    def noted() -> Any:
+        turns.append((loop.iterations_done, current))
+        return reference()
 
-    module.training_step, module.samplers.use = training_step, noted  # type: ignore[method-assign]
+    module.training_step, models["reference"] = training_step, noted  # type: ignore[method-assign]
     fit(module, trainer, loop)
     count = loop.plan.micro_batches
     assert count >= 3 and turns == [(i, b) for i in range(3) for b in range(count) if (i + b) % 2 == 0]
@@ -689,7 +691,7 @@ def test_old_velocity_uses_named_sampler(tmp_path: Path, sampler: str) -> None:
     module, trainer, loop = make(tmp_path, f"old_velocity={sampler}", max_epochs=1)
     for name, value in module.adapter_state("old").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)  # the trained adapter's B is 0
-    module.samplers.sync()
+    module.sync_samplers(version=0)
     prompts = module.encode(module.eval_prompts)
     x, one = module.policy.noise(torch.tensor([5, 6])), torch.ones(2)
     rest = (one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]), 0, 2)
@@ -705,7 +707,8 @@ def test_old_velocity_uses_named_sampler(tmp_path: Path, sampler: str) -> None:
     module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
     module.training_step(batch, 0)
     velocity, old, reference = seen
-    with torch.no_grad(), module.samplers.use(sampler) as transformer:
+    replicas, adapted = module.transformers.replicas, module.transformers.adapted
+    with torch.no_grad(), adapted.old() if sampler == "policy" else nullcontext(replicas[sampler]) as transformer:
         assert torch.equal(old, module.policy.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning))
     assert torch.equal(velocity, reference) and not torch.equal(old, velocity)
 
@@ -717,8 +720,8 @@ def test_reference_is_model_without_adapters(tmp_path: Path) -> None:
     before = module.policy.velocity(module.transformer, x, sigma, rows.conditioning)
     for name, value in module.adapter_state("default").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)
-    with torch.no_grad():
-        assert torch.equal(module.policy.velocity(module.samplers.reference, x, sigma, rows.conditioning), before)
+    with torch.no_grad(), module.transformers.velocity_models["reference"]() as reference:
+        assert torch.equal(module.policy.velocity(reference, x, sigma, rows.conditioning), before)
         assert not torch.equal(module.policy.velocity(module.transformer, x, sigma, rows.conditioning), before)
 
 
@@ -823,7 +826,7 @@ def test_resume_is_bit_exact_from_a_checkpoint_taken(
 
     folder, uninterrupted, expected = straight
     assert recorder.explored == uninterrupted.explored[1:]
-    assert recorder.events[0] == "sync"
+    assert recorder.events[0] == "sync_samplers"
     assert trainer.global_step == trainer.current_epoch == 3
     assert torch.equal(weights(module), expected)
     names, steps = columns(folder, "straight")

@@ -16,7 +16,7 @@ from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import TrainingBatch
-from solrl_lightning.rollout.stage import Stage
+from solrl_lightning.rollout.stage import SamplingSpec, Stage
 from solrl_lightning.seeds import evaluation_seeds, pool_seeds, train_timesteps
 from solrl_lightning.training.module import SolRLModule
 
@@ -56,11 +56,10 @@ class Watch(Callback):
         if (trainer.current_epoch, batch_idx) == (1, 0):
             self.rollouts = loop.rollouts
             self.old = copy.deepcopy(pl_module.adapter_state("old"))
-            self.replicas = {name: copy.deepcopy(replica) for name, replica in pl_module.samplers.replicas.items()}
+            self.replicas = {name: copy.deepcopy(replica) for name, replica in pl_module.transformers.replicas.items()}
             self.seen.clear()
-            with torch.no_grad():
-                samplers = pl_module.samplers
-                transformers = (pl_module.transformer, samplers.replicas["merged"], samplers.reference)
+            with torch.no_grad(), pl_module.transformers.velocity_models["reference"]() as reference:
+                transformers = (pl_module.transformer, pl_module.transformers.replicas["merged"], reference)
                 inputs = (batch.x_t, batch.sigma, batch.conditioning)
                 self.velocities = [pl_module.policy.velocity(transformer, *inputs) for transformer in transformers]
         if trainer.current_epoch == 1:
@@ -84,7 +83,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def merged(module: SolRLModule, state: Tensors) -> Tensors:
-    return dict(adapters.merged_weights(module.samplers.lora_layers, state))
+    return dict(adapters.merged_weights(module.transformers.adapted.lora_layers, state))
 
 
 def held(layer: nn.Module) -> Tensors:
@@ -109,7 +108,7 @@ def holds(layer: nn.Module, weight: Tensor) -> bool:
 def test_replicas_hold_current_old_policy(trained: Trained, replica: str) -> None:
     module, watch = trained.module, trained.watch
     transformer = watch.replicas[replica]
-    layers = {name: transformer.get_submodule(name) for name in module.samplers.lora_layers}
+    layers = {name: transformer.get_submodule(name) for name in module.transformers.adapted.lora_layers}
     assert any(isinstance(layer, QuantizedLinear) for layer in layers.values()) == (replica == "shadow")
     old, base = merged(module, watch.old), merged(module, module.adapter_state("base"))
     assert all(holds(layer, old[name]) for name, layer in layers.items())
@@ -133,33 +132,64 @@ def test_evaluation_scores_the_average(trained: Trained) -> None:
 def test_merged_with_restores_old_policy(trained: Trained) -> None:
     module = trained.module
     states = {name: merged(module, module.adapter_state(name)) for name in ("default", "old")}
-    module.samplers.sync()
-    name = next(iter(module.samplers.lora_layers))
-    with module.samplers.merged_with(module.adapter_state("default")) as transformer:
+    module.sync_samplers(version=2)
+    name = next(iter(module.transformers.adapted.lora_layers))
+    transformer = module.transformers.replicas["merged"]
+    with module.merged_with("default") as sampler:
+        assert sampler.version is None
         assert holds(transformer.get_submodule(name), states["default"][name])
         assert not holds(transformer.get_submodule(name), states["old"][name])
     assert all(holds(transformer.get_submodule(name), weight) for name, weight in states["old"].items())
+    assert sampler.version == 2
 
 
-def test_merged_with_restores_old_policy_if_it_fails_half_way(trained: Trained) -> None:
+def test_merged_with_restores_old_policy_if_it_fails_half_way(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = trained.module
     old, state = merged(module, module.adapter_state("old")), dict(module.adapter_state("default"))
-    module.samplers.sync()
-    *_, last = module.samplers.lora_layers
+    module.sync_samplers(version=2)
+    *_, last = module.transformers.adapted.lora_layers
     del state[f"{last}.lora_B.weight"]
-    with pytest.raises(KeyError), module.samplers.merged_with(state):
+    monkeypatch.setattr(module, "ema_state", state)
+    with pytest.raises(KeyError), module.merged_with("ema"):
         pass
-    transformer = module.samplers.replicas["merged"]
+    transformer = module.transformers.replicas["merged"]
     assert all(holds(transformer.get_submodule(name), weight) for name, weight in old.items())
 
 
 def test_policy_samples_with_old_adapter(trained: Trained) -> None:
     module = trained.module
-    layer = next(iter(module.samplers.lora_layers.values()))
+    layer = next(iter(module.transformers.adapted.lora_layers.values()))
     assert layer.active_adapters == ["default"]
-    with module.samplers.use("policy"):
+    spec = SamplingSpec(module.policy.sigmas(1), "euler")
+    prompts, seeds = module.encode(module.eval_prompts[:1]), torch.tensor([[3]])
+    sampler = module.transformers.samplers["policy"]
+    for _ in sampler.sample(prompts, seeds, spec):
         assert layer.active_adapters == ["old"]
     assert layer.active_adapters == ["default"]
+
+
+def test_policy_samples_with_weights_of_an_evaluation_until_the_next_old_policy(trained: Trained) -> None:
+    module = trained.module
+    sampler, old = module.transformers.samplers["policy"], module.adapter_state("old")
+    before = {name: value.clone() for name, value in old.items()}
+    spec = SamplingSpec(module.policy.sigmas(2), "euler")
+    prompts, seeds = module.encode(module.eval_prompts[:1]), torch.tensor([[3]])
+
+    def sampled() -> Tensor:
+        (chunk,) = sampler.sample(prompts, seeds, spec)
+        return chunk.state.x
+
+    of_old = sampled()
+    sampler.sync(module.adapter_state("default"), None)
+    of_default = sampled()
+    with module.transformers.velocity_models["old"]() as transformer:
+        assert transformer is module.transformer
+        assert all(torch.equal(value, before[name]) for name, value in module.adapter_state("old").items())
+    sampler.sync(old, 2)
+    assert not torch.equal(of_default, of_old) and torch.equal(sampled(), of_old)
+    assert all(torch.equal(value, before[name]) for name, value in old.items())
 
 
 def test_loss_reads_trained_old_and_base_velocities(trained: Trained) -> None:
