@@ -49,7 +49,7 @@ def measure(seed: int) -> None:
     with initialize_config_module("solrl_lightning.conf", version_base="1.3"):
         cfg = compose("config", overrides=["task=audit", "family.compile=false", f"seed={seed}"])
     module = build_module(cfg, torch.device("cpu"), [])
-    prompts = module.encode(module.eval_prompts[:PROMPTS])
+    prompts = module.encode(module.evaluation.prompts[:PROMPTS])
     seeds = pool_seeds(seed, 0, prompts.texts, POOL)
 
     def scored(steps: int) -> tuple[Candidates, float]:

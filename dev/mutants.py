@@ -106,7 +106,7 @@ MUTANTS: dict[str, list[Edit]] = {
             f"{LOOP}::test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume",
         ),
         ("a killed end is never finished", "not self.ends_again and super().skip", "super().skip", ENDS),
-        ("other rewards are not evaluated", "if not self._module.same_evaluation:", "if False:", BRANCHES),
+        ("other rewards are not evaluated", "if not self._module.evaluation.comparable:", "if False:", BRANCHES),
         ("a run that was stopped goes on", 'self.ends_again and own.get("stopped", False)', "False", ENDS),
         (
             "guided evaluations counted once",
@@ -180,7 +180,6 @@ MUTANTS: dict[str, list[Edit]] = {
             DIVERGED,
         ),
         ("all evaluations compare", 'checkpoint.get("evaluation") ==', 'checkpoint.get("x") !=', HELD_OUT),
-        ("changes are those to the first base", "if not self.eval_history:", "if loop.iterations_done == 0:", BRANCHES),
         (
             "loss without guidance",
             "self.policy.guided_velocity(transformer, batch",
@@ -193,13 +192,7 @@ MUTANTS: dict[str, list[Edit]] = {
             "batch_idx % every",
             f"{LOOP}::test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begins_with_the_next",
         ),
-        ("default evaluated", 'weights="ema", steps', 'weights="default", steps', WEIGHTS),
-        (
-            "evaluation noise by iteration",
-            "evaluation_seeds(self.seed,",
-            "evaluation_seeds(self.trainer.global_step,",
-            WEIGHTS,
-        ),
+        ("default evaluated", 'weights="ema", progress', 'weights="default", progress', WEIGHTS),
         ("evaluation of one rank", 'self.trainer.strategy.reduce(table, reduce_op="sum").cpu()', "table.cpu()", RANKS),
         (
             "stale shadow",
@@ -331,6 +324,15 @@ MUTANTS: dict[str, list[Edit]] = {
             "rows * plan.optimizer_steps + optimizer_step",
             "rows * plan.optimizer_steps",
             ROWS,
+        ),
+    ],
+    "solrl_lightning/training/evaluation.py": [
+        ("changes are those to the first base", "if not self.history:", "if iteration == 0:", BRANCHES),
+        (
+            "evaluation noise by iteration",
+            "evaluation_seeds(self.seed,",
+            "evaluation_seeds(self.seed + 1 + len(self.history),",
+            WEIGHTS,
         ),
     ],
     "solrl_lightning/objectives/base.py": [
@@ -641,8 +643,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("first metrics are the last", "self._last | self._first", "self._first | self._last", SUMMARY),
         (
             "interrupted evaluation wins",
-            "for row in module.eval_history}",
-            "for row in module.eval_history[::-1]}",
+            "for row in module.evaluation.history}",
+            "for row in module.evaluation.history[::-1]}",
             SUMMARY,
         ),
         ("base is the first evaluation", 'for row in scored if row["iteration"] == 0', "for row in scored", SUMMARY),

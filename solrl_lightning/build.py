@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint
 from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
+from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.cli.checks import is_sharded, prompt_sets, reward_members
@@ -29,14 +30,16 @@ from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine.threads import divide_threads
 from solrl_lightning.objectives.base import Objective
+from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
 from solrl_lightning.targets import make
+from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.loop import ExploreTrainLoop
-from solrl_lightning.training.module import Evaluation, SolRLModule
+from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.samplers import SHADOW
 from solrl_lightning.training.sharding import sharded
 from solrl_lightning.training.transformers import replicate
@@ -100,7 +103,7 @@ def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
     checkpoint = read_checkpoint(ckpt, module.policy.device)
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
-    module.load_average(checkpoint)
+    module.ema_state = average_in(checkpoint, module.adapter_state(TRAINED))
 
 
 def build_trainer(cfg: DictConfig) -> Trainer:
@@ -262,10 +265,10 @@ def build_model(
         optimizer=instantiate(cfg.optimizer),
         rate_factor=make("scheduler", cfg.scheduler),
         old_decay=make("old_policy", cfg.old_policy),
-        evaluation=Evaluation(cfg.model.solver, cfg.model.eval_steps, cfg.data.eval_images),
-        eval_prompts=list(eval_prompts),
+        evaluation=Evaluation(
+            list(eval_prompts), rewards, cfg.model.solver, cfg.model.eval_steps, cfg.data.eval_images, cfg.seed
+        ),
         lora=lora,
-        seed=cfg.seed,
     )
 
 

@@ -81,11 +81,11 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
     module.rewards.rewards["shapes"].score = score  # type: ignore[method-assign]
     loop = build_loop(cfg, trainer, module.objective)
-    held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
+    held_out = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
     trainer.validate(module, held_out, verbose=False)
     trainer.fit(module, loop.loader, held_out)
     weights = torch.cat([flat(module, name) for name in ("default", "old", "ema")])
-    evaluations = torch.tensor([row["shapes"] for row in module.eval_history], dtype=torch.float64)
+    evaluations = torch.tensor([row["shapes"] for row in module.evaluation.history], dtype=torch.float64)
     named = module.transformer.named_parameters()
     frozen = [weight for name, weight in named if "blocks." in name and ".lora_" not in name]
     held = sum((weight.to_local() if isinstance(weight, DTensor) else weight).numel() for weight in frozen)

@@ -141,7 +141,7 @@ def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
     if cfg.ckpt is not None:
         load_adapters(module, cfg.ckpt)
     module.sync_samplers(version=0)
-    prompts = module.encode(module.eval_prompts[: cfg.task.prompts])
+    prompts = module.encode(module.evaluation.prompts[: cfg.task.prompts])
     seeds = pool_seeds(cfg.seed, 0, prompts.texts, cfg.task.pool)
 
     spent: defaultdict[str, float] = defaultdict(float)

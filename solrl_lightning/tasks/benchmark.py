@@ -110,7 +110,7 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
             compile_blocks(compiled, fullgraph=name != "shadow" or shadow.fullgraph)
             variants[f"{name} compiled"] = compiled
     batch = cfg.model.rollout_batch
-    _, conditioning = module.encode(module.eval_prompts[:1]).gather(torch.zeros(batch, dtype=torch.int64))
+    _, conditioning = module.encode(module.evaluation.prompts[:1]).gather(torch.zeros(batch, dtype=torch.int64))
     x, sigma = module.policy.noise(torch.arange(batch)), torch.tensor(0.5, device=device)
     # torch 2.11 does not count the fused attention of a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

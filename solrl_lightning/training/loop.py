@@ -105,7 +105,7 @@ class ExploreTrainLoop(_FitLoop):
 
     def on_run_start(self) -> None:
         super().on_run_start()
-        if not self._module.same_evaluation:  # the first of another kind, of the state that was loaded
+        if not self._module.evaluation.comparable:  # the first of another kind, of the state that was loaded
             self.trainer.validating = True
             self.epoch_loop.val_loop.run()
             self.trainer.training = True

@@ -5,12 +5,12 @@ Replicas (see ``transformers``), encoders, autoencoder and rewards are not regis
 adapters only. ``optimizer_step`` also updates the old policy, so a checkpoint never separates the two.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -20,9 +20,7 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import NonFiniteError, UserError
-from solrl_lightning.metrics.images import STATISTICS, describe, prompt_statistics
 from solrl_lightning.objectives.base import Objective, check_loss
 from solrl_lightning.policies.adapters import OLD, TRAINED, State
 from solrl_lightning.policies.pipeline import PipelineAdapter
@@ -40,21 +38,12 @@ from solrl_lightning.rollout.stage import (
     score_images,
 )
 from solrl_lightning.sampling import SolverState
-from solrl_lightning.seeds import evaluation_seeds
+from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, keep_configured
 from solrl_lightning.training.samplers import MERGED, Sampler
-from solrl_lightning.training.stopwatch import Stopwatch
 from solrl_lightning.training.transformers import Transformers
 
 _LOWER_RATE = "Lower optimizer.lr, or correct the objective."
-
-
-class Evaluation(NamedTuple):
-    """Sampling of held-out images."""
-
-    solver: str
-    steps: int
-    images: int  # per prompt
 
 
 class SolRLModule(LightningModule):
@@ -68,10 +57,8 @@ class SolRLModule(LightningModule):
         optimizer: called with the trained parameters.
         rate_factor: factor of the learning rate after a number of iterations.
         old_decay: decay of the old policy after iteration 1, 2, ...
-        evaluation: sampling of held-out images.
-        eval_prompts: held-out prompts.
+        evaluation: of the held-out prompts.
         lora: configuration of the adapters, saved with them.
-        seed: seed of the evaluation noise.
     """
 
     def __init__(
@@ -84,19 +71,13 @@ class SolRLModule(LightningModule):
         rate_factor: Callable[[float], float],
         old_decay: Callable[[int], float],
         evaluation: Evaluation,
-        eval_prompts: list[str],
         lora: LoraConfig,
-        seed: int,
     ) -> None:
         super().__init__()
         self.strict_loading = False  # a checkpoint holds the adapters only, which on_load_checkpoint checks
         self.objective, self.optimizer_factory = objective, optimizer
         self.rate_factor, self.old_decay = rate_factor, old_decay
-        self.evaluation, self.eval_prompts, self.lora, self.seed = evaluation, eval_prompts, lora, seed
-        self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
-        self.held_out: Tensor | None = None  # see `evaluated_columns`
-        self.eval_base: Tensor | None = None  # [P, R], scores of the first evaluation, means over a prompt's images
-        self.same_evaluation = True  # whether the evaluations of the checkpoint that was loaded compare with this run's
+        self.evaluation, self.lora = evaluation, lora
         self.ema_state: State | None = None  # set by the EMA callback
         self.distances: dict[str, Tensor] = {}  # of the trained policy, before the old policy follows it
         self.transformer = transformers.adapted.transformer
@@ -242,76 +223,35 @@ class SolRLModule(LightningModule):
     # Evaluation
 
     def validation_step(self, prompts: list[str], batch_idx: int) -> None:
-        """Score the evaluation average on this rank's held-out prompts; the noise is the same in every evaluation."""
-        stopwatch: Stopwatch = self.trainer.fit_loop.stopwatch  # type: ignore[attr-defined]
+        """Score the evaluation average on this rank's held-out prompts."""
+        loop: Any = self.trainer.fit_loop
+        evaluation, stopwatch = self.evaluation, loop.stopwatch
         with stopwatch.stage("evaluate"):
-            shape = len(self.eval_prompts), len(self.evaluated_columns)
+            shape = len(evaluation.prompts), len(evaluation.columns)
             table = torch.zeros(shape, dtype=torch.float64, device=self.device)
             if prompts:
-                table[self.trainer.global_rank :: self.trainer.world_size] = self._evaluate(prompts, stopwatch.progress)
-            self.held_out = self.trainer.strategy.reduce(table, reduce_op="sum").cpu()
-        columns = dict(zip(self.evaluated_columns, self.held_out.unbind(1), strict=True))
-        means = {name: float(columns[name].mean()) for name in self.evaluated}
-        for name, mean in means.items():
-            self.log(f"eval/{name}", mean, batch_size=1, logger=False)  # Lightning would log it at iteration - 1
+                score = partial(self.score, weights="ema", progress=stopwatch.progress)
+                rows = evaluation.measure(prompts, score, self.policy.decode)
+                table[self.trainer.global_rank :: self.trainer.world_size] = rows.to(table)
+            evaluation.table = self.trainer.strategy.reduce(table, reduce_op="sum").cpu()
+        means = evaluation.means()
+        for name in evaluation.names:
+            # Lightning would log it at iteration - 1
+            self.log(f"eval/{name}", means[name], batch_size=1, logger=False)
         if not self.trainer.sanity_checking:
-            loop: Any = self.trainer.fit_loop
-            statistics = {name: float(columns[f"images/{name}"].mean()) for name in STATISTICS}
-            scores = self.held_out[:, : len(self.evaluated)]
-            if not self.eval_history:
-                self.eval_base = scores
-            more = {"statistics": statistics, **evaluation_errors(self.evaluated, scores, self.eval_base)}
-            self.eval_history.append({"iteration": loop.iterations_done, **loop.cost(), **means, **more})
-            logged = {f"eval/{name}": mean for name, mean in means.items()}
-            logged |= {f"images/{name}": mean for name, mean in statistics.items()}
+            metrics = evaluation.record(loop.iterations_done, loop.cost())
             for logger in self.loggers:
-                logger.log_metrics(logged, loop.iterations_done)
-
-    def _evaluate(self, prompts: list[str], progress: Progress) -> Tensor:
-        """Return the columns of `evaluated_columns` for this rank's prompts, float64 [P, columns]."""
-        described: list[Tensor] = []
-
-        def decode(x0: Tensor) -> Tensor:
-            images = self.policy.decode(x0)
-            described.append(describe(images).cpu())
-            return images
-
-        seeds = evaluation_seeds(self.seed, prompts, self.evaluation.images)
-        steps = self.evaluation.steps
-        scored = self.score(prompts, seeds, weights="ema", steps=steps, progress=progress, decode=decode)
-        statistics = prompt_statistics(torch.cat(described).unflatten(0, tuple(seeds.shape)))
-        means = self.evaluated_scores(scored).to(self.device, torch.float64).mean(1)
-        return torch.cat([means, statistics.to(means)], dim=1)
+                logger.log_metrics(metrics, loop.iterations_done)
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.received_sigterm:  # fit() clears this flag, and with it a SIGTERM of the initial evaluation
             raise SIGTERMException
 
-    @property
-    def evaluated(self) -> list[str]:
-        """Names of the scores of an evaluation: every reward and, if there are several, their weighted sum."""
-        return list(dict.fromkeys([*self.rewards.rewards, self.rewards.name]))
-
-    @property
-    def held_out_digest(self) -> str:
-        """Digest of what an evaluation measures: held-out prompts, their sampling, and the rewards with weights."""
-        return digest(self.eval_prompts, self.evaluation, self.evaluated_columns, dict(self.rewards.weights))
-
-    @property
-    def evaluated_columns(self) -> list[str]:
-        """Columns of ``held_out`` [P, columns], the means over each held-out prompt's images: scores and statistics."""
-        return [*self.evaluated, *(f"images/{name}" for name in STATISTICS)]
-
-    def evaluated_scores(self, scored: Candidates) -> Tensor:
-        """Return the scores [P, n, len(evaluated)]."""
-        several = len(self.evaluated) > scored.scores.shape[-1]
-        return torch.cat([scored.scores, scored.rewards[..., None]], dim=-1) if several else scored.scores
-
     # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = self._adapter_tensors(checkpoint["state_dict"])
-        checkpoint["evaluation"] = digest(self.held_out_digest, self.seed)  # the seed is that of the noise
+        checkpoint["evaluation"] = self.evaluation.digest_with_noise
         checkpoint["precision_backend"] = self.transformers.precision_backend  # a resumed run keeps the precision
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -330,19 +270,7 @@ class SolRLModule(LightningModule):
                 f"must be those of the run that wrote it; {name} has shape {own.get(name, 'none')} in the model and "
                 f"{found.get(name, 'none')} in the checkpoint. Repeat the options of that run."
             )
-        self.same_evaluation = checkpoint.get("evaluation") == digest(self.held_out_digest, self.seed)
-
-        saved = checkpoint["callbacks"].get("WeightEMA", {"average": {}})
-        average = saved.get("average") if isinstance(saved, dict) else None
-        shapes = {name: value.shape for name, value in self.adapter_state(TRAINED).items()}
-        known = isinstance(average, dict) and {name: getattr(value, "shape", None) for name, value in average.items()}
-        if known not in ({}, shapes):
-            raise UserError("the evaluation average of the checkpoint does not fit its adapters. Take another one.")
-
-    def load_average(self, checkpoint: dict[str, Any]) -> None:
-        """Take the evaluation average of a checkpoint; without the EMA callback that is the trained adapter."""
-        average = checkpoint["callbacks"].get("WeightEMA")
-        self.ema_state = average and average["average"]
+        self.evaluation.comparable = checkpoint.get("evaluation") == self.evaluation.digest_with_noise
 
     def _adapter_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in state.items() if ".lora_" in name}
@@ -351,18 +279,3 @@ class SolRLModule(LightningModule):
         """Write adapter "ema" or "default" in the format of diffusers' ``pipe.load_lora_weights(folder)``."""
         state = {name: value.detach().cpu().contiguous() for name, value in self.adapter_state(weights).items()}
         self.policy.save_lora(folder, state, self.lora)
-
-
-def evaluation_errors(names: Sequence[str], per_prompt: Tensor, base: Tensor | None) -> dict[str, dict[str, float]]:
-    """Return the standard errors over prompts of the means, and of their differences to the base, prompt by prompt.
-
-    ``per_prompt`` and ``base`` are [P, R] with a column for each of ``names``. Empty for a single prompt; without the
-    differences if ``base`` is None or of other prompts.
-    """
-    values = {"standard_error": per_prompt}
-    if base is not None and base.shape == per_prompt.shape:
-        values["change_error"] = per_prompt - base
-    if len(per_prompt) < 2:
-        return {}
-    errors = {key: (value.std(0) / len(value) ** 0.5).tolist() for key, value in values.items()}
-    return {key: dict(zip(names, error, strict=True)) for key, error in errors.items()}

@@ -36,7 +36,7 @@ class ShardedBase(DDPStrategy):
         module: Any = self.lightning_module
         counts = {
             "prompts_per_iteration": trainer.fit_loop.schedule.per_iteration,  # type: ignore[attr-defined]
-            "data.eval_prompts": len(module.eval_prompts),
+            "data.eval_prompts": len(module.evaluation.prompts),
         }
         check_shares(counts, self.world_size)
         if not isinstance(module.transformer, FSDPModule):

@@ -25,7 +25,8 @@ from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batch
 from solrl_lightning.rollout.records import Rollouts
 from solrl_lightning.rollout.stage import SamplingSpec
 from solrl_lightning.seeds import pool_seeds
-from solrl_lightning.training.module import Evaluation, SolRLModule
+from solrl_lightning.training.evaluation import Evaluation
+from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.schedules import constant
 from solrl_lightning.training.transformers import replicate
 
@@ -143,10 +144,8 @@ def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
         optimizer=torch.optim.AdamW,
         rate_factor=constant(),
         old_decay=lambda step: 0.5,
-        evaluation=Evaluation("dpm2", steps=2, images=1),
-        eval_prompts=[],
+        evaluation=Evaluation([], WeightedRewards({}, {}), "dpm2", steps=2, images=1, seed=0),
         lora=lora,
-        seed=0,
     )
 
 

@@ -90,7 +90,7 @@ def make(
 
 
 def fit(module: SolRLModule, trainer: Trainer, loop: ExploreTrainLoop, ckpt: Path | None = None) -> None:
-    held_out = RankPrompts(module.eval_prompts, 0, 1)
+    held_out = RankPrompts(module.evaluation.prompts, 0, 1)
     trainer.fit(module, loop.loader, held_out, ckpt_path=ckpt, weights_only=True)
 
 
@@ -370,21 +370,21 @@ def test_an_evaluation_records_what_was_spent_until_then(tmp_path: Path) -> None
     # 2 prompts: 5 candidates x 2 steps, 3 kept x 3 steps, and 3 rows of the policy, the old policy and the reference
     each = 2 * (5 * 2 + 3 * 3 + 3 * 3)
     images = 2 * (5 + 3)  # 5 explored and 3 regenerated for each prompt
-    assert [row["evaluations"] for row in module.eval_history] == [each, 2 * each]
-    assert [row["samples"] for row in module.eval_history] == [images, 2 * images]
-    seconds = [row["seconds"] for row in module.eval_history]
+    assert [row["evaluations"] for row in module.evaluation.history] == [each, 2 * each]
+    assert [row["samples"] for row in module.evaluation.history] == [images, 2 * images]
+    seconds = [row["seconds"] for row in module.evaluation.history]
     assert 0 < seconds[0] < seconds[1]
     assert all(before <= at <= after for before, at, after in zip(read.before, seconds, read.after, strict=True))
     module, trainer, loop = make(tmp_path, max_epochs=3)
     fit(module, trainer, loop, tmp_path / "x.ckpt")
-    (row,) = module.eval_history
+    (row,) = module.evaluation.history
     assert (row["evaluations"], row["samples"]) == (3 * each, 3 * images) and row["seconds"] > seconds[1]
 
 
 def test_every_second_iteration_and_the_last_one_are_evaluated(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=3, check_val_every_n_epoch=2)
     fit(module, trainer, loop)
-    assert [row["iteration"] for row in module.eval_history] == [2, 3]
+    assert [row["iteration"] for row in module.evaluation.history] == [2, 3]
 
 
 @pytest.mark.parametrize("objective", ["nft", "awm", "ram", "pepg", "flow_grpo"])
@@ -648,7 +648,7 @@ def test_prompts_of_four_iterations_are_encoded_at_once_and_resumed_ones_alike(
 
     monkeypatch.setattr(module.policy, "encode", noted)
     fit(module, trainer, loop)
-    windows = [texts for texts in encoded if texts != module.eval_prompts]
+    windows = [texts for texts in encoded if texts != module.evaluation.prompts]
     expected = [[t for i in range(first, first + 4) for t in loop.schedule.for_iteration(i)] for first in (0, 4)]
     assert windows == [list(dict.fromkeys(texts)) for texts in expected]
     for iteration in (5, 2):
@@ -692,7 +692,7 @@ def test_old_velocity_uses_named_sampler(tmp_path: Path, sampler: str) -> None:
     for name, value in module.adapter_state("old").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)  # the trained adapter's B is 0
     module.sync_samplers(version=0)
-    prompts = module.encode(module.eval_prompts)
+    prompts = module.encode(module.evaluation.prompts)
     x, one = module.policy.noise(torch.tensor([5, 6])), torch.ones(2)
     rest = (one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]), 0, 2)
     batch = TrainingBatch(0 * x, x, None, None, one.long(), 0.5 * one, 0 * one, *rest)
@@ -715,7 +715,7 @@ def test_old_velocity_uses_named_sampler(tmp_path: Path, sampler: str) -> None:
 
 def test_reference_is_model_without_adapters(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=1)
-    rows = module.encode(module.eval_prompts[:1])
+    rows = module.encode(module.evaluation.prompts[:1])
     x, sigma = module.policy.noise(torch.tensor([5])), torch.tensor(0.5)
     before = module.policy.velocity(module.transformer, x, sigma, rows.conditioning)
     for name, value in module.adapter_state("default").items():

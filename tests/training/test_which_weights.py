@@ -117,15 +117,15 @@ def test_replicas_hold_current_old_policy(trained: Trained, replica: str) -> Non
 
 def test_evaluation_scores_the_average(trained: Trained) -> None:
     module = trained.module
-    prompts, steps = module.eval_prompts, module.evaluation.steps
-    seeds = evaluation_seeds(module.seed, prompts, module.evaluation.images)
+    prompts, steps = module.evaluation.prompts, module.evaluation.steps
+    seeds = evaluation_seeds(module.evaluation.seed, prompts, module.evaluation.images)
 
     def reward(weights: str) -> float:
         found = module.score(prompts, seeds, weights=weights, steps=steps, progress=lambda done, total: None)
         return float(found.rewards.double().mean())
 
     rewards = {weights: reward(weights) for weights in ("ema", "default", "old", "base")}
-    assert module.eval_history[-1]["shapes"] == pytest.approx(rewards["ema"], abs=1e-9)
+    assert module.evaluation.history[-1]["shapes"] == pytest.approx(rewards["ema"], abs=1e-9)
     assert len(set(rewards.values())) == 4
 
 
@@ -163,7 +163,7 @@ def test_policy_samples_with_old_adapter(trained: Trained) -> None:
     layer = next(iter(module.transformers.adapted.lora_layers.values()))
     assert layer.active_adapters == ["default"]
     spec = SamplingSpec(module.policy.sigmas(1), "euler")
-    prompts, seeds = module.encode(module.eval_prompts[:1]), torch.tensor([[3]])
+    prompts, seeds = module.encode(module.evaluation.prompts[:1]), torch.tensor([[3]])
     sampler = module.transformers.samplers["policy"]
     for _ in sampler.sample(prompts, seeds, spec):
         assert layer.active_adapters == ["old"]
@@ -175,7 +175,7 @@ def test_policy_samples_with_weights_of_an_evaluation_until_the_next_old_policy(
     sampler, old = module.transformers.samplers["policy"], module.adapter_state("old")
     before = {name: value.clone() for name, value in old.items()}
     spec = SamplingSpec(module.policy.sigmas(2), "euler")
-    prompts, seeds = module.encode(module.eval_prompts[:1]), torch.tensor([[3]])
+    prompts, seeds = module.encode(module.evaluation.prompts[:1]), torch.tensor([[3]])
 
     def sampled() -> Tensor:
         (chunk,) = sampler.sample(prompts, seeds, spec)
@@ -204,7 +204,7 @@ def test_each_iteration_explores_a_different_pool(trained: Trained) -> None:
     pools = trained.watch.pools
     assert len(pools) == 2
     for iteration, (prompts, seeds) in enumerate(pools):
-        assert torch.equal(seeds, pool_seeds(trained.module.seed, iteration, prompts, 5))
+        assert torch.equal(seeds, pool_seeds(trained.module.evaluation.seed, iteration, prompts, 5))
 
 
 def test_kept_samples_train_at_their_timesteps_and_advantages(trained: Trained) -> None:
@@ -236,7 +236,7 @@ def test_rollouts_are_scored_by_weighted_rewards_only(trained: Trained, monkeypa
     module = trained.module
     two = WeightedRewards({**module.rewards.rewards, "watched": Watched()}, {"shapes": 1.0, "watched": 0.0})
     monkeypatch.setattr(module, "rewards", two)
-    texts, seeds = module.eval_prompts[:1], torch.tensor([[3]])
+    texts, seeds = module.evaluation.prompts[:1], torch.tensor([[3]])
     assert module.run_stage(trained.stage, module.encode(texts), seeds).scores.shape == (1, 1, 1)
     evaluated = module.score(texts, seeds, weights="base", steps=1, progress=lambda done, total: None)
     assert evaluated.scores.shape == (1, 1, 2)
