@@ -722,8 +722,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "latents of all devices",
-            "stages_of(cfg), math.ceil(cfg.prompts_per_iteration / devices)",
-            "stages_of(cfg), cfg.prompts_per_iteration",
+            "stages_of(cfg, objective), math.ceil(cfg.prompts_per_iteration / devices)",
+            "stages_of(cfg, objective), cfg.prompts_per_iteration",
             SHARE,
         ),
         (

@@ -106,12 +106,12 @@ def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
     module.ema_state = average_in(checkpoint, module.adapter_state(TRAINED))
 
 
-def build_trainer(cfg: DictConfig) -> Trainer:
-    """With the chosen callbacks and loggers, which ``~callbacks`` and ``~logger`` leave out."""
+def build_trainer(cfg: DictConfig, levels: Sequence[list[Stage]]) -> Trainer:
+    """With the chosen callbacks and loggers, which ``~callbacks`` and ``~logger`` leave out, and that of ``levels``."""
     callbacks = _made_each("callbacks", cfg.get("callbacks"), Callback)
     if cfg.family.get("levels"):
         rule = Rule(cfg.family.threshold, cfg.family.margin, cfg.family.patience)
-        callbacks.append(AdaptiveExploration(levels_of(cfg), cfg.family.start, rule))
+        callbacks.append(AdaptiveExploration(levels, cfg.family.start, rule))
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))  # stable: these two follow
     loggers = _made_each("logger", cfg.get("logger"), Logger)
     # Lightning adds a ModelCheckpoint of its own, in the logger's folder, where there is none.
@@ -125,15 +125,15 @@ def _made_each(group: str, nodes: DictConfig | None, kind: type) -> list[Any]:
     return [make(f"{group}.{name!s}", node, kind=kind) for name, node in (nodes or {}).items() if node is not None]
 
 
-def stages_of(cfg: DictConfig) -> list[Stage]:
+def stages_of(cfg: DictConfig, objective: Objective) -> list[Stage]:
     """The family's passes over the pool: explore, where it has one, and regenerate; with levels, those of the last."""
-    return levels_of(cfg)[-1]
+    return levels_of(cfg, objective)[-1]
 
 
-def levels_of(cfg: DictConfig) -> list[list[Stage]]:
+def levels_of(cfg: DictConfig, objective: Objective) -> list[list[Stage]]:
     """The passes over the pool at each level of the family, from cheap to expensive; most families have one level."""
     family, last = cfg.family, cfg.family.regenerate
-    solver = build_objective(cfg).solver or last.solver
+    solver = objective.solver or last.solver
     regenerate = Stage(REGENERATE, last.sampler, last.steps, solver)
     ways = family.get("levels") or [family.explore]
     if ways == [None]:
@@ -146,9 +146,14 @@ def build_objective(cfg: DictConfig) -> Objective:
     return objective
 
 
+def samplers_of(cfg: DictConfig) -> set[str]:
+    """Names of the samplers of the family's stages, at all levels."""
+    nodes = cfg.family.regenerate, cfg.family.explore, *(cfg.family.get("levels") or ())
+    return {node.sampler for node in nodes if node is not None}
+
+
 def uses_shadow(cfg: DictConfig) -> bool:
-    """Whether the shadow samples in a stage of some level."""
-    return any(stage.sampler == SHADOW for stages in levels_of(cfg) for stage in stages)
+    return SHADOW in samplers_of(cfg)
 
 
 def explorers(way: Mapping[str, Any], solver: str, keep: int, name: str = EXPLORE) -> list[Stage]:
@@ -205,7 +210,9 @@ def prepare_device(device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> SolRLModule:
+def build_module(
+    cfg: DictConfig, device: torch.device, stages: list[Stage], objective: Objective | None = None
+) -> SolRLModule:
     """With rewards and held-out prompts, which are checked against each other before the model is loaded."""
     prepare_device(device)
     prompts = prompt_sets(cfg)
@@ -213,7 +220,7 @@ def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> 
     for note in prompts.notes:
         log.info("%s", note)
     rewards.check_prompts([*prompts.train, *prompts.eval])
-    return build_model(cfg, device, stages, rewards, prompts.eval[: cfg.data.eval_prompts])
+    return build_model(cfg, device, stages, rewards, prompts.eval[: cfg.data.eval_prompts], objective)
 
 
 def build_model(
@@ -222,8 +229,9 @@ def build_model(
     stages: Sequence[Stage] = (),
     rewards: WeightedRewards = NO_REWARDS,
     eval_prompts: Sequence[str] = (),
+    objective: Objective | None = None,
 ) -> SolRLModule:
-    """The module alone; without rewards it can only make pictures."""
+    """The module alone; without rewards it can only make pictures. ``objective``: None builds that of ``cfg``."""
     prepare_device(device)
     hide_loading_bars()
     options = dict(device=str(device), base_weights=cfg.base_weights, encode_on=cfg.encode_on)
@@ -261,7 +269,7 @@ def build_model(
         policy,
         transformers,
         rewards,
-        objective=build_objective(cfg),
+        objective=objective or build_objective(cfg),
         optimizer=instantiate(cfg.optimizer),
         rate_factor=make("scheduler", cfg.scheduler),
         old_decay=make("old_policy", cfg.old_policy),
@@ -289,7 +297,7 @@ def build_loop(cfg: DictConfig, trainer: Trainer, objective: Objective) -> Explo
     return ExploreTrainLoop(
         trainer,
         schedule=PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed),
-        stages=stages_of(cfg),
+        stages=stages_of(cfg, objective),
         pool=cfg.family.pool,
         objective=objective,
         micro_batch=cfg.model.micro_batch,

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
-from solrl_lightning.build import levels_of, lora_config, quantization_rule
+from solrl_lightning.build import lora_config, quantization_rule, samplers_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.adapters import OLD
 from solrl_lightning.policies.architectures import Architecture
@@ -252,7 +252,7 @@ def blocks(
     rollout, training = inputs(cfg.model.rollout_batch), inputs(cfg.model.micro_batch)
     replicas = {name: unchanged(module) for name, module in transformers.replicas.items()}
     calls = {name: partial(velocity, replica, *rollout) for name, replica in replicas.items()}
-    if any(stage.sampler == POLICY for stages in levels_of(cfg) for stage in stages):
+    if POLICY in samplers_of(cfg):
         velocity(transformers.adapted.old, *rollout)
     for velocity_model in transformers.velocity_models.values():
         velocity(velocity_model, *training)

@@ -29,7 +29,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.artifacts.tables import format_table, write_json
-from solrl_lightning.build import build_loop, build_module, device_of, stages_of, uses_shadow, with_option
+from solrl_lightning.build import (
+    build_loop,
+    build_module,
+    build_objective,
+    device_of,
+    stages_of,
+    uses_shadow,
+    with_option,
+)
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.cli.checks import check_decoder, check_values
@@ -200,8 +208,9 @@ def run_iterations(cfg: DictConfig, device: torch.device, *observers: Callback) 
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    module = build_module(cfg, device, stages_of(cfg))
-    loop = build_loop(cfg, trainer, module.objective)
+    objective = build_objective(cfg)
+    module = build_module(cfg, device, stages_of(cfg, objective), objective)
+    loop = build_loop(cfg, trainer, objective)
     trainer.fit(module, loop.loader, RankPrompts([], 0, 1))
     return list(timings.history)
 

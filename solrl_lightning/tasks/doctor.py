@@ -62,7 +62,7 @@ def doctor(cfg: DictConfig) -> Json:
         "model": cfg.model.pretrained,
         "weights": cfg.model.weights,
         "precision": OmegaConf.to_container(cfg.precision),
-        "stages": [stage._asdict() for stage in stages_of(cfg)],
+        "stages": [stage._asdict() for stage in stages_of(cfg, build_objective(cfg))],
         "rewards": list(reward_members(cfg)),
         "counts": counts,
         "rows": [row._asdict() for row in rows],

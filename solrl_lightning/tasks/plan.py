@@ -158,8 +158,9 @@ def on_meta(
 
 def pool_latents(cfg: DictConfig, shape: Sequence[int], devices: int = 1) -> Latents:
     """Bytes of the latents of an iteration of ``cfg`` on one of ``devices``; one candidate's have ``shape``."""
-    stages, prompts = stages_of(cfg), math.ceil(cfg.prompts_per_iteration / devices)
-    transitions = len(build_objective(cfg).transitions(stages[-1].steps, 0))
+    objective = build_objective(cfg)
+    stages, prompts = stages_of(cfg, objective), math.ceil(cfg.prompts_per_iteration / devices)
+    transitions = len(objective.transitions(stages[-1].steps, 0))
     return latent_bytes(stages, cfg.family.pool, cfg.family.keep, transitions, 4 * prompts * math.prod(shape))
 
 
@@ -177,7 +178,8 @@ def planned_peak(cfg: DictConfig, policy: PipelineAdapter, devices: int = 1) -> 
 
 def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json:
     """Evaluations and MACs of an iteration; MACs of the shadow's quantised layers count for 1 / ``task.speedup``."""
-    stages, pool, keep, devices = stages_of(cfg), cfg.family.pool, cfg.family.keep, cfg.task.devices
+    objective = build_objective(cfg)
+    stages, pool, keep, devices = stages_of(cfg, objective), cfg.family.pool, cfg.family.keep, cfg.task.devices
     cost = {
         "policy": passes.adapted,
         "merged": passes.forward,
@@ -188,7 +190,6 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
     for stage, count in zip(stages, evaluations(stages, pool), strict=True):
         counts[stage.name] += guided * count
     prompts = math.ceil(cfg.prompts_per_iteration / devices)
-    objective = build_objective(cfg)
     per_prompt = keep * objective.rows_per_sample(stages[-1].steps)
     batches = plan_micro_batches(cfg.prompts_per_iteration, per_prompt, cfg.model.micro_batch, devices)
     rows = batches.micro_batches * batches.rows
@@ -235,10 +236,10 @@ def plan(cfg: DictConfig) -> Json:
     model = on_meta(cfg, backend, devices=cfg.task.devices, others=backends)
     policy, size = model.policy, model.bytes
     statistics = layer_statistics(model.layers, model.passes)
-    families = []
+    families, objective = [], build_objective(cfg)
     this = "this run, last level" if cfg.family.get("levels") else "this run"
     for name, own in [(this, cfg), *((name, with_option(cfg, "family", name)) for name in cfg.task.families)]:
-        if min(evaluations(stages_of(own), own.family.pool)) < 0:
+        if min(evaluations(stages_of(own, objective), own.family.pool)) < 0:
             continue  # a race whose rungs this model has too few steps for
         row = {"family": name, **iteration_cost(own, model.passes, statistics["quantised_macs"])}
         if cfg.task.tflops is not None:

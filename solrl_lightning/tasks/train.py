@@ -17,7 +17,7 @@ from omegaconf import DictConfig
 from solrl_lightning.artifacts.files import has_ended, iterations_done, loop_state, read_checkpoint
 from solrl_lightning.artifacts.finished_runs import end_of
 from solrl_lightning.artifacts.run_folder import LOG, commit_overrides, is_resuming
-from solrl_lightning.build import build_loop, build_module, build_trainer, levels_of
+from solrl_lightning.build import build_loop, build_module, build_objective, build_trainer, levels_of
 from solrl_lightning.callbacks.common import file_logger, find_callback
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.summary import RunSummary, base_and_final
@@ -51,14 +51,16 @@ def train(cfg: DictConfig) -> float | None:
         for state in checkpoint["optimizer_states"]:
             check_fits(optimizer, state)
     seed_everything(cfg.seed, verbose=False)
-    trainer = build_trainer(cfg)
+    objective = build_objective(cfg)
+    levels = levels_of(cfg, objective)
+    trainer = build_trainer(cfg, levels)
     folder = Path(cfg.run_dir)
     # The recorded command line changes once the checkpoint is loaded.
     if in_place and trainer.is_global_zero:
         commit = LambdaCallback(on_train_start=lambda *_: commit_overrides(folder))
         trainer.callbacks.append(commit)  # type: ignore[attr-defined]
-    stages = [stage for level in levels_of(cfg) for stage in level]
-    module = build_module(cfg, trainer.strategy.root_device, stages)
+    stages = [stage for level in levels for stage in level]
+    module = build_module(cfg, trainer.strategy.root_device, stages, objective)
     if checkpoint is None and cfg.model.init_lora is not None:
         module.transformers.adapted.start_from(Path(cfg.model.init_lora).expanduser())
     if checkpoint is not None:
@@ -71,7 +73,7 @@ def train(cfg: DictConfig) -> float | None:
     summary = find_callback(trainer, RunSummary)
     if summary is not None and module.policy.device.type == "cuda":
         summary.planned_memory = partial(planned_peak, cfg, module.policy, trainer.world_size)
-    loop = build_loop(cfg, trainer, module.objective)
+    loop = build_loop(cfg, trainer, objective)
     if checkpoint is not None:
         optimizer = keep_configured(instantiate(cfg.optimizer)(module.trained_parameters()))
         _check_state(cfg.ckpt, checkpoint, optimizer, loop)

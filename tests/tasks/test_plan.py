@@ -291,7 +291,7 @@ def test_evaluations_per_prompt(compose: Compose) -> None:
     counts = {}
     for name in cfg.task.families:
         own = with_option(cfg, "family", name)
-        counts[name] = evaluations(stages_of(own), own.family.pool)
+        counts[name] = evaluations(stages_of(own, build_objective(own)), own.family.pool)
     assert counts == {
         "diffusionnft": [240],
         "naive_scaling": [960],

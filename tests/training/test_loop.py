@@ -18,7 +18,7 @@ from nano import MAX_WORDS, save_nano, save_preview_decoder
 from omegaconf import DictConfig
 from torch import Tensor
 
-from solrl_lightning.build import build_loop, build_module, levels_of
+from solrl_lightning.build import build_loop, build_module, build_objective, levels_of
 from solrl_lightning.callbacks import ema
 from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
 from solrl_lightning.callbacks.ema import WeightEMA
@@ -84,9 +84,10 @@ def make(
         enable_checkpointing=checkpoints,
         callbacks=[Requantize(), WeightEMA(), *callbacks],
     )
-    stages = [stage for level in levels_of(cfg) for stage in level]
-    module = build_module(cfg, trainer.strategy.root_device, stages)
-    return module, trainer, build_loop(cfg, trainer, module.objective)
+    objective = build_objective(cfg)
+    stages = [stage for level in levels_of(cfg, objective) for stage in level]
+    module = build_module(cfg, trainer.strategy.root_device, stages, objective)
+    return module, trainer, build_loop(cfg, trainer, objective)
 
 
 def fit(module: SolRLModule, trainer: Trainer, loop: ExploreTrainLoop, ckpt: Path | None = None) -> None:
@@ -203,7 +204,8 @@ def rollouts_of(tmp_path: Path, combine: str, unit: float, family: str = "sol_rl
     """The rollouts of an iteration with a reward of unit 1 and another one, and the weighted sums of its pool."""
     module, trainer, loop = make(tmp_path, f"reward.combine={combine}", f"family={family}", max_epochs=1)
     both = {"red": Channel(0, 1.0), "blue": Channel(2, unit)}
-    module.rewards = WeightedRewards(both, {"red": 1.0, "blue": 1.0}, combine=module.rewards.combine)
+    rewards = WeightedRewards(both, {"red": 1.0, "blue": 1.0}, combine=module.rewards.combine)
+    module.rewards = module.evaluation.rewards = rewards
     fit(module, trainer, loop)
     return loop.rollouts, loop.rollouts.rewards if loop.explored is None else loop.explored.rewards
 
@@ -855,7 +857,9 @@ def adaptive_run(
     folder: Path, iterations: int, *callbacks: Callback
 ) -> tuple[SolRLModule, Trainer, ExploreTrainLoop, Levels]:
     # Every probe moves: at most this correlation up, above it down.
-    adaptive = AdaptiveExploration(levels_of(composed(*LEVELS)), 1, Rule(threshold=0.85, margin=0.0, patience=1))
+    cfg = composed(*LEVELS)
+    levels = levels_of(cfg, build_objective(cfg))
+    adaptive = AdaptiveExploration(levels, 1, Rule(threshold=0.85, margin=0.0, patience=1))
     levels = Levels()
     each = (RankCorrelation(probe_every=1), adaptive, levels, *callbacks)
     return *make(folder, *LEVELS, callbacks=each, max_epochs=iterations), levels
