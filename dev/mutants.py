@@ -58,12 +58,12 @@ METRICS = f"{LOOP}::test_all_metrics_of_objective_are_logged"
 MEANS = f"{LOOP}::test_metrics_are_means_over_the_rows_that_have_them_without_padding"
 BRANCH = f"{LOOP}::test_a_branch_with_other_optimizer_steps_continues_the_schedule_at_its_iteration"
 STEPS = f"{LOOP}::test_optimizer_steps_split_the_rows"
-ADVANTAGES = "tests/rollout/test_advantages.py"
+ADVANTAGES = "tests/objectives/test_advantages.py"
 SEEDS = "tests/test_seeds.py"
 SELECT = "tests/rollout/test_select.py"
 EXPLORE = "tests/rollout/test_explore.py"
-STAGE = "tests/rollout/test_stage.py"
-ROWS = "tests/rollout/test_micro_batches.py"
+CHUNKS = "tests/rollout/test_chunks.py"
+ROWS = "tests/training/test_micro_batches.py"
 NFT = "tests/objectives/test_nft.py"
 QWEN = "tests/policies/test_qwen_image.py"
 COMPILATION, COMPILED = "tests/policies/test_compilation.py", "tests/training/test_compiled_runs.py"
@@ -239,7 +239,7 @@ MUTANTS: dict[str, list[Edit]] = {
             FOLLOWS,
         ),
     ],
-    "solrl_lightning/rollout/advantages.py": [
+    "solrl_lightning/objectives/advantages.py": [
         ("no std", "(std + eps)", "1.0", ADVANTAGES),
         (
             "mean of all prompts",
@@ -295,25 +295,30 @@ MUTANTS: dict[str, list[Edit]] = {
         ("step noise of one candidate", "seeds.tolist(), [step]", "[0] * len(seeds), [step]", SEEDS),
         ("step noise of one candidate in the loop", "seeds.tolist(), [step]", "[0] * len(seeds), [step]", STOCHASTIC),
     ],
-    "solrl_lightning/rollout/stage.py": [
+    "solrl_lightning/rollout/chunks.py": [
         (
             "samples without guidance",
             "policy.guided_velocity(transformer",
             "policy.velocity(transformer",
             GUIDANCE,
         ),
-        ("conditioning of the first prompt", "prompts.gather(owner[index])", "prompts.gather(0 * owner[index])", STAGE),
-        ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", STAGE),
-        ("texts of candidates scored alone", "[row : row + 1], [text]", "[row : row + 1], [texts[0]]", STAGE),
-        ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", STAGE),
-        ("prefix loses its place", "if state.x is state.x0:", "if True:", STAGE),
-        ("no second try", "return retry_with_empty_cache(chunk)", "return chunk()", STAGE),
-        ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", STAGE),
+        (
+            "conditioning of the first prompt",
+            "prompts.gather(owner[index])",
+            "prompts.gather(0 * owner[index])",
+            CHUNKS,
+        ),
+        ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", CHUNKS),
+        ("texts of candidates scored alone", "[row : row + 1], [text]", "[row : row + 1], [texts[0]]", CHUNKS),
+        ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", CHUNKS),
+        ("prefix loses its place", "if state.x is state.x0:", "if True:", CHUNKS),
+        ("no second try", "return retry_with_empty_cache(chunk)", "return chunk()", CHUNKS),
+        ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", CHUNKS),
     ],
     "solrl_lightning/rollout/scoring_worker.py": [
-        ("scores on GPU 0", '(1, "scoring", *settings)', '(1, "scoring")', STAGE),
+        ("scores on GPU 0", '(1, "scoring", *settings)', '(1, "scoring")', CHUNKS),
     ],
-    "solrl_lightning/rollout/micro_batches.py": [
+    "solrl_lightning/training/micro_batches.py": [
         ("padding counts", "(real * plan.weights", "(real**0 * plan.weights", ROWS),
         ("weight without micro-batches", "ranks / count * micro_batches * rows for", "ranks / count * rows for", ROWS),
         ("loss share of one rank", "ranks / count *", "1 / count *", RANKS),

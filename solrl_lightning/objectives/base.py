@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.rollout.advantages import AllReduce, group_advantages
+from solrl_lightning.objectives.advantages import AllReduce, group_advantages
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.sampling import Solver
 from solrl_lightning.seeds import train_timesteps, training_noise

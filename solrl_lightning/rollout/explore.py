@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from solrl_lightning.rollout.chunks import check_selectable
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import rerank, select_contrastive
-from solrl_lightning.rollout.stage import Stage, check_selectable
+from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.sampling import SolverState
 
 Run = Callable[[Stage, Tensor, SolverState | None], Candidates]

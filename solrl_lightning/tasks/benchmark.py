@@ -46,13 +46,14 @@ from solrl_lightning.machine.memory import peak_resident_bytes
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.scaled_linear import operand_dtype
-from solrl_lightning.rollout.stage import EXPLORE, STAGES, Stage
+from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.training.samplers import SHADOW
+from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 
 _WARM_UP, _FORWARDS = 3, 20  # forward passes of each variant; the first compiles
 _PRODUCTS = 10  # timed matrix products, after _WARM_UP others
 _PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}  # rows and columns: large enough for the units, small enough for the time
-_ROLLOUT = STAGES[:-1]  # without training
+_ROLLOUT = STOPWATCH_STAGES[:-1]  # without training
 _BASELINES = ("naive_scaling", "compile")
 
 
@@ -189,7 +190,8 @@ def format_forward(result: dict[str, Any]) -> str:
 # Iterations
 
 
-Lap = Mapping[str, float]  # seconds of each of STAGES, 0 for one that did not run, and of the whole "iteration"
+Lap = Mapping[str, float]
+"""Seconds of each of `STOPWATCH_STAGES`, 0 for one that did not run, and of the whole "iteration"."""
 
 
 def run_iterations(cfg: DictConfig, device: torch.device, *observers: Callback) -> list[Lap]:
@@ -231,7 +233,7 @@ def family_times(
 ) -> dict[str, Any]:
     """Median seconds of an iteration of ``cfg.family`` and of its stages, 0 for a stage that it lacks."""
     laps = [lap for _, *timed in runs for lap in timed]
-    stages = {name: median(lap[name] for lap in laps) for name in (*STAGES, "iteration")}
+    stages = {name: median(lap[name] for lap in laps) for name in (*STOPWATCH_STAGES, "iteration")}
     rollout = median(sum(lap[stage] for stage in _ROLLOUT) for lap in laps)
     return {
         "pool": cfg.family.pool,
@@ -269,12 +271,12 @@ def format_families(families: dict[str, dict[str, Any]], repeats: int) -> str:
     ratios = [(span, b) for span in ("rollout", "iteration") for b in baselines]
     seconds, rates = [], []
     for name, times in families.items():
-        spans = [f"{times[column]:.3g}" for column in (*STAGES, "rollout", "iteration", "warm_up")]
+        spans = [f"{times[column]:.3g}" for column in (*STOPWATCH_STAGES, "rollout", "iteration", "warm_up")]
         seconds.append([name, f"{times['keep']}-in-{times['pool']}", "yes" if times["compiled"] else "no", *spans])
         speedups = [f"{times['speedup'][b][span]:.2f}" for span, b in ratios]
         shares = [f"{100 * times['requantize_share']:.2f} %", f"{times['peak_memory']['bytes'] / 1e9:.2f}"]
         rates.append([name, f"{times['images_per_second']:.3g}", *speedups, *shares])
-    columns = ["family", "kept", "compiled", *STAGES, "rollout", "iteration", "warm-up"]
+    columns = ["family", "kept", "compiled", *STOPWATCH_STAGES, "rollout", "iteration", "warm-up"]
     against = [f"{span} x {b}" for span, b in ratios]
     return (
         f"seconds per iteration, median of {repeats}; rollout is {' + '.join(_ROLLOUT)}; warm-up is the iteration "

@@ -26,7 +26,6 @@ from solrl_lightning.errors import CheckFailed, UserError
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rewards.base import Reward
-from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.sizing.doctor_attention import attention, shapes_of
 from solrl_lightning.sizing.doctor_machine import environment, local_path, locate
 from solrl_lightning.sizing.doctor_shadow import (
@@ -39,6 +38,7 @@ from solrl_lightning.sizing.doctor_shadow import (
 )
 from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
 from solrl_lightning.tasks.plan import Json, Shapes, on_meta, pool_latents
+from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 
 
 def doctor(cfg: DictConfig) -> Json:
@@ -247,7 +247,7 @@ def iterations(cfg: DictConfig, model: Shapes, device: torch.device, count: int)
     latents = pool_latents(own, model.policy.latent_shape)
     parts = held(model, cfg.model.weights) | {"pool_latents": latents.sampling, "kept_latents": latents.kept}
     peak, planned = peak_memory(device), planned_bytes(parts, device.type == "cuda")
-    stages = [{stage: lap[stage] for stage in STAGES if lap[stage] > 0} for lap in laps]
+    stages = [{stage: lap[stage] for stage in STOPWATCH_STAGES if lap[stage] > 0} for lap in laps]
     last = ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages[-1].items())
     found = (
         f"{count} of 1 prompt, {own.family.pool} candidates, {own.family.keep} kept: {laps[0]['iteration']:.1f} s "

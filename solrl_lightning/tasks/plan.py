@@ -40,7 +40,6 @@ from solrl_lightning.quantization import Backend, LayerPlan, resolve, resolve_fr
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.quantization.backends import PACKED_BITS, Hardware, hardware_of
-from solrl_lightning.rollout.micro_batches import plan_micro_batches
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, candidates, evaluations
 from solrl_lightning.sizing.plan_memory import (
     OPTIONS,
@@ -57,6 +56,7 @@ from solrl_lightning.sizing.plan_memory import (
 )
 from solrl_lightning.sizing.plan_trace import CHECKPOINTING, Passes, trace
 from solrl_lightning.targets import check_objective
+from solrl_lightning.training.micro_batches import plan_micro_batches
 
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
 

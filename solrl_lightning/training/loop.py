@@ -21,13 +21,13 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.rollout.explore import run_stages
-from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
-from solrl_lightning.rollout.stage import STAGES, Stage, candidates, evaluations
+from solrl_lightning.rollout.stage import Stage, candidates, evaluations
 from solrl_lightning.sampling import SolverState, start
 from solrl_lightning.seeds import pool_seeds
+from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.training.module import SolRLModule
-from solrl_lightning.training.stopwatch import Stopwatch
+from solrl_lightning.training.stopwatch import STOPWATCH_STAGES, Stopwatch
 
 ENCODED_TOGETHER = 4
 """Iterations whose prompts are encoded at once, because the text encoders move to the GPU each time."""
@@ -209,7 +209,7 @@ class ExploreTrainLoop(_FitLoop):
         ``seconds`` of the stages and, of all ranks, ``evaluations`` (forward passes for one image) and ``samples``
         (images decoded and scored; a candidate counts in every stage that scores it).
         """
-        spent = sum(self.stopwatch.seconds.get(stage, 0.0) for stage in STAGES)
+        spent = sum(self.stopwatch.seconds.get(stage, 0.0) for stage in STOPWATCH_STAGES)
         return {"seconds": self._seconds_before + spent, **self._counts}
 
     def logged(self) -> dict[str, Tensor]:

@@ -25,18 +25,10 @@ from solrl_lightning.objectives.base import Objective, check_loss
 from solrl_lightning.policies.adapters import OLD, TRAINED, State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.chunks import STOPPED, Progress, SamplingSpec, check_finite, score_chunks, score_images
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, TrainingBatch
 from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
-from solrl_lightning.rollout.stage import (
-    EXPLORE,
-    STOPPED,
-    Progress,
-    SamplingSpec,
-    Stage,
-    check_finite,
-    score_chunks,
-    score_images,
-)
+from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, keep_configured

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from solrl_lightning.policies import adapters, replica
 from solrl_lightning.policies.adapters import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.rollout.chunks import BatchSize, Chunk, SamplingSpec, iter_sampled_chunks
 from solrl_lightning.rollout.records import EncodedPrompts
-from solrl_lightning.rollout.stage import BatchSize, Chunk, SamplingSpec, iter_sampled_chunks
 
 POLICY, MERGED, SHADOW = "policy", "merged", "shadow"
 

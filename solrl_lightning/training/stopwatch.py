@@ -8,6 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from solrl_lightning.rollout.stage import EXPLORE, REGENERATE
+
+STOPWATCH_STAGES = ("requantize", EXPLORE, REGENERATE, "train")
+"""Names of what an iteration consists of; others only observe training."""
+
 
 class Stopwatch:
     """Seconds of each stage since creation; an outer stage does not count the time of inner ones."""

@@ -31,7 +31,7 @@ from solrl_lightning.policies.compilation import compile_blocks
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table
 from solrl_lightning.quantization import plan as plan_quantization
-from solrl_lightning.rollout.stage import BatchSize
+from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.training.samplers import MERGED, POLICY, SHADOW, PolicySampler, ReplicaSampler, Sampler
 
 log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.guidance import guided
 from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.rollout.chunks import BatchSize, SamplingSpec, iter_sampled_chunks
 from solrl_lightning.rollout.records import EncodedPrompts
-from solrl_lightning.rollout.stage import BatchSize, SamplingSpec, iter_sampled_chunks
 from solrl_lightning.tasks.plan import plan
 from solrl_lightning.tasks.train import train
 

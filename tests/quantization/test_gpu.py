@@ -21,11 +21,11 @@ from solrl_lightning.quantization import Backend, QuantizationRule, convert, pla
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
 from solrl_lightning.quantization.scaled_linear import FP8Linear
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
+from solrl_lightning.rollout.chunks import SamplingSpec
 from solrl_lightning.rollout.records import Rollouts
-from solrl_lightning.rollout.stage import SamplingSpec
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.evaluation import Evaluation
+from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.schedules import constant
 from solrl_lightning.training.transformers import replicate

@@ -26,6 +26,7 @@ from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.objectives.advantages import group_advantages
 from solrl_lightning.objectives.awm import AWMLoss
 from solrl_lightning.objectives.base import Loss, Objective
 from solrl_lightning.objectives.grpo import GRPOLoss
@@ -34,7 +35,6 @@ from solrl_lightning.objectives.pepg import PEPGLoss
 from solrl_lightning.objectives.ram import RAMLoss
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards, gdpo
-from solrl_lightning.rollout.advantages import group_advantages
 from solrl_lightning.rollout.records import Rollouts, TrainingBatch
 from solrl_lightning.rollout.select import select_contrastive
 from solrl_lightning.rollout.stage import Stage, evaluations

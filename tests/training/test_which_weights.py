@@ -15,8 +15,9 @@ from solrl_lightning.policies import adapters
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.chunks import SamplingSpec
 from solrl_lightning.rollout.records import TrainingBatch
-from solrl_lightning.rollout.stage import SamplingSpec, Stage
+from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.seeds import evaluation_seeds, pool_seeds, train_timesteps
 from solrl_lightning.training.module import SolRLModule
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.objectives.nft import NFT
-from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.rollout.records import EncodedPrompts, Rollouts, TrainingBatch
 from solrl_lightning.sampling import Path
 from solrl_lightning.seeds import pool_seeds, train_timesteps, training_noise
+from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
 
 KEEP, STEPS, FRACTION, TIMESTEPS, SHAPE = 3, 4, 0.5, 2, (2, 5)
 SIGMAS = torch.tensor([1.0, 0.9, 0.6, 0.2, 0.0])
