@@ -107,7 +107,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         ("a killed end is never finished", "not self.ends_again and super().skip", "super().skip", ENDS),
         ("other rewards are not evaluated", "if not self._module.evaluation.comparable:", "if False:", BRANCHES),
-        ("a run that was stopped goes on", 'self.ends_again and own.get("stopped", False)', "False", ENDS),
+        ("a run that was stopped goes on", 'self.ends_again and state.get("stopped", False)', "False", ENDS),
         (
             "guided evaluations counted once",
             "velocities * forward_passes(self._module.policy.guidance_scale)",
@@ -116,7 +116,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         ("labels from proxies", "advantages(merits,", "advantages(proxy_rewards,", REGENERATED),
         ("statistics of one rank", "(merits, self._sum)", "(merits, lambda total: total)", RANKS),
-        ("advantages normalised in the pool", "for_training.merits(kept.scores)", "for_training and kept.merits", GDPO),
+        (
+            "advantages normalised in the pool",
+            "for_training.merits(samples.scores)",
+            "for_training and samples.merits",
+            GDPO,
+        ),
         (
             "one pool for all iterations",
             "pool_seeds(self.seed, iteration,",
@@ -271,7 +276,7 @@ MUTANTS: dict[str, list[Edit]] = {
             "state = candidates.state._replace(x=candidates.x0) if",
             PREFIX,
         ),
-        ("places of the survivors alone", "places.gather(1, chosen.cpu())", "chosen.cpu()", EXPLORE),
+        ("places of the survivors alone", "places.gather(1, extremes.cpu())", "extremes.cpu()", EXPLORE),
     ],
     "solrl_lightning/rollout/select.py": [
         (
@@ -311,7 +316,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", CHUNKS),
         ("texts of candidates scored alone", "[row : row + 1], [text]", "[row : row + 1], [texts[0]]", CHUNKS),
         ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", CHUNKS),
-        ("prefix loses its place", "if state.x is state.x0:", "if True:", CHUNKS),
+        ("prefix loses its place", "if whole.finished:", "if True:", CHUNKS),
         ("no second try", "return retry_with_empty_cache(chunk)", "return chunk()", CHUNKS),
         ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", CHUNKS),
     ],

@@ -25,7 +25,7 @@ from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import Submit
-from solrl_lightning.sampling import Path, Solver, SolverState, start, steps
+from solrl_lightning.sampling import RecordedSteps, Solver, SolverState, start, steps
 from solrl_lightning.sampling.state import map_tensors
 from solrl_lightning.seeds import step_noise
 
@@ -77,7 +77,7 @@ class Chunk(NamedTuple):
 
     candidates: Tensor  # int64 [B], indices into the flattened seeds
     state: SolverState  # [B, ...]
-    path: Path | None
+    recorded_steps: RecordedSteps | None
 
 
 @torch.no_grad()  # autograd does not accept tensors of inference_mode, and training reads the latents
@@ -93,14 +93,14 @@ def iter_sampled_chunks(
     count = seeds.numel()
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     flat = seeds.flatten()
-    recorded = range(spec.transitions.start, spec.transitions.stop + 1) if spec.transitions else range(0)
+    points_to_record = range(spec.transitions.start, spec.transitions.stop + 1) if spec.transitions else range(0)
 
-    def integrate(index: Tensor) -> tuple[SolverState, Path | None]:
+    def integrate(index: Tensor) -> tuple[SolverState, RecordedSteps | None]:
         _, conditioning = prompts.gather(owner[index])
         if spec.initial_state is None:
-            state = start(policy.noise(flat[index]))
+            first = start(policy.noise(flat[index]))
         else:
-            state = map_tensors(lambda tensor: tensor.flatten(0, 1)[index], spec.initial_state)
+            first = map_tensors(lambda tensor: tensor.flatten(0, 1)[index], spec.initial_state)
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             return policy.guided_velocity(transformer, x, sigma, conditioning)
@@ -108,34 +108,34 @@ def iter_sampled_chunks(
         def noise(step: int) -> Tensor | None:
             if step not in spec.transitions:
                 return None
-            return step_noise(flat[index], step, state.x.shape[1:]).to(state.x.device)
+            return step_noise(flat[index], step, first.x.shape[1:]).to(first.x.device)
 
-        passed = []
-        for state in chain([state], steps(velocity, state, spec.sigmas, spec.solver, spec.stop_step, noise)):  # noqa: B020
-            if state.step in recorded:
-                passed.append(state)
-        return state, path_of(passed) if passed else None
+        points = []
+        for state in chain([first], steps(velocity, first, spec.sigmas, spec.solver, spec.stop_step, noise)):
+            if state.step in points_to_record:
+                points.append(state)
+        return state, record(points) if points else None
 
-    first = 0
-    while first < count:
-        index = torch.arange(first, min(first + batch_size.size, count))
-        padded = torch.arange(first, first + batch_size.size).remainder(count) if batch_size.pad_to_size else index
+    done = 0
+    while done < count:
+        index = torch.arange(done, min(done + batch_size.size, count))
+        padded = torch.arange(done, done + batch_size.size).remainder(count) if batch_size.pad_to_size else index
         try:
-            state, path = batch_size.sample(partial(integrate, padded))
+            state, recorded = batch_size.sample(partial(integrate, padded))
         except torch.OutOfMemoryError:
             if len(padded) == 1:
                 raise
             batch_size.halve()
             continue
-        yield Chunk(index, *map_tensors(itemgetter(slice(len(index))), (state, path)))
-        first += len(index)
+        yield Chunk(index, *map_tensors(itemgetter(slice(len(index))), (state, recorded)))
+        done += len(index)
 
 
-def path_of(states: Sequence[SolverState]) -> Path:
-    """Return the path through consecutive ``states``."""
+def record(states: Sequence[SolverState]) -> RecordedSteps:
+    """Return the steps between consecutive ``states``."""
     log_probs = [state.log_prob for state in states[1:] if state.log_prob is not None]
     x = torch.stack([state.x for state in states], dim=1)
-    return Path(states[0].step, x, torch.stack(log_probs, dim=1) if log_probs else None)
+    return RecordedSteps(states[0].step, x, torch.stack(log_probs, dim=1) if log_probs else None)
 
 
 @torch.no_grad()
@@ -156,21 +156,21 @@ def score_chunks(
     trajectories, scores = [], []
     progress(0, seeds.numel())
     with worker() as submit:
-        for index, state, path in chunks:
+        for index, state, recorded in chunks:
             assert state.x0 is not None, "a stage takes at least one step"
             texts = [prompts.texts[i] for i in owner[index].tolist()]
             scores.append(submit(partial(score, rewards, state.x0, texts, seeds.flatten()[index])))
-            trajectories.append((state, path))
+            trajectories.append((state, recorded))
             progress(int(index[-1]) + 1, seeds.numel())
         each = torch.cat([scored.result() for scored in scores]).unflatten(0, seeds.shape)
 
     def joined(first: Any, *others: Any) -> Any:  # all chunks have the same numbers of steps and the same None
         return torch.cat([first, *others]).unflatten(0, seeds.shape) if isinstance(first, Tensor) else first
 
-    whole, path = tree_map(joined, *trajectories)
-    if state.x is state.x0:  # solvers return x0 itself as x of the last step
-        whole = whole._replace(x=whole.x0)
-    return Candidates(seeds, whole, rewards.total(each), each, rewards.merits(each), path)
+    whole, recorded = tree_map(joined, *trajectories)
+    if whole.finished:
+        whole = whole._replace(x=whole.x0)  # one tensor, as the solver returns it
+    return Candidates(seeds, whole, rewards.total(each), each, rewards.merits(each), recorded)
 
 
 def score_images(

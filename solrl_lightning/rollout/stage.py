@@ -1,6 +1,6 @@
 """The stages of a family: passes over the candidates, each with its sampler, steps and solver."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from solrl_lightning.sampling import Solver
@@ -25,10 +25,15 @@ class Stage(NamedTuple):
         return self.stop_step is not None and same
 
 
+def with_next(stages: Sequence[Stage]) -> Iterator[tuple[Stage, Stage | None]]:
+    """Yield each stage and the one that follows it, which the last one lacks."""
+    yield from zip(stages, [*stages[1:], None], strict=True)
+
+
 def evaluations(stages: Sequence[Stage], pool: int) -> list[int]:
     """Return the model evaluations of each stage for one prompt: forward passes of the transformer for one image."""
     counts, done = [], 0
-    for stage, following, images in zip(stages, [*stages[1:], None], candidates(stages, pool), strict=True):
+    for (stage, following), images in zip(with_next(stages), candidates(stages, pool), strict=True):
         end = stage.steps if stage.stop_step is None else stage.stop_step
         counts.append(images * (end - done))
         done = end if following is not None and stage.continues_in(following) else 0
@@ -43,7 +48,7 @@ def steps_label(stages: Sequence[Stage]) -> str:
 
 def candidates(stages: Sequence[Stage], pool: int) -> list[int]:
     """Return the number of candidates per prompt of each stage."""
-    kept = [pool]
+    counts = [pool]
     for stage in stages[:-1]:
-        kept.append(kept[-1] if stage.keep is None else stage.keep)
-    return kept
+        counts.append(counts[-1] if stage.keep is None else stage.keep)
+    return counts

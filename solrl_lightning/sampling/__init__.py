@@ -24,9 +24,19 @@ from torch import Tensor
 from solrl_lightning.sampling.dpm2 import dpm2_step
 from solrl_lightning.sampling.euler import euler_step
 from solrl_lightning.sampling.sde import StochasticSolver
-from solrl_lightning.sampling.state import NoiseSource, Path, SolverState, start
+from solrl_lightning.sampling.state import NoiseSource, RecordedSteps, SolverState, start
 
-__all__ = ["SOLVERS", "NoiseSource", "Path", "Solver", "SolverState", "StochasticSolver", "integrate", "start", "steps"]
+__all__ = [
+    "SOLVERS",
+    "NoiseSource",
+    "RecordedSteps",
+    "Solver",
+    "SolverState",
+    "StochasticSolver",
+    "integrate",
+    "start",
+    "steps",
+]
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """x [B, ...] in float32 and sigma, a 0-dim float32 tensor on x's device -> v [B, ...]."""

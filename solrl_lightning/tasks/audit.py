@@ -30,7 +30,7 @@ from solrl_lightning.build import build_module, device_of, explorers, load_adapt
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.quantization import resolve_from
-from solrl_lightning.rollout.explore import run_stages
+from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import select_contrastive, take
 from solrl_lightning.rollout.stage import REGENERATE, Stage, evaluations, steps_label
@@ -158,7 +158,7 @@ def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
         for stage in (stages[0], stages[-1]):
             module.run_stage(stage._replace(steps=1, stop_step=None), prompts, seeds[:, :1])
         spent.clear()
-        pool = run_stages(stages, seeds, prompts.texts, run).pool
+        pool = run_family(stages, seeds, prompts.texts, run).pool
         seconds = {name: value / seeds.numel() for name, value in spent.items()}
         shadow = stages[0].sampler == SHADOW
         backend = module.transformers.precision_backend if shadow else "no shadow"

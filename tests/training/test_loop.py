@@ -515,9 +515,9 @@ def test_first_ratios_are_one_where_the_policy_samples(tmp_path: Path, family: s
         *(torch.cat([v.flatten() for v in module.adapter_state(n).values()]) for n in ("old", "default"))
     )
     stochastic = loop.objective.transitions(4, 1)
-    assert loop.rollouts.path is not None and loop.rollouts.path.log_probs is not None
-    assert loop.rollouts.path.log_probs.shape == (2, loop.rollouts.seeds.shape[1], len(stochastic))
-    assert loop.rollouts.path.first == stochastic.start
+    assert loop.rollouts.recorded_steps is not None and loop.rollouts.recorded_steps.log_probs is not None
+    assert loop.rollouts.recorded_steps.log_probs.shape == (2, loop.rollouts.seeds.shape[1], len(stochastic))
+    assert loop.rollouts.recorded_steps.first == stochastic.start
 
 
 def test_first_ratios_of_merged_weights_are_logged(tmp_path: Path) -> None:
@@ -533,7 +533,7 @@ def test_stochastic_samples_are_functions_of_their_seeds(tmp_path: Path) -> None
     options = ("family=diffusionnft", *GRPO["diffusionnft"])
     module, trainer, loop = make(tmp_path, *options, callbacks=(check,), max_epochs=1)
     fit(module, trainer, loop)
-    path, again = check.rollouts.path, check.again.path
+    path, again = check.rollouts.recorded_steps, check.again.recorded_steps
     assert torch.equal(path.x, again.x) and torch.equal(path.log_probs, again.log_probs)
     # In a step the log-probabilities differ by the mean square of the noise alone: that of no other candidate or step.
     noises = path.log_probs - path.log_probs.mean((0, 1))
@@ -546,8 +546,8 @@ def test_candidates_of_a_prompt_share_noise_unless_the_family_explores(tmp_path:
         options = (f"family={family}", *GRPO["prefix"])
         module, trainer, loop = make(tmp_path / family, *options, max_epochs=1)
         fit(module, trainer, loop)
-        assert loop.rollouts.path is not None
-        starts[family] = [len(prompt.unique(dim=0)) for prompt in loop.rollouts.path.x[:, :, 0].flatten(2)]
+        assert loop.rollouts.recorded_steps is not None
+        starts[family] = [len(prompt.unique(dim=0)) for prompt in loop.rollouts.recorded_steps.x[:, :, 0].flatten(2)]
         assert len(loop.rollouts.x0.flatten(0, 1).unique(dim=0)) == loop.rollouts.seeds.numel()
     assert starts == {"diffusionnft": [1, 1], "sol_rl": [3, 3]}
 
@@ -629,9 +629,9 @@ def test_custom_objective_trains_on_sampler_transitions(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, *own, "model.full_steps=4", callbacks=(metrics,), max_epochs=2)
     before = weights(module)
     fit(module, trainer, loop)
-    assert loop.rollouts.path is not None and loop.rollouts.path.log_probs is None
-    assert loop.rollouts.path.first == 1 and loop.rollouts.path.x.shape[:3] == (2, 3, 4)
-    assert torch.equal(loop.rollouts.path.x[:, :, -1], loop.rollouts.x0)
+    assert loop.rollouts.recorded_steps is not None and loop.rollouts.recorded_steps.log_probs is None
+    assert loop.rollouts.recorded_steps.first == 1 and loop.rollouts.recorded_steps.x.shape[:3] == (2, 3, 4)
+    assert torch.equal(loop.rollouts.recorded_steps.x[:, :, -1], loop.rollouts.x0)
     assert not torch.equal(weights(module), before)
     # The first iteration's Euler steps are the trained policy's own velocities, up to the rounding of merged weights.
     assert 0 < metrics.logged["train/error"] < 1e-3
