@@ -200,7 +200,7 @@ def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json
     }  # a race has one sampler
     macs["decode"] = prompts * sum(n * decoding[stage.decoder] for n, stage in zip(images, stages, strict=True))
     others = {"old": cost[cfg.old_velocity], "reference": passes.forward}
-    without_gradients = sum(objective.share_of(name) * others[name] for name in objective.needs)
+    without_gradients = sum(others[name] / every for name, every in objective.needs.items())
     macs["train"] = rows * (passes.backward + guided * (passes.adapted + without_gradients))
     return {
         "prompt": counts,

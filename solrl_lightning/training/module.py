@@ -165,8 +165,9 @@ class SolRLModule(LightningModule):
     def training_step(self, batch: TrainingBatch, batch_idx: int) -> Tensor:
         rows = max(1, batch.real)  # the objective sees no padding, but at least a row: its backward pass is collective
         others = {}
-        for name in self.objective.needs:
-            if name == "reference" and not self._reads_reference(batch_idx):
+        for name, every in self.objective.needs.items():
+            # Every n-th micro-batch, with an offset of one per iteration.
+            if every > 1 and (batch_idx + self.trainer.fit_loop.iterations_done) % every:  # type: ignore[attr-defined]
                 continue
             with torch.no_grad(), self.transformers.velocity_models[name]() as transformer:
                 others[name] = self._velocity(transformer, batch)[:rows]
@@ -178,11 +179,6 @@ class SolRLModule(LightningModule):
         values = {f"train/{name}": value for name, value in means.items()}
         self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=batch.real)
         return (per_sample * real.weight).sum() / len(batch.weight)
-
-    def _reads_reference(self, batch_idx: int) -> bool:
-        """Return whether the loss reads the reference: every n-th micro-batch, with an offset of one per iteration."""
-        every = self.objective.reference_every
-        return every == 1 or (batch_idx + self.trainer.fit_loop.iterations_done) % every == 0  # type: ignore[attr-defined]
 
     def _velocity(self, transformer: nn.Module, batch: TrainingBatch) -> Tensor:
         return self.policy.guided_velocity(transformer, batch.x_t, batch.sigma, batch.conditioning)

@@ -6,7 +6,7 @@ import math
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -611,7 +611,7 @@ class Pull(Objective):
     """A user's objective: error of the predicted image, weighted by the advantage; reads recorded transitions."""
 
     timestep_fraction = 0.5
-    needs = ()
+    needs: ClassVar[dict[str, int]] = {}
 
     def transitions(self, num_steps: int, iteration: int) -> range:
         return range(1, num_steps)
