@@ -173,8 +173,8 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/training/transformers.py": [
         ("default samples", "self.lora_layers, OLD) as", "self.lora_layers, TRAINED) as", WEIGHTS),
         ("old policy stays", "adapters.update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
-        ("old velocity is the base's", '{"old": old,', '{"old": unchanged(reference),', WEIGHTS),
-        ("reference is the old policy", "REFERENCE: unchanged(reference)}", "REFERENCE: old}", WEIGHTS),
+        ("old velocity is the base's", '{"old": old,', '{"old": as_it_is(reference),', WEIGHTS),
+        ("reference is the old policy", "REFERENCE: as_it_is(reference)}", "REFERENCE: old}", WEIGHTS),
     ],
     "solrl_lightning/training/module.py": [
         ("step with a gradient that is not finite", "if not norm.isfinite():", "if False:", NAN_GRADIENT),
@@ -412,8 +412,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "rollouts forget the combination",
-            "self.metadata, self.combine)\n        chosen",
-            "self.metadata)\n        chosen",
+            "self.metadata, self.combine)\n        trained",
+            "self.metadata)\n        trained",
             GDPO,
         ),
         ("negative weights not trained on", "if weight != 0", "if weight > 0", WEIGHTED),
@@ -633,7 +633,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("best exported after every run", " and stop_reason(trainer) is not None", "", GUARD),
     ],
     "callbacks/adaptive_exploration.py": [
-        ("newest probe first", "for probe in own][::-1]", "for probe in own]", ADAPTIVE),
+        ("newest probe first", "for probe in latest][::-1]", "for probe in latest]", ADAPTIVE),
         ("repeated probe counts twice", "<= trainer.current_epoch]", "<= trainer.current_epoch + 1]", ADAPTIVE),
     ],
     "callbacks/rank_correlation.py": [
@@ -762,7 +762,7 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/tasks/audit.py": [
         ("seconds of a prompt under those of a candidate", "value / seeds.numel()", "value / len(seeds)", AUDIT),
-        ("gap inverted", "own_gap / gap", "gap / own_gap", AUDIT),
+        ("gap inverted", "proxy_gap / gap", "gap / proxy_gap", AUDIT),
         ("cheapest exploration alone", 'row["seconds"] + row["regenerate_seconds"]', 'row["seconds"]', AUDIT),
         ("seconds under milliseconds", "{1000 * row['seconds']:.1f}", "{row['seconds']:.1f}", AUDIT),
     ],

@@ -41,7 +41,7 @@ from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.samplers import SHADOW
-from solrl_lightning.training.sharding import sharded
+from solrl_lightning.training.sharding import shard_transformers
 from solrl_lightning.training.transformers import replicate
 
 log = logging.getLogger(__name__)
@@ -250,7 +250,7 @@ def build_model(
         log.warning("%s", cfg.family.warning)
     lora = lora_config(cfg)
     transformers = (
-        sharded(policy, lora, cfg.seed, cfg.model.rollout_batch)
+        shard_transformers(policy, lora, cfg.seed, cfg.model.rollout_batch)
         if is_sharded(cfg)
         else replicate(
             policy,

@@ -117,25 +117,25 @@ def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dic
     Raises:
         UserError: the file is no checkpoint of a training run, or has no valid number of iterations.
     """
-    own = "Use a checkpoint of a training run: ckpt=<run folder>/checkpoints/last.ckpt."
+    hint = "Use a checkpoint of a training run: ckpt=<run folder>/checkpoints/last.ckpt."
     try:
         checkpoint = torch.load(file, map_location=device, weights_only=True, mmap=True)
     except (RuntimeError, EOFError, UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"ckpt={file} is invalid: it is not made of tensors and numbers ({reason}). {own}") from error
+        raise UserError(f"ckpt={file} is invalid: it is not made of tensors and numbers ({reason}). {hint}") from error
     found = checkpoint if isinstance(checkpoint, dict) else {}
     wrong = [name for name, kind in _PARTS.items() if not isinstance(found.get(name), kind)]
     if wrong:
         raise UserError(
             f"ckpt={file} is invalid: the checkpoint of a training run has {', '.join(_PARTS)}; in this one "
-            f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or of another type. {own}"
+            f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or of another type. {hint}"
         )
     loop = found["loops"].get("fit_loop", {})
     if not isinstance(loop, dict) or not isinstance(loop.get("state_dict", {}), dict):
-        raise UserError(f"ckpt={file} is invalid: the state of its training loop is of another type. {own}")
+        raise UserError(f"ckpt={file} is invalid: the state of its training loop is of another type. {hint}")
     done = iterations_done(found)
     if type(done) is not int or done < 0:
-        raise UserError(f"ckpt={file} is invalid: it must count its iterations from 0; its count is {done!r}. {own}")
+        raise UserError(f"ckpt={file} is invalid: it must count its iterations from 0; its count is {done!r}. {hint}")
     return found
 
 

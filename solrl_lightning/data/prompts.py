@@ -59,21 +59,21 @@ def read_prompt_sets(train: str | Path | None, held_out: str | Path | None, colu
     Raises:
         UserError: a source cannot be read, or every training prompt is held out.
     """
-    (given, notes), (evaluated, more) = (
+    (train_records, notes), (eval_records, more) = (
         ((), ()) if source is None else _unique_records(source, column) for source in (train, held_out)
     )
-    prompts, eval_prompts = [record.text for record in given], [record.text for record in evaluated]
+    prompts, eval_prompts = [record.text for record in train_records], [record.text for record in eval_records]
     identities = {_identity(prompt) for prompt in eval_prompts}
-    left = [prompt for prompt in prompts if _identity(prompt) not in identities]
-    if prompts and not left:
+    train_prompts = [prompt for prompt in prompts if _identity(prompt) not in identities]
+    if prompts and not train_prompts:
         raise UserError(
             f"data.train={train} is invalid: all of its {len(prompts)} prompts are also in data.eval={held_out}, and "
             "held-out prompts are not trained on. Set data.train or data.eval to another source."
         )
-    taken = len(prompts) - len(left)
-    overlap = [f"{train}: dropped {taken} of {len(prompts)} prompts that are held out in {held_out}"] if taken else []
-    metadata = {record.text: record.metadata for record in (*given, *evaluated) if record.metadata}
-    return PromptSets(left, eval_prompts, [*notes, *more, *overlap], metadata)
+    dropped = len(prompts) - len(train_prompts)
+    overlap = f"{train}: dropped {dropped} of {len(prompts)} prompts that are held out in {held_out}"
+    metadata = {record.text: record.metadata for record in (*train_records, *eval_records) if record.metadata}
+    return PromptSets(train_prompts, eval_prompts, [*notes, *more, *([overlap] if dropped else [])], metadata)
 
 
 def _unique_records(source: str | Path, column: str) -> tuple[Sequence[Record], Sequence[str]]:

@@ -163,26 +163,26 @@ def read_lora(path: Path, layers: dict[str, LoraLayer]) -> State:
         if not value.is_floating_point() or not value.float().isfinite().all():
             raise UserError(f"{named}: {name} ({value.dtype}) must have finite floating-point values. {saved}")
     expected = {name: list(value.shape) for name, value in adapter_state(layers, TRAINED).items()}
-    found = {name: list(value.shape) for name, value in state.items()}
-    if expected.keys() != found.keys():
-        name = min(expected.keys() ^ found.keys())
-        where = "in the file" if name in found else "in the run"
+    in_file = {name: list(value.shape) for name, value in state.items()}
+    if expected.keys() != in_file.keys():
+        name = min(expected.keys() ^ in_file.keys())
+        where = "in the file" if name in in_file else "in the run"
         raise UserError(f"{named}: it adapts other layers; {name} is only {where}. Set model.lora.target_modules so.")
-    (rank, own_rank) = (shapes[next(n for n in expected if "lora_A" in n)][0] for shapes in (found, expected))
-    if rank != own_rank:
-        raise UserError(f"{named}: its rank is {rank}, and that of the run {own_rank}. Set model.lora.rank={rank}.")
-    if expected != found:
-        name = next(name for name in expected if expected[name] != found[name])
+    (rank, run_rank) = (shapes[next(n for n in expected if "lora_A" in n)][0] for shapes in (in_file, expected))
+    if rank != run_rank:
+        raise UserError(f"{named}: its rank is {rank}, and that of the run {run_rank}. Set model.lora.rank={rank}.")
+    if expected != in_file:
+        name = next(name for name in expected if expected[name] != in_file[name])
         raise UserError(
-            f"{named}: {name} has shape {found[name]}, and {expected[name]} in the model. Take a LoRA of this model."
+            f"{named}: {name} has shape {in_file[name]}, and {expected[name]} in the model. Take a LoRA of this model."
         )
     alpha = metadata.get(f"{_PREFIX}lora_alpha", rank)  # diffusers' default
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise UserError(f"{named}: its alpha must be a finite number; got {alpha!r}. {saved}")
-    own_alpha = next(iter(layers.values())).lora_alpha[TRAINED]
-    if alpha != own_alpha:
+    run_alpha = next(iter(layers.values())).lora_alpha[TRAINED]
+    if alpha != run_alpha:
         raise UserError(
-            f"{named}: its alpha is {alpha}, and that of the run {own_alpha}. Set model.lora.alpha={alpha}."
+            f"{named}: its alpha is {alpha}, and that of the run {run_alpha}. Set model.lora.alpha={alpha}."
         )
     return state
 

@@ -30,28 +30,28 @@ def load_pipeline(
     pretrained: str,
     dtypes: Mapping[str, torch.dtype] = ONLY_TRANSFORMER_IN_BF16,
     variant: str | None = None,
-    given: Mapping[str, Any] | None = None,
+    components: Mapping[str, Any] | None = None,
 ) -> DiffusionPipeline:
     """The pipeline of a folder or hub id, its models frozen. ``pipeline.config._name_or_path`` is its folder.
 
     Args:
         dtypes: dtype of each component by name; ``default`` for all others.
         variant: components that have files of this name (``model.<variant>.safetensors``) are read from those.
-        given: components that are not loaded: existing modules, or None.
+        components: existing modules, or None, by name; they are not loaded.
 
     Raises:
         UserError: there is no such folder or hub id, it may not be read, holds another kind of pipeline, or is damaged.
     """
-    given = given or {}
-    folder = fetch(pipeline_class, pretrained, variant, without=list(given))
+    components = components or {}
+    folder = fetch(pipeline_class, pretrained, variant, without=list(components))
     modules = {}
     # diffusers raises OSError and ValueError, transformers lets SafetensorError and RuntimeError through.
     try:
         for name, component_class in _module_classes(pipeline_class, folder):
-            if name not in given:
+            if name not in components:
                 dtype = dtypes.get(name, dtypes["default"])
                 modules[name] = load_module(component_class, folder / name, dtype, variant)
-        pipeline = pipeline_class.from_pretrained(str(folder), **modules, **given)
+        pipeline = pipeline_class.from_pretrained(str(folder), **modules, **components)
     except UserError:
         raise
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -91,15 +91,15 @@ def fetch(
 
 def check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path) -> None:
     try:
-        found = pipeline_class.load_config(str(folder)).get("_class_name", "pipeline of no class")
+        class_name = pipeline_class.load_config(str(folder)).get("_class_name", "pipeline of no class")
     except OSError as error:
         raise UserError(
             f"model.pretrained={pretrained} could not be read: {sentence(error)} Download or save the pipeline again."
         ) from error
-    if found != pipeline_class.__name__:
-        model = _model_of(found)
+    if class_name != pipeline_class.__name__:
+        model = _model_of(class_name)
         fitting = f"Use model={model} with it" if model else "Give another folder or hub id"
-        raise UserError(f"this model needs a {pipeline_class.__name__}; {pretrained} is a {found}. {fitting}.")
+        raise UserError(f"this model needs a {pipeline_class.__name__}; {pretrained} is a {class_name}. {fitting}.")
 
 
 def _model_of(pipeline_class: str) -> str | None:

@@ -98,18 +98,19 @@ def resolve(precision: str, backend: str, device: torch.device | Hardware) -> Ba
     native = _NATIVE[precision]
     if backend in native and not _runs(native[backend], hardware):
         raise UserError(_refusal(precision, backend, hardware))
-    chosen = backend
+    name = backend
     if backend == AUTO:
-        chosen = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "emulated")
-    if chosen == "emulated":
+        name = next((other for other, candidate in native.items() if _runs(candidate, hardware)), "emulated")
+    if name == "emulated":
         description = f"{option}: {_emulation_description(precision, backend, hardware)}"
-        return Backend(precision, chosen, EMULATED[precision], description, 8 * hardware.emulation_dtype.itemsize)
-    found = native[chosen]
+        return Backend(precision, name, EMULATED[precision], description, 8 * hardware.emulation_dtype.itemsize)
+    native_backend = native[name]
     description = (
-        f"{option}: {precision.upper()} by {chosen} on {hardware.name}, weights of quantised "
-        f"layers stored in {found.bits_per_weight:g} bits"
+        f"{option}: {precision.upper()} by {name} on {hardware.name}, weights of quantised "
+        f"layers stored in {native_backend.bits_per_weight:g} bits"
     )
-    return Backend(precision, chosen, found.linear_cls, description, found.bits_per_weight, found.fullgraph)
+    linear_cls, bits = native_backend.linear_cls, native_backend.bits_per_weight
+    return Backend(precision, name, linear_cls, description, bits, native_backend.fullgraph)
 
 
 def resolve_from(ckpt: str | Path | None, precision: str, backend: str, device: torch.device) -> Backend:
@@ -123,13 +124,13 @@ def resolve_from(ckpt: str | Path | None, precision: str, backend: str, device: 
     from solrl_lightning.artifacts.files import read_checkpoint  # imports Lightning
 
     # A checkpoint without the entry is of a version whose default was nvfp4.
-    begun = str(read_checkpoint(ckpt).get("precision_backend", "nvfp4")).partition(" ")[0]
+    recorded = str(read_checkpoint(ckpt).get("precision_backend", "nvfp4")).partition(" ")[0]
     here = choose_precision(hardware_of(device))
-    if begun not in BACKENDS or begun == here:  # "no shadow"
+    if recorded not in BACKENDS or recorded == here:  # "no shadow"
         return resolve(AUTO, backend, device)
-    chosen = resolve(begun, backend, device)
-    note = f"precision={AUTO}: {begun}, in which the run of the checkpoint began; a new run here would take {here}. "
-    return chosen._replace(description=note + chosen.description)
+    resolved = resolve(recorded, backend, device)
+    note = f"precision={AUTO}: {recorded}, in which the run of the checkpoint began; a new run here would take {here}. "
+    return resolved._replace(description=note + resolved.description)
 
 
 def hardware_of(device: torch.device) -> Hardware:
@@ -181,19 +182,19 @@ def _emulation_description(precision: str, backend: str, hardware: Hardware) -> 
 
 
 def _refusal(precision: str, backend: str, hardware: Hardware) -> str:
-    wanted = _NATIVE[precision][backend]
-    needs = [f"an NVIDIA GPU of compute capability {wanted.capability[0]}.{wanted.capability[1]} or higher"]
-    if wanted.cpu:
+    need = _NATIVE[precision][backend]
+    needs = [f"an NVIDIA GPU of compute capability {need.capability[0]}.{need.capability[1]} or higher"]
+    if need.cpu:
         needs[0] += " or a CPU with INT8 units (AVX512-VNNI)"
-    found = hardware.name
-    if wanted.linear_cls is TransformerEngineLinear:
+    machine = hardware.name
+    if need.linear_cls is TransformerEngineLinear:
         needs.append(f"Transformer Engine with its extension for PyTorch ({transformer_engine.INSTALL}, with nvcc)")
-        found += f", Transformer Engine {'' if hardware.transformer_engine else 'not '}installed"
+        machine += f", Transformer Engine {'' if hardware.transformer_engine else 'not '}installed"
     other = next((name for name, candidate in _NATIVE[precision].items() if _runs(candidate, hardware)), "")
-    ways = [f"precision.backend={other}"] if other else []
-    ways += ["precision.backend=emulated (the same numbers, without the speed)"]
-    ways += [f"precision={name}" for name in _native_precisions(hardware) if name != precision][:1]
+    alternatives = [f"precision.backend={other}"] if other else []
+    alternatives += ["precision.backend=emulated (the same numbers, without the speed)"]
+    alternatives += [f"precision={name}" for name in _native_precisions(hardware) if name != precision][:1]
     return (
         f"precision.backend={backend} is invalid: with precision={precision} it needs {' and '.join(needs)}; "
-        f"found: {found}. Use {', '.join(ways)} or precision=bf16."
+        f"found: {machine}. Use {', '.join(alternatives)} or precision=bf16."
     )

@@ -22,13 +22,13 @@ _READING = (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError)
 
 def floating_dtype(reward: str, dtype: str | torch.dtype) -> torch.dtype:
     """The dtype of a name. Raises ``UserError`` if it is not float32, bfloat16 or float16."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or found not in (torch.float32, torch.bfloat16, torch.float16):
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(resolved, torch.dtype) or resolved not in (torch.float32, torch.bfloat16, torch.float16):
         raise UserError(
             f"reward.{reward}.dtype={dtype} is invalid: it must be float32, bfloat16 or float16. Set "
             f"reward.{reward}.dtype=float32."
         )
-    return found
+    return resolved
 
 
 def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, CropToSquare]:
@@ -108,14 +108,14 @@ def check_state_dict(
     key: str, name: str, model: nn.Module, weights: Mapping[str, Tensor], unfit: str, fix: str
 ) -> None:
     """Raise ``UserError`` unless ``weights``, of ``key=name``, have the names and shapes of the model's."""
-    own = model.state_dict()
-    check_state_dict_keys(key, name, own.keys() - weights.keys(), weights.keys() - own.keys())
-    misfits = [tensor for tensor in own if own[tensor].shape != weights[tensor].shape]
+    expected = model.state_dict()
+    check_state_dict_keys(key, name, expected.keys() - weights.keys(), weights.keys() - expected.keys())
+    misfits = [tensor for tensor in expected if expected[tensor].shape != weights[tensor].shape]
     if misfits:
         first = misfits[0]
         raise UserError(
             f"{key}={name} is invalid: {unfit}: {len(misfits)} tensors have another shape, such as {first} with "
-            f"{list(weights[first].shape)} for {list(own[first].shape)}. {fix}"
+            f"{list(weights[first].shape)} for {list(expected[first].shape)}. {fix}"
         )
 
 
@@ -136,12 +136,12 @@ def _load_pretrained(cls: Any, key: str, name: str, kind: str) -> Any:
     fetch(name, "config.json", key=key, kind=kind, hint=_HINT)
     source, expected = expanduser(name), cls.config_class.model_type
     try:
-        found = PretrainedConfig.get_config_dict(source)[0].get("model_type", "model of no type")
+        actual = PretrainedConfig.get_config_dict(source)[0].get("model_type", "model of no type")
     except (OSError, ValueError) as error:
         raise _unreadable(key, name, error) from error
-    if found != expected:
+    if actual != expected:
         raise UserError(
-            f"{key}={name} is invalid: it must be a {kind} of type {expected}, and is a {found}. Remove the override "
+            f"{key}={name} is invalid: it must be a {kind} of type {expected}, and is a {actual}. Remove the override "
             f"of {key}, or give a {kind} of that type."
         )
     try:

@@ -164,10 +164,10 @@ def score_chunks(
             progress(int(index[-1]) + 1, seeds.numel())
         each = torch.cat([scored.result() for scored in scores]).unflatten(0, seeds.shape)
 
-    def joined(first: Any, *others: Any) -> Any:  # all chunks have the same numbers of steps and the same None
+    def join(first: Any, *others: Any) -> Any:  # all chunks have the same numbers of steps and the same None
         return torch.cat([first, *others]).unflatten(0, seeds.shape) if isinstance(first, Tensor) else first
 
-    whole, recorded = tree_map(joined, *trajectories)
+    whole, recorded = tree_map(join, *trajectories)
     if whole.finished:
         whole = whole._replace(x=whole.x0)  # one tensor, as the solver returns it
     return Candidates(seeds, whole, rewards.total(each), each, rewards.merits(each), recorded)

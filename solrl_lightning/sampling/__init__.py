@@ -71,7 +71,7 @@ def steps(
     if isinstance(solver, str) and solver not in SOLVERS:
         raise ValueError(f"solver must be one of {', '.join(SOLVERS)}; got {solver!r}")
     take_step = SOLVERS[solver] if isinstance(solver, str) else solver
-    levels = _checked(sigmas)
+    levels = _read_schedule(sigmas)
     num_steps = len(levels) - 1
     stop_step = num_steps if stop_step is None else stop_step
     if not state.step <= stop_step <= num_steps:
@@ -85,7 +85,7 @@ def steps(
         yield state
 
 
-def _checked(sigmas: Tensor) -> list[float]:
+def _read_schedule(sigmas: Tensor) -> list[float]:
     """Return the schedule as Python floats, in which solvers compute their coefficients in double precision."""
     levels: list[float] = sigmas.tolist()
     descends = all(later < earlier for earlier, later in zip(levels, levels[1:], strict=False))

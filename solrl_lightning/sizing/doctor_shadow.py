@@ -33,7 +33,7 @@ from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.tasks.benchmark import alternate
 from solrl_lightning.tasks.plan import Shapes
 from solrl_lightning.training.samplers import MERGED, POLICY, SHADOW
-from solrl_lightning.training.transformers import REFERENCE, VelocityModel, replicate, unchanged
+from solrl_lightning.training.transformers import REFERENCE, VelocityModel, as_it_is, replicate
 
 # Shares of the largest output. BF16 rounds an output by 2^-9, and twice on a CPU with BF16 units. Compiled code may
 # round a value between two codes to the other code. FP8 units of capability 9.0 keep 14 bits of a sum.
@@ -250,7 +250,7 @@ def blocks(
             return policy.guided_velocity(transformer, x, sigma, conditioning)
 
     rollout, training = inputs(cfg.model.rollout_batch), inputs(cfg.model.micro_batch)
-    replicas = {name: unchanged(module) for name, module in transformers.replicas.items()}
+    replicas = {name: as_it_is(module) for name, module in transformers.replicas.items()}
     calls = {name: partial(velocity, replica, *rollout) for name, replica in replicas.items()}
     if POLICY in samplers_of(cfg):
         velocity(transformers.adapted.old, *rollout)

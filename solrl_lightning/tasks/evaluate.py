@@ -57,15 +57,15 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
         load_adapters(module, cfg.ckpt)
         weights["trained"] = "ema"
     scorer = Scorer(module, weights, cfg.task.grid_prompts, cfg.task.grid_images)
-    share = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
-    found: Any = trainer.predict(scorer, share, return_predictions=True)
-    scored = in_order(gathered(found[0]))
+    rank_prompts = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
+    predictions: Any = trainer.predict(scorer, rank_prompts, return_predictions=True)
+    scored = in_order(gather(predictions[0]))
     scores = torch.stack([row.scores for row in scored], dim=1)  # [M, P, n, R]
 
     names = module.evaluation.names
 
     def by_reward(rows: Sequence[int]) -> dict[str, dict[str, Any]]:
-        return {name: compared(list(weights), scores[:, rows, :, i]) for i, name in enumerate(names)}
+        return {name: compare_models(list(weights), scores[:, rows, :, i]) for i, name in enumerate(names)}
 
     tags, prompts = read_tags(cfg.data.eval, cfg.data.column), module.evaluation.prompts
     kinds: defaultdict[str, list[int]] = defaultdict(list)
@@ -119,11 +119,11 @@ class Scorer(LightningModule):
             latents.append(candidates.x0[:, : self.grid_images])
         shown = set(evaluation.prompts[: self.grid_prompts])
         rows = zip(prompts, torch.stack(scores, dim=1), torch.stack(latents, dim=1), strict=True)
-        return [Scored(own, self.pictures(x) if prompt in shown else None) for prompt, own, x in rows]
+        return [Scored(score, self.pictures(x) if prompt in shown else None) for prompt, score, x in rows]
 
     def pictures(self, x0: Tensor) -> Tensor:
         """Return uint8 [M, n', 3, H, W] of latents [M, n', ...]."""
-        return torch.stack([(self.module.policy.decode(own) * 255).round().byte().cpu() for own in x0])
+        return torch.stack([(self.module.policy.decode(latents) * 255).round().byte().cpu() for latents in x0])
 
     def progress(self, name: str, done: int, total: int) -> None:
         if sys.stderr.isatty() and self.trainer.is_global_zero:
@@ -131,13 +131,13 @@ class Scorer(LightningModule):
             print(f"\r{name}: {done} of {total} images", end=end, file=sys.stderr, flush=True)
 
 
-def gathered(own: list[Scored]) -> list[list[Scored]]:
+def gather(scored: list[Scored]) -> list[list[Scored]]:
     """The results of all ranks, in the order of ranks. Collective."""
-    found: list[Any] = [own]
+    ranks: list[Any] = [scored]
     if distributed.is_initialized():
-        found *= distributed.get_world_size()
-        distributed.all_gather_object(found, own)
-    return found
+        ranks *= distributed.get_world_size()
+        distributed.all_gather_object(ranks, scored)
+    return ranks
 
 
 def in_order(ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
@@ -145,9 +145,9 @@ def in_order(ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
     return [row for rows in zip_longest(*ranks) for row in rows if row is not None]
 
 
-def compared(models: Sequence[str], scores: Tensor) -> dict[str, Any]:
+def compare_models(models: Sequence[str], scores: Tensor) -> dict[str, Any]:
     """Means of scores [M, P, n] by model and, with two models, the difference and the win rate of the trained one."""
-    result: dict[str, Any] = {name: over_prompts(own)._asdict() for name, own in zip(models, scores, strict=True)}
+    result: dict[str, Any] = {name: over_prompts(score)._asdict() for name, score in zip(models, scores, strict=True)}
     if len(scores) > 1:
         base, trained = scores
         result["difference"] = over_prompts(trained - base)._asdict()
@@ -171,8 +171,8 @@ def to_csv(evaluation: Evaluation, models: Sequence[str], scores: Tensor) -> str
     text = io.StringIO()
     table = csv.writer(text)
     table.writerow(["prompt", "seed", *(f"{name} {model}" for name in evaluation.names for model in models)])
-    for prompt, own_seeds, rows in zip(evaluation.prompts, seeds.tolist(), scores.permute(1, 2, 3, 0), strict=True):
-        table.writerows([prompt, seed, *row.flatten().tolist()] for seed, row in zip(own_seeds, rows, strict=True))
+    for prompt, prompt_seeds, rows in zip(evaluation.prompts, seeds.tolist(), scores.permute(1, 2, 3, 0), strict=True):
+        table.writerows([prompt, seed, *row.flatten().tolist()] for seed, row in zip(prompt_seeds, rows, strict=True))
     return text.getvalue()
 
 

@@ -42,7 +42,7 @@ def generate(cfg: DictConfig) -> dict[str, Any]:
     for name, state in weights.items():
         made_by = {"model": cfg.model.pretrained, "solver": cfg.model.solver, "steps": cfg.model.eval_steps}
         made_by |= {"checkpoint": cfg.ckpt} if name == "trained" else {}
-        for index, pictures in enumerate(sampled(module, prompts, seeds, name, state)):
+        for index, pictures in enumerate(sample_images(module, prompts, seeds, name, state)):
             if index < cfg.task.grid_prompts:
                 shown[name].append(pictures[: cfg.task.grid_images])
             for seed, picture in zip(seeds[index].tolist(), pictures, strict=True):
@@ -75,7 +75,7 @@ def without_training(cfg: DictConfig) -> DictConfig:
     return changed
 
 
-def sampled(module: SolRLModule, prompts: list[str], seeds: Tensor, name: str, state: str) -> Iterator[Tensor]:
+def sample_images(module: SolRLModule, prompts: list[str], seeds: Tensor, name: str, state: str) -> Iterator[Tensor]:
     """Yield each prompt's images [n, 3, H, W] in [0, 1]. Samples as many prompts at once as fill a forward pass."""
     at_once = max(1, module.transformers.samplers[MERGED].batch_size.size // seeds.shape[1])
     for first in range(0, len(prompts), at_once):

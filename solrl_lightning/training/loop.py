@@ -224,7 +224,7 @@ class ExploreTrainLoop(_FitLoop):
         seconds = sum(self.stopwatch.seconds.get(stage, 0.0) for stage in STOPWATCH_STAGES)
         return {"seconds": self._seconds_before + seconds, **self._counts}
 
-    def logged(self) -> dict[str, Tensor]:
+    def logged_values(self) -> dict[str, Tensor]:
         """Return the values that this iteration has logged; only in ``on_train_epoch_end``. Collective."""
         return self._results.metrics(on_step=False)["log"]
 

@@ -243,20 +243,20 @@ class SolRLModule(LightningModule):
         checkpoint["precision_backend"] = self.transformers.precision_backend  # a resumed run keeps the precision
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        own, found = (
+        expected, loaded = (
             {name: list(value.shape) for name, value in self._adapter_tensors(state).items()}
             for state in (self.state_dict(), checkpoint["state_dict"])
         )
         dtypes = {value.dtype for value in self._adapter_tensors(checkpoint["state_dict"]).values()}
-        if own == found and dtypes != {torch.float32}:
+        if expected == loaded and dtypes != {torch.float32}:
             names = ", ".join(sorted(map(str, dtypes)))
             raise UserError(f"the checkpoint's adapters are of {names}; a run writes float32. Take that of a run.")
-        if own != found:
-            name = min(name for name in own | found if own.get(name) != found.get(name))
+        if expected != loaded:
+            name = min(name for name in expected | loaded if expected.get(name) != loaded.get(name))
             raise UserError(
                 "the checkpoint's adapters do not fit this model: model, model.lora.rank and model.lora.target_modules "
-                f"must be those of the run that wrote it; {name} has shape {own.get(name, 'none')} in the model and "
-                f"{found.get(name, 'none')} in the checkpoint. Repeat the options of that run."
+                f"must be those of the run that wrote it; {name} has shape {expected.get(name, 'none')} in the model "
+                f"and {loaded.get(name, 'none')} in the checkpoint. Repeat the options of that run."
             )
         self.evaluation.comparable = checkpoint.get("evaluation") == self.evaluation.digest_with_noise
 

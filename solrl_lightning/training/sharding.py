@@ -67,7 +67,7 @@ class FixedBatchSize(BatchSize):
         )
 
 
-def sharded(policy: PipelineAdapter, lora: LoraConfig, seed: int, batch_size: int) -> Transformers:
+def shard_transformers(policy: PipelineAdapter, lora: LoraConfig, seed: int, batch_size: int) -> Transformers:
     """Return the transformers of a rank: the trained one alone, as merged replicas would be whole copies.
 
     Args:

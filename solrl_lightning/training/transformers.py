@@ -110,7 +110,7 @@ class Transformers:
         return "no shadow" if shadow is None else f"{shadow.precision} ({shadow.name})"
 
 
-def unchanged(transformer: nn.Module) -> VelocityModel:
+def as_it_is(transformer: nn.Module) -> VelocityModel:
     """Return contexts with a transformer that computes its velocity as it is."""
     return lambda: nullcontext(transformer)
 
@@ -163,6 +163,6 @@ def replicate(
         for name, module in replicas.items()
     }
     samplers[POLICY] = PolicySampler(policy, adapted.old, BatchSize(batch_size, pad_to_size=compile_policy))
-    old = adapted.old if old_velocity == POLICY else unchanged(replicas[old_velocity])
-    velocity_models = {"old": old, REFERENCE: unchanged(reference)}
+    old = adapted.old if old_velocity == POLICY else as_it_is(replicas[old_velocity])
+    velocity_models = {"old": old, REFERENCE: as_it_is(reference)}
     return Transformers(adapted, samplers, velocity_models, replicas, backend if with_shadow else None, shadow_layers)

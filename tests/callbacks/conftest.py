@@ -151,7 +151,7 @@ def make_trainer(
     trainer = Trainer(**(defaults | options), callbacks=[*callbacks, roll_out or RollOut()])
     trainer.fit_loop.stopwatch = Stopwatch()
     trainer.fit_loop.iterations_done = 0
-    trainer.fit_loop.logged = MethodType(ExploreTrainLoop.logged, trainer.fit_loop)
+    trainer.fit_loop.logged_values = MethodType(ExploreTrainLoop.logged_values, trainer.fit_loop)
     return trainer
 
 

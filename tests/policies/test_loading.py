@@ -135,11 +135,11 @@ def test_components_that_are_here_or_not_wanted_are_not_loaded(copied: Path) -> 
     for name in ("transformer", "vae", "scheduler"):
         shutil.rmtree(copied / name)
     rest = {name: whole.components[name] for name in ("transformer", "vae", "scheduler")}
-    pipeline = load_pipeline(FluxPipeline, str(copied), given=rest)
+    pipeline = load_pipeline(FluxPipeline, str(copied), components=rest)
     assert pipeline.transformer is whole.transformer and pipeline.text_encoder is not None
     shutil.rmtree(copied / "text_encoder_2")
     without = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
-    assert load_pipeline(FluxPipeline, str(copied), given=rest | without).text_encoder is None
+    assert load_pipeline(FluxPipeline, str(copied), components=rest | without).text_encoder is None
 
 
 @pytest.mark.parametrize("other", sorted(BUILDERS))
