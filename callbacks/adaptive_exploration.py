@@ -1,7 +1,7 @@
 """Moves the exploration between levels, from cheap to expensive, by the probes of ``RankCorrelation``.
 
-A level is a way to explore: sampler, steps, and where it stops. It is a function of the recorded probes, which the
-checkpoint holds, so a resumed run has the same levels.
+A level is the number of an explorer: sampler, steps, and the step where it stops. It is a function of the recorded
+probes, which the checkpoint holds, so a resumed run has the same levels.
 """
 
 from collections.abc import Sequence

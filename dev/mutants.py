@@ -168,7 +168,6 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/training/samplers.py": [
         ("evaluations sample the old policy", "state if version is None else None", "None", WEIGHTS),
-        ("evaluations' weights stay", "state if version is None else None", "state", WEIGHTS),
     ],
     "solrl_lightning/training/transformers.py": [
         ("default samples", "self.lora_layers, OLD) as", "self.lora_layers, TRAINED) as", WEIGHTS),

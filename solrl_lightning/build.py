@@ -135,10 +135,10 @@ def levels_of(cfg: DictConfig, objective: Objective) -> list[list[Stage]]:
     family, last = cfg.family, cfg.family.regenerate
     solver = objective.solver or last.solver
     regenerate = Stage(REGENERATE, last.sampler, last.steps, solver)
-    ways = family.get("levels") or [family.explore]
-    if ways == [None]:
+    explorers = family.get("levels") or ([] if family.explore is None else [family.explore])
+    if not explorers:
         return [[regenerate._replace(keep=family.keep)]]
-    return [[*explorers(way, last.solver, family.keep), regenerate] for way in ways]
+    return [[*exploring_stages(explorer, last.solver, family.keep), regenerate] for explorer in explorers]
 
 
 def build_objective(cfg: DictConfig) -> Objective:
@@ -156,17 +156,21 @@ def uses_shadow(cfg: DictConfig) -> bool:
     return SHADOW in samplers_of(cfg)
 
 
-def explorers(way: Mapping[str, Any], solver: str, keep: int, name: str = EXPLORE) -> list[Stage]:
-    """Return a stage per rung of ``way``; without rungs one, which keeps ``keep``. ``solver``: where ``way`` has none.
+def exploring_stages(explorer: Mapping[str, Any], solver: str, keep: int, name: str = EXPLORE) -> list[Stage]:
+    """Return a stage per rung of ``explorer``, a node like ``family.explore``; without rungs one, which keeps ``keep``.
 
-    A stage whose step is null, or the last of ``steps``, goes to the end of the trajectory.
+    ``solver``: where ``explorer`` has none. The keys ``stop_after`` and ``step`` of a rung are a stage's ``stop_step``;
+    null, or the last of ``steps``, goes to the end of the trajectory.
     """
-    steps = way["steps"]
-    own = way["sampler"], steps, way.get("solver", solver)
-    rungs = way.get("rungs") or [{"step": way.get("stop_after"), "keep": keep}]
-    stops = [None if rung["step"] == steps else rung["step"] for rung in rungs]
-    decoder = way.get("decoder", "full")
-    return [Stage(name, *own, stop, decoder, rung["keep"]) for stop, rung in zip(stops, rungs, strict=True)]
+    steps = explorer["steps"]
+    trajectory = explorer["sampler"], steps, explorer.get("solver", solver)
+    rungs = explorer.get("rungs") or [{"step": explorer.get("stop_after"), "keep": keep}]
+    stop_steps = [None if rung["step"] == steps else rung["step"] for rung in rungs]
+    decoder = explorer.get("decoder", "full")
+    return [
+        Stage(name, *trajectory, stop_step, decoder, rung["keep"])
+        for stop_step, rung in zip(stop_steps, rungs, strict=True)
+    ]
 
 
 def build_rewards(

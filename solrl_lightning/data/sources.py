@@ -187,9 +187,9 @@ def _json_record(line: str) -> Record | str:
         return f"{rule}; got {line.strip()[:60]}"
     prompt, tag = row.get("prompt"), row.get("tag")
     if not isinstance(prompt, str):
-        found = "no such key" if "prompt" not in row else repr(prompt)
+        value = "no such key" if "prompt" not in row else repr(prompt)
         keys = ", ".join(row) or "none"
-        return f'every line of a .jsonl file must have a string under "prompt"; this one has {found} (its keys: {keys})'
+        return f'every line of a .jsonl file must have a string under "prompt"; this one has {value} (its keys: {keys})'
     if tag is not None and not isinstance(tag, str):
         return f'the "tag" of a prompt must be a string; got {tag!r}'
     return Record(prompt, {key: value for key, value in row.items() if key != "prompt"})

@@ -104,13 +104,13 @@ class GenEval(TransformersCLIP):
         outputs = self.detector(pixel_values=pixels.pixel_values.to(self.device, self.dtype), **tokens)
         sizes = [tuple(images.shape[-2:])] * len(images)
         results = self._detector_processor.post_process_grounded_object_detection(outputs, threshold, sizes)
-        found = []
+        objects = []
         for result in results:
             scores, labels, boxes = result["scores"].float(), result["labels"], result["boxes"].float()
             kept = batched_nms(boxes, scores, labels, _OVERLAP)  # in the order of falling scores
             boxes, labels = boxes[kept], labels[kept]
-            found.append({kind: boxes[labels == label][:MAX_OBJECTS].tolist() for label, kind in enumerate(kinds)})
-        return found
+            objects.append({kind: boxes[labels == label][:MAX_OBJECTS].tolist() for label, kind in enumerate(kinds)})
+        return objects
 
     def colours(self, image: Tensor, objects: Sequence[Box], kind: str) -> list[str]:
         """The colour of each of the objects in the image [3, H, W]: CLIP's zero-shot class of its box."""

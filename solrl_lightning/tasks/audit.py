@@ -1,11 +1,11 @@
 """task=audit: rank fidelity and cost of cheap proxies.
 
-Every proxy and the truth (BF16 at full steps) score the same pool; their rankings are compared prompt by prompt. A
-proxy is a sampler (the shadow in some precision, or BF16), a number of steps, a solver and a decoder. It may stop at a
-step and score the predicted image, as in ``family=prefix``, or select candidates at rungs, as in ``family=race``. Its
-cost is in seconds per candidate of the pool, with decoding and reward, and in model evaluations of a pool. Then its
-kept candidates are regenerated, as in a family with this proxy. The report ends with the command of the cheapest family
-that keeps enough of the reward gap.
+Every explorer of ``task.proxies`` and the truth (BF16 at full steps) score the same pool; their rankings are compared
+prompt by prompt. An explorer is a sampler (the shadow in some precision, or BF16), a number of steps, a solver and a
+decoder. It may stop at a step and score the predicted image, as in ``family=prefix``, or select candidates at rungs, as
+in ``family=race``. Its cost is in seconds per candidate of the pool, with decoding and reward,
+and in model evaluations of a pool. Then its kept candidates are regenerated, as in a family with this explorer. The
+report ends with the command of the cheapest family that keeps enough of the reward gap.
 
 Shapes: P prompts, N pool.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.tables import format_table, write_json
-from solrl_lightning.build import build_module, device_of, explorers, load_adapters, with_option
+from solrl_lightning.build import build_module, device_of, exploring_stages, load_adapters, with_option
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.quantization import resolve_from
@@ -38,13 +38,13 @@ from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.samplers import MERGED, SHADOW
 
-_PROXY = "proxy"  # name of the stages of a proxy
+_PROXY = "proxy"  # name of an explorer's stages here, where an image that is not finite is an error
 # Of a label in the picture: offset in points, alignment.
 _SIDES = ((5, 3, "left", "bottom"), (-5, -3, "right", "top"), (-5, 3, "right", "bottom"), (5, -3, "left", "top"))
 
 
 class Scored(NamedTuple):
-    """A pool scored by one sampler."""
+    """A pool scored by one explorer or, the truth, in BF16 at full steps."""
 
     stages: list[Stage]  # one, or the rungs of a race; then, except for the truth, regeneration
     precision: str
@@ -59,7 +59,7 @@ class Scored(NamedTuple):
 
 
 def audit(cfg: DictConfig) -> dict[str, Any]:
-    """Rank fidelity of every proxy of ``cfg.task.proxies``, of the base or of ``cfg.ckpt``.
+    """Rank fidelity of every explorer of ``cfg.task.proxies``, of the base or of ``cfg.ckpt``.
 
     Writes audit.json and audit.png, fidelity against cost.
     """
@@ -67,16 +67,16 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
     scored: list[Scored] = []
     default_precision = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device_of(cfg)).precision
     grouped: dict[str | None, list[list[Stage]]] = {}
-    for proxy in options.proxies:
-        requested = proxy.get("precision")
+    for explorer in options.proxies:
+        requested = explorer.get("precision")
         group = grouped.setdefault(None if requested == default_precision else requested, [])
-        if (stages := _stages(proxy, cfg)) not in group:  # precision=auto may be one that is listed
+        if (stages := _stages(explorer, cfg)) not in group:  # precision=auto may be one that is listed
             group.append(stages)
     for precision, group in grouped.items():
         changed = cfg if precision is None else with_option(cfg, "precision", precision)
         first = [] if scored else [[Stage(_PROXY, *_full(cfg), keep=options.keep)]]
         scored += score_pool(changed, [*first, *group])
-    truth, *proxies = scored
+    truth, *explorers = scored
     gap = reward_gap(truth.merits, truth.merits, options.keep)
     result: dict[str, Any] = {
         "prompts": truth.merits.shape[0],
@@ -90,7 +90,7 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
             "seconds": truth.seconds[_PROXY],
             "gap": gap,
         },
-        "proxies": [describe(proxy, truth.merits, gap, cfg) for proxy in proxies],
+        "proxies": [describe(explorer, truth.merits, gap, cfg) for explorer in explorers],
     }
     result["recommended"] = recommend(result["proxies"], options.min_gap)
     folder = Path(cfg.run_dir)
@@ -101,43 +101,43 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
     return result
 
 
-def describe(proxy: Scored, truth: Tensor, gap: float, cfg: DictConfig) -> dict[str, Any]:
-    """A proxy's settings, cost and fidelity to the merits ``truth`` [P, N], whose gap is ``gap``."""
-    first, keep, passes = proxy.stages[0], cfg.task.keep, forward_passes(cfg.model.get("guidance_scale", 1))
-    *explored, regenerated = evaluations(proxy.stages, cfg.task.pool)
-    proxy_gap = reward_gap(proxy.merits, truth, keep)
+def describe(explorer: Scored, truth: Tensor, gap: float, cfg: DictConfig) -> dict[str, Any]:
+    """An explorer's settings, cost and fidelity to the merits ``truth`` [P, N], whose gap is ``gap``."""
+    first, keep, passes = explorer.stages[0], cfg.task.keep, forward_passes(cfg.model.get("guidance_scale", 1))
+    *explored, regenerated = evaluations(explorer.stages, cfg.task.pool)
+    proxy_gap = reward_gap(explorer.merits, truth, keep)
     return {
-        "name": name_of(proxy, cfg.model.solver),
-        "command": command_of(proxy, cfg),
+        "name": name_of(explorer, cfg.model.solver),
+        "command": command_of(explorer, cfg),
         "sampler": first.sampler,
-        "precision": proxy.precision,
-        "backend": proxy.backend,
+        "precision": explorer.precision,
+        "backend": explorer.backend,
         "steps": first.steps,
         "solver": first.solver,
-        "rungs": [{"step": stage.stop_step, "keep": stage.keep} for stage in proxy.rungs],
+        "rungs": [{"step": stage.stop_step, "keep": stage.keep} for stage in explorer.rungs],
         "decoder": first.decoder,
         "evaluations": passes * sum(explored),
         "regenerate_evaluations": passes * regenerated,
-        "reward": proxy.reward,
-        "seconds": proxy.seconds[_PROXY],
-        "regenerate_seconds": proxy.seconds[REGENERATE],
+        "reward": explorer.reward,
+        "seconds": explorer.seconds[_PROXY],
+        "regenerate_seconds": explorer.seconds[REGENERATE],
         "gap": proxy_gap,
         "gap_kept": proxy_gap / gap,
-        **fidelity(proxy.merits, truth, keep),
+        **fidelity(explorer.merits, truth, keep),
     }
 
 
-def _stages(proxy: Mapping[str, Any], cfg: DictConfig) -> list[Stage]:
-    return [*explorers(proxy, cfg.model.solver, cfg.task.keep, name=_PROXY), Stage(REGENERATE, *_full(cfg))]
+def _stages(explorer: Mapping[str, Any], cfg: DictConfig) -> list[Stage]:
+    return [*exploring_stages(explorer, cfg.model.solver, cfg.task.keep, name=_PROXY), Stage(REGENERATE, *_full(cfg))]
 
 
 def _full(cfg: DictConfig) -> tuple[str, int, str]:
     return MERGED, cfg.model.full_steps, cfg.model.solver
 
 
-def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
-    """Sample and score the pool with every proxy, each after a warm-up in which compiled samplers compile."""
-    module = build_module(cfg, device_of(cfg), [stage for stages in proxies for stage in stages])
+def score_pool(cfg: DictConfig, families: Sequence[list[Stage]]) -> list[Scored]:
+    """Sample and score the pool by each of ``families``, after a warm-up in which compiled samplers compile."""
+    module = build_module(cfg, device_of(cfg), [stage for stages in families for stage in stages])
     if cfg.ckpt is not None:
         load_adapters(module, cfg.ckpt)
     module.sync_samplers(version=0)
@@ -154,7 +154,7 @@ def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
         return candidates
 
     scored = []
-    for stages in proxies:
+    for stages in families:
         for stage in (stages[0], stages[-1]):
             module.run_stage(stage._replace(steps=1, stop_step=None), prompts, seeds[:, :1])
         seconds_of.clear()
@@ -184,23 +184,23 @@ def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
     return (best.mean() - worst.mean()).item()
 
 
-def name_of(proxy: Scored, solver: str) -> str:
+def name_of(explorer: Scored, solver: str) -> str:
     """The label in the table and the picture: ``nvfp4 6 steps``, ``bf16 4 of 10 steps``, ``bf16 2/4/6 of 10 steps``."""
-    first = proxy.stages[0]
+    first = explorer.stages[0]
     options = [str(value) for value, default in ((first.solver, solver), (first.decoder, "full")) if value != default]
-    return " ".join([proxy.precision, steps_label(proxy.rungs), *options])
+    return " ".join([explorer.precision, steps_label(explorer.rungs), *options])
 
 
 # The recommendation
 
 
-def command_of(proxy: Scored, cfg: DictConfig) -> str | None:
-    """The command of a run that explores like the proxy, with the audit's other options; None if no family can.
+def command_of(explorer: Scored, cfg: DictConfig) -> str | None:
+    """The command of a run with this explorer and the audit's other options; None if no family can.
 
-    Exploration on merged weights that stops early continues in regeneration, so steps and solver are equal; a proxy
+    Exploration on merged weights that stops early continues in regeneration, so steps and solver are equal; an explorer
     that is the truth leaves nothing to regenerate.
     """
-    rungs, first = proxy.rungs, proxy.stages[0]
+    rungs, first = explorer.rungs, explorer.stages[0]
     stops = rungs[-1].stop_step is not None
     if first.sampler == MERGED and stops != ((first.sampler, first.steps, first.solver) == _full(cfg)):
         return None
@@ -209,7 +209,7 @@ def command_of(proxy: Scored, cfg: DictConfig) -> str | None:
     if len(rungs) > 1:
         explore["rungs"] = [{"step": stage.stop_step or stage.steps, "keep": stage.keep} for stage in rungs]
     defaults: Any = OmegaConf.to_container(with_option(cfg, "family", family).family)
-    arguments = [f"family={family}"] + [f"precision={proxy.precision}"] * (first.sampler == SHADOW)
+    arguments = [f"family={family}"] + [f"precision={explorer.precision}"] * (first.sampler == SHADOW)
     arguments += [f"family.{key}={cfg.task[key]}" for key in ("pool", "keep") if cfg.task[key] != defaults[key]]
     for key, value in defaults["explore"].items():
         if value != explore[key]:
