@@ -1,7 +1,7 @@
 """Moves the exploration between levels, from cheap to expensive, by the probes of ``RankCorrelation``.
 
-A level is a way to explore: sampler, steps, and where it stops. It is a function of the recorded probes, which the
-checkpoint holds, so a resumed run has the same levels.
+A level is the number of an explorer: sampler, steps, and the step where it stops. It is a function of the recorded
+probes, which the checkpoint holds, so a resumed run has the same levels.
 """
 
 from collections.abc import Sequence
@@ -52,8 +52,8 @@ class AdaptiveExploration(Callback):
         if not self.probes:
             return self.start
         level = min(self.probes[-1]["level"], len(self.levels) - 1)  # a branched run may have fewer levels
-        own = takewhile(lambda probe: probe["level"] == level, reversed(self.probes))
-        return next_level(level, [probe["spearman"] for probe in own][::-1], len(self.levels), self.rule)
+        latest = takewhile(lambda probe: probe["level"] == level, reversed(self.probes))
+        return next_level(level, [probe["spearman"] for probe in latest][::-1], len(self.levels), self.rule)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A checkpoint within an iteration has the probe of that iteration, which is repeated.

@@ -40,7 +40,7 @@ class Limits(NamedTuple):
 
 @dataclass
 class History:
-    """What the rules read. ``tables`` are float64 [P, columns], see ``SolRLModule.held_out``."""
+    """What the rules read. ``tables`` are float64 [P, columns], see ``Evaluation.table``."""
 
     rows: list[dict[str, float]] = field(default_factory=list)  # one per iteration: its number and METRICS
     evaluated: list[int] = field(default_factory=list)  # iteration of each evaluation

@@ -31,12 +31,12 @@ class BestCheckpoint(Checkpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         branched = not trainer.strategy.broadcast(self.path.is_file())
-        if branched or not module_of(pl_module).same_evaluation:
+        if branched or not module_of(pl_module).evaluation.comparable:
             self.reward = self.iteration = None
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module, iteration = module_of(pl_module), loop_of(trainer).iterations_done
-        row = module.eval_history[-1] if module.eval_history else {}
+        row = module.evaluation.history[-1] if module.evaluation.history else {}
         if row.get("iteration") != iteration:
             return
         reward = row[self.monitor or module.rewards.name]

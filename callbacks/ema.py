@@ -5,6 +5,7 @@ state, not in the module's.
 """
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from solrl_lightning.callbacks.common import module_of
+from solrl_lightning.errors import UserError
+from solrl_lightning.policies.adapters import State
 from solrl_lightning.training.schedules import ema_decay
 
 log = logging.getLogger(__name__)
@@ -66,3 +69,18 @@ class WeightEMA(Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.updates, self.average = state_dict["updates"], dict(state_dict["average"])
+
+
+def average_in(checkpoint: Mapping[str, Any], adapter: State) -> State | None:
+    """Return the evaluation average of a checkpoint, or None if it was saved without this callback.
+
+    Raises:
+        UserError: its names and shapes are not those of ``adapter``.
+    """
+    state = checkpoint["callbacks"].get(WeightEMA.__qualname__, {"average": {}})
+    average = state.get("average") if isinstance(state, dict) else None
+    shapes = {name: value.shape for name, value in adapter.items()}
+    known = isinstance(average, dict) and {name: getattr(value, "shape", None) for name, value in average.items()}
+    if known not in ({}, shapes):
+        raise UserError("the evaluation average of the checkpoint does not fit its adapters. Take another one.")
+    return average or None

@@ -7,6 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from solrl_lightning.artifacts.files import read_checkpoint
 from solrl_lightning.callbacks.checkpoints import BestCheckpoint
 from solrl_lightning.callbacks.common import find_callback, module_of, stop_reason
+from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.errors import NonFiniteError, WriteError
 
 
@@ -29,5 +30,5 @@ class ExportLoRA(Callback):
             return
         module, best = module_of(pl_module), find_callback(trainer, BestCheckpoint)
         if best is not None and best.reward is not None and stop_reason(trainer) is not None:
-            module.load_average(read_checkpoint(best.path))
+            module.ema_state = average_in(read_checkpoint(best.path), module.adapter_state("default"))
         module.save_lora(Path(trainer.default_root_dir) / "lora", "ema")

@@ -41,18 +41,19 @@ class Guard(Callback):
         self._faulty = 0  # consecutive iterations with rewards that train nothing
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not module_of(pl_module).same_evaluation:  # the tables of the run that this one branches from do not compare
+        # The tables of the run that this one branches from may not compare.
+        if not module_of(pl_module).evaluation.comparable:
             self.history = History(self.history.rows)
         if not trainer.should_stop:  # a run that an alarm has ended is trained further
             self.stopped_by = None
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module, iteration = module_of(pl_module), loop_of(trainer).iterations_done
-        if trainer.sanity_checking or module.held_out is None:
+        if trainer.sanity_checking or module.evaluation.table is None:
             return
         self.history = self.history.until(iteration - 1)
         self.history.evaluated.append(iteration)
-        self.history.tables.append(module.held_out.clone())
+        self.history.tables.append(module.evaluation.table.clone())
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A checkpoint within an iteration has the evaluation of that iteration, which is repeated.
@@ -64,7 +65,7 @@ class Guard(Callback):
         row = {name: float(logged[name]) for name in METRICS if name in logged}
         self.history.rows.append({"iteration": trainer.current_epoch + 1} | row)
         watched = {name: w for name, w in module.rewards.weights.items() if w >= 0 and name != module.rewards.name}
-        found = find_alarms(self.history, module.evaluated_columns, module.rewards.name, watched, self.limits)
+        found = find_alarms(self.history, module.evaluation.columns, module.rewards.name, watched, self.limits)
         found += self._constant_rewards(trainer)
         begun = [alarm for alarm in found if alarm.name not in self._active]
         self._active = [alarm.name for alarm in found]

@@ -20,7 +20,7 @@ class MetricHistory(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Collective: the values are reduced over ranks here.
-        values = {name: float(value) for name, value in loop_of(trainer).logged().items()}
+        values = {name: float(value) for name, value in loop_of(trainer).logged_values().items()}
         self.rows.append({"iteration": trainer.current_epoch + 1} | values)
         if len(self.rows) > _ROWS:
             self.rows = self.rows[1::2]

@@ -141,7 +141,7 @@ class StageProgressBar(ProgressBar):
             return
         if not sys.stdout.isatty():
             module = module_of(pl_module)
-            scores = [f"{name} {module.eval_history[-1][name]:.4f}" for name in module.evaluated]
+            scores = [f"{name} {module.evaluation.history[-1][name]:.4f}" for name in module.evaluation.names]
             print(" | ".join(["before training", *scores]), flush=True)
         self._close()
 

@@ -10,4 +10,4 @@ class Requantize(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         with loop_of(trainer).stopwatch.stage("requantize"):
-            module_of(pl_module).samplers.sync()
+            module_of(pl_module).sync_samplers(loop_of(trainer).iterations_done)

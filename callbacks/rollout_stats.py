@@ -26,11 +26,11 @@ class RolloutStats(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loop = loop_of(trainer)
         rewards = loop.rollouts.rewards  # [P, K]
-        kept = moments(trainer, rewards)
+        moments_of_rewards = moments(trainer, rewards)
         all_equal = (rewards == rewards[:, :1]).all(dim=1)  # [P]
         self.last = {
-            "reward/mean": kept.mean,
-            "reward/std": kept.std,
+            "reward/mean": moments_of_rewards.mean,
+            "reward/std": moments_of_rewards.std,
             "reward/group_std": moments(trainer, rewards.std(dim=1, correction=0)).mean,
             "reward/zero_std_fraction": moments(trainer, all_equal).mean,
         }

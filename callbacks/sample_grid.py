@@ -54,7 +54,7 @@ class SampleGrid(Callback):
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._due(trainer):
             return
-        done, prompts = trainer.current_epoch + 1, module_of(pl_module).eval_prompts[: self.prompts]
+        done, prompts = trainer.current_epoch + 1, module_of(pl_module).evaluation.prompts[: self.prompts]
         seeds = evaluation_seeds(self.seed, prompts, self.seeds_per_prompt)
         with loop_of(trainer).stopwatch.stage("grid"):
             if not len(self._base):

@@ -94,8 +94,8 @@ class RunSummary(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         module = module_of(pl_module)
-        own = {"first_metrics": self._first, "last_metrics": self._last, "eval_base": module.eval_base}
-        checkpoint[_STATE] = {"seconds": self._seconds(), "eval_history": list(module.eval_history), **own}
+        own = {"first_metrics": self._first, "last_metrics": self._last, "eval_base": module.evaluation.base}
+        checkpoint[_STATE] = {"seconds": self._seconds(), "eval_history": list(module.evaluation.history), **own}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # A checkpoint saved without this callback has no such key.
@@ -103,9 +103,9 @@ class RunSummary(Callback):
         self._seconds_before = state["seconds"]
         self._first, self._last = state.get("first_metrics", {}), state.get("last_metrics", {})
         module = module_of(pl_module)
-        if module.same_evaluation:
-            module.eval_history[:0] = state["eval_history"]
-            module.eval_base = state.get("eval_base")  # an older version has none
+        if module.evaluation.comparable:
+            module.evaluation.history[:0] = state["eval_history"]
+            module.evaluation.base = state.get("eval_base")  # an older version has none
 
     def _seconds(self) -> float:
         return self._seconds_before + (time.perf_counter() - self._started if self._started is not None else 0.0)
@@ -134,7 +134,7 @@ class RunSummary(Callback):
         """The content of summary.json."""
         module = module_of(pl_module)
         # A resume repeats an interrupted iteration and its evaluation: keep the later one.
-        latest = {row["iteration"]: row for row in module.eval_history}
+        latest = {row["iteration"]: row for row in module.evaluation.history}
         evaluations = [latest[iteration] for iteration in sorted(latest)]
         reward = module.rewards.name
         base, final, evaluated_at = base_and_final(evaluations, reward)
@@ -147,10 +147,10 @@ class RunSummary(Callback):
         guard, best = find_callback(trainer, Guard), find_callback(trainer, BestCheckpoint)
         timings, last = find_callback(trainer, StageTimings), run / LAST
         held_out = {
-            "prompts": len(module.eval_prompts),
+            "prompts": len(module.evaluation.prompts),
             "images_per_prompt": module.evaluation.images,
             "steps": module.evaluation.steps,
-            "digest": module.held_out_digest,
+            "digest": module.evaluation.digest,
         }
         paths = {name: str(run / relative) for name, relative in _PATHS.items() if (run / relative).exists()}
         return {
@@ -177,7 +177,7 @@ class RunSummary(Callback):
                 name: {"first": first, "last": self._last.get(name)} for name, first in self._first.items()
             },
             "alarms": [alarm._asdict() for alarm in guard.alarms] if guard else [],
-            "precision_backend": str(module.samplers.precision_backend),
+            "precision_backend": str(module.transformers.precision_backend),
             **peak_memory(trainer.strategy.root_device),
             "held_out": held_out,
             "evaluations": evaluations,

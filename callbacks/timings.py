@@ -12,8 +12,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from solrl_lightning.callbacks.common import EXTRA_STAGES, log_values, loop_of
-from solrl_lightning.rollout.stage import STAGES
-from solrl_lightning.training.stopwatch import Stopwatch
+from solrl_lightning.training.stopwatch import STOPWATCH_STAGES, Stopwatch
 
 _WINDOW = 1000  # iterations in the medians; limits the size of the checkpoint
 
@@ -37,10 +36,11 @@ class StageTimings(Callback):
         self._started, self._first = time.perf_counter(), self._stopwatch.seconds
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        spent, own = self._stopwatch.since(self._last), self._stopwatch.since(self._first)
-        stages = {stage: spent.get(stage, 0.0) for stage in STAGES}
-        iteration = time.perf_counter() - self._started - sum(own.get(stage, 0.0) for stage in EXTRA_STAGES)
-        iteration += sum(stages[stage] - own.get(stage, 0.0) for stage in STAGES)  # hooks of callbacks before this one
+        since_last, since_start = self._stopwatch.since(self._last), self._stopwatch.since(self._first)
+        stages = {stage: since_last.get(stage, 0.0) for stage in STOPWATCH_STAGES}
+        iteration = time.perf_counter() - self._started - sum(since_start.get(stage, 0.0) for stage in EXTRA_STAGES)
+        # Hooks of callbacks before this one:
+        iteration += sum(stages[stage] - since_start.get(stage, 0.0) for stage in STOPWATCH_STAGES)
         self.history.append(stages | {"iteration": iteration})
         log_values(pl_module, {f"time/{name}": value for name, value in self.history[-1].items()})
         self._last = self._stopwatch.seconds

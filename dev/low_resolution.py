@@ -49,14 +49,14 @@ def measure(seed: int) -> None:
     with initialize_config_module("solrl_lightning.conf", version_base="1.3"):
         cfg = compose("config", overrides=["task=audit", "family.compile=false", f"seed={seed}"])
     module = build_module(cfg, torch.device("cpu"), [])
-    prompts = module.encode(module.eval_prompts[:PROMPTS])
+    prompts = module.encode(module.evaluation.prompts[:PROMPTS])
     seeds = pool_seeds(seed, 0, prompts.texts, POOL)
 
     def scored(steps: int) -> tuple[Candidates, float]:
         start = time.perf_counter()
         return module.run_stage(Stage("explore", "merged", steps, "euler"), prompts, seeds), time.perf_counter() - start
 
-    module.samplers.sync()
+    module.sync_samplers(version=0)
     full, _ = scored(STEPS[0])
     truth = full.rewards
     rows = {f"32 px, {STEPS[1]} steps": scored(STEPS[1])}
@@ -64,7 +64,9 @@ def measure(seed: int) -> None:
     arguments = {key: value for key, value in cfg.model.policy.items() if key != "_target_"}
     arguments["resolution"] = cfg.model.resolution // 2
     for spacing in (1, 2):
-        module.policy = module.samplers.policy = Small(spacing, **arguments)
+        module.policy = Small(spacing, **arguments)
+        for sampler in module.transformers.samplers.values():
+            sampler.policy = module.policy
         for steps in STEPS:
             rows[f"16 px, {steps} steps, token spacing {spacing}"] = scored(steps)
     enlarged = module.rewards.for_training  # how much the size of the picture alone costs: the truth's, shrunk first

@@ -58,12 +58,12 @@ METRICS = f"{LOOP}::test_all_metrics_of_objective_are_logged"
 MEANS = f"{LOOP}::test_metrics_are_means_over_the_rows_that_have_them_without_padding"
 BRANCH = f"{LOOP}::test_a_branch_with_other_optimizer_steps_continues_the_schedule_at_its_iteration"
 STEPS = f"{LOOP}::test_optimizer_steps_split_the_rows"
-ADVANTAGES = "tests/rollout/test_advantages.py"
+ADVANTAGES = "tests/objectives/test_advantages.py"
 SEEDS = "tests/test_seeds.py"
 SELECT = "tests/rollout/test_select.py"
 EXPLORE = "tests/rollout/test_explore.py"
-STAGE = "tests/rollout/test_stage.py"
-ROWS = "tests/rollout/test_micro_batches.py"
+CHUNKS = "tests/rollout/test_chunks.py"
+ROWS = "tests/training/test_micro_batches.py"
 NFT = "tests/objectives/test_nft.py"
 QWEN = "tests/policies/test_qwen_image.py"
 COMPILATION, COMPILED = "tests/policies/test_compilation.py", "tests/training/test_compiled_runs.py"
@@ -106,8 +106,8 @@ MUTANTS: dict[str, list[Edit]] = {
             f"{LOOP}::test_the_scheduler_sets_the_rate_of_every_step_also_after_a_resume",
         ),
         ("a killed end is never finished", "not self.ends_again and super().skip", "super().skip", ENDS),
-        ("other rewards are not evaluated", "if not self._module.same_evaluation:", "if False:", BRANCHES),
-        ("a run that was stopped goes on", 'self.ends_again and own.get("stopped", False)', "False", ENDS),
+        ("other rewards are not evaluated", "if not self._module.evaluation.comparable:", "if False:", BRANCHES),
+        ("a run that was stopped goes on", 'self.ends_again and state.get("stopped", False)', "False", ENDS),
         (
             "guided evaluations counted once",
             "velocities * forward_passes(self._module.policy.guidance_scale)",
@@ -116,7 +116,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         ("labels from proxies", "advantages(merits,", "advantages(proxy_rewards,", REGENERATED),
         ("statistics of one rank", "(merits, self._sum)", "(merits, lambda total: total)", RANKS),
-        ("advantages normalised in the pool", "for_training.merits(kept.scores)", "for_training and kept.merits", GDPO),
+        (
+            "advantages normalised in the pool",
+            "for_training.merits(samples.scores)",
+            "for_training and samples.merits",
+            GDPO,
+        ),
         (
             "one pool for all iterations",
             "pool_seeds(self.seed, iteration,",
@@ -162,17 +167,13 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
     ],
     "solrl_lightning/training/samplers.py": [
-        ("stale shadow", "OLD), self.replicas.values())", "OLD), [self.replicas[MERGED]])", WEIGHTS),
-        ("stale merged replica", "OLD), self.replicas.values())", "OLD), list(self.replicas.values())[1:])", WEIGHTS),
-        (
-            "shadow of the trained adapter",
-            "adapter_state(OLD), self.replicas",
-            "adapter_state(TRAINED), self.replicas",
-            WEIGHTS,
-        ),
-        ("merged not restored", "self._write(self.adapter_state(OLD), [merged])", "pass", WEIGHTS),
+        ("evaluations sample the old policy", "state if version is None else None", "None", WEIGHTS),
+    ],
+    "solrl_lightning/training/transformers.py": [
         ("default samples", "self.lora_layers, OLD) as", "self.lora_layers, TRAINED) as", WEIGHTS),
         ("old policy stays", "adapters.update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
+        ("old velocity is the base's", '{"old": old,', '{"old": as_it_is(reference),', WEIGHTS),
+        ("reference is the old policy", "REFERENCE: as_it_is(reference)}", "REFERENCE: old}", WEIGHTS),
     ],
     "solrl_lightning/training/module.py": [
         ("step with a gradient that is not finite", "if not norm.isfinite():", "if False:", NAN_GRADIENT),
@@ -183,7 +184,6 @@ MUTANTS: dict[str, list[Edit]] = {
             DIVERGED,
         ),
         ("all evaluations compare", 'checkpoint.get("evaluation") ==', 'checkpoint.get("x") !=', HELD_OUT),
-        ("changes are those to the first base", "if not self.eval_history:", "if loop.iterations_done == 0:", BRANCHES),
         (
             "loss without guidance",
             "self.policy.guided_velocity(transformer, batch",
@@ -196,16 +196,32 @@ MUTANTS: dict[str, list[Edit]] = {
             "batch_idx % every",
             f"{LOOP}::test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begins_with_the_next",
         ),
-        ("default evaluated", 'weights="ema", steps', 'weights="default", steps', WEIGHTS),
+        ("default evaluated", 'weights="ema", progress', 'weights="default", progress', WEIGHTS),
+        ("evaluation of one rank", 'self.trainer.strategy.reduce(table, reduce_op="sum").cpu()', "table.cpu()", RANKS),
         (
-            "evaluation noise by iteration",
-            "evaluation_seeds(self.seed,",
-            "evaluation_seeds(self.trainer.global_step,",
+            "stale shadow",
+            "in self.transformers.samplers.values():",
+            "in list(self.transformers.samplers.values())[:1]:",
             WEIGHTS,
         ),
-        ("evaluation of one rank", 'self.trainer.strategy.reduce(table, reduce_op="sum").cpu()', "table.cpu()", RANKS),
-        ("old velocity is the base's", '{"old": old_velocity,', '{"old": REFERENCE,', WEIGHTS),
-        ("reference is the old policy", '"reference": REFERENCE}', '"reference": old_velocity}', WEIGHTS),
+        (
+            "stale merged replica",
+            "in self.transformers.samplers.values():",
+            "in list(self.transformers.samplers.values())[1:]:",
+            WEIGHTS,
+        ),
+        (
+            "shadow of the trained adapter",
+            "values():\n            sampler.sync(self.adapter_state(OLD)",
+            "values():\n            sampler.sync(self.adapter_state(TRAINED)",
+            WEIGHTS,
+        ),
+        (
+            "merged not restored",
+            "finally:\n            sampler.sync(self.adapter_state(OLD), version)",
+            "finally:\n            pass",
+            WEIGHTS,
+        ),
         (
             "old velocity is the policy's",
             "velocity, real, **others)",
@@ -222,12 +238,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ("watched rewards explored", "rewards = self.rewards.for_training", "rewards = self.rewards", WEIGHTS),
         (
             "distances to the old policy that follows",
-            "self.distances = self.samplers",
-            "self.samplers.update_old(0.0)\n            self.distances = self.samplers",
+            "self.distances = self.transformers.adapted",
+            "self.transformers.adapted.update_old(0.0)\n            self.distances = self.transformers.adapted",
             FOLLOWS,
         ),
     ],
-    "solrl_lightning/rollout/advantages.py": [
+    "solrl_lightning/objectives/advantages.py": [
         ("no std", "(std + eps)", "1.0", ADVANTAGES),
         (
             "mean of all prompts",
@@ -259,7 +275,7 @@ MUTANTS: dict[str, list[Edit]] = {
             "state = candidates.state._replace(x=candidates.x0) if",
             PREFIX,
         ),
-        ("places of the survivors alone", "places.gather(1, chosen.cpu())", "chosen.cpu()", EXPLORE),
+        ("places of the survivors alone", "places.gather(1, extremes.cpu())", "extremes.cpu()", EXPLORE),
     ],
     "solrl_lightning/rollout/select.py": [
         (
@@ -283,25 +299,30 @@ MUTANTS: dict[str, list[Edit]] = {
         ("step noise of one candidate", "seeds.tolist(), [step]", "[0] * len(seeds), [step]", SEEDS),
         ("step noise of one candidate in the loop", "seeds.tolist(), [step]", "[0] * len(seeds), [step]", STOCHASTIC),
     ],
-    "solrl_lightning/rollout/stage.py": [
+    "solrl_lightning/rollout/chunks.py": [
         (
             "samples without guidance",
             "policy.guided_velocity(transformer",
             "policy.velocity(transformer",
             GUIDANCE,
         ),
-        ("conditioning of the first prompt", "prompts.gather(owner[index])", "prompts.gather(0 * owner[index])", STAGE),
-        ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", STAGE),
-        ("texts of candidates scored alone", "[row : row + 1], [text]", "[row : row + 1], [texts[0]]", STAGE),
-        ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", STAGE),
-        ("prefix loses its place", "if state.x is state.x0:", "if True:", STAGE),
-        ("no second try", "return retry_with_empty_cache(chunk)", "return chunk()", STAGE),
-        ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", STAGE),
+        (
+            "conditioning of the first prompt",
+            "prompts.gather(owner[index])",
+            "prompts.gather(0 * owner[index])",
+            CHUNKS,
+        ),
+        ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", CHUNKS),
+        ("texts of candidates scored alone", "[row : row + 1], [text]", "[row : row + 1], [texts[0]]", CHUNKS),
+        ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", CHUNKS),
+        ("prefix loses its place", "if whole.finished:", "if True:", CHUNKS),
+        ("no second try", "return retry_with_empty_cache(chunk)", "return chunk()", CHUNKS),
+        ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", CHUNKS),
     ],
     "solrl_lightning/rollout/scoring_worker.py": [
-        ("scores on GPU 0", '(1, "scoring", *settings)', '(1, "scoring")', STAGE),
+        ("scores on GPU 0", '(1, "scoring", *settings)', '(1, "scoring")', CHUNKS),
     ],
-    "solrl_lightning/rollout/micro_batches.py": [
+    "solrl_lightning/training/micro_batches.py": [
         ("padding counts", "(real * plan.weights", "(real**0 * plan.weights", ROWS),
         ("weight without micro-batches", "ranks / count * micro_batches * rows for", "ranks / count * rows for", ROWS),
         ("loss share of one rank", "ranks / count *", "1 / count *", RANKS),
@@ -312,6 +333,15 @@ MUTANTS: dict[str, list[Edit]] = {
             "rows * plan.optimizer_steps + optimizer_step",
             "rows * plan.optimizer_steps",
             ROWS,
+        ),
+    ],
+    "solrl_lightning/training/evaluation.py": [
+        ("changes are those to the first base", "if not self.history:", "if iteration == 0:", BRANCHES),
+        (
+            "evaluation noise by iteration",
+            "evaluation_seeds(self.seed,",
+            "evaluation_seeds(self.seed + 1 + len(self.history),",
+            WEIGHTS,
         ),
     ],
     "solrl_lightning/objectives/base.py": [
@@ -378,8 +408,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "rollouts forget the combination",
-            "self.metadata, self.combine)\n        chosen",
-            "self.metadata)\n        chosen",
+            "self.metadata, self.combine)\n        trained",
+            "self.metadata)\n        trained",
             GDPO,
         ),
         ("negative weights not trained on", "if weight != 0", "if weight > 0", WEIGHTED),
@@ -461,6 +491,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("merge without alpha / r", "alpha=layer.scaling[TRAINED]", "alpha=1.0", ADAPTERS),
         ("old decay inverted", "1.0 - decay", "decay", ADAPTERS),
         ("adapters in BF16", "            weights.float()", "            weights", ADAPTERS),
+        ("weights of an evaluation stay", "parameter.data = former[name]", "pass", ADAPTERS),
         ("old policy trains", "inference_mode=adapter != TRAINED", "inference_mode=False", ADAPTERS),
     ],
     "solrl_lightning/policies/guidance.py": [
@@ -511,9 +542,6 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         ("answers without an end", "if time.monotonic() > end:", "if False:", HTTP),
         ("answers of any length", "len(content) <= _LONGEST and ", "", HTTP),
-    ],
-    "solrl_lightning/training/sharding.py": [
-        ("sharded old policy not restored", "adapters.load_state(self.lora_layers, OLD, old)", "pass", RANKS),
     ],
     "solrl_lightning/policies/replica.py": [
         ("base overwritten", "dense(layer.weight).detach().clone()", "dense(layer.weight).detach()", REPLICA),
@@ -588,7 +616,7 @@ MUTANTS: dict[str, list[Edit]] = {
     "callbacks/requantize.py": [
         (
             "shadow never refreshed",
-            "module_of(pl_module).samplers.sync()",
+            "module_of(pl_module).sync_samplers(loop_of(trainer).iterations_done)",
             "pass",
             "tests/callbacks/test_requantize.py",
         ),
@@ -601,7 +629,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("best exported after every run", " and stop_reason(trainer) is not None", "", GUARD),
     ],
     "callbacks/adaptive_exploration.py": [
-        ("newest probe first", "for probe in own][::-1]", "for probe in own]", ADAPTIVE),
+        ("newest probe first", "for probe in latest][::-1]", "for probe in latest]", ADAPTIVE),
         ("repeated probe counts twice", "<= trainer.current_epoch]", "<= trainer.current_epoch + 1]", ADAPTIVE),
     ],
     "callbacks/rank_correlation.py": [
@@ -621,8 +649,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("first metrics are the last", "self._last | self._first", "self._first | self._last", SUMMARY),
         (
             "interrupted evaluation wins",
-            "for row in module.eval_history}",
-            "for row in module.eval_history[::-1]}",
+            "for row in module.evaluation.history}",
+            "for row in module.evaluation.history[::-1]}",
             SUMMARY,
         ),
         ("base is the first evaluation", 'for row in scored if row["iteration"] == 0', "for row in scored", SUMMARY),
@@ -700,8 +728,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "latents of all devices",
-            "stages_of(cfg), math.ceil(cfg.prompts_per_iteration / devices)",
-            "stages_of(cfg), cfg.prompts_per_iteration",
+            "stages_of(cfg, objective), math.ceil(cfg.prompts_per_iteration / devices)",
+            "stages_of(cfg, objective), cfg.prompts_per_iteration",
             SHARE,
         ),
         ("cards of 2^30 bytes", "(card.memory - task.reserve) * 1e9", "(card.memory - task.reserve) * 2**30", PLAN),
@@ -724,7 +752,7 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/tasks/audit.py": [
         ("seconds of a prompt under those of a candidate", "value / seeds.numel()", "value / len(seeds)", AUDIT),
-        ("gap inverted", "own_gap / gap", "gap / own_gap", AUDIT),
+        ("gap inverted", "proxy_gap / gap", "gap / proxy_gap", AUDIT),
         ("cheapest exploration alone", 'row["seconds"] + row["regenerate_seconds"]', 'row["seconds"]', AUDIT),
         ("seconds under milliseconds", "{1000 * row['seconds']:.1f}", "{row['seconds']:.1f}", AUDIT),
     ],

@@ -20,8 +20,8 @@ from solrl_lightning.artifacts.tables import format_table
 from solrl_lightning.build import device_of
 from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.cli.config import ConfigTree, application_config
-from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.sizing.timing import run_iterations
+from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 
 MODELS = ("encode", "transformer", "decode", "reward", "backward", "optimizer")
 
@@ -72,7 +72,7 @@ def overhead(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     iterations = [lap["iteration"] for lap in run_iterations(cfg, device, timer)][1:]
     laps = [Counter(lap) for lap in timer.laps[1:]]
     stages = {}
-    for stage in STAGES:
+    for stage in STOPWATCH_STAGES:
         models = {model: fmean(lap[f"{stage}/{model}"] for lap in laps) for model in MODELS}
         outside = fmean(lap[stage] for lap in laps)
         stages[stage] = {"total": outside + sum(models.values()), **models, "outside": outside}

@@ -22,6 +22,7 @@ from transformers.utils import logging as transformers_logging
 
 from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint
 from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
+from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.cli.checks import is_sharded, prompt_sets, reward_members
@@ -29,16 +30,19 @@ from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine.threads import divide_threads
 from solrl_lightning.objectives.base import Objective
+from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
 from solrl_lightning.targets import make
+from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.loop import ExploreTrainLoop
-from solrl_lightning.training.module import Evaluation, SolRLModule
-from solrl_lightning.training.samplers import SHADOW, Samplers
-from solrl_lightning.training.sharding import ShardedSamplers
+from solrl_lightning.training.module import SolRLModule
+from solrl_lightning.training.samplers import SHADOW
+from solrl_lightning.training.sharding import shard_transformers
+from solrl_lightning.training.transformers import replicate
 
 log = logging.getLogger(__name__)
 
@@ -99,15 +103,15 @@ def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
     checkpoint = read_checkpoint(ckpt, module.policy.device)
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
-    module.load_average(checkpoint)
+    module.ema_state = average_in(checkpoint, module.adapter_state(TRAINED))
 
 
-def build_trainer(cfg: DictConfig) -> Trainer:
-    """With the chosen callbacks and loggers, which ``~callbacks`` and ``~logger`` leave out."""
+def build_trainer(cfg: DictConfig, levels: Sequence[list[Stage]]) -> Trainer:
+    """With the chosen callbacks and loggers, which ``~callbacks`` and ``~logger`` leave out, and that of ``levels``."""
     callbacks = _made_each("callbacks", cfg.get("callbacks"), Callback)
     if cfg.family.get("levels"):
         rule = Rule(cfg.family.threshold, cfg.family.margin, cfg.family.patience)
-        callbacks.append(AdaptiveExploration(levels_of(cfg), cfg.family.start, rule))
+        callbacks.append(AdaptiveExploration(levels, cfg.family.start, rule))
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))  # stable: these two follow
     loggers = _made_each("logger", cfg.get("logger"), Logger)
     # Lightning adds a ModelCheckpoint of its own, in the logger's folder, where there is none.
@@ -121,20 +125,20 @@ def _made_each(group: str, nodes: DictConfig | None, kind: type) -> list[Any]:
     return [make(f"{group}.{name!s}", node, kind=kind) for name, node in (nodes or {}).items() if node is not None]
 
 
-def stages_of(cfg: DictConfig) -> list[Stage]:
+def stages_of(cfg: DictConfig, objective: Objective) -> list[Stage]:
     """The family's passes over the pool: explore, where it has one, and regenerate; with levels, those of the last."""
-    return levels_of(cfg)[-1]
+    return levels_of(cfg, objective)[-1]
 
 
-def levels_of(cfg: DictConfig) -> list[list[Stage]]:
+def levels_of(cfg: DictConfig, objective: Objective) -> list[list[Stage]]:
     """The passes over the pool at each level of the family, from cheap to expensive; most families have one level."""
     family, last = cfg.family, cfg.family.regenerate
-    solver = build_objective(cfg).solver or last.solver
+    solver = objective.solver or last.solver
     regenerate = Stage(REGENERATE, last.sampler, last.steps, solver)
-    ways = family.get("levels") or [family.explore]
-    if ways == [None]:
+    explorers = family.get("levels") or ([] if family.explore is None else [family.explore])
+    if not explorers:
         return [[regenerate._replace(keep=family.keep)]]
-    return [[*explorers(way, last.solver, family.keep), regenerate] for way in ways]
+    return [[*exploring_stages(explorer, last.solver, family.keep), regenerate] for explorer in explorers]
 
 
 def build_objective(cfg: DictConfig) -> Objective:
@@ -142,22 +146,31 @@ def build_objective(cfg: DictConfig) -> Objective:
     return objective
 
 
+def samplers_of(cfg: DictConfig) -> set[str]:
+    """Names of the samplers of the family's stages, at all levels."""
+    nodes = cfg.family.regenerate, cfg.family.explore, *(cfg.family.get("levels") or ())
+    return {node.sampler for node in nodes if node is not None}
+
+
 def uses_shadow(cfg: DictConfig) -> bool:
-    """Whether the shadow samples in a stage of some level."""
-    return any(stage.sampler == SHADOW for stages in levels_of(cfg) for stage in stages)
+    return SHADOW in samplers_of(cfg)
 
 
-def explorers(way: Mapping[str, Any], solver: str, keep: int, name: str = EXPLORE) -> list[Stage]:
-    """Return a stage per rung of ``way``; without rungs one, which keeps ``keep``. ``solver``: where ``way`` has none.
+def exploring_stages(explorer: Mapping[str, Any], solver: str, keep: int, name: str = EXPLORE) -> list[Stage]:
+    """Return a stage per rung of ``explorer``, a node like ``family.explore``; without rungs one, which keeps ``keep``.
 
-    A stage whose step is null, or the last of ``steps``, goes to the end of the trajectory.
+    ``solver``: where ``explorer`` has none. The keys ``stop_after`` and ``step`` of a rung are a stage's ``stop_step``;
+    null, or the last of ``steps``, goes to the end of the trajectory.
     """
-    steps = way["steps"]
-    own = way["sampler"], steps, way.get("solver", solver)
-    rungs = way.get("rungs") or [{"step": way.get("stop_after"), "keep": keep}]
-    stops = [None if rung["step"] == steps else rung["step"] for rung in rungs]
-    decoder = way.get("decoder", "full")
-    return [Stage(name, *own, stop, decoder, rung["keep"]) for stop, rung in zip(stops, rungs, strict=True)]
+    steps = explorer["steps"]
+    trajectory = explorer["sampler"], steps, explorer.get("solver", solver)
+    rungs = explorer.get("rungs") or [{"step": explorer.get("stop_after"), "keep": keep}]
+    stop_steps = [None if rung["step"] == steps else rung["step"] for rung in rungs]
+    decoder = explorer.get("decoder", "full")
+    return [
+        Stage(name, *trajectory, stop_step, decoder, rung["keep"])
+        for stop_step, rung in zip(stop_steps, rungs, strict=True)
+    ]
 
 
 def build_rewards(
@@ -201,7 +214,9 @@ def prepare_device(device: torch.device) -> None:
         torch.set_float32_matmul_precision("high")
 
 
-def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> SolRLModule:
+def build_module(
+    cfg: DictConfig, device: torch.device, stages: list[Stage], objective: Objective | None = None
+) -> SolRLModule:
     """With rewards and held-out prompts, which are checked against each other before the model is loaded."""
     prepare_device(device)
     prompts = prompt_sets(cfg)
@@ -209,7 +224,7 @@ def build_module(cfg: DictConfig, device: torch.device, stages: list[Stage]) -> 
     for note in prompts.notes:
         log.info("%s", note)
     rewards.check_prompts([*prompts.train, *prompts.eval])
-    return build_model(cfg, device, stages, rewards, prompts.eval[: cfg.data.eval_prompts])
+    return build_model(cfg, device, stages, rewards, prompts.eval[: cfg.data.eval_prompts], objective)
 
 
 def build_model(
@@ -218,8 +233,9 @@ def build_model(
     stages: Sequence[Stage] = (),
     rewards: WeightedRewards = NO_REWARDS,
     eval_prompts: Sequence[str] = (),
+    objective: Objective | None = None,
 ) -> SolRLModule:
-    """The module alone; without rewards it can only make pictures."""
+    """The module alone; without rewards it can only make pictures. ``objective``: None builds that of ``cfg``."""
     prepare_device(device)
     hide_loading_bars()
     options = dict(device=str(device), base_weights=cfg.base_weights, encode_on=cfg.encode_on)
@@ -237,14 +253,15 @@ def build_model(
     if cfg.family.warning:
         log.warning("%s", cfg.family.warning)
     lora = lora_config(cfg)
-    samplers = (
-        ShardedSamplers(policy, lora, cfg.seed, cfg.model.rollout_batch)
+    transformers = (
+        shard_transformers(policy, lora, cfg.seed, cfg.model.rollout_batch)
         if is_sharded(cfg)
-        else Samplers(
+        else replicate(
             policy,
             lora,
             seed=cfg.seed,
             batch_size=cfg.model.rollout_batch,
+            old_velocity=cfg.old_velocity,
             compile_replicas=compiled["family.compile"],
             compile_policy=compiled["compile_training"],
             with_shadow=any(stage.sampler == SHADOW for stage in stages),
@@ -254,17 +271,16 @@ def build_model(
     )
     return SolRLModule(
         policy,
-        samplers,
+        transformers,
         rewards,
-        objective=build_objective(cfg),
+        objective=objective or build_objective(cfg),
         optimizer=instantiate(cfg.optimizer),
         rate_factor=make("scheduler", cfg.scheduler),
         old_decay=make("old_policy", cfg.old_policy),
-        old_velocity=cfg.old_velocity,
-        evaluation=Evaluation(cfg.model.solver, cfg.model.eval_steps, cfg.data.eval_images),
-        eval_prompts=list(eval_prompts),
+        evaluation=Evaluation(
+            list(eval_prompts), rewards, cfg.model.solver, cfg.model.eval_steps, cfg.data.eval_images, cfg.seed
+        ),
         lora=lora,
-        seed=cfg.seed,
     )
 
 
@@ -285,7 +301,7 @@ def build_loop(cfg: DictConfig, trainer: Trainer, objective: Objective) -> Explo
     return ExploreTrainLoop(
         trainer,
         schedule=PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed),
-        stages=stages_of(cfg),
+        stages=stages_of(cfg, objective),
         pool=cfg.family.pool,
         objective=objective,
         micro_batch=cfg.model.micro_batch,

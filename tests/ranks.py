@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from solrl_lightning.build import build_loop, build_module, instantiate_trainer, stages_of, with_option
+from solrl_lightning.build import build_loop, build_module, build_objective, instantiate_trainer, stages_of, with_option
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.data.loaders import RankPrompts
@@ -78,14 +78,15 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     callbacks = [Requantize(), WeightEMA(), results]
     options = {"strategy": "auto"} if cfg.trainer.devices == 1 else {}  # a single process shards nothing
     trainer = instantiate_trainer(cfg, logger=False, enable_checkpointing=False, callbacks=callbacks, **options)
-    module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg))
+    objective = build_objective(cfg)
+    module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg, objective), objective)
     module.rewards.rewards["shapes"].score = score  # type: ignore[method-assign]
-    loop = build_loop(cfg, trainer, module.objective)
-    held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
+    loop = build_loop(cfg, trainer, objective)
+    held_out = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
     trainer.validate(module, held_out, verbose=False)
     trainer.fit(module, loop.loader, held_out)
     weights = torch.cat([flat(module, name) for name in ("default", "old", "ema")])
-    evaluations = torch.tensor([row["shapes"] for row in module.eval_history], dtype=torch.float64)
+    evaluations = torch.tensor([row["shapes"] for row in module.evaluation.history], dtype=torch.float64)
     named = module.transformer.named_parameters()
     frozen = [weight for name, weight in named if "blocks." in name and ".lora_" not in name]
     held = sum((weight.to_local() if isinstance(weight, DTensor) else weight).numel() for weight in frozen)

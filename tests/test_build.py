@@ -5,13 +5,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub
 from hydra.errors import InstantiationException
-from nano import save_nano
+from nano import MAX_WORDS, save_nano
 from omegaconf import DictConfig
 from transformers.utils import logging as transformers_logging
 
@@ -21,6 +22,7 @@ from solrl_lightning.build import (
     build_loop,
     build_model,
     build_module,
+    build_objective,
     build_rewards,
     build_trainer,
     instantiate_trainer,
@@ -30,6 +32,7 @@ from solrl_lightning.build import (
 from solrl_lightning.cli.checks import check_machine
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.nft import NFT
+from solrl_lightning.tasks.train import train
 
 Compose = Callable[..., DictConfig]
 OWN = "+reward.mine={_target_:%s,weight:1.0%s}"
@@ -109,12 +112,12 @@ def test_a_part_of_the_trainer_that_cannot_be_made_is_told_by_its_name(
     compose: Compose, argument: str, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
-        build_trainer(compose("trainer=cpu", argument))
+        build_trainer(compose("trainer=cpu", argument), [])
 
 
 def test_loggers_are_composed_by_name(compose: Compose) -> None:
     def names(*arguments: str) -> list[str]:
-        return [type(logger).__name__ for logger in build_trainer(compose("trainer=cpu", *arguments)).loggers]
+        return [type(logger).__name__ for logger in build_trainer(compose("trainer=cpu", *arguments), []).loggers]
 
     own = "+logger.mine={_target_:lightning.pytorch.loggers.CSVLogger,save_dir:${run_dir}}"
     assert names() == ["TensorBoard"]
@@ -128,7 +131,7 @@ def test_a_logger_whose_package_is_missing_names_the_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(InstantiationException) as found:
-        build_trainer(compose("trainer=cpu", f"logger=[csv,{package}]"))
+        build_trainer(compose("trainer=cpu", f"logger=[csv,{package}]"), [])
     assert f"logger={package} is invalid" in str(found.value.__cause__)
     assert f"pip install {package}" in str(found.value.__cause__)
 
@@ -248,9 +251,32 @@ def test_what_was_left_out_of_the_prompts_is_logged_once(
     own = (f"data.train='{file}'", "prompts_per_iteration=1", "trainer=cpu", f"model.pretrained='{pipeline}'")
     cfg = compose("experiment=smoke", *own)
     with caplog.at_level(logging.INFO, logger="solrl_lightning"):
-        trainer = build_trainer(cfg)
-        build_module(cfg, torch.device("cpu"), stages_of(cfg))
+        trainer = build_trainer(cfg, [])
+        build_module(cfg, torch.device("cpu"), stages_of(cfg, build_objective(cfg)))
         build_loop(cfg, trainer, NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5))
     assert [message for message in caplog.messages if "prompts.txt" in message] == [
         f"{file}: dropped 1 repeated prompts of 2"
     ]
+
+
+def test_a_run_makes_its_objective_once(
+    compose: Compose, pipeline: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objectives: list[NFT] = []
+    init = NFT.__init__
+
+    def noting(self: NFT, *args: Any, **kwargs: Any) -> None:
+        objectives.append(self)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(NFT, "__init__", noting)
+    model = (f"model.pretrained='{pipeline}'", f"model.max_sequence_length={MAX_WORDS}", "trainer=cpu")
+    short = (
+        "iterations=1",
+        "prompts_per_iteration=1",
+        "data.eval_prompts=1",
+        "callbacks.sample_grid.every=0",
+        "~logger",
+    )
+    train(compose("experiment=smoke", "family=adaptive", *model, *short, f"hydra.run.dir={tmp_path}"))
+    assert len(objectives) == 1

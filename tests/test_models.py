@@ -18,7 +18,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from solrl_lightning.policies import adapters
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.tasks.train import train
-from solrl_lightning.training.samplers import Samplers
+from solrl_lightning.training.transformers import replicate
 
 Compose = Callable[..., DictConfig]
 
@@ -151,21 +151,24 @@ def test_compiled_training_has_two_graphs_per_kind_of_block_and_the_eager_gradie
     for compiled in (False, True):
         policy = load_nano(model, folders[model], gradient_checkpointing=checkpointing)
         rule = QuantizationRule([], {})
-        options = dict(seed=0, batch_size=3, compile_replicas=False, with_shadow=False, rule=rule)
-        samplers = Samplers(
+        options = dict(
+            seed=0, batch_size=3, old_velocity="policy", compile_replicas=False, with_shadow=False, rule=rule
+        )
+        transformers = replicate(
             policy, lora_config(), compile_policy=compiled, backend=resolve("bf16", "auto", policy.device), **options
         )
-        adapters.load_state(samplers.lora_layers, "default", random_state(samplers.adapter_state("default"), seed=1))
+        adapted = transformers.adapted
+        adapters.load_state(adapted.lora_layers, "default", random_state(adapted.state("default"), seed=1))
         x, conditioning = policy.noise(torch.tensor([1, 2, 3])), policy.encode(PROMPTS)
         for step in range(3):
             sigma = torch.tensor([0.9, 0.5, 0.1 + 0.1 * step])
-            with torch.no_grad(), samplers.use("policy") as transformer:
+            with torch.no_grad(), adapted.old() as transformer:
                 old = policy.velocity(transformer, x, sigma, conditioning)
             velocity = policy.velocity(policy.transformer, x, sigma, conditioning)
             policy.transformer.zero_grad()
             loss = (velocity - old).square().mean()
             autograd.submit(loss.backward).result()
-            samplers.update_old(0.5)
+            adapted.update_old(0.5)
         gradients[compiled] = [p.grad for p in policy.transformer.parameters() if p.grad is not None]
     assert graphs == 2 * KINDS_OF_BLOCKS[model]
     scale = max(value.abs().max().item() for value in gradients[False])

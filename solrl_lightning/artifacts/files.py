@@ -100,9 +100,9 @@ def load_tensors(key: str, name: str, *files: str, kind: str, hint: str) -> dict
         ) from error
     weights = content.get("state_dict", content) if isinstance(content, dict) else content
     if not isinstance(weights, dict) or not all(isinstance(value, Tensor) for value in weights.values()):
-        found = f"keys {', '.join(map(str, content))[:200]}" if isinstance(content, dict) else type(content).__name__
+        actual = f"keys {', '.join(map(str, content))[:200]}" if isinstance(content, dict) else type(content).__name__
         raise UserError(
-            f"{key}={name} is invalid: {file} must hold tensors by name or under the key state_dict; found: {found}. "
+            f"{key}={name} is invalid: {file} must hold tensors by name or under the key state_dict; found: {actual}. "
             f"Set {key} to the published weights. {hint}"
         )
     return weights
@@ -117,26 +117,26 @@ def read_checkpoint(file: str | Path, device: torch.device | str = "cpu") -> dic
     Raises:
         UserError: the file is no checkpoint of a training run, or has no valid number of iterations.
     """
-    own = "Use a checkpoint of a training run: ckpt=<run folder>/checkpoints/last.ckpt."
+    hint = "Use a checkpoint of a training run: ckpt=<run folder>/checkpoints/last.ckpt."
     try:
         checkpoint = torch.load(file, map_location=device, weights_only=True, mmap=True)
     except (RuntimeError, EOFError, UnpicklingError) as error:
         reason = str(error).partition("\n")[0]
-        raise UserError(f"ckpt={file} is invalid: it is not made of tensors and numbers ({reason}). {own}") from error
-    found = checkpoint if isinstance(checkpoint, dict) else {}
-    wrong = [name for name, kind in _PARTS.items() if not isinstance(found.get(name), kind)]
+        raise UserError(f"ckpt={file} is invalid: it is not made of tensors and numbers ({reason}). {hint}") from error
+    parts = checkpoint if isinstance(checkpoint, dict) else {}
+    wrong = [name for name, kind in _PARTS.items() if not isinstance(parts.get(name), kind)]
     if wrong:
         raise UserError(
             f"ckpt={file} is invalid: the checkpoint of a training run has {', '.join(_PARTS)}; in this one "
-            f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or of another type. {own}"
+            f"{', '.join(wrong)} {'is' if len(wrong) == 1 else 'are'} missing or of another type. {hint}"
         )
-    loop = found["loops"].get("fit_loop", {})
+    loop = parts["loops"].get("fit_loop", {})
     if not isinstance(loop, dict) or not isinstance(loop.get("state_dict", {}), dict):
-        raise UserError(f"ckpt={file} is invalid: the state of its training loop is of another type. {own}")
-    done = iterations_done(found)
+        raise UserError(f"ckpt={file} is invalid: the state of its training loop is of another type. {hint}")
+    done = iterations_done(parts)
     if type(done) is not int or done < 0:
-        raise UserError(f"ckpt={file} is invalid: it must count its iterations from 0; its count is {done!r}. {own}")
-    return found
+        raise UserError(f"ckpt={file} is invalid: it must count its iterations from 0; its count is {done!r}. {hint}")
+    return parts
 
 
 def loop_state(checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -47,9 +47,9 @@ def matching_runs(pattern: str) -> list[Path]:
     folders = [Path(match) for match in glob.glob(str(pattern))]
     runs = [folder for folder in folders if any((folder / mark).exists() for mark in _RUN_MARKS)]
     if not runs:
-        found = f"{len(folders)} files or folders, none of which is a run's" if folders else "nothing"
+        matches = f"{len(folders)} files or folders, none of which is a run's" if folders else "nothing"
         raise UserError(
-            f"task.runs is a glob that matches run folders; {pattern}, looked up in {Path.cwd()}, matches {found}. "
+            f"task.runs is a glob that matches run folders; {pattern}, looked up in {Path.cwd()}, matches {matches}. "
             "Give one that matches runs, in quotes: 'task.runs=outputs/train/*' or, of sweeps, "
             "'task.runs=outputs/multirun/*/*'."
         )

@@ -60,7 +60,7 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
     Args:
         new: whether to repeat `check_new`, because another process may have run in it since.
     """
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    new_folders = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / _LOCK, "a") as file:
         _lock(file, folder)
@@ -71,7 +71,7 @@ def claimed(folder: Path, new: bool) -> Iterator[None]:
         finally:
             with suppress(OSError):  # the folder may be gone
                 (folder / _LOCK).unlink()
-            for path in made:
+            for path in new_folders:
                 with suppress(OSError):  # one that is not empty stays
                     path.rmdir()
 

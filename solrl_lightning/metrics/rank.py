@@ -68,15 +68,15 @@ def rank_fidelity(proxy: Tensor, truth: Tensor, k: int) -> Tensor:
     tau = kendall_rank_corrcoef(*columns, variant="b")
     assert isinstance(tau, Tensor)  # torchmetrics returns a pair only for t_test=True
     ranks = _ranks(truth)
-    chosen, true = select_contrastive(proxy, 2 * k), select_contrastive(truth, 2 * k)
+    selected, true = select_contrastive(proxy, 2 * k), select_contrastive(truth, 2 * k)
     return torch.stack(
         [
             spearman_corrcoef(*columns).reshape(-1).double(),
             tau.reshape(-1).double(),
-            _overlap(chosen[:, :k], true[:, :k]),
-            _overlap(chosen[:, k:], true[:, k:]),
-            ranks.gather(1, chosen[:, :k]).mean(dim=1),
-            ranks.gather(1, chosen[:, k:]).mean(dim=1),
+            _overlap(selected[:, :k], true[:, :k]),
+            _overlap(selected[:, k:], true[:, k:]),
+            ranks.gather(1, selected[:, :k]).mean(dim=1),
+            ranks.gather(1, selected[:, k:]).mean(dim=1),
         ],
         dim=1,
     )
@@ -96,6 +96,6 @@ def _ranks(values: Tensor) -> Tensor:
     return values.shape[1] - (smaller + not_larger).double() / 2 + 0.5
 
 
-def _overlap(chosen: Tensor, true: Tensor) -> Tensor:
+def _overlap(selected: Tensor, true: Tensor) -> Tensor:
     """Return float64 [P]: the share of chosen [P, k] found in true [P, k]."""
-    return (chosen[:, :, None] == true[:, None, :]).any(dim=2).double().mean(dim=1)
+    return (selected[:, :, None] == true[:, None, :]).any(dim=2).double().mean(dim=1)

@@ -7,7 +7,7 @@ Shapes: B micro-batch, M kept samples, T solver steps.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.rollout.advantages import AllReduce, group_advantages
+from solrl_lightning.objectives.advantages import AllReduce, group_advantages
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.sampling import Solver
 from solrl_lightning.seeds import train_timesteps, training_noise
@@ -35,8 +35,6 @@ class Objective(ABC):
 
     timestep_fraction: float = 1.0
     """Fraction of the T noise levels, or of the recorded transitions, that each kept sample is trained at."""
-    reference_every: int = 1
-    """The reference velocity is computed in every n-th micro-batch only."""
     solver: Solver | None = None
     """Solver of the samples that are trained on; None: that of the family."""
     shared_noise: bool = False
@@ -45,18 +43,17 @@ class Objective(ABC):
     """True if the loss is of the guided velocity, which samples. False if it is only valid without guidance."""
 
     @property
-    def needs(self) -> Sequence[str]:
-        """Names of the other velocities that the loss reads: "old" (sampling policy), "reference" (base model)."""
-        return ("old",)
+    def needs(self) -> Mapping[str, int]:
+        """The other velocities that the loss reads: "old" (sampling policy), "reference" (base model).
+
+        Name -> n: the velocity is computed in every n-th micro-batch.
+        """
+        return {"old": 1}
 
     @property
     def forward_passes(self) -> float:
         """Forward passes per training row, on average."""
-        return 1 + sum(map(self.share_of, self.needs))
-
-    def share_of(self, name: str) -> float:
-        """Return the share of micro-batches in which the velocity ``name`` of `needs` is computed."""
-        return 1 / self.reference_every if name == "reference" else 1.0
+        return 1 + sum(1 / every for every in self.needs.values())
 
     def transitions(self, num_steps: int, iteration: int) -> range:
         """Return the steps of the sampler to train on (`x_t`, `x_next`), equally many in each iteration.
@@ -98,8 +95,13 @@ class KLObjective(Objective):
     timestep_fraction: float = 1.0
 
     @property
-    def needs(self) -> Sequence[str]:
-        return ("old", "reference") if self.kl_weight else ("old",)
+    def needs(self) -> Mapping[str, int]:
+        return {"old": 1, **self.reference_needs}
+
+    @property
+    def reference_needs(self) -> Mapping[str, int]:
+        """The reference, in every ``reference_every``-th micro-batch, if the KL term has a weight."""
+        return {"reference": self.reference_every} if self.kl_weight else {}
 
     def loss_of_velocity(
         self,
@@ -132,8 +134,12 @@ def mean_square(difference: Tensor) -> Tensor:
 def check_objective(objective: Objective, num_steps: int) -> None:
     """UserError unless what ``objective`` declares fits a sampler of ``num_steps``."""
     needs, transitions = objective.needs, objective.transitions(num_steps, 0)
-    if isinstance(needs, str) or not isinstance(needs, Collection) or any(name not in NEEDS for name in needs):
-        raise _invalid(objective, f"needs must be a tuple of names among {', '.join(NEEDS)}", repr(needs))
+    if not isinstance(needs, Mapping) or any(
+        name not in NEEDS or type(every) is not int or every < 1 for name, every in needs.items()
+    ):
+        names = ", ".join(NEEDS)
+        rule = f"needs must map names among {names} to n, where every n-th micro-batch reads that velocity"
+        raise _invalid(objective, rule, repr(needs))
     if not isinstance(transitions, range) or transitions != range(num_steps)[transitions.start : transitions.stop]:
         raise _invalid(objective, f"transitions must be consecutive steps of range(0, {num_steps})", transitions)
     levels = len(transitions) or num_steps
@@ -149,23 +155,24 @@ def check_loss(objective: Objective, loss: Any, rows: int) -> Loss:
     Raises:
         UserError: it is no `Loss`, has no value with a gradient per row, or has a metric that is no scalar.
     """
-    found = getattr(loss, "per_sample", loss)
-    if not isinstance(loss, Loss) or not isinstance(found, Tensor) or found.shape != (rows,) or not found.requires_grad:
+    losses = getattr(loss, "per_sample", loss)
+    has_values = isinstance(losses, Tensor) and losses.shape == (rows,) and losses.requires_grad
+    if not isinstance(loss, Loss) or not has_values:
         rule = f"it must return a Loss with per_sample [{rows}] with gradients for a micro-batch of {rows} rows"
-        raise _invalid(objective, rule, _described(found))
+        raise _invalid(objective, rule, _describe(losses))
     if not isinstance(loss.metrics, dict):
-        raise _invalid(objective, "metrics must be a dict of scalars by name", _described(loss.metrics))
+        raise _invalid(objective, "metrics must be a dict of scalars by name", _describe(loss.metrics))
     for name, metric in loss.metrics.items():
         if not isinstance(metric, int | float) and not (isinstance(metric, Tensor) and metric.numel() == 1):
-            raise _invalid(objective, f"the metric {name} must be a scalar", _described(metric))
+            raise _invalid(objective, f"the metric {name} must be a scalar", _describe(metric))
     return loss
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"Tensor {list(value.shape)} {'with' if value.requires_grad else 'without'} gradients"
 
 
-def _invalid(objective: Objective, rule: str, found: Any) -> UserError:
-    return UserError(f"objective={type(objective).__name__} is invalid: {rule}; got {found}. See docs/extending.md.")
+def _invalid(objective: Objective, rule: str, value: Any) -> UserError:
+    return UserError(f"objective={type(objective).__name__} is invalid: {rule}; got {value}. See docs/extending.md.")

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from solrl_lightning.objectives.advantages import AllReduce, per_prompt_advantages
 from solrl_lightning.objectives.grpo import GRPO
-from solrl_lightning.rollout.advantages import AllReduce, per_prompt_advantages
 from solrl_lightning.sampling.sde import dance_grpo_transition
 
 

@@ -8,6 +8,7 @@ Shapes: B batch.
 """
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -34,8 +35,8 @@ class GRPO(KLObjective):
     advantage_clip: float
 
     @property
-    def needs(self) -> tuple[str, ...]:
-        return ("reference",) if self.kl_weight else ()
+    def needs(self) -> Mapping[str, int]:
+        return self.reference_needs
 
     @property
     def solver(self) -> StochasticSolver:  # type: ignore[override]

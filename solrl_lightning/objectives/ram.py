@@ -13,7 +13,7 @@ weight, as its inverse.
 Shapes: B batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,8 +32,8 @@ class RAM(Objective):
     timestep_fraction: float
 
     @property
-    def needs(self) -> Sequence[str]:
-        return ("old", "reference")
+    def needs(self) -> Mapping[str, int]:
+        return {"old": 1, "reference": 1}
 
     def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
         rows = batch.x0, batch.x_t, batch.sigma, batch.advantage

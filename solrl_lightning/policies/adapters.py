@@ -124,11 +124,15 @@ class _LoRAProduct(torch.autograd.Function):
 
 def adapter_state(layers: dict[str, LoraLayer], adapter: str) -> State:
     """The adapter's weights; the tensors themselves, not copies."""
-    state = {}
+    return {name: parameter.detach() for name, parameter in _parameters(layers, adapter).items()}
+
+
+def _parameters(layers: dict[str, LoraLayer], adapter: str) -> dict[str, nn.Parameter]:
+    parameters = {}
     for name, layer in layers.items():
-        state[f"{name}.lora_A.weight"] = layer.lora_A[adapter].weight.detach()
-        state[f"{name}.lora_B.weight"] = layer.lora_B[adapter].weight.detach()
-    return state
+        parameters[f"{name}.lora_A.weight"] = layer.lora_A[adapter].weight
+        parameters[f"{name}.lora_B.weight"] = layer.lora_B[adapter].weight
+    return parameters
 
 
 def load_state(layers: dict[str, LoraLayer], adapter: str, state: State) -> None:
@@ -159,26 +163,26 @@ def read_lora(path: Path, layers: dict[str, LoraLayer]) -> State:
         if not value.is_floating_point() or not value.float().isfinite().all():
             raise UserError(f"{named}: {name} ({value.dtype}) must have finite floating-point values. {saved}")
     expected = {name: list(value.shape) for name, value in adapter_state(layers, TRAINED).items()}
-    found = {name: list(value.shape) for name, value in state.items()}
-    if expected.keys() != found.keys():
-        name = min(expected.keys() ^ found.keys())
-        where = "in the file" if name in found else "in the run"
+    in_file = {name: list(value.shape) for name, value in state.items()}
+    if expected.keys() != in_file.keys():
+        name = min(expected.keys() ^ in_file.keys())
+        where = "in the file" if name in in_file else "in the run"
         raise UserError(f"{named}: it adapts other layers; {name} is only {where}. Set model.lora.target_modules so.")
-    (rank, own_rank) = (shapes[next(n for n in expected if "lora_A" in n)][0] for shapes in (found, expected))
-    if rank != own_rank:
-        raise UserError(f"{named}: its rank is {rank}, and that of the run {own_rank}. Set model.lora.rank={rank}.")
-    if expected != found:
-        name = next(name for name in expected if expected[name] != found[name])
+    (rank, run_rank) = (shapes[next(n for n in expected if "lora_A" in n)][0] for shapes in (in_file, expected))
+    if rank != run_rank:
+        raise UserError(f"{named}: its rank is {rank}, and that of the run {run_rank}. Set model.lora.rank={rank}.")
+    if expected != in_file:
+        name = next(name for name in expected if expected[name] != in_file[name])
         raise UserError(
-            f"{named}: {name} has shape {found[name]}, and {expected[name]} in the model. Take a LoRA of this model."
+            f"{named}: {name} has shape {in_file[name]}, and {expected[name]} in the model. Take a LoRA of this model."
         )
     alpha = metadata.get(f"{_PREFIX}lora_alpha", rank)  # diffusers' default
     if type(alpha) not in (int, float) or not math.isfinite(alpha):
         raise UserError(f"{named}: its alpha must be a finite number; got {alpha!r}. {saved}")
-    own_alpha = next(iter(layers.values())).lora_alpha[TRAINED]
-    if alpha != own_alpha:
+    run_alpha = next(iter(layers.values())).lora_alpha[TRAINED]
+    if alpha != run_alpha:
         raise UserError(
-            f"{named}: its alpha is {alpha}, and that of the run {own_alpha}. Set model.lora.alpha={alpha}."
+            f"{named}: its alpha is {alpha}, and that of the run {run_alpha}. Set model.lora.alpha={alpha}."
         )
     return state
 
@@ -231,6 +235,21 @@ def active_adapter(transformer: nn.Module, layers: dict[str, LoraLayer], adapter
         yield transformer
     finally:
         _activate(layers, TRAINED)
+
+
+@contextmanager
+def with_weights(layers: dict[str, LoraLayer], adapter: str, state: State) -> Iterator[None]:
+    """The adapter has the tensors of ``state`` as its weights, and afterwards its former ones; nothing is copied."""
+    parameters = _parameters(layers, adapter)
+    former = {name: parameter.data for name, parameter in parameters.items()}
+    others = {name: state[name].to(parameter) for name, parameter in parameters.items()}
+    try:
+        for name, parameter in parameters.items():
+            parameter.data = others[name]
+        yield
+    finally:
+        for name, parameter in parameters.items():
+            parameter.data = former[name]
 
 
 def _activate(layers: dict[str, LoraLayer], adapter: str) -> None:

@@ -53,12 +53,12 @@ def store_weights(transformer: nn.Module, storage: str, device: torch.device) ->
                 f"weights; {name} has {layer.weight.numel()}. Set base_weights=int8."
             )
         product_dtype = torch.float32 if widened else layer.weight.dtype
-        layer.weight = nn.Parameter(_stored(layer.weight.detach().to(device), storage), requires_grad=False)
+        layer.weight = nn.Parameter(_store(layer.weight.detach().to(device), storage), requires_grad=False)
         layer.__class__ = StoredLinear
         layer.product_dtype = product_dtype  # type: ignore[assignment]  # mypy takes it for a submodule
 
 
-def _stored(weight: Tensor, storage: str) -> Tensor:
+def _store(weight: Tensor, storage: str) -> Tensor:
     from torchao import quantization  # takes a second to import
 
     if storage == "nf4":

@@ -43,10 +43,10 @@ def has_fast_bf16_attention() -> bool:
 def _is_faster(first: Callable[[], Any], second: Callable[[], Any]) -> bool:
     seconds: tuple[list[float], list[float]] = ([], [])
     for _ in range(_ROUNDS):
-        for call, found in zip((first, second), seconds, strict=True):
+        for call, timings in zip((first, second), seconds, strict=True):
             start = time.perf_counter()
             call()
-            found.append(time.perf_counter() - start)
+            timings.append(time.perf_counter() - start)
     return min(seconds[0]) < min(seconds[1])
 
 

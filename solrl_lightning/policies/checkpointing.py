@@ -19,10 +19,10 @@ def checkpoint_blocks(transformer: Any, blocks: bool | str, **options: Any) -> N
         return
     lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
     all_blocks = [block for blocks_of_a_kind in lists for block in blocks_of_a_kind]
-    chosen = set(all_blocks[::2] if blocks == "selective" else all_blocks)
+    recomputed = set(all_blocks[::2] if blocks == "selective" else all_blocks)
     recompute = partial(checkpoint, use_reentrant=False, **options)
 
     def run(block: nn.Module, *args: Any) -> Any:
-        return recompute(block, *args) if block in chosen else block(*args)
+        return recompute(block, *args) if block in recomputed else block(*args)
 
     transformer.enable_gradient_checkpointing(run)

@@ -37,11 +37,11 @@ def _can_build_for_gpu() -> bool:
     return any(map(shutil.which, compilers)) and (Path(headers) / "Python.h").is_file()
 
 
-def should_compile(key: str, what: str, wanted: bool | str, device: torch.device) -> tuple[bool, str]:
+def should_compile(key: str, what: str, setting: bool | str, device: torch.device) -> tuple[bool, str]:
     """Return whether to compile, and the line to print. ``auto`` compiles on a GPU that can; a CPU runs eagerly.
 
     Args:
-        key: configuration key of ``wanted``.
+        key: configuration key of ``setting``.
         what: plural noun for the compiled parts, for messages.
 
     Raises:
@@ -51,18 +51,18 @@ def should_compile(key: str, what: str, wanted: bool | str, device: torch.device
     needed = (
         "a C compiler (gcc, clang or $CC) and Python.h for a GPU" if on_gpu else "a C++ compiler (g++ or $CXX) on a CPU"
     )
-    if wanted == "auto":
+    if setting == "auto":
         if not on_gpu:
             return False, f"{key}=auto: {what} run eagerly on the CPU ({key}=true compiles them)"
         if can_compile(device):
             return True, f"{key}=auto: {what} are compiled on this GPU"
         return False, f"{key}=auto: {what} run eagerly, because compiling needs {needed}; apt install gcc python3-dev"
-    if wanted and not can_compile(device):
+    if setting and not can_compile(device):
         install = "apt install gcc python3-dev" if on_gpu else "apt install g++"
         raise UserError(
             f"{key}=true is invalid: it needs {needed}, which this machine lacks. Run {install}, or set {key}=false."
         )
-    return bool(wanted), f"{key}={str(wanted).lower()}: {what} {'are compiled' if wanted else 'run eagerly'}"
+    return bool(setting), f"{key}={str(setting).lower()}: {what} {'are compiled' if setting else 'run eagerly'}"
 
 
 def compile_blocks(

@@ -49,8 +49,9 @@ class EmbeddingCache:
         row = {name: value.cpu().contiguous() for name, value in row.items()}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self.folder, prefix=".") as own:  # other processes may write this text
-                file = Path(own) / "embedding"
+            # Other processes may write the same text.
+            with tempfile.TemporaryDirectory(dir=self.folder, prefix=".") as folder:
+                file = Path(folder) / "embedding"
                 file.write_bytes(save(row, metadata={"digest": _digest(row)}))
                 os.replace(file, self.path(text))
         except OSError as error:

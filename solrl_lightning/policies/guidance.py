@@ -19,13 +19,13 @@ def forward_passes(scale: float) -> int:
     return 1 if scale == 1 else 2
 
 
-def extrapolated(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
+def extrapolate(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:
     """v_uncond + scale * (v_cond - v_uncond)."""
     return unconditional + scale * (conditional - unconditional)
 
 
-def guided(
-    velocity: Velocity, unconditional: Conditioning, scale: float, combined: Combination = extrapolated
+def guide(
+    velocity: Velocity, unconditional: Conditioning, scale: float, combined: Combination = extrapolate
 ) -> Velocity:
     """Returns the ``combined`` velocity, with v_uncond without gradient; ``velocity`` itself where scale is 1.
 

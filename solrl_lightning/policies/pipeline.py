@@ -30,7 +30,7 @@ from solrl_lightning.policies.checkpointing import checkpoint_blocks
 from solrl_lightning.policies.conditioning import Conditioning, Row, stack_rows
 from solrl_lightning.policies.config_files import TINY
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
-from solrl_lightning.policies.guidance import guided
+from solrl_lightning.policies.guidance import guide
 from solrl_lightning.policies.loading import load_pipeline
 from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
 from solrl_lightning.policies.random_weights import random_pipeline, random_row
@@ -187,7 +187,7 @@ class PipelineAdapter(ABC):
 
     def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """As ``velocity``, with classifier-free guidance; samplers and loss call this one."""
-        return guided(self.velocity, self.unconditional, self.guidance_scale)(transformer, x, sigma, conditioning)
+        return guide(self.velocity, self.unconditional, self.guidance_scale)(transformer, x, sigma, conditioning)
 
     # Prompts
 
@@ -199,8 +199,8 @@ class PipelineAdapter(ABC):
             rows[text] = row
             if self.cache:
                 self.cache.save(text, row)
-        chosen: list[Row] = [rows[text] for text in prompts]  # type: ignore[misc]  # all are filled in by now
-        stacked = {name: value.to(self.device) for name, value in stack_rows(chosen).items()}
+        row_of_each: list[Row] = [rows[text] for text in prompts]  # type: ignore[misc]  # all are filled in by now
+        stacked = {name: value.to(self.device) for name, value in stack_rows(row_of_each).items()}
         dtype = self.transformer.dtype
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in stacked.items()}
 
@@ -308,8 +308,8 @@ class PipelineAdapter(ABC):
         if self.random:
             decoder = random_preview_decoder(self.device, dtype, *latents)
         else:
-            own = str(TINY / EMBEDDED) if pretrained == "tiny" else pretrained
-            decoder = load_preview_decoder(own, dtype, *latents)
+            source = str(TINY / EMBEDDED) if pretrained == "tiny" else pretrained
+            decoder = load_preview_decoder(source, dtype, *latents)
         return decoder.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
 
     def _cache(self, folder: Path) -> EmbeddingCache:

@@ -71,9 +71,9 @@ def _check(config: dict[str, Any], pretrained: str, channels: int, compression: 
             f"model.preview_decoder must be an AutoencoderTiny; {pretrained} is a "
             f"{config.get('_class_name', 'model of no class')}. docs/models names those that fit."
         )
-    found = (config["latent_channels"], 2 ** (len(config["decoder_block_out_channels"]) - 1))
-    if found != (channels, compression):
+    shape = (config["latent_channels"], 2 ** (len(config["decoder_block_out_channels"]) - 1))
+    if shape != (channels, compression):
         raise UserError(
             f"model.preview_decoder must decode this model's latents, {channels} channels at 1/{compression} of the "
-            f"side; {pretrained} decodes {found[0]} channels at 1/{found[1]}. docs/models names those that fit."
+            f"side; {pretrained} decodes {shape[0]} channels at 1/{shape[1]}. docs/models names those that fit."
         )

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
-from solrl_lightning.policies.guidance import extrapolated, guided
+from solrl_lightning.policies.guidance import extrapolate, guide
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.seeds import noise
 
@@ -36,7 +36,7 @@ class QwenImage(PipelineAdapter):
             prompt=prompts, device=device, max_sequence_length=self.max_sequence_length
         )
         mask = torch.ones_like(embeds[..., 0]) if mask is None else mask
-        return {"prompt_embeds": [row[kept.bool()] for row, kept in zip(embeds, mask, strict=True)]}
+        return {"prompt_embeds": [row[real.bool()] for row, real in zip(embeds, mask, strict=True)]}
 
     def encode(self, prompts: list[str]) -> Conditioning:
         """``prompt_embeds`` [P, L, D], padded to ``max_sequence_length``, and ``prompt_embeds_mask`` bool [P, L].
@@ -81,7 +81,7 @@ class QwenImage(PipelineAdapter):
 
     def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """As ``PipelineAdapter.guided_velocity``, with each token rescaled to the norm of its conditional velocity."""
-        velocity = guided(self.velocity, self.unconditional, self.guidance_scale, with_conditional_norm)
+        velocity = guide(self.velocity, self.unconditional, self.guidance_scale, with_conditional_norm)
         return velocity(transformer, x, sigma, conditioning)
 
     def decode_latents(self, x: Tensor, vae: Any) -> Tensor:
@@ -108,5 +108,5 @@ def with_conditional_norm(conditional: Tensor, unconditional: Tensor, scale: flo
 
     It is the guidance of ``QwenImagePipeline`` (its ``true_cfg_scale``).
     """
-    combined = extrapolated(conditional, unconditional, scale)
+    combined = extrapolate(conditional, unconditional, scale)
     return combined * (conditional.norm(dim=-1, keepdim=True) / combined.norm(dim=-1, keepdim=True))

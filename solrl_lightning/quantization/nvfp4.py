@@ -68,7 +68,7 @@ def encode(x: Tensor, per_row: bool = False) -> NVFP4Tensor:
     """Return ``quantize(x)`` without its checks (the one of finiteness synchronises a GPU); one NaN gives NaNs."""
     blocks = _blocks(x.float())
     scales, encode, global_scale = _scales(blocks, per_row)
-    magnitude = round_e2m1(_scaled(blocks, encode)).abs()
+    magnitude = round_e2m1(_scale(blocks, encode)).abs()
     # The index in E2M1_VALUES as a piecewise linear function of the value.
     code = torch.minimum(torch.minimum(2 * magnitude, magnitude + 2), 0.5 * magnitude + 4).to(torch.uint8)
     code = torch.where(blocks.signbit(), code | 8, code).flatten(-2)
@@ -85,7 +85,7 @@ def fake_quantize(x: Tensor, dtype: torch.dtype, per_row: bool = False) -> tuple
     """
     blocks = _blocks(x)
     scales, encode, global_scale = _scales(blocks, per_row)
-    values = round_e2m1(_scaled(blocks, encode)).mul_(scales)
+    values = round_e2m1(_scale(blocks, encode)).mul_(scales)
     return values.flatten(-2).to(dtype), global_scale
 
 
@@ -143,7 +143,7 @@ def _scales(blocks: Tensor, per_row: bool) -> tuple[Tensor, Tensor, Tensor]:
     return scales, factors, global_scale.squeeze(-1)
 
 
-def _scaled(blocks: Tensor, factors: Tensor) -> Tensor:
+def _scale(blocks: Tensor, factors: Tensor) -> Tensor:
     return (blocks * factors).clamp_(-E2M1_MAX, E2M1_MAX)
 
 

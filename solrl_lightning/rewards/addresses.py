@@ -26,9 +26,9 @@ def read_token() -> str:
 def check_url(key: str, url: object) -> None:
     """Raise ``UserError`` unless ``url``, the value of ``key``, is an address of http or https without a password."""
     if not _URL.match(str(url)):
-        given = "<hidden>" if "@" in str(url) else url
+        shown = "<hidden>" if "@" in str(url) else url
         raise UserError(
-            f"{key}={given} is invalid: it must begin with http:// or https:// and have no user or password. Set "
+            f"{key}={shown} is invalid: it must begin with http:// or https:// and have no user or password. Set "
             f"{key}=http://<host>:<port>/score, and the token with export {TOKEN}=<token>."
         )
 

@@ -55,10 +55,10 @@ def load_head(name: str, width: int) -> nn.Sequential:
     key, hint = "reward.aesthetic.head", "Or give the path of a local .pth file."
     weights = load_tensors(key, name, *WEIGHTS, kind="aesthetic predictor", hint=hint)
     head = linear_head(width)
-    own = {tensor.removeprefix("layers."): value for tensor, value in weights.items()}
+    parameters = {tensor.removeprefix("layers."): value for tensor, value in weights.items()}
     unfit, fix = f"it does not fit embeddings of {width} numbers", "Set reward.pretrained to CLIP ViT-L/14."
-    check_state_dict(key, name, head, own, unfit, fix)
-    head.load_state_dict(own)
+    check_state_dict(key, name, head, parameters, unfit, fix)
+    head.load_state_dict(parameters)
     return head
 
 

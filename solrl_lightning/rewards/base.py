@@ -50,10 +50,10 @@ class Reward(ABC):
             )
         scores = call_with_metadata(self.score, images, prompts, metadata=metadata)
         if not isinstance(scores, Tensor) or scores.shape != (len(prompts),):
-            found = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+            returned = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise UserError(
                 f"the reward {self.name} is invalid: it must return one score per image, a tensor [{len(prompts)}]; "
-                f"its score() returned {found}. Correct score()."
+                f"its score() returned {returned}. Correct score()."
             )
         if scores.is_complex():
             raise UserError(

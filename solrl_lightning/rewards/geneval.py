@@ -104,13 +104,13 @@ class GenEval(TransformersCLIP):
         outputs = self.detector(pixel_values=pixels.pixel_values.to(self.device, self.dtype), **tokens)
         sizes = [tuple(images.shape[-2:])] * len(images)
         results = self._detector_processor.post_process_grounded_object_detection(outputs, threshold, sizes)
-        found = []
+        objects = []
         for result in results:
             scores, labels, boxes = result["scores"].float(), result["labels"], result["boxes"].float()
             kept = batched_nms(boxes, scores, labels, _OVERLAP)  # in the order of falling scores
             boxes, labels = boxes[kept], labels[kept]
-            found.append({kind: boxes[labels == label][:MAX_OBJECTS].tolist() for label, kind in enumerate(kinds)})
-        return found
+            objects.append({kind: boxes[labels == label][:MAX_OBJECTS].tolist() for label, kind in enumerate(kinds)})
+        return objects
 
     def colours(self, image: Tensor, objects: Sequence[Box], kind: str) -> list[str]:
         """The colour of each of the objects in the image [3, H, W]: CLIP's zero-shot class of its box."""
@@ -142,13 +142,13 @@ def correct(metadata: Metadata, objects: Objects, colours: ColoursOf) -> float:
     """
     groups: list[Sequence[Box] | None] = []  # the objects of each clause that holds
     for clause in metadata["include"]:
-        found = objects.get(clause["class"], [])[: clause["count"]]
-        holds = len(found) == clause["count"]
+        boxes = objects.get(clause["class"], [])[: clause["count"]]
+        holds = len(boxes) == clause["count"]
         if holds and "color" in clause:
-            holds = all(colour == clause["color"] for colour in colours(found, clause["class"]))
+            holds = all(colour == clause["color"] for colour in colours(boxes, clause["class"]))
         if holds and "position" in clause:
-            holds = placed(found, groups, *clause["position"])
-        groups.append(found if holds else None)
+            holds = all_in_relation(boxes, groups, *clause["position"])
+        groups.append(boxes if holds else None)
     excluded = any(len(objects.get(each["class"], [])) >= each["count"] for each in metadata.get("exclude", []))
     return float(None not in groups and not excluded)
 
@@ -163,24 +163,24 @@ def mean_of_terms(metadata: Metadata, objects: Objects, colours: ColoursOf) -> f
     groups: list[Sequence[Box] | None] = []
     terms = []
     for clause in metadata["include"]:
-        found, count = objects.get(clause["class"], []), clause["count"]
-        terms.append(max(0.0, 1 - abs(len(found) - count) / count))
-        holds = len(found) == count
+        boxes, count = objects.get(clause["class"], []), clause["count"]
+        terms.append(max(0.0, 1 - abs(len(boxes) - count) / count))
+        holds = len(boxes) == count
         if "color" in clause:
-            share = sum(each == clause["color"] for each in colours(found, clause["class"])) / count if holds else 0.0
+            share = sum(each == clause["color"] for each in colours(boxes, clause["class"])) / count if holds else 0.0
             terms.append(share)
             holds = share == 1
         if "position" in clause:
-            holds = holds and placed(found, groups, *clause["position"])
+            holds = holds and all_in_relation(boxes, groups, *clause["position"])
             terms.append(float(holds))
-        groups.append(found if holds else None)
+        groups.append(boxes if holds else None)
     return math.fsum(terms) / len(terms)
 
 
-def placed(found: Sequence[Box], groups: Sequence[Sequence[Box] | None], relation: str, target: int) -> bool:
+def all_in_relation(boxes: Sequence[Box], groups: Sequence[Sequence[Box] | None], relation: str, target: int) -> bool:
     """Whether each object is in the relation to each object of clause number ``target``, which holds."""
     others = groups[target]
-    return others is not None and all(relation in relations(one, other) for one in found for other in others)
+    return others is not None and all(relation in relations(one, other) for one in boxes for other in others)
 
 
 def relations(one: Box, other: Box) -> set[str]:

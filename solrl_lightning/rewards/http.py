@@ -106,8 +106,8 @@ class HTTPReward(Reward):
 
         with ThreadPool(self.concurrency) as threads:  # daemons, which Ctrl-C does not wait for
             parts = threads.imap(ask, range(0, len(prompts), self.batch))
-            found = [score for part in parts for score in part]
-        scores = torch.tensor(found, dtype=torch.float32, device=images.device)
+            scores_by_image = [score for part in parts for score in part]
+        scores = torch.tensor(scores_by_image, dtype=torch.float32, device=images.device)
         check_scores(f"{self.name} of {self.url}", scores, prompts)
         return scores
 
@@ -118,21 +118,21 @@ class HTTPReward(Reward):
         images = [base64.b64encode(to_png(image)).decode() for image in levels]
         body = {"images": images, "prompts": prompts, "metadata": [dict(row) for row in metadata]}
         others = f" and {len(prompts) - 1} more" if len(prompts) > 1 else ""
-        asked = f"the reward server {self.url}, asked about the prompt {prompts[0]!r}{others},"
+        server = f"the reward server {self.url}, asked about the prompt {prompts[0]!r}{others},"
         try:
             status, content = self._post(body, retries)
         except HTTPError as error:
-            raise ServerError(f"{asked} does not answer: {sentence(getattr(error, 'reason', error))}") from error
+            raise ServerError(f"{server} does not answer: {sentence(getattr(error, 'reason', error))}") from error
         self._silent = False
-        found = " ".join(content[:_SHOWN].decode(errors="replace").split())
+        answer = " ".join(content[:_SHOWN].decode(errors="replace").split())
         if status != 200:
-            raise ServerError(f"{asked} answered with status {status}: {found}")
+            raise ServerError(f"{server} answered with status {status}: {answer}")
         if len(content) > _LONGEST:
-            raise ServerError(f"{asked} gave an invalid answer: it must have at most {_LONGEST} bytes; got {found}")
+            raise ServerError(f"{server} gave an invalid answer: it must have at most {_LONGEST} bytes; got {answer}")
         scores = read_scores(content)
         if len(scores) != len(prompts):
             rule = f'it must be {{"scores": [...]}} with {len(prompts)} numbers'
-            raise ServerError(f"{asked} gave an invalid answer: {rule}; got {found}")
+            raise ServerError(f"{server} gave an invalid answer: {rule}; got {answer}")
         return scores
 
     def _post(self, body: dict[str, Any], retries: Retry | bool | None) -> tuple[int, bytearray]:

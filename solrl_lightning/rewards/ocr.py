@@ -55,24 +55,24 @@ class OCR(Reward):
     def check_prompts(self, prompts: list[str]) -> None:
         """Raise ``UserError`` for a prompt without text in double quotes."""
         for prompt in prompts:
-            quoted(prompt)
+            text_in_quotes(prompt)
 
     def score(self, images: Tensor, prompts: list[str]) -> Tensor:
         pictures = (eight_bits(images) * 255).byte().permute(0, 2, 3, 1).cpu().numpy()[..., ::-1]  # blue, green, red
         read = ["".join(self._read(picture).txts or ()) for picture in pictures]
-        scores = [similarity(text, quoted(prompt)) for text, prompt in zip(read, prompts, strict=True)]
+        scores = [similarity(text, text_in_quotes(prompt)) for text, prompt in zip(read, prompts, strict=True)]
         return torch.tensor(scores, device=self.device)
 
 
-def quoted(prompt: str) -> str:
+def text_in_quotes(prompt: str) -> str:
     """The first text in straight double quotes, or else in typographic ones. Raises ``UserError`` if there is none."""
-    found = re.search('"([^"]*)"', prompt) or re.search("[“”„]([^“”]*)[“”]", prompt)
-    if found is None or not found[1].strip():
+    match = re.search('"([^"]*)"', prompt) or re.search("[“”„]([^“”]*)[“”]", prompt)
+    if match is None or not match[1].strip():
         raise UserError(
             f"the prompt {prompt!r} is invalid: reward=ocr reads in the image what is in double quotes in the prompt, "
             'and here that is nothing. Write it as in: a sign that says "open". Or set data=ocr.'
         )
-    return found[1]
+    return match[1]
 
 
 def similarity(read: str, target: str) -> float:

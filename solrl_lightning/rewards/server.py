@@ -53,8 +53,8 @@ def create_app(rewards: WeightedRewards, device: torch.device, token: str, max_i
 
     @app.post("/score")
     async def score(request: Request) -> dict[str, list[float]]:
-        given = request.headers.get("authorization", "")
-        if token and not hmac.compare_digest(given.encode(), f"Bearer {token}".encode()):
+        authorization = request.headers.get("authorization", "")
+        if token and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
             raise HTTPException(401, "the token is missing or wrong")
         body = bytearray()
         async for part in request.stream():

@@ -63,17 +63,17 @@ class ShapesReward(Reward):
         distance = (images[:, None] - self._palette[:, :, None, None]).square().sum(2)  # [B, 7, H, W]
         masks = torch.softmax(-distance / _COLOUR_VARIANCE, dim=1)[:, :-1]  # [B, 6, H, W] without the background
         size = images.shape[-1]
-        own = masks.gather(1, colour[..., None, None].expand(-1, -1, size, size)).flatten(0, 1)  # [2B, H, W]
-        area = own.sum((1, 2))
+        mask = masks.gather(1, colour[..., None, None].expand(-1, -1, size, size)).flatten(0, 1)  # [2B, H, W]
+        area = mask.sum((1, 2))
         axis = torch.arange(size, device=self.device) + 0.5
-        centre = torch.stack([own.sum(1) @ axis, own.sum(2) @ axis], dim=1) / (area[:, None] + 1e-6)  # [2B, (x, y)]
+        centre = torch.stack([mask.sum(1) @ axis, mask.sum(2) @ axis], dim=1) / (area[:, None] + 1e-6)  # [2B, (x, y)]
         radius = (area / torch.pi).sqrt().clamp(0.5 * MIN_RADIUS, 1.5 * MAX_RADIUS)
         window = _rise(radius, 0.5 * MIN_RADIUS, MIN_RADIUS) * _rise(-radius, -1.5 * MAX_RADIUS, -1.1 * MAX_RADIUS)
 
         overlaps = []
         for index in range(len(SHAPES)):
             template = coverage(torch.full_like(area, index, dtype=torch.int64), centre, radius, size)
-            overlaps.append(torch.minimum(own, template).sum((1, 2)) / torch.maximum(own, template).sum((1, 2)))
+            overlaps.append(torch.minimum(mask, template).sum((1, 2)) / torch.maximum(mask, template).sum((1, 2)))
         overlap = torch.stack(overlaps, dim=1)  # [2B, 3]
         likelihood = torch.softmax(overlap / _OVERLAP_TEMPERATURE, dim=1)
         credit = overlap * (_COLOUR_CREDIT + (1 - _COLOUR_CREDIT) * likelihood)

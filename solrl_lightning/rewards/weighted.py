@@ -66,9 +66,9 @@ class WeightedRewards:
     def for_training(self) -> "WeightedRewards":
         """The rewards that rollouts score: all whose weight is not 0."""
         rewards = {name: self.rewards[name] for name, weight in self.weights.items() if weight != 0}
-        chosen = WeightedRewards(rewards, self.weights, self.metadata, self.combine)
-        chosen.name = self.name
-        return chosen
+        trained = WeightedRewards(rewards, self.weights, self.metadata, self.combine)
+        trained.name = self.name
+        return trained
 
     def check_prompts(self, prompts: list[str]) -> None:
         """Raise ``UserError`` for a prompt that one of the rewards cannot score."""

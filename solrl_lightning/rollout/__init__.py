@@ -1,1 +1,1 @@
-"""Turn prompts into training samples: stages, selection, advantages, micro-batches, and the records between them."""
+"""Turn prompts into scored samples: stages, chunks, selection, and the records between them."""

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from solrl_lightning.rollout.chunks import check_selectable
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import rerank, select_contrastive
-from solrl_lightning.rollout.stage import Stage, check_selectable
+from solrl_lightning.rollout.stage import Stage, with_next
 from solrl_lightning.sampling import SolverState
 
 Run = Callable[[Stage, Tensor, SolverState | None], Candidates]
@@ -24,11 +25,11 @@ class Explored(NamedTuple):
     """Result of the stages of an iteration."""
 
     pool: Candidates  # [P, N] of the first stage, without their state; later stages that select reorder its merits
-    kept: Candidates  # [P, K] of the last stage
+    regenerated: Candidates  # [P, K] of the last stage, which is the only one in a family without exploration
     proxy_rewards: Tensor  # [P, K], the merits of the last selection
 
 
-def run_stages(stages: Sequence[Stage], seeds: Tensor, prompts: list[str], run: Run) -> Explored:
+def run_family(stages: Sequence[Stage], seeds: Tensor, prompts: list[str], run: Run) -> Explored:
     """Return the results of ``stages`` on seeds [P, N]; a stage with ``keep`` selects the candidates of the next one.
 
     Raises:
@@ -36,7 +37,7 @@ def run_stages(stages: Sequence[Stage], seeds: Tensor, prompts: list[str], run: 
     """
     pool, proxy_rewards, state = None, None, None
     places = torch.arange(seeds.shape[1]).expand_as(seeds)  # indices into the pool
-    for stage, following in zip(stages, [*stages[1:], None], strict=True):
+    for stage, following in with_next(stages):
         candidates = run(stage, seeds, state)
         if pool is None:
             pool = candidates._replace(state=None)  # so that the latents are freed before the next stage runs
@@ -44,8 +45,8 @@ def run_stages(stages: Sequence[Stage], seeds: Tensor, prompts: list[str], run: 
             pool = pool._replace(merits=rerank(pool.merits, places, candidates.merits))
         if stage.keep is not None:
             check_selectable(candidates.merits, stage.keep, prompts)
-            chosen = select_contrastive(candidates.merits, stage.keep)
-            candidates, places = candidates.take(chosen), places.gather(1, chosen.cpu())
+            extremes = select_contrastive(candidates.merits, stage.keep)
+            candidates, places = candidates.take(extremes), places.gather(1, extremes.cpu())
             proxy_rewards = candidates.merits
         seeds = candidates.seeds
         state = candidates.state if following is not None and stage.continues_in(following) else None

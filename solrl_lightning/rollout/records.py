@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from solrl_lightning.rollout.select import take
-from solrl_lightning.sampling.state import Path, SolverState, map_tensors
+from solrl_lightning.sampling.state import RecordedSteps, SolverState, map_tensors
 
 
 class EncodedPrompts(NamedTuple):
@@ -33,7 +33,7 @@ class Candidates(NamedTuple):
     rewards: Tensor  # [P, N] float32, the weighted sum of `scores`
     scores: Tensor  # [P, N, R] float32, one value per reward
     merits: Tensor  # [P, N] float32, by which selection ranks a prompt's candidates; see `WeightedRewards.merits`
-    path: Path | None = None  # [P, N, ...]; see `Objective.transitions`
+    recorded_steps: RecordedSteps | None = None  # [P, N, ...]; see `Objective.transitions`
 
     @property
     def x0(self) -> Tensor:
@@ -56,7 +56,7 @@ class Rollouts(NamedTuple):
     rewards: Tensor  # [P, K] float32, of `x0`
     scores: Tensor  # [P, K, R] float32, one value per reward
     advantages: Tensor  # [P, K] float32, computed from the merits of `scores`
-    path: Path | None = None  # [P, K, ...]; see `Objective.transitions`
+    recorded_steps: RecordedSteps | None = None  # [P, K, ...]; see `Objective.transitions`
 
 
 class TrainingBatch(NamedTuple):
@@ -64,8 +64,8 @@ class TrainingBatch(NamedTuple):
 
     x0: Tensor  # [B, ...] float32
     x_t: Tensor  # [B, ...] float32, the input of the transformer
-    x_next: Tensor | None  # [B, ...] float32, the sampler's x one step after `x_t`; None without a recorded path
-    log_prob: Tensor | None  # [B] float32, of `x_next` given `x_t` as it was sampled; None without a stochastic path
+    x_next: Tensor | None  # [B, ...] float32, the sampler's x one step after `x_t`; None without recorded steps
+    log_prob: Tensor | None  # [B] float32, of `x_next` given `x_t` as it was sampled; None without a stochastic solver
     step: Tensor  # [B] int64, the solver step i of the noise level
     sigma: Tensor  # [B] float32, sigmas[i]
     sigma_next: Tensor  # [B] float32, sigmas[i + 1]

@@ -28,8 +28,8 @@ def background_worker(device: torch.device) -> Iterator[Submit]:
     stream = _side_stream(device) if device.type == "cuda" else None
 
     def do(work: Callable[[], T], ready: torch.cuda.Event | None) -> T:
-        own: AbstractContextManager = nullcontext() if stream is None else torch.cuda.stream(stream)
-        with torch.no_grad(), own:  # torch keeps both settings per thread
+        on_stream: AbstractContextManager = nullcontext() if stream is None else torch.cuda.stream(stream)
+        with torch.no_grad(), on_stream:  # torch keeps both settings per thread
             if stream is None or ready is None:
                 return work()
             stream.wait_event(ready)

@@ -45,9 +45,9 @@ def rerank(scores: Tensor, places: Tensor, rewards: Tensor) -> Tensor:
     places = places.to(scores.device)
     finite = torch.where(rewards.isfinite(), rewards, torch.nan)
     rewards = torch.where(finite.isnan(), finite.nanmedian(dim=1, keepdim=True).values, finite)
-    own = scores.gather(1, places).sort(dim=1, descending=True, stable=True).values
+    descending = scores.gather(1, places).sort(dim=1, descending=True, stable=True).values
     order = rewards.argsort(dim=1, descending=True, stable=True).to(scores.device)
-    return scores.scatter(1, places.gather(1, order), own)
+    return scores.scatter(1, places.gather(1, order), descending)
 
 
 def take(values: Tensor, chosen: Tensor) -> Tensor:

@@ -24,9 +24,19 @@ from torch import Tensor
 from solrl_lightning.sampling.dpm2 import dpm2_step
 from solrl_lightning.sampling.euler import euler_step
 from solrl_lightning.sampling.sde import StochasticSolver
-from solrl_lightning.sampling.state import NoiseSource, Path, SolverState, start
+from solrl_lightning.sampling.state import NoiseSource, RecordedSteps, SolverState, start
 
-__all__ = ["SOLVERS", "NoiseSource", "Path", "Solver", "SolverState", "StochasticSolver", "integrate", "start", "steps"]
+__all__ = [
+    "SOLVERS",
+    "NoiseSource",
+    "RecordedSteps",
+    "Solver",
+    "SolverState",
+    "StochasticSolver",
+    "integrate",
+    "start",
+    "steps",
+]
 
 Velocity = Callable[[Tensor, Tensor], Tensor]
 """x [B, ...] in float32 and sigma, a 0-dim float32 tensor on x's device -> v [B, ...]."""
@@ -61,7 +71,7 @@ def steps(
     if isinstance(solver, str) and solver not in SOLVERS:
         raise ValueError(f"solver must be one of {', '.join(SOLVERS)}; got {solver!r}")
     take_step = SOLVERS[solver] if isinstance(solver, str) else solver
-    levels = _checked(sigmas)
+    levels = _read_schedule(sigmas)
     num_steps = len(levels) - 1
     stop_step = num_steps if stop_step is None else stop_step
     if not state.step <= stop_step <= num_steps:
@@ -75,7 +85,7 @@ def steps(
         yield state
 
 
-def _checked(sigmas: Tensor) -> list[float]:
+def _read_schedule(sigmas: Tensor) -> list[float]:
     """Return the schedule as Python floats, in which solvers compute their coefficients in double precision."""
     levels: list[float] = sigmas.tolist()
     descends = all(later < earlier for earlier, later in zip(levels, levels[1:], strict=False))

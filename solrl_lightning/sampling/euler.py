@@ -13,5 +13,6 @@ def euler_step(
     """Return the state at sigmas[i + 1], i = state.step, from velocity [B, ...] at (x, sigmas[i])."""
     sigma, sigma_next = sigmas[state.step], sigmas[state.step + 1]
     x0 = state.x - sigma * velocity
-    x = x0 if sigma_next == 0 else state.x + (sigma_next - sigma) * velocity  # the last x is x0 itself
-    return SolverState(x, x0, state.step + 1)
+    finished = sigma_next == 0
+    x = x0 if finished else state.x + (sigma_next - sigma) * velocity
+    return SolverState(x, x0, state.step + 1, finished=finished)

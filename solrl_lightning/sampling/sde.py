@@ -83,7 +83,7 @@ class StochasticSolver:
         sigma, sigma_next = (_like(state.x, sigmas[i]).expand(len(state.x)) for i in (state.step, after.step))
         mean, std = self.transition(state.x, velocity, sigma, sigma_next)
         x = mean + _rows(std, mean) * drawn
-        return after._replace(x=x, log_prob=log_prob(x, mean, std))
+        return after._replace(x=x, log_prob=log_prob(x, mean, std), finished=False)
 
 
 def _like(x: Tensor, value: Tensor | float) -> Tensor:

@@ -23,6 +23,7 @@ class SolverState(NamedTuple):
     x0: Tensor | None  # [B, ...] float32, predicted by the latest velocity evaluation; None before the first one
     step: int  # solver steps taken
     log_prob: Tensor | None = None  # [B] float32, of x given the previous x; None after a deterministic step
+    finished: bool = False  # x is the image, the tensor x0 itself
 
     def take(self, index: Tensor) -> "SolverState":
         """Return the state of the trajectories ``index``."""
@@ -34,7 +35,7 @@ def start(x: Tensor) -> SolverState:
     return SolverState(x.float(), None, 0)
 
 
-class Path(NamedTuple):
+class RecordedSteps(NamedTuple):
     """Recorded consecutive steps of a trajectory."""
 
     first: int  # solver step that leads from x[:, 0] to x[:, 1]

@@ -78,7 +78,7 @@ def all_scenes() -> list[Scene]:
 
 
 @cache  # dev/pretrain.py calls it for every batch
-def _shuffled() -> tuple[str, ...]:
+def _shuffle_captions() -> tuple[str, ...]:
     captions = [scene.caption() for scene in all_scenes()]
     order = torch.randperm(len(captions), generator=torch.Generator().manual_seed(_SPLIT_SEED)).tolist()
     return tuple(captions[i] for i in order)
@@ -86,12 +86,12 @@ def _shuffled() -> tuple[str, ...]:
 
 def eval_captions() -> list[str]:
     """The 64 held-out captions, which pretraining and post-training do not use; they have every word of the grammar."""
-    return list(_shuffled()[:NUM_EVAL])
+    return list(_shuffle_captions()[:NUM_EVAL])
 
 
 def train_captions() -> list[str]:
     """The 1016 training captions."""
-    return list(_shuffled()[NUM_EVAL:])
+    return list(_shuffle_captions()[NUM_EVAL:])
 
 
 def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size: int = IMAGE_SIZE) -> Tensor:
@@ -109,5 +109,5 @@ def coverage(shape: Tensor, centre: Tensor, radius: Tensor, size: int = IMAGE_SI
     inradius = r * (torch.pi / 3**1.5) ** 0.5  # upright and equilateral: area = 3 sqrt(3) inradius^2
     triangle = torch.minimum(inradius - dy, inradius + dy / 2 - dx.abs() * (3**0.5 / 2))
     distances = torch.stack([disc, square, triangle], dim=1)  # [B, 3, size, size]
-    chosen = distances.gather(1, shape[:, None, None, None].expand(-1, 1, size, size))[:, 0]
-    return (chosen + 0.5).clamp(0, 1)
+    distance = distances.gather(1, shape[:, None, None, None].expand(-1, 1, size, size))[:, 0]
+    return (distance + 0.5).clamp(0, 1)

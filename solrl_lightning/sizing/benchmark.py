@@ -17,14 +17,15 @@ from solrl_lightning.cli.checks import check_decoder, check_values
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.scaled_linear import operand_dtype
-from solrl_lightning.rollout.stage import EXPLORE, STAGES, Stage
+from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.sizing.timing import Lap, alternate, peak_memory, release, run_iterations
 from solrl_lightning.training.samplers import SHADOW
+from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 
 _WARM_UP, FORWARDS = 3, 20  # forward passes of each variant; the first compiles
 _PRODUCTS = 10  # timed matrix products, after _WARM_UP others
 _PRODUCT_SIZE = {"cuda": 8192, "cpu": 1024}  # rows and columns: large enough for the units, small enough for the time
-ROLLOUT = STAGES[:-1]  # without training
+ROLLOUT = STOPWATCH_STAGES[:-1]  # without training
 _BASELINES = ("naive_scaling", "compile")
 
 
@@ -53,17 +54,19 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     """Median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
     release(device)
     module = build_module(cfg, device, [Stage(EXPLORE, SHADOW, steps=1, solver="euler")])
-    module.samplers.sync()
-    originals = {"bf16": module.samplers.replicas["merged"], "shadow": module.samplers.replicas["shadow"]}
+    module.sync_samplers(version=0)
+    originals = {"bf16": module.transformers.replicas["merged"], "shadow": module.transformers.replicas["shadow"]}
+    shadow = module.transformers.shadow_backend
+    assert shadow is not None, "a stage samples from it"
     clone = replica.clone_sharing_weights
     variants: dict[str, nn.Module] = {f"{name} eager": clone(transformer) for name, transformer in originals.items()}
     if cfg.task.compile and can_compile(device):
         for name, transformer in originals.items():
             compiled = clone(transformer)
-            compile_blocks(compiled, fullgraph=name != "shadow" or module.samplers.backend.fullgraph)
+            compile_blocks(compiled, fullgraph=name != "shadow" or shadow.fullgraph)
             variants[f"{name} compiled"] = compiled
     batch = cfg.model.rollout_batch
-    _, conditioning = module.encode(module.eval_prompts[:1]).gather(torch.zeros(batch, dtype=torch.int64))
+    _, conditioning = module.encode(module.evaluation.prompts[:1]).gather(torch.zeros(batch, dtype=torch.int64))
     x, sigma = module.policy.noise(torch.arange(batch)), torch.tensor(0.5, device=device)
     # torch 2.11 does not count the fused attention of a CPU.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -79,7 +82,7 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     tflops = {name: flops / value / 1e12 for name, value in medians.items()}
     return {
         "batch": batch,
-        "precision_backend": module.samplers.precision_backend,
+        "precision_backend": module.transformers.precision_backend,
         "seconds": medians,
         "against": against,
         "ratios": {name: value / medians[against] for name, value in medians.items()},
@@ -116,7 +119,7 @@ def family_times(
 ) -> dict[str, Any]:
     """Median seconds of an iteration of ``cfg.family`` and of its stages, 0 for a stage that it lacks."""
     laps = [lap for _, *timed in runs for lap in timed]
-    stages = {name: median(lap[name] for lap in laps) for name in (*STAGES, "iteration")}
+    stages = {name: median(lap[name] for lap in laps) for name in (*STOPWATCH_STAGES, "iteration")}
     rollout = median(sum(lap[stage] for stage in ROLLOUT) for lap in laps)
     return {
         "pool": cfg.family.pool,

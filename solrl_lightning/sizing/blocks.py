@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 from torch import Tensor
 
 from solrl_lightning.artifacts.tables import OK, WRONG, Row
-from solrl_lightning.build import levels_of, lora_config, quantization_rule
+from solrl_lightning.build import lora_config, quantization_rule, samplers_of
+from solrl_lightning.policies.adapters import OLD
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.policies.conditioning import Conditioning
@@ -22,7 +23,8 @@ from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.sizing.layers import judge_speed
 from solrl_lightning.sizing.plan import Plan
 from solrl_lightning.sizing.timing import least_seconds
-from solrl_lightning.training.samplers import MERGED, POLICY, REFERENCE, SHADOW, Samplers
+from solrl_lightning.training.samplers import MERGED, POLICY, SHADOW
+from solrl_lightning.training.transformers import REFERENCE, VelocityModel, as_it_is, replicate
 
 _BLOCKS = 2  # of each kind
 _CPU_PRODUCTS = 2 * 10**8  # of the whole model's linear layers; sets the batch of the blocks on a CPU
@@ -70,11 +72,12 @@ def check_blocks(
     torch.compiler.reset()
     compiler = CompileCounterWithBackend("inductor" if compiled else "eager")
     trains, _ = should_compile("compile_training", "training steps", cfg.compile_training, device)
-    samplers = Samplers(
+    transformers = replicate(
         policy,
         lora_config(cfg),
         cfg.seed,
         cfg.model.rollout_batch,
+        cfg.old_velocity,
         compile_replicas=True,
         compile_policy=trains,
         with_shadow=shadow is not None,
@@ -90,27 +93,29 @@ def check_blocks(
         _, conditioning = EncodedPrompts([""], policy.encode([""])).gather(torch.zeros(batch, dtype=torch.int64))
         return policy.noise(torch.arange(batch)), torch.full((batch,), 0.5, device=device), conditioning
 
-    def velocity(name: str, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        with samplers.use(name) as transformer:
+    def velocity(transformer_of: VelocityModel, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        with transformer_of() as transformer:
             return policy.guided_velocity(transformer, x, sigma, conditioning)
 
     rollout, training = inputs(cfg.model.rollout_batch), inputs(cfg.model.micro_batch)
-    calls = {name: partial(velocity, name, *rollout) for name in samplers.replicas}
-    if any(stage.sampler == POLICY for stages in levels_of(cfg) for stage in stages):
-        velocity(POLICY, *rollout)
-    for name in {REFERENCE, cfg.old_velocity}:
-        velocity(name, *training)
+    replicas = {name: as_it_is(module) for name, module in transformers.replicas.items()}
+    calls = {name: partial(velocity, replica, *rollout) for name, replica in replicas.items()}
+    if POLICY in samplers_of(cfg):
+        velocity(transformers.adapted.old, *rollout)
+    for velocity_model in transformers.velocity_models.values():
+        velocity(velocity_model, *training)
     if trains:
         with torch.enable_grad():
-            policy.guided_velocity(samplers.transformer, *training).square().mean().backward()
-        samplers.transformer.zero_grad()
+            policy.guided_velocity(transformers.adapted.transformer, *training).square().mean().backward()
+        transformers.adapted.transformer.zero_grad()
     graphs = []
     for _ in range(2):
-        samplers.sync()
+        for sampler in transformers.samplers.values():
+            sampler.sync(transformers.adapted.state(OLD), version=0)
         for call in calls.values():
             call()
         graphs.append(len(compiler.graphs))
-    names = ", ".join([*([POLICY] if trains else []), REFERENCE, *samplers.replicas])
+    names = ", ".join([*([POLICY] if trains else []), REFERENCE, *replicas])
     what = f"{names} in batches of {' and '.join(str(len(x)) for x, *_ in (rollout, training))}"
     yield judge_compilation(graphs[0], graphs[1] - graphs[0], compiler.backend, what)
     if shadow is not None:

@@ -116,8 +116,9 @@ def plan_run(
 
 def pool_latents(cfg: DictConfig, shape: Sequence[int], devices: int = 1) -> Latents:
     """Bytes of the latents of an iteration of ``cfg`` on one of ``devices``; one candidate's have ``shape``."""
-    stages, prompts = stages_of(cfg), math.ceil(cfg.prompts_per_iteration / devices)
-    transitions = len(build_objective(cfg).transitions(stages[-1].steps, 0))
+    objective = build_objective(cfg)
+    stages, prompts = stages_of(cfg, objective), math.ceil(cfg.prompts_per_iteration / devices)
+    transitions = len(objective.transitions(stages[-1].steps, 0))
     return latent_bytes(stages, cfg.family.pool, cfg.family.keep, transitions, 4 * prompts * math.prod(shape))
 
 

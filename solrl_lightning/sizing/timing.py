@@ -11,7 +11,7 @@ from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer
 from omegaconf import DictConfig
 
-from solrl_lightning.build import build_loop, build_module, stages_of
+from solrl_lightning.build import build_loop, build_module, build_objective, stages_of
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.data.loaders import RankPrompts
@@ -19,7 +19,7 @@ from solrl_lightning.machine.memory import peak_resident_bytes
 
 _ROUNDS, _SECONDS = 20, 0.5  # of ``least_seconds``: maximum number of timed calls, and when no call starts any more
 
-Lap = Mapping[str, float]  # seconds of each of STAGES, 0 for one that did not run, and of the whole "iteration"
+Lap = Mapping[str, float]  # seconds of STOPWATCH_STAGES, 0 for one that did not run, and of the whole "iteration"
 
 
 def alternate(
@@ -66,8 +66,9 @@ def run_iterations(cfg: DictConfig, device: torch.device, *observers: Callback) 
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    module = build_module(cfg, device, stages_of(cfg))
-    loop = build_loop(cfg, trainer, module.objective)
+    objective = build_objective(cfg)
+    module = build_module(cfg, device, stages_of(cfg, objective), objective)
+    loop = build_loop(cfg, trainer, objective)
     trainer.fit(module, loop.loader, RankPrompts([], 0, 1))
     return list(timings.history)
 

@@ -16,11 +16,11 @@ from solrl_lightning.artifacts.tables import OK, WRONG, Row
 from solrl_lightning.build import build_objective, build_rewards, with_option
 from solrl_lightning.cli.checks import REWARD_FILES, reward_members
 from solrl_lightning.rewards.base import Reward
-from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.sizing.environment import local_path
 from solrl_lightning.sizing.footprint import Footprint, Options, fit, overrides
 from solrl_lightning.sizing.plan import Plan, pool_latents
 from solrl_lightning.sizing.timing import peak_memory, run_iterations
+from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 
 
 def total_memory(device: torch.device) -> int:
@@ -125,7 +125,7 @@ def check_iterations(cfg: DictConfig, run: Plan, device: torch.device, count: in
     latents = pool_latents(smoke, run.policy.latent_shape)
     footprint = footprint_here(run, cfg.model.weights, device.type == "cuda")._replace(latents={None: latents})
     peak, planned = peak_memory(device), footprint.peak(run.options)
-    stages = [{stage: lap[stage] for stage in STAGES if lap[stage] > 0} for lap in laps]
+    stages = [{stage: lap[stage] for stage in STOPWATCH_STAGES if lap[stage] > 0} for lap in laps]
     last = ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages[-1].items())
     text = (
         f"{count} of 1 prompt, {smoke.family.pool} candidates, {smoke.family.keep} kept: {laps[0]['iteration']:.1f} s "

@@ -1,11 +1,11 @@
 """task=audit: rank fidelity and cost of cheap proxies.
 
-Every proxy and the truth (BF16 at full steps) score the same pool; their rankings are compared prompt by prompt. A
-proxy is a sampler (the shadow in some precision, or BF16), a number of steps, a solver and a decoder. It may stop at a
-step and score the predicted image, as in ``family=prefix``, or select candidates at rungs, as in ``family=race``. Its
-cost is in seconds per candidate of the pool, with decoding and reward, and in model evaluations of a pool. Then its
-kept candidates are regenerated, as in a family with this proxy. The report ends with the command of the cheapest family
-that keeps enough of the reward gap.
+Every explorer of ``task.proxies`` and the truth (BF16 at full steps) score the same pool; their rankings are compared
+prompt by prompt. An explorer is a sampler (the shadow in some precision, or BF16), a number of steps, a solver and a
+decoder. It may stop at a step and score the predicted image, as in ``family=prefix``, or select candidates at rungs, as
+in ``family=race``. Its cost is in seconds per candidate of the pool, with decoding and reward,
+and in model evaluations of a pool. Then its kept candidates are regenerated, as in a family with this explorer. The
+report ends with the command of the cheapest family that keeps enough of the reward gap.
 
 Shapes: P prompts, N pool.
 """
@@ -26,11 +26,11 @@ from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.tables import format_table, write_json
-from solrl_lightning.build import build_module, device_of, explorers, load_adapters, with_option
+from solrl_lightning.build import build_module, device_of, exploring_stages, load_adapters, with_option
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.quantization import resolve_from
-from solrl_lightning.rollout.explore import run_stages
+from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import select_contrastive, take
 from solrl_lightning.rollout.stage import REGENERATE, Stage, evaluations, steps_label
@@ -38,13 +38,13 @@ from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.samplers import MERGED, SHADOW
 
-_PROXY = "proxy"  # name of the stages of a proxy
+_PROXY = "proxy"  # name of an explorer's stages here, where an image that is not finite is an error
 # Of a label in the picture: offset in points, alignment.
 _SIDES = ((5, 3, "left", "bottom"), (-5, -3, "right", "top"), (-5, 3, "right", "bottom"), (5, -3, "left", "top"))
 
 
 class Scored(NamedTuple):
-    """A pool scored by one sampler."""
+    """A pool scored by one explorer or, the truth, in BF16 at full steps."""
 
     stages: list[Stage]  # one, or the rungs of a race; then, except for the truth, regeneration
     precision: str
@@ -54,29 +54,29 @@ class Scored(NamedTuple):
     reward: float  # mean of the pool
 
     @property
-    def explorers(self) -> list[Stage]:
+    def rungs(self) -> list[Stage]:
         return [stage for stage in self.stages if stage.name == _PROXY]
 
 
 def audit(cfg: DictConfig) -> dict[str, Any]:
-    """Rank fidelity of every proxy of ``cfg.task.proxies``, of the base or of ``cfg.ckpt``.
+    """Rank fidelity of every explorer of ``cfg.task.proxies``, of the base or of ``cfg.ckpt``.
 
     Writes audit.json and audit.png, fidelity against cost.
     """
     options = cfg.task
     scored: list[Scored] = []
-    usual = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device_of(cfg)).precision
+    default_precision = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device_of(cfg)).precision
     grouped: dict[str | None, list[list[Stage]]] = {}
-    for proxy in options.proxies:
-        named = proxy.get("precision")
-        group = grouped.setdefault(None if named == usual else named, [])
-        if (stages := _stages(proxy, cfg)) not in group:  # precision=auto may be one that is listed
+    for explorer in options.proxies:
+        requested = explorer.get("precision")
+        group = grouped.setdefault(None if requested == default_precision else requested, [])
+        if (stages := _stages(explorer, cfg)) not in group:  # precision=auto may be one that is listed
             group.append(stages)
     for precision, group in grouped.items():
-        own = cfg if precision is None else with_option(cfg, "precision", precision)
+        changed = cfg if precision is None else with_option(cfg, "precision", precision)
         first = [] if scored else [[Stage(_PROXY, *_full(cfg), keep=options.keep)]]
-        scored += score_pool(own, [*first, *group])
-    truth, *proxies = scored
+        scored += score_pool(changed, [*first, *group])
+    truth, *explorers = scored
     gap = reward_gap(truth.merits, truth.merits, options.keep)
     result: dict[str, Any] = {
         "prompts": truth.merits.shape[0],
@@ -90,7 +90,7 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
             "seconds": truth.seconds[_PROXY],
             "gap": gap,
         },
-        "proxies": [describe(proxy, truth.merits, gap, cfg) for proxy in proxies],
+        "proxies": [describe(explorer, truth.merits, gap, cfg) for explorer in explorers],
     }
     result["recommended"] = recommend(result["proxies"], options.min_gap)
     folder = Path(cfg.run_dir)
@@ -101,67 +101,67 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
     return result
 
 
-def describe(proxy: Scored, truth: Tensor, gap: float, cfg: DictConfig) -> dict[str, Any]:
-    """A proxy's settings, cost and fidelity to the merits ``truth`` [P, N], whose gap is ``gap``."""
-    first, keep, passes = proxy.stages[0], cfg.task.keep, forward_passes(cfg.model.get("guidance_scale", 1))
-    *explored, regenerated = evaluations(proxy.stages, cfg.task.pool)
-    own_gap = reward_gap(proxy.merits, truth, keep)
+def describe(explorer: Scored, truth: Tensor, gap: float, cfg: DictConfig) -> dict[str, Any]:
+    """An explorer's settings, cost and fidelity to the merits ``truth`` [P, N], whose gap is ``gap``."""
+    first, keep, passes = explorer.stages[0], cfg.task.keep, forward_passes(cfg.model.get("guidance_scale", 1))
+    *explored, regenerated = evaluations(explorer.stages, cfg.task.pool)
+    proxy_gap = reward_gap(explorer.merits, truth, keep)
     return {
-        "name": name_of(proxy, cfg.model.solver),
-        "command": command_of(proxy, cfg),
+        "name": name_of(explorer, cfg.model.solver),
+        "command": command_of(explorer, cfg),
         "sampler": first.sampler,
-        "precision": proxy.precision,
-        "backend": proxy.backend,
+        "precision": explorer.precision,
+        "backend": explorer.backend,
         "steps": first.steps,
         "solver": first.solver,
-        "rungs": [{"step": stage.stop_step, "keep": stage.keep} for stage in proxy.explorers],
+        "rungs": [{"step": stage.stop_step, "keep": stage.keep} for stage in explorer.rungs],
         "decoder": first.decoder,
         "evaluations": passes * sum(explored),
         "regenerate_evaluations": passes * regenerated,
-        "reward": proxy.reward,
-        "seconds": proxy.seconds[_PROXY],
-        "regenerate_seconds": proxy.seconds[REGENERATE],
-        "gap": own_gap,
-        "gap_kept": own_gap / gap,
-        **fidelity(proxy.merits, truth, keep),
+        "reward": explorer.reward,
+        "seconds": explorer.seconds[_PROXY],
+        "regenerate_seconds": explorer.seconds[REGENERATE],
+        "gap": proxy_gap,
+        "gap_kept": proxy_gap / gap,
+        **fidelity(explorer.merits, truth, keep),
     }
 
 
-def _stages(proxy: Mapping[str, Any], cfg: DictConfig) -> list[Stage]:
-    return [*explorers(proxy, cfg.model.solver, cfg.task.keep, name=_PROXY), Stage(REGENERATE, *_full(cfg))]
+def _stages(explorer: Mapping[str, Any], cfg: DictConfig) -> list[Stage]:
+    return [*exploring_stages(explorer, cfg.model.solver, cfg.task.keep, name=_PROXY), Stage(REGENERATE, *_full(cfg))]
 
 
 def _full(cfg: DictConfig) -> tuple[str, int, str]:
     return MERGED, cfg.model.full_steps, cfg.model.solver
 
 
-def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
-    """Sample and score the pool with every proxy, each after a warm-up in which compiled samplers compile."""
-    module = build_module(cfg, device_of(cfg), [stage for stages in proxies for stage in stages])
+def score_pool(cfg: DictConfig, families: Sequence[list[Stage]]) -> list[Scored]:
+    """Sample and score the pool by each of ``families``, after a warm-up in which compiled samplers compile."""
+    module = build_module(cfg, device_of(cfg), [stage for stages in families for stage in stages])
     if cfg.ckpt is not None:
         load_adapters(module, cfg.ckpt)
-    module.samplers.sync()
-    prompts = module.encode(module.eval_prompts[: cfg.task.prompts])
+    module.sync_samplers(version=0)
+    prompts = module.encode(module.evaluation.prompts[: cfg.task.prompts])
     seeds = pool_seeds(cfg.seed, 0, prompts.texts, cfg.task.pool)
 
-    spent: defaultdict[str, float] = defaultdict(float)
+    seconds_of: defaultdict[str, float] = defaultdict(float)
 
     def run(stage: Stage, seeds: Tensor, state: SolverState | None) -> Candidates:
         start = time.perf_counter()
         candidates = module.run_stage(stage, prompts, seeds, initial_state=state)
         candidates.rewards.cpu()  # waits for a GPU
-        spent[stage.name] += time.perf_counter() - start
+        seconds_of[stage.name] += time.perf_counter() - start
         return candidates
 
     scored = []
-    for stages in proxies:
+    for stages in families:
         for stage in (stages[0], stages[-1]):
             module.run_stage(stage._replace(steps=1, stop_step=None), prompts, seeds[:, :1])
-        spent.clear()
-        pool = run_stages(stages, seeds, prompts.texts, run).pool
-        seconds = {name: value / seeds.numel() for name, value in spent.items()}
+        seconds_of.clear()
+        pool = run_family(stages, seeds, prompts.texts, run).pool
+        seconds = {name: value / seeds.numel() for name, value in seconds_of.items()}
         shadow = stages[0].sampler == SHADOW
-        backend = module.samplers.precision_backend if shadow else "no shadow"
+        backend = module.transformers.precision_backend if shadow else "no shadow"
         precision = backend.partition(" ")[0] if shadow else "bf16"
         scored.append(Scored(stages, precision, backend, pool.merits.cpu(), seconds, pool.rewards.mean().item()))
     return scored
@@ -179,43 +179,43 @@ def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
 
     This is the contrast that training gets. It is largest if the proxy is the truth.
     """
-    kept = take(truth, select_contrastive(proxy, keep))
-    best, worst = kept[:, : keep // 2], kept[:, keep // 2 :]
+    merits = take(truth, select_contrastive(proxy, keep))
+    best, worst = merits[:, : keep // 2], merits[:, keep // 2 :]
     return (best.mean() - worst.mean()).item()
 
 
-def name_of(proxy: Scored, solver: str) -> str:
+def name_of(explorer: Scored, solver: str) -> str:
     """The label in the table and the picture: ``nvfp4 6 steps``, ``bf16 4 of 10 steps``, ``bf16 2/4/6 of 10 steps``."""
-    first = proxy.stages[0]
-    unusual = [str(value) for value, usual in ((first.solver, solver), (first.decoder, "full")) if value != usual]
-    return " ".join([proxy.precision, steps_label(proxy.explorers), *unusual])
+    first = explorer.stages[0]
+    options = [str(value) for value, default in ((first.solver, solver), (first.decoder, "full")) if value != default]
+    return " ".join([explorer.precision, steps_label(explorer.rungs), *options])
 
 
 # The recommendation
 
 
-def command_of(proxy: Scored, cfg: DictConfig) -> str | None:
-    """The command of a run that explores like the proxy, with the audit's other options; None if no family can.
+def command_of(explorer: Scored, cfg: DictConfig) -> str | None:
+    """The command of a run with this explorer and the audit's other options; None if no family can.
 
-    Exploration on merged weights that stops early continues in regeneration, so steps and solver are equal; a proxy
+    Exploration on merged weights that stops early continues in regeneration, so steps and solver are equal; an explorer
     that is the truth leaves nothing to regenerate.
     """
-    explorers, first = proxy.explorers, proxy.stages[0]
-    stops = explorers[-1].stop_step is not None
+    rungs, first = explorer.rungs, explorer.stages[0]
+    stops = rungs[-1].stop_step is not None
     if first.sampler == MERGED and stops != ((first.sampler, first.steps, first.solver) == _full(cfg)):
         return None
-    family = "race" if len(explorers) > 1 else "prefix" if stops else "sol_rl"
+    family = "race" if len(rungs) > 1 else "prefix" if stops else "sol_rl"
     explore: dict[str, Any] = first._asdict() | {"stop_after": first.stop_step}
-    if len(explorers) > 1:
-        explore["rungs"] = [{"step": stage.stop_step or stage.steps, "keep": stage.keep} for stage in explorers]
-    usual: Any = OmegaConf.to_container(with_option(cfg, "family", family).family)
-    chosen = [f"family={family}"] + [f"precision={proxy.precision}"] * (first.sampler == SHADOW)
-    chosen += [f"family.{key}={cfg.task[key]}" for key in ("pool", "keep") if cfg.task[key] != usual[key]]
-    for key, value in usual["explore"].items():
+    if len(rungs) > 1:
+        explore["rungs"] = [{"step": stage.stop_step or stage.steps, "keep": stage.keep} for stage in rungs]
+    defaults: Any = OmegaConf.to_container(with_option(cfg, "family", family).family)
+    arguments = [f"family={family}"] + [f"precision={explorer.precision}"] * (first.sampler == SHADOW)
+    arguments += [f"family.{key}={cfg.task[key]}" for key in ("pool", "keep") if cfg.task[key] != defaults[key]]
+    for key, value in defaults["explore"].items():
         if value != explore[key]:
-            written = str(explore[key]).replace("'", "").replace(" ", "")
-            chosen.append(f"family.explore.{key}={written}")
-    return shlex.join(["python", "-m", "solrl_lightning", *chosen, *filter(_is_kept, cfg.task.overrides)])
+            text = str(explore[key]).replace("'", "").replace(" ", "")
+            arguments.append(f"family.explore.{key}={text}")
+    return shlex.join(["python", "-m", "solrl_lightning", *arguments, *filter(_is_kept, cfg.task.overrides)])
 
 
 def _is_kept(override: str) -> bool:
@@ -245,11 +245,11 @@ def format_recommendation(result: Mapping[str, Any], min_gap: float) -> str:
     row, pool = result["recommended"], result["pool"]
     if row is None:
         return "no recommendation: no family can explore as these proxies do and then regenerate"
-    kept, wanted = (f"{100 * gap:.1f} %" for gap in (row["gap_kept"], min_gap))
-    found = (
-        f"recommended: {row['name']}, the cheapest that keeps {wanted} of the gap (task.min_gap): {kept}"
+    share, least = (f"{100 * gap:.1f} %" for gap in (row["gap_kept"], min_gap))
+    verdict = (
+        f"recommended: {row['name']}, the cheapest that keeps {least} of the gap (task.min_gap): {share}"
         if row["gap_kept"] >= min_gap
-        else f"no proxy keeps {wanted} of the gap (task.min_gap); the closest is {row['name']} with {kept}"
+        else f"no proxy keeps {least} of the gap (task.min_gap); the closest is {row['name']} with {share}"
     )
     explored, regenerated = row["evaluations"], row["regenerate_evaluations"]
     cheap = row["sampler"] == SHADOW and row["precision"] != "bf16"
@@ -258,7 +258,7 @@ def format_recommendation(result: Mapping[str, Any], min_gap: float) -> str:
         pool * value for value in (row["seconds"], row["regenerate_seconds"], result["truth"]["seconds"])
     )
     return (
-        f"{found}\n  {' + '.join(counts)} evaluations a prompt; {seconds + regenerating:.3g} s a prompt, "
+        f"{verdict}\n  {' + '.join(counts)} evaluations a prompt; {seconds + regenerating:.3g} s a prompt, "
         f"{seconds:.3g} to explore and {regenerating:.3g} to regenerate (the pool in BF16 at full steps: "
         f"{all_of_it:.3g} s)\n  the cheapest by measured seconds, by evaluations where the seconds agree to two digits"
         f"\n  {row['command']}"
@@ -271,8 +271,8 @@ def format_audit(result: dict[str, Any]) -> str:
     rows = []
     for row in result["proxies"]:
         ranks = [*(f"{row[name]:.3f}" for name in NAMES[:4]), *(f"{row[name]:.1f}" for name in NAMES[4:])]
-        kept, seconds = f"{100 * row['gap_kept']:.0f} %", f"{1000 * row['seconds']:.1f}"
-        rows.append([row["name"], *ranks, kept, row["evaluations"], seconds])
+        share, seconds = f"{100 * row['gap_kept']:.0f} %", f"{1000 * row['seconds']:.1f}"
+        rows.append([row["name"], *ranks, share, row["evaluations"], seconds])
     ranks = [f"{(k + 1) / 2:.1f}", f"{pool - (k - 1) / 2:.1f}"]
     costs = [truth["steps"] * pool, f"{1000 * truth['seconds']:.1f}"]
     perfect = ["the truth itself", *["1.000"] * 4, *ranks, "100 %", *costs]
@@ -310,16 +310,16 @@ def draw(result: Mapping[str, Any]) -> bytes:
 def annotate(axes: Axes, labels: Sequence[tuple[str, tuple[float, float]]]) -> None:
     """Put each label on the side of its point where it covers the fewest points and other labels."""
     marks = [axes.transData.transform(point) for _, point in labels]
-    taken = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in marks]
+    occupied = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in marks]
     for text, point in labels:
         notes = [
             axes.annotate(text, point, (x, y), textcoords="offset points", ha=ha, va=va, fontsize=9)
             for x, y, ha, va in _SIDES
         ]
         boxes = [note.get_window_extent() for note in notes]
-        covered = [box.count_overlaps(taken) + 2 * (not axes.bbox.containsx(box.x1)) for box in boxes]
+        covered = [box.count_overlaps(occupied) + 2 * (not axes.bbox.containsx(box.x1)) for box in boxes]
         best = covered.index(min(covered))
-        taken.append(boxes[best])
+        occupied.append(boxes[best])
         for number, note in enumerate(notes):
             if number != best:
                 note.remove()

@@ -18,7 +18,6 @@ from omegaconf import DictConfig
 
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import device_of
-from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.sizing.benchmark import (
     FORWARDS,
     ROLLOUT,
@@ -27,6 +26,7 @@ from solrl_lightning.sizing.benchmark import (
     times_of_families,
     with_speedups,
 )
+from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 
 
 def benchmark(cfg: DictConfig) -> dict[str, Any]:
@@ -73,12 +73,12 @@ def format_families(families: dict[str, dict[str, Any]], repeats: int) -> str:
     ratios = [(span, b) for span in ("rollout", "iteration") for b in baselines]
     seconds, rates = [], []
     for name, times in families.items():
-        spans = [f"{times[column]:.3g}" for column in (*STAGES, "rollout", "iteration", "warm_up")]
+        spans = [f"{times[column]:.3g}" for column in (*STOPWATCH_STAGES, "rollout", "iteration", "warm_up")]
         seconds.append([name, f"{times['keep']}-in-{times['pool']}", "yes" if times["compiled"] else "no", *spans])
         speedups = [f"{times['speedup'][b][span]:.2f}" for span, b in ratios]
         shares = [f"{100 * times['requantize_share']:.2f} %", f"{times['peak_memory']['bytes'] / 1e9:.2f}"]
         rates.append([name, f"{times['images_per_second']:.3g}", *speedups, *shares])
-    columns = ["family", "kept", "compiled", *STAGES, "rollout", "iteration", "warm-up"]
+    columns = ["family", "kept", "compiled", *STOPWATCH_STAGES, "rollout", "iteration", "warm-up"]
     against = [f"{span} x {b}" for span, b in ratios]
     return (
         f"seconds per iteration, median of {repeats}; rollout is {' + '.join(ROLLOUT)}; warm-up is the iteration "

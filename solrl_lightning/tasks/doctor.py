@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning import IMPORTED
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
-from solrl_lightning.build import device_of, stages_of, uses_shadow
+from solrl_lightning.build import build_objective, device_of, stages_of, uses_shadow
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.cli.checks import reward_members
 from solrl_lightning.errors import CheckFailed, UserError
@@ -58,7 +58,7 @@ def doctor(cfg: DictConfig) -> Json:
         "model": cfg.model.pretrained,
         "weights": cfg.model.weights,
         "precision": OmegaConf.to_container(cfg.precision),
-        "stages": [stage._asdict() for stage in stages_of(cfg)],
+        "stages": [stage._asdict() for stage in stages_of(cfg, build_objective(cfg))],
         "rewards": list(reward_members(cfg)),
         "counts": counts,
         "rows": [row._asdict() for row in rows],

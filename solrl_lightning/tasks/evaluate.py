@@ -31,6 +31,7 @@ from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import read_tags
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.study.confidence import Mean, mean_of
+from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.module import SolRLModule
 
 _COLUMNS = ("mean", "standard_error", "low", "high")
@@ -56,15 +57,17 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
         load_adapters(module, cfg.ckpt)
         weights["trained"] = "ema"
     scorer = Scorer(module, weights, cfg.task.grid_prompts, cfg.task.grid_images)
-    share = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
-    found: Any = trainer.predict(scorer, share, return_predictions=True)
-    scored = in_order(gathered(found[0]))
+    rank_prompts = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
+    predictions: Any = trainer.predict(scorer, rank_prompts, return_predictions=True)
+    scored = in_order(gather(predictions[0]))
     scores = torch.stack([row.scores for row in scored], dim=1)  # [M, P, n, R]
 
-    def by_reward(rows: Sequence[int]) -> dict[str, dict[str, Any]]:
-        return {name: compared(list(weights), scores[:, rows, :, i]) for i, name in enumerate(module.evaluated)}
+    names = module.evaluation.names
 
-    tags, prompts = read_tags(cfg.data.eval, cfg.data.column), module.eval_prompts
+    def by_reward(rows: Sequence[int]) -> dict[str, dict[str, Any]]:
+        return {name: compare_models(list(weights), scores[:, rows, :, i]) for i, name in enumerate(names)}
+
+    tags, prompts = read_tags(cfg.data.eval, cfg.data.column), module.evaluation.prompts
     kinds: defaultdict[str, list[int]] = defaultdict(list)
     for row, prompt in enumerate(prompts):
         if prompt in tags:
@@ -82,14 +85,14 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     means = scores.mean(dim=2).permute(1, 2, 0).tolist()  # [P, R, M]
     result["per_prompt"] = [
         {"prompt": prompt}
-        | {name: dict(zip(weights, values, strict=True)) for name, values in zip(module.evaluated, row, strict=True)}
+        | {name: dict(zip(weights, values, strict=True)) for name, values in zip(names, row, strict=True)}
         for prompt, row in zip(prompts, means, strict=True)
     ]
     if trainer.is_global_zero:
         folder = Path(cfg.run_dir)
         write_json(folder / "evaluate.json", result)
-        write_atomically(folder / "evaluate.csv", to_csv(module, list(weights), scores).encode())
-        write_atomically(folder / "evaluate.png", to_png(draw(module, list(weights), scored)))
+        write_atomically(folder / "evaluate.csv", to_csv(module.evaluation, list(weights), scores).encode())
+        write_atomically(folder / "evaluate.png", to_png(draw(module.evaluation, list(weights), scored)))
         print(format_evaluation(result, folder))
     return result
 
@@ -106,20 +109,21 @@ class Scorer(LightningModule):
         if not prompts:
             return []
         module = self.module
-        seeds = evaluation_seeds(module.seed, prompts, module.evaluation.images)
+        evaluation = module.evaluation
+        seeds = evaluation_seeds(evaluation.seed, prompts, evaluation.images)
         scores, latents = [], []
         for name, weights in self.weights.items():
             progress = partial(self.progress, name)
-            found = module.score(prompts, seeds, weights=weights, steps=module.evaluation.steps, progress=progress)
-            scores.append(module.evaluated_scores(found).double().cpu())
-            latents.append(found.x0[:, : self.grid_images])
-        shown = set(module.eval_prompts[: self.grid_prompts])
+            candidates = module.score(prompts, seeds, weights=weights, steps=evaluation.steps, progress=progress)
+            scores.append(evaluation.scores(candidates).double().cpu())
+            latents.append(candidates.x0[:, : self.grid_images])
+        shown = set(evaluation.prompts[: self.grid_prompts])
         rows = zip(prompts, torch.stack(scores, dim=1), torch.stack(latents, dim=1), strict=True)
-        return [Scored(own, self.pictures(x) if prompt in shown else None) for prompt, own, x in rows]
+        return [Scored(score, self.pictures(x) if prompt in shown else None) for prompt, score, x in rows]
 
     def pictures(self, x0: Tensor) -> Tensor:
         """Return uint8 [M, n', 3, H, W] of latents [M, n', ...]."""
-        return torch.stack([(self.module.policy.decode(own) * 255).round().byte().cpu() for own in x0])
+        return torch.stack([(self.module.policy.decode(latents) * 255).round().byte().cpu() for latents in x0])
 
     def progress(self, name: str, done: int, total: int) -> None:
         if sys.stderr.isatty() and self.trainer.is_global_zero:
@@ -127,13 +131,13 @@ class Scorer(LightningModule):
             print(f"\r{name}: {done} of {total} images", end=end, file=sys.stderr, flush=True)
 
 
-def gathered(own: list[Scored]) -> list[list[Scored]]:
+def gather(scored: list[Scored]) -> list[list[Scored]]:
     """The results of all ranks, in the order of ranks. Collective."""
-    found: list[Any] = [own]
+    ranks: list[Any] = [scored]
     if distributed.is_initialized():
-        found *= distributed.get_world_size()
-        distributed.all_gather_object(found, own)
-    return found
+        ranks *= distributed.get_world_size()
+        distributed.all_gather_object(ranks, scored)
+    return ranks
 
 
 def in_order(ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
@@ -141,9 +145,9 @@ def in_order(ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
     return [row for rows in zip_longest(*ranks) for row in rows if row is not None]
 
 
-def compared(models: Sequence[str], scores: Tensor) -> dict[str, Any]:
+def compare_models(models: Sequence[str], scores: Tensor) -> dict[str, Any]:
     """Means of scores [M, P, n] by model and, with two models, the difference and the win rate of the trained one."""
-    result: dict[str, Any] = {name: over_prompts(own)._asdict() for name, own in zip(models, scores, strict=True)}
+    result: dict[str, Any] = {name: over_prompts(score)._asdict() for name, score in zip(models, scores, strict=True)}
     if len(scores) > 1:
         base, trained = scores
         result["difference"] = over_prompts(trained - base)._asdict()
@@ -161,25 +165,25 @@ def win_rate(ours: Tensor, theirs: Tensor) -> float:
     return ((ours > theirs).double() + 0.5 * (ours == theirs).double()).mean().item()
 
 
-def to_csv(module: SolRLModule, models: Sequence[str], scores: Tensor) -> str:
+def to_csv(evaluation: Evaluation, models: Sequence[str], scores: Tensor) -> str:
     """CSV of scores [M, P, n, R] with one line per image: prompt, seed, and every score of every model."""
-    seeds = evaluation_seeds(module.seed, module.eval_prompts, module.evaluation.images)
+    seeds = evaluation_seeds(evaluation.seed, evaluation.prompts, evaluation.images)
     text = io.StringIO()
     table = csv.writer(text)
-    table.writerow(["prompt", "seed", *(f"{name} {model}" for name in module.evaluated for model in models)])
-    for prompt, own_seeds, rows in zip(module.eval_prompts, seeds.tolist(), scores.permute(1, 2, 3, 0), strict=True):
-        table.writerows([prompt, seed, *row.flatten().tolist()] for seed, row in zip(own_seeds, rows, strict=True))
+    table.writerow(["prompt", "seed", *(f"{name} {model}" for name in evaluation.names for model in models)])
+    for prompt, prompt_seeds, rows in zip(evaluation.prompts, seeds.tolist(), scores.permute(1, 2, 3, 0), strict=True):
+        table.writerows([prompt, seed, *row.flatten().tolist()] for seed, row in zip(prompt_seeds, rows, strict=True))
     return text.getvalue()
 
 
-def draw(module: SolRLModule, models: Sequence[str], scored: Sequence[Scored]) -> Image.Image:
+def draw(evaluation: Evaluation, models: Sequence[str], scored: Sequence[Scored]) -> Image.Image:
     """Grid of scored images: a row per prompt, a block of columns per model, the total score below each image."""
     rows = []
-    for prompt, (scores, pictures) in zip(module.eval_prompts, scored, strict=True):
+    for prompt, (scores, pictures) in zip(evaluation.prompts, scored, strict=True):
         if pictures is not None:
             totals = scores[:, : pictures.shape[1], -1].flatten().tolist()
             rows.append(Row(prompt, list(pictures.float() / 255), [f"{value:.3g}" for value in totals]))
-    return draw_grid(f"Same held-out prompts, same noise; {module.evaluated[-1]} below", models, rows)
+    return draw_grid(f"Same held-out prompts, same noise; {evaluation.names[-1]} below", models, rows)
 
 
 def format_evaluation(result: dict[str, Any], folder: Path) -> str:

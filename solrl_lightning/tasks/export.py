@@ -17,6 +17,7 @@ from solrl_lightning.build import build_model, load_adapters
 from solrl_lightning.cli.checks import reward_members
 from solrl_lightning.tasks.generate import without_training
 from solrl_lightning.training.module import SolRLModule
+from solrl_lightning.training.samplers import MERGED
 
 _LORAS = {"lora_ema": "ema", "lora_trained": "default"}
 _MERGED = "transformer"
@@ -38,7 +39,8 @@ def export(cfg: DictConfig) -> None:
     load_adapters(module, cfg.ckpt)
     for name, weights in _LORAS.items():
         module.save_lora(folder / name, weights)
-    with module.samplers.merged_with(module.adapter_state("ema")) as transformer:
+    transformer = module.transformers.replicas[MERGED]
+    with module.merged_with("ema"):
         assert isinstance(transformer, ModelMixin)
         with written_whole(folder / _MERGED) as part:
             transformer.save_pretrained(part)  # shares the weights that LoRA does not adapt with the base

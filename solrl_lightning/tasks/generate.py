@@ -23,6 +23,7 @@ from solrl_lightning.build import build_model, device_of, load_adapters, with_op
 from solrl_lightning.cli.checks import requested_prompts, requested_weights
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.training.module import SolRLModule
+from solrl_lightning.training.samplers import MERGED
 
 
 def generate(cfg: DictConfig) -> dict[str, Any]:
@@ -41,7 +42,7 @@ def generate(cfg: DictConfig) -> dict[str, Any]:
     for name, state in weights.items():
         made_by = {"model": cfg.model.pretrained, "solver": cfg.model.solver, "steps": cfg.model.eval_steps}
         made_by |= {"checkpoint": cfg.ckpt} if name == "trained" else {}
-        for index, pictures in enumerate(sampled(module, prompts, seeds, name, state)):
+        for index, pictures in enumerate(sample_images(module, prompts, seeds, name, state)):
             if index < cfg.task.grid_prompts:
                 shown[name].append(pictures[: cfg.task.grid_images])
             for seed, picture in zip(seeds[index].tolist(), pictures, strict=True):
@@ -74,9 +75,9 @@ def without_training(cfg: DictConfig) -> DictConfig:
     return changed
 
 
-def sampled(module: SolRLModule, prompts: list[str], seeds: Tensor, name: str, state: str) -> Iterator[Tensor]:
+def sample_images(module: SolRLModule, prompts: list[str], seeds: Tensor, name: str, state: str) -> Iterator[Tensor]:
     """Yield each prompt's images [n, 3, H, W] in [0, 1]. Samples as many prompts at once as fill a forward pass."""
-    at_once = max(1, module.samplers.batch_sizes["merged"].size // seeds.shape[1])
+    at_once = max(1, module.transformers.samplers[MERGED].batch_size.size // seeds.shape[1])
     for first in range(0, len(prompts), at_once):
         part = slice(first, first + at_once)
         yield from module.sample(prompts[part], seeds[part], weights=state, steps=module.evaluation.steps)

@@ -16,13 +16,15 @@ from omegaconf import DictConfig
 from solrl_lightning.artifacts.files import has_ended, iterations_done, loop_state, read_checkpoint
 from solrl_lightning.artifacts.finished_runs import end_of
 from solrl_lightning.artifacts.run_folder import LOG, commit_overrides, is_resuming
-from solrl_lightning.build import build_loop, build_module, build_trainer, levels_of
+from solrl_lightning.build import build_loop, build_module, build_objective, build_trainer, levels_of
 from solrl_lightning.callbacks.common import file_logger
+from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.summary import base_and_final
 from solrl_lightning.cli.checks import prompt_sets
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
+from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
 
@@ -47,40 +49,44 @@ def train(cfg: DictConfig) -> float | None:
         for state in checkpoint["optimizer_states"]:
             check_fits(optimizer, state)
     seed_everything(cfg.seed, verbose=False)
-    trainer = build_trainer(cfg)
+    objective = build_objective(cfg)
+    levels = levels_of(cfg, objective)
+    trainer = build_trainer(cfg, levels)
     folder = Path(cfg.run_dir)
     # The recorded command line changes once the checkpoint is loaded.
     if in_place and trainer.is_global_zero:
         commit = LambdaCallback(on_train_start=lambda *_: commit_overrides(folder))
         trainer.callbacks.append(commit)  # type: ignore[attr-defined]
-    stages = [stage for level in levels_of(cfg) for stage in level]
-    module = build_module(cfg, trainer.strategy.root_device, stages)
+    stages = [stage for level in levels for stage in level]
+    module = build_module(cfg, trainer.strategy.root_device, stages, objective)
     if checkpoint is None and cfg.model.init_lora is not None:
-        module.samplers.start_from(Path(cfg.model.init_lora).expanduser())
+        module.transformers.adapted.start_from(Path(cfg.model.init_lora).expanduser())
     if checkpoint is not None:
-        module.on_load_checkpoint(checkpoint)  # an error about other adapters must precede the loggers' first write
-    if module.samplers.layer_table:
-        file_logger.info("%s", module.samplers.layer_table)
-        log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), folder / LOG)
-    loop = build_loop(cfg, trainer, module.objective)
+        # An error about other adapters must precede the loggers' first write.
+        module.on_load_checkpoint(checkpoint)
+        average_in(checkpoint, module.adapter_state(TRAINED))
+    if shadow_layers := module.transformers.shadow_layers:
+        file_logger.info("%s", shadow_layers)
+        log.info("%s; table in %s", shadow_layers.splitlines()[-1].strip(), folder / LOG)
+    loop = build_loop(cfg, trainer, objective)
     if checkpoint is not None:
         optimizer = keep_configured(instantiate(cfg.optimizer)(module.trained_parameters()))
         _check_state(cfg.ckpt, checkpoint, optimizer, loop)
     if checkpoint is not None and in_place and has_ended(checkpoint, cfg.iterations):
         loop.ends_again = end_of(folder, iterations_done(checkpoint)) is None
-    if checkpoint is not None and not module.same_evaluation:
+    if checkpoint is not None and not module.evaluation.comparable:
         log.info(
             "the held-out prompts or the rewards are not those of the checkpoint: base reward, best checkpoint and "
             "alarms begin anew, with an evaluation of the loaded weights"
         )
-    held_out = RankPrompts(module.eval_prompts, trainer.global_rank, trainer.world_size)
+    held_out = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
     try:
         if cfg.ckpt is None:
             trainer.validate(module, held_out, verbose=False)
         trainer.fit(module, loop.loader, held_out, ckpt_path=cfg.ckpt, weights_only=True)
     except MisconfigurationException as error:  # for example, a callback of Lightning that needs a logger
         raise UserError(f"Lightning cannot run these callbacks, loggers and trainer together: {error}") from error
-    return base_and_final(module.eval_history, module.rewards.name)[1]
+    return base_and_final(module.evaluation.history, module.rewards.name)[1]
 
 
 def _check_state(

@@ -1,4 +1,12 @@
-"""The training loop: one Lightning epoch is one iteration, explore -> select -> regenerate -> train.
+"""The training loop: one Lightning epoch is one iteration, in five steps.
+
+| step | where |
+|---|---|
+| requantise | ``callbacks/requantize.py``: the old policy goes to all samplers, in ``on_train_epoch_start`` |
+| explore | ``roll_out``: the stages before the last one score the pool by proxy rewards |
+| select | ``roll_out``, in ``run_family``: each stage with ``keep`` passes on the best and the worst candidates |
+| regenerate | ``roll_out``: the last stage samples and scores what is trained on |
+| train | ``advance``: Lightning's epoch over the micro-batches; ``SolRLModule.optimizer_step`` moves the old policy |
 
 Only this file uses Lightning's private names; ``tests/training/test_loop.py`` detects changes of them.
 
@@ -8,6 +16,7 @@ Only this file uses Lightning's private names; ``tests/training/test_loop.py`` d
    is repeated from its start.
 """
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,14 +29,14 @@ from solrl_lightning.data.prompts import PromptSchedule, digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.guidance import forward_passes
-from solrl_lightning.rollout.explore import run_stages
-from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
+from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
-from solrl_lightning.rollout.stage import STAGES, Stage, candidates, evaluations
+from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates, evaluations
 from solrl_lightning.sampling import SolverState, start
 from solrl_lightning.seeds import pool_seeds
+from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.training.module import SolRLModule
-from solrl_lightning.training.stopwatch import Stopwatch
+from solrl_lightning.training.stopwatch import STOPWATCH_STAGES, Stopwatch
 
 ENCODED_TOGETHER = 4
 """Iterations whose prompts are encoded at once, because the text encoders move to the GPU each time."""
@@ -72,10 +81,10 @@ class ExploreTrainLoop(_FitLoop):
             )
         self.schedule, self.stages, self.pool, self.seed = schedule, stages, pool, seed
         self.objective = objective
-        kept = next((stage.keep for stage in reversed(stages) if stage.keep is not None), pool)
-        levels = objective.rows_per_sample(stages[-1].steps)
+        keep = next((stage.keep for stage in reversed(stages) if stage.keep is not None), pool)
+        rows = keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt
         ranks = trainer.world_size
-        self.plan = plan_micro_batches(schedule.per_iteration, kept * levels, micro_batch, ranks, optimizer_steps)
+        self.plan = plan_micro_batches(schedule.per_iteration, rows, micro_batch, ranks, optimizer_steps)
         self.loader: RolloutLoader[TrainingBatch] = RolloutLoader(optimizer_steps * self.plan.micro_batches)
         self.stopwatch = Stopwatch(synchronize=self._synchronize)
         self.iterations_done = 0
@@ -83,11 +92,11 @@ class ExploreTrainLoop(_FitLoop):
         self._steps_taken = 0  # in the current iteration
         self._counts = {"evaluations": 0, "samples": 0}  # in finished iterations
         self._seconds_before = 0.0  # in the runs that this one resumes
-        self._trained = kept * levels * objective.forward_passes  # velocities of a prompt
+        self._training_velocities_per_prompt = rows * objective.forward_passes
         self._encoded: tuple[int, EncodedPrompts] | None = None  # first iteration of those encoded, their prompts
         self.explored: Candidates | None = None
         """The whole pool with its proxy rewards; None in families of one stage."""
-        self.rollouts: Rollouts
+        self._rollouts: Rollouts | None = None
         self._evaluate_every = trainer.check_val_every_n_epoch
         self.ends_again = False
         """Whether the run has ended and was stopped before its last files were written: it trains no more."""
@@ -99,21 +108,29 @@ class ExploreTrainLoop(_FitLoop):
         return cast(SolRLModule, self.trainer.lightning_module)
 
     @property
+    def rollouts(self) -> Rollouts:
+        """The training samples of the latest roll-out."""
+        assert self._rollouts is not None, "an iteration begins with its roll-out"
+        return self._rollouts
+
+    @property
     def skip(self) -> bool:
         """Whether to call no hook; a run that ends again calls those of its start and its end, which write files."""
         return not self.ends_again and super().skip
 
     def on_run_start(self) -> None:
         super().on_run_start()
-        if not self._module.same_evaluation:  # the first of another kind, of the state that was loaded
+        if not self._module.evaluation.comparable:  # the first of another kind, of the state that was loaded
             self.trainer.validating = True
             self.epoch_loop.val_loop.run()
             self.trainer.training = True
 
     def advance(self) -> None:
+        """Run one iteration, whose requantisation has run in ``on_train_epoch_start``."""
         last = self.trainer.current_epoch + 1 == self.max_epochs
         self.trainer.check_val_every_n_epoch = 1 if last else self._evaluate_every  # evaluate after the last one
-        # At the end of an epoch Lightning logs at this count of optimiser steps, less 1: iteration 1 at step 1.
+        # At the end of an epoch Lightning logs at step _batches_that_stepped - 1, which counts the optimiser steps of
+        # this epoch, too: (iterations_done + 2 - optimizer_steps) + optimizer_steps - 1 = iterations_done + 1.
         self.epoch_loop._batches_that_stepped = self.iterations_done + 2 - self.plan.optimizer_steps
         self._steps_taken = 0
         self.loader.fill(self.roll_out())
@@ -121,25 +138,20 @@ class ExploreTrainLoop(_FitLoop):
             super().advance()
 
     def roll_out(self) -> MicroBatches:
-        """Run the stages on this rank's prompts and return the training rows."""
+        """Explore, select and regenerate on this rank's prompts, and return the training rows."""
         iteration = self.trainer.current_epoch
         texts = self._texts(iteration)
         seeds = pool_seeds(self.seed, iteration, texts, self.pool)
         with self.stopwatch.stage(self.stages[0].name):
             prompts = self._encode(iteration, texts)
-
-        def run(stage: Stage, seeds: Tensor, initial_state: SolverState | None) -> Candidates:
-            with self.stopwatch.stage(stage.name):
-                return self._run(stage, prompts, seeds, initial_state)
-
-        pool, kept, proxy_rewards = run_stages(self.stages, seeds, texts, run)
+        pool, samples, proxy_rewards = run_family(self.stages, seeds, texts, partial(self._run, prompts))
         self.explored = pool if len(self.stages) > 1 else None
-        merits = self._module.rewards.for_training.merits(kept.scores)  # among those kept, not in the pool
+        merits = self._module.rewards.for_training.merits(samples.scores)  # among the samples, not in the pool
         advantages = self.objective.advantages(merits, self._sum)
-        rewards = (proxy_rewards, kept.rewards, kept.scores, advantages)
-        self.rollouts = Rollouts(texts, kept.seeds, kept.x0, *rewards, kept.path)
+        rewards = (proxy_rewards, samples.rewards, samples.scores, advantages)
+        self._rollouts = Rollouts(texts, samples.seeds, samples.x0, *rewards, samples.recorded_steps)
         sigmas = self._module.policy.sigmas(self.stages[-1].steps)
-        return MicroBatches(self.rollouts, prompts, sigmas, self.objective, self.plan)
+        return MicroBatches(self._rollouts, prompts, sigmas, self.objective, self.plan)
 
     def _texts(self, iteration: int) -> list[str]:
         """Return this rank's prompts."""
@@ -155,23 +167,23 @@ class ExploreTrainLoop(_FitLoop):
         return EncodedPrompts(*encoded.gather(torch.tensor([encoded.texts.index(text) for text in texts])))
 
     def regenerate(self, prompts: list[str], seeds: Tensor) -> Candidates:
-        """Return the candidates of seeds [P, n] sampled by the last stage from their noise, and scored."""
-        return self._run(self.stages[-1], self._module.encode(prompts), seeds)
+        """Return the candidates of seeds [P, n] sampled by the last stage from their noise, and scored.
+
+        The time counts as stage "probe".
+        """
+        return self._run(self._module.encode(prompts), self.stages[-1]._replace(name="probe"), seeds)
 
     def _run(
-        self,
-        stage: Stage,
-        prompts: EncodedPrompts,
-        seeds: Tensor,
-        initial_state: SolverState | None = None,
+        self, prompts: EncodedPrompts, stage: Stage, seeds: Tensor, initial_state: SolverState | None = None
     ) -> Candidates:
+        """Return the candidates of seeds [P, n] after ``stage``, sampled as the objective needs them, and scored."""
         module, transitions = self._module, range(0)
-        if stage is self.stages[-1]:
-            transitions = self.objective.transitions(stage.steps, self.trainer.current_epoch)
-            if self.objective.shared_noise and len(self.stages) == 1:
-                first = module.policy.noise(seeds[:, 0])
-                initial_state = start(first[:, None].expand(*seeds.shape, *first.shape[1:]))
-        with self.trainer.profiler.profile(stage.name):  # type: ignore[attr-defined]
+        with self.stopwatch.stage(stage.name), self.trainer.profiler.profile(stage.name):  # type: ignore[attr-defined]
+            if stage.name != EXPLORE:
+                transitions = self.objective.transitions(stage.steps, self.trainer.current_epoch)
+                if self.objective.shared_noise and len(self.stages) == 1:
+                    first = module.policy.noise(seeds[:, 0])
+                    initial_state = start(first[:, None].expand(*seeds.shape, *first.shape[1:]))
             return module.run_stage(stage, prompts, seeds, self.stopwatch.progress, initial_state, transitions)
 
     def _sum(self, value: Tensor) -> Tensor:
@@ -199,7 +211,7 @@ class ExploreTrainLoop(_FitLoop):
     def _each_iteration(self) -> dict[str, int]:
         """Return the model evaluations and the scored images of an iteration, of all ranks."""
         prompts = self.schedule.per_iteration
-        velocities = sum(evaluations(self.stages, self.pool)) + self._trained
+        velocities = sum(evaluations(self.stages, self.pool)) + self._training_velocities_per_prompt
         forwards = velocities * forward_passes(self._module.policy.guidance_scale)
         return {"evaluations": round(prompts * forwards), "samples": prompts * sum(candidates(self.stages, self.pool))}
 
@@ -209,10 +221,10 @@ class ExploreTrainLoop(_FitLoop):
         ``seconds`` of the stages and, of all ranks, ``evaluations`` (forward passes for one image) and ``samples``
         (images decoded and scored; a candidate counts in every stage that scores it).
         """
-        spent = sum(self.stopwatch.seconds.get(stage, 0.0) for stage in STAGES)
-        return {"seconds": self._seconds_before + spent, **self._counts}
+        seconds = sum(self.stopwatch.seconds.get(stage, 0.0) for stage in STOPWATCH_STAGES)
+        return {"seconds": self._seconds_before + seconds, **self._counts}
 
-    def logged(self) -> dict[str, Tensor]:
+    def logged_values(self) -> dict[str, Tensor]:
         """Return the values that this iteration has logged; only in ``on_train_epoch_end``. Collective."""
         return self._results.metrics(on_step=False)["log"]
 
@@ -224,11 +236,11 @@ class ExploreTrainLoop(_FitLoop):
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Resume after the last finished iteration; an interrupted one is repeated."""
         super().load_state_dict(state_dict, prefix)
-        own = state_dict[f"{prefix}state_dict"]
-        self.iterations_done = own.get("iterations_done", self.trainer.global_step)
-        self._counts = {name: own.get(name, 0) for name in self._counts}
-        self._seconds_before = own.get("seconds", 0.0)
-        self.trainer.should_stop = self.ends_again and own.get("stopped", False)
+        state = state_dict[f"{prefix}state_dict"]
+        self.iterations_done = state.get("iterations_done", self.trainer.global_step)
+        self._counts = {name: state.get(name, 0) for name in self._counts}
+        self._seconds_before = state.get("seconds", 0.0)
+        self.trainer.should_stop = self.ends_again and state.get("stopped", False)
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
             for counter in ("ready", "started", "processed", "completed"):
                 setattr(progress, counter, self.iterations_done)

@@ -1,15 +1,16 @@
 """The LightningModule: trains and evaluates the BF16 policy, and saves its adapters.
 
 ``transformer``, the only registered submodule, is the BF16 policy with its LoRA adapters "default" (trained) and "old".
-Replicas (see ``samplers``), encoders, autoencoder and rewards are not registered, so a checkpoint holds the adapters
-only. ``optimizer_step`` also updates the old policy, so a checkpoint never separates the two.
+Replicas (see ``transformers``), encoders, autoencoder and rewards are not registered, so a checkpoint holds the
+adapters only. ``optimizer_step`` also updates the old policy, so a checkpoint never separates the two.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -19,40 +20,22 @@ from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import NonFiniteError, UserError
-from solrl_lightning.metrics.images import STATISTICS, describe, prompt_statistics
 from solrl_lightning.objectives.base import Objective, check_loss
-from solrl_lightning.policies.adapters import TRAINED, State
+from solrl_lightning.policies.adapters import OLD, TRAINED, State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.chunks import STOPPED, Progress, SamplingSpec, check_finite, score_chunks, score_images
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, TrainingBatch
 from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
-from solrl_lightning.rollout.stage import (
-    EXPLORE,
-    STOPPED,
-    Progress,
-    SamplingSpec,
-    Stage,
-    check_finite,
-    score_chunks,
-    score_images,
-)
+from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.sampling import SolverState
-from solrl_lightning.seeds import evaluation_seeds
+from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, keep_configured
-from solrl_lightning.training.samplers import MERGED, REFERENCE, Samplers
-from solrl_lightning.training.stopwatch import Stopwatch
+from solrl_lightning.training.samplers import MERGED, Sampler
+from solrl_lightning.training.transformers import Transformers
 
 _LOWER_RATE = "Lower optimizer.lr, or correct the objective."
-
-
-class Evaluation(NamedTuple):
-    """Sampling of held-out images."""
-
-    solver: str
-    steps: int
-    images: int  # per prompt
 
 
 class SolRLModule(LightningModule):
@@ -60,52 +43,41 @@ class SolRLModule(LightningModule):
 
     Args:
         policy: architecture with loaded weights.
-        samplers: the policy's transformer with its adapters, and its replicas.
+        transformers: the policy's transformer with its adapters, and what samples beside it.
         rewards: those with a weight score rollouts, all score evaluations.
         objective: the loss.
         optimizer: called with the trained parameters.
         rate_factor: factor of the learning rate after a number of iterations.
         old_decay: decay of the old policy after iteration 1, 2, ...
-        old_velocity: sampler that computes the old policy's velocity in training: policy (as published) or merged.
-        evaluation: sampling of held-out images.
-        eval_prompts: held-out prompts.
+        evaluation: of the held-out prompts.
         lora: configuration of the adapters, saved with them.
-        seed: seed of the evaluation noise.
     """
 
     def __init__(
         self,
         policy: PipelineAdapter,
-        samplers: Samplers,
+        transformers: Transformers,
         rewards: WeightedRewards,
         objective: Objective,
         optimizer: Callable[..., torch.optim.Optimizer],
         rate_factor: Callable[[float], float],
         old_decay: Callable[[int], float],
-        old_velocity: str,
         evaluation: Evaluation,
-        eval_prompts: list[str],
         lora: LoraConfig,
-        seed: int,
     ) -> None:
         super().__init__()
         self.strict_loading = False  # a checkpoint holds the adapters only, which on_load_checkpoint checks
         self.objective, self.optimizer_factory = objective, optimizer
         self.rate_factor, self.old_decay = rate_factor, old_decay
-        self.evaluation, self.eval_prompts, self.lora, self.seed = evaluation, eval_prompts, lora, seed
-        self.eval_history: list[dict[str, Any]] = []  # one row per evaluation
-        self.held_out: Tensor | None = None  # see `evaluated_columns`
-        self.eval_base: Tensor | None = None  # [P, R], scores of the first evaluation, means over a prompt's images
-        self.same_evaluation = True  # whether the evaluations of the checkpoint that was loaded compare with this run's
+        self.evaluation, self.lora = evaluation, lora
         self.ema_state: State | None = None  # set by the EMA callback
         self.distances: dict[str, Tensor] = {}  # of the trained policy, before the old policy follows it
-        self.transformer = samplers.transformer
+        self.transformer = transformers.adapted.transformer
         # DDP would broadcast the frozen weights, which every rank has read, and cannot broadcast those in 8 bits.
         tensors = chain(self.named_parameters(), self.named_buffers())
         frozen = [name for name, _ in tensors if ".lora_" not in name]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, frozen)
-        self.policy, self.samplers, self.rewards = policy, samplers, rewards  # no nn.Modules, so not registered
-        self.velocities_of = {"old": old_velocity, "reference": REFERENCE}  # name in Objective.needs -> sampler
+        self.policy, self.transformers, self.rewards = policy, transformers, rewards  # no nn.Modules: not registered
         on_gpu = policy.device.type == "cuda"
         self.scoring_worker = partial(background_worker, policy.device) if on_gpu else inline_worker
 
@@ -132,10 +104,25 @@ class SolRLModule(LightningModule):
         policy = self.policy
         decode = {"full": policy.decode, "bf16": policy.decode_in_bf16, "preview": policy.preview}[stage.decoder]
         score = partial(score_images, decode, or_nan=stage.name == EXPLORE)
-        with self.samplers.use(stage.sampler) as transformer:
-            chunks = self.samplers.chunks(transformer, stage.sampler, prompts, seeds, spec)
+        with closing(self.transformers.samplers[stage.sampler].sample(prompts, seeds, spec)) as chunks:
             rewards = self.rewards.for_training
             return score_chunks(chunks, prompts, seeds, rewards, score, progress, self.scoring_worker)
+
+    def sync_samplers(self, version: int) -> None:
+        """Give the old policy, that after ``version`` iterations, to everything that samples."""
+        for sampler in self.transformers.samplers.values():
+            sampler.sync(self.adapter_state(OLD), version)
+
+    @contextmanager
+    def merged_with(self, weights: str) -> Iterator[Sampler]:
+        """Yield the sampler of merged weights with an adapter of ``adapter_state``; restores the old policy."""
+        sampler = self.transformers.samplers[MERGED]
+        version = sampler.version
+        try:
+            sampler.sync(self.adapter_state(weights), None)
+            yield sampler
+        finally:
+            sampler.sync(self.adapter_state(OLD), version)
 
     @torch.no_grad()
     def score(
@@ -155,34 +142,34 @@ class SolRLModule(LightningModule):
         """
         spec = SamplingSpec(self.policy.sigmas(steps), self.evaluation.solver)
         encoded, score = self.encode(prompts), partial(score_images, decode or self.policy.decode)
-        with self.samplers.merged_with(self.adapter_state(weights)) as transformer:
-            chunks = self.samplers.chunks(transformer, MERGED, encoded, seeds, spec)
+        with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, spec)) as chunks:
             return score_chunks(chunks, encoded, seeds, self.rewards, score, progress, self.scoring_worker)
 
     @torch.no_grad()
     def sample(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int) -> Tensor:
         """Return images [P, n, 3, H, W] in [0, 1] on the CPU; ``weights`` as in ``score``."""
         spec = SamplingSpec(self.policy.sigmas(steps), self.evaluation.solver)
-        with self.samplers.merged_with(self.adapter_state(weights)) as transformer:
-            chunks = self.samplers.chunks(transformer, MERGED, self.encode(prompts), seeds, spec)
+        encoded = self.encode(prompts)
+        with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, spec)) as chunks:
             images = [self.policy.decode(chunk.state.x).cpu() for chunk in chunks]
         return torch.cat(images).unflatten(0, tuple(seeds.shape))
 
     def adapter_state(self, name: str) -> State:
         """Return adapter "default" or "old", "ema" (the average of "default"), or "base" (zeros)."""
         if name == "ema":
-            return self.samplers.adapter_state(TRAINED) if self.ema_state is None else self.ema_state
-        return self.samplers.adapter_state(name)
+            return self.adapter_state(TRAINED) if self.ema_state is None else self.ema_state
+        return self.transformers.adapted.state(name)
 
     # Training
 
     def training_step(self, batch: TrainingBatch, batch_idx: int) -> Tensor:
         rows = max(1, batch.real)  # the objective sees no padding, but at least a row: its backward pass is collective
         others = {}
-        for name in self.objective.needs:
-            if name == "reference" and not self._reads_reference(batch_idx):
+        for name, every in self.objective.needs.items():
+            # Every n-th micro-batch, with an offset of one per iteration.
+            if every > 1 and (batch_idx + self.trainer.fit_loop.iterations_done) % every:  # type: ignore[attr-defined]
                 continue
-            with torch.no_grad(), self.samplers.use(self.velocities_of[name]) as transformer:
+            with torch.no_grad(), self.transformers.velocity_models[name]() as transformer:
                 others[name] = self._velocity(transformer, batch)[:rows]
         velocity, real = self._velocity(self.transformer, batch)[:rows], batch.first(rows)
         per_sample, metrics = check_loss(self.objective, self.objective(velocity, real, **others), rows)
@@ -192,11 +179,6 @@ class SolRLModule(LightningModule):
         values = {f"train/{name}": value for name, value in means.items()}
         self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=batch.real)
         return (per_sample * real.weight).sum() / len(batch.weight)
-
-    def _reads_reference(self, batch_idx: int) -> bool:
-        """Return whether the loss reads the reference: every n-th micro-batch, with an offset of one per iteration."""
-        every = self.objective.reference_every
-        return every == 1 or (batch_idx + self.trainer.fit_loop.iterations_done) % every == 0  # type: ignore[attr-defined]
 
     def _velocity(self, transformer: nn.Module, batch: TrainingBatch) -> Tensor:
         return self.policy.guided_velocity(transformer, batch.x_t, batch.sigma, batch.conditioning)
@@ -212,10 +194,10 @@ class SolRLModule(LightningModule):
         super().optimizer_step(*args, **kwargs)
         loop: Any = self.trainer.fit_loop
         if loop.count_step():
-            self.distances = self.samplers.distances()
+            self.distances = self.transformers.adapted.distances()
             if not self.distances["base_distance"].isfinite():
                 raise NonFiniteError(f"the weights are not finite after an optimiser step; {STOPPED} {_LOWER_RATE}")
-            self.samplers.update_old(self.old_decay(loop.iterations_done))
+            self.transformers.adapted.update_old(self.old_decay(loop.iterations_done))
 
     def trained_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
@@ -229,107 +211,54 @@ class SolRLModule(LightningModule):
     # Evaluation
 
     def validation_step(self, prompts: list[str], batch_idx: int) -> None:
-        """Score the evaluation average on this rank's held-out prompts; the noise is the same in every evaluation."""
-        stopwatch: Stopwatch = self.trainer.fit_loop.stopwatch  # type: ignore[attr-defined]
+        """Score the evaluation average on this rank's held-out prompts."""
+        loop: Any = self.trainer.fit_loop
+        evaluation, stopwatch = self.evaluation, loop.stopwatch
         with stopwatch.stage("evaluate"):
-            shape = len(self.eval_prompts), len(self.evaluated_columns)
+            shape = len(evaluation.prompts), len(evaluation.columns)
             table = torch.zeros(shape, dtype=torch.float64, device=self.device)
             if prompts:
-                table[self.trainer.global_rank :: self.trainer.world_size] = self._evaluate(prompts, stopwatch.progress)
-            self.held_out = self.trainer.strategy.reduce(table, reduce_op="sum").cpu()
-        columns = dict(zip(self.evaluated_columns, self.held_out.unbind(1), strict=True))
-        means = {name: float(columns[name].mean()) for name in self.evaluated}
-        for name, mean in means.items():
-            self.log(f"eval/{name}", mean, batch_size=1, logger=False)  # Lightning would log it at iteration - 1
+                score = partial(self.score, weights="ema", progress=stopwatch.progress)
+                rows = evaluation.measure(prompts, score, self.policy.decode)
+                table[self.trainer.global_rank :: self.trainer.world_size] = rows.to(table)
+            evaluation.table = self.trainer.strategy.reduce(table, reduce_op="sum").cpu()
+        means = evaluation.means()
+        for name in evaluation.names:
+            # Lightning would log it at iteration - 1
+            self.log(f"eval/{name}", means[name], batch_size=1, logger=False)
         if not self.trainer.sanity_checking:
-            loop: Any = self.trainer.fit_loop
-            statistics = {name: float(columns[f"images/{name}"].mean()) for name in STATISTICS}
-            scores = self.held_out[:, : len(self.evaluated)]
-            if not self.eval_history:
-                self.eval_base = scores
-            more = {"statistics": statistics, **evaluation_errors(self.evaluated, scores, self.eval_base)}
-            self.eval_history.append({"iteration": loop.iterations_done, **loop.cost(), **means, **more})
-            logged = {f"eval/{name}": mean for name, mean in means.items()}
-            logged |= {f"images/{name}": mean for name, mean in statistics.items()}
+            metrics = evaluation.record(loop.iterations_done, loop.cost())
             for logger in self.loggers:
-                logger.log_metrics(logged, loop.iterations_done)
-
-    def _evaluate(self, prompts: list[str], progress: Progress) -> Tensor:
-        """Return the columns of `evaluated_columns` for this rank's prompts, float64 [P, columns]."""
-        described: list[Tensor] = []
-
-        def decode(x0: Tensor) -> Tensor:
-            images = self.policy.decode(x0)
-            described.append(describe(images).cpu())
-            return images
-
-        seeds = evaluation_seeds(self.seed, prompts, self.evaluation.images)
-        steps = self.evaluation.steps
-        scored = self.score(prompts, seeds, weights="ema", steps=steps, progress=progress, decode=decode)
-        statistics = prompt_statistics(torch.cat(described).unflatten(0, tuple(seeds.shape)))
-        means = self.evaluated_scores(scored).to(self.device, torch.float64).mean(1)
-        return torch.cat([means, statistics.to(means)], dim=1)
+                logger.log_metrics(metrics, loop.iterations_done)
 
     def on_validation_epoch_end(self) -> None:
         if self.trainer.received_sigterm:  # fit() clears this flag, and with it a SIGTERM of the initial evaluation
             raise SIGTERMException
 
-    @property
-    def evaluated(self) -> list[str]:
-        """Names of the scores of an evaluation: every reward and, if there are several, their weighted sum."""
-        return list(dict.fromkeys([*self.rewards.rewards, self.rewards.name]))
-
-    @property
-    def held_out_digest(self) -> str:
-        """Digest of what an evaluation measures: held-out prompts, their sampling, and the rewards with weights."""
-        return digest(self.eval_prompts, self.evaluation, self.evaluated_columns, dict(self.rewards.weights))
-
-    @property
-    def evaluated_columns(self) -> list[str]:
-        """Columns of ``held_out`` [P, columns], the means over each held-out prompt's images: scores and statistics."""
-        return [*self.evaluated, *(f"images/{name}" for name in STATISTICS)]
-
-    def evaluated_scores(self, scored: Candidates) -> Tensor:
-        """Return the scores [P, n, len(evaluated)]."""
-        several = len(self.evaluated) > scored.scores.shape[-1]
-        return torch.cat([scored.scores, scored.rewards[..., None]], dim=-1) if several else scored.scores
-
     # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["state_dict"] = self._adapter_tensors(checkpoint["state_dict"])
-        checkpoint["evaluation"] = digest(self.held_out_digest, self.seed)  # the seed is that of the noise
-        checkpoint["precision_backend"] = self.samplers.precision_backend  # a resumed run keeps the precision
+        checkpoint["evaluation"] = self.evaluation.digest_with_noise
+        checkpoint["precision_backend"] = self.transformers.precision_backend  # a resumed run keeps the precision
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        own, found = (
+        expected, loaded = (
             {name: list(value.shape) for name, value in self._adapter_tensors(state).items()}
             for state in (self.state_dict(), checkpoint["state_dict"])
         )
         dtypes = {value.dtype for value in self._adapter_tensors(checkpoint["state_dict"]).values()}
-        if own == found and dtypes != {torch.float32}:
+        if expected == loaded and dtypes != {torch.float32}:
             names = ", ".join(sorted(map(str, dtypes)))
             raise UserError(f"the checkpoint's adapters are of {names}; a run writes float32. Take that of a run.")
-        if own != found:
-            name = min(name for name in own | found if own.get(name) != found.get(name))
+        if expected != loaded:
+            name = min(name for name in expected | loaded if expected.get(name) != loaded.get(name))
             raise UserError(
                 "the checkpoint's adapters do not fit this model: model, model.lora.rank and model.lora.target_modules "
-                f"must be those of the run that wrote it; {name} has shape {own.get(name, 'none')} in the model and "
-                f"{found.get(name, 'none')} in the checkpoint. Repeat the options of that run."
+                f"must be those of the run that wrote it; {name} has shape {expected.get(name, 'none')} in the model "
+                f"and {loaded.get(name, 'none')} in the checkpoint. Repeat the options of that run."
             )
-        self.same_evaluation = checkpoint.get("evaluation") == digest(self.held_out_digest, self.seed)
-
-        saved = checkpoint["callbacks"].get("WeightEMA", {"average": {}})
-        average = saved.get("average") if isinstance(saved, dict) else None
-        shapes = {name: value.shape for name, value in self.adapter_state(TRAINED).items()}
-        known = isinstance(average, dict) and {name: getattr(value, "shape", None) for name, value in average.items()}
-        if known not in ({}, shapes):
-            raise UserError("the evaluation average of the checkpoint does not fit its adapters. Take another one.")
-
-    def load_average(self, checkpoint: dict[str, Any]) -> None:
-        """Take the evaluation average of a checkpoint; without the EMA callback that is the trained adapter."""
-        average = checkpoint["callbacks"].get("WeightEMA")
-        self.ema_state = average and average["average"]
+        self.evaluation.comparable = checkpoint.get("evaluation") == self.evaluation.digest_with_noise
 
     def _adapter_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value for name, value in state.items() if ".lora_" in name}
@@ -338,18 +267,3 @@ class SolRLModule(LightningModule):
         """Write adapter "ema" or "default" in the format of diffusers' ``pipe.load_lora_weights(folder)``."""
         state = {name: value.detach().cpu().contiguous() for name, value in self.adapter_state(weights).items()}
         self.policy.save_lora(folder, state, self.lora)
-
-
-def evaluation_errors(names: Sequence[str], per_prompt: Tensor, base: Tensor | None) -> dict[str, dict[str, float]]:
-    """Return the standard errors over prompts of the means, and of their differences to the base, prompt by prompt.
-
-    ``per_prompt`` and ``base`` are [P, R] with a column for each of ``names``. Empty for a single prompt; without the
-    differences if ``base`` is None or of other prompts.
-    """
-    values = {"standard_error": per_prompt}
-    if base is not None and base.shape == per_prompt.shape:
-        values["change_error"] = per_prompt - base
-    if len(per_prompt) < 2:
-        return {}
-    errors = {key: (value.std(0) / len(value) ** 0.5).tolist() for key, value in values.items()}
-    return {key: dict(zip(names, error, strict=True)) for key, error in errors.items()}

@@ -43,12 +43,12 @@ def check_shapes(optimizer: Optimizer) -> None:
 
 def check_fits(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Raise UserError if ``state``, of an optimiser of ``keep_configured``, was written by another class."""
-    own = type(optimizer).__name__
-    found = state.get(_CLASS, own)
-    if found != own:
+    configured = type(optimizer).__name__
+    recorded = state.get(_CLASS, configured)
+    if recorded != configured:
         raise UserError(
-            f"optimizer._target_={own} is invalid: a resumed run restores the optimiser's state, and the checkpoint "
-            f"holds that of {found}. Remove optimizer._target_, or start a new run with ckpt=null."
+            f"optimizer._target_={configured} is invalid: a resumed run restores the optimiser's state, and the "
+            f"checkpoint holds that of {recorded}. Remove optimizer._target_, or start a new run with ckpt=null."
         )
 
 

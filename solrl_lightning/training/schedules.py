@@ -39,9 +39,9 @@ def old_policy_decay(
     Raises:
         UserError: the type is unknown, a fixed type has parameters, or the ramp lacks one or exceeds its range.
     """
-    given = {"start": start, "slope": slope, "maximum": maximum}
+    ramp = {"start": start, "slope": slope, "maximum": maximum}
     if decay_type in DECAY_TYPES:
-        extra = [name for name, value in given.items() if value is not None]
+        extra = [name for name, value in ramp.items() if value is not None]
         if extra:
             raise UserError(
                 f"old_policy.decay_type={decay_type} is invalid: only type {CUSTOM} has {', '.join(extra)}. "
@@ -51,7 +51,7 @@ def old_policy_decay(
     if decay_type != CUSTOM:
         raise UserError(f"old_policy.decay_type={decay_type} is invalid: it must be 0, 1, 2 or {CUSTOM}.")
     if start is None or slope is None or maximum is None:
-        missing = [f"old_policy.{name}" for name, value in given.items() if value is None]
+        missing = [f"old_policy.{name}" for name, value in ramp.items() if value is None]
         raise UserError(
             f"old_policy.decay_type={CUSTOM} is invalid: it needs start, slope and maximum. Set {', '.join(missing)}."
         )

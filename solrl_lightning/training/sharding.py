@@ -5,8 +5,7 @@ on every rank and reduced by DDP, so checkpoints and LoRA files are those of DDP
 ranks must make equally many.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lightning.pytorch import LightningModule, Trainer
@@ -18,11 +17,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from solrl_lightning.cli.checks import check_shares
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies import adapters
-from solrl_lightning.policies.adapters import OLD, State
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.rollout.stage import BatchSize
-from solrl_lightning.training.samplers import MERGED, POLICY, REFERENCE, Samplers
+from solrl_lightning.rollout.chunks import BatchSize
+from solrl_lightning.training.samplers import MERGED, POLICY, PolicySampler
+from solrl_lightning.training.transformers import REFERENCE, AdaptedTransformer, Transformers, VelocityModel
 
 T = TypeVar("T")
 
@@ -38,7 +36,7 @@ class ShardedBase(DDPStrategy):
         module: Any = self.lightning_module
         counts = {
             "prompts_per_iteration": trainer.fit_loop.schedule.per_iteration,  # type: ignore[attr-defined]
-            "data.eval_prompts": len(module.eval_prompts),
+            "data.eval_prompts": len(module.evaluation.prompts),
         }
         check_shares(counts, self.world_size)
         if not isinstance(module.transformer, FSDPModule):
@@ -69,36 +67,19 @@ class FixedBatchSize(BatchSize):
         )
 
 
-class ShardedSamplers(Samplers):
-    """The policy's transformer alone, which samples with its LoRA branches: merged replicas would be whole copies."""
+def shard_transformers(policy: PipelineAdapter, lora: LoraConfig, seed: int, batch_size: int) -> Transformers:
+    """Return the transformers of a rank: the trained one alone, as merged replicas would be whole copies.
 
-    def __init__(self, policy: PipelineAdapter, lora: LoraConfig, seed: int, batch_size: int) -> None:
-        self.policy, self.transformer = policy, policy.transformer.train()
-        self.replicas, self.layer_table, self.precision_backend = {}, "", "no shadow"
-        self.lora_layers = adapters.add_adapters(self.transformer, lora, seed)
-        self.batch_sizes = {name: FixedBatchSize(batch_size, pad_to_size=False) for name in (POLICY, MERGED)}
-        self._base_norm = adapters.base_norm(self.lora_layers)  # before the weights are sharded
-
-    @contextmanager
-    def use(self, name: str) -> Iterator[nn.Module]:
-        """Yield the transformer with the old policy, or the base for "reference"; restores "default" as the adapter."""
-        if name == REFERENCE:
-            with self.merged_with(self.adapter_state("base")) as transformer:
-                yield transformer
-        else:
-            with super().use(POLICY) as transformer:
-                yield transformer
-
-    @contextmanager
-    def merged_with(self, state: State) -> Iterator[nn.Module]:
-        """Yield the transformer with the adapter weights ``state``; restores those of the old policy."""
-        old = {name: value.clone() for name, value in self.adapter_state(OLD).items()}
-        try:
-            adapters.load_state(self.lora_layers, OLD, state)
-            with super().use(POLICY) as transformer:
-                yield transformer
-        finally:
-            adapters.load_state(self.lora_layers, OLD, old)
-
-    def sync(self) -> None:
-        """Do nothing: there is no replica."""
+    Args:
+        policy: architecture with loaded weights; its transformer gets the adapters.
+        lora: rank, alpha and target modules of the adapters.
+        seed: seed of the adapters' initial values.
+        batch_size: candidates per forward pass.
+    """
+    adapted = AdaptedTransformer(policy.transformer, lora, seed)
+    sampler = PolicySampler(policy, adapted.old, FixedBatchSize(batch_size, pad_to_size=False))
+    velocity_models: dict[str, VelocityModel] = {
+        "old": adapted.old,
+        REFERENCE: lambda: adapted.old(adapted.state("base")),
+    }
+    return Transformers(adapted, {POLICY: sampler, MERGED: sampler}, velocity_models)

@@ -8,6 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
+from solrl_lightning.rollout.stage import EXPLORE, REGENERATE
+
+STOPWATCH_STAGES = ("requantize", EXPLORE, REGENERATE, "train")
+"""Names of what an iteration consists of; others only observe training."""
+
 
 class Stopwatch:
     """Seconds of each stage since creation; an outer stage does not count the time of inner ones."""
@@ -38,8 +43,8 @@ class Stopwatch:
 
     def since(self, earlier: Mapping[str, float]) -> dict[str, float]:
         """Return ``seconds`` minus an ``earlier`` reading, for the stages that ran since."""
-        spent = {name: value - earlier.get(name, 0.0) for name, value in self.seconds.items()}
-        return {name: value for name, value in spent.items() if value > 0}
+        seconds = {name: value - earlier.get(name, 0.0) for name, value in self.seconds.items()}
+        return {name: value for name, value in seconds.items() if value > 0}
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:

@@ -14,15 +14,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 
-from solrl_lightning.metrics.images import STATISTICS
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, Rollouts
 from solrl_lightning.rollout.select import select_contrastive
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
+from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.loop import ExploreTrainLoop
-from solrl_lightning.training.module import Evaluation
 from solrl_lightning.training.stopwatch import Stopwatch
 
 POOL, KEEP, SIDE, MICRO_BATCHES = 8, 4, 16, 2
@@ -46,21 +45,16 @@ class StandIn(LightningModule):
         self.weight = nn.Parameter(torch.zeros(2))
         self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1))
         self.rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
-        self.samplers = SimpleNamespace(
-            precision_backend="nvfp4 (emulated)", sync=lambda: self.events.append("requantize")
-        )
-        self.eval_history: list[dict[str, Any]] = []
-        self.eval_base: Tensor | None = None
-        self.evaluation = Evaluation("euler", steps=4, images=2)
-        self.eval_prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
-        self.evaluated = ["shapes"]
-        self.evaluated_columns = ["shapes", *(f"images/{name}" for name in STATISTICS)]
-        self.held_out: Tensor | None = None
-        self.held_out_digest, self.same_evaluation = "0", True
+        self.transformers = SimpleNamespace(precision_backend="nvfp4 (emulated)")
+        prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
+        self.evaluation = Evaluation(prompts, self.rewards, "euler", steps=4, images=2, seed=0)
         self.ema_state: dict[str, Tensor] | None = None
         self.distances: dict[str, Tensor] = {}
         self.events: list[str] = []
         self.sampled: list[str] = []
+
+    def sync_samplers(self, version: int) -> None:
+        self.events.append(f"requantize {version}")
 
     def adapter_state(self, name: str) -> dict[str, Tensor]:
         assert name == "default"
@@ -95,7 +89,7 @@ class Evaluated(StandIn):
 
     def on_validation_epoch_end(self) -> None:
         iteration = self.trainer.current_epoch + 1 if self.trainer.state.fn == "fit" else 0
-        self.eval_history.append({"iteration": iteration, "shapes": 0.5 + 0.1 * float(self.weight[0])})
+        self.evaluation.history.append({"iteration": iteration, "shapes": 0.5 + 0.1 * float(self.weight[0])})
 
 
 class RollOut(Callback):
@@ -157,7 +151,7 @@ def make_trainer(
     trainer = Trainer(**(defaults | options), callbacks=[*callbacks, roll_out or RollOut()])
     trainer.fit_loop.stopwatch = Stopwatch()
     trainer.fit_loop.iterations_done = 0
-    trainer.fit_loop.logged = MethodType(ExploreTrainLoop.logged, trainer.fit_loop)
+    trainer.fit_loop.logged_values = MethodType(ExploreTrainLoop.logged_values, trainer.fit_loop)
     return trainer
 
 

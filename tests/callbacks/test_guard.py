@@ -16,7 +16,6 @@ from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.errors import UserError
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.training.module import SolRLModule
 
 OFF = dict.fromkeys(Limits._fields) | {"lost_gain": 0.0}
 
@@ -108,17 +107,18 @@ class Falling:
 
     def on_validation_epoch_end(self):
         super().on_validation_epoch_end()
-        done = self.eval_history[-1]["iteration"]
+        done = self.evaluation.history[-1]["iteration"]
         self.trainer.fit_loop.iterations_done = done
         spread = torch.linspace(-0.1, 0.1, 16, dtype=torch.float64)[:, None]
-        self.eval_history[-1]["shapes"] = self.MEANS[done]
-        rewards = [self.MEANS[done]] * (len(self.evaluated_columns) - 4)
-        self.held_out = torch.tensor([[*rewards, 0.5, 0.5, 0.5, 0.5]], dtype=torch.float64) + spread
+        self.evaluation.history[-1]["shapes"] = self.MEANS[done]
+        rewards = [self.MEANS[done]] * (len(self.evaluation.columns) - 4)
+        self.evaluation.table = torch.tensor([[*rewards, 0.5, 0.5, 0.5, 0.5]], dtype=torch.float64) + spread
 
 
-def run(tmp_path, stand_in, guard, iterations=4, ckpt_path=None, **attributes):
+def run(tmp_path, stand_in, guard, iterations=4, ckpt_path=None, comparable=True, rewards=None):
     module = type("Module", (Falling, stand_in.Evaluated), {})()
-    vars(module).update(attributes)
+    module.rewards = module.evaluation.rewards = rewards or module.rewards
+    module.evaluation.comparable = comparable
     trainer = stand_in.trainer(tmp_path, [RolloutStats(), guard], max_epochs=iterations)
     if ckpt_path is None:
         trainer.validate(module, stand_in.micro_batches(), verbose=False)
@@ -142,9 +142,8 @@ def test_with_stop_an_alarm_ends_the_run_after_its_iteration(tmp_path, stand_in)
 def test_rewards_of_weight_0_are_watched_and_those_of_negative_weight_are_not(tmp_path, stand_in):
     weights = {"shapes": 1.0, "bright": 0.0, "price": -1.0}
     rewards = WeightedRewards(dict.fromkeys(weights, ShapesReward()), weights)
-    columns = [*weights, rewards.name, *stand_in.Evaluated().evaluated_columns[1:]]
     guard = Guard(False, 3, LIMITS)
-    run(tmp_path, stand_in, guard, rewards=rewards, evaluated_columns=columns)
+    run(tmp_path, stand_in, guard, rewards=rewards)
     assert [alarm.name for alarm in guard.alarms] == ["reward_fell", "shapes_reward_fell", "bright_reward_fell"]
 
 
@@ -155,7 +154,7 @@ def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(tmp_path, stand_i
     trainer.save_checkpoint(tmp_path / "x.ckpt")
     assert torch.load(tmp_path / "x.ckpt", weights_only=True)["callbacks"]["Guard"]["evaluated"] == [0, 1, 2]
     other = Guard(False, 3, LIMITS)
-    run(tmp_path, stand_in, other, ckpt_path=tmp_path / "x.ckpt", same_evaluation=False)
+    run(tmp_path, stand_in, other, ckpt_path=tmp_path / "x.ckpt", comparable=False)
     assert other.history.evaluated == [3, 4]  # rewards of other prompts are not compared with those of before
     resumed = Guard(False, 3, LIMITS)
     run(tmp_path, stand_in, resumed, ckpt_path=tmp_path / "x.ckpt")
@@ -174,7 +173,7 @@ def test_a_run_that_the_guard_ends_exports_the_best_weights_and_says_so(tmp_path
     checkpoints = tmp_path / "checkpoints"
     guard, best = Guard(True, 3, LIMITS), BestCheckpoint(str(checkpoints))
     exported = {}
-    module = type("Module", (Falling, stand_in.Evaluated), {"load_average": SolRLModule.load_average})()
+    module = type("Module", (Falling, stand_in.Evaluated), {})()
     module.save_lora = lambda folder, weights: exported.update(module.ema_state)
     periodic = PeriodicCheckpoints(str(checkpoints), every=1, keep=2)
     summary = RunSummary({"seed": 1}, columns=["seed"])
@@ -216,7 +215,7 @@ def test_the_best_checkpoint_is_that_of_the_monitored_reward(tmp_path, stand_in)
     class Monitored(Falling, stand_in.Evaluated):
         def on_validation_epoch_end(self):
             super().on_validation_epoch_end()
-            self.eval_history[-1]["bright"] = -self.eval_history[-1]["shapes"]
+            self.evaluation.history[-1]["bright"] = -self.evaluation.history[-1]["shapes"]
 
     best = BestCheckpoint(str(tmp_path), monitor="bright")
     trainer = stand_in.trainer(tmp_path, [best], max_epochs=4, enable_checkpointing=True)
@@ -244,7 +243,7 @@ def test_early_stopping_is_the_reason_of_a_stop(tmp_path, stand_in):
     class Logged(Falling, stand_in.Evaluated):
         def on_validation_epoch_end(self):
             super().on_validation_epoch_end()
-            self.log("eval/shapes", self.MEANS[self.eval_history[-1]["iteration"]])
+            self.log("eval/shapes", self.MEANS[self.evaluation.history[-1]["iteration"]])
 
     stopping = EarlyStopping("eval/shapes", patience=2, mode="max", check_on_train_epoch_end=False)
     trainer = stand_in.trainer(tmp_path, [stopping], max_epochs=4)

@@ -99,7 +99,7 @@ def test_evaluation_without_training_shows_its_images(tmp_path, stand_in, monkey
                     self.trainer.fit_loop.stopwatch.progress(done, 6)
 
         def on_validation_epoch_end(self):
-            self.eval_history.append({"iteration": 0, "shapes": 0.5})
+            self.evaluation.history.append({"iteration": 0, "shapes": 0.5})
 
     monkeypatch.setattr(sys, "stdout", output := Terminal() if terminal else io.StringIO())
     trainer = stand_in.trainer(tmp_path, [StageProgressBar()], enable_progress_bar=True, limit_val_batches=1)

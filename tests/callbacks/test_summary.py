@@ -108,7 +108,7 @@ class Watched(Callback):
         module.rewards = WeightedRewards({"shapes": shapes, "bright": shapes}, {"shapes": 1.0, "bright": 0.0})
 
     def on_validation_end(self, trainer, module):
-        row = module.eval_history[-1]
+        row = module.evaluation.history[-1]
         row |= {"weighted_sum": row["shapes"], "bright": 0.75 - 0.01 * row["iteration"]}
 
 
@@ -130,7 +130,7 @@ def test_policy_metrics_are_those_of_the_first_and_the_last_iteration_also_after
 def test_a_repeated_evaluation_replaces_that_of_the_interrupted_iteration(tmp_path, stand_in):
     trainer = fit(tmp_path, stand_in, 2)
     module = trainer.lightning_module
-    module.eval_history.append({"iteration": 2, "shapes": 0.9})
+    module.evaluation.history.append({"iteration": 2, "shapes": 0.9})
     facts = find_callback(trainer, RunSummary).collect(trainer, module, "completed", None)
     assert [row["iteration"] for row in facts["evaluations"]] == [0, 1, 2]
     assert (facts["final_reward"], facts["final_reward_iteration"]) == (0.9, 2)

@@ -23,7 +23,7 @@ class Work(Callback):
         self.clock = clock
 
     def on_train_start(self, trainer, module):
-        module.samplers.sync = lambda: setattr(self.clock, "now", self.clock.now + 1)
+        module.sync_samplers = lambda version: setattr(self.clock, "now", self.clock.now + 1)
 
     def spend(self, trainer, stage, seconds):
         with trainer.fit_loop.stopwatch.stage(stage):

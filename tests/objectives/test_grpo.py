@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from solrl_lightning.objectives.advantages import per_prompt_advantages
 from solrl_lightning.objectives.dance_grpo import DanceGRPO
 from solrl_lightning.objectives.flow_grpo import FlowGRPO
 from solrl_lightning.objectives.grpo import GRPOLoss, grpo_loss
-from solrl_lightning.rollout.advantages import per_prompt_advantages
 from solrl_lightning.sampling.sde import log_prob
 
 GENERATOR = torch.Generator().manual_seed(0)

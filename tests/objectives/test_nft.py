@@ -209,8 +209,8 @@ def test_nan_propagates() -> None:
 
 @pytest.mark.parametrize("objective", [NFT(1.0, 5.0, kl_weight=0.0), AWM(1.0, 5.0, 1.0, kl_weight=0.0)])
 def test_reference_is_needed_if_kl_weight_is_not_zero(objective: NFT | AWM) -> None:
-    assert objective.needs == ("old",)
-    assert replace(objective, kl_weight=1e-4).needs == ("old", "reference")
+    assert objective.needs == {"old": 1}
+    assert replace(objective, kl_weight=1e-4, reference_every=4).needs == {"old": 1, "reference": 4}
 
 
 RARE = {"kl_weight": 0.1, "reference_every": 3}

@@ -20,7 +20,7 @@ class Own(Objective):
 
     @property
     def needs(self) -> Any:
-        return self.declared.get("needs", ())
+        return self.declared.get("needs", {})
 
     def transitions(self, num_steps: int, iteration: int) -> range:
         return self.declared.get("transitions", range(0))
@@ -35,9 +35,9 @@ class Own(Objective):
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        ({"needs": ("olld",)}, "needs must be a tuple of names among old, reference; got ('olld',). See docs/ext"),
-        ({"needs": "old"}, "needs must be a tuple of names among old, reference; got 'old'"),
-        ({"needs": None}, "needs must be a tuple of names among old, reference; got None"),
+        ({"needs": {"olld": 1}}, "every n-th micro-batch reads that velocity; got {'olld': 1}. See docs/ext"),
+        ({"needs": {"old": 0}}, "needs must map names among old, reference to n, where every n-th"),
+        ({"needs": ("old",)}, "every n-th micro-batch reads that velocity; got ('old',)"),
         ({"transitions": range(5)}, "transitions must be consecutive steps of range(0, 4); got range(0, 5)"),
         ({"transitions": range(0, 4, 2)}, "transitions must be consecutive steps of range(0, 4); got range(0, 4, 2)"),
         (
@@ -50,7 +50,7 @@ class Own(Objective):
     ],
 )
 def test_declaration_that_no_loop_can_use_is_an_error(declared: dict[str, Any], message: str) -> None:
-    check_objective(Own(needs=("old", "reference"), transitions=range(1, 4)), 4)
+    check_objective(Own(needs={"old": 1, "reference": 2}, transitions=range(1, 4)), 4)
     with pytest.raises(UserError, match=f"objective=Own is invalid: .*{re.escape(message)}"):
         check_objective(Own(**declared), 4)
 

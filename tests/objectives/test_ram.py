@@ -90,4 +90,4 @@ def test_only_velocity_has_gradients() -> None:
 
 def test_both_other_velocities_are_read_in_every_micro_batch() -> None:
     objective = RAM(strength=1.0, timestep_fraction=0.2)
-    assert objective.needs == ("old", "reference") and objective.reference_every == 1 and objective.forward_passes == 3
+    assert objective.needs == {"old": 1, "reference": 1} and objective.forward_passes == 3

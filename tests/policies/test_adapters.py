@@ -20,7 +20,7 @@ from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import OLD, TRAINED, State
 from solrl_lightning.policies.bf16 import use_fp32_products
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.training.sharding import ShardedSamplers
+from solrl_lightning.training.transformers import AdaptedTransformer
 
 ADAPTED = [
     "single_transformer_blocks.0.attn.to_k",
@@ -255,14 +255,16 @@ def test_a_rank_above_the_width_of_a_layer_is_refused(nano_folder: str) -> None:
     assert adapters.add_adapters(transformer, lora_config(32), seed=0)
 
 
-def test_sharded_weights_are_restored_if_others_fail_to_load_half_way(nano_folder: str) -> None:
-    samplers = ShardedSamplers(load_policy(nano_folder), lora_config(), seed=0, batch_size=1)
-    state = random_state(samplers.adapter_state(OLD), 1)
-    old = {name: value.clone() for name, value in samplers.adapter_state(OLD).items()}
+def test_old_adapter_takes_other_weights_and_gets_its_own_back(nano_folder: str) -> None:
+    adapted = AdaptedTransformer(load_policy(nano_folder).transformer, lora_config(), seed=0)
+    state = random_state(adapted.state(OLD), 1)
+    old = {name: value.clone() for name, value in adapted.state(OLD).items()}
+    with adapted.old(state):
+        assert all(torch.equal(value, state[name]) for name, value in adapted.state(OLD).items())
     state.popitem()
-    with pytest.raises(KeyError), samplers.merged_with(state):
+    with pytest.raises(KeyError), adapted.old(state):
         pass
-    assert all(torch.equal(value, old[name]) for name, value in samplers.adapter_state(OLD).items())
+    assert all(torch.equal(value, old[name]) for name, value in adapted.state(OLD).items())
 
 
 def test_a_damaged_lora_is_refused(adapted: Adapted, tmp_path: Path) -> None:

@@ -16,38 +16,41 @@ from solrl_lightning.policies.base_weights import block_linears, dense
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.sizing.footprint import stored_bytes
-from solrl_lightning.training.samplers import Samplers
+from solrl_lightning.training.transformers import Transformers, replicate
 
 CPU = torch.device("cpu")
 
 
-def make_samplers(policy: Flux1) -> Samplers:
+def make_transformers(policy: Flux1) -> Transformers:
     """With an old and a trained adapter that differ."""
     rule = QuantizationRule(["single_transformer_blocks.*"], {})
     backend = resolve("nvfp4", "emulated", CPU)
-    samplers = Samplers(policy, lora_config(), 0, 4, False, False, True, backend, rule)
+    transformers = replicate(policy, lora_config(), 0, 4, "policy", False, False, True, backend, rule)
+    adapted = transformers.adapted
     for seed, name in enumerate((TRAINED, OLD)):
-        state = random_state(samplers.adapter_state(name), seed, size=0.05)
-        adapters.load_state(samplers.lora_layers, name, state)
-    samplers.sync()
-    return samplers
+        state = random_state(adapted.state(name), seed, size=0.05)
+        adapters.load_state(adapted.lora_layers, name, state)
+    for sampler in transformers.samplers.values():
+        sampler.sync(adapted.state(OLD), version=0)
+    return transformers
 
 
-def outputs(samplers: Samplers) -> dict[str, Tensor]:
-    """The velocity of every sampler, the adapters' gradient, and the norms that the run logs."""
-    policy = samplers.policy
+def outputs(policy: Flux1, transformers: Transformers) -> dict[str, Tensor]:
+    """The velocity of every transformer, the adapters' gradient, and the norms that the run logs."""
     conditioning, x = policy.encode(PROMPTS), policy.noise(torch.arange(3))
 
     def velocity(transformer: nn.Module) -> Tensor:
         return policy.velocity(transformer, x, torch.full((3,), 0.5), conditioning)
 
-    found = {}
-    for name in ("policy", "merged", "shadow", "reference"):
-        with torch.no_grad(), samplers.use(name) as transformer:
-            found[name] = velocity(transformer)
-    velocity(samplers.transformer).square().sum().backward()
-    gradients = [p.grad.flatten() for p in samplers.transformer.parameters() if p.grad is not None]
-    return found | {"gradient": torch.cat(gradients)} | samplers.distances()
+    adapted, velocities = transformers.adapted, {}
+    with torch.no_grad():
+        for name, model in transformers.velocity_models.items():
+            with model() as transformer:
+                velocities[name] = velocity(transformer)
+        velocities |= {name: velocity(transformer) for name, transformer in transformers.replicas.items()}
+    velocity(adapted.transformer).square().sum().backward()
+    gradients = [p.grad.flatten() for p in adapted.transformer.parameters() if p.grad is not None]
+    return velocities | {"gradient": torch.cat(gradients)} | adapted.distances()
 
 
 @pytest.mark.parametrize(("storage", "error"), [("int8", 0.01), ("nf4", 0.12)])
@@ -64,13 +67,14 @@ def test_stored_weights_are_those_of_every_sampler_and_gradient(storage: str, er
         size += sum(getattr(found[name].weight, inner).nbytes for inner in names)
     planned = stored_bytes(0, linears.values())
     assert abs(size - planned[storage] - 2 * sum(layer.weight.numel() for layer in linears.values())) < 0.05 * size
-    samplers = make_samplers(stored)
-    expected, actual = outputs(make_samplers(whole)), outputs(samplers)
+    transformers = make_transformers(stored)
+    expected, actual = outputs(whole, make_transformers(whole)), outputs(stored, transformers)
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
-    assert not torch.equal(actual["policy"], actual["merged"])
+    assert not torch.equal(actual["old"], actual["merged"])
     mlp = "transformer_blocks.0.ff.net.2"
-    shared = [module.get_submodule(mlp).weight for module in (samplers.reference, samplers.replicas["merged"])]
-    assert all(weight is samplers.transformer.get_submodule(mlp).weight for weight in shared)
+    with transformers.velocity_models["reference"]() as reference:
+        shared = [module.get_submodule(mlp).weight for module in (reference, transformers.replicas["merged"])]
+    assert all(weight is transformers.adapted.transformer.get_submodule(mlp).weight for weight in shared)
 
 
 def test_layers_that_nf4_cannot_store_and_an_absent_library_are_errors(

@@ -17,10 +17,10 @@ from solrl_lightning.cli.checks import check_machine, check_numbers
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.policies.conditioning import Conditioning
-from solrl_lightning.policies.guidance import guided
+from solrl_lightning.policies.guidance import guide
 from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.rollout.chunks import BatchSize, SamplingSpec, iter_sampled_chunks
 from solrl_lightning.rollout.records import EncodedPrompts
-from solrl_lightning.rollout.stage import BatchSize, SamplingSpec, iter_sampled_chunks
 from solrl_lightning.tasks.plan import plan
 from solrl_lightning.tasks.train import train
 
@@ -37,7 +37,7 @@ def test_velocity_is_extrapolated_from_the_unconditional_one() -> None:
     call = (nn.Identity(), x, torch.tensor(0.3), {"embeds": embeds})
     for scale in (0.0, 0.5, 1.0, 7.5):
         expected = x * (negative + scale * (embeds - negative)) + 0.3
-        found = guided(times_embedding, {"embeds": negative}, scale)(*call)
+        found = guide(times_embedding, {"embeds": negative}, scale)(*call)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -45,7 +45,7 @@ def test_the_unconditional_velocity_has_no_gradient() -> None:
     layer, x, embeds = nn.Linear(6, 6), torch.randn(4, 6), torch.randn(4, 6)
     gradients = []
     for scale in (1.0, SCALE):
-        velocity = guided(times_embedding, {"embeds": torch.randn(1, 6)}, scale)
+        velocity = guide(times_embedding, {"embeds": torch.randn(1, 6)}, scale)
         velocity(layer, x, torch.tensor(0.3), {"embeds": embeds}).sum().backward()
         gradients.append(layer.weight.grad)
         layer.weight.grad = None
@@ -53,7 +53,7 @@ def test_the_unconditional_velocity_has_no_gradient() -> None:
 
 
 def test_scale_1_takes_one_forward_pass() -> None:
-    assert guided(times_embedding, {"embeds": torch.zeros(1, 6)}, 1.0) is times_embedding
+    assert guide(times_embedding, {"embeds": torch.zeros(1, 6)}, 1.0) is times_embedding
 
 
 @pytest.mark.parametrize("model", ["sd3", "sana", "flux2", "qwen_image"])

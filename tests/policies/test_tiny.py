@@ -11,9 +11,9 @@ from solrl_lightning.metrics.rank import rank_fidelity
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.chunks import BatchSize, SamplingSpec, iter_sampled_chunks, score_chunks, score_images
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import inline_worker
-from solrl_lightning.rollout.stage import BatchSize, SamplingSpec, iter_sampled_chunks, score_chunks, score_images
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.shapes.world import eval_captions
 

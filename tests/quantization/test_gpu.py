@@ -21,13 +21,14 @@ from solrl_lightning.quantization import Backend, QuantizationRule, convert, pla
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
 from solrl_lightning.quantization.scaled_linear import FP8Linear
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
+from solrl_lightning.rollout.chunks import SamplingSpec
 from solrl_lightning.rollout.records import Rollouts
-from solrl_lightning.rollout.stage import SamplingSpec
 from solrl_lightning.seeds import pool_seeds
-from solrl_lightning.training.module import Evaluation, SolRLModule
-from solrl_lightning.training.samplers import Samplers
+from solrl_lightning.training.evaluation import Evaluation
+from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
+from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.schedules import constant
+from solrl_lightning.training.transformers import replicate
 
 GPUS = ("cuda", "lazy")  # the second one for autograd, which asks the driver for the first one's context
 WITHOUT_TRANSFORMER_ENGINE = [
@@ -123,11 +124,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
     policy, lora = load_policy(folder, device=device), lora_config()
     rule = QuantizationRule(["transformer_blocks.*", "single_transformer_blocks.*"])
-    samplers = Samplers(
+    transformers = replicate(
         policy,
         lora,
         seed=0,
         batch_size=2,
+        old_velocity="policy",
         compile_replicas=False,
         compile_policy=False,
         with_shadow=True,
@@ -136,27 +138,23 @@ def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
     )
     return SolRLModule(
         policy,
-        samplers,
+        transformers,
         rewards=WeightedRewards({}, {}),
         objective=NFT(beta=1.0, kl_weight=1e-4, advantage_clip=5.0, timestep_fraction=0.5),
         optimizer=torch.optim.AdamW,
         rate_factor=constant(),
         old_decay=lambda step: 0.5,
-        old_velocity="policy",
-        evaluation=Evaluation("dpm2", steps=2, images=1),
-        eval_prompts=[],
+        evaluation=Evaluation([], WeightedRewards({}, {}), "dpm2", steps=2, images=1, seed=0),
         lora=lora,
-        seed=0,
     )
 
 
 def test_rollout_chunk_stays_on_gpu(blackwell: None, folder: str) -> None:
     module = module_on("cuda", folder, backend_of("nvfp4", "torch"))
-    module.samplers.sync()
+    module.sync_samplers(version=0)
     prompts, seeds = module.encode(PROMPTS[:1]), pool_seeds(0, 0, PROMPTS[:1], 2)
     spec = SamplingSpec(module.policy.sigmas(2), "dpm2")
-    with module.samplers.use("shadow") as shadow:
-        chunks = list(module.samplers.chunks(shadow, "shadow", prompts, seeds, spec))
+    chunks = list(module.transformers.samplers["shadow"].sample(prompts, seeds, spec))
     (index, state, _), images = chunks[0], module.policy.decode(chunks[0].state.x)
     assert index.tolist() == [0, 1] and len(chunks) == 1
     assert state.x.shape == (2, 16, 32) and images.shape == (2, 3, 32, 32)

@@ -29,8 +29,8 @@ from solrl_lightning.quantization.scaled_linear import (
     NVFP4Linear,
 )
 from solrl_lightning.quantization.transformer_engine import ROLLOUT_RECIPE, TransformerEngineLinear
+from solrl_lightning.rollout.chunks import BatchSize, SamplingSpec, iter_sampled_chunks
 from solrl_lightning.rollout.records import EncodedPrompts
-from solrl_lightning.rollout.stage import BatchSize, SamplingSpec, iter_sampled_chunks
 from solrl_lightning.seeds import pool_seeds
 
 HERE = (NVFP4Linear, EmulatedFP8Linear, FP8Linear, EmulatedINT8Linear, INT8Linear)  # the layers that any CPU can run

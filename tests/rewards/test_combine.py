@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from solrl_lightning.objectives.advantages import group_advantages
 from solrl_lightning.rewards.weighted import gdpo, weighted_sum
-from solrl_lightning.rollout.advantages import group_advantages
 from solrl_lightning.rollout.select import select_contrastive
 
 P, N, KEEP = 3, 12, 4

@@ -14,7 +14,7 @@ from torch import Tensor
 from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.errors import UserError
 from solrl_lightning.rewards import OCR
-from solrl_lightning.rewards.ocr import quoted, similarity
+from solrl_lightning.rewards.ocr import similarity, text_in_quotes
 
 
 def sign(text: str) -> Tensor:
@@ -83,7 +83,7 @@ def test_prompt_without_quoted_text_is_an_error(reward: OCR, prompt: str) -> Non
 
 @pytest.mark.parametrize("prompt", ['a "red" and a "blue" sign', "a “red” and a “blue” sign", "ein „red“ Schild"])
 def test_first_quoted_text_is_the_target(prompt: str) -> None:
-    assert quoted(prompt) == "red"
+    assert text_in_quotes(prompt) == "red"
 
 
 @pytest.mark.parametrize("package", ["onnxruntime", "rapidocr"])

@@ -16,7 +16,6 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
 from solrl_lightning.policies.compilation import can_compile
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.rollout.stage import STAGES
 from solrl_lightning.sizing import benchmark as benchmark_module
 from solrl_lightning.sizing import timing
 from solrl_lightning.sizing.benchmark import (
@@ -28,6 +27,7 @@ from solrl_lightning.sizing.benchmark import (
 )
 from solrl_lightning.sizing.timing import Lap, peak_memory
 from solrl_lightning.tasks.benchmark import benchmark
+from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 from tests.nano import load_policy, save_nano
 
 Compose = Callable[..., DictConfig]
@@ -163,7 +163,7 @@ def test_rounds_alternate_their_order_and_medians_are_over_all_rounds(
 
     def run_iterations(cfg: DictConfig, device: torch.device) -> list[Lap]:
         order.append(next(name for name, row in rows.items() if row is cfg))
-        return [dict.fromkeys(STAGES, 1.0) | {"iteration": seconds} for seconds in (70.0, len(order))]
+        return [dict.fromkeys(STOPWATCH_STAGES, 1.0) | {"iteration": seconds} for seconds in (70.0, len(order))]
 
     monkeypatch.setattr(benchmark_module, "run_iterations", run_iterations)
     times = times_of_families(rows, 3, CPU)

@@ -15,7 +15,7 @@ from matplotlib.text import Annotation
 from omegaconf import DictConfig
 from PIL import Image
 
-from solrl_lightning.build import stages_of
+from solrl_lightning.build import build_objective, stages_of
 from solrl_lightning.cli.checks import check_needs, check_values
 from solrl_lightning.errors import UserError
 from solrl_lightning.tasks import audit as audit_module
@@ -125,7 +125,9 @@ def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, pro
     own = compose(*arguments)
     check_values(own)
     assert program == "solrl_lightning" and f"family={family}" in arguments
-    assert stages_of(own) == [stage._replace(name="explore") for stage in stages[:-1]] + stages[-1:]
+    assert (
+        stages_of(own, build_objective(own)) == [stage._replace(name="explore") for stage in stages[:-1]] + stages[-1:]
+    )
     named = precision if stages[0].sampler == "shadow" else "auto"
     assert (own.family.pool, own.family.keep, own.precision.name) == (96, 24, named)
     assert (own.family.compile, own.trainer.deterministic, own.prompts_per_iteration) == (False, True, 3)

@@ -5,7 +5,6 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,10 +15,12 @@ from PIL import Image
 
 from solrl_lightning.artifacts.pictures import Row, draw_grid
 from solrl_lightning.build import build_module
+from solrl_lightning.rewards.shapes import ShapesReward
+from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.tasks.evaluate import Scored, draw, evaluate, in_order, over_prompts, to_csv, win_rate
 from solrl_lightning.tasks.train import train
-from solrl_lightning.training.module import Evaluation
+from solrl_lightning.training.evaluation import Evaluation
 
 Compose = Callable[..., DictConfig]
 
@@ -110,20 +111,21 @@ def test_several_rewards_are_reported_separately_and_as_their_weighted_sum(compo
 
 
 def test_table_and_picture_have_each_score_under_its_reward_and_model() -> None:
-    scores = torch.arange(8.0).view(2, 1, 2, 2)  # base and trained, a prompt, two images, two scores
-    images = Evaluation("euler", steps=1, images=2)
-    module: Any = SimpleNamespace(seed=3, eval_prompts=["a star"], evaluation=images, evaluated=["shapes", "sum"])
-    header, *lines = csv.reader(to_csv(module, ["base", "trained"], scores).splitlines())
-    assert header == ["prompt", "seed", "shapes base", "shapes trained", "sum base", "sum trained"]
+    scores = torch.arange(12.0).view(2, 1, 2, 3)  # base and trained, a prompt, two images, three scores
+    rewards = WeightedRewards(dict.fromkeys(["shapes", "other"], ShapesReward()), {"shapes": 1.0, "other": 1.0})
+    evaluation = Evaluation(["a star"], rewards, "euler", steps=1, images=2, seed=3)
+    sums = ["weighted_sum base", "weighted_sum trained"]
+    header, *lines = csv.reader(to_csv(evaluation, ["base", "trained"], scores).splitlines())
+    assert header == ["prompt", "seed", "shapes base", "shapes trained", "other base", "other trained", *sums]
     seeds = evaluation_seeds(3, ["a star"], 2)[0].tolist()
     assert lines == [
-        ["a star", str(seeds[0]), "0.0", "4.0", "1.0", "5.0"],
-        ["a star", str(seeds[1]), "2.0", "6.0", "3.0", "7.0"],
+        ["a star", str(seeds[0]), "0.0", "6.0", "1.0", "7.0", "2.0", "8.0"],
+        ["a star", str(seeds[1]), "3.0", "9.0", "4.0", "10.0", "5.0", "11.0"],
     ]
     pictures = torch.randint(256, (2, 1, 3, 8, 8), dtype=torch.uint8)  # the first image of each model
-    found = draw(module, ["base", "trained"], [Scored(scores[:, 0], pictures)])
-    row = Row("a star", list(pictures.float() / 255), ["1", "5"])
-    expected = draw_grid("Same held-out prompts, same noise; sum below", ["base", "trained"], [row])
+    found = draw(evaluation, ["base", "trained"], [Scored(scores[:, 0], pictures)])
+    row = Row("a star", list(pictures.float() / 255), ["2", "8"])
+    expected = draw_grid("Same held-out prompts, same noise; weighted_sum below", ["base", "trained"], [row])
     assert found.tobytes() == expected.tobytes()
 
 

@@ -113,7 +113,7 @@ def test_merged_folder_has_exactly_the_names_and_the_dtype_of_the_base(tmp_path:
         name: (x.shape, x.dtype) for name, x in base.items()
     }
     changed = {name for name in base if not torch.equal(merged[name], base[name])}
-    assert changed == {f"{name}.weight" for name in module.samplers.lora_layers}
+    assert changed == {f"{name}.weight" for name in module.transformers.adapted.lora_layers}
     config = json.loads((folder / "transformer" / "config.json").read_text())
     assert config["_class_name"] == "FluxTransformer2DModel"
 

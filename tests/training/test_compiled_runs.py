@@ -14,7 +14,7 @@ from lightning.pytorch import Callback, Trainer
 from nano import BUILDERS, MAX_WORDS, save_nano
 from omegaconf import DictConfig
 
-from solrl_lightning.rollout import stage
+from solrl_lightning.rollout import chunks
 from solrl_lightning.tasks.train import train
 
 Compose = Callable[..., DictConfig]
@@ -100,7 +100,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def one_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first chunk after the evaluation of the base runs out of memory, also when it is tried again."""
-    retry, calls = stage.retry_with_empty_cache, []
+    retry, calls = chunks.retry_with_empty_cache, []
 
     def sample(chunk: Callable[[], Any]) -> Any:
         calls.append(chunk)
@@ -108,7 +108,7 @@ def one_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return retry(chunk)
 
-    monkeypatch.setattr(stage, "retry_with_empty_cache", sample)
+    monkeypatch.setattr(chunks, "retry_with_empty_cache", sample)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access

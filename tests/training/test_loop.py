@@ -4,8 +4,9 @@ import csv
 import functools
 import math
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from nano import MAX_WORDS, save_nano, save_preview_decoder
 from omegaconf import DictConfig
 from torch import Tensor
 
-from solrl_lightning.build import build_loop, build_module, levels_of
+from solrl_lightning.build import build_loop, build_module, build_objective, levels_of
 from solrl_lightning.callbacks import ema
 from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
 from solrl_lightning.callbacks.ema import WeightEMA
@@ -25,6 +26,7 @@ from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.objectives.advantages import group_advantages
 from solrl_lightning.objectives.awm import AWMLoss
 from solrl_lightning.objectives.base import Loss, Objective
 from solrl_lightning.objectives.grpo import GRPOLoss
@@ -33,7 +35,6 @@ from solrl_lightning.objectives.pepg import PEPGLoss
 from solrl_lightning.objectives.ram import RAMLoss
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards, gdpo
-from solrl_lightning.rollout.advantages import group_advantages
 from solrl_lightning.rollout.records import Rollouts, TrainingBatch
 from solrl_lightning.rollout.select import select_contrastive
 from solrl_lightning.rollout.stage import Stage, evaluations
@@ -83,13 +84,14 @@ def make(
         enable_checkpointing=checkpoints,
         callbacks=[Requantize(), WeightEMA(), *callbacks],
     )
-    stages = [stage for level in levels_of(cfg) for stage in level]
-    module = build_module(cfg, trainer.strategy.root_device, stages)
-    return module, trainer, build_loop(cfg, trainer, module.objective)
+    objective = build_objective(cfg)
+    stages = [stage for level in levels_of(cfg, objective) for stage in level]
+    module = build_module(cfg, trainer.strategy.root_device, stages, objective)
+    return module, trainer, build_loop(cfg, trainer, objective)
 
 
 def fit(module: SolRLModule, trainer: Trainer, loop: ExploreTrainLoop, ckpt: Path | None = None) -> None:
-    held_out = RankPrompts(module.eval_prompts, 0, 1)
+    held_out = RankPrompts(module.evaluation.prompts, 0, 1)
     trainer.fit(module, loop.loader, held_out, ckpt_path=ckpt, weights_only=True)
 
 
@@ -124,7 +126,7 @@ class Recorder(Callback):
         self.explored: list[tuple[int, list[str], list[list[int]]]] = []
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        for owner, name in ((pl_module.samplers, "sync"), (pl_module, "run_stage"), (pl_module, "training_step")):
+        for owner, name in ((pl_module, "sync_samplers"), (pl_module, "run_stage"), (pl_module, "training_step")):
             setattr(owner, name, self._noting(trainer, name, getattr(owner, name)))
 
     def _noting(self, trainer: Trainer, name: str, method: Any) -> Any:
@@ -144,7 +146,7 @@ def test_iteration_requantises_explores_regenerates_and_steps_once(tmp_path: Pat
     recorder = Recorder()
     module, trainer, loop = make(tmp_path, callbacks=(recorder,), max_epochs=2)
     fit(module, trainer, loop)
-    iteration = ["sync", "explore", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
+    iteration = ["sync_samplers", "explore", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
     assert recorder.events == iteration * 2
     assert trainer.global_step == trainer.current_epoch == 2
 
@@ -168,7 +170,7 @@ def test_single_stage_family_samples_pool_once(tmp_path: Path) -> None:
     recorder = Recorder()
     module, trainer, loop = make(tmp_path, "family=naive_scaling", callbacks=(recorder,), max_epochs=1)
     fit(module, trainer, loop)
-    assert recorder.events == ["sync", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
+    assert recorder.events == ["sync_samplers", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
     assert loop.explored is None
     assert torch.equal(loop.rollouts.proxy_rewards, loop.rollouts.rewards)
 
@@ -202,7 +204,8 @@ def rollouts_of(tmp_path: Path, combine: str, unit: float, family: str = "sol_rl
     """The rollouts of an iteration with a reward of unit 1 and another one, and the weighted sums of its pool."""
     module, trainer, loop = make(tmp_path, f"reward.combine={combine}", f"family={family}", max_epochs=1)
     both = {"red": Channel(0, 1.0), "blue": Channel(2, unit)}
-    module.rewards = WeightedRewards(both, {"red": 1.0, "blue": 1.0}, combine=module.rewards.combine)
+    rewards = WeightedRewards(both, {"red": 1.0, "blue": 1.0}, combine=module.rewards.combine)
+    module.rewards = module.evaluation.rewards = rewards
     fit(module, trainer, loop)
     return loop.rollouts, loop.rollouts.rewards if loop.explored is None else loop.explored.rewards
 
@@ -254,7 +257,7 @@ def test_prefix_family_resumes_kept_trajectories(tmp_path: Path) -> None:
     options = ("family=prefix", "model.full_steps=5", "model.prefix_steps=2", "model.solver=dpm2")
     module, trainer, loop = make(tmp_path, *options, callbacks=(check,), max_epochs=1)
     fit(module, trainer, loop)
-    assert "shadow" not in module.samplers.replicas
+    assert "shadow" not in module.transformers.replicas
     assert check.rows == 2 * (5 * 2 + 3 * 3)  # 2 prompts; 5 candidates for 2 steps, 3 kept for the other 3
     for seeds, pool in zip(check.rollouts.seeds.tolist(), check.explored.seeds.tolist(), strict=True):
         assert len(set(seeds)) == 3 and set(seeds) <= set(pool)
@@ -288,7 +291,8 @@ def test_micro_batch_runs_one_forward_per_velocity(tmp_path: Path, kl_weight: fl
 
     module.policy.velocity = noted  # type: ignore[method-assign]
     fit(module, trainer, loop)
-    reference = [module.samplers.reference] if kl_weight else []
+    with module.transformers.velocity_models["reference"]() as base:
+        reference = [base] if kl_weight else []
     assert passes == [module.transformer, *reference, module.transformer] * MICRO_BATCHES
 
 
@@ -368,21 +372,21 @@ def test_an_evaluation_records_what_was_spent_until_then(tmp_path: Path) -> None
     # 2 prompts: 5 candidates x 2 steps, 3 kept x 3 steps, and 3 rows of the policy, the old policy and the reference
     each = 2 * (5 * 2 + 3 * 3 + 3 * 3)
     images = 2 * (5 + 3)  # 5 explored and 3 regenerated for each prompt
-    assert [row["evaluations"] for row in module.eval_history] == [each, 2 * each]
-    assert [row["samples"] for row in module.eval_history] == [images, 2 * images]
-    seconds = [row["seconds"] for row in module.eval_history]
+    assert [row["evaluations"] for row in module.evaluation.history] == [each, 2 * each]
+    assert [row["samples"] for row in module.evaluation.history] == [images, 2 * images]
+    seconds = [row["seconds"] for row in module.evaluation.history]
     assert 0 < seconds[0] < seconds[1]
     assert all(before <= at <= after for before, at, after in zip(read.before, seconds, read.after, strict=True))
     module, trainer, loop = make(tmp_path, max_epochs=3)
     fit(module, trainer, loop, tmp_path / "x.ckpt")
-    (row,) = module.eval_history
+    (row,) = module.evaluation.history
     assert (row["evaluations"], row["samples"]) == (3 * each, 3 * images) and row["seconds"] > seconds[1]
 
 
 def test_every_second_iteration_and_the_last_one_are_evaluated(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=3, check_val_every_n_epoch=2)
     fit(module, trainer, loop)
-    assert [row["iteration"] for row in module.eval_history] == [2, 3]
+    assert [row["iteration"] for row in module.evaluation.history] == [2, 3]
 
 
 @pytest.mark.parametrize("objective", ["nft", "awm", "ram", "pepg", "flow_grpo"])
@@ -458,7 +462,7 @@ def test_optimizer_steps_split_the_rows(tmp_path: Path) -> None:
     decay = module.old_decay
     module.old_decay = lambda iteration: moved.append(iteration) or decay(iteration)  # type: ignore[func-returns-value]
     fit(module, trainer, loop)
-    iteration = ["sync", "explore", "regenerate", *["training_step", "step"] * 3]
+    iteration = ["sync_samplers", "explore", "regenerate", *["training_step", "step"] * 3]
     assert recorder.events == iteration * 2
     assert (trainer.global_step, trainer.current_epoch, loop.iterations_done, moved) == (6, 2, 2, [1, 2])
 
@@ -511,9 +515,9 @@ def test_first_ratios_are_one_where_the_policy_samples(tmp_path: Path, family: s
         *(torch.cat([v.flatten() for v in module.adapter_state(n).values()]) for n in ("old", "default"))
     )
     stochastic = loop.objective.transitions(4, 1)
-    assert loop.rollouts.path is not None and loop.rollouts.path.log_probs is not None
-    assert loop.rollouts.path.log_probs.shape == (2, loop.rollouts.seeds.shape[1], len(stochastic))
-    assert loop.rollouts.path.first == stochastic.start
+    assert loop.rollouts.recorded_steps is not None and loop.rollouts.recorded_steps.log_probs is not None
+    assert loop.rollouts.recorded_steps.log_probs.shape == (2, loop.rollouts.seeds.shape[1], len(stochastic))
+    assert loop.rollouts.recorded_steps.first == stochastic.start
 
 
 def test_first_ratios_of_merged_weights_are_logged(tmp_path: Path) -> None:
@@ -529,7 +533,7 @@ def test_stochastic_samples_are_functions_of_their_seeds(tmp_path: Path) -> None
     options = ("family=diffusionnft", *GRPO["diffusionnft"])
     module, trainer, loop = make(tmp_path, *options, callbacks=(check,), max_epochs=1)
     fit(module, trainer, loop)
-    path, again = check.rollouts.path, check.again.path
+    path, again = check.rollouts.recorded_steps, check.again.recorded_steps
     assert torch.equal(path.x, again.x) and torch.equal(path.log_probs, again.log_probs)
     # In a step the log-probabilities differ by the mean square of the noise alone: that of no other candidate or step.
     noises = path.log_probs - path.log_probs.mean((0, 1))
@@ -542,8 +546,8 @@ def test_candidates_of_a_prompt_share_noise_unless_the_family_explores(tmp_path:
         options = (f"family={family}", *GRPO["prefix"])
         module, trainer, loop = make(tmp_path / family, *options, max_epochs=1)
         fit(module, trainer, loop)
-        assert loop.rollouts.path is not None
-        starts[family] = [len(prompt.unique(dim=0)) for prompt in loop.rollouts.path.x[:, :, 0].flatten(2)]
+        assert loop.rollouts.recorded_steps is not None
+        starts[family] = [len(prompt.unique(dim=0)) for prompt in loop.rollouts.recorded_steps.x[:, :, 0].flatten(2)]
         assert len(loop.rollouts.x0.flatten(0, 1).unique(dim=0)) == loop.rollouts.seeds.numel()
     assert starts == {"diffusionnft": [1, 1], "sol_rl": [3, 3]}
 
@@ -607,7 +611,7 @@ class Pull(Objective):
     """A user's objective: error of the predicted image, weighted by the advantage; reads recorded transitions."""
 
     timestep_fraction = 0.5
-    needs = ()
+    needs: ClassVar[dict[str, int]] = {}
 
     def transitions(self, num_steps: int, iteration: int) -> range:
         return range(1, num_steps)
@@ -625,9 +629,9 @@ def test_custom_objective_trains_on_sampler_transitions(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, *own, "model.full_steps=4", callbacks=(metrics,), max_epochs=2)
     before = weights(module)
     fit(module, trainer, loop)
-    assert loop.rollouts.path is not None and loop.rollouts.path.log_probs is None
-    assert loop.rollouts.path.first == 1 and loop.rollouts.path.x.shape[:3] == (2, 3, 4)
-    assert torch.equal(loop.rollouts.path.x[:, :, -1], loop.rollouts.x0)
+    assert loop.rollouts.recorded_steps is not None and loop.rollouts.recorded_steps.log_probs is None
+    assert loop.rollouts.recorded_steps.first == 1 and loop.rollouts.recorded_steps.x.shape[:3] == (2, 3, 4)
+    assert torch.equal(loop.rollouts.recorded_steps.x[:, :, -1], loop.rollouts.x0)
     assert not torch.equal(weights(module), before)
     # The first iteration's Euler steps are the trained policy's own velocities, up to the rounding of merged weights.
     assert 0 < metrics.logged["train/error"] < 1e-3
@@ -646,7 +650,7 @@ def test_prompts_of_four_iterations_are_encoded_at_once_and_resumed_ones_alike(
 
     monkeypatch.setattr(module.policy, "encode", noted)
     fit(module, trainer, loop)
-    windows = [texts for texts in encoded if texts != module.eval_prompts]
+    windows = [texts for texts in encoded if texts != module.evaluation.prompts]
     expected = [[t for i in range(first, first + 4) for t in loop.schedule.for_iteration(i)] for first in (0, 4)]
     assert windows == [list(dict.fromkeys(texts)) for texts in expected]
     for iteration in (5, 2):
@@ -661,7 +665,8 @@ def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begin
     options = ("objective.kl_weight=0.1", "objective.reference_every=2", "model.micro_batch=2")
     module, trainer, loop = make(tmp_path, *options, max_epochs=3)
     turns: list[tuple[int, int]] = []
-    use, step = module.samplers.use, module.training_step
+    models: Any = module.transformers.velocity_models
+    reference, step = models["reference"], module.training_step
     current = 0
 
     def training_step(batch: TrainingBatch, batch_idx: int) -> Tensor:
@@ -669,12 +674,11 @@ def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begin
         current = batch_idx
         return step(batch, batch_idx)
 
-    def noted(name: str) -> Any:
-        if name == "reference":
-            turns.append((loop.iterations_done, current))
-        return use(name)
+    def noted() -> Any:
+        turns.append((loop.iterations_done, current))
+        return reference()
 
-    module.training_step, module.samplers.use = training_step, noted  # type: ignore[method-assign]
+    module.training_step, models["reference"] = training_step, noted  # type: ignore[method-assign]
     fit(module, trainer, loop)
     count = loop.plan.micro_batches
     assert count >= 3 and turns == [(i, b) for i in range(3) for b in range(count) if (i + b) % 2 == 0]
@@ -689,8 +693,8 @@ def test_old_velocity_uses_named_sampler(tmp_path: Path, sampler: str) -> None:
     module, trainer, loop = make(tmp_path, f"old_velocity={sampler}", max_epochs=1)
     for name, value in module.adapter_state("old").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)  # the trained adapter's B is 0
-    module.samplers.sync()
-    prompts = module.encode(module.eval_prompts)
+    module.sync_samplers(version=0)
+    prompts = module.encode(module.evaluation.prompts)
     x, one = module.policy.noise(torch.tensor([5, 6])), torch.ones(2)
     rest = (one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]), 0, 2)
     batch = TrainingBatch(0 * x, x, None, None, one.long(), 0.5 * one, 0 * one, *rest)
@@ -705,20 +709,21 @@ def test_old_velocity_uses_named_sampler(tmp_path: Path, sampler: str) -> None:
     module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
     module.training_step(batch, 0)
     velocity, old, reference = seen
-    with torch.no_grad(), module.samplers.use(sampler) as transformer:
+    replicas, adapted = module.transformers.replicas, module.transformers.adapted
+    with torch.no_grad(), adapted.old() if sampler == "policy" else nullcontext(replicas[sampler]) as transformer:
         assert torch.equal(old, module.policy.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning))
     assert torch.equal(velocity, reference) and not torch.equal(old, velocity)
 
 
 def test_reference_is_model_without_adapters(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, max_epochs=1)
-    rows = module.encode(module.eval_prompts[:1])
+    rows = module.encode(module.evaluation.prompts[:1])
     x, sigma = module.policy.noise(torch.tensor([5])), torch.tensor(0.5)
     before = module.policy.velocity(module.transformer, x, sigma, rows.conditioning)
     for name, value in module.adapter_state("default").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)
-    with torch.no_grad():
-        assert torch.equal(module.policy.velocity(module.samplers.reference, x, sigma, rows.conditioning), before)
+    with torch.no_grad(), module.transformers.velocity_models["reference"]() as reference:
+        assert torch.equal(module.policy.velocity(reference, x, sigma, rows.conditioning), before)
         assert not torch.equal(module.policy.velocity(module.transformer, x, sigma, rows.conditioning), before)
 
 
@@ -823,7 +828,7 @@ def test_resume_is_bit_exact_from_a_checkpoint_taken(
 
     folder, uninterrupted, expected = straight
     assert recorder.explored == uninterrupted.explored[1:]
-    assert recorder.events[0] == "sync"
+    assert recorder.events[0] == "sync_samplers"
     assert trainer.global_step == trainer.current_epoch == 3
     assert torch.equal(weights(module), expected)
     names, steps = columns(folder, "straight")
@@ -852,7 +857,9 @@ def adaptive_run(
     folder: Path, iterations: int, *callbacks: Callback
 ) -> tuple[SolRLModule, Trainer, ExploreTrainLoop, Levels]:
     # Every probe moves: at most this correlation up, above it down.
-    adaptive = AdaptiveExploration(levels_of(composed(*LEVELS)), 1, Rule(threshold=0.85, margin=0.0, patience=1))
+    cfg = composed(*LEVELS)
+    levels = levels_of(cfg, build_objective(cfg))
+    adaptive = AdaptiveExploration(levels, 1, Rule(threshold=0.85, margin=0.0, patience=1))
     levels = Levels()
     each = (RankCorrelation(probe_every=1), adaptive, levels, *callbacks)
     return *make(folder, *LEVELS, callbacks=each, max_epochs=iterations), levels

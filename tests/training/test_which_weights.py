@@ -15,6 +15,7 @@ from solrl_lightning.policies import adapters
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.chunks import SamplingSpec
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.seeds import evaluation_seeds, pool_seeds, train_timesteps
@@ -56,11 +57,10 @@ class Watch(Callback):
         if (trainer.current_epoch, batch_idx) == (1, 0):
             self.rollouts = loop.rollouts
             self.old = copy.deepcopy(pl_module.adapter_state("old"))
-            self.replicas = {name: copy.deepcopy(replica) for name, replica in pl_module.samplers.replicas.items()}
+            self.replicas = {name: copy.deepcopy(replica) for name, replica in pl_module.transformers.replicas.items()}
             self.seen.clear()
-            with torch.no_grad():
-                samplers = pl_module.samplers
-                transformers = (pl_module.transformer, samplers.replicas["merged"], samplers.reference)
+            with torch.no_grad(), pl_module.transformers.velocity_models["reference"]() as reference:
+                transformers = (pl_module.transformer, pl_module.transformers.replicas["merged"], reference)
                 inputs = (batch.x_t, batch.sigma, batch.conditioning)
                 self.velocities = [pl_module.policy.velocity(transformer, *inputs) for transformer in transformers]
         if trainer.current_epoch == 1:
@@ -84,7 +84,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def merged(module: SolRLModule, state: Tensors) -> Tensors:
-    return dict(adapters.merged_weights(module.samplers.lora_layers, state))
+    return dict(adapters.merged_weights(module.transformers.adapted.lora_layers, state))
 
 
 def held(layer: nn.Module) -> Tensors:
@@ -109,7 +109,7 @@ def holds(layer: nn.Module, weight: Tensor) -> bool:
 def test_replicas_hold_current_old_policy(trained: Trained, replica: str) -> None:
     module, watch = trained.module, trained.watch
     transformer = watch.replicas[replica]
-    layers = {name: transformer.get_submodule(name) for name in module.samplers.lora_layers}
+    layers = {name: transformer.get_submodule(name) for name in module.transformers.adapted.lora_layers}
     assert any(isinstance(layer, QuantizedLinear) for layer in layers.values()) == (replica == "shadow")
     old, base = merged(module, watch.old), merged(module, module.adapter_state("base"))
     assert all(holds(layer, old[name]) for name, layer in layers.items())
@@ -118,48 +118,79 @@ def test_replicas_hold_current_old_policy(trained: Trained, replica: str) -> Non
 
 def test_evaluation_scores_the_average(trained: Trained) -> None:
     module = trained.module
-    prompts, steps = module.eval_prompts, module.evaluation.steps
-    seeds = evaluation_seeds(module.seed, prompts, module.evaluation.images)
+    prompts, steps = module.evaluation.prompts, module.evaluation.steps
+    seeds = evaluation_seeds(module.evaluation.seed, prompts, module.evaluation.images)
 
     def reward(weights: str) -> float:
         found = module.score(prompts, seeds, weights=weights, steps=steps, progress=lambda done, total: None)
         return float(found.rewards.double().mean())
 
     rewards = {weights: reward(weights) for weights in ("ema", "default", "old", "base")}
-    assert module.eval_history[-1]["shapes"] == pytest.approx(rewards["ema"], abs=1e-9)
+    assert module.evaluation.history[-1]["shapes"] == pytest.approx(rewards["ema"], abs=1e-9)
     assert len(set(rewards.values())) == 4
 
 
 def test_merged_with_restores_old_policy(trained: Trained) -> None:
     module = trained.module
     states = {name: merged(module, module.adapter_state(name)) for name in ("default", "old")}
-    module.samplers.sync()
-    name = next(iter(module.samplers.lora_layers))
-    with module.samplers.merged_with(module.adapter_state("default")) as transformer:
+    module.sync_samplers(version=2)
+    name = next(iter(module.transformers.adapted.lora_layers))
+    transformer = module.transformers.replicas["merged"]
+    with module.merged_with("default") as sampler:
+        assert sampler.version is None
         assert holds(transformer.get_submodule(name), states["default"][name])
         assert not holds(transformer.get_submodule(name), states["old"][name])
     assert all(holds(transformer.get_submodule(name), weight) for name, weight in states["old"].items())
+    assert sampler.version == 2
 
 
-def test_merged_with_restores_old_policy_if_it_fails_half_way(trained: Trained) -> None:
+def test_merged_with_restores_old_policy_if_it_fails_half_way(
+    trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = trained.module
     old, state = merged(module, module.adapter_state("old")), dict(module.adapter_state("default"))
-    module.samplers.sync()
-    *_, last = module.samplers.lora_layers
+    module.sync_samplers(version=2)
+    *_, last = module.transformers.adapted.lora_layers
     del state[f"{last}.lora_B.weight"]
-    with pytest.raises(KeyError), module.samplers.merged_with(state):
+    monkeypatch.setattr(module, "ema_state", state)
+    with pytest.raises(KeyError), module.merged_with("ema"):
         pass
-    transformer = module.samplers.replicas["merged"]
+    transformer = module.transformers.replicas["merged"]
     assert all(holds(transformer.get_submodule(name), weight) for name, weight in old.items())
 
 
 def test_policy_samples_with_old_adapter(trained: Trained) -> None:
     module = trained.module
-    layer = next(iter(module.samplers.lora_layers.values()))
+    layer = next(iter(module.transformers.adapted.lora_layers.values()))
     assert layer.active_adapters == ["default"]
-    with module.samplers.use("policy"):
+    spec = SamplingSpec(module.policy.sigmas(1), "euler")
+    prompts, seeds = module.encode(module.evaluation.prompts[:1]), torch.tensor([[3]])
+    sampler = module.transformers.samplers["policy"]
+    for _ in sampler.sample(prompts, seeds, spec):
         assert layer.active_adapters == ["old"]
     assert layer.active_adapters == ["default"]
+
+
+def test_policy_samples_with_weights_of_an_evaluation_until_the_next_old_policy(trained: Trained) -> None:
+    module = trained.module
+    sampler, old = module.transformers.samplers["policy"], module.adapter_state("old")
+    before = {name: value.clone() for name, value in old.items()}
+    spec = SamplingSpec(module.policy.sigmas(2), "euler")
+    prompts, seeds = module.encode(module.evaluation.prompts[:1]), torch.tensor([[3]])
+
+    def sampled() -> Tensor:
+        (chunk,) = sampler.sample(prompts, seeds, spec)
+        return chunk.state.x
+
+    of_old = sampled()
+    sampler.sync(module.adapter_state("default"), None)
+    of_default = sampled()
+    with module.transformers.velocity_models["old"]() as transformer:
+        assert transformer is module.transformer
+        assert all(torch.equal(value, before[name]) for name, value in module.adapter_state("old").items())
+    sampler.sync(old, 2)
+    assert not torch.equal(of_default, of_old) and torch.equal(sampled(), of_old)
+    assert all(torch.equal(value, before[name]) for name, value in old.items())
 
 
 def test_loss_reads_trained_old_and_base_velocities(trained: Trained) -> None:
@@ -174,7 +205,7 @@ def test_each_iteration_explores_a_different_pool(trained: Trained) -> None:
     pools = trained.watch.pools
     assert len(pools) == 2
     for iteration, (prompts, seeds) in enumerate(pools):
-        assert torch.equal(seeds, pool_seeds(trained.module.seed, iteration, prompts, 5))
+        assert torch.equal(seeds, pool_seeds(trained.module.evaluation.seed, iteration, prompts, 5))
 
 
 def test_kept_samples_train_at_their_timesteps_and_advantages(trained: Trained) -> None:
@@ -206,7 +237,7 @@ def test_rollouts_are_scored_by_weighted_rewards_only(trained: Trained, monkeypa
     module = trained.module
     two = WeightedRewards({**module.rewards.rewards, "watched": Watched()}, {"shapes": 1.0, "watched": 0.0})
     monkeypatch.setattr(module, "rewards", two)
-    texts, seeds = module.eval_prompts[:1], torch.tensor([[3]])
+    texts, seeds = module.evaluation.prompts[:1], torch.tensor([[3]])
     assert module.run_stage(trained.stage, module.encode(texts), seeds).scores.shape == (1, 1, 1)
     evaluated = module.score(texts, seeds, weights="base", steps=1, progress=lambda done, total: None)
     assert evaluated.scores.shape == (1, 1, 2)

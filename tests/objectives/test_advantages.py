@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from solrl_lightning.rollout.advantages import group_advantages
+from solrl_lightning.objectives.advantages import group_advantages
 
 
 def test_advantages_are_prompt_centred_and_scaled_by_one_population_std() -> None:

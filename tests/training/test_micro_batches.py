@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.objectives.nft import NFT
-from solrl_lightning.rollout.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.rollout.records import EncodedPrompts, Rollouts, TrainingBatch
-from solrl_lightning.sampling import Path
+from solrl_lightning.sampling import RecordedSteps
 from solrl_lightning.seeds import pool_seeds, train_timesteps, training_noise
+from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
 
 KEEP, STEPS, FRACTION, TIMESTEPS, SHAPE = 3, 4, 0.5, 2, (2, 5)
 SIGMAS = torch.tensor([1.0, 0.9, 0.6, 0.2, 0.0])
@@ -209,7 +209,7 @@ def test_rows_of_recorded_path_are_sampler_transitions(first: int) -> None:
     generator, length = torch.Generator().manual_seed(9), STEPS - first
     x = torch.randn(2, KEEP, length + 1, *SHAPE, generator=generator)
     log_probs = torch.randn(2, KEEP, length, generator=generator)
-    rows, rollouts = rank.rows, rank.rollouts._replace(path=Path(first, x, log_probs))
+    rows, rollouts = rank.rows, rank.rollouts._replace(recorded_steps=RecordedSteps(first, x, log_probs))
     objective = replace(rows._objective, timestep_fraction=0.67)  # 2 of 3 or 4
     recorded = MicroBatches(rollouts, rows._prompts, SIGMAS, objective, rows._plan)
     place = {int(seed): divmod(i, KEEP) for i, seed in enumerate(rank.rollouts.seeds.flatten())}

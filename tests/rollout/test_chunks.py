@@ -17,10 +17,7 @@ from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.records import Candidates, EncodedPrompts
-from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
-from solrl_lightning.rollout.select import select_contrastive
-from solrl_lightning.rollout.stage import (
+from solrl_lightning.rollout.chunks import (
     BatchSize,
     SamplingSpec,
     check_finite,
@@ -29,6 +26,9 @@ from solrl_lightning.rollout.stage import (
     score_chunks,
     score_images,
 )
+from solrl_lightning.rollout.records import Candidates, EncodedPrompts
+from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
+from solrl_lightning.rollout.select import select_contrastive
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.sharding import FixedBatchSize

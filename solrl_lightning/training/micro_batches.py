@@ -48,8 +48,8 @@ class MicroBatches(Sequence[TrainingBatch]):
     def __init__(
         self, rollouts: Rollouts, prompts: EncodedPrompts, sigmas: Tensor, objective: Objective, plan: MicroBatchPlan
     ) -> None:
-        path = rollouts.path
-        first, levels = (0, len(sigmas) - 1) if path is None else (path.first, path.x.shape[2] - 1)
+        recorded = rollouts.recorded_steps
+        first, levels = (0, len(sigmas) - 1) if recorded is None else (recorded.first, recorded.x.shape[2] - 1)
         steps = first + objective.train_steps(rollouts.seeds.flatten(), levels)  # [P * K, timesteps]
         self._rollouts, self._prompts, self._sigmas = rollouts, prompts, sigmas
         self._objective, self._plan = objective, plan
@@ -75,10 +75,10 @@ class MicroBatches(Sequence[TrainingBatch]):
         samples_there, steps_there = samples.to(device), steps.to(device)
         x0 = rollouts.x0.flatten(0, 1)[samples_there]
         sigmas = self._sigmas.to(device)
-        if rollouts.path is None:
+        if rollouts.recorded_steps is None:
             x_t, x_next, log_prob = self._objective.noisy(x0, seeds, steps, sigmas), None, None
         else:
-            first, x, log_probs = map_tensors(lambda tensor: tensor.flatten(0, 1), rollouts.path)
+            first, x, log_probs = map_tensors(lambda tensor: tensor.flatten(0, 1), rollouts.recorded_steps)
             place = steps_there - first
             x_t, x_next = x[samples_there, place], x[samples_there, place + 1]
             log_prob = None if log_probs is None else log_probs[samples_there, place]

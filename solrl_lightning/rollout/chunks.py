@@ -1,0 +1,224 @@
+"""Sample seeds and score the images, chunk by chunk.
+
+Candidates are flattened over prompts and sampled in chunks. Compiled samplers get chunks of one fixed size, padded with
+repeated candidates, because torch.compile recompiles for another size.
+
+Shapes: P prompts, N pool, B chunk, T solver steps, R rewards.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from solrl_lightning.errors import NonFiniteError
+from solrl_lightning.machine.memory import retry_with_empty_cache
+from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.records import Candidates, EncodedPrompts
+from solrl_lightning.rollout.scoring_worker import Submit
+from solrl_lightning.sampling import RecordedSteps, Solver, SolverState, start, steps
+from solrl_lightning.sampling.state import map_tensors
+from solrl_lightning.seeds import step_noise
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+Progress = Callable[[int, int], None]
+Scorer = Callable[[WeightedRewards, Tensor, list[str], Tensor], Tensor]
+"""R rewards, latents [B, ...], their prompts and their seeds [B] -> float32 [B, R]."""
+
+STOPPED = (
+    "training stopped, and its last checkpoint, if there is one, is of the iteration before. If that one has diverged, "
+    "branch from ckpt=best."
+)
+_NONFINITE_HINT = f"{STOPPED} Reproduce this with task=generate, then fix the reward or lower the learning rate."
+
+
+@dataclass
+class BatchSize:
+    """Candidates per forward pass."""
+
+    size: int
+    """Halved permanently after an out-of-memory error."""
+    pad_to_size: bool
+    """Pad every chunk to ``size``, for compiled transformers."""
+
+    def sample(self, chunk: Callable[[], T]) -> T:
+        """Return ``chunk()``, which is called again with an empty allocator cache if it runs out of memory."""
+        return retry_with_empty_cache(chunk)
+
+    def halve(self) -> None:
+        self.size //= 2
+        log.warning("out of memory: sampling continues with %d candidates in one forward pass", self.size)
+
+
+class SamplingSpec(NamedTuple):
+    """Sigma schedule, solver and range of steps."""
+
+    sigmas: Tensor  # [T + 1]
+    solver: str | Solver
+    initial_state: SolverState | None = None  # [P, N, ...]; None: the seeds' noise
+    stop_step: int | None = None  # None: T
+    transitions: range = range(0)  # steps that are recorded, and to which a stochastic solver adds noise
+
+
+class Chunk(NamedTuple):
+    """Sampled candidates."""
+
+    candidates: Tensor  # int64 [B], indices into the flattened seeds
+    state: SolverState  # [B, ...]
+    recorded_steps: RecordedSteps | None
+
+
+@torch.no_grad()  # autograd does not accept tensors of inference_mode, and training reads the latents
+def iter_sampled_chunks(
+    policy: PipelineAdapter,
+    transformer: nn.Module,
+    batch_size: BatchSize,
+    prompts: EncodedPrompts,
+    seeds: Tensor,
+    spec: SamplingSpec,
+) -> Iterator[Chunk]:
+    """Yield the sampled chunks of seeds [P, N]; halves the batch size after an out-of-memory error."""
+    count = seeds.numel()
+    owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
+    flat = seeds.flatten()
+    points_to_record = range(spec.transitions.start, spec.transitions.stop + 1) if spec.transitions else range(0)
+
+    def integrate(index: Tensor) -> tuple[SolverState, RecordedSteps | None]:
+        _, conditioning = prompts.gather(owner[index])
+        if spec.initial_state is None:
+            first = start(policy.noise(flat[index]))
+        else:
+            first = map_tensors(lambda tensor: tensor.flatten(0, 1)[index], spec.initial_state)
+
+        def velocity(x: Tensor, sigma: Tensor) -> Tensor:
+            return policy.guided_velocity(transformer, x, sigma, conditioning)
+
+        def noise(step: int) -> Tensor | None:
+            if step not in spec.transitions:
+                return None
+            return step_noise(flat[index], step, first.x.shape[1:]).to(first.x.device)
+
+        points = []
+        for state in chain([first], steps(velocity, first, spec.sigmas, spec.solver, spec.stop_step, noise)):
+            if state.step in points_to_record:
+                points.append(state)
+        return state, record(points) if points else None
+
+    done = 0
+    while done < count:
+        index = torch.arange(done, min(done + batch_size.size, count))
+        padded = torch.arange(done, done + batch_size.size).remainder(count) if batch_size.pad_to_size else index
+        try:
+            state, recorded = batch_size.sample(partial(integrate, padded))
+        except torch.OutOfMemoryError:
+            if len(padded) == 1:
+                raise
+            batch_size.halve()
+            continue
+        yield Chunk(index, *map_tensors(itemgetter(slice(len(index))), (state, recorded)))
+        done += len(index)
+
+
+def record(states: Sequence[SolverState]) -> RecordedSteps:
+    """Return the steps between consecutive ``states``."""
+    log_probs = [state.log_prob for state in states[1:] if state.log_prob is not None]
+    x = torch.stack([state.x for state in states], dim=1)
+    return RecordedSteps(states[0].step, x, torch.stack(log_probs, dim=1) if log_probs else None)
+
+
+@torch.no_grad()
+def score_chunks(
+    chunks: Iterator[Chunk],
+    prompts: EncodedPrompts,
+    seeds: Tensor,
+    rewards: WeightedRewards,
+    score: Scorer,
+    progress: Progress,
+    worker: Callable[[], AbstractContextManager[Submit[Tensor]]],
+) -> Candidates:
+    """Return the candidates of the ``chunks`` of seeds [P, N], scored in a ``worker`` while later chunks are sampled.
+
+    After an early stop the predicted x0 is scored.
+    """
+    owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
+    trajectories, scores = [], []
+    progress(0, seeds.numel())
+    with worker() as submit:
+        for index, state, recorded in chunks:
+            assert state.x0 is not None, "a stage takes at least one step"
+            texts = [prompts.texts[i] for i in owner[index].tolist()]
+            scores.append(submit(partial(score, rewards, state.x0, texts, seeds.flatten()[index])))
+            trajectories.append((state, recorded))
+            progress(int(index[-1]) + 1, seeds.numel())
+        each = torch.cat([scored.result() for scored in scores]).unflatten(0, seeds.shape)
+
+    def join(first: Any, *others: Any) -> Any:  # all chunks have the same numbers of steps and the same None
+        return torch.cat([first, *others]).unflatten(0, seeds.shape) if isinstance(first, Tensor) else first
+
+    whole, recorded = tree_map(join, *trajectories)
+    if whole.finished:
+        whole = whole._replace(x=whole.x0)  # one tensor, as the solver returns it
+    return Candidates(seeds, whole, rewards.total(each), each, rewards.merits(each), recorded)
+
+
+def score_images(
+    decode: Callable[[Tensor], Tensor],
+    rewards: WeightedRewards,
+    x0: Tensor,
+    texts: list[str],
+    seeds: Tensor,
+    or_nan: bool = False,
+) -> Tensor:
+    """Return float32 [B, R] of latents [B, ...]; with ``or_nan``, NaN and a warning instead of NonFiniteError.
+
+    Raises:
+        NonFiniteError: an image or a reward is NaN or infinite; the message names the prompt and the seed.
+    """
+    images = decode(x0)
+    try:
+        return rewards(images, texts)
+    except NonFiniteError as error:
+        first = f"{error} with seed {int(seeds[error.row])}"
+        if not or_nan:
+            raise NonFiniteError(f"{first}; {_NONFINITE_HINT}", error.row) from error
+    scores = torch.full((len(texts), len(rewards.rewards)), torch.nan, device=images.device)
+    for row, text in enumerate(texts):
+        with suppress(NonFiniteError):
+            scores[row] = rewards(images[row : row + 1], [text])[0]
+    count = int(scores.isnan().any(dim=1).sum())
+    log.warning("%d of %d explored candidates have no finite reward and are not selected: %s", count, len(texts), first)
+    return scores
+
+
+def check_selectable(proxy_rewards: Tensor, keep: int, prompts: list[str]) -> None:
+    """Raise NonFiniteError if a row of ``proxy_rewards`` [P, N] has fewer than ``keep`` finite values."""
+    finite = proxy_rewards.isfinite().sum(dim=1)
+    if (finite < keep).any():
+        row = int((finite < keep).nonzero()[0])
+        raise NonFiniteError(
+            f"{int(finite[row])} of {proxy_rewards.shape[1]} explored candidates have a finite reward for the prompt "
+            f"{prompts[row]!r}, fewer than the {keep} to keep; {_NONFINITE_HINT}",
+            row,
+        )
+
+
+def check_finite(values: Tensor, what: str, prompts: list[str], seeds: Tensor) -> None:
+    """Raise NonFiniteError for the first of ``values`` [B] that is NaN or infinite."""
+    finite = values.isfinite().cpu()
+    if not finite.all():
+        row = int((~finite).nonzero()[0])
+        where = f"the prompt {prompts[row]!r} with seed {int(seeds[row])}"
+        fix = "Correct the objective, or lower optimizer.lr."
+        raise NonFiniteError(f"the {what} is {float(values[row])} for {where}; {STOPPED} {fix}", row)

@@ -1,0 +1,126 @@
+"""The evaluation on held-out prompts: what it measures, and what it has measured so far.
+
+The images of a prompt always start from the same noise, so evaluations are compared prompt by prompt.
+
+Shapes: P held-out prompts, n images per prompt, R scores (every reward and, of several, their weighted sum).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from solrl_lightning.data.prompts import digest
+from solrl_lightning.metrics.images import STATISTICS, describe, prompt_statistics
+from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.records import Candidates
+from solrl_lightning.seeds import evaluation_seeds
+
+
+class Score(Protocol):
+    """Samples and scores images; see ``SolRLModule.score``."""
+
+    def __call__(
+        self, prompts: list[str], seeds: Tensor, *, steps: int, decode: Callable[[Tensor], Tensor]
+    ) -> Candidates: ...
+
+
+class Evaluation:
+    """Scores images of held-out prompts by all rewards, and keeps the results of a run.
+
+    Args:
+        prompts: P held-out prompts.
+        rewards: all of them score.
+        solver, steps, images: sampling of the images, so many for each prompt.
+        seed: seed of the noise.
+    """
+
+    def __init__(
+        self, prompts: list[str], rewards: WeightedRewards, solver: str, steps: int, images: int, seed: int
+    ) -> None:
+        self.prompts, self.rewards, self.seed = prompts, rewards, seed
+        self.solver, self.steps, self.images = solver, steps, images
+        self.history: list[dict[str, Any]] = []
+        """One row per evaluation: iteration, cost so far, and the mean of each score with its errors."""
+        self.table: Tensor | None = None
+        """Means over each prompt's images in the last evaluation, float64 [P, columns]."""
+        self.base: Tensor | None = None
+        """Scores of the first evaluation, float64 [P, R]."""
+        self.comparable = True
+        """Whether the evaluations of the checkpoint that was loaded compare with those of this run."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the R scores."""
+        return list(dict.fromkeys([*self.rewards.rewards, self.rewards.name]))
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of ``table``: scores and statistics of the images."""
+        return [*self.names, *(f"images/{name}" for name in STATISTICS)]
+
+    @property
+    def digest(self) -> str:
+        """Digest of what is measured: held-out prompts, their sampling, and the rewards with weights."""
+        sampling = self.solver, self.steps, self.images
+        return digest(self.prompts, sampling, self.columns, dict(self.rewards.weights))
+
+    @property
+    def digest_with_noise(self) -> str:
+        """Digest of what is measured and of the seed of the noise: evaluations with the same one compare."""
+        return digest(self.digest, self.seed)
+
+    def scores(self, candidates: Candidates) -> Tensor:
+        """Return the scores [P, n, R]."""
+        several = len(self.names) > candidates.scores.shape[-1]
+        return torch.cat([candidates.scores, candidates.rewards[..., None]], dim=-1) if several else candidates.scores
+
+    def measure(self, prompts: list[str], score: Score, decode: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the rows of ``table`` for some of the prompts; ``decode``: latents -> images, of the policy."""
+        statistics: list[Tensor] = []
+
+        def decode_and_describe(x0: Tensor) -> Tensor:
+            images = decode(x0)
+            statistics.append(describe(images).cpu())
+            return images
+
+        seeds = evaluation_seeds(self.seed, prompts, self.images)
+        candidates = score(prompts, seeds, steps=self.steps, decode=decode_and_describe)
+        means = self.scores(candidates).double().mean(1)
+        of_prompts = prompt_statistics(torch.cat(statistics).unflatten(0, tuple(seeds.shape)))
+        return torch.cat([means, of_prompts.to(means)], dim=1)
+
+    def means(self) -> dict[str, float]:
+        """Return the mean over prompts of each column of ``table``."""
+        assert self.table is not None, "an evaluation has filled it"
+        columns = zip(self.columns, self.table.unbind(1), strict=True)
+        return {name: float(column.mean()) for name, column in columns}
+
+    def record(self, iteration: int, cost: Mapping[str, float]) -> dict[str, float]:
+        """Add ``table`` to the history and return its means as metrics."""
+        assert self.table is not None, "an evaluation has filled it"
+        means, scores = self.means(), self.table[:, : len(self.names)]
+        rewards = {name: means[name] for name in self.names}
+        statistics = {name: means[f"images/{name}"] for name in STATISTICS}
+        if not self.history:
+            self.base = scores
+        errors = evaluation_errors(self.names, scores, self.base)
+        self.history.append({"iteration": iteration, **cost, **rewards, "statistics": statistics, **errors})
+        logged = {f"eval/{name}": mean for name, mean in rewards.items()}
+        return logged | {f"images/{name}": mean for name, mean in statistics.items()}
+
+
+def evaluation_errors(names: Sequence[str], per_prompt: Tensor, base: Tensor | None) -> dict[str, dict[str, float]]:
+    """Return the standard errors over prompts of the means, and of their differences to the base, prompt by prompt.
+
+    ``per_prompt`` and ``base`` are [P, R] with a column for each of ``names``. Empty for a single prompt; without the
+    differences if ``base`` is None or of other prompts.
+    """
+    values = {"standard_error": per_prompt}
+    if base is not None and base.shape == per_prompt.shape:
+        values["change_error"] = per_prompt - base
+    if len(per_prompt) < 2:
+        return {}
+    errors = {key: (value.std(0) / len(value) ** 0.5).tolist() for key, value in values.items()}
+    return {key: dict(zip(names, error, strict=True)) for key, error in errors.items()}

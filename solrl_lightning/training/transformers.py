@@ -1,0 +1,168 @@
+"""The transformers of a run: the trained one with its LoRA adapters, and replicas that share its frozen weights.
+
+| name | weights | transformer |
+|---|---|---|
+| policy | old policy, LoRA branches | the trained one with adapter "old" active |
+| merged | old policy, LoRA merged in float32 (TF32 on a GPU) and rounded to BF16 | replica |
+| shadow | old policy, merged and quantised | replica, if a stage samples from it |
+| reference | base model without adapters | replica |
+
+The first three sample (see ``samplers``). In training, the objective reads velocities of the old policy (policy or
+merged) and of the reference. Replicas are not submodules of the LightningModule, so checkpoints, optimisers and DDP do
+not see them.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import ModelMixin
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+from torch import Tensor, nn
+
+from solrl_lightning.policies import adapters, replica
+from solrl_lightning.policies.adapters import OLD, TRAINED, State
+from solrl_lightning.policies.compilation import compile_blocks
+from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table
+from solrl_lightning.quantization import plan as plan_quantization
+from solrl_lightning.rollout.chunks import BatchSize
+from solrl_lightning.training.samplers import MERGED, POLICY, SHADOW, PolicySampler, ReplicaSampler, Sampler
+
+log = logging.getLogger(__name__)
+
+REFERENCE = "reference"
+
+VelocityModel = Callable[[], AbstractContextManager[nn.Module]]
+"""A context with the transformer that computes a velocity of `Objective.needs`."""
+
+
+class AdaptedTransformer:
+    """The policy's transformer with its adapters "default", which is trained, and "old", which samples.
+
+    Args:
+        transformer: gets the adapters.
+        lora: rank, alpha and target modules of the adapters.
+        seed: seed of the adapters' initial values.
+    """
+
+    def __init__(self, transformer: ModelMixin, lora: LoraConfig, seed: int) -> None:
+        self.transformer: ModelMixin = transformer.train()  # none of these models has dropout
+        self.lora_layers: dict[str, LoraLayer] = adapters.add_adapters(transformer, lora, seed)
+        self._base_norm = adapters.base_norm(self.lora_layers)  # before a strategy shards the weights
+
+    def state(self, name: str) -> State:
+        """Return adapter "default" or "old", the tensors themselves, or zeros for "base"."""
+        if name == "base":
+            return {key: torch.zeros_like(value) for key, value in self.state(TRAINED).items()}
+        return adapters.adapter_state(self.lora_layers, name)
+
+    @contextmanager
+    def old(self, state: State | None = None) -> Iterator[nn.Module]:
+        """Yield the transformer with adapter "old" active, and with the weights ``state`` in it, if any.
+
+        Restores "default" as the active adapter, and the weights.
+        """
+        weights = nullcontext() if state is None else adapters.with_weights(self.lora_layers, OLD, state)
+        with weights, adapters.active_adapter(self.transformer, self.lora_layers, OLD) as transformer:
+            yield transformer
+
+    def start_from(self, lora: Path) -> None:
+        """Load a LoRA of diffusers' format into both adapters; raises ``UserError`` if it does not fit."""
+        state = adapters.read_lora(lora, self.lora_layers)
+        for name in (TRAINED, OLD):
+            adapters.load_state(self.lora_layers, name, state)
+
+    def update_old(self, decay: float) -> None:
+        """Update the old adapter in place: old <- decay * old + (1 - decay) * trained."""
+        adapters.update_old_adapter(self.lora_layers, decay)
+
+    def distances(self) -> dict[str, Tensor]:
+        """Distances of the trained weights from the base and from the old policy, relative to the norm of the base."""
+        update, difference = adapters.update_norms(self.lora_layers)
+        return {"base_distance": update / self._base_norm, "old_distance": difference / self._base_norm}
+
+
+@dataclass(frozen=True)
+class Transformers:
+    """The trained transformer, and everything that samples or computes velocities beside it."""
+
+    adapted: AdaptedTransformer
+    samplers: Mapping[str, Sampler]
+    """By the name in `Stage.sampler`."""
+    velocity_models: Mapping[str, VelocityModel]
+    """By the name in `Objective.needs`."""
+    replicas: Mapping[str, nn.Module] = field(default_factory=dict)
+    """Replicas of the old policy by the name of their sampler."""
+    shadow_backend: Backend | None = None
+    shadow_layers: str = ""
+    """Table of the shadow's linear layers."""
+
+    @property
+    def precision_backend(self) -> str:
+        """The shadow's precision and backend as text."""
+        shadow = self.shadow_backend
+        return "no shadow" if shadow is None else f"{shadow.precision} ({shadow.name})"
+
+
+def as_it_is(transformer: nn.Module) -> VelocityModel:
+    """Return contexts with a transformer that computes its velocity as it is."""
+    return lambda: nullcontext(transformer)
+
+
+def replicate(
+    policy: PipelineAdapter,
+    lora: LoraConfig,
+    seed: int,
+    batch_size: int,
+    old_velocity: str,
+    compile_replicas: bool,
+    compile_policy: bool,
+    with_shadow: bool,
+    backend: Backend,
+    rule: QuantizationRule,
+    compiler: str | Callable[..., Any] = "inductor",
+) -> Transformers:
+    """Return the transformers of a device that holds the whole model.
+
+    Args:
+        policy: architecture with loaded weights; its transformer gets the adapters.
+        lora: rank, alpha and target modules of the adapters.
+        seed: seed of the adapters' initial values.
+        batch_size: candidates per forward pass.
+        old_velocity: what computes the old policy's velocity in training: policy (as published) or merged.
+        compile_replicas, compile_policy: compile the blocks of the replicas, and those of the trained transformer.
+        with_shadow: make the quantised replica.
+        backend, rule: arithmetic of the shadow, and the layers to quantise.
+        compiler: backend of torch.compile.
+    """
+    clone = replica.clone_sharing_weights
+    reference = clone(policy.transformer).eval()
+    replicas = {name: clone(policy.transformer).eval() for name in ([MERGED, SHADOW] if with_shadow else [MERGED])}
+    shadow_layers = ""
+    if with_shadow:
+        plans = plan_quantization(replicas[SHADOW], rule, backend)
+        log.info("%s", backend.description)
+        shadow_layers = format_table(plans)
+        convert(replicas[SHADOW], plans, backend)
+    adapted = AdaptedTransformer(policy.transformer, lora, seed)
+    for module in replicas.values():
+        replica.untie_weights(module, adapted.lora_layers)
+    if compile_replicas:
+        for name, module in {REFERENCE: reference, **replicas}.items():
+            compile_blocks(module, name != SHADOW or backend.fullgraph, compiler)
+    if compile_policy:
+        compile_blocks(adapted.transformer, backend=compiler)
+    samplers: dict[str, Sampler] = {
+        name: ReplicaSampler(policy, module, adapted.lora_layers, BatchSize(batch_size, pad_to_size=compile_replicas))
+        for name, module in replicas.items()
+    }
+    samplers[POLICY] = PolicySampler(policy, adapted.old, BatchSize(batch_size, pad_to_size=compile_policy))
+    old = adapted.old if old_velocity == POLICY else as_it_is(replicas[old_velocity])
+    velocity_models = {"old": old, REFERENCE: as_it_is(reference)}
+    return Transformers(adapted, samplers, velocity_models, replicas, backend if with_shadow else None, shadow_layers)
