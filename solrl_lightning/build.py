@@ -24,9 +24,9 @@ from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint
 from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
-from solrl_lightning.cli.checks import is_sharded, prompt_sets, reward_members
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
+from solrl_lightning.facts import is_sharded, prompt_sets, reward_members
 from solrl_lightning.machine.threads import divide_threads
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.compilation import should_compile

@@ -50,19 +50,18 @@ def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object,
     return made
 
 
-def check_optimizer(cfg: DictConfig) -> None:
+def check_optimizer(node: Any) -> None:
     """Raises UserError for an optimiser that cannot be made."""
     lora, kind = torch.nn.Parameter(torch.zeros(2, 2)), torch.optim.Optimizer
-    make("optimizer", cfg.optimizer, [lora], _partial_=False, takes="a list of parameters", kind=kind)
+    make("optimizer", node, [lora], _partial_=False, takes="a list of parameters", kind=kind)
 
 
-def check_objective(cfg: DictConfig) -> None:
-    """Raises UserError for an objective that cannot be made, or that cannot train with the model's guidance."""
+def check_objective(node: Any, steps: int, scale: float) -> None:
+    """Raises UserError for an objective that cannot be made, or that cannot train in ``steps`` with this ``scale``."""
     from solrl_lightning.objectives import base
 
-    objective = make("objective", cfg.objective, kind=base.Objective)
-    base.check_objective(objective, cfg.family.regenerate.steps)
-    scale = cfg.model.get("guidance_scale", 1)
+    objective = make("objective", node, kind=base.Objective)
+    base.check_objective(objective, steps)
     if scale != 1 and not objective.guided_training:
         raise UserError(
             f"model.guidance_scale={scale} is invalid: the loss of objective={type(objective).__name__} is that of the "

@@ -31,7 +31,7 @@ _TEXTS = ("data.train", "model.pretrained", "precision.backend")
 _NOT_TEXTS = ("[a,b]", "{a:b}")
 _ONE_ARGUMENT = """
     iterations=2.5 iterations=1e400 seed=-1 seed=null seed=4294967296 run_dir=x evaluation=3 model.data=null
-    model.lora.target_modules=to_q model.dtypes=float32 model.weights=mine model.lora=null model.resolution=31
+    model.lora.target_modules=to_q model.dtypes=float32 model.weights=mine model.lora=null
     model.preview_decoder=./nowhere model.embeddings=[a] callbacks.sample_grid.every=x
     family.keep=97 family.explore=5 family.regenerate=null family.explore.solver=rk4 family.compile=maybe
     +family.explore.stop_after=6 family.explore.decoder=preview optimizer=sgd optimizer.betas=0.9
@@ -39,7 +39,7 @@ _ONE_ARGUMENT = """
     +objective.typo=1 precision.name=fp3 precision=fp3 reward=[] reward=[shapes,no] reward.pretrained=x
     task=[train,audit] task._target_=nowhere.task data.train=. data.train=hf://a data.train=shapes-trian
     data.eval_prompts=0 trainer.accelerator=gpu trainer.num_nodes=x trainer.strategy=teleport trainer=null
-    callbacks.checkpoint.save_top_k=-2 hydra.run.dir= hydra.run.dir=/dev/null/run hydra.mode=SIDEWAYS
+    hydra.run.dir= hydra.run.dir=/dev/null/run hydra.mode=SIDEWAYS
     hydra/launcher=nowhere iterations =3 iterations==3 iterations=[ iterations={ data.train='a data.train=${ ''=1
     iterations..x=3 iterations.x=3 family/sol_rl family=../model/tiny family= family=5 family=null
     family=[sol_rl,compile] family={sol_rl:1} experiment=nowhere + ~ ~nothing ~iterations=5 ~seed ~model ~reward

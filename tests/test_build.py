@@ -30,6 +30,7 @@ from solrl_lightning.build import (
 from solrl_lightning.cli.checks import check_machine
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.nft import NFT
+from solrl_lightning.options.run import Run
 
 Compose = Callable[..., DictConfig]
 OWN = "+reward.mine={_target_:%s,weight:1.0%s}"
@@ -53,7 +54,6 @@ def test_a_reward_that_cannot_be_made_is_told_by_its_name(
     ("argument", "message"),
     [
         ("optimizer._target_=torch.optim.Foo", "Foo could not be made: there is torch.optim, but it has no Foo. Name"),
-        ("optimizer._target_=5", "Expected a callable target, got '5' of type 'int'. Name a class"),
         ("optimizer._target_=torch.optim.SGD", "unexpected keyword argument 'betas'.* with ~optimizer.<name>"),
         ("+optimizer.momentum=0.9", "unexpected keyword argument 'momentum'"),
         ("optimizer.betas=[0.9,2]", "Invalid beta parameter"),
@@ -69,7 +69,7 @@ def test_an_optimiser_or_objective_that_cannot_be_made_is_told_without_a_model(
     (tmp_path / "lacking.py").write_text("import nowhere_else\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=message):
-        check_machine(compose(argument))
+        check_machine(Run.of(compose(argument)))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_an_optimiser_or_objective_that_cannot_be_made_is_told_without_a_model(
     ],
 )
 def test_an_optimiser_of_ones_own_passes(compose: Compose, arguments: tuple[str, ...]) -> None:
-    check_machine(compose(*arguments))
+    check_machine(Run.of(compose(*arguments)))
 
 
 @pytest.mark.parametrize(

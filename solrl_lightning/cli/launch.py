@@ -63,7 +63,7 @@ def launched(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def check_launched(folders: str, num_nodes: int) -> None:
+def check_launched(folders: str, num_nodes: object) -> None:
     """UserError if ``folders``, uninterpolated, have a name on which the ranks cannot agree."""
     if "${launched:" not in folders:
         return
@@ -74,7 +74,7 @@ def check_launched(folders: str, num_nodes: int) -> None:
         return
     if _jsrun() or _mpirun():
         raise UserError(f"jsrun and mpirun let the ranks of a run agree on no folder. {way_out}")
-    if num_nodes > 1:
+    if isinstance(num_nodes, int) and num_nodes > 1:
         raise UserError(
             f"trainer.num_nodes={num_nodes} is invalid without a folder: on nodes where neither torchrun nor srun "
             f"starts the ranks, every command would choose its own. {way_out}"

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
 from solrl_lightning.build import levels_of, lora_config, quantization_rule
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import BACKENDS
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.policies.conditioning import Conditioning
-from solrl_lightning.precisions import BACKENDS
 from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.quantization.scaled_linear import EMULATED
 from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear, with_limit

@@ -32,9 +32,9 @@ from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_loop, build_module, device_of, stages_of, uses_shadow, with_option
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.callbacks.timings import StageTimings
-from solrl_lightning.cli.checks import check_decoder, check_values
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.machine.memory import peak_resident_bytes
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.scaled_linear import operand_dtype
@@ -78,14 +78,14 @@ def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfi
         own.family.update({key: value for key, value in cfg.task.sizes.items() if value is not None})
         if own.family.compile == "auto":  # eager products are not to be compared with the family compile's
             own.family.compile = bool(cfg.task.compile) and can_compile(device)
-        check_values(own)
+        options = Run.of(own)
         precisions = cfg.task.precisions if uses_shadow(own) else None
         decoders = cfg.task.decoders if own.family.explore is not None else None
         for precision, decoder in product(precisions or [None], decoders or [None]):
             row = own.copy() if precision is None else with_option(own, "precision", precision)
             if decoder is not None:
                 row.family.explore.decoder = decoder
-                check_decoder(row, "task.decoders", decoder)
+                options.check_decoder("task.decoders", decoder)
             configs[" ".join(word for word in (family, precision, decoder) if word is not None)] = row
     return configs
 

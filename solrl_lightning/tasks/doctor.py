@@ -21,8 +21,9 @@ from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
 from solrl_lightning.build import build_objective, build_rewards, device_of, stages_of, uses_shadow, with_option
 from solrl_lightning.callbacks.common import file_logger
-from solrl_lightning.cli.checks import REWARD_FILES, reward_members
 from solrl_lightning.errors import CheckFailed, UserError
+from solrl_lightning.facts import reward_members
+from solrl_lightning.options.reward import REWARD_FILES
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rewards.base import Reward

@@ -13,7 +13,7 @@ from solrl_lightning.artifacts.files import iterations_done, read_checkpoint, wr
 from solrl_lightning.artifacts.finished_runs import read_summary
 from solrl_lightning.artifacts.model_card import PICTURE, model_card
 from solrl_lightning.build import build_model, load_adapters
-from solrl_lightning.cli.checks import reward_members
+from solrl_lightning.facts import reward_members
 from solrl_lightning.hub import create_repository, upload
 from solrl_lightning.tasks.generate import without_training
 from solrl_lightning.training.module import SolRLModule

@@ -20,7 +20,7 @@ from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_image, to_png
 from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_model, device_of, load_adapters, with_option
-from solrl_lightning.cli.checks import requested_prompts, requested_weights
+from solrl_lightning.facts import requested_prompts, requested_weights
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.training.module import SolRLModule
 

@@ -29,13 +29,13 @@ from solrl_lightning.build import (
     with_option,
 )
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import AUTO
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.architectures import Architecture, find_architecture
 from solrl_lightning.policies.base_weights import block_linears
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.precisions import AUTO
 from solrl_lightning.quantization import Backend, LayerPlan, resolve, resolve_from
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import plan as plan_layers
@@ -227,7 +227,7 @@ def seconds(macs: dict[str, float], tflops: float, decoder_dtype: torch.dtype) -
 def plan(cfg: DictConfig) -> Json:
     """Print the compute and memory of a run of ``cfg``, and write them to ``plan.json``."""
     _check(cfg.task, cfg.prompts_per_iteration)
-    check_objective(cfg)
+    check_objective(cfg.objective, cfg.family.regenerate.steps, cfg.model.get("guidance_scale", 1))
     device = device_of(cfg)
     backend = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device)
     cards = cards_of(cfg.task, device)

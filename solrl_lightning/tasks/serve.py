@@ -15,7 +15,7 @@ def serve(cfg: DictConfig) -> None:
     Raises:
         UserError: see ``check_served``.
     """
-    check_served(cfg)
+    check_served(cfg.reward, cfg.task.host, cfg.task.port)
     from solrl_lightning.rewards.server import Server, create_app  # fastapi and uvicorn are optional
 
     host = str(cfg.task.host)

@@ -20,10 +20,10 @@ from solrl_lightning.artifacts.run_folder import LOG, commit_overrides, is_resum
 from solrl_lightning.build import build_loop, build_module, build_trainer, levels_of
 from solrl_lightning.callbacks.common import file_logger, find_callback
 from solrl_lightning.callbacks.summary import RunSummary, base_and_final
-from solrl_lightning.cli.checks import prompt_sets
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
+from solrl_lightning.facts import prompt_sets
 from solrl_lightning.tasks.plan import planned_peak
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured

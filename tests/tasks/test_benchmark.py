@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 
 from solrl_lightning.cli.checks import check_prompts
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
 from solrl_lightning.policies.compilation import can_compile
 from solrl_lightning.policies.flux1 import Flux1
@@ -99,7 +100,7 @@ def test_random_weights_and_shapes_captions_need_no_network(
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     sizes = ("prompts_per_iteration=1", "model.rollout_batch=4", "family.pool=4", "family.keep=2")
     cfg = compose(*SMALL, f"model={model}", f"model.pretrained={folder}", *OFFLINE, *sizes, "family=sol_rl")
-    check_prompts(cfg)
+    check_prompts(Run.of(cfg))
     assert times_of_families({model: cfg}, 1, CPU)[model]["images_per_second"] > 0
 
 
@@ -217,7 +218,7 @@ def test_speedups_are_relative_to_the_baselines_in_the_run() -> None:
         ("task.families=[sol_rl,sole_rl]", "no family named 'sole_rl' .* sol_rl"),
         ("task.precisions=[int9]", "no precision named 'int9' .* int8"),
         ("task.sizes.keep=100", "family.keep=.* must be at most family.pool"),
-        ("task.decoders=[half]", "task.decoders=half is invalid: it must be one of full, bf16, preview"),
+        ("task.decoders=[half]", "task.decoders.0=half is invalid: it must be one of full, bf16, preview"),
         ("task.decoders=[preview]", "model.preview_decoder names none"),
     ],
 )

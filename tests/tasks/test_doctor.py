@@ -13,9 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row
-from solrl_lightning.cli.checks import check_values
 from solrl_lightning.data.prompts import read_prompt_sets
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.architectures import read_architecture
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
@@ -117,11 +117,11 @@ def test_skipped_row_has_its_reason(compose: Compose, monkeypatch: pytest.Monkey
 
 def test_iterations_are_counted(compose: Compose) -> None:
     cfg = compose("task=doctor")
-    check_values(cfg)
+    Run.of(cfg)
     for value in (-1, 0.5, True):
         cfg.task.iterations = value
-        with pytest.raises(UserError, match="task.iterations=.* must be a whole number of at least 0, or null"):
-            check_values(cfg)
+        with pytest.raises(UserError, match="task.iterations=.* must be a whole number of at least 0"):
+            Run.of(cfg)
 
 
 # Numbers and speed

@@ -13,8 +13,8 @@ from omegaconf import DictConfig
 from reward_servers import free_port
 from torch import Tensor
 
-from solrl_lightning.cli.checks import check_values
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.addresses import TOKEN, is_loopback
 from solrl_lightning.rewards.http import HTTPReward
 from solrl_lightning.rewards.shapes import ShapesReward
@@ -70,4 +70,4 @@ def test_loopback_addresses(host: str, own: bool) -> None:
 @pytest.mark.parametrize("argument", ["task.port=70000", "task.max_images=0", "task.max_pixels=none"])
 def test_limits_out_of_range_are_an_error(compose: Callable[..., DictConfig], argument: str) -> None:
     with pytest.raises(UserError, match=f"{argument} is invalid: it must be"):
-        check_values(compose("task=serve", argument))
+        Run.of(compose("task=serve", argument))
