@@ -96,12 +96,12 @@ def run(cfg: DictConfig) -> Any:
         if sweeps:
             silence_libraries()  # a launcher may have started this process
             threads.configure(ranks_here())
-            from solrl_lightning.options.run import Run
+        from solrl_lightning.options.run import Run
 
-            Run.of(cfg)  # a sweeper may have chosen its values
-        task = _task(cfg.task._target_)
+        options = Run.of(cfg)  # whose values a sweeper may have chosen
+        task = _task(options.task.target)
         with isolated_sweep_job(folder) if sweeps else nullcontext():
-            return task(cfg)
+            return task(options)
     except Exception as error:
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
         reported = report_error(error, folder)
@@ -114,7 +114,7 @@ def run(cfg: DictConfig) -> Any:
         raise
 
 
-def _task(target: str) -> Callable[[DictConfig], Any]:
+def _task(target: str) -> "Callable[[Run], Any]":
     try:
         return get_method(target)
     except (ImportError, ValueError, HydraException) as error:

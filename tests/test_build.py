@@ -12,7 +12,6 @@ from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub
 from hydra.errors import InstantiationException
 from nano import save_nano
-from omegaconf import DictConfig
 from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import build
@@ -32,7 +31,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.options.run import Run
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 OWN = "+reward.mine={_target_:%s,weight:1.0%s}"
 
 
@@ -69,7 +68,7 @@ def test_an_optimiser_or_objective_that_cannot_be_made_is_told_without_a_model(
     (tmp_path / "lacking.py").write_text("import nowhere_else\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=message):
-        check_machine(Run.of(compose(argument)))
+        check_machine(compose(argument))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +83,7 @@ def test_an_optimiser_or_objective_that_cannot_be_made_is_told_without_a_model(
     ],
 )
 def test_an_optimiser_of_ones_own_passes(compose: Compose, arguments: tuple[str, ...]) -> None:
-    check_machine(Run.of(compose(*arguments)))
+    check_machine(compose(*arguments))
 
 
 @pytest.mark.parametrize(

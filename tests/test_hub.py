@@ -10,20 +10,19 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from omegaconf import DictConfig
 
 from solrl_lightning import hub
 from solrl_lightning.cli.checks import downloads
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 FLUX = ("model=flux1", "data=shapes")
 NEEDS = "model.pretrained=black-forest-labs/FLUX.1-dev needs 34 GB of disk, a GPU of 48 GB (24 GB with the options of"
 
 
-def check(cfg: DictConfig) -> list[str]:
-    return hub.check_hub(*downloads(Run.of(cfg)))
+def check(cfg: Run) -> list[str]:
+    return hub.check_hub(*downloads(cfg))
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,8 @@
 """``callbacks``: by name; those of the user's own have any keys."""
 
+from typing import Annotated, Any
+
+from pydantic import ValidatorFunctionWrapHandler, WrapValidator
 from typing_extensions import Required, TypedDict
 
 from solrl_lightning.options.rules import NODE, Count, CountOrZero, Images, NotNegative, Positive, Seed, Steps
@@ -84,3 +87,12 @@ class Callbacks(TypedDict, total=False):
     """The checkpoint after the best evaluation."""
     periodic: Periodic | None
     """Checkpoints at equal distances."""
+
+
+def _in_order(node: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    checked = check(node)  # pydantic puts the known ones first
+    return {name: checked[name] for name in node}
+
+
+InOrder = Annotated[Callbacks, WrapValidator(_in_order)]
+"""Callbacks in the order of the files, in which they are called."""

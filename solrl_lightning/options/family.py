@@ -45,11 +45,9 @@ class Explorer(Group):
     decoder: Decoder = "full"
     """Decoder of the images to score."""
 
-    @model_validator(mode="after")
-    def check_stop(self) -> "Explorer":
+    def check(self) -> None:
         if self.stop_after is not None and self.stop_after >= self.steps:
             raise Broken(f"it must be at least 1 and below {HERE}.steps={self.steps}.", "stop_after")
-        return self
 
     def check_rungs(self, key: str, pool: int, keep: int) -> None:
         """Raise unless each rung is later and keeps no more than the one before, from ``pool`` to ``keep``."""
@@ -94,12 +92,10 @@ class Pool(Group):
     keep: Kept
     """Candidates that are trained on: the best and the worst halves."""
 
-    @model_validator(mode="after")
-    def check_pool(self) -> "Pool":
+    def check(self) -> None:
         if self.keep > self.pool:
             fix = f"Raise {HERE}.pool or lower {HERE}.keep."
             raise Broken(f"it must be at most {HERE}.pool={self.pool}.", "keep", fix)
-        return self
 
 
 class Family(Pool):
@@ -132,16 +128,22 @@ class Family(Pool):
         levels = {f"levels.{index}": level for index, level in enumerate(self.levels or ())}
         return levels or ({} if self.explore is None else {"explore": self.explore})
 
-    @model_validator(mode="after")
-    def check_levels(self) -> "Family":
+    def check(self) -> None:
+        super().check()
         if self.levels is not None and (not self.levels or self.explore is not None):
             example = "'family.levels=[{sampler:shadow,steps:4},{sampler:shadow,steps:6}]'"
             rule = f"it must be a list of at least one way to explore, for example {example}, and family.explore null."
             raise Broken(rule, "levels")
-        return self
+        self.check_stages()
+        if self.levels is None:
+            return
+        if self.start >= len(self.levels):
+            raise Broken(f"it must be the index of a level, from 0 to {len(self.levels) - 1}.", "start")
+        if self.threshold + self.margin > 1:
+            most = f"1 - family.threshold={1 - self.threshold:.3g}"
+            raise Broken(f"it must be at most {most}, as no correlation is above 1.", "margin", "Set family.margin=0.")
 
-    @model_validator(mode="after")
-    def check_stages(self) -> "Family":
+    def check_stages(self) -> None:
         """A pass that stops early and has the weights of regeneration is continued by it, so it must be the same."""
         last = self.regenerate
         for key, explorer in self.explorers.items():
@@ -158,13 +160,3 @@ class Family(Pool):
                 )
             if same and stop == explorer.steps:
                 raise Broken(f"it must be a race that ends before step {stop}, the last one.", f"{key}.rungs")
-        return self
-
-    @model_validator(mode="after")
-    def check_start(self) -> "Family":
-        if self.levels is not None and self.start >= len(self.levels):
-            raise Broken(f"it must be the index of a level, from 0 to {len(self.levels) - 1}.", "start")
-        if self.levels is not None and self.threshold + self.margin > 1:
-            most = f"1 - family.threshold={1 - self.threshold:.3g}"
-            raise Broken(f"it must be at most {most}, as no correlation is above 1.", "margin", "Set family.margin=0.")
-        return self

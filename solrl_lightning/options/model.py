@@ -31,6 +31,14 @@ class Policy(TypedDict, total=False):
     __pydantic_config__ = NODE  # type: ignore[misc]
     _target_: Required[str]
     """A subclass of ``PipelineAdapter``."""
+    pretrained: str
+    """``model.pretrained``."""
+    transformer_weights: str | None
+    """``model.transformer_weights``."""
+    preview_decoder: str | None
+    """``model.preview_decoder``."""
+    embeddings: str | None
+    """``model.embeddings``."""
 
 
 class Lora(Group):

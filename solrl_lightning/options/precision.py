@@ -1,7 +1,5 @@
 """``precision``: the number format of the shadow."""
 
-from pydantic import model_validator
-
 from solrl_lightning.names import check_backend
 from solrl_lightning.options.rules import Group
 
@@ -12,7 +10,5 @@ class Precision(Group):
     backend: str
     """What computes it; auto: the fastest here."""
 
-    @model_validator(mode="after")
-    def check_backend(self) -> "Precision":
+    def check(self) -> None:
         check_backend(self.name, self.backend)
-        return self

@@ -1,5 +1,6 @@
 """``reward``: the scores of an image, one entry for each."""
 
+import copy
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
@@ -73,9 +74,14 @@ class Reward(Group):
     """How several rewards become one."""
 
     @property
+    def entries(self) -> dict[str, dict[str, Any]]:
+        """The arguments of each chosen reward."""
+        return self.__pydantic_extra__ or {}
+
+    @property
     def members(self) -> dict[str, dict[str, Any]]:
-        """The arguments of each chosen reward, as a copy."""
-        return {name: dict(member) for name, member in (self.__pydantic_extra__ or {}).items()}
+        """A copy of them."""
+        return copy.deepcopy(self.entries)
 
     @property
     def name(self) -> str:
@@ -95,8 +101,7 @@ class Reward(Group):
                 )
         return node
 
-    @model_validator(mode="after")
-    def check_weights(self) -> "Reward":
+    def check(self) -> None:
         members = self.members
         for name, member in members.items():
             if member["_target_"] == HTTP:
@@ -112,4 +117,3 @@ class Reward(Group):
                 "pretrained",
                 f"Set {keys}." if loaded else "Leave it out.",
             )
-        return self

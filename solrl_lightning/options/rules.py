@@ -4,8 +4,9 @@ import math
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, PlainValidator, model_validator
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails
+from typing_extensions import Self
 
 from solrl_lightning.errors import UserError, did_you_mean, nearest
 
@@ -22,6 +23,10 @@ class Broken(ValueError):
     def __init__(self, rule: str, key: str = "", fix: str = _DEFAULT) -> None:
         super().__init__(rule)
         self.key, self.fix = key, fix
+
+
+UNCHECKED = object()
+"""The context of a validation that leaves the rules over several keys out."""
 
 
 class Group(BaseModel):
@@ -41,6 +46,15 @@ class Group(BaseModel):
             if (near and cls.guesses) or cls.model_config.get("extra") == "forbid":
                 raise Broken("nothing reads that key.", name, near.strip() or f"The keys here are {', '.join(known)}.")
         return node
+
+    @model_validator(mode="after")
+    def check_rules(self, info: ValidationInfo) -> Self:
+        if info.context is not UNCHECKED:
+            self.check()
+        return self
+
+    def check(self) -> None:
+        """Raise for a rule over several keys."""
 
 
 NODE = ConfigDict(strict=True, extra="allow")

@@ -1,24 +1,27 @@
 """The configuration of a run, typed and checked: every key with its bounds, and the rules over several keys."""
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import Storage, TrainingSampler
-from solrl_lightning.options.callbacks import Callbacks
+from solrl_lightning.options.callbacks import Callbacks, InOrder
 from solrl_lightning.options.data import Data
 from solrl_lightning.options.family import Explorer, Family
 from solrl_lightning.options.model import Model
 from solrl_lightning.options.precision import Precision
 from solrl_lightning.options.reward import Reward
-from solrl_lightning.options.rules import Broken, Compile, Count, Group, Seed, explain, is_reference, written
+from solrl_lightning.options.rules import UNCHECKED, Broken, Compile, Count, Group, Seed, explain, is_reference, written
 from solrl_lightning.options.task import AnyTask, Audit, Generate, Task
 from solrl_lightning.options.trainer import Trainer, is_sharded
 from solrl_lightning.options.training import Objective, OldPolicy, Optimizer, Scheduler
+
+_Task = TypeVar("_Task", bound=Task)
 
 
 class Evaluations(Group):
@@ -73,7 +76,7 @@ class Run(Group):
     """Scores of an image."""
     trainer: Trainer
     """Lightning's Trainer."""
-    callbacks: Callbacks = Callbacks()
+    callbacks: InOrder = Callbacks()
     """Callbacks by name."""
     logger: dict[str, Any] = {}
     """Loggers by name."""
@@ -84,17 +87,45 @@ class Run(Group):
     def of(cls, cfg: DictConfig) -> "Run":
         """The options of an application config. UserError for the first that is invalid."""
         try:
-            return cls.model_validate(OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True))
-        except ValidationError as error:
-            raise explain(error.errors()[0]) from None
+            tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException:  # an invalid value may be why others that refer to it have none
-            try:
-                cls.model_validate(OmegaConf.to_container(cfg, resolve=False))
-            except ValidationError as error:
-                for each in error.errors():
-                    if not is_reference(each["input"]):
-                        raise explain(each) from None
+            tree = OmegaConf.to_container(cfg, resolve=False)
+            for error in cls._errors(tree):
+                if not is_reference(error["input"]):
+                    raise explain(error) from None
             raise
+        return cls.of_tree(tree)
+
+    @classmethod
+    def of_tree(cls, tree: Any) -> "Run":
+        """The same of resolved values, as `tree` gives them."""
+        for error in cls._errors(tree):
+            raise explain(error)
+        return cls.model_validate(tree)
+
+    @classmethod
+    def _errors(cls, tree: Any) -> list[ErrorDetails]:
+        try:
+            cls.model_validate(tree)
+        except ValidationError as error:
+            return error.errors()
+        return []
+
+    def tree(self) -> dict[str, Any]:
+        """The values that were given, as mappings and lists."""
+        return self.model_dump(by_alias=True, exclude_unset=True)
+
+    def with_group(self, group: str, node: Any) -> "Run":
+        """A copy with another value of a group, whose rules over several keys are not checked."""
+        kind: Any = type(getattr(self, group))
+        changed = self.model_copy(deep=True)
+        setattr(changed, group, kind.model_validate(node, context=UNCHECKED))
+        return changed
+
+    def task_as(self, kind: type[_Task]) -> _Task:
+        """The task, of which it is known what it is."""
+        assert isinstance(self.task, kind)
+        return self.task
 
     # Facts
 
@@ -125,8 +156,11 @@ class Run(Group):
 
     # Rules over several groups
 
-    @model_validator(mode="after")
-    def check_training(self) -> "Run":
+    def check(self) -> None:
+        for check in (self.check_training, self.check_exploration, self.check_compilation, self.check_sharded):
+            check()
+
+    def check_training(self) -> None:
         family, window = self.family, self.objective.get("window")
         if self.optimizer_steps > family.keep:
             rule = f"it must be at most family.keep={family.keep}, so that each step has rows of every prompt."
@@ -143,10 +177,8 @@ class Run(Group):
         if monitor is not None and monitor not in names:
             rule = f"it must be one of the run's rewards, {', '.join(names)}, or null."
             raise Broken(rule, "callbacks.best.monitor")
-        return self
 
-    @model_validator(mode="after")
-    def check_exploration(self) -> "Run":
+    def check_exploration(self) -> None:
         explorers: dict[str, Explorer] = {f"family.{key}": each for key, each in self.family.explorers.items()}
         if isinstance(self.task, Audit):
             explorers |= {f"task.proxies.{index}": each for index, each in enumerate(self.task.proxies)}
@@ -158,7 +190,6 @@ class Run(Group):
                 f"callbacks.rank_correlation.probe_every={written(probes)} is invalid: it must be at least 1, because "
                 "the probes move the exploration between family.levels. Leave it out."
             )
-        return self
 
     def check_decoder(self, key: str, decoder: str) -> None:
         """UserError if ``decoder``, the value of ``key``, is "preview" without ``model.preview_decoder``."""
@@ -169,8 +200,7 @@ class Run(Group):
                 f"(model.preview_decoder=tiny); or set {key}=full."
             )
 
-    @model_validator(mode="after")
-    def check_compilation(self) -> "Run":
+    def check_compilation(self) -> None:
         keys = {
             "family.compile": self.family.compile,
             "compile_training": self.compile_training,
@@ -183,13 +213,11 @@ class Run(Group):
                     "base_weights",
                     f"Set {key}=false.",
                 )
-        return self
 
-    @model_validator(mode="after")
-    def check_sharded(self) -> "Run":
+    def check_sharded(self) -> None:
         """With trainer=fsdp no rank has a copy of the transformer, and none computes a forward pass alone."""
         if not self.is_sharded:
-            return self
+            return
         if type(self.task) is not Task:
             raise UserError("trainer=fsdp is invalid: only task=train shards the weights. Set trainer=auto.")
         shadow = any(explorer.sampler == "shadow" for explorer in self.family.explorers.values())
@@ -207,4 +235,3 @@ class Run(Group):
                     f"{option} is invalid with trainer=fsdp: ranks have no copy of the weights and compute each "
                     f"forward pass together. Set {fix}."
                 )
-        return self

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import Decoder
@@ -79,14 +79,13 @@ class Audit(_Known, Pool):
     proxies: list[Proxy]
     """Proxies to compare."""
 
-    @model_validator(mode="after")
-    def check_proxies(self) -> "Audit":
+    def check(self) -> None:
+        super().check()
         if not self.proxies:
             example = "'task.proxies=[{sampler:shadow,steps:6}]'"
             raise UserError(f"task.proxies is empty. Name at least one, as in {example}.")
         for index, proxy in enumerate(self.proxies):
             proxy.check_rungs(f"proxies.{index}", self.pool, self.keep)
-        return self
 
 
 class Sizes(Group):
@@ -153,15 +152,13 @@ class Generate(_Known):
     grid_images: Images
     """Images of a prompt in the picture."""
 
-    @model_validator(mode="after")
-    def check_prompts(self) -> "Generate":
+    def check(self) -> None:
         if bool(self.prompts) == (self.prompt_file is not None):
             both = "both" if self.prompts else "neither"
             raise UserError(f"task=generate takes task.prompts, {_TEXTS}, or task.prompt_file=<file>; got {both}.")
         for prompt in self.prompts:
             if not isinstance(prompt, str) or not prompt.strip():
                 raise Broken(f"{prompt!r} is no text.", "prompts", f"Give texts, {_TEXTS}.")
-        return self
 
 
 class Card(Group):
@@ -223,4 +220,4 @@ def _of_its_class(node: Any) -> Any:
     return (_TASKS[name][1] if name in _TASKS else next(marked, Task)).model_validate(node)
 
 
-AnyTask = Annotated[Task, BeforeValidator(_of_its_class)]
+AnyTask = Annotated[SerializeAsAny[Task], BeforeValidator(_of_its_class)]

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
 from solrl_lightning.build import levels_of, lora_config, quantization_rule
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import BACKENDS
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
 from solrl_lightning.policies.compilation import should_compile
@@ -181,11 +181,11 @@ def least_seconds(calls: Mapping[str, Callable[[], Any]], device: torch.device) 
 # Compilation
 
 
-def without_files(cfg: DictConfig) -> DictConfig:
+def without_files(cfg: Run) -> Run:
     """A copy of the configuration whose policy reads config files only."""
-    changed = cfg.copy()
-    for name in {"embeddings", "preview_decoder", "transformer_weights"} & changed.model.policy.keys():
-        changed.model.policy[name] = None
+    changed = cfg.model_copy(deep=True)
+    policy: dict[str, Any] = changed.model.policy  # type: ignore[assignment]
+    policy.update(dict.fromkeys({"embeddings", "preview_decoder", "transformer_weights"} & policy.keys()))
     return changed
 
 
@@ -211,9 +211,7 @@ def write_short(architecture: Architecture, folder: Path) -> None:
 
 
 @torch.no_grad()
-def blocks(
-    cfg: DictConfig, model: Shapes, shadow: Backend | None, device: torch.device, compiled: bool
-) -> Iterator[Row]:
+def blocks(cfg: Run, model: Shapes, shadow: Backend | None, device: torch.device, compiled: bool) -> Iterator[Row]:
     """Compile a few blocks of all samplers for both batch sizes, refresh and time the replicas, and yield the rows."""
     from torch._dynamo.testing import CompileCounterWithBackend  # takes a second to import
 

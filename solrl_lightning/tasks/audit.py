@@ -21,13 +21,15 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_module, device_of, explorers, load_adapters, with_option
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
+from solrl_lightning.options.family import Explorer
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Audit
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rollout.explore import run_stages
@@ -58,17 +60,17 @@ class Scored(NamedTuple):
         return [stage for stage in self.stages if stage.name == _PROXY]
 
 
-def audit(cfg: DictConfig) -> dict[str, Any]:
+def audit(cfg: Run) -> dict[str, Any]:
     """Rank fidelity of every proxy of ``cfg.task.proxies``, of the base or of ``cfg.ckpt``.
 
     Writes audit.json and audit.png, fidelity against cost.
     """
-    options = cfg.task
+    options = cfg.task_as(Audit)
     scored: list[Scored] = []
     usual = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device_of(cfg)).precision
     grouped: dict[str | None, list[list[Stage]]] = {}
     for proxy in options.proxies:
-        named = proxy.get("precision")
+        named = proxy.precision
         group = grouped.setdefault(None if named == usual else named, [])
         if (stages := _stages(proxy, cfg)) not in group:  # precision=auto may be one that is listed
             group.append(stages)
@@ -101,10 +103,11 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
     return result
 
 
-def describe(proxy: Scored, truth: Tensor, gap: float, cfg: DictConfig) -> dict[str, Any]:
+def describe(proxy: Scored, truth: Tensor, gap: float, cfg: Run) -> dict[str, Any]:
     """A proxy's settings, cost and fidelity to the merits ``truth`` [P, N], whose gap is ``gap``."""
-    first, keep, passes = proxy.stages[0], cfg.task.keep, forward_passes(cfg.model.get("guidance_scale", 1))
-    *explored, regenerated = evaluations(proxy.stages, cfg.task.pool)
+    task = cfg.task_as(Audit)
+    first, keep, passes = proxy.stages[0], task.keep, forward_passes(cfg.model.guidance_scale)
+    *explored, regenerated = evaluations(proxy.stages, task.pool)
     own_gap = reward_gap(proxy.merits, truth, keep)
     return {
         "name": name_of(proxy, cfg.model.solver),
@@ -127,22 +130,23 @@ def describe(proxy: Scored, truth: Tensor, gap: float, cfg: DictConfig) -> dict[
     }
 
 
-def _stages(proxy: Mapping[str, Any], cfg: DictConfig) -> list[Stage]:
-    return [*explorers(proxy, cfg.model.solver, cfg.task.keep, name=_PROXY), Stage(REGENERATE, *_full(cfg))]
+def _stages(proxy: Explorer, cfg: Run) -> list[Stage]:
+    return [*explorers(proxy, cfg.model.solver, cfg.task_as(Audit).keep, name=_PROXY), Stage(REGENERATE, *_full(cfg))]
 
 
-def _full(cfg: DictConfig) -> tuple[str, int, str]:
+def _full(cfg: Run) -> tuple[str, int, str]:
     return MERGED, cfg.model.full_steps, cfg.model.solver
 
 
-def score_pool(cfg: DictConfig, proxies: Sequence[list[Stage]]) -> list[Scored]:
+def score_pool(cfg: Run, proxies: Sequence[list[Stage]]) -> list[Scored]:
     """Sample and score the pool with every proxy, each after a warm-up in which compiled samplers compile."""
+    task = cfg.task_as(Audit)
     module = build_module(cfg, device_of(cfg), [stage for stages in proxies for stage in stages])
     if cfg.ckpt is not None:
         load_adapters(module, cfg.ckpt)
     module.samplers.sync()
-    prompts = module.encode(module.eval_prompts[: cfg.task.prompts])
-    seeds = pool_seeds(cfg.seed, 0, prompts.texts, cfg.task.pool)
+    prompts = module.encode(module.eval_prompts[: task.prompts])
+    seeds = pool_seeds(cfg.seed, 0, prompts.texts, task.pool)
 
     spent: defaultdict[str, float] = defaultdict(float)
 
@@ -194,12 +198,13 @@ def name_of(proxy: Scored, solver: str) -> str:
 # The recommendation
 
 
-def command_of(proxy: Scored, cfg: DictConfig) -> str | None:
+def command_of(proxy: Scored, cfg: Run) -> str | None:
     """The command of a run that explores like the proxy, with the audit's other options; None if no family can.
 
     Exploration on merged weights that stops early continues in regeneration, so steps and solver are equal; a proxy
     that is the truth leaves nothing to regenerate.
     """
+    task = cfg.task_as(Audit)
     explorers, first = proxy.explorers, proxy.stages[0]
     stops = explorers[-1].stop_step is not None
     if first.sampler == MERGED and stops != ((first.sampler, first.steps, first.solver) == _full(cfg)):
@@ -208,14 +213,15 @@ def command_of(proxy: Scored, cfg: DictConfig) -> str | None:
     explore: dict[str, Any] = first._asdict() | {"stop_after": first.stop_step}
     if len(explorers) > 1:
         explore["rungs"] = [{"step": stage.stop_step or stage.steps, "keep": stage.keep} for stage in explorers]
-    usual: Any = OmegaConf.to_container(with_option(cfg, "family", family).family)
+    usual = with_option(cfg, "family", family).family.model_dump(exclude_unset=True)
+    counts = {"pool": task.pool, "keep": task.keep}
     chosen = [f"family={family}"] + [f"precision={proxy.precision}"] * (first.sampler == SHADOW)
-    chosen += [f"family.{key}={cfg.task[key]}" for key in ("pool", "keep") if cfg.task[key] != usual[key]]
+    chosen += [f"family.{key}={count}" for key, count in counts.items() if count != usual[key]]
     for key, value in usual["explore"].items():
         if value != explore[key]:
             written = str(explore[key]).replace("'", "").replace(" ", "")
             chosen.append(f"family.explore.{key}={written}")
-    return shlex.join(["python", "-m", "solrl_lightning", *chosen, *filter(_is_kept, cfg.task.overrides)])
+    return shlex.join(["python", "-m", "solrl_lightning", *chosen, *filter(_is_kept, task.overrides)])
 
 
 def _is_kept(override: str) -> bool:

@@ -13,7 +13,7 @@ import gc
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer
-from omegaconf import DictConfig
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -34,7 +33,9 @@ from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.machine.memory import peak_resident_bytes
+from solrl_lightning.names import Decoder
 from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Benchmark
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.scaled_linear import operand_dtype
@@ -48,8 +49,9 @@ _ROLLOUT = STAGES[:-1]  # without training
 _BASELINES = ("naive_scaling", "compile")
 
 
-def benchmark(cfg: DictConfig) -> dict[str, Any]:
+def benchmark(cfg: Run) -> dict[str, Any]:
     """Run both measurements, write benchmark.json and print the tables."""
+    task = cfg.task_as(Benchmark)
     device = device_of(cfg)
     families = family_configs(cfg, device)
     result: dict[str, Any] = {
@@ -62,30 +64,32 @@ def benchmark(cfg: DictConfig) -> dict[str, Any]:
     }
     result["forward"] = forward_times(cfg, device)
     print(format_forward(result["forward"]), flush=True)
-    result["families"] = with_speedups(times_of_families(families, cfg.task.rounds, device))
-    print(format_families(result["families"], cfg.task.rounds * cfg.task.repeats), flush=True)
+    result["families"] = with_speedups(times_of_families(families, task.rounds, device))
+    print(format_families(result["families"], task.rounds * task.repeats), flush=True)
     path = Path(cfg.run_dir) / "benchmark.json"
     write_json(path, result)
     print(f"  {path}", flush=True)
     return result
 
 
-def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfig]:
+def family_configs(cfg: Run, device: torch.device) -> dict[str, Run]:
     """The configuration of every row; its name is the family, with precision and decoder if the task lists them."""
+    task = cfg.task_as(Benchmark)
     configs = {}
-    for family in cfg.task.families:
+    for family in task.families:
         own = with_option(cfg, "family", family)
-        own.family.update({key: value for key, value in cfg.task.sizes.items() if value is not None})
+        own.family.pool = task.sizes.pool or own.family.pool
+        own.family.keep = task.sizes.keep or own.family.keep
         if own.family.compile == "auto":  # eager products are not to be compared with the family compile's
-            own.family.compile = bool(cfg.task.compile) and can_compile(device)
-        options = Run.of(own)
-        precisions = cfg.task.precisions if uses_shadow(own) else None
-        decoders = cfg.task.decoders if own.family.explore is not None else None
-        for precision, decoder in product(precisions or [None], decoders or [None]):
-            row = own.copy() if precision is None else with_option(own, "precision", precision)
-            if decoder is not None:
+            own.family.compile = bool(task.compile) and can_compile(device)
+        own = Run.of_tree(own.tree())
+        precisions: Sequence[str | None] = (uses_shadow(own) and task.precisions) or [None]
+        decoders: Sequence[Decoder | None] = (own.family.explore is not None and task.decoders) or [None]
+        for precision, decoder in product(precisions, decoders):
+            row = own.model_copy(deep=True) if precision is None else with_option(own, "precision", precision)
+            if decoder is not None and row.family.explore is not None:
                 row.family.explore.decoder = decoder
-                options.check_decoder("task.decoders", decoder)
+                own.check_decoder("task.decoders", decoder)
             configs[" ".join(word for word in (family, precision, decoder) if word is not None)] = row
     return configs
 
@@ -94,7 +98,7 @@ def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfi
 
 
 @torch.no_grad()
-def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
+def forward_times(cfg: Run, device: torch.device) -> dict[str, Any]:
     """Median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
     _release(device)
     module = build_module(cfg, device, [Stage(EXPLORE, SHADOW, steps=1, solver="euler")])
@@ -102,7 +106,7 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     originals = {"bf16": module.samplers.replicas["merged"], "shadow": module.samplers.replicas["shadow"]}
     clone = replica.clone_sharing_weights
     variants: dict[str, nn.Module] = {f"{name} eager": clone(own) for name, own in originals.items()}
-    if cfg.task.compile and can_compile(device):
+    if cfg.task_as(Benchmark).compile and can_compile(device):
         for name, own in originals.items():
             compiled = clone(own)
             compile_blocks(compiled, fullgraph=name != "shadow" or module.samplers.backend.fullgraph)
@@ -182,7 +186,7 @@ def format_forward(result: dict[str, Any]) -> str:
 Lap = Mapping[str, float]  # seconds of each of STAGES, 0 for one that did not run, and of the whole "iteration"
 
 
-def run_iterations(cfg: DictConfig, device: torch.device, *observers: Callback) -> list[Lap]:
+def run_iterations(cfg: Run, device: torch.device, *observers: Callback) -> list[Lap]:
     """One iteration of warm-up and ``task.repeats`` others, without callbacks except re-quantisation and observers."""
     _release(device)
     timings = StageTimings()
@@ -190,7 +194,7 @@ def run_iterations(cfg: DictConfig, device: torch.device, *observers: Callback) 
         cfg.trainer,
         logger=False,
         callbacks=[*observers, timings, Requantize()],
-        max_epochs=1 + cfg.task.repeats,
+        max_epochs=1 + cfg.task_as(Benchmark).repeats,
         devices=1,
         num_nodes=1,
         strategy="auto",
@@ -204,7 +208,7 @@ def run_iterations(cfg: DictConfig, device: torch.device, *observers: Callback) 
     return list(timings.history)
 
 
-def times_of_families(families: dict[str, DictConfig], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
+def times_of_families(families: dict[str, Run], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
     """The times of each row. Alternates the order, so that slow drift affects all rows equally."""
     runs: dict[str, list[list[Lap]]] = {name: [] for name in families}
     memory: dict[str, Any] = {}
@@ -215,9 +219,7 @@ def times_of_families(families: dict[str, DictConfig], rounds: int, device: torc
     return {name: family_times(own, runs[name], memory[name], device) for name, own in families.items()}
 
 
-def family_times(
-    cfg: DictConfig, runs: list[list[Lap]], memory: Mapping[str, Any], device: torch.device
-) -> dict[str, Any]:
+def family_times(cfg: Run, runs: list[list[Lap]], memory: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Median seconds of an iteration of ``cfg.family`` and of its stages, 0 for a stage that it lacks."""
     laps = [lap for _, *timed in runs for lap in timed]
     stages = {name: median(lap[name] for lap in laps) for name in (*STAGES, "iteration")}

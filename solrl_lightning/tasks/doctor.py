@@ -14,7 +14,6 @@ from pathlib import Path
 
 import torch
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf, open_dict
 
 from solrl_lightning import IMPORTED
 from solrl_lightning.artifacts.files import write_atomically
@@ -22,8 +21,10 @@ from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, form
 from solrl_lightning.build import build_objective, build_rewards, device_of, stages_of, uses_shadow, with_option
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.errors import CheckFailed, UserError
-from solrl_lightning.facts import reward_members
+from solrl_lightning.options.model import Model
 from solrl_lightning.options.reward import REWARD_FILES
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Benchmark, Doctor
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rewards.base import Reward
@@ -42,7 +43,7 @@ from solrl_lightning.tasks.benchmark import peak_memory, run_iterations
 from solrl_lightning.tasks.plan import Json, Shapes, on_meta, pool_latents
 
 
-def doctor(cfg: DictConfig) -> Json:
+def doctor(cfg: Run) -> Json:
     """Print each row when it is measured, and write all to ``doctor.json``.
 
     Raises:
@@ -62,9 +63,9 @@ def doctor(cfg: DictConfig) -> Json:
     result = {
         "model": cfg.model.pretrained,
         "weights": cfg.model.weights,
-        "precision": OmegaConf.to_container(cfg.precision),
+        "precision": cfg.precision.model_dump(),
         "stages": [stage._asdict() for stage in stages_of(cfg)],
-        "rewards": list(reward_members(cfg)),
+        "rewards": list(cfg.reward.members),
         "counts": counts,
         "rows": [row._asdict() for row in rows],
         "peak_memory": peak_memory(torch.device("cpu"))["bytes"],
@@ -93,7 +94,7 @@ def guarded(check: str, rows: Iterator[Row], way_out: str) -> Iterator[Row]:
         yield Row(check, WRONG, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", way_out)
 
 
-def arithmetic(cfg: DictConfig) -> Iterator[Row]:
+def arithmetic(cfg: Run) -> Iterator[Row]:
     """Yield the rows about the run: precision, layers, compilation, memory, reward, iterations."""
     device = device_of(cfg)
     on_gpu = device.type == "cuda"
@@ -121,7 +122,7 @@ def arithmetic(cfg: DictConfig) -> Iterator[Row]:
     else:
         scored = list(guarded("reward", scores(cfg, device), "reward.pretrained=<folder>"))
     yield from scored
-    count = cfg.task.iterations
+    count = cfg.task_as(Doctor).iterations
     if count is None:
         count = 2 if cfg.model.pretrained == "tiny" or (cfg.model.weights == "random" and on_gpu) else 0
     obstacles = [*absent, *(row.check for row in (memory, *scored) if row.status == WRONG)]
@@ -157,7 +158,7 @@ def planned_bytes(parts: Mapping[str, int], on_gpu: bool) -> int:
     return sum(parts.values()) - sum(passing) + (max(passing) if on_gpu else sum(passing))
 
 
-def judge_memory(parts: Mapping[str, int], total: int, model: DictConfig, on_gpu: bool) -> Row:
+def judge_memory(parts: Mapping[str, int], total: int, model: Model, on_gpu: bool) -> Row:
     planned = planned_bytes(parts, on_gpu)
     largest = sorted(parts, key=lambda name: -parts[name])[:4]
     found = (
@@ -180,33 +181,34 @@ def judge_memory(parts: Mapping[str, int], total: int, model: DictConfig, on_gpu
     return Row("memory", WRONG, found, ", or ".join(ways) or "a smaller model, or a device with more", measured)
 
 
-def sources(cfg: DictConfig) -> dict[str, str]:
+def sources(cfg: Run) -> dict[str, str]:
     """key -> path or hub id of a run's files. The embedded model and random weights need none."""
-    keys = ["model.pretrained", "model.preview_decoder", "model.transformer_weights"]
-    found = {key: OmegaConf.select(cfg, key) for key in keys if cfg.model.weights == "pretrained"}
+    names = ["pretrained", "preview_decoder", "transformer_weights"] if cfg.model.weights == "pretrained" else []
+    found = {f"model.{name}": getattr(cfg.model, name) for name in names}
     return {key: source for key, source in found.items() if source not in (None, "tiny")} | rewards_of(cfg)
 
 
-def rewards_of(cfg: DictConfig) -> dict[str, str]:
+def rewards_of(cfg: Run) -> dict[str, str]:
     """key -> path or hub id of the rewards' files."""
     found: dict[str, str] = {}
-    for name, member in reward_members(cfg).items():
+    for name, member in cfg.reward.members.items():
         if "pretrained" in member and cfg.reward.pretrained is not None:
             member["pretrained"] = cfg.reward.pretrained
         found |= {f"reward.{name}.{k}": member[k] for k in REWARD_FILES if k in member}
     return found
 
 
-def with_local_rewards(cfg: DictConfig) -> DictConfig:
+def with_local_rewards(cfg: Run) -> Run:
     """A copy with local folders instead of hub ids, so that loading does not access the hub."""
-    changed = cfg.copy()
+    changed = cfg.model_copy(deep=True)
     changed.reward.pretrained = None
     for key, source in rewards_of(cfg).items():
-        OmegaConf.update(changed, key, str(local_path(source)))
+        _, name, part = key.split(".")
+        changed.reward.entries[name][part] = str(local_path(source))
     return changed
 
 
-def scores(cfg: DictConfig, device: torch.device) -> Iterator[Row]:
+def scores(cfg: Run, device: torch.device) -> Iterator[Row]:
     """Load the rewards, score one image, and yield the row."""
     start = time.perf_counter()
     rewards = build_rewards(with_local_rewards(cfg), device)
@@ -217,9 +219,9 @@ def scores(cfg: DictConfig, device: torch.device) -> Iterator[Row]:
     yield Row("reward", OK, f"loaded, and one image of noise scored in {time.perf_counter() - start:.1f} s: {named}")
 
 
-def prompts_for(cfg: DictConfig) -> str:
+def prompts_for(cfg: Run) -> str:
     """A source of prompts that all rewards can score: captions, or the example of a reward that needs other prompts."""
-    targets = [get_object(member["_target_"]) for member in reward_members(cfg).values()]
+    targets = [get_object(member["_target_"]) for member in cfg.reward.members.values()]
     for text, metadata in (getattr(target, "example", Reward.example) for target in targets):
         if text != Reward.example[0]:
             file = Path(cfg.run_dir) / "doctor.jsonl"
@@ -228,20 +230,19 @@ def prompts_for(cfg: DictConfig) -> str:
     return "shapes-train"
 
 
-def small(cfg: DictConfig, count: int) -> DictConfig:
+def small(cfg: Run, count: int) -> Run:
     """A copy with one prompt, a pool that fills one rollout batch, and kept samples that fill one micro-batch."""
     changed = with_option(with_local_rewards(cfg), "data", "shapes")
     changed.data.train = prompts_for(cfg)
     levels = build_objective(cfg).rows_per_sample(cfg.family.regenerate.steps)
-    with open_dict(changed):
-        changed.prompts_per_iteration = 1
-        changed.family.keep = min(cfg.family.keep, 2 * math.ceil(cfg.model.micro_batch / levels / 2))
-        changed.family.pool = min(cfg.family.pool, max(cfg.model.rollout_batch, changed.family.keep))
-        changed.task.update({"reads": ["train"], "repeats": count - 1})
+    changed.prompts_per_iteration = 1
+    changed.family.keep = min(cfg.family.keep, 2 * math.ceil(cfg.model.micro_batch / levels / 2))
+    changed.family.pool = min(cfg.family.pool, max(cfg.model.rollout_batch, changed.family.keep))
+    changed.task = Benchmark.model_construct(reads=["train"], repeats=count - 1)
     return changed
 
 
-def iterations(cfg: DictConfig, model: Shapes, device: torch.device, count: int) -> Iterator[Row]:
+def iterations(cfg: Run, model: Shapes, device: torch.device, count: int) -> Iterator[Row]:
     """Run whole iterations of training, and yield the row with their time and memory and the plan's."""
     own = small(cfg, count)
     laps = run_iterations(own, device)

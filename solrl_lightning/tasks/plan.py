@@ -10,12 +10,12 @@ Not counted: the text encoders' arithmetic, once per prompt, and the memory that
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 from peft.tuners.lora import LoraLayer
 
 from solrl_lightning.artifacts.tables import format_table, write_json
@@ -30,6 +30,8 @@ from solrl_lightning.build import (
 )
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import AUTO
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Plan
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.architectures import Architecture, find_architecture
@@ -105,7 +107,7 @@ def layer_statistics(layers: Sequence[LayerPlan], passes: Passes) -> Json:
 
 
 def on_meta(
-    cfg: DictConfig,
+    cfg: Run,
     backend: Backend,
     recomputed: Collection[bool | str] = CHECKPOINTING,
     devices: int = 1,
@@ -135,13 +137,13 @@ def on_meta(
     latents: dict[str | None, Latents] = {None: pool_latents(cfg, policy.latent_shape, devices)}
     if uses_shadow(cfg):
         latents["prefix"] = pool_latents(with_option(cfg, "family", "prefix"), policy.latent_shape, devices)
-    options = {key: None if key == "family" else OmegaConf.select(cfg, key) for key in OPTIONS}
+    options = {key: None if key == "family" else reduce(getattr, key.split("."), cfg) for key in OPTIONS}
     size = {
         "policy": stored[cfg.base_weights],
         "merged": replica_bytes(weights, adapted),
         "shadow_packed": packed if uses_shadow(cfg) else 0,
         "shadow_here": shadows[backend],
-        "lora": (3 if cfg.callbacks and cfg.callbacks.get("ema") else 2) * lora,
+        "lora": (3 if cfg.callback("ema") else 2) * lora,
         "gradients_and_moments": 3 * lora,
         "autoencoder": bytes_of(policy.pipeline.vae),
         "text_encoders": encoder_bytes(architecture, policy.dtypes),
@@ -156,17 +158,17 @@ def on_meta(
     return Shapes(policy, architecture, layers, passes, adapted, parameters, size, footprint, options, shadows)
 
 
-def pool_latents(cfg: DictConfig, shape: Sequence[int], devices: int = 1) -> Latents:
+def pool_latents(cfg: Run, shape: Sequence[int], devices: int = 1) -> Latents:
     """Bytes of the latents of an iteration of ``cfg`` on one of ``devices``; one candidate's have ``shape``."""
     stages, prompts = stages_of(cfg), math.ceil(cfg.prompts_per_iteration / devices)
     transitions = len(build_objective(cfg).transitions(stages[-1].steps, 0))
     return latent_bytes(stages, cfg.family.pool, cfg.family.keep, transitions, 4 * prompts * math.prod(shape))
 
 
-def planned_peak(cfg: DictConfig, policy: PipelineAdapter, devices: int = 1) -> int:
+def planned_peak(cfg: Run, policy: PipelineAdapter, devices: int = 1) -> int:
     """Bytes that a run of ``cfg`` with the loaded ``policy`` is planned to hold at most, on one of its ``devices``."""
-    own = cfg.copy()
-    own.model.policy.pretrained = policy.pretrained if policy.random else policy.pipeline.config._name_or_path
+    own = cfg.model_copy(deep=True)
+    own.model.policy["pretrained"] = policy.pretrained if policy.random else policy.pipeline.config._name_or_path
     backend = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, policy.device)
     model = on_meta(own, backend, [cfg.model.gradient_checkpointing], devices)
     return model.footprint.peak(model.options)
@@ -175,15 +177,16 @@ def planned_peak(cfg: DictConfig, policy: PipelineAdapter, devices: int = 1) -> 
 # An iteration. An evaluation is a forward pass of the transformer for one image.
 
 
-def iteration_cost(cfg: DictConfig, passes: Passes, quantized_macs: int) -> Json:
+def iteration_cost(cfg: Run, passes: Passes, quantized_macs: int) -> Json:
     """Evaluations and MACs of an iteration; MACs of the shadow's quantised layers count for 1 / ``task.speedup``."""
-    stages, pool, keep, devices = stages_of(cfg), cfg.family.pool, cfg.family.keep, cfg.task.devices
+    task = cfg.task_as(Plan)
+    stages, pool, keep, devices = stages_of(cfg), cfg.family.pool, cfg.family.keep, task.devices
     cost = {
         "policy": passes.adapted,
         "merged": passes.forward,
-        "shadow": passes.forward - quantized_macs + quantized_macs / (cfg.task.speedup or 1.0),
+        "shadow": passes.forward - quantized_macs + quantized_macs / (task.speedup or 1.0),
     }
-    guided = forward_passes(cfg.model.get("guidance_scale", 1))  # of a velocity
+    guided = forward_passes(cfg.model.guidance_scale)  # of a velocity
     counts: Counter[str] = Counter()
     for stage, count in zip(stages, evaluations(stages, pool), strict=True):
         counts[stage.name] += guided * count
@@ -224,25 +227,26 @@ def seconds(macs: dict[str, float], tflops: float, decoder_dtype: torch.dtype) -
 # The task
 
 
-def plan(cfg: DictConfig) -> Json:
+def plan(cfg: Run) -> Json:
     """Print the compute and memory of a run of ``cfg``, and write them to ``plan.json``."""
-    _check(cfg.task, cfg.prompts_per_iteration)
-    check_objective(cfg.objective, cfg.family.regenerate.steps, cfg.model.get("guidance_scale", 1))
+    task = cfg.task_as(Plan)
+    _check(task, cfg.prompts_per_iteration)
+    check_objective(cfg.objective, cfg.family.regenerate.steps, cfg.model.guidance_scale)
     device = device_of(cfg)
     backend = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device)
-    cards = cards_of(cfg.task, device)
+    cards = cards_of(task, device)
     backends = [resolve(cfg.precision.name, AUTO, card.hardware) for card in cards]
-    model = on_meta(cfg, backend, devices=cfg.task.devices, others=backends)
+    model = on_meta(cfg, backend, devices=task.devices, others=backends)
     policy, size = model.policy, model.bytes
     statistics = layer_statistics(model.layers, model.passes)
     families = []
-    this = "this run, last level" if cfg.family.get("levels") else "this run"
-    for name, own in [(this, cfg), *((name, with_option(cfg, "family", name)) for name in cfg.task.families)]:
+    this = "this run, last level" if cfg.family.levels else "this run"
+    for name, own in [(this, cfg), *((name, with_option(cfg, "family", name)) for name in task.families)]:
         if min(evaluations(stages_of(own), own.family.pool)) < 0:
             continue  # a race whose rungs this model has too few steps for
         row = {"family": name, **iteration_cost(own, model.passes, statistics["quantised_macs"])}
-        if cfg.task.tflops is not None:
-            row["seconds"] = seconds(row["macs"], cfg.task.tflops, policy.pipeline.vae.dtype)
+        if task.tflops is not None:
+            row["seconds"] = seconds(row["macs"], task.tflops, policy.pipeline.vae.dtype)
         families.append(row)
     copies = {
         where: (size["policy"] + size["merged"] + size[f"shadow_{where}"]) / size["policy"]
@@ -262,14 +266,14 @@ def plan(cfg: DictConfig) -> Json:
             str(blocks).lower(): cfg.model.micro_batch * row for blocks, row in model.passes.training_bytes.items()
         },
         "planned_peak": model.footprint.peak(model.options),
-        "reserve": cfg.task.reserve,
-        "cards": [on_card(model, *each, cfg.task) for each in zip(cards, backends, strict=True)],
+        "reserve": task.reserve,
+        "cards": [on_card(model, *each, task) for each in zip(cards, backends, strict=True)],
         "weights_to_one_copy": {**copies, "published": float(PUBLISHED_COPIES)},
         "prompts_per_iteration": cfg.prompts_per_iteration,
-        "prompts_a_device": math.ceil(cfg.prompts_per_iteration / cfg.task.devices),
-        "devices": cfg.task.devices,
-        "tflops": cfg.task.tflops,
-        "speedup": cfg.task.speedup or 1.0,
+        "prompts_a_device": math.ceil(cfg.prompts_per_iteration / task.devices),
+        "devices": task.devices,
+        "tflops": task.tflops,
+        "speedup": task.speedup or 1.0,
         "families": families,
     }
     path = Path(cfg.run_dir) / "plan.json"
@@ -278,7 +282,7 @@ def plan(cfg: DictConfig) -> Json:
     return result
 
 
-def cards_of(task: DictConfig, device: torch.device) -> list[Card]:
+def cards_of(task: Plan, device: torch.device) -> list[Card]:
     """This machine's GPU, if ``device`` is one, and ``task.cards``."""
     cards = [
         Card(Hardware(card.name, capability=divmod(round(10 * card.capability), 10)), card.memory)
@@ -289,7 +293,7 @@ def cards_of(task: DictConfig, device: torch.device) -> list[Card]:
     return cards
 
 
-def on_card(model: Shapes, card: Card, backend: Backend, task: DictConfig) -> Json:
+def on_card(model: Shapes, card: Card, backend: Backend, task: Plan) -> Json:
     """Arguments that fit ``card``, whose shadow is in ``backend``, with ``task.reserve`` GB left; or come nearest."""
     footprint = model.footprint._replace(shadow=model.shadows[backend])
     options = fit(footprint, model.options, room := round((card.memory - task.reserve) * 1e9))
@@ -312,32 +316,18 @@ def on_card(model: Shapes, card: Card, backend: Backend, task: DictConfig) -> Js
     }
 
 
-def _check(options: DictConfig, prompts: int) -> None:
-    if not isinstance(options.devices, int) or not 1 <= options.devices <= prompts:
+def _check(options: Plan, prompts: int) -> None:
+    if options.devices > prompts:
         raise UserError(
             f"task.devices={options.devices} is invalid: every device needs at least one prompt an iteration, so it "
             f"must be between 1 and prompts_per_iteration={prompts}. Set task.devices=1."
         )
-    if options.reserve < 0 or not all(_is_card(card, options.reserve) for card in options.cards):
-        raise UserError(
-            f"task.cards={options.cards} task.reserve={options.reserve} is invalid: a card has a name, a memory larger "
-            "than the reserve, and a compute capability, and the reserve is at least 0 GB. Set "
-            "'task.cards=[{name:T4,memory:15.6,capability:7.5}]' task.reserve=6."
-        )
-    for name in ("tflops", "speedup"):
-        value = options[name]
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
+    for card in options.cards:
+        if card.memory <= options.reserve:
             raise UserError(
-                f"task.{name}={value} is invalid: it must be a finite number above 0, or null. Set task.{name}=null."
+                f"task.reserve={options.reserve} is invalid: it must be less than the memory of a card, and "
+                f"{card.name} has {card.memory} GB. Set task.reserve=6, or leave the card out of task.cards."
             )
-
-
-def _is_card(card: Any, reserve: float) -> bool:
-    if not isinstance(card, DictConfig) or set(card) != {"name", "memory", "capability"}:
-        return False
-    numbers = [card.memory, card.capability]
-    known = all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
-    return known and isinstance(card.name, str) and card.memory > reserve and card.capability > 0
 
 
 # The report

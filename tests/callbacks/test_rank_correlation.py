@@ -3,7 +3,6 @@ import torch
 
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.errors import UserError
-from solrl_lightning.options.run import Run
 
 PROBE_TAGS = {
     "rank/spearman",
@@ -60,7 +59,7 @@ def test_probe_every_zero_never_probes(tmp_path, stand_in):
 
 def test_a_negative_number_of_iterations_is_an_error(compose):
     with pytest.raises(UserError, match="callbacks.rank_correlation.probe_every=-1 is invalid: it must be a whole"):
-        Run.of(compose("callbacks.rank_correlation.probe_every=-1"))
+        compose("callbacks.rank_correlation.probe_every=-1")
 
 
 def test_family_of_one_stage_has_no_rank_correlation(tmp_path, stand_in):

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from omegaconf import DictConfig
 
 from solrl_lightning.cli.checks import check_needs, check_prompts
 from solrl_lightning.cli.config import ConfigTree, check_names
@@ -17,7 +16,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.addresses import TOKEN
 
 Command = Callable[..., Any]
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 
 @pytest.fixture(autouse=True)
@@ -43,25 +42,25 @@ def taken() -> Iterator[int]:
 )
 def test_server_that_cannot_start_is_an_error(compose: Compose, arguments: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_needs(Run.of(compose("task=serve", *arguments)))
+        check_needs(compose("task=serve", *arguments))
 
 
 def test_port_in_use_is_an_error(compose: Compose, taken: int) -> None:
     with pytest.raises(UserError, match=f"task.port={taken} is invalid: it cannot be listened on: Address already in"):
-        check_needs(Run.of(compose("task=serve", f"task.port={taken}")))
+        check_needs(compose("task=serve", f"task.port={taken}"))
 
 
 def test_missing_package_names_the_extra(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(UserError, match=r'package uvicorn is not installed. Install it with pip install "solrl-'):
-        check_needs(Run.of(compose("task=serve")))
+        check_needs(compose("task=serve"))
 
 
 def test_token_that_no_header_can_hold_is_an_error(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, "gr\u00fcn")
     for argument in ("task=serve", "reward=http"):
         with pytest.raises(UserError, match=f"{TOKEN} is invalid: it must be printable ASCII"):
-            check_needs(Run.of(compose(argument)))
+            check_needs(compose(argument))
 
 
 def test_metadata_of_geneval_are_checked(compose: Compose, tmp_path: Path) -> None:
@@ -70,7 +69,7 @@ def test_metadata_of_geneval_are_checked(compose: Compose, tmp_path: Path) -> No
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     sources = [f"data.train={tmp_path}/good.jsonl", f"data.eval={tmp_path}/bad.jsonl", "prompts_per_iteration=1"]
     with pytest.raises(UserError, match="the metadata of the prompt 'a cat' are invalid: reward=geneval needs"):
-        check_prompts(Run.of(compose("reward=[shapes,geneval]", *sources)))
+        check_prompts(compose("reward=[shapes,geneval]", *sources))
 
 
 @pytest.mark.parametrize(
@@ -85,8 +84,8 @@ def test_unequal_shares_of_ranks_are_an_error(compose: Compose, devices: str, ar
     sharded = ["trainer=fsdp", "trainer.accelerator=cpu", f"trainer.devices={devices}", "family=prefix"]
     sharded += ["callbacks.sample_grid.every=0"]
     with pytest.raises(UserError, match=message):
-        check_prompts(Run.of(compose(*sharded, argument)))
-    check_prompts(Run.of(compose(*sharded, argument, "trainer.devices=1")))
+        check_prompts(compose(*sharded, argument))
+    check_prompts(compose(*sharded, argument, "trainer.devices=1"))
 
 
 def test_unknown_callback_is_answered_with_those_there_are() -> None:

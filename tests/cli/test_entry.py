@@ -19,21 +19,22 @@ from diffusers.quantizers.torchao import torchao_quantizer
 from hydra.core.plugins import Plugins
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.cli.launch import is_first
 from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.options.run import Run
 
 Command = Callable[..., Any]
 
 
-def record(cfg: DictConfig) -> None:
+def record(cfg: Run) -> None:
     """A task that writes what it was given, and the checkpoint and summary that a training run would leave."""
     folder = Path(cfg.run_dir)
     spec = sys.modules["__main__"].__spec__
     program = {"name": spec and spec.name, "argv": sys.argv[1:]}
-    facts = {"cfg": OmegaConf.to_container(cfg), **program, "cwd": os.getcwd()}
+    facts = {"cfg": cfg.tree(), **program, "cwd": os.getcwd()}
     (folder / "record.json").write_text(json.dumps(facts), encoding="utf-8")
     (folder / "checkpoints").mkdir(exist_ok=True)
     checkpoint = {"pytorch-lightning_version": "2.6", "global_step": 1, "optimizer_states": []}
@@ -43,7 +44,7 @@ def record(cfg: DictConfig) -> None:
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
 
 
-def refuse(cfg: DictConfig) -> None:
+def refuse(cfg: Run) -> None:
     """A task that finds out late that what the user asked for cannot be."""
     try:
         raise UserError("late, but clear")
@@ -51,37 +52,37 @@ def refuse(cfg: DictConfig) -> None:
         raise RuntimeError("instantiating something") from error
 
 
-def refuse_after_work(cfg: DictConfig) -> None:
+def refuse_after_work(cfg: Run) -> None:
     """The same, when it has already written something."""
     (Path(cfg.run_dir) / "summary.json").write_text("{}", encoding="utf-8")
     raise UserError("late, but clear")
 
 
-def refuse_the_first_seed(cfg: DictConfig) -> None:
+def refuse_the_first_seed(cfg: Run) -> None:
     """A task that a sweep cannot do for all of its jobs."""
     if cfg.seed == 1:
         raise UserError("not with seed 1")
     record(cfg)
 
 
-def halve(cfg: DictConfig) -> float:
+def halve(cfg: Run) -> float:
     """A task whose outcome a sweeper goes by."""
     record(cfg)
-    return cfg.optimizer.lr / 2
+    return cfg.optimizer["lr"] / 2
 
 
-def negate(cfg: DictConfig) -> float:
+def negate(cfg: Run) -> float:
     """A task whose outcome is no value to try next."""
     record(cfg)
-    return -cfg.optimizer.lr
+    return -cfg.optimizer["lr"]
 
 
-def look(cfg: DictConfig) -> None:
+def look(cfg: Run) -> None:
     """A task that leaves nothing."""
     print(cfg.run_dir)
 
 
-def chatter(cfg: DictConfig) -> None:
+def chatter(cfg: Run) -> None:
     """A task in which libraries say what no user of ours can act on, and what is for all."""
     for logger in (logging.getLogger("torch.utils._pytree"), torchao_quantizer.logger):
         logger.warning("between libraries")
@@ -89,17 +90,17 @@ def chatter(cfg: DictConfig) -> None:
     logging.getLogger("library.of.interest").warning("for all")
 
 
-def break_down(cfg: DictConfig) -> None:
+def break_down(cfg: Run) -> None:
     """A task with a bug."""
     raise ZeroDivisionError("a bug")
 
 
-def stop(cfg: DictConfig) -> None:
+def stop(cfg: Run) -> None:
     """A task that Ctrl-C stops."""
     raise KeyboardInterrupt
 
 
-def stop_in_lightning(cfg: DictConfig) -> None:
+def stop_in_lightning(cfg: Run) -> None:
     """The same inside Lightning's trainer, which catches it and exits."""
     trainer = Trainer(
         accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[StopAtOnce()]
@@ -112,7 +113,7 @@ class StopAtOnce(Callback):
         raise KeyboardInterrupt
 
 
-def task(function: Callable[[DictConfig], None]) -> str:
+def task(function: Callable[[Run], None]) -> str:
     """The argument that puts ``function`` in the place of the chosen task."""
     return f"task._target_={__name__}.{function.__name__}"
 
@@ -283,9 +284,7 @@ def test_a_bug_keeps_its_traceback(command: Command) -> None:
 
 
 @pytest.mark.parametrize("task_function", [stop, stop_in_lightning])
-def test_ctrl_c_ends_with_the_status_that_shells_know(
-    command: Command, task_function: Callable[[DictConfig], None]
-) -> None:
+def test_ctrl_c_ends_with_the_status_that_shells_know(command: Command, task_function: Callable[[Run], None]) -> None:
     interrupts = signal.getsignal(signal.SIGINT)
     result = command(task(task_function))
     signal.signal(signal.SIGINT, interrupts)  # Lightning ignores further ones from then on

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from solrl_lightning import names
 from solrl_lightning.cli.checks import options_of
-from solrl_lightning.cli.config import ConfigTree
+from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.errors import UserError
 from solrl_lightning.options import callbacks, data, family, model, precision, reward, run, task, trainer, training
 from solrl_lightning.options.rules import is_whole
@@ -20,7 +20,7 @@ from solrl_lightning.rewards.weighted import COMBINATIONS
 from solrl_lightning.sampling import SOLVERS
 from solrl_lightning.training import samplers
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 # A command line, and a part of its message after the key and the value of the first argument (or of what it breaks).
 WRONG = """
@@ -151,21 +151,24 @@ def test_wrong_value_is_told_with_its_rule(line: str) -> None:
     ],
 )
 def test_other_values_are_left_to_the_user(compose: Compose, arguments: str) -> None:
-    Run.of(compose(*arguments.split()))
+    compose(*arguments.split())
 
 
 def test_values_keep_their_types(compose: Compose) -> None:
-    options = Run.of(compose("optimizer.lr=1", "model.lora.alpha=64.0", "family.compile=false"))
+    options = compose("optimizer.lr=1", "model.lora.alpha=64.0", "family.compile=false")
     values = options.optimizer["lr"], options.model.lora.alpha, options.family.compile, options.model.lora.rank
     assert [type(value) for value in values] == [int, float, bool, int]
     assert not is_whole(True) and not is_whole(1.0)
 
 
-def test_every_option_keeps_what_the_files_say(compose: Compose) -> None:
-    cfg = compose("reward=[shapes,http]", "family=race")
-    kept = Run.of(cfg).model_dump(by_alias=True, exclude_unset=True)
-    assert kept == OmegaConf.to_container(cfg)
-    assert list(kept["reward"]) == list(cfg.reward)
+def test_options_hold_what_the_files_say() -> None:
+    for arguments in (["reward=[shapes,http]", "family=race"], ["task=audit", "family=adaptive"]):
+        with ConfigTree() as tree:
+            cfg = application_config(tree.compose(arguments), "run")
+        kept = Run.of(cfg).tree()
+        assert kept == OmegaConf.to_container(cfg)
+        assert list(kept["reward"]) == list(cfg.reward)
+        assert list(kept["callbacks"]) == list(cfg.callbacks)  # in which they are called
 
 
 def test_names_are_those_of_the_code_that_implements_them() -> None:

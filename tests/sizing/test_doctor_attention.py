@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
 from torch import Tensor
 
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG
+from solrl_lightning.options.run import Run
 from solrl_lightning.sizing import doctor_attention, doctor_shadow
 from solrl_lightning.sizing.doctor_attention import attention, judge, shapes_of
 
@@ -23,7 +23,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_shadow, "_SECONDS", 0.0)
 
 
-def test_shapes_are_those_of_the_published_model(compose: Callable[..., DictConfig]) -> None:
+def test_shapes_are_those_of_the_published_model(compose: Callable[..., Run]) -> None:
     # FLUX.1: 24 heads of 128; 512 pixels are 32 x 32 tokens, and prompts have 128
     options = compose("model=flux1").model.policy
     policy = instantiate(options, weights="random", embeddings=None, device="meta")

@@ -12,7 +12,6 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
-from omegaconf import DictConfig
 from PIL import Image
 
 from solrl_lightning.build import stages_of
@@ -32,7 +31,7 @@ from solrl_lightning.tasks.audit import (
     reward_gap,
 )
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 SIZES = ("task.prompts=2", "task.pool=8", "task.keep=4", "model.full_steps=2")
 SMALL = ("task=audit", "experiment=smoke", "trainer=cpu", *SIZES)
@@ -119,17 +118,16 @@ def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, pro
         "task=audit", "family.compile=false", "family.explore.steps=3", *options, f"task.proxies=[{{{proxy}}}]"
     )
     stages = _stages(cfg.task.proxies[0], cfg)
-    precision = cfg.task.proxies[0].get("precision", "nvfp4")
+    precision = cfg.task.proxies[0].precision or "nvfp4"
     written = command_of(Scored(stages, precision, "", torch.zeros(1, 96), {}, 0.0), cfg)
     assert written is not None
     program, *arguments = shlex.split(written)[2:]
     own = compose(*arguments)
-    Run.of(own)
     assert program == "solrl_lightning" and f"family={family}" in arguments
     assert stages_of(own) == [stage._replace(name="explore") for stage in stages[:-1]] + stages[-1:]
     named = precision if stages[0].sampler == "shadow" else "auto"
     assert (own.family.pool, own.family.keep, own.precision.name) == (96, 24, named)
-    assert (own.family.compile, own.trainer.deterministic, own.prompts_per_iteration) == (False, True, 3)
+    assert (own.family.compile, own.trainer["deterministic"], own.prompts_per_iteration) == (False, True, 3)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +217,7 @@ def test_reversed_proxy_has_no_overlap() -> None:
     ],
 )
 def test_invalid_options_are_an_error_before_a_model_is_loaded(compose: Compose, mistake: str, message: str) -> None:
-    cfg = compose(*SMALL, "model.pretrained=nowhere/at-all", mistake)
     with pytest.raises(UserError, match=message):
-        check_needs(Run.of(cfg))
+        cfg = compose(*SMALL, "model.pretrained=nowhere/at-all", mistake)
+        check_needs(cfg)
         audit(cfg)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from solrl_lightning.cli.checks import check_prompts
 from solrl_lightning.errors import UserError
@@ -31,7 +30,7 @@ from solrl_lightning.tasks.benchmark import (
 )
 from tests.nano import load_policy, save_nano
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 SMALL = (
     "task=benchmark",
@@ -100,7 +99,7 @@ def test_random_weights_and_shapes_captions_need_no_network(
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
     sizes = ("prompts_per_iteration=1", "model.rollout_batch=4", "family.pool=4", "family.keep=2")
     cfg = compose(*SMALL, f"model={model}", f"model.pretrained={folder}", *OFFLINE, *sizes, "family=sol_rl")
-    check_prompts(Run.of(cfg))
+    check_prompts(cfg)
     assert times_of_families({model: cfg}, 1, CPU)[model]["images_per_second"] > 0
 
 
@@ -161,7 +160,7 @@ def test_rounds_alternate_their_order_and_medians_are_over_all_rounds(
     rows = {name: compose(*SMALL, f"family={name}") for name in ("compile", "sol_rl", "prefix")}
     order = []
 
-    def run_iterations(cfg: DictConfig, device: torch.device) -> list[Lap]:
+    def run_iterations(cfg: Run, device: torch.device) -> list[Lap]:
         order.append(next(name for name, own in rows.items() if own is cfg))
         return [dict.fromkeys(STAGES, 1.0) | {"iteration": seconds} for seconds in (70.0, len(order))]
 

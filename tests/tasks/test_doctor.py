@@ -9,12 +9,13 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch import nn
 
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row
 from solrl_lightning.data.prompts import read_prompt_sets
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.model import Model
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.architectures import read_architecture
@@ -48,7 +49,7 @@ from solrl_lightning.tasks.doctor import (
 )
 from solrl_lightning.tasks.plan import on_meta
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 CPU = torch.device("cpu")
 SPEED = Row("layer", OK, "2 ms", "", {"seconds": 0.002})
 
@@ -116,12 +117,10 @@ def test_skipped_row_has_its_reason(compose: Compose, monkeypatch: pytest.Monkey
 
 
 def test_iterations_are_counted(compose: Compose) -> None:
-    cfg = compose("task=doctor")
-    Run.of(cfg)
-    for value in (-1, 0.5, True):
-        cfg.task.iterations = value
+    compose("task=doctor")
+    for value in ("-1", "0.5", "true"):
         with pytest.raises(UserError, match="task.iterations=.* must be a whole number of at least 0"):
-            Run.of(cfg)
+            compose("task=doctor", f"task.iterations={value}")
 
 
 # Numbers and speed
@@ -244,7 +243,7 @@ def test_blocks_are_a_few_of_the_model(folder: Path, tmp_path: Path, monkeypatch
 
 def test_plan_that_does_not_fit_is_wrong_and_names_options_that_fit() -> None:
     parts = {"policy": 100, "shadow_here": 40, "training": 60, "text_encoders": 30}
-    model = OmegaConf.create({"micro_batch": 12, "gradient_checkpointing": False})
+    model = Model.model_construct(micro_batch=12, gradient_checkpointing=False)
     assert (planned_bytes(parts, on_gpu=False), planned_bytes(parts, on_gpu=True)) == (230, 200)
     assert judge_memory(parts, 200, model, on_gpu=True).status == OK
     assert judge_memory(parts, 229, model, on_gpu=False).status == WRONG

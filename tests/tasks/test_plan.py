@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 from torch.nn import functional as F
 
 from solrl_lightning.build import build_objective, lora_config, stages_of, with_option
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Plan
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.architectures import build_component, find_architecture
 from solrl_lightning.policies.base_weights import block_linears
@@ -46,7 +47,7 @@ from solrl_lightning.tasks.plan import (
 )
 from tests.nano import lora_config as small_lora
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 WIDTH, IMAGE, TEXT = 128, 16, 10  # of the embedded model: its width and tokens
 BLOCKS = 1 + 3  # one with two streams, three with one
@@ -184,7 +185,7 @@ def test_a_card_has_units_of_10_to_the_9_bytes_less_the_reserve() -> None:
     footprint = Footprint(**whole, **parts, latents=FOOTPRINT.latents)
     backend = resolve("fp8", "auto", torch.device("cpu"))
     model: Any = SimpleNamespace(footprint=footprint, options=MOST, shadows={backend: footprint.shadow})
-    task = OmegaConf.create({"reserve": 6, "overrides": ["model=flux1", "task.reserve=6"]})
+    task = Plan.model_construct(reserve=6, overrides=["model=flux1", "task.reserve=6"])
     peak = 130 + 8 * 16
     row = on_card(model, Card(Hardware("a"), peak + 6), backend, task)
     assert (row["fits"], row["peak"], row["arguments"]) == (True, peak * 10**9, ["model=flux1", "precision=fp8"])
@@ -308,7 +309,7 @@ def test_devices_share_an_iteration_and_only_quantised_layers_are_faster(compose
     composed = compose(
         "task=plan", "task.devices=8", "task.speedup=2", "prompts_per_iteration=12", "model.micro_batch=10"
     )
-    composed.objective.timestep_fraction, composed.old_velocity = 0.4, "merged"
+    composed.objective["timestep_fraction"], composed.old_velocity = 0.4, "merged"
 
     def cost(family: str = "sol_rl") -> Json:
         return iteration_cost(with_option(composed, "family", family), sizes, quantized_macs=80)
@@ -330,7 +331,7 @@ def test_devices_share_an_iteration_and_only_quantised_layers_are_faster(compose
     assert iteration_cost(composed, sizes, 80)["macs"]["decode"] == 2 * (96 * 3 + 24 * 7)
     composed.old_velocity = "policy"
     assert cost()["macs"]["train"] == 200 * (110 + 110 + 100 + 200)
-    composed.objective.kl_weight = 0
+    composed.objective["kl_weight"] = 0
     without_kl = cost("naive_scaling")
     assert without_kl["macs"]["regenerate"] == 2 * 960 * 110  # eager, with LoRA branches
     assert without_kl["train_forwards"] == 400
@@ -354,7 +355,7 @@ def test_a_run_plans_its_peak_from_the_policy_that_it_loaded(compose: Compose) -
     loaded = embedded()
     loaded.device = torch.device("cpu")
     cfg = compose("experiment=smoke")
-    cfg.model.policy.pretrained = "nowhere"
+    cfg.model.policy["pretrained"] = "nowhere"
     peaks = {}
     for cfg.base_weights in ("bfloat16", "int8"):
         peaks[cfg.base_weights] = planned_peak(cfg, loaded)
@@ -401,18 +402,14 @@ def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[.
 
 
 def test_invalid_options_are_an_error(compose: Compose) -> None:
-    mistakes = [
-        ("cards", [24], r"task.cards=\[24\] task.reserve=6 is invalid: a card has a name, a memory larger"),
-        ("cards", [{"name": "T4", "memory": 5, "capability": 7.5}], "a memory larger than the reserve"),
-        ("cards", [{"name": "T4", "memory": 15, "capability": "old"}], "and a compute capability"),
-        ("reserve", -1, "reserve is at least 0 GB"),
-        ("devices", 9, "task.devices=9 is invalid: .* between 1 and prompts_per_iteration=8"),
-        ("tflops", 0, "task.tflops=0 is invalid: it must be a finite number above 0, or null"),
-        ("speedup", "fast", "task.speedup=fast is invalid: it must be a finite number above 0, or null"),
-    ]
-    composed = compose("task=plan")
-    for key, value, message in mistakes:
-        cfg = composed.copy()
-        cfg.task[key] = value
+    mistakes = {
+        "task.cards=[24]": "task.cards.0=24 is invalid: it must be a group of keys",
+        "task.cards=[{name:T4,memory:5,capability:7.5}]": "it must be less than the memory of a card, and T4 has 5 GB",
+        "task.cards=[{name:T4,memory:15,capability:old}]": "task.cards.0.capability=old is invalid: it must be",
+        "task.reserve=-1": "task.reserve=-1 is invalid: it must be a finite number of at least 0",
+        "task.devices=9": "task.devices=9 is invalid: .* between 1 and prompts_per_iteration=8",
+        "task.speedup=fast": "task.speedup=fast is invalid: it must be a finite number above 0",
+    }
+    for argument, message in mistakes.items():
         with pytest.raises(UserError, match=message):
-            plan(cfg)
+            plan(compose("task=plan", argument))
