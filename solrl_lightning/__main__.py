@@ -29,8 +29,9 @@ from solrl_lightning.artifacts.formatting import counted
 from solrl_lightning.artifacts.run_folder import check_free, check_new, check_writable, claimed, remove_unused
 from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, check_choices
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
-from solrl_lightning.cli.launch import check_launched, is_first, isolated_sweep_job, launched, ranks_here
+from solrl_lightning.cli.launch import check_launched, is_first, launched, ranks_here
 from solrl_lightning.cli.resume import check_contents, check_iterations_left, resume
+from solrl_lightning.cli.sweep_job import isolated_sweep_job
 from solrl_lightning.errors import UserError
 from solrl_lightning.hub import check_hub
 

@@ -197,6 +197,31 @@ def without_hydra(cfg: DictConfig, run_dir: str | Path) -> Iterator[DictConfig]:
         HydraConfig.instance().cfg = before
 
 
+# Where options are
+
+
+def own_sources(hydra: DictConfig) -> list[str]:
+    """Where Hydra, of this configuration, looked for options beside the package and itself."""
+    return [
+        f"file://{Path(hydra.runtime.cwd) / source.path}"
+        if source.schema == "file"
+        else f"{source.schema}://{source.path}"
+        for source in hydra.runtime.config_sources
+        if "command-line" in source.provider
+    ]
+
+
+def searched(sources: Sequence[str]) -> list[str]:
+    """The override that makes Hydra look for options in ``sources``, if there are any."""
+    return [f"hydra.searchpath=[{','.join(map(quoted, sources))}]"] if sources else []
+
+
+def quoted(path: Path | str) -> str:
+    """A path as a value of Hydra's grammar."""
+    escaped = str(path).replace("'", "\\'")
+    return f"'{escaped}'"
+
+
 # Names
 
 

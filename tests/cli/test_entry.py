@@ -710,12 +710,7 @@ SRUN = {
     "SLURM_NNODES": "2",
     "SLURM_LOCALID": "0",
 }
-JSRUN = {
-    "LSB_JOBID": "4711",
-    "LSB_DJOB_RANKFILE": "hosts",
-    "JSM_NAMESPACE_LOCAL_RANK": "0",
-    "JSM_NAMESPACE_SIZE": "4",
-}
+JSRUN = {"JSM_NAMESPACE_SIZE": "4"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
 OF_RANK_0 = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "solrl_lightning.log"}
 ON_TWO_NODES = ["trainer.num_nodes=2", "trainer.devices=2", "trainer=ddp"]
@@ -748,13 +743,6 @@ def test_commands_one_after_the_other_in_a_slurm_job_have_folders_of_their_own(
     assert len(list(tmp_path.glob("outputs/train/*"))) == 2
 
 
-@pytest.fixture
-def mpi4py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package by which Lightning finds the ranks of mpirun, as far as its name."""
-    (tmp_path / "mpi4py").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("environment", "first"),
     [
@@ -776,7 +764,7 @@ def mpi4py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_the_first_process_is_rank_0_of_the_launcher_that_lightning_sees(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], first: bool, mpi4py: None
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], first: bool
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -795,7 +783,7 @@ def test_commands_on_several_nodes_need_the_name_of_their_folder(
 
 @pytest.mark.parametrize("environment", [JSRUN, {"OMPI_COMM_WORLD_SIZE": "4"}, {"PMI_SIZE": "4"}])
 def test_jsrun_and_mpirun_need_the_name_of_a_folder(
-    command: Command, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], mpi4py: None
+    command: Command, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
