@@ -69,7 +69,7 @@ def test_families_go_with_objectives_and_precisions(family: str, objective: str,
     assert cfg.precision.name == precision
 
 
-def test_the_groups_and_names_of_the_contract_exist() -> None:
+def test_groups_and_names_of_the_contract_exist() -> None:
     with ConfigTree() as tree:
         assert set(tree.groups()) == {*GROUPS, "experiment"}
     published = {"diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl"}
@@ -92,12 +92,12 @@ def test_the_groups_and_names_of_the_contract_exist() -> None:
         "data.eval=shapes-train",
     ],
 )
-def test_a_common_knob_is_settable_by_its_name(knob: str) -> None:
+def test_common_knob_is_settable_by_its_name(knob: str) -> None:
     key, value = knob.split("=")
     assert str(OmegaConf.select(compose(knob), key)) == value
 
 
-def test_the_published_hyperparameters_are_the_defaults() -> None:
+def test_published_hyperparameters_are_the_defaults() -> None:
     cfg = compose()
     assert (cfg.model.lora.rank, cfg.model.lora.alpha) == (32, 64)
     assert (cfg.optimizer.weight_decay, cfg.optimizer.eps) == (1e-4, 1e-8)
@@ -109,7 +109,7 @@ def test_the_published_hyperparameters_are_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("model", options("model"))
-def test_the_published_experiment_has_the_published_hyperparameters_on_every_model(model: str) -> None:
+def test_published_experiment_has_the_published_hyperparameters_on_every_model(model: str) -> None:
     cfg = compose(f"model={model}", "experiment=published")
     assert (cfg.optimizer.lr, list(cfg.optimizer.betas), cfg.optimizer.weight_decay) == (3e-4, [0.9, 0.999], 1e-4)
     assert (cfg.objective.beta, cfg.objective.kl_weight, cfg.objective.advantage_clip) == (1.0, 1e-4, 5.0)
@@ -130,7 +130,7 @@ def test_the_published_experiment_has_the_published_hyperparameters_on_every_mod
         ("sol_rl", 96, True, {"shadow", "merged"}),
     ],
 )
-def test_a_family_is_the_row_of_the_table(family: str, pool: int, explores: bool, samplers: set[str]) -> None:
+def test_family_is_the_row_of_the_table(family: str, pool: int, explores: bool, samplers: set[str]) -> None:
     settings = compose(f"family={family}").family
     stages = [stage for stage in (settings.explore, settings.regenerate) if stage is not None]
     assert (settings.pool, settings.keep, settings.explore is not None) == (pool, 24, explores)
@@ -139,7 +139,7 @@ def test_a_family_is_the_row_of_the_table(family: str, pool: int, explores: bool
 
 
 @pytest.mark.parametrize("family", options("family"))
-def test_the_smoke_experiment_selects_where_the_family_does(family: str) -> None:
+def test_smoke_experiment_selects_where_the_family_does(family: str) -> None:
     whole, small = (compose(f"family={family}", *experiment).family for experiment in ((), ("experiment=smoke",)))
     assert small.pool == 8
     assert (small.keep < small.pool) == (whole.keep < whole.pool)
@@ -173,7 +173,7 @@ def test_every_configuration_file_opens_with_what_it_is() -> None:
 
 
 @pytest.mark.parametrize("option", options("experiment"))
-def test_an_experiment_names_the_command_that_runs_it(option: str) -> None:
+def test_experiment_names_the_command_that_runs_it(option: str) -> None:
     text = (CONF / "experiment" / f"{option}.yaml").read_text(encoding="utf-8")
     assert re.search(rf"^#   python -m solrl_lightning .*experiment={option}$", text, re.MULTILINE)
 
@@ -187,7 +187,7 @@ def test_every_package_of_the_repository_is_installed() -> None:
     assert set(re.findall(r'"(.+?)"', listed[1])) == packages
 
 
-def test_an_experiment_may_name_the_values_of_a_sweep() -> None:
+def test_experiment_may_name_the_values_of_a_sweep() -> None:
     with ConfigTree() as tree:
         jobs = tree.jobs(["experiment=selection", "iterations=5"], multirun=True)
     chosen = {(cfg.hydra.runtime.choices.family, cfg.seed) for cfg in jobs}
@@ -223,17 +223,17 @@ def test_time_to_reward_runs_every_family_with_equal_settings_over_three_seeds()
         ("hydra.run.dirr=x", "hydra.run.dir"),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_nearest(argument: str, suggestion: str) -> None:
+def test_unknown_name_is_answered_with_the_nearest(argument: str, suggestion: str) -> None:
     with ConfigTree() as tree, pytest.raises(UserError, match=rf"Did you mean {re.escape(suggestion)}\b"):
         check_names(tree, [argument])
 
 
-def test_an_unknown_name_like_nothing_else_is_refused_without_a_guess() -> None:
+def test_unknown_name_like_nothing_else_is_an_error_without_a_guess() -> None:
     with ConfigTree() as tree, pytest.raises(UserError, match="There is no key xyzzy. --help"):
         check_names(tree, ["xyzzy=1"])
 
 
-def test_an_option_that_does_not_exist_is_answered_with_all_that_do() -> None:
+def test_option_that_does_not_exist_is_answered_with_all_that_do() -> None:
     with ConfigTree() as tree, pytest.raises(UserError, match="compile, diffusionnft, naive_quant, naive_scaling, "):
         check_names(tree, ["family=zzz"])
 
@@ -249,19 +249,19 @@ def test_an_option_that_does_not_exist_is_answered_with_all_that_do() -> None:
         ("trainer.deterministic=true", "Write +trainer.deterministic=<value> if lightning.Trainer takes it."),
     ],
 )
-def test_an_argument_that_a_target_may_take_can_be_added(argument: str, hint: str) -> None:
+def test_argument_that_a_target_may_take_can_be_added(argument: str, hint: str) -> None:
     with ConfigTree() as tree, pytest.raises(UserError, match=re.escape(hint)):
         check_names(tree, [argument])
 
 
-def test_a_key_that_nothing_takes_is_not_to_be_added() -> None:
+def test_key_that_nothing_takes_is_not_to_be_added() -> None:
     for argument in ("family.pol=3", "task.x=1", "iterationss=2"):
         with ConfigTree() as tree, pytest.raises(UserError) as refusal:
             check_names(tree, [argument])
         assert "+" not in str(refusal.value)
 
 
-def test_a_stage_that_the_family_lacks_is_said_to_be_missing() -> None:
+def test_stage_that_the_family_lacks_is_said_to_be_missing() -> None:
     with ConfigTree() as tree, pytest.raises(UserError, match="family.explore is null in the chosen family"):
         check_names(tree, ["family=diffusionnft", "family.explore.steps=4"])
 
@@ -281,7 +281,7 @@ def test_known_names_pass() -> None:
     ],
 )
 @pytest.mark.parametrize("sweep", [(), ("seed=1,2",)])
-def test_a_plus_adds_no_key_at_the_root(argument: str, hint: str, sweep: tuple[str, ...]) -> None:
+def test_plus_adds_no_key_at_the_root(argument: str, hint: str, sweep: tuple[str, ...]) -> None:
     with ConfigTree() as tree, pytest.raises(UserError, match=rf"^{re.escape(argument)} is invalid: .*{hint}"):
         tree.jobs([argument, *sweep], multirun=bool(sweep))
 
@@ -297,12 +297,12 @@ def test_a_plus_adds_no_key_at_the_root(argument: str, hint: str, sweep: tuple[s
         "+hydra.job.env_set.A=b",
     ],
 )
-def test_a_plus_adds_what_is_passed_on(argument: str) -> None:
+def test_plus_adds_what_is_passed_on(argument: str) -> None:
     with ConfigTree() as tree:
         tree.jobs([argument], multirun=False)
 
 
-def test_a_key_at_the_root_of_a_file_is_told_by_its_name(tmp_path: Path) -> None:
+def test_key_at_the_root_of_a_file_is_told_by_its_name(tmp_path: Path) -> None:
     (tmp_path / "experiment").mkdir()
     for name, text in {"mine": "# @package _global_\niteration: 3\n", "bare": "iterations: 3\n"}.items():
         (tmp_path / "experiment" / f"{name}.yaml").write_text(text, encoding="utf-8")
@@ -313,7 +313,7 @@ def test_a_key_at_the_root_of_a_file_is_told_by_its_name(tmp_path: Path) -> None
             tree.jobs(["experiment=bare"], multirun=False)
 
 
-def test_a_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to() -> None:
+def test_word_that_is_no_assignment_is_answered_with_the_group_it_belongs_to() -> None:
     with ConfigTree() as tree, pytest.raises(UserError, match="Did you mean task=audit?"):
         tree.parse(["audit"])
 
@@ -348,6 +348,6 @@ def test_every_preset_of_the_paper_composes(model: str, reward: str, family: str
 
 
 @pytest.mark.parametrize("model", options("model"))
-def test_a_model_says_how_often_its_proxy_is_probed(model: str) -> None:
+def test_model_says_how_often_its_proxy_is_probed(model: str) -> None:
     cfg = compose(f"model={model}")
     assert cfg.callbacks.rank_correlation.probe_every == cfg.model.probe_every == (4 if model == "tiny" else 20)
