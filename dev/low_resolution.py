@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 from diffusers import FluxPipeline
-from hydra import compose, initialize_config_module
 from torch import Tensor
 from torch.nn.functional import avg_pool2d, interpolate
 
 from solrl_lightning.build import build_module
+from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.stage import Stage
@@ -46,8 +47,8 @@ class Small(Flux1):
 
 
 def measure(seed: int) -> None:
-    with initialize_config_module("solrl_lightning.conf", version_base="1.3"):
-        cfg = compose("config", overrides=["task=audit", "family.compile=false", f"seed={seed}"])
+    with ConfigTree() as tree:
+        cfg = Run.of(application_config(tree.compose(["task=audit", "family.compile=false", f"seed={seed}"]), "."))
     module = build_module(cfg, torch.device("cpu"), [])
     prompts = module.encode(module.evaluation.prompts[:PROMPTS])
     seeds = pool_seeds(seed, 0, prompts.texts, POOL)

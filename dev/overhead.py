@@ -14,12 +14,13 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from omegaconf import DictConfig
 
 from solrl_lightning.artifacts.tables import format_table
 from solrl_lightning.build import device_of
 from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Benchmark
 from solrl_lightning.sizing.timing import run_iterations
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 
@@ -66,7 +67,7 @@ class ModelTimer(Callback):
         self._seconds = self._stopwatch.seconds
 
 
-def overhead(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
+def overhead(cfg: Run, device: torch.device) -> dict[str, Any]:
     """Mean seconds of an iteration by stage and model, and the median share outside the models."""
     timer = ModelTimer()
     iterations = [lap["iteration"] for lap in run_iterations(cfg, device, timer)][1:]
@@ -96,6 +97,7 @@ def format_overhead(result: dict[str, Any]) -> str:
 
 if __name__ == "__main__":
     with ConfigTree() as tree, tempfile.TemporaryDirectory() as folder:
-        config = application_config(tree.compose(["task=benchmark", *sys.argv[1:]]), folder)
-        config.family.update({key: value for key, value in config.task.sizes.items() if value is not None})
+        config = Run.of(application_config(tree.compose(["task=benchmark", *sys.argv[1:]]), folder))
+        sizes = config.task_as(Benchmark).sizes
+        config.family.pool, config.family.keep = sizes.pool or config.family.pool, sizes.keep or config.family.keep
         print(format_overhead(overhead(config, device_of(config))))

@@ -11,10 +11,10 @@ import logging
 import os
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
@@ -24,16 +24,19 @@ from hydra.utils import get_method
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from solrl_lightning.artifacts.finished_runs import check_runs, end_of
+from solrl_lightning.artifacts.finished_runs import end_of
 from solrl_lightning.artifacts.formatting import counted
 from solrl_lightning.artifacts.run_folder import check_free, check_new, check_writable, claimed, remove_unused
-from solrl_lightning.cli.checks import check_kinds, check_machine, check_needs, check_prompts, check_values, downloads
-from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, application_config
+from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, check_choices
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.cli.hub import check_hub
-from solrl_lightning.cli.launch import check_launched, is_first, isolated_sweep_job, launched, ranks_here
+from solrl_lightning.cli.launch import check_launched, is_first, launched, ranks_here
 from solrl_lightning.cli.resume import check_contents, check_iterations_left, resume
+from solrl_lightning.cli.sweep_job import isolated_sweep_job
 from solrl_lightning.errors import UserError
+
+if TYPE_CHECKING:  # a mistyped name is told before pydantic is loaded
+    from solrl_lightning.options.run import Run
 
 _FAILED, _USER_ERROR = 1, 2  # 2 as argparse
 _INTERRUPTED, _TERMINATED, _BROKEN_PIPE = 130, 143, 141  # as shells report Ctrl-C, SIGTERM and SIGPIPE
@@ -94,10 +97,12 @@ def run(cfg: DictConfig) -> Any:
         if sweeps:
             silence_libraries()  # a launcher may have started this process
             threads.configure(ranks_here())
-            check_values(cfg)  # a sweeper may have chosen them
-        task = _task(cfg.task._target_)
+        from solrl_lightning.options.run import Run
+
+        options = Run.of(cfg)  # whose values a sweeper may have chosen
+        task = _task(options.task.target)
         with isolated_sweep_job(folder) if sweeps else nullcontext():
-            return task(cfg)
+            return task(options)
     except Exception as error:
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
         reported = report_error(error, folder)
@@ -110,7 +115,7 @@ def run(cfg: DictConfig) -> Any:
         raise
 
 
-def _task(target: str) -> Callable[[DictConfig], Any]:
+def _task(target: str) -> "Callable[[Run], Any]":
     try:
         return get_method(target)
     except (ImportError, ValueError, HydraException) as error:
@@ -167,10 +172,13 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         if override.key_or_group == "hydra.searchpath" and isinstance(sources, list):
             tree.look_in(sources)
     resumed = resume(tree, flags.overrides, flags.multirun)
-    jobs = _jobs(tree, resumed.arguments, flags.multirun)
+    composed = tree.jobs(resumed.arguments, flags.multirun)
     checked = [argument for argument in arguments if argument not in flags.overrides] + resumed.arguments
     if flags.help or flags.cfg or flags.info:
         return checked, {}
+    from solrl_lightning.cli import checks  # after the names are right: pydantic takes 0.1 s
+
+    jobs = _jobs(tree, composed, checks.options_of)
     folders = [Path(cfg.run_dir) for cfg in jobs.values()] if is_first() else []
     claims = {folder: folder.resolve() != resumed.folder for folder in folders}
     for folder, new in claims.items():
@@ -178,8 +186,9 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         if new:
             check_new(folder)
         check_writable(folder)
-    for check in (check_runs, check_needs, lambda cfg: notes.extend(check_hub(*downloads(cfg))), check_machine):
-        _each(jobs, check)
+    _each(jobs, checks.check_needs)
+    _each(jobs, lambda options: notes.extend(check_hub(*checks.downloads(options))))
+    _each(jobs, checks.check_machine)
     message = resumed.message
     if resumed.checkpoint is not None:
         iterations = min(cfg.iterations for cfg in jobs.values())
@@ -195,7 +204,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         if resumed.training and done >= iterations:
             message += ". It was stopped before its results were written: writing them"
     _print_first(*dict.fromkeys(notes))
-    _each(jobs, check_prompts)
+    _each(jobs, checks.check_prompts)
     _print_first(message)
     if tree.sweeps:  # folders are named by what is swept, and by nothing else
         fixed = [o.key_or_group for o in tree.parse(resumed.arguments) if not o.is_sweep_override()]
@@ -204,20 +213,21 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     return [*checked, *([] if is_first() else _NO_RECORD)], claims
 
 
-def _jobs(tree: ConfigTree, arguments: list[str], multirun: bool) -> dict[str, DictConfig]:
-    """The configuration of every run, with valid values, by the overrides that only this run of a sweep has."""
-    composed = tree.jobs(arguments, multirun)
+def _jobs(
+    tree: ConfigTree, composed: list[DictConfig], options_of: "Callable[[DictConfig, str], Run]"
+) -> "dict[str, Run]":
+    """The valid options of every run, by the overrides that only this run of a sweep has."""
     common = set.intersection(*(set(cfg.hydra.overrides.task) for cfg in composed))
     jobs = {}
     for cfg in composed:
-        check_kinds(tree, cfg)
+        check_choices(cfg)
         home = cfg.hydra.sweep if tree.sweeps else cfg.hydra.run
-        check_launched(OmegaConf.to_yaml(home), OmegaConf.select(cfg, "trainer.num_nodes") or 1)
+        check_launched(OmegaConf.to_yaml(home), OmegaConf.select(cfg, "trainer.num_nodes"))
         if Path(home.dir) == Path():
             raise UserError("A run needs a folder of its own; hydra.run.dir is empty. Name one, or leave it out.")
         own = " ".join(override for override in cfg.hydra.overrides.task if override not in common)
-        jobs[own] = application_config(cfg, home.dir)
-    _each(jobs, check_values)
+        with _named(own):
+            jobs[own] = options_of(cfg, home.dir)
     if len(jobs) > 1 and not OmegaConf.is_interpolation(home, "subdir"):
         raise UserError(
             f"hydra.sweep.subdir={home.subdir} is invalid: every run of a sweep needs a folder of its own. Use "
@@ -226,13 +236,19 @@ def _jobs(tree: ConfigTree, arguments: list[str], multirun: bool) -> dict[str, D
     return jobs
 
 
-def _each(jobs: dict[str, DictConfig], check: Callable[[DictConfig], None]) -> None:
-    """Checks every job; of a sweep, an error begins with the overrides of the job."""
-    for own, cfg in jobs.items():
-        try:
-            check(cfg)
-        except UserError as error:
-            raise UserError(f"{own}: {error}" if own else str(error)) from error
+def _each(jobs: "dict[str, Run]", check: "Callable[[Run], None]") -> None:
+    for own, options in jobs.items():
+        with _named(own):
+            check(options)
+
+
+@contextmanager
+def _named(own: str) -> Iterator[None]:
+    """Where a job of a sweep is checked: an error begins with its overrides."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{own}: {error}" if own else str(error)) from error
 
 
 def _print_first(*lines: str) -> None:

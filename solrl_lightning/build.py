@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import OmegaConf
 from peft import LoraConfig
 from transformers.utils import logging as transformers_logging
 
@@ -25,11 +25,13 @@ from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, 
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
-from solrl_lightning.cli.checks import is_sharded, prompt_sets, reward_members
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
+from solrl_lightning.facts import prompt_sets
 from solrl_lightning.machine.threads import divide_threads
 from solrl_lightning.objectives.base import Objective
+from solrl_lightning.options.family import Explorer
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve_from
@@ -50,13 +52,13 @@ NO_REWARDS = WeightedRewards({}, {})
 ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
-def device_of(cfg: DictConfig) -> torch.device:
+def device_of(cfg: Run) -> torch.device:
     """Where a task without training runs: the first device that the trainer would use."""
     options = dict(logger=False, devices=1, strategy="auto", enable_checkpointing=False)
     return instantiate_trainer(cfg, **options).strategy.root_device
 
 
-def instantiate_trainer(cfg: DictConfig, **options: Any) -> Trainer:
+def instantiate_trainer(cfg: Run, **options: Any) -> Trainer:
     """Raises ``UserError`` for devices that this machine does not have, and for another arithmetic or strategy."""
     try:
         trainer: Trainer = make("trainer", cfg.trainer, **options)
@@ -67,13 +69,13 @@ def instantiate_trainer(cfg: DictConfig, **options: Any) -> Trainer:
         raise UserError(f"trainer cannot run here: {found} trainer=auto takes what there is.") from error
     if trainer.precision != "32-true":  # by trainer.plugins
         raise UserError(
-            f"trainer.plugins={cfg.trainer.plugins} is invalid: every dtype is set in the code and Lightning casts "
-            f"nothing, but this one is for {trainer.precision}. Leave it out."
+            f"trainer.plugins={cfg.trainer.get('plugins')} is invalid: every dtype is set in the code and Lightning "
+            f"casts nothing, but this one is for {trainer.precision}. Leave it out."
         )
     if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
         raise UserError(
-            f"trainer.strategy={cfg.trainer.strategy} is invalid: every rank holds the whole policy, so it must be a "
-            "DDPStrategy or a SingleDeviceStrategy. Use trainer.strategy=ddp."
+            f"trainer.strategy={cfg.trainer.get('strategy')} is invalid: every rank holds the whole policy, so it must "
+            "be a DDPStrategy or a SingleDeviceStrategy. Use trainer.strategy=ddp."
         )
     ranks = getattr(trainer.strategy, "cluster_environment", None)
     if ranks is None or not ranks.creates_processes_externally:
@@ -81,8 +83,8 @@ def instantiate_trainer(cfg: DictConfig, **options: Any) -> Trainer:
     return trainer
 
 
-def with_option(cfg: DictConfig, group: str, option: str) -> DictConfig:
-    """A copy of a resolved configuration with another option of a group, as ``conf/<group>/<option>.yaml`` has it.
+def with_option(cfg: Run, group: str, option: str) -> Run:
+    """A copy of the options with another option of a group, as ``conf/<group>/<option>.yaml`` has it.
 
     Raises:
         UserError: the package has no such file.
@@ -91,11 +93,10 @@ def with_option(cfg: DictConfig, group: str, option: str) -> DictConfig:
     options = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
     if option not in options:
         raise UserError(f"there is no {group} named {option!r} in the package; it has {', '.join(options)}")
-    changed = cfg.copy()
-    with open_dict(changed):
-        changed[group] = OmegaConf.create((folder / f"{option}.yaml").read_text())
-    OmegaConf.resolve(changed)
-    return changed
+    tree = OmegaConf.create(cfg.tree())
+    tree[group] = OmegaConf.create((folder / f"{option}.yaml").read_text())
+    OmegaConf.resolve(tree)
+    return cfg.with_group(group, OmegaConf.to_container(tree[group]))
 
 
 def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
@@ -106,14 +107,14 @@ def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
     module.ema_state = average_in(checkpoint, module.adapter_state(TRAINED))
 
 
-def build_trainer(cfg: DictConfig, levels: Sequence[list[Stage]]) -> Trainer:
+def build_trainer(cfg: Run, levels: Sequence[list[Stage]]) -> Trainer:
     """With the chosen callbacks and loggers, which ``~callbacks`` and ``~logger`` leave out, and that of ``levels``."""
-    callbacks = _made_each("callbacks", cfg.get("callbacks"), Callback)
-    if cfg.family.get("levels"):
+    callbacks = _made_each("callbacks", cfg.callbacks, Callback)
+    if cfg.family.levels:
         rule = Rule(cfg.family.threshold, cfg.family.margin, cfg.family.patience)
         callbacks.append(AdaptiveExploration(levels, cfg.family.start, rule))
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))  # stable: these two follow
-    loggers = _made_each("logger", cfg.get("logger"), Logger)
+    loggers = _made_each("logger", cfg.logger, Logger)
     # Lightning adds a ModelCheckpoint of its own, in the logger's folder, where there is none.
     checkpoints = any(isinstance(callback, Checkpoint) for callback in callbacks)
     trainer = instantiate_trainer(cfg, logger=loggers or False, callbacks=callbacks, enable_checkpointing=checkpoints)
@@ -121,66 +122,59 @@ def build_trainer(cfg: DictConfig, levels: Sequence[list[Stage]]) -> Trainer:
     return trainer
 
 
-def _made_each(group: str, nodes: DictConfig | None, kind: type) -> list[Any]:
-    return [make(f"{group}.{name!s}", node, kind=kind) for name, node in (nodes or {}).items() if node is not None]
+def _made_each(group: str, nodes: Mapping[str, Any], kind: type) -> list[Any]:
+    return [make(f"{group}.{name!s}", node, kind=kind) for name, node in nodes.items() if node is not None]
 
 
-def stages_of(cfg: DictConfig, objective: Objective) -> list[Stage]:
+def stages_of(cfg: Run, objective: Objective) -> list[Stage]:
     """The family's passes over the pool: explore, where it has one, and regenerate; with levels, those of the last."""
     return levels_of(cfg, objective)[-1]
 
 
-def levels_of(cfg: DictConfig, objective: Objective) -> list[list[Stage]]:
+def levels_of(cfg: Run, objective: Objective) -> list[list[Stage]]:
     """The passes over the pool at each level of the family, from cheap to expensive; most families have one level."""
     family, last = cfg.family, cfg.family.regenerate
     solver = objective.solver or last.solver
     regenerate = Stage(REGENERATE, last.sampler, last.steps, solver)
-    explorers = family.get("levels") or ([] if family.explore is None else [family.explore])
+    explorers = family.explorers.values()
     if not explorers:
         return [[regenerate._replace(keep=family.keep)]]
     return [[*exploring_stages(explorer, last.solver, family.keep), regenerate] for explorer in explorers]
 
 
-def build_objective(cfg: DictConfig) -> Objective:
+def build_objective(cfg: Run) -> Objective:
     objective: Objective = make("objective", cfg.objective, kind=Objective)
     return objective
 
 
-def samplers_of(cfg: DictConfig) -> set[str]:
+def samplers_of(cfg: Run) -> set[str]:
     """Names of the samplers of the family's stages, at all levels."""
-    nodes = cfg.family.regenerate, cfg.family.explore, *(cfg.family.get("levels") or ())
-    return {node.sampler for node in nodes if node is not None}
+    return {cfg.family.regenerate.sampler, *(explorer.sampler for explorer in cfg.family.explorers.values())}
 
 
-def uses_shadow(cfg: DictConfig) -> bool:
+def uses_shadow(cfg: Run) -> bool:
     return SHADOW in samplers_of(cfg)
 
 
-def exploring_stages(explorer: Mapping[str, Any], solver: str, keep: int, name: str = EXPLORE) -> list[Stage]:
-    """Return a stage per rung of ``explorer``, a node like ``family.explore``; without rungs one, which keeps ``keep``.
+def exploring_stages(explorer: Explorer, solver: str, keep: int, name: str = EXPLORE) -> list[Stage]:
+    """Return a stage per rung of ``explorer``; without rungs one, which keeps ``keep``.
 
     ``solver``: where ``explorer`` has none. The keys ``stop_after`` and ``step`` of a rung are a stage's ``stop_step``;
     null, or the last of ``steps``, goes to the end of the trajectory.
     """
-    steps = explorer["steps"]
-    trajectory = explorer["sampler"], steps, explorer.get("solver", solver)
-    rungs = explorer.get("rungs") or [{"step": explorer.get("stop_after"), "keep": keep}]
-    stop_steps = [None if rung["step"] == steps else rung["step"] for rung in rungs]
-    decoder = explorer.get("decoder", "full")
-    return [
-        Stage(name, *trajectory, stop_step, decoder, rung["keep"])
-        for stop_step, rung in zip(stop_steps, rungs, strict=True)
-    ]
+    steps = explorer.steps
+    trajectory = explorer.sampler, steps, explorer.solver or solver
+    rungs: list[tuple[int | None, int]] = [(rung.step, rung.keep) for rung in explorer.rungs or ()]
+    rungs = rungs or [(explorer.stop_after, keep)]
+    return [Stage(name, *trajectory, None if step == steps else step, explorer.decoder, kept) for step, kept in rungs]
 
 
-def build_rewards(
-    cfg: DictConfig, device: torch.device, metadata: Mapping[str, Metadata] | None = None
-) -> WeightedRewards:
+def build_rewards(cfg: Run, device: torch.device, metadata: Mapping[str, Metadata] | None = None) -> WeightedRewards:
     """Every reward of ``cfg.reward``, loaded once per process, with the ``metadata`` of the prompts that have any."""
     hide_loading_bars()
-    members = reward_members(cfg)
+    members = cfg.reward.members
     if cfg.reward.pretrained is not None:
-        (only,) = members.values()  # checks.check_rewards raises for several
+        (only,) = members.values()  # Reward.check raises for several
         only["pretrained"] = cfg.reward.pretrained
     weights = {name: member.pop("weight") for name, member in members.items()}
     loaded = {name: make(f"reward.{name}", m, takes="`device`", device=str(device)) for name, m in members.items()}
@@ -215,7 +209,7 @@ def prepare_device(device: torch.device) -> None:
 
 
 def build_module(
-    cfg: DictConfig, device: torch.device, stages: list[Stage], objective: Objective | None = None
+    cfg: Run, device: torch.device, stages: list[Stage], objective: Objective | None = None
 ) -> SolRLModule:
     """With rewards and held-out prompts, which are checked against each other before the model is loaded."""
     prepare_device(device)
@@ -228,7 +222,7 @@ def build_module(
 
 
 def build_model(
-    cfg: DictConfig,
+    cfg: Run,
     device: torch.device,
     stages: Sequence[Stage] = (),
     rewards: WeightedRewards = NO_REWARDS,
@@ -238,14 +232,14 @@ def build_model(
     """The module alone; without rewards it can only make pictures. ``objective``: None builds that of ``cfg``."""
     prepare_device(device)
     hide_loading_bars()
-    options = dict(device=str(device), base_weights=cfg.base_weights, encode_on=cfg.encode_on)
-    if is_sharded(cfg):
+    options: dict[str, Any] = dict(device=str(device), base_weights=cfg.base_weights, encode_on=cfg.encode_on)
+    if cfg.is_sharded:
         options["transformer_device"] = "cpu"
     policy = make("model.policy", cfg.model.policy, takes=", ".join(f"`{name}`" for name in options), **options)
     compiled = {}
-    for key, what in (("family.compile", "rollouts"), ("compile_training", "training steps")):
-        wanted = OmegaConf.select(cfg, key)
-        if wanted == "auto" and (cfg.base_weights != "bfloat16" or is_sharded(cfg)):
+    wishes = {"family.compile": cfg.family.compile, "compile_training": cfg.compile_training}
+    for (key, wanted), what in zip(wishes.items(), ("rollouts", "training steps"), strict=True):
+        if wanted == "auto" and (cfg.base_weights != "bfloat16" or cfg.is_sharded):
             wanted = False
         compiled[key], why = should_compile(key, what, wanted, device)
         if stages or compiled[key]:
@@ -255,7 +249,7 @@ def build_model(
     lora = lora_config(cfg)
     transformers = (
         shard_transformers(policy, lora, cfg.seed, cfg.model.rollout_batch)
-        if is_sharded(cfg)
+        if cfg.is_sharded
         else replicate(
             policy,
             lora,
@@ -284,7 +278,7 @@ def build_model(
     )
 
 
-def lora_config(cfg: DictConfig) -> LoraConfig:
+def lora_config(cfg: Run) -> LoraConfig:
     return LoraConfig(
         r=cfg.model.lora.rank,
         lora_alpha=cfg.model.lora.alpha,
@@ -293,11 +287,11 @@ def lora_config(cfg: DictConfig) -> LoraConfig:
     )
 
 
-def quantization_rule(cfg: DictConfig) -> QuantizationRule:
+def quantization_rule(cfg: Run) -> QuantizationRule:
     return QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude))
 
 
-def build_loop(cfg: DictConfig, trainer: Trainer, objective: Objective) -> ExploreTrainLoop:
+def build_loop(cfg: Run, trainer: Trainer, objective: Objective) -> ExploreTrainLoop:
     return ExploreTrainLoop(
         trainer,
         schedule=PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed),

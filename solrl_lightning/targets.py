@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig
 
 from solrl_lightning.errors import UserError
 
@@ -19,7 +18,7 @@ def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object,
     Raises:
         UserError: it has no _target_, Python does not find that, it does not take its keys, or it makes another kind.
     """
-    if not isinstance(node, DictConfig | dict) or "_target_" not in node:
+    if not isinstance(node, dict) or "_target_" not in node:
         raise UserError(f"{key}={node} is invalid: it must have a _target_, a class that Python finds.")
     target = node["_target_"]
     try:
@@ -28,16 +27,10 @@ def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object,
         cause: BaseException = error.__cause__ or error
         if isinstance(cause, UserError):
             raise
-        if unknown := str(cause).startswith(("Error loading", "Expected a callable")):  # Hydra's; it quotes its cause
+        unknown = str(cause).startswith(("Error loading", "Expected a callable"))  # Hydra's; it quotes its cause
+        if unknown:
             cause = cause.__cause__ or cause
         found = " ".join(str(cause).partition("full_key:")[0].split()).rstrip(".?")
-        if unknown and isinstance(cause, ModuleNotFoundError) and "." in str(cause.name):
-            home, _, name = str(cause.name).rpartition(".")
-            found = f"there is {home}, but it has no {name}"
-        elif unknown and getattr(cause, "name", None) not in (None, str(target).partition(".")[0]):
-            found = f"its module imports {cause.name}, which Python does not find"  # type: ignore[attr-defined]
-        elif unknown and not isinstance(cause, ImportError | AttributeError | InstantiationException):
-            found = f"its import ended with {type(cause).__name__}: {found}"
         fix = (
             "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
             if unknown
@@ -50,19 +43,18 @@ def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object,
     return made
 
 
-def check_optimizer(cfg: DictConfig) -> None:
+def check_optimizer(node: Any) -> None:
     """Raises UserError for an optimiser that cannot be made."""
     lora, kind = torch.nn.Parameter(torch.zeros(2, 2)), torch.optim.Optimizer
-    make("optimizer", cfg.optimizer, [lora], _partial_=False, takes="a list of parameters", kind=kind)
+    make("optimizer", node, [lora], _partial_=False, takes="a list of parameters", kind=kind)
 
 
-def check_objective(cfg: DictConfig) -> None:
-    """Raises UserError for an objective that cannot be made, or that cannot train with the model's guidance."""
+def check_objective(node: Any, steps: int, scale: float) -> None:
+    """Raises UserError for an objective that cannot be made, or that cannot train in ``steps`` with this ``scale``."""
     from solrl_lightning.objectives import base
 
-    objective = make("objective", cfg.objective, kind=base.Objective)
-    base.check_objective(objective, cfg.family.regenerate.steps)
-    scale = cfg.model.get("guidance_scale", 1)
+    objective = make("objective", node, kind=base.Objective)
+    base.check_objective(objective, steps)
     if scale != 1 and not objective.guided_training:
         raise UserError(
             f"model.guidance_scale={scale} is invalid: the loss of objective={type(objective).__name__} is that of the "

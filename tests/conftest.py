@@ -22,6 +22,7 @@ from omegaconf import DictConfig, grammar_parser
 
 from solrl_lightning.__main__ import main
 from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.options.run import Run
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes for the few kernels compiled here would import torch
 
@@ -128,11 +129,11 @@ def _composed(*arguments: str) -> DictConfig:
 
 
 @pytest.fixture
-def compose(tmp_path: Path) -> Callable[..., DictConfig]:
-    """compose("family=compile", "seed=1") is the configuration of such a run in ``tmp_path``, resolved."""
+def compose(tmp_path: Path) -> Callable[..., Run]:
+    """compose("family=compile", "seed=1") are the options of such a run in ``tmp_path``."""
 
-    def composed(*arguments: str) -> DictConfig:
-        return application_config(_composed(*arguments), tmp_path)
+    def composed(*arguments: str) -> Run:
+        return Run.of(application_config(_composed(*arguments), tmp_path))
 
     return composed
 

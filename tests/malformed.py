@@ -7,7 +7,6 @@ by relative paths. Nothing is random: the same cases every time.
 
 import copy
 import io
-import itertools
 import json
 import os
 import shutil
@@ -23,28 +22,17 @@ from pyarrow import parquet
 
 Case = tuple[str, list[str]]
 
-_WHOLE = ("model.lora.rank", "prompts_per_iteration", "family.explore.steps")
-_NOT_WHOLE = ("x", "-3", "[1]")
-_NUMBERS = ("optimizer.lr", "objective.beta", "reward.shapes.weight")
-_NOT_NUMBERS = ("x", "nan", "null")
-_TEXTS = ("data.train", "model.pretrained", "precision.backend")
-_NOT_TEXTS = ("[a,b]", "{a:b}")
+# One of each kind; tests/cli/test_options.py has the values.
 _ONE_ARGUMENT = """
-    iterations=2.5 iterations=1e400 seed=-1 seed=null seed=4294967296 run_dir=x evaluation=3 model.data=null
-    model.lora.target_modules=to_q model.dtypes=float32 model.weights=mine model.lora=null model.resolution=31
-    model.preview_decoder=./nowhere model.embeddings=[a] callbacks.sample_grid.every=x
-    family.keep=97 family.explore=5 family.regenerate=null family.explore.solver=rk4 family.compile=maybe
-    +family.explore.stop_after=6 family.explore.decoder=preview optimizer=sgd optimizer.betas=0.9
-    optimizer._target_=torch.optim.Nowhere +optimizer.momentum=0.9 old_policy=null objective._target_=nowhere.loss
-    +objective.typo=1 precision.name=fp3 precision=fp3 reward=[] reward=[shapes,no] reward.pretrained=x
-    task=[train,audit] task._target_=nowhere.task data.train=. data.train=hf://a data.train=shapes-trian
-    data.eval_prompts=0 trainer.accelerator=gpu trainer.num_nodes=x trainer.strategy=teleport trainer=null
-    callbacks.checkpoint.save_top_k=-2 hydra.run.dir= hydra.run.dir=/dev/null/run hydra.mode=SIDEWAYS
-    hydra/launcher=nowhere iterations =3 iterations==3 iterations=[ iterations={ data.train='a data.train=${ ''=1
-    iterations..x=3 iterations.x=3 family/sol_rl family=../model/tiny family= family=5 family=null
-    family=[sol_rl,compile] family={sol_rl:1} experiment=nowhere + ~ ~nothing ~iterations=5 ~seed ~model ~reward
-    ~trainer ~family.pool ~model.lora ~evaluation ~objective.kl_weight +nothing=1 +ckpt=x seed=${nothing} seed=${seed}
-    seed=${oc.env:NOTHING_OF_THIS_NAME} iterations=1,2 ckpt= ckpt=[a] ckpt=best ckpt=. ckpt=/dev/null ckpt=last
+    iterations=1e400 run_dir=x evaluation=3 model.data=null family.keep=97 optimizer._target_=torch.optim.Nowhere
+    optimizer.betas=0.9 +objective.typo=1 precision=fp3 reward=[] reward=[shapes,no] task=[train,audit] data.train=.
+    data.train=hf://a data.train=shapes-trian model.preview_decoder=./nowhere trainer.accelerator=gpu trainer=null
+    trainer.num_nodes=x hydra.run.dir= hydra.run.dir=/dev/null/run hydra.mode=SIDEWAYS hydra/launcher=nowhere
+    iterations =3 iterations==3 iterations=[ iterations={ data.train='a data.train=${ ''=1 iterations..x=3
+    iterations.x=3 family/sol_rl family=../model/tiny family= family=5 family=null family=[sol_rl,compile]
+    family={sol_rl:1} experiment=nowhere + ~ ~nothing ~iterations=5 ~seed ~model ~reward +nothing=1 +ckpt=x
+    seed=${nothing} seed=${seed} seed=${oc.env:NOTHING_OF_THIS_NAME} iterations=1,2 ckpt= ckpt=[a] ckpt=best ckpt=.
+    ckpt=/dev/null ckpt=last
 """.split()
 _SEVERAL_ARGUMENTS = (
     ["data.train=\x07bell"],
@@ -58,12 +46,11 @@ _SEVERAL_ARGUMENTS = (
     ["-m", "hydra/sweeper=nowhere", "seed=1,2"],
     ["-m", "seed=1,2", "hydra.sweep.subdir=same"],
     ["--config-name", "nowhere"],
-    ["--config-path", "nowhere"],
     ["reward=clipscore", "reward.clipscore.pretrained=./nowhere"],
-    ["family=prefix", "family.explore.stop_after=10"],
-    ["objective=awm", "objective.ratio_clip=-1"],
-    ["objective=ram", "objective.strength=0"],
-    ["reward.combine=mean"],
+    ["task=compare", "task.runs='['"],
+    ["task=evaluate", "ckpt=nowhere.ckpt"],
+    ["task=export", "seed=1"],
+    ["task=generate", "task.prompt_file=."],
 )
 _TASKS = {
     "audit": "task.proxies=5 task.proxies=[5] task.proxies=[{sampler:shadow,steps:x}]",
@@ -78,12 +65,8 @@ _TASKS = {
 
 def command_lines() -> Iterator[list[str]]:
     """Refused before anything is written, all with status 2."""
-    for keys, values in ((_WHOLE, _NOT_WHOLE), (_NUMBERS, _NOT_NUMBERS), (_TEXTS, _NOT_TEXTS)):
-        yield from ([f"{key}={value}"] for key, value in itertools.product(keys, values))
     yield from ([argument] for argument in _ONE_ARGUMENT)
     yield from map(list, _SEVERAL_ARGUMENTS)
-    for task, cases in _TASKS.items():
-        yield from ([f"task={task}", argument] for argument in cases.split())
 
 
 # Files

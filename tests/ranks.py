@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, Trainer
 from nano import MAX_WORDS, PROMPTS
-from omegaconf import DictConfig
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -17,6 +16,7 @@ from solrl_lightning.build import build_loop, build_module, build_objective, ins
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.data.loaders import RankPrompts
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies import pipeline
 
 FAMILIES = ("sol_rl", "prefix")
@@ -72,11 +72,11 @@ def score(images: Tensor, prompts: list[str]) -> Tensor:
     return (red - green) * torch.tensor([SPREAD.get(prompt, 1.0) for prompt in prompts])
 
 
-def train(cfg: DictConfig) -> dict[str, Any]:
+def train(cfg: Run) -> dict[str, Any]:
     """This rank's part of the first iteration, and the weights after the last one."""
     results = Results()
     callbacks = [Requantize(), WeightEMA(), results]
-    options = {"strategy": "auto"} if cfg.trainer.devices == 1 else {}  # a single process shards nothing
+    options = {"strategy": "auto"} if cfg.trainer["devices"] == 1 else {}  # a single process shards nothing
     trainer = instantiate_trainer(cfg, logger=False, enable_checkpointing=False, callbacks=callbacks, **options)
     objective = build_objective(cfg)
     module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg, objective), objective)
@@ -97,20 +97,20 @@ def train(cfg: DictConfig) -> dict[str, Any]:
     return results.found | found
 
 
-def train_all(cfg: DictConfig) -> dict[str, dict[str, Any]]:
+def train_all(cfg: Run) -> dict[str, dict[str, Any]]:
     pipeline.EMBED_BATCH = 1
     results = {}
     for family in FAMILIES:
         chosen = with_option(cfg, "family", family)
-        chosen.family.update(pool=4, keep=2, compile=False)
+        chosen.family.pool, chosen.family.keep, chosen.family.compile = 4, 2, False
         results[family] = train(chosen)
-    chosen.prompts_per_iteration = chosen.data.eval_prompts = chosen.trainer.max_epochs = 2
-    chosen.trainer.strategy = {"_target_": "solrl_lightning.training.sharding.ShardedBase"}
+    chosen.prompts_per_iteration = chosen.data.eval_prompts = chosen.trainer["max_epochs"] = 2
+    chosen.trainer["strategy"] = {"_target_": "solrl_lightning.training.sharding.ShardedBase"}
     results["sharded"] = train(chosen)
     return results
 
 
-def save_all(cfg: DictConfig) -> None:
+def save_all(cfg: Run) -> None:
     """The task."""
     results = train_all(cfg)
     torch.save(results, Path(cfg.run_dir) / f"rank{results[FAMILIES[0]]['rank']}.pt")

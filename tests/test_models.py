@@ -10,17 +10,17 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, SanaPipeline
 from nano import BUILDERS, MAX_WORDS, PROMPTS, load_nano, lora_config, random_state, save_nano
-from omegaconf import DictConfig
 from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies import adapters
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.tasks.train import train
 from solrl_lightning.training.transformers import replicate
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 # FLUX has double and single; SD3's last has no text stream; SANA's first has its tokens transposed.
 KINDS_OF_BLOCKS = {"flux1": 2, "flux2": 2, "sd3": 2, "sana": 2, "qwen_image": 1}

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from omegaconf import DictConfig
-
 from solrl_lightning.artifacts.run_folder import RECORD
 from solrl_lightning.errors import UserError
 
@@ -24,12 +22,6 @@ class Run(NamedTuple):
     @property
     def seed(self) -> Any:
         return self.summary["config"]["seed"]
-
-
-def check_runs(cfg: DictConfig) -> None:
-    """UserError unless ``task.runs``, where the task has it, matches a finished run."""
-    if "runs" in cfg.task:
-        finished_runs(cfg.task.runs)
 
 
 def finished_runs(pattern: str) -> tuple[list[Run], dict[str, str]]:

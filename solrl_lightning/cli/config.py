@@ -5,6 +5,7 @@
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -29,6 +30,7 @@ from solrl_lightning.cli.console import first_lines
 from solrl_lightning.errors import UserError, did_you_mean, nearest
 
 CONFIG_MODULE = "solrl_lightning.conf"
+_ONE_EACH = "task model data family objective scheduler precision trainer".split()  # a run has one option of each
 
 
 class _OwnOptions(SearchPathPlugin):
@@ -174,6 +176,15 @@ def _swept(override: Override, every: bool) -> list[str]:
 
 def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
     """The configuration of a task: that of ``ConfigTree.compose`` without Hydra's part, resolved for ``run_dir``."""
+    with without_hydra(cfg, run_dir) as application:
+        OmegaConf.resolve(application)
+        OmegaConf.to_container(application, throw_on_missing=True)
+        return application
+
+
+@contextmanager
+def without_hydra(cfg: DictConfig, run_dir: str | Path) -> Iterator[DictConfig]:
+    """The same while it can be resolved."""
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(cfg)
     try:
@@ -181,11 +192,34 @@ def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
         with open_dict(cfg):
             cfg.run_dir = str(run_dir)
             del cfg["hydra"]
-        OmegaConf.resolve(cfg)
-        OmegaConf.to_container(cfg, throw_on_missing=True)
+        yield cfg
     finally:
         HydraConfig.instance().cfg = before
-    return cfg
+
+
+# Where options are
+
+
+def own_sources(hydra: DictConfig) -> list[str]:
+    """Where Hydra, of this configuration, looked for options beside the package and itself."""
+    return [
+        f"file://{Path(hydra.runtime.cwd) / source.path}"
+        if source.schema == "file"
+        else f"{source.schema}://{source.path}"
+        for source in hydra.runtime.config_sources
+        if "command-line" in source.provider
+    ]
+
+
+def searched(sources: Sequence[str]) -> list[str]:
+    """The override that makes Hydra look for options in ``sources``, if there are any."""
+    return [f"hydra.searchpath=[{','.join(map(quoted, sources))}]"] if sources else []
+
+
+def quoted(path: Path | str) -> str:
+    """A path as a value of Hydra's grammar."""
+    escaped = str(path).replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 # Names
@@ -244,6 +278,13 @@ def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
     target = known.get(f"{key.rpartition('.')[0]}._target_")
     adding = f" Write +{key}=<value> if {target} takes it." if target and parts[0] != "task" else ""
     return f"There is no key {key}.{near}{adding} --help lists the common ones, --cfg job shows all."
+
+
+def check_choices(cfg: DictConfig) -> None:
+    """UserError unless ``cfg``, as composed, has one option of each group that a run needs."""
+    for group in _ONE_EACH:
+        if not isinstance(cfg.hydra.runtime.choices.get(group), str):
+            raise UserError(f"A run needs a {group}; choose one with {group}=<option>.")
 
 
 def check_root(cfg: DictConfig, overrides: Sequence[Override]) -> None:

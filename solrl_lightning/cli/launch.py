@@ -1,40 +1,27 @@
 """Which process of a run this is, and a name for the run's folder that all of them find.
 
-Read from the environment, in the order of Lightning: torchrun, srun, jsrun, mpirun, its own launcher. Nothing heavy is
-loaded yet.
+Read from the environment, in the order of Lightning: torchrun, srun, others, its own launcher. Imports nothing heavy.
 """
 
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from datetime import datetime
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
-from hydra.core.hydra_config import HydraConfig
-from omegaconf import open_dict, read_write
-
-from solrl_lightning.artifacts.run_folder import claimed
-from solrl_lightning.cli.resume import own_sources, searched
 from solrl_lightning.errors import UserError
 
-_RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+_OTHERS = ("OMPI_COMM_WORLD", "PMI", "JSM_NAMESPACE")  # mpirun of Open MPI, of MPICH and Intel MPI; jsrun
 
 
 def is_first() -> bool:
     """Whether this process starts the run: rank 0, the only one that checks and writes its folder."""
-    ranks = {  # torchrun numbers nodes by itself, whatever srun calls them
-        _torchrun: ["RANK"],
-        _srun: ["SLURM_PROCID"],
-        _jsrun: ["JSM_NAMESPACE_RANK"],
-        _mpirun: ["OMPI_COMM_WORLD_RANK", "PMI_RANK"],
-    }
-    alone = ["RANK", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"]
-    names = next((names for is_launcher, names in ranks.items() if is_launcher()), alone)
+    if _torchrun():  # which numbers nodes by itself, whatever srun calls them
+        names = ["RANK"]
+    elif _srun():
+        names = ["SLURM_PROCID"]
+    else:
+        names = [f"{name}_RANK" for name in _OTHERS] if _others() else ["RANK", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"]
     return all(int(os.environ.get(name, "0")) == 0 for name in names)
 
 
@@ -63,7 +50,7 @@ def launched(pattern: str) -> str:
     return datetime.now().strftime(pattern)
 
 
-def check_launched(folders: str, num_nodes: int) -> None:
+def check_launched(folders: str, num_nodes: object) -> None:
     """UserError if ``folders``, uninterpolated, have a name on which the ranks cannot agree."""
     if "${launched:" not in folders:
         return
@@ -72,9 +59,9 @@ def check_launched(folders: str, num_nodes: int) -> None:
         raise UserError(f"torchrun without a store of its own lets the ranks of a run agree on no folder. {way_out}")
     if _torchrun() or _srun():
         return
-    if _jsrun() or _mpirun():
+    if _others():
         raise UserError(f"jsrun and mpirun let the ranks of a run agree on no folder. {way_out}")
-    if num_nodes > 1:
+    if isinstance(num_nodes, int) and num_nodes > 1:
         raise UserError(
             f"trainer.num_nodes={num_nodes} is invalid without a folder: on nodes where neither torchrun nor srun "
             f"starts the ranks, every command would choose its own. {way_out}"
@@ -89,14 +76,9 @@ def _srun() -> bool:
     return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
-def _jsrun() -> bool:
-    return {"LSB_JOBID", "LSB_DJOB_RANKFILE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_SIZE"} <= os.environ.keys()
-
-
-def _mpirun() -> bool:
-    """Whether Open MPI, MPICH or Intel MPI started several processes; Lightning knows of them by mpi4py."""
-    sizes = (os.environ.get(name, "1") for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
-    return find_spec("mpi4py") is not None and any(int(size) > 1 for size in sizes)
+def _others() -> bool:
+    """Whether a launcher without a name for the folder has started several processes."""
+    return any(int(os.environ.get(f"{name}_SIZE", "1")) > 1 for name in _OTHERS)
 
 
 def _time_of_first(pattern: str) -> str:
@@ -107,31 +89,3 @@ def _time_of_first(pattern: str) -> str:
     if is_first():
         store.set(pattern, datetime.now().strftime(pattern))
     return store.get(pattern).decode()
-
-
-@contextmanager
-def isolated_sweep_job(folder: Path) -> Iterator[None]:
-    """Makes a sweep job look like a standalone run in ``folder`` to Lightning's launcher.
-
-    Lightning starts further ranks with the program and the command line of this process, in ``hydra.run.dir``, and
-    leaves its rank variables in the environment, where the next job would read them.
-    """
-    from torch import distributed  # --help and mistakes do without
-
-    settings: Any = HydraConfig.get()
-    with read_write(settings), open_dict(settings):
-        settings.run.dir = settings.runtime.output_dir
-    program = sys.modules["__main__"]
-    spec, arguments, environment = program.__spec__, sys.argv[1:], dict(os.environ)
-    program.__spec__ = find_spec("solrl_lightning.__main__")
-    sys.argv[1:] = [*settings.overrides.task, *searched(own_sources(settings))]
-    try:
-        with claimed(folder, new=False) if is_first() else nullcontext():
-            yield
-    finally:
-        program.__spec__ = spec
-        sys.argv[1:] = arguments
-        for name in _RANK_VARIABLES - environment.keys():
-            os.environ.pop(name, None)
-        if distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free
-from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.cli.config import ConfigTree, application_config, own_sources, quoted, searched
 from solrl_lightning.errors import UserError
 
 OUTPUTS = Path("outputs")
@@ -89,13 +89,13 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         if o.key_or_group not in ("ckpt", "task") and (training or not o.key_or_group.startswith("task."))
     ]
     lines = [str(o.input_line) for o in begun if o.key_or_group not in new_keys] + [str(o.input_line) for o in own]
-    merged = [*searched(sources), *lines, f"ckpt={_quoted(checkpoint.resolve())}"]
+    merged = [*searched(sources), *lines, f"ckpt={quoted(checkpoint.resolve())}"]
     if in_place:
         _check_resumable(tree, source, checkpoint, begun, own, lines)
         # First, so that a further rank's own hydra.output_subdir=null, which keeps it from writing, wins.
         merged.insert(0, f"hydra.output_subdir={NEXT_RECORD.as_posix()}")
     if home := source if in_place else folder:
-        merged.append(f"hydra.run.dir={_quoted(home)}")
+        merged.append(f"hydra.run.dir={quoted(home)}")
     taken = _listed([*searched(sources), *begun]) if recorded else "not known, because its folder has no record"
     message = (
         f"{'continuing' if in_place else 'from'} {checkpoint}, with the overrides of its run: {taken}; "
@@ -240,28 +240,6 @@ def _read_record(file: Path, kind: type[ListConfig] | type[DictConfig]) -> Any:
             "all of that command line beside ckpt."
         )
     return record
-
-
-def own_sources(hydra: DictConfig) -> list[str]:
-    """Where Hydra, of this configuration, looked for options beside the package and itself."""
-    return [
-        f"file://{Path(hydra.runtime.cwd) / source.path}"
-        if source.schema == "file"
-        else f"{source.schema}://{source.path}"
-        for source in hydra.runtime.config_sources
-        if "command-line" in source.provider
-    ]
-
-
-def searched(sources: Sequence[str]) -> list[str]:
-    """The override that makes Hydra look for options in ``sources``, if there are any."""
-    return [f"hydra.searchpath=[{','.join(map(_quoted, sources))}]"] if sources else []
-
-
-def _quoted(path: Path | str) -> str:
-    """A path as a value of Hydra's grammar."""
-    escaped = str(path).replace("'", "\\'")
-    return f"'{escaped}'"
 
 
 # Checkpoints

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.precisions import AUTO, BACKENDS, check_backend
+from solrl_lightning.names import AUTO, BACKENDS, check_backend
 from solrl_lightning.quantization import transformer_engine
 from solrl_lightning.quantization.formats import FORMATS, NativeBackend
 from solrl_lightning.quantization.linear import QuantizedLinear

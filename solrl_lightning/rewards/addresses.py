@@ -5,9 +5,8 @@ import ipaddress
 import os
 import re
 import socket
+from collections.abc import Container
 from importlib.util import find_spec
-
-from omegaconf import DictConfig
 
 from solrl_lightning.errors import UserError
 
@@ -33,7 +32,7 @@ def check_url(key: str, url: object) -> None:
         )
 
 
-def check_served(cfg: DictConfig) -> None:
+def check_served(rewards: Container[str], host: str, port: int) -> None:
     """Raise ``UserError`` if task=serve cannot serve the rewards at its address, or must not without a token."""
     for package in ("fastapi", "uvicorn"):
         if find_spec(package) is None:
@@ -41,18 +40,18 @@ def check_served(cfg: DictConfig) -> None:
                 f"task=serve is invalid: the package {package} is not installed. Install it with "
                 'pip install "solrl-lightning[serve]".'
             )
-    if "http" in cfg.reward:
+    if "http" in rewards:
         raise UserError(
             "reward=http is invalid with task=serve: a server of its own scores that reward. Choose another reward."
         )
-    host, token = str(cfg.task.host), read_token()
+    token = read_token()
     bound(host, 0).close()  # on any port: a misspelt name needs no token
     if not token and not is_loopback(host):
         raise UserError(
             f"task.host={host} is invalid without a token: other machines can reach it. Set one with "
             f"export {TOKEN}=<token>, here and where reward=http runs, or leave task.host out."
         )
-    bound(host, cfg.task.port).close()
+    bound(host, port).close()
 
 
 def is_loopback(host: str) -> bool:

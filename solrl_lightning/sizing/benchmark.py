@@ -1,19 +1,20 @@
 """Measurements of task=benchmark: forward passes of the transformer, and iterations of training by family."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import product
 from statistics import median
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.build import build_module, uses_shadow, with_option
-from solrl_lightning.cli.checks import check_decoder, check_values
+from solrl_lightning.names import Decoder
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Benchmark
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.scaled_linear import operand_dtype
@@ -29,28 +30,29 @@ ROLLOUT = STOPWATCH_STAGES[:-1]  # without training
 _BASELINES = ("naive_scaling", "compile")
 
 
-def family_configs(cfg: DictConfig, device: torch.device) -> dict[str, DictConfig]:
+def family_configs(cfg: Run, device: torch.device) -> dict[str, Run]:
     """The configuration of every row; its name is the family, with precision and decoder if the task lists them."""
-    configs = {}
-    for family in cfg.task.families:
+    task, configs = cfg.task_as(Benchmark), {}
+    for family in task.families:
         run = with_option(cfg, "family", family)
-        run.family.update({key: value for key, value in cfg.task.sizes.items() if value is not None})
+        run.family.pool = task.sizes.pool or run.family.pool
+        run.family.keep = task.sizes.keep or run.family.keep
         if run.family.compile == "auto":  # eager products are not to be compared with the family compile's
-            run.family.compile = bool(cfg.task.compile) and can_compile(device)
-        check_values(run)
-        precisions = cfg.task.precisions if uses_shadow(run) else None
-        decoders = cfg.task.decoders if run.family.explore is not None else None
-        for precision, decoder in product(precisions or [None], decoders or [None]):
-            row = run.copy() if precision is None else with_option(run, "precision", precision)
-            if decoder is not None:
+            run.family.compile = task.compile and can_compile(device)
+        run = Run.of_tree(run.tree())
+        precisions: Sequence[str | None] = (uses_shadow(run) and task.precisions) or [None]
+        decoders: Sequence[Decoder | None] = (run.family.explore is not None and task.decoders) or [None]
+        for precision, decoder in product(precisions, decoders):
+            row = run.model_copy(deep=True) if precision is None else with_option(run, "precision", precision)
+            if decoder is not None and row.family.explore is not None:
                 row.family.explore.decoder = decoder
-                check_decoder(row, "task.decoders", decoder)
+                run.check_decoder("task.decoders", decoder)
             configs[" ".join(word for word in (family, precision, decoder) if word is not None)] = row
     return configs
 
 
 @torch.no_grad()
-def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
+def forward_times(cfg: Run, device: torch.device) -> dict[str, Any]:
     """Median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
     release(device)
     module = build_module(cfg, device, [Stage(EXPLORE, SHADOW, steps=1, solver="euler")])
@@ -60,7 +62,7 @@ def forward_times(cfg: DictConfig, device: torch.device) -> dict[str, Any]:
     assert shadow is not None, "a stage samples from it"
     clone = replica.clone_sharing_weights
     variants: dict[str, nn.Module] = {f"{name} eager": clone(transformer) for name, transformer in originals.items()}
-    if cfg.task.compile and can_compile(device):
+    if cfg.task_as(Benchmark).compile and can_compile(device):
         for name, transformer in originals.items():
             compiled = clone(transformer)
             compile_blocks(compiled, fullgraph=name != "shadow" or shadow.fullgraph)
@@ -103,7 +105,7 @@ def matmul_peak(device: torch.device) -> dict[str, Any]:
     return {"tflops": tflops, "size": size, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def times_of_families(families: dict[str, DictConfig], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
+def times_of_families(families: dict[str, Run], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
     """The times of each row. Alternates the order, so that slow drift affects all rows equally."""
     runs: dict[str, list[list[Lap]]] = {name: [] for name in families}
     memory: dict[str, Any] = {}
@@ -115,7 +117,7 @@ def times_of_families(families: dict[str, DictConfig], rounds: int, device: torc
 
 
 def family_times(
-    cfg: DictConfig, runs: list[list[Lap]], memory: Mapping[str, Any], device: torch.device
+    cfg: Run, runs: list[list[Lap]], memory: Mapping[str, Any], device: torch.device
 ) -> dict[str, Any]:
     """Median seconds of an iteration of ``cfg.family`` and of its stages, 0 for a stage that it lacks."""
     laps = [lap for _, *timed in runs for lap in timed]

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
 from torch import Tensor
 
 from solrl_lightning.artifacts.tables import OK, WRONG, Row
 from solrl_lightning.build import lora_config, quantization_rule, samplers_of
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies.adapters import OLD
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.compilation import should_compile
@@ -30,11 +30,11 @@ _BLOCKS = 2  # of each kind
 _CPU_PRODUCTS = 2 * 10**8  # of the whole model's linear layers; sets the batch of the blocks on a CPU
 
 
-def without_files(cfg: DictConfig) -> DictConfig:
+def without_files(cfg: Run) -> Run:
     """A copy of the configuration whose policy reads config files only."""
-    changed = cfg.copy()
-    for name in {"embeddings", "preview_decoder", "transformer_weights"} & changed.model.policy.keys():
-        changed.model.policy[name] = None
+    changed = cfg.model_copy(deep=True)
+    policy: dict[str, Any] = changed.model.policy  # type: ignore[assignment]
+    policy.update(dict.fromkeys({"embeddings", "preview_decoder", "transformer_weights"} & policy.keys()))
     return changed
 
 
@@ -61,7 +61,7 @@ def write_short(architecture: Architecture, folder: Path) -> None:
 
 @torch.no_grad()
 def check_blocks(
-    cfg: DictConfig, run: Plan, shadow: Backend | None, device: torch.device, compiled: bool
+    cfg: Run, run: Plan, shadow: Backend | None, device: torch.device, compiled: bool
 ) -> Iterator[Row]:
     """Compile a few blocks of all samplers for both batch sizes, refresh and time the replicas, and yield the rows."""
     from torch._dynamo.testing import CompileCounterWithBackend  # takes a second to import

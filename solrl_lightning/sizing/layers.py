@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import BACKENDS
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, use_fp32_products
-from solrl_lightning.precisions import BACKENDS
 from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.quantization.formats import FORMATS
 from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear, with_limit

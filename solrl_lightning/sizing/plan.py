@@ -5,13 +5,15 @@ The policy is built on the device ``meta``, where tensors have shapes but no num
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.build import build_objective, lora_config, quantization_rule, stages_of, uses_shadow, with_option
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Plan as PlanOptions
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.architectures import Architecture, find_architecture
@@ -65,7 +67,7 @@ class Card(NamedTuple):
 
 
 def plan_run(
-    cfg: DictConfig,
+    cfg: Run,
     backend: Backend,
     recomputed: Collection[bool | str] = CHECKPOINTING,
     devices: int = 1,
@@ -93,13 +95,13 @@ def plan_run(
     latents: dict[str | None, Latents] = {None: pool_latents(cfg, policy.latent_shape, devices)}
     if uses_shadow(cfg):
         latents["prefix"] = pool_latents(with_option(cfg, "family", "prefix"), policy.latent_shape, devices)
-    options = {key: None if key == "family" else OmegaConf.select(cfg, key) for key in OPTIONS}
+    options = {key: None if key == "family" else reduce(getattr, key.split("."), cfg) for key in OPTIONS}
     size = {
         "policy": stored[cfg.base_weights],
         "merged": replica_bytes(weights, adapted),
         "shadow_packed": packed if uses_shadow(cfg) else 0,
         "shadow_here": shadows[backend],
-        "lora": (3 if cfg.callbacks and cfg.callbacks.get("ema") else 2) * lora,
+        "lora": (3 if cfg.callback("ema") else 2) * lora,
         "gradients_and_moments": 3 * lora,
         "autoencoder": bytes_of(policy.pipeline.vae),
         "text_encoders": encoder_bytes(architecture, policy.dtypes),
@@ -114,7 +116,7 @@ def plan_run(
     return Plan(policy, architecture, layers, passes, parameters, size, footprint, options, shadows)
 
 
-def pool_latents(cfg: DictConfig, shape: Sequence[int], devices: int = 1) -> Latents:
+def pool_latents(cfg: Run, shape: Sequence[int], devices: int = 1) -> Latents:
     """Bytes of the latents of an iteration of ``cfg`` on one of ``devices``; one candidate's have ``shape``."""
     objective = build_objective(cfg)
     stages, prompts = stages_of(cfg, objective), math.ceil(cfg.prompts_per_iteration / devices)
@@ -133,7 +135,7 @@ def layer_statistics(layers: Sequence[LayerPlan]) -> Json:
     }
 
 
-def cards_of(task: DictConfig, device: torch.device) -> list[Card]:
+def cards_of(task: PlanOptions, device: torch.device) -> list[Card]:
     """This machine's GPU, if ``device`` is one, and ``task.cards``."""
     cards = [
         Card(Hardware(card.name, capability=divmod(round(10 * card.capability), 10)), card.memory)
@@ -144,7 +146,7 @@ def cards_of(task: DictConfig, device: torch.device) -> list[Card]:
     return cards
 
 
-def on_card(plan: Plan, card: Card, backend: Backend, task: DictConfig) -> Json:
+def on_card(plan: Plan, card: Card, backend: Backend, task: PlanOptions) -> Json:
     """Arguments that fit ``card``, whose shadow is in ``backend``, with ``task.reserve`` GB left; or come nearest."""
     footprint = plan.footprint._replace(shadow=plan.shadows[backend])
     options = fit(footprint, plan.options, room := round((card.memory - task.reserve) * 1e9))

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer
-from omegaconf import DictConfig
 
 from solrl_lightning.build import build_loop, build_module, build_objective, stages_of
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.machine.memory import peak_resident_bytes
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Benchmark
 
 _ROUNDS, _SECONDS = 20, 0.5  # of ``least_seconds``: maximum number of timed calls, and when no call starts any more
 
@@ -50,7 +51,7 @@ def format_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
 
 
-def run_iterations(cfg: DictConfig, device: torch.device, *observers: Callback) -> list[Lap]:
+def run_iterations(cfg: Run, device: torch.device, *observers: Callback) -> list[Lap]:
     """One iteration of warm-up and ``task.repeats`` others, without callbacks except re-quantisation and observers."""
     release(device)
     timings = StageTimings()
@@ -58,7 +59,7 @@ def run_iterations(cfg: DictConfig, device: torch.device, *observers: Callback) 
         cfg.trainer,
         logger=False,
         callbacks=[*observers, timings, Requantize()],
-        max_epochs=1 + cfg.task.repeats,
+        max_epochs=1 + cfg.task_as(Benchmark).repeats,
         devices=1,
         num_nodes=1,
         strategy="auto",

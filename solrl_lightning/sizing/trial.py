@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 from hydra.utils import get_object
-from omegaconf import DictConfig, OmegaConf, open_dict
 
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.tables import OK, WRONG, Row
 from solrl_lightning.build import build_objective, build_rewards, with_option
-from solrl_lightning.cli.checks import REWARD_FILES, reward_members
+from solrl_lightning.options.reward import REWARD_FILES
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Benchmark
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.sizing.environment import local_path
 from solrl_lightning.sizing.footprint import Footprint, Options, fit, overrides
@@ -57,33 +58,34 @@ def judge_memory(footprint: Footprint, options: Options, total: int, parts: Mapp
     return Row("memory", WRONG, text, way_out, measured)
 
 
-def run_files(cfg: DictConfig) -> dict[str, str]:
+def run_files(cfg: Run) -> dict[str, str]:
     """key -> path or hub id of a run's files. The embedded model and random weights need none."""
-    keys = ["model.pretrained", "model.preview_decoder", "model.transformer_weights"]
-    models = {key: OmegaConf.select(cfg, key) for key in keys if cfg.model.weights == "pretrained"}
+    names = ["pretrained", "preview_decoder", "transformer_weights"] if cfg.model.weights == "pretrained" else []
+    models = {f"model.{name}": getattr(cfg.model, name) for name in names}
     return {key: source for key, source in models.items() if source not in (None, "tiny")} | reward_files(cfg)
 
 
-def reward_files(cfg: DictConfig) -> dict[str, str]:
+def reward_files(cfg: Run) -> dict[str, str]:
     """key -> path or hub id of the rewards' files."""
     files: dict[str, str] = {}
-    for name, member in reward_members(cfg).items():
+    for name, member in cfg.reward.members.items():
         if "pretrained" in member and cfg.reward.pretrained is not None:
             member["pretrained"] = cfg.reward.pretrained
         files |= {f"reward.{name}.{k}": member[k] for k in REWARD_FILES if k in member}
     return files
 
 
-def with_local_rewards(cfg: DictConfig) -> DictConfig:
+def with_local_rewards(cfg: Run) -> Run:
     """A copy with local folders instead of hub ids, so that loading does not access the hub."""
-    changed = cfg.copy()
+    changed = cfg.model_copy(deep=True)
     changed.reward.pretrained = None
     for key, source in reward_files(cfg).items():
-        OmegaConf.update(changed, key, str(local_path(source)))
+        _, name, part = key.split(".")
+        changed.reward.entries[name][part] = str(local_path(source))
     return changed
 
 
-def check_rewards(cfg: DictConfig, device: torch.device) -> Iterator[Row]:
+def check_rewards(cfg: Run, device: torch.device) -> Iterator[Row]:
     """Load the rewards, score one image, and yield the row."""
     start = time.perf_counter()
     rewards = build_rewards(with_local_rewards(cfg), device)
@@ -94,9 +96,9 @@ def check_rewards(cfg: DictConfig, device: torch.device) -> Iterator[Row]:
     yield Row("reward", OK, f"loaded, and one image of noise scored in {time.perf_counter() - start:.1f} s: {values}")
 
 
-def prompts_for(cfg: DictConfig) -> str:
+def prompts_for(cfg: Run) -> str:
     """A source of prompts that all rewards can score: captions, or the example of a reward that needs other prompts."""
-    targets = [get_object(member["_target_"]) for member in reward_members(cfg).values()]
+    targets = [get_object(member["_target_"]) for member in cfg.reward.members.values()]
     for text, metadata in (getattr(target, "example", Reward.example) for target in targets):
         if text != Reward.example[0]:
             file = Path(cfg.run_dir) / "doctor.jsonl"
@@ -105,20 +107,19 @@ def prompts_for(cfg: DictConfig) -> str:
     return "shapes-train"
 
 
-def smoke_config(cfg: DictConfig, count: int) -> DictConfig:
+def smoke_config(cfg: Run, count: int) -> Run:
     """A copy with one prompt, a pool that fills one rollout batch, and kept samples that fill one micro-batch."""
     changed = with_option(with_local_rewards(cfg), "data", "shapes")
     changed.data.train = prompts_for(cfg)
     levels = build_objective(cfg).rows_per_sample(cfg.family.regenerate.steps)
-    with open_dict(changed):
-        changed.prompts_per_iteration = 1
-        changed.family.keep = min(cfg.family.keep, 2 * math.ceil(cfg.model.micro_batch / levels / 2))
-        changed.family.pool = min(cfg.family.pool, max(cfg.model.rollout_batch, changed.family.keep))
-        changed.task.update({"reads": ["train"], "repeats": count - 1})
+    changed.prompts_per_iteration = 1
+    changed.family.keep = min(cfg.family.keep, 2 * math.ceil(cfg.model.micro_batch / levels / 2))
+    changed.family.pool = min(cfg.family.pool, max(cfg.model.rollout_batch, changed.family.keep))
+    changed.task = Benchmark.model_construct(reads=["train"], repeats=count - 1)
     return changed
 
 
-def check_iterations(cfg: DictConfig, run: Plan, device: torch.device, count: int) -> Iterator[Row]:
+def check_iterations(cfg: Run, run: Plan, device: torch.device, count: int) -> Iterator[Row]:
     """Run whole iterations of training, and yield the row with their time and memory and the plan's."""
     smoke = smoke_config(cfg, count)
     laps = run_iterations(smoke, device)

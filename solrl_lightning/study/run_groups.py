@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from solrl_lightning.artifacts.finished_runs import RECORDED_CONFIG, Run
 from solrl_lightning.artifacts.run_folder import RECORD
 from solrl_lightning.cli.resume import is_subkey, leaves
-from solrl_lightning.precisions import AUTO, BACKENDS
+from solrl_lightning.names import AUTO, BACKENDS
 from solrl_lightning.study.time_to_reward import GroupCurve
 
 COSTS = ("iteration", "seconds", "evaluations")

@@ -21,13 +21,15 @@ from typing import Any, NamedTuple
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.transforms import Bbox
-from omegaconf import DictConfig, OmegaConf
 from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_module, device_of, exploring_stages, load_adapters, with_option
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
+from solrl_lightning.options.family import Explorer
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Audit
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rollout.explore import run_family
@@ -58,17 +60,17 @@ class Scored(NamedTuple):
         return [stage for stage in self.stages if stage.name == _PROXY]
 
 
-def audit(cfg: DictConfig) -> dict[str, Any]:
+def audit(cfg: Run) -> dict[str, Any]:
     """Rank fidelity of every explorer of ``cfg.task.proxies``, of the base or of ``cfg.ckpt``.
 
     Writes audit.json and audit.png, fidelity against cost.
     """
-    options = cfg.task
+    options = cfg.task_as(Audit)
     scored: list[Scored] = []
     default_precision = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device_of(cfg)).precision
     grouped: dict[str | None, list[list[Stage]]] = {}
     for explorer in options.proxies:
-        requested = explorer.get("precision")
+        requested = explorer.precision
         group = grouped.setdefault(None if requested == default_precision else requested, [])
         if (stages := _stages(explorer, cfg)) not in group:  # precision=auto may be one that is listed
             group.append(stages)
@@ -101,10 +103,11 @@ def audit(cfg: DictConfig) -> dict[str, Any]:
     return result
 
 
-def describe(explorer: Scored, truth: Tensor, gap: float, cfg: DictConfig) -> dict[str, Any]:
+def describe(explorer: Scored, truth: Tensor, gap: float, cfg: Run) -> dict[str, Any]:
     """An explorer's settings, cost and fidelity to the merits ``truth`` [P, N], whose gap is ``gap``."""
-    first, keep, passes = explorer.stages[0], cfg.task.keep, forward_passes(cfg.model.get("guidance_scale", 1))
-    *explored, regenerated = evaluations(explorer.stages, cfg.task.pool)
+    task = cfg.task_as(Audit)
+    first, keep, passes = explorer.stages[0], task.keep, forward_passes(cfg.model.guidance_scale)
+    *explored, regenerated = evaluations(explorer.stages, task.pool)
     proxy_gap = reward_gap(explorer.merits, truth, keep)
     return {
         "name": name_of(explorer, cfg.model.solver),
@@ -127,22 +130,24 @@ def describe(explorer: Scored, truth: Tensor, gap: float, cfg: DictConfig) -> di
     }
 
 
-def _stages(explorer: Mapping[str, Any], cfg: DictConfig) -> list[Stage]:
-    return [*exploring_stages(explorer, cfg.model.solver, cfg.task.keep, name=_PROXY), Stage(REGENERATE, *_full(cfg))]
+def _stages(explorer: Explorer, cfg: Run) -> list[Stage]:
+    keep = cfg.task_as(Audit).keep
+    return [*exploring_stages(explorer, cfg.model.solver, keep, name=_PROXY), Stage(REGENERATE, *_full(cfg))]
 
 
-def _full(cfg: DictConfig) -> tuple[str, int, str]:
+def _full(cfg: Run) -> tuple[str, int, str]:
     return MERGED, cfg.model.full_steps, cfg.model.solver
 
 
-def score_pool(cfg: DictConfig, families: Sequence[list[Stage]]) -> list[Scored]:
+def score_pool(cfg: Run, families: Sequence[list[Stage]]) -> list[Scored]:
     """Sample and score the pool by each of ``families``, after a warm-up in which compiled samplers compile."""
+    task = cfg.task_as(Audit)
     module = build_module(cfg, device_of(cfg), [stage for stages in families for stage in stages])
     if cfg.ckpt is not None:
         load_adapters(module, cfg.ckpt)
     module.sync_samplers(version=0)
-    prompts = module.encode(module.evaluation.prompts[: cfg.task.prompts])
-    seeds = pool_seeds(cfg.seed, 0, prompts.texts, cfg.task.pool)
+    prompts = module.encode(module.evaluation.prompts[: task.prompts])
+    seeds = pool_seeds(cfg.seed, 0, prompts.texts, task.pool)
 
     seconds_of: defaultdict[str, float] = defaultdict(float)
 
@@ -194,13 +199,13 @@ def name_of(explorer: Scored, solver: str) -> str:
 # The recommendation
 
 
-def command_of(explorer: Scored, cfg: DictConfig) -> str | None:
+def command_of(explorer: Scored, cfg: Run) -> str | None:
     """The command of a run with this explorer and the audit's other options; None if no family can.
 
     Exploration on merged weights that stops early continues in regeneration, so steps and solver are equal; an explorer
     that is the truth leaves nothing to regenerate.
     """
-    rungs, first = explorer.rungs, explorer.stages[0]
+    task, rungs, first = cfg.task_as(Audit), explorer.rungs, explorer.stages[0]
     stops = rungs[-1].stop_step is not None
     if first.sampler == MERGED and stops != ((first.sampler, first.steps, first.solver) == _full(cfg)):
         return None
@@ -208,14 +213,15 @@ def command_of(explorer: Scored, cfg: DictConfig) -> str | None:
     explore: dict[str, Any] = first._asdict() | {"stop_after": first.stop_step}
     if len(rungs) > 1:
         explore["rungs"] = [{"step": stage.stop_step or stage.steps, "keep": stage.keep} for stage in rungs]
-    defaults: Any = OmegaConf.to_container(with_option(cfg, "family", family).family)
+    defaults = with_option(cfg, "family", family).family.model_dump(exclude_unset=True)
+    counts = {"pool": task.pool, "keep": task.keep}
     arguments = [f"family={family}"] + [f"precision={explorer.precision}"] * (first.sampler == SHADOW)
-    arguments += [f"family.{key}={cfg.task[key]}" for key in ("pool", "keep") if cfg.task[key] != defaults[key]]
+    arguments += [f"family.{key}={count}" for key, count in counts.items() if count != defaults[key]]
     for key, value in defaults["explore"].items():
         if value != explore[key]:
             text = str(explore[key]).replace("'", "").replace(" ", "")
             arguments.append(f"family.explore.{key}={text}")
-    return shlex.join(["python", "-m", "solrl_lightning", *arguments, *filter(_is_kept, cfg.task.overrides)])
+    return shlex.join(["python", "-m", "solrl_lightning", *arguments, *filter(_is_kept, task.overrides)])
 
 
 def _is_kept(override: str) -> bool:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import device_of
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Benchmark
 from solrl_lightning.sizing.benchmark import (
     FORWARDS,
     ROLLOUT,
@@ -29,8 +30,10 @@ from solrl_lightning.sizing.benchmark import (
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 
 
-def benchmark(cfg: DictConfig) -> dict[str, Any]:
+def benchmark(cfg: Run) -> dict[str, Any]:
     """Run both measurements, write benchmark.json and print the tables."""
+    task = cfg.task_as(Benchmark)
+    task = cfg.task_as(Benchmark)
     device = device_of(cfg)
     families = family_configs(cfg, device)
     result: dict[str, Any] = {
@@ -43,8 +46,8 @@ def benchmark(cfg: DictConfig) -> dict[str, Any]:
     }
     result["forward"] = forward_times(cfg, device)
     print(format_forward(result["forward"]), flush=True)
-    result["families"] = with_speedups(times_of_families(families, cfg.task.rounds, device))
-    print(format_families(result["families"], cfg.task.rounds * cfg.task.repeats), flush=True)
+    result["families"] = with_speedups(times_of_families(families, task.rounds, device))
+    print(format_families(result["families"], task.rounds * task.repeats), flush=True)
     path = Path(cfg.run_dir) / "benchmark.json"
     write_json(path, result)
     print(f"  {path}", flush=True)

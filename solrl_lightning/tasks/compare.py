@@ -9,14 +9,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from omegaconf import DictConfig
-
 from solrl_lightning import __version__
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.finished_runs import finished_runs
 from solrl_lightning.artifacts.formatting import counted, measured
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Compare
 from solrl_lightning.study.confidence import mean_of
 from solrl_lightning.study.learning_curves import curve_chart, draw_curves, known_costs
 from solrl_lightning.study.report import Page, Section, Table, Tile, render
@@ -26,25 +26,26 @@ from solrl_lightning.study.time_to_reward import cost_to_reach, first_reached, r
 _BASELINE = "family=diffusionnft"  # its group is the reference unless task.reference names another
 
 
-def compare(cfg: DictConfig) -> dict[str, Any]:
+def compare(cfg: Run) -> dict[str, Any]:
     """Print the tables of the runs that match ``cfg.task.runs``; write compare.json, compare.png and report.html.
 
     Raises:
         UserError: no run matches, none of them is finished, their rewards differ, or no group has the words of
             ``cfg.task.reference``.
     """
-    runs, left_out = finished_runs(cfg.task.runs)
+    task = cfg.task_as(Compare)
+    runs, left_out = finished_runs(task.runs)
     rewards = list(dict.fromkeys(run.summary["reward"] for run in runs))
     if len(rewards) > 1:
         raise UserError(
-            f"task.runs={cfg.task.runs} is invalid: its runs have different rewards, {', '.join(rewards)}, which do "
+            f"task.runs={task.runs} is invalid: its runs have different rewards, {', '.join(rewards)}, which do "
             f"not compare. Choose the runs of one by their folders, as in 'task.runs=outputs/train/*{rewards[0]}*'."
         )
     groups, superseded = group_runs(runs)
-    reference = choose_reference(groups, cfg.task.reference)
+    reference = choose_reference(groups, task.reference)
     seconds = equal_seconds(groups)
     result = {
-        "runs": cfg.task.runs,
+        "runs": task.runs,
         "reward": rewards[0],
         "reference": reference.name,
         "target": fmean(reference.finals.values()),

@@ -10,14 +10,14 @@ from itertools import chain
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning import IMPORTED
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
 from solrl_lightning.build import build_objective, device_of, stages_of, uses_shadow
 from solrl_lightning.callbacks.common import file_logger
-from solrl_lightning.cli.checks import reward_members
 from solrl_lightning.errors import CheckFailed, UserError
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Doctor
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import resolve_from
 from solrl_lightning.sizing.attention import attention_shapes, check_attention
@@ -37,7 +37,7 @@ from solrl_lightning.sizing.trial import (
 )
 
 
-def doctor(cfg: DictConfig) -> Json:
+def doctor(cfg: Run) -> Json:
     """Print each row when it is measured, and write all to ``doctor.json``.
 
     Raises:
@@ -57,9 +57,9 @@ def doctor(cfg: DictConfig) -> Json:
     result = {
         "model": cfg.model.pretrained,
         "weights": cfg.model.weights,
-        "precision": OmegaConf.to_container(cfg.precision),
+        "precision": cfg.precision.model_dump(),
         "stages": [stage._asdict() for stage in stages_of(cfg, build_objective(cfg))],
-        "rewards": list(reward_members(cfg)),
+        "rewards": list(cfg.reward.members),
         "counts": counts,
         "rows": [row._asdict() for row in rows],
         "peak_memory": peak_memory(torch.device("cpu"))["bytes"],
@@ -88,7 +88,7 @@ def guarded(check: str, rows: Iterator[Row], way_out: str) -> Iterator[Row]:
         yield Row(check, WRONG, f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", way_out)
 
 
-def check_run(cfg: DictConfig) -> Iterator[Row]:
+def check_run(cfg: Run) -> Iterator[Row]:
     """Yield the rows about the run: precision, layers, compilation, memory, reward, iterations."""
     device = device_of(cfg)
     on_gpu = device.type == "cuda"
@@ -118,7 +118,7 @@ def check_run(cfg: DictConfig) -> Iterator[Row]:
     else:
         reward_rows = list(guarded("reward", check_rewards(cfg, device), "reward.pretrained=<folder>"))
     yield from reward_rows
-    count = cfg.task.iterations
+    count = cfg.task_as(Doctor).iterations
     if count is None:
         count = 2 if cfg.model.pretrained == "tiny" or (cfg.model.weights == "random" and on_gpu) else 0
     obstacles = [*absent, *(row.check for row in (memory, *reward_rows) if row.status == WRONG)]

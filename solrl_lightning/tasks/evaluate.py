@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
-from omegaconf import DictConfig
 from PIL import Image
 from torch import Tensor, distributed
 
@@ -29,6 +28,8 @@ from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_module, instantiate_trainer, load_adapters
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import read_tags
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Evaluate
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.study.confidence import Mean, mean_of
 from solrl_lightning.training.evaluation import Evaluation
@@ -44,11 +45,12 @@ class Scored(NamedTuple):
     pictures: Tensor | None  # [M, n', 3, H, W] uint8, of the first n' images; None for a prompt outside the grid
 
 
-def evaluate(cfg: DictConfig) -> dict[str, Any]:
+def evaluate(cfg: Run) -> dict[str, Any]:
     """Score the base and, if ``cfg.ckpt`` is given, the checkpoint's average.
 
     Writes evaluate.json (means, errors, differences), evaluate.csv (every image) and evaluate.png (side by side).
     """
+    task = cfg.task_as(Evaluate)
     started = time.perf_counter()
     trainer = instantiate_trainer(cfg, logger=False, enable_checkpointing=False, enable_progress_bar=False)
     module = build_module(cfg, trainer.strategy.root_device, [])
@@ -56,7 +58,7 @@ def evaluate(cfg: DictConfig) -> dict[str, Any]:
     if cfg.ckpt is not None:
         load_adapters(module, cfg.ckpt)
         weights["trained"] = "ema"
-    scorer = Scorer(module, weights, cfg.task.grid_prompts, cfg.task.grid_images)
+    scorer = Scorer(module, weights, task.grid_prompts, task.grid_images)
     rank_prompts = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
     predictions: Any = trainer.predict(scorer, rank_prompts, return_predictions=True)
     scored = in_order(gather(predictions[0]))

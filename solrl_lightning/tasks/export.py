@@ -7,14 +7,14 @@ from pathlib import Path
 
 import torch
 from diffusers import ModelMixin
-from omegaconf import DictConfig
 
 from solrl_lightning.artifacts.files import iterations_done, read_checkpoint, write_atomically, written_whole
 from solrl_lightning.artifacts.finished_runs import read_summary
 from solrl_lightning.artifacts.hub import create_repository, upload
 from solrl_lightning.artifacts.model_card import PICTURE, model_card
 from solrl_lightning.build import build_model, load_adapters
-from solrl_lightning.cli.checks import reward_members
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Export
 from solrl_lightning.tasks.generate import without_training
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.samplers import MERGED
@@ -24,7 +24,7 @@ _MERGED = "transformer"
 _CARD = "README.md"
 
 
-def export(cfg: DictConfig) -> None:
+def export(cfg: Run) -> None:
     """Write lora_ema/, lora_trained/, transformer/ (the base with the merged average) and README.md (a model card).
 
     With ``cfg.task.push`` it uploads them.
@@ -32,11 +32,13 @@ def export(cfg: DictConfig) -> None:
     Raises:
         UserError: the hub refuses the upload.
     """
-    if cfg.task.push is not None:
-        create_repository(cfg.task.push)  # an error must precede the work
+    task = cfg.task_as(Export)
+    if task.push is not None:
+        create_repository(task.push)  # an error must precede the work
     folder = Path(cfg.run_dir)
     module = build_model(without_training(cfg), torch.device("cpu"))
-    load_adapters(module, cfg.ckpt)
+    ckpt = Path(str(cfg.ckpt))
+    load_adapters(module, ckpt)
     for name, weights in _LORAS.items():
         module.save_lora(folder / name, weights)
     transformer = module.transformers.replicas[MERGED]
@@ -45,20 +47,20 @@ def export(cfg: DictConfig) -> None:
         with written_whole(folder / _MERGED) as part:
             transformer.save_pretrained(part)  # shares the weights that LoRA does not adapt with the base
     name, dtype = type(transformer).__name__, str(transformer.dtype).removeprefix("torch.")
-    write_card(cfg, module, name, dtype)
+    write_card(cfg, ckpt, module, name, dtype)
     print(
         f"pipe.load_lora_weights({str(folder / 'lora_ema')!r})  # or lora_trained, without averaging\n"
         f"{name}.from_pretrained({str(folder / _MERGED)!r}, dtype=torch.{dtype})  # merged\n"
         f"{folder / _CARD}  # model card"
     )
-    if cfg.task.push is not None:
-        print(upload(cfg.task.push, folder, [*_LORAS, _MERGED, PICTURE.parts[0], _CARD]))
+    if task.push is not None:
+        print(upload(task.push, folder, [*_LORAS, _MERGED, PICTURE.parts[0], _CARD]))
 
 
-def write_card(cfg: DictConfig, module: SolRLModule, transformer: str, dtype: str) -> None:
+def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtype: str) -> None:
     """Write README.md and its picture, from the summary and the last sample grid of the checkpoint's run."""
-    folder, run = Path(cfg.run_dir), Path(cfg.ckpt).resolve().parent.parent
-    done = iterations_done(read_checkpoint(cfg.ckpt))
+    folder, run = Path(cfg.run_dir), ckpt.resolve().parent.parent
+    done = iterations_done(read_checkpoint(ckpt))
     summary = read_summary(run)
     grid = run / "samples" / f"grid_{done:06d}.png"
     if grid.is_file():
@@ -69,10 +71,10 @@ def write_card(cfg: DictConfig, module: SolRLModule, transformer: str, dtype: st
         transformer=transformer,
         dtype=dtype,
         call={"num_inference_steps": cfg.model.eval_steps} | dict.fromkeys(("height", "width"), cfg.model.resolution),
-        settings=summary.get("config") or {"reward": ", ".join(reward_members(cfg)), "lora_rank": cfg.model.lora.rank},
+        settings=summary.get("config") or {"reward": ", ".join(cfg.reward.members), "lora_rank": cfg.model.lora.rank},
         iterations=done,
         summary=summary if "config" in summary else None,
         with_picture=grid.is_file(),
-        name=cfg.task.push,
+        name=cfg.task_as(Export).push,
     )
     write_atomically(folder / _CARD, card.encode())

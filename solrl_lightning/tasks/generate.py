@@ -13,25 +13,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
 from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_image, to_png
 from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_model, device_of, load_adapters, with_option
-from solrl_lightning.cli.checks import requested_prompts, requested_weights
+from solrl_lightning.facts import requested_prompts
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Generate
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.samplers import MERGED
 
 
-def generate(cfg: DictConfig) -> dict[str, Any]:
+def generate(cfg: Run) -> dict[str, Any]:
     """Write images/*.png with their settings as text chunks, their list generate.json, and the grid generate.png."""
+    task = cfg.task_as(Generate)
     started = time.perf_counter()
     prompts = requested_prompts(cfg)
     seeds = requested_seeds(cfg, prompts)
-    weights = requested_weights(cfg)
+    weights = cfg.weights
     folder = Path(cfg.run_dir)
     module = build_model(without_training(cfg), device_of(cfg))
     if cfg.ckpt is not None:
@@ -43,8 +45,8 @@ def generate(cfg: DictConfig) -> dict[str, Any]:
         made_by = {"model": cfg.model.pretrained, "solver": cfg.model.solver, "steps": cfg.model.eval_steps}
         made_by |= {"checkpoint": cfg.ckpt} if name == "trained" else {}
         for index, pictures in enumerate(sample_images(module, prompts, seeds, name, state)):
-            if index < cfg.task.grid_prompts:
-                shown[name].append(pictures[: cfg.task.grid_images])
+            if index < task.grid_prompts:
+                shown[name].append(pictures[: task.grid_images])
             for seed, picture in zip(seeds[index].tolist(), pictures, strict=True):
                 facts = {"prompt": prompts[index], "seed": seed, "weights": name, **made_by}
                 file = f"images/{index:04d}_{seed:010d}_{name}.png"
@@ -60,14 +62,15 @@ def generate(cfg: DictConfig) -> dict[str, Any]:
     return result
 
 
-def requested_seeds(cfg: DictConfig, prompts: list[str]) -> Tensor:
+def requested_seeds(cfg: Run, prompts: list[str]) -> Tensor:
     """Seeds, int64 [P, n]: ``task.seeds`` for every prompt if given, otherwise the seeds of evaluations."""
-    if cfg.task.seeds is None:
-        return evaluation_seeds(cfg.seed, prompts, cfg.task.images)
-    return torch.tensor(list(cfg.task.seeds)).expand(len(prompts), -1)
+    task = cfg.task_as(Generate)
+    if task.seeds is None:
+        return evaluation_seeds(cfg.seed, prompts, task.images)
+    return torch.tensor(list(task.seeds)).expand(len(prompts), -1)
 
 
-def without_training(cfg: DictConfig) -> DictConfig:
+def without_training(cfg: Run) -> Run:
     """A copy of the configuration without quantisation and compilation, which can be built on any device."""
     changed = with_option(cfg, "precision", "bf16")
     changed.family.compile = changed.compile_training = False

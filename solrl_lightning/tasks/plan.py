@@ -5,14 +5,13 @@
 
 import math
 from pathlib import Path
-from typing import Any
-
-from omegaconf import DictConfig
 
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import device_of
 from solrl_lightning.errors import UserError
-from solrl_lightning.precisions import AUTO
+from solrl_lightning.names import AUTO
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Plan
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import resolve, resolve_from
 from solrl_lightning.quantization.backends import PACKED_BITS
@@ -22,15 +21,16 @@ from solrl_lightning.targets import check_objective
 PUBLISHED_COPIES = 3  # of the BF16 transformer: the policy, one for torch.compile, one for low precision
 
 
-def plan(cfg: DictConfig) -> Json:
+def plan(cfg: Run) -> Json:
     """Print the layers and the memory of a run of ``cfg``, and write them to ``plan.json``."""
-    _check(cfg.task, cfg.prompts_per_iteration)
-    check_objective(cfg)
+    task = cfg.task_as(Plan)
+    _check(task, cfg.prompts_per_iteration)
+    check_objective(cfg.objective, cfg.family.regenerate.steps, cfg.model.guidance_scale)
     device = device_of(cfg)
     backend = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device)
-    cards = cards_of(cfg.task, device)
+    cards = cards_of(task, device)
     backends = [resolve(cfg.precision.name, AUTO, card.hardware) for card in cards]
-    run = plan_run(cfg, backend, devices=cfg.task.devices, others=backends)
+    run = plan_run(cfg, backend, devices=task.devices, others=backends)
     size = run.bytes
     copies = {
         where: (size["policy"] + size["merged"] + size[f"shadow_{where}"]) / size["policy"]
@@ -50,12 +50,12 @@ def plan(cfg: DictConfig) -> Json:
             str(blocks).lower(): cfg.model.micro_batch * row for blocks, row in run.passes.training_bytes.items()
         },
         "planned_peak": run.peak,
-        "reserve": cfg.task.reserve,
-        "cards": [on_card(run, *each, cfg.task) for each in zip(cards, backends, strict=True)],
+        "reserve": task.reserve,
+        "cards": [on_card(run, *each, task) for each in zip(cards, backends, strict=True)],
         "weights_to_one_copy": {**copies, "published": float(PUBLISHED_COPIES)},
         "prompts_per_iteration": cfg.prompts_per_iteration,
-        "prompts_a_device": math.ceil(cfg.prompts_per_iteration / cfg.task.devices),
-        "devices": cfg.task.devices,
+        "prompts_a_device": math.ceil(cfg.prompts_per_iteration / task.devices),
+        "devices": task.devices,
     }
     path = Path(cfg.run_dir) / "plan.json"
     write_json(path, result)
@@ -63,26 +63,18 @@ def plan(cfg: DictConfig) -> Json:
     return result
 
 
-def _check(options: DictConfig, prompts: int) -> None:
-    if not isinstance(options.devices, int) or not 1 <= options.devices <= prompts:
+def _check(task: Plan, prompts: int) -> None:
+    if task.devices > prompts:
         raise UserError(
-            f"task.devices={options.devices} is invalid: every device needs at least one prompt an iteration, so it "
+            f"task.devices={task.devices} is invalid: every device needs at least one prompt an iteration, so it "
             f"must be between 1 and prompts_per_iteration={prompts}. Set task.devices=1."
         )
-    if options.reserve < 0 or not all(_is_card(card, options.reserve) for card in options.cards):
-        raise UserError(
-            f"task.cards={options.cards} task.reserve={options.reserve} is invalid: a card has a name, a memory larger "
-            "than the reserve, and a compute capability, and the reserve is at least 0 GB. Set "
-            "'task.cards=[{name:T4,memory:15.6,capability:7.5}]' task.reserve=6."
-        )
-
-
-def _is_card(card: Any, reserve: float) -> bool:
-    if not isinstance(card, DictConfig) or set(card) != {"name", "memory", "capability"}:
-        return False
-    numbers = [card.memory, card.capability]
-    known = all(isinstance(number, int | float) and not isinstance(number, bool) for number in numbers)
-    return known and isinstance(card.name, str) and card.memory > reserve and card.capability > 0
+    for card in task.cards:
+        if card.memory <= task.reserve:
+            raise UserError(
+                f"task.reserve={task.reserve} is invalid: it must be less than the memory of a card, and "
+                f"{card.name} has {card.memory} GB. Set task.reserve=6, or leave the card out of task.cards."
+            )
 
 
 def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:

@@ -11,7 +11,6 @@ from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import LambdaCallback
-from omegaconf import DictConfig
 
 from solrl_lightning.artifacts.files import has_ended, iterations_done, loop_state, read_checkpoint
 from solrl_lightning.artifacts.finished_runs import end_of
@@ -24,6 +23,7 @@ from solrl_lightning.cli.checks import prompt_sets
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
@@ -31,7 +31,7 @@ from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_f
 log = logging.getLogger(__name__)
 
 
-def train(cfg: DictConfig) -> float | None:
+def train(cfg: Run) -> float | None:
     """Train, or resume from ``cfg.ckpt``; return the final held-out reward, or None without an evaluation.
 
     Writes the files that the README lists into the run folder, also when interrupted.
@@ -69,7 +69,7 @@ def train(cfg: DictConfig) -> float | None:
         file_logger.info("%s", shadow_layers)
         log.info("%s; table in %s", shadow_layers.splitlines()[-1].strip(), folder / LOG)
     loop = build_loop(cfg, trainer, objective)
-    if checkpoint is not None:
+    if cfg.ckpt is not None and checkpoint is not None:
         optimizer = keep_configured(instantiate(cfg.optimizer)(module.trained_parameters()))
         _check_state(cfg.ckpt, checkpoint, optimizer, loop)
     if checkpoint is not None and in_place and has_ended(checkpoint, cfg.iterations):
@@ -116,7 +116,7 @@ def _check_state(
         ) from error
 
 
-def check_training_prompts(cfg: DictConfig, checkpoint: dict[str, Any]) -> None:
+def check_training_prompts(cfg: Run, checkpoint: dict[str, Any]) -> None:
     """Raise UserError if the run that resumes in its folder has other training prompts than the checkpoint's.
 
     An older checkpoint has no record of them.

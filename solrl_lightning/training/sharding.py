@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
-from solrl_lightning.cli.checks import check_shares
 from solrl_lightning.errors import UserError
+from solrl_lightning.facts import check_shares
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.training.samplers import MERGED, POLICY, PolicySampler

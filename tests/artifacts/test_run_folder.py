@@ -4,13 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from solrl_lightning.options.run import Run
 
 Command = Callable[..., Any]
 TASK = f"task._target_={__name__}.list_locks"
 
 
-def list_locks(cfg: DictConfig) -> None:
+def list_locks(cfg: Run) -> None:
     """A task that prints the run's folder and all locked folders."""
     print(cfg.run_dir, *sorted(str(lock.parent) for lock in Path("outputs").absolute().rglob(".lock")))
 

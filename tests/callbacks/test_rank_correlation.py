@@ -2,7 +2,6 @@ import pytest
 import torch
 
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
-from solrl_lightning.cli.checks import check_numbers
 from solrl_lightning.errors import UserError
 
 PROBE_TAGS = {
@@ -60,7 +59,7 @@ def test_probe_every_zero_never_probes(tmp_path, stand_in):
 
 def test_a_negative_number_of_iterations_is_an_error(compose):
     with pytest.raises(UserError, match="callbacks.rank_correlation.probe_every=-1 is invalid: it must be a whole"):
-        check_numbers(compose("callbacks.rank_correlation.probe_every=-1"))
+        compose("callbacks.rank_correlation.probe_every=-1")
 
 
 def test_family_of_one_stage_has_no_rank_correlation(tmp_path, stand_in):

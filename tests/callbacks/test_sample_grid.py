@@ -7,7 +7,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_cell, wrap
 from solrl_lightning.callbacks import sample_grid
 from solrl_lightning.callbacks.sample_grid import SampleGrid
-from solrl_lightning.cli.checks import check_numbers
 from solrl_lightning.errors import UserError
 
 
@@ -87,7 +86,7 @@ def test_every_zero_draws_nothing(tmp_path, stand_in):
 @pytest.mark.parametrize("option", ["every=-1", "prompts=0", "seeds_per_prompt=0", "steps=0"])
 def test_a_number_that_is_too_small_is_an_error(compose, option):
     with pytest.raises(UserError, match=f"callbacks.sample_grid.{option} is invalid: it must be a whole number "):
-        check_numbers(compose(f"callbacks.sample_grid.{option}"))
+        compose(f"callbacks.sample_grid.{option}")
 
 
 def test_tensorboard_shows_the_pictures(tmp_path, stand_in):

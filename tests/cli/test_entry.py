@@ -19,21 +19,22 @@ from diffusers.quantizers.torchao import torchao_quantizer
 from hydra.core.plugins import Plugins
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.cli.launch import is_first
 from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.options.run import Run
 
 Command = Callable[..., Any]
 
 
-def record(cfg: DictConfig) -> None:
+def record(cfg: Run) -> None:
     """A task that writes what it was given, and the checkpoint and summary that a training run would leave."""
     folder = Path(cfg.run_dir)
     spec = sys.modules["__main__"].__spec__
     program = {"name": spec and spec.name, "argv": sys.argv[1:]}
-    facts = {"cfg": OmegaConf.to_container(cfg), **program, "cwd": os.getcwd()}
+    facts = {"cfg": cfg.tree(), **program, "cwd": os.getcwd()}
     (folder / "record.json").write_text(json.dumps(facts), encoding="utf-8")
     (folder / "checkpoints").mkdir(exist_ok=True)
     checkpoint = {"pytorch-lightning_version": "2.6", "global_step": 1, "optimizer_states": []}
@@ -43,7 +44,7 @@ def record(cfg: DictConfig) -> None:
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
 
 
-def refuse(cfg: DictConfig) -> None:
+def refuse(cfg: Run) -> None:
     """A task that finds out late that what the user asked for cannot be."""
     try:
         raise UserError("late, but clear")
@@ -51,37 +52,37 @@ def refuse(cfg: DictConfig) -> None:
         raise RuntimeError("instantiating something") from error
 
 
-def refuse_after_work(cfg: DictConfig) -> None:
+def refuse_after_work(cfg: Run) -> None:
     """The same, when it has already written something."""
     (Path(cfg.run_dir) / "summary.json").write_text("{}", encoding="utf-8")
     raise UserError("late, but clear")
 
 
-def refuse_the_first_seed(cfg: DictConfig) -> None:
+def refuse_the_first_seed(cfg: Run) -> None:
     """A task that a sweep cannot do for all of its jobs."""
     if cfg.seed == 1:
         raise UserError("not with seed 1")
     record(cfg)
 
 
-def halve(cfg: DictConfig) -> float:
+def halve(cfg: Run) -> float:
     """A task whose outcome a sweeper goes by."""
     record(cfg)
-    return cfg.optimizer.lr / 2
+    return cfg.optimizer["lr"] / 2
 
 
-def negate(cfg: DictConfig) -> float:
+def negate(cfg: Run) -> float:
     """A task whose outcome is no value to try next."""
     record(cfg)
-    return -cfg.optimizer.lr
+    return -cfg.optimizer["lr"]
 
 
-def look(cfg: DictConfig) -> None:
+def look(cfg: Run) -> None:
     """A task that leaves nothing."""
     print(cfg.run_dir)
 
 
-def chatter(cfg: DictConfig) -> None:
+def chatter(cfg: Run) -> None:
     """A task in which libraries say what no user of ours can act on, and what is for all."""
     for logger in (logging.getLogger("torch.utils._pytree"), torchao_quantizer.logger):
         logger.warning("between libraries")
@@ -89,17 +90,17 @@ def chatter(cfg: DictConfig) -> None:
     logging.getLogger("library.of.interest").warning("for all")
 
 
-def break_down(cfg: DictConfig) -> None:
+def break_down(cfg: Run) -> None:
     """A task with a bug."""
     raise ZeroDivisionError("a bug")
 
 
-def stop(cfg: DictConfig) -> None:
+def stop(cfg: Run) -> None:
     """A task that Ctrl-C stops."""
     raise KeyboardInterrupt
 
 
-def stop_in_lightning(cfg: DictConfig) -> None:
+def stop_in_lightning(cfg: Run) -> None:
     """The same inside Lightning's trainer, which catches it and exits."""
     trainer = Trainer(
         accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, callbacks=[StopAtOnce()]
@@ -112,7 +113,7 @@ class StopAtOnce(Callback):
         raise KeyboardInterrupt
 
 
-def task(function: Callable[[DictConfig], None]) -> str:
+def task(function: Callable[[Run], None]) -> str:
     """The argument that puts ``function`` in the place of the chosen task."""
     return f"task._target_={__name__}.{function.__name__}"
 
@@ -132,7 +133,7 @@ def only(folder: Path, pattern: str) -> Path:
 # A run
 
 
-def test_a_job_gets_the_resolved_configuration_in_a_folder_of_its_own(command: Command, tmp_path: Path) -> None:
+def test_job_gets_the_resolved_configuration_in_a_folder_of_its_own(command: Command, tmp_path: Path) -> None:
     assert command(RECORD, "family=diffusionnft", "iterations=3").status == 0
     folder = only(tmp_path, "outputs/train/*_tiny_diffusionnft_shapes")
     facts = recorded(folder)
@@ -148,7 +149,7 @@ def test_two_runs_of_one_second_have_two_folders(command: Command, tmp_path: Pat
     assert len(list(tmp_path.glob("outputs/train/*"))) == 2
 
 
-def test_a_sweep_runs_every_combination_in_its_own_folder(command: Command, tmp_path: Path) -> None:
+def test_sweep_runs_every_combination_in_its_own_folder(command: Command, tmp_path: Path) -> None:
     assert command(RECORD, "-m", "family=sol_rl,diffusionnft", "seed=1,2", "iterations=5").status == 0
     folders = sorted(folder.name for folder in tmp_path.glob("outputs/multirun/*/[0-9]*"))
     assert folders == [
@@ -161,7 +162,7 @@ def test_a_sweep_runs_every_combination_in_its_own_folder(command: Command, tmp_
     assert (facts["cfg"]["seed"], facts["cfg"]["family"]["pool"], facts["cfg"]["iterations"]) == (2, 24, 5)
 
 
-def test_a_process_started_from_a_sweep_repeats_its_own_job_only(command: Command, tmp_path: Path) -> None:
+def test_process_started_from_a_sweep_repeats_its_own_job_only(command: Command, tmp_path: Path) -> None:
     assert command(RECORD, "-m", "seed=1,2").status == 0
     facts = [recorded(folder) for folder in sorted(tmp_path.glob("outputs/multirun/*/[0-9]*"))]
     assert [fact["argv"] for fact in facts] == [[RECORD, "seed=1"], [RECORD, "seed=2"]]
@@ -227,7 +228,7 @@ def test_what_ended_a_job_can_be_told_by_another_process() -> None:
     assert (str(error), error.row) == ("not finite", 3)
 
 
-def test_a_folder_of_own_options_is_found(command: Command, tmp_path: Path) -> None:
+def test_folder_of_own_options_is_found(command: Command, tmp_path: Path) -> None:
     (tmp_path / "mine" / "family").mkdir(parents=True)
     (tmp_path / "mine" / "family" / "small.yaml").write_text(
         "defaults: [diffusionnft]\npool: 6\nkeep: 6\n", encoding="utf-8"
@@ -236,7 +237,7 @@ def test_a_folder_of_own_options_is_found(command: Command, tmp_path: Path) -> N
     assert recorded(only(tmp_path, "outputs/train/*_small_*"))["cfg"]["family"]["pool"] == 6
 
 
-def test_a_mistake_beside_options_of_own_is_told_by_its_own_name(command: Command, tmp_path: Path) -> None:
+def test_mistake_beside_options_of_own_is_told_by_its_own_name(command: Command, tmp_path: Path) -> None:
     (tmp_path / "mine" / "reward").mkdir(parents=True)
     (tmp_path / "mine" / "reward" / "bright.yaml").write_text(
         "# @package reward\nbright: {_target_: a.B, weight: 1.0}\n", encoding="utf-8"
@@ -247,23 +248,21 @@ def test_a_mistake_beside_options_of_own_is_told_by_its_own_name(command: Comman
     assert "Did you mean reward=bright?" in refused(command, "--config-dir", "mine", "reward=brigt")
 
 
-def test_a_mistake_found_late_is_one_message_and_the_same_command_can_come_again(
-    command: Command, tmp_path: Path
-) -> None:
+def test_late_user_error_is_one_message_and_leaves_no_folder(command: Command, tmp_path: Path) -> None:
     for _ in range(2):
         result = command(task(refuse), "hydra.run.dir=run")
         assert (result.status, result.out, result.err) == (2, "", "error: late, but clear\n")
         assert list(tmp_path.iterdir()) == []
 
 
-def test_a_mistake_found_after_work_was_written_leaves_it_with_the_log(command: Command, tmp_path: Path) -> None:
+def test_user_error_after_a_write_keeps_the_folder_and_its_log(command: Command, tmp_path: Path) -> None:
     result = command(task(refuse_after_work), "hydra.run.dir=run")
     assert (result.status, result.err) == (2, "error: late, but clear\n")
     assert {file.name for file in (tmp_path / "run").iterdir()} == {".hydra", "solrl_lightning.log", "summary.json"}
     assert "UserError: late, but clear" in (tmp_path / "run" / "solrl_lightning.log").read_text(encoding="utf-8")
 
 
-def test_a_job_of_a_sweep_that_cannot_be_is_told_and_the_others_run(command: Command, tmp_path: Path) -> None:
+def test_failed_job_of_a_sweep_does_not_stop_the_others(command: Command, tmp_path: Path) -> None:
     result = command(task(refuse_the_first_seed), "-m", "seed=1,2", "hydra.sweep.dir=sweep")
     assert result.status == 2
     told, which = result.err.splitlines()
@@ -271,21 +270,19 @@ def test_a_job_of_a_sweep_that_cannot_be_is_told_and_the_others_run(command: Com
     assert sorted(file.name for file in (tmp_path / "sweep").iterdir()) == ["1_seed-2", "multirun.yaml"]
 
 
-def test_what_libraries_say_to_each_other_is_not_shown(command: Command) -> None:
+def test_messages_between_libraries_are_hidden(command: Command) -> None:
     result = command(task(chatter))
     assert "between libraries" not in result.out + result.err
     assert "for all" in result.out + result.err
 
 
-def test_a_bug_keeps_its_traceback(command: Command) -> None:
+def test_bug_keeps_its_traceback(command: Command) -> None:
     with pytest.raises(ZeroDivisionError, match="a bug"):
         command(task(break_down))
 
 
 @pytest.mark.parametrize("task_function", [stop, stop_in_lightning])
-def test_ctrl_c_ends_with_the_status_that_shells_know(
-    command: Command, task_function: Callable[[DictConfig], None]
-) -> None:
+def test_ctrl_c_ends_with_the_status_that_shells_know(command: Command, task_function: Callable[[Run], None]) -> None:
     interrupts = signal.getsignal(signal.SIGINT)
     result = command(task(task_function))
     signal.signal(signal.SIGINT, interrupts)  # Lightning ignores further ones from then on
@@ -313,34 +310,13 @@ def refused(command: Command, *arguments: str) -> str:
     ("arguments", "message"),
     [
         (["model.init_lora=nowhere"], "model.init_lora=nowhere is invalid: it must be a LoRA file of diffusers"),
-        (["reward.pretrained=x", "iterations=3"], "it is for one reward that is loaded from files"),
-        (["model.pretrained=./nowhere"], "is invalid: it must be a hub id, a local folder or file"),
-        (
-            ["reward=clipscore", "reward.clipscore.processor=./nowhere"],
-            "reward.clipscore.processor=./nowhere is invalid: it must be a hub id",
-        ),
-        (
-            ["reward=imagereward", "reward.imagereward.tokenizer=./nowhere"],
-            "reward.imagereward.tokenizer=./nowhere is invalid",
-        ),
-        (["task=generate", "task.prompts=a cat"], "must be a list of texts"),
+        (["reward=imagereward", "reward.imagereward.tokenizer=./nowhere"], "it must be a hub id, a local folder"),
         (["task=generate", "task.prompt_file=nowhere.txt"], "the path nowhere.txt does not exist"),
-        (["task=generate", "task.prompts=[a cat]", "task.seeds=[1,1]"], "task.seeds=[1, 1] is invalid"),
         (["task=generate", "task.prompts=[a cat]", "task.base=false"], "leaves only the trained weights"),
         (["task=compare"], "outputs/multirun/*/*"),
-        (["task=audit", "task.proxies=[]"], "task.proxies is empty"),
-        (["task=evaluate", "ckpt=nowhere.ckpt"], "there is no file nowhere.ckpt"),
-        (["precision.backend=foo"], "precision.backend=foo is invalid: with precision=auto it must be one of auto"),
         (["precision.backend=transformer_engine", "trainer=cpu"], "needs an NVIDIA GPU"),
-        (["hydra.run.dir="], "hydra.run.dir is empty"),
-        (["data.eval=nowhere.csv"], "the path nowhere.csv does not exist"),
-        (["model=sana", "reward=shapes", "data=shapes", "model.resolution=1000"], "a multiple of 32"),
-        (["model=flux1", "reward=shapes", "data=shapes", "model.resolution=500"], "a multiple of 16"),
-        (["model=flux2", "reward=shapes", "data=shapes", "model.resolution=500"], "a multiple of 16"),
-        (["model=qwen_image", "reward=shapes", "data=shapes", "model.resolution=500"], "a multiple of 16"),
         (["optimizer._target_=torch.optim.SGD"], "unexpected keyword argument 'betas'"),
         (["reward.shape.weight=2"], "Did you mean reward.shapes.weight?"),
-        (["reward.shapes.weight=0"], "At least one reward needs a weight other than 0"),
         (["iterations=4,5"], "Add -m"),
         (["data.train=a b=c"], "need quotes"),
         (["-m", "family=sol_rl,solrl"], "Did you mean family=sol_rl?"),
@@ -349,39 +325,28 @@ def refused(command: Command, *arguments: str) -> str:
             "error: family=sol_rl family.keep=97: family.keep=97 is",
         ),
         (["-m", "seed=1,2", "family.keep=97"], "error: seed=1: family.keep=97 is invalid: it must be"),
-        (
-            ["-m", "data.eval=shapes-eval,nowhere.txt"],
-            "error: data.eval=nowhere.txt: the prompt source",
-        ),
-        (
-            ["-m", "prompts_per_iteration=2,1000000"],
-            "error: prompts_per_iteration=1000000: prompts_per_iteration=1000000 is",
-        ),
+        (["-m", "data.eval=shapes-eval,nowhere.txt"], "error: data.eval=nowhere.txt: the prompt source"),
+        (["-m", "prompts_per_iteration=2,1000000"], "error: prompts_per_iteration=1000000: prompts_per_iteration=10"),
         (["~trainer"], "A run needs a trainer"),
         (["-m", "ckpt=last"], "does not go with -m"),
         (["-m", "ckpt=a.ckpt,b.ckpt"], "ckpt takes one file"),
-        (["ckpt=last"], "there is none under"),
         (["run_dir=elsewhere"], "hydra.run.dir=<folder>"),
-        (["hydra.run.dir=/dev/null/run"], "cannot be written: Not a directory"),
-        (["~family"], "family"),
-        (["data.eval=nowhere.txt"], "nowhere.txt"),
-        (["prompts_per_iteration=1000000"], "at most the number of different prompts in data.train"),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_message_and_nothing_written(
+def test_wrong_command_line_is_one_message_and_writes_nothing(
     command: Command, tmp_path: Path, arguments: list[str], message: str
 ) -> None:
     assert message in refused(command, *arguments)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n  \n", b"a red circle\nca\xe9"], ids=["empty", "blank", "latin1"])
-def test_a_prompt_file_that_is_empty_or_not_utf8_is_refused(command: Command, tmp_path: Path, content: bytes) -> None:
+def test_prompt_file_that_is_empty_or_not_utf8_is_an_error(command: Command, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "prompts.txt").write_bytes(content)
     assert "prompts.txt" in refused(command, "data.train=prompts.txt")
 
 
 @pytest.mark.parametrize("trace", ["summary.json", "checkpoints", "tensorboard", ".hydra"])
-def test_a_folder_that_holds_a_run_is_refused(command: Command, tmp_path: Path, trace: str) -> None:
+def test_folder_that_holds_a_run_is_an_error(command: Command, tmp_path: Path, trace: str) -> None:
     (tmp_path / "old").mkdir()
     if "." in trace[1:]:
         (tmp_path / "old" / trace).write_text("{}", encoding="utf-8")
@@ -394,16 +359,16 @@ def test_a_folder_that_holds_a_run_is_refused(command: Command, tmp_path: Path, 
     assert "ckpt=last hydra.run.dir=old" in refused(command, "hydra.run.dir=old")
 
 
-def test_a_folder_that_holds_a_sweep_is_refused(command: Command) -> None:
+def test_folder_that_holds_a_sweep_is_an_error(command: Command) -> None:
     assert command(RECORD, "-m", "seed=1,2", "hydra.sweep.dir=sweep").status == 0
     assert "already holds a run" in refused(command, RECORD, "-m", "seed=3,4", "hydra.sweep.dir=sweep")
 
 
-def test_a_missing_folder_of_configurations_is_refused(command: Command) -> None:
+def test_missing_folder_of_configurations_is_an_error(command: Command) -> None:
     assert "--config-dir must be a folder; there is none at nowhere" in refused(command, "--config-dir", "nowhere")
 
 
-def test_an_empty_folder_may_be_given(command: Command, tmp_path: Path) -> None:
+def test_empty_folder_may_be_given(command: Command, tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     assert command(RECORD, "hydra.run.dir=new").status == 0
     assert recorded(tmp_path / "new")["cfg"]["run_dir"] == str(tmp_path / "new")
@@ -414,20 +379,20 @@ def good_checkpoint(file: Path) -> bytes:
     return file.read_bytes()
 
 
-def test_a_checkpoint_that_was_cut_short_is_refused(command: Command, tmp_path: Path) -> None:
+def test_checkpoint_that_was_cut_short_is_an_error(command: Command, tmp_path: Path) -> None:
     content = good_checkpoint(tmp_path / "a.ckpt")
     (tmp_path / "a.ckpt").write_bytes(content[: len(content) // 2])
     assert "damaged or cut short" in refused(command, "ckpt=a.ckpt")
 
 
-def test_a_checkpoint_with_a_flipped_bit_is_refused(command: Command, tmp_path: Path) -> None:
+def test_checkpoint_with_a_flipped_bit_is_an_error(command: Command, tmp_path: Path) -> None:
     content = bytearray(good_checkpoint(tmp_path / "a.ckpt"))
     content[content.index(torch.arange(1000.0).numpy().tobytes()) + 400] ^= 1
     (tmp_path / "a.ckpt").write_bytes(content)
     assert "is damaged at" in refused(command, "ckpt=a.ckpt")
 
 
-def test_a_file_that_is_no_checkpoint_of_a_run_is_refused(command: Command, tmp_path: Path) -> None:
+def test_file_that_is_no_checkpoint_of_a_run_is_an_error(command: Command, tmp_path: Path) -> None:
     (tmp_path / "run" / ".hydra").mkdir(parents=True)
     (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text("[]")
     (tmp_path / "run" / "checkpoints").mkdir()
@@ -436,14 +401,14 @@ def test_a_file_that_is_no_checkpoint_of_a_run_is_refused(command: Command, tmp_
     assert f"ckpt={file} is invalid: the checkpoint of a training run has" in refused(command, f"ckpt={file}")
 
 
-def test_training_from_a_checkpoint_without_the_record_of_its_run_is_refused(command: Command, tmp_path: Path) -> None:
+def test_training_from_a_checkpoint_without_the_record_of_its_run_is_an_error(command: Command, tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(3)}, tmp_path / "moved.ckpt")
     assert "ckpt=moved.ckpt is invalid: training resumes with the recorded options" in refused(
         command, "ckpt=moved.ckpt"
     )
 
 
-def test_a_run_in_progress_without_a_checkpoint_is_in_use(command: Command, tmp_path: Path) -> None:
+def test_run_in_progress_without_a_checkpoint_is_in_use(command: Command, tmp_path: Path) -> None:
     with claimed(tmp_path / "run", new=True):
         assert "in use" in refused(command, "ckpt=last", "hydra.run.dir=run")
     assert "it was stopped before its first checkpoint" in refused(command, "ckpt=last", "hydra.run.dir=run")
@@ -459,7 +424,7 @@ def earlier(command: Command, tmp_path: Path) -> Path:
     return only(tmp_path, "outputs/train/*")
 
 
-def test_the_last_run_goes_on_in_its_folder_with_its_overrides(command: Command, tmp_path: Path, earlier: Path) -> None:
+def test_last_run_resumes_in_its_folder_with_its_overrides(command: Command, tmp_path: Path, earlier: Path) -> None:
     result = command(RECORD, "ckpt=last", "iterations=4")
     assert result.status == 0
     assert list(tmp_path.glob("outputs/train/*")) == [earlier]
@@ -469,7 +434,7 @@ def test_the_last_run_goes_on_in_its_folder_with_its_overrides(command: Command,
     assert f"family=compile iterations=2 seed=5; overridden here: {RECORD} iterations=4" in result.out
 
 
-def test_the_last_run_can_go_on_again(command: Command, tmp_path: Path, earlier: Path) -> None:
+def test_last_run_resumes_twice(command: Command, tmp_path: Path, earlier: Path) -> None:
     for iterations in (4, 6):
         assert command(RECORD, "ckpt=last", f"iterations={iterations}").status == 0
     cfg = recorded(earlier)["cfg"]
@@ -477,14 +442,14 @@ def test_the_last_run_can_go_on_again(command: Command, tmp_path: Path, earlier:
     assert list(tmp_path.glob("outputs/train/*")) == [earlier]
 
 
-def test_the_newest_of_several_runs_goes_on(command: Command, tmp_path: Path, earlier: Path) -> None:
+def test_newest_of_several_runs_resumes(command: Command, tmp_path: Path, earlier: Path) -> None:
     assert command(RECORD, "-m", "seed=8,9").status == 0
     newest = only(tmp_path, "outputs/multirun/*/1_seed-9")
     assert command(RECORD, "ckpt=last", "iterations=7").status == 0
     assert (recorded(newest)["cfg"]["iterations"], recorded(newest)["cfg"]["seed"]) == (7, 9)
 
 
-def test_a_run_named_by_its_folder_goes_on(command: Command, tmp_path: Path, earlier: Path) -> None:
+def test_run_named_by_its_folder_resumes(command: Command, tmp_path: Path, earlier: Path) -> None:
     assert command(RECORD, "seed=8").status == 0
     assert command(RECORD, "ckpt=last", f"hydra.run.dir={earlier.relative_to(tmp_path)}", "iterations=4").status == 0
     assert (recorded(earlier)["cfg"]["iterations"], recorded(earlier)["cfg"]["seed"]) == (4, 5)
@@ -536,11 +501,11 @@ def test_auto_begins_again_only_what_the_same_command_left_without_a_checkpoint(
         (["callbacks.best.monitor=hpsv2"], "it must be one of the run's rewards, shapes, or null"),
     ],
 )
-def test_what_auto_and_best_cannot_find_is_refused(command: Command, arguments: list[str], message: str) -> None:
+def test_what_auto_and_best_cannot_find_is_an_error(command: Command, arguments: list[str], message: str) -> None:
     assert message in refused(command, *arguments)
 
 
-def test_the_best_checkpoint_starts_a_new_folder_and_serves_other_tasks(
+def test_best_checkpoint_starts_a_new_folder_and_serves_other_tasks(
     command: Command, tmp_path: Path, earlier: Path
 ) -> None:
     best = earlier / "checkpoints" / "best.ckpt"
@@ -553,7 +518,7 @@ def test_the_best_checkpoint_starts_a_new_folder_and_serves_other_tasks(
     assert "already holds a run" in refused(command, RECORD, "ckpt=best", "iterations=4", f"hydra.run.dir={earlier}")
 
 
-def test_a_checkpoint_file_starts_a_new_folder_with_the_overrides_of_its_run(
+def test_checkpoint_file_starts_a_new_folder_with_the_overrides_of_its_run(
     command: Command, tmp_path: Path, earlier: Path
 ) -> None:
     before = (earlier / "record.json").read_bytes()
@@ -589,7 +554,7 @@ def test_another_task_takes_the_overrides_of_the_run_but_not_its_folder(
         (["reward.combine=gdpo"], "reward.combine=gdpo", "reward.combine"),
     ],
 )
-def test_a_run_does_not_become_another_experiment_in_its_folder(
+def test_changed_key_is_an_error_on_a_resume(
     command: Command, earlier: Path, arguments: list[str], culprits: str, changes: str
 ) -> None:
     before = {file: file.read_bytes() for file in earlier.rglob("*") if file.is_file()}
@@ -601,7 +566,7 @@ def test_a_run_does_not_become_another_experiment_in_its_folder(
     assert {file: file.read_bytes() for file in earlier.rglob("*") if file.is_file()} == before
 
 
-def test_what_a_run_was_given_may_be_given_again(command: Command, earlier: Path) -> None:
+def test_recorded_overrides_may_be_repeated_on_a_resume(command: Command, earlier: Path) -> None:
     same = ["seed=5", "family=compile", "family.pool=96", "data.train=shapes-train", "optimizer.lr=0.001"]
     result = command(RECORD, "ckpt=last", *same, "iterations=3")
     assert result.status == 0
@@ -610,14 +575,14 @@ def test_what_a_run_was_given_may_be_given_again(command: Command, earlier: Path
     assert recorded(earlier)["cfg"]["iterations"] == 3
 
 
-def test_how_a_run_is_computed_and_watched_may_change_in_its_folder(command: Command, earlier: Path) -> None:
+def test_resumable_keys_may_change_on_a_resume(command: Command, earlier: Path) -> None:
     ways = ["model.micro_batch=8", "family.compile=false", "precision.backend=emulated", "trainer=cpu", "~logger"]
     assert command(RECORD, "ckpt=last", *ways, "evaluation.every=7", "data.eval=compositional").status == 0
     cfg = recorded(earlier)["cfg"]
     assert (cfg["model"]["micro_batch"], cfg["evaluation"]["every"], "logger" in cfg) == (8, 7, False)
 
 
-def test_a_resume_that_fails_leaves_the_record_of_the_run_as_it_was(
+def test_resume_that_fails_leaves_the_record_of_the_run_as_it_was(
     command: Command, tmp_path: Path, earlier: Path
 ) -> None:
     record = {file.name: file.read_bytes() for file in (earlier / ".hydra").iterdir()}
@@ -636,7 +601,7 @@ def own_family(tmp_path: Path) -> Path:
     return folder
 
 
-def test_a_run_goes_on_with_the_options_of_its_config_dir(command: Command, tmp_path: Path, own_family: Path) -> None:
+def test_run_resumes_with_the_options_of_its_config_dir(command: Command, tmp_path: Path, own_family: Path) -> None:
     assert command("--config-dir", "it's mine", RECORD, "family=small", "hydra.run.dir=run").status == 0
     for iterations in (20, 30):
         assert command(RECORD, "ckpt=last", "hydra.run.dir=run", f"iterations={iterations}").status == 0
@@ -650,7 +615,7 @@ def test_a_run_goes_on_with_the_options_of_its_config_dir(command: Command, tmp_
     assert command("--config-dir", "moved", RECORD, *again).status == 0
 
 
-def test_a_process_started_from_a_sweep_finds_the_options_of_its_config_dir(
+def test_process_started_from_a_sweep_finds_the_options_of_its_config_dir(
     command: Command, tmp_path: Path, own_family: Path
 ) -> None:
     assert command("--config-dir", "it's mine", RECORD, "-m", "family=small", "seed=1,2").status == 0
@@ -659,21 +624,21 @@ def test_a_process_started_from_a_sweep_finds_the_options_of_its_config_dir(
     assert recorded(tmp_path / "child")["cfg"]["family"]["pool"] == 6
 
 
-def test_a_search_path_is_looked_up_for_names_too(command: Command, own_family: Path) -> None:
+def test_search_path_is_looked_up_for_names_too(command: Command, own_family: Path) -> None:
     path = str(own_family).replace("'", "\\'")
     own = [f"hydra.searchpath=['file://{path}']", "family=small"]
     assert "There is no key iteration. Did you mean iterations?" in refused(command, *own, "iteration=2")
 
 
 @pytest.mark.parametrize("arguments", [["ckpt=last"], ["ckpt=run/checkpoints/last.ckpt"], ["ckpt=last", "trainer=cpu"]])
-def test_a_finished_run_does_not_go_on(command: Command, arguments: list[str]) -> None:
+def test_finished_run_does_not_resume(command: Command, arguments: list[str]) -> None:
     assert command(RECORD, "iterations=1", "hydra.run.dir=run").status == 0
     told = refused(command, RECORD, *arguments, *(["hydra.run.dir=run"] if "ckpt=last" in arguments else []))
     assert "has done 1. Raise it, as in iterations=11" in told
     assert command(RECORD, "task=audit", RECORD, "ckpt=run/checkpoints/last.ckpt").status == 0
 
 
-def test_a_folder_name_with_every_awkward_character_goes_on(command: Command, tmp_path: Path) -> None:
+def test_folder_name_with_every_awkward_character_resumes(command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "it's a, (run) = [1]"
     folder.mkdir()
     quoted = str(folder).replace("'", "\\'")
@@ -690,7 +655,7 @@ def test_further_ranks_do_not_take_the_run_of_the_first_for_an_old_one(
     assert command(RECORD, "hydra.run.dir=run", "hydra.run.dir=run", "hydra.output_subdir=null").status == 0
 
 
-def test_further_ranks_of_a_run_that_goes_on_write_no_record(
+def test_further_ranks_of_a_run_that_resumes_write_no_record(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert command(RECORD, "hydra.run.dir=run", "seed=5").status == 0
@@ -715,12 +680,7 @@ SRUN = {
     "SLURM_NNODES": "2",
     "SLURM_LOCALID": "0",
 }
-JSRUN = {
-    "LSB_JOBID": "4711",
-    "LSB_DJOB_RANKFILE": "hosts",
-    "JSM_NAMESPACE_LOCAL_RANK": "0",
-    "JSM_NAMESPACE_SIZE": "4",
-}
+JSRUN = {"JSM_NAMESPACE_SIZE": "4"}
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0"}
 OF_RANK_0 = {".hydra/config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "solrl_lightning.log"}
 ON_TWO_NODES = ["trainer.num_nodes=2", "trainer.devices=2", "trainer=ddp"]
@@ -730,7 +690,7 @@ def files(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
 
 
-def test_the_ranks_of_srun_share_one_folder_that_rank_0_records(
+def test_ranks_of_srun_share_one_folder_that_rank_0_records(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for restarts, suffix in (("0", ""), ("1", "-restart1")):  # SLURM counts how often a job went back to its queue
@@ -753,13 +713,6 @@ def test_commands_one_after_the_other_in_a_slurm_job_have_folders_of_their_own(
     assert len(list(tmp_path.glob("outputs/train/*"))) == 2
 
 
-@pytest.fixture
-def mpi4py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package by which Lightning finds the ranks of mpirun, as far as its name."""
-    (tmp_path / "mpi4py").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("environment", "first"),
     [
@@ -780,8 +733,8 @@ def mpi4py(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"PMI_SIZE": "1", "PMI_RANK": "0", "LOCAL_RANK": "1"}, False),
     ],
 )
-def test_the_first_process_is_rank_0_of_the_launcher_that_lightning_sees(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], first: bool, mpi4py: None
+def test_first_process_is_rank_0_of_the_launcher_that_lightning_sees(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], first: bool
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -800,7 +753,7 @@ def test_commands_on_several_nodes_need_the_name_of_their_folder(
 
 @pytest.mark.parametrize("environment", [JSRUN, {"OMPI_COMM_WORLD_SIZE": "4"}, {"PMI_SIZE": "4"}])
 def test_jsrun_and_mpirun_need_the_name_of_a_folder(
-    command: Command, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], mpi4py: None
+    command: Command, monkeypatch: pytest.MonkeyPatch, environment: dict[str, str]
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -871,15 +824,10 @@ def test_help_reads_like_a_manual_and_loads_no_library(tmp_path: Path) -> None:
         ("task=compare", "matches nothing"),
         ("task=export", "ckpt=last or ckpt=best of the newest run"),
         ("data.train=nowhere.txt", "the path nowhere.txt does not exist"),
-        (
-            "model.resolution=33",
-            "model.resolution=33 is invalid: it must be a multiple of 8, the pixels of one image token",
-        ),
+        ("family.pool=10", "family.keep=24 is invalid: it must be at most family.pool=10"),
     ],
 )
-def test_a_mistake_is_told_from_any_folder_before_a_library_is_loaded(
-    tmp_path: Path, argument: str, message: str
-) -> None:
+def test_wrong_value_is_told_before_torch_is_loaded(tmp_path: Path, argument: str, message: str) -> None:
     result = python_m(tmp_path, argument)
     assert result.returncode == 2
     assert message in result.stderr
@@ -889,7 +837,7 @@ def test_a_mistake_is_told_from_any_folder_before_a_library_is_loaded(
 
 
 @pytest.mark.slow
-def test_a_missing_gpu_is_told_before_lightning_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_told_before_lightning_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = python_m(tmp_path, "trainer=gpu", "trainer.accelerator=cuda")
     assert result.returncode == 2

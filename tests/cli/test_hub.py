@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
-from omegaconf import DictConfig
 
 from solrl_lightning.cli import hub
 from solrl_lightning.cli.checks import downloads
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 FLUX = ("model=flux1", "data=shapes")
 NEEDS = "model.pretrained=black-forest-labs/FLUX.1-dev needs 34 GB of disk, a GPU of 48 GB (24 GB with the options of"
 
 
-def check(cfg: DictConfig) -> list[str]:
+def check(cfg: Run) -> list[str]:
     return hub.check_hub(*downloads(cfg))
 
 
@@ -108,7 +108,7 @@ def test_answering_hub_is_used_and_requirements_are_told(compose: Compose, cache
         (("task=evaluate", "data.train=hf://owner/name/train"), False),  # evaluate does not read data.train
         (("reward=hpsv2",), True),
         (("reward=hpsv2", "reward.pretrained=.", "task=audit"), False),
-        (("task=generate", "reward=hpsv2"), False),
+        (("task=generate", "task.prompts=[a]", "reward=hpsv2"), False),
         (("task=serve", "reward=hpsv2"), True),
         (("task=serve", "model=flux1"), False),
         (("+reward.mine={_target_:a.B,weight:1.0,tokenizer:words}",), False),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from nano import save_nano
-from omegaconf import DictConfig
 from overhead import format_overhead, overhead
 
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.shapes import ShapesReward
 
@@ -25,7 +25,7 @@ SMALL = (
 
 
 def test_time_is_assigned_to_models_and_the_rest_is_overhead(
-    compose: Callable[..., DictConfig], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compose: Callable[..., Run], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def slower(function: Callable[..., Any], seconds: float) -> Callable[..., Any]:
         def slow(*args: Any, **kwargs: Any) -> Any:

@@ -5,11 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from nano import PROMPTS, load_policy, lora_config, random_state
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from solrl_lightning.cli.checks import check_values
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies import adapters, base_weights
 from solrl_lightning.policies.adapters import OLD, TRAINED
 from solrl_lightning.policies.base_weights import block_linears, dense
@@ -89,10 +88,10 @@ def test_layers_that_nf4_cannot_store_and_an_absent_library_are_errors(
         load_policy(nano_folder, base_weights="int8")
 
 
-def test_compilation_is_refused(compose: Callable[..., DictConfig]) -> None:
+def test_compilation_is_refused(compose: Callable[..., Run]) -> None:
     for key in ("family.compile", "compile_training"):
-        with pytest.raises(UserError, match=f"base_weights=int8 is invalid with {key}=true: .* Set {key}=false."):
-            check_values(compose("base_weights=int8", f"{key}=true"))
+        with pytest.raises(UserError, match=f"base_weights=int8 is invalid: with {key}=true .* Set {key}=false."):
+            compose("base_weights=int8", f"{key}=true")
 
 
 def test_text_encoders_stay_on_the_cpu_where_that_is_asked_for(

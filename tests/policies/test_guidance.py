@@ -10,12 +10,12 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from nano import PROMPTS, load_nano, policy_class
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
-from solrl_lightning.cli.checks import check_machine, check_numbers
+from solrl_lightning.cli.checks import check_machine
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.nft import NFT
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.guidance import guide
 from solrl_lightning.policies.pipeline import PipelineAdapter
@@ -137,7 +137,7 @@ SMALL = (
 
 
 def test_a_guided_run_samples_and_trains_with_it_and_counts_twice_the_evaluations(
-    compose: Callable[..., DictConfig],
+    compose: Callable[..., Run],
     folder_of: Callable[[str], str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -161,10 +161,11 @@ def test_a_guided_run_samples_and_trains_with_it_and_counts_twice_the_evaluation
     assert state["evaluations"] == 2 * 40
 
 
-def test_training_with_guidance_needs_an_objective_of_the_guided_velocity(compose: Callable[..., DictConfig]) -> None:
-    for objective, (task, check) in itertools.product(("nft", "awm"), (("train", check_machine), ("plan", plan))):
+def test_training_with_guidance_needs_an_objective_of_the_guided_velocity(compose: Callable[..., Run]) -> None:
+    tasks = {"train": lambda cfg: check_machine(cfg), "plan": plan}
+    for objective, (task, check) in itertools.product(("nft", "awm"), tasks.items()):
         with pytest.raises(UserError, match=f"scale=4.5 is invalid: the loss of objective={objective.upper()} is"):
             check(compose("model=sd3", "model.guidance_scale=4.5", f"objective={objective}", f"task={task}"))
     with pytest.raises(UserError, match="model.guidance_scale=0.5 is invalid: it must be a finite number of at least"):
-        check_numbers(compose("model=sd3", "model.guidance_scale=0.5"))
+        compose("model=sd3", "model.guidance_scale=0.5")
     check_machine(compose("model=sd3", "model.guidance_scale=4.5", "task=evaluate"))

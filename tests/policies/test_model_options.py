@@ -8,15 +8,15 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from nano import PROMPTS, policy_class, policy_options
-from omegaconf import DictConfig, OmegaConf
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies.architectures import build_component, find_architecture
 from solrl_lightning.quantization import QuantizationRule, plan, resolve
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 # solver, steps (preview, full, evaluation), timestep fraction, micro-batch, gradient norm; LoRA layers; quantised share
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ def real(architecture: str) -> nn.Module:
 def test_hyper_parameters_are_the_published_ones(architecture: str, compose: Compose) -> None:
     model = compose(f"model={architecture}").model
     expected = PUBLISHED[architecture] | COMMON
-    assert {key: model[key] for key in expected} == expected
+    assert {key: getattr(model, key) for key in expected} == expected
     assert (model.lora.rank, model.lora.alpha) == (32, 64)
 
 
@@ -105,7 +105,7 @@ def test_the_options_make_the_policy_of_a_folder(
     )
     policy = instantiate(cfg.model.policy, device="cpu")
     assert type(policy) is policy_class(architecture)
-    options = OmegaConf.to_container(cfg.model.policy)
+    options = cfg.model.policy
     assert {key: getattr(policy, key) for key in ("resolution", "decode_batch", "variant")} == {
         key: options[key] for key in ("resolution", "decode_batch", "variant")
     }
@@ -116,12 +116,11 @@ def test_the_options_make_the_policy_of_a_folder(
 
 
 def test_medium_is_large_with_another_transformer(compose: Compose) -> None:
-    large, medium = (OmegaConf.to_container(compose(f"model={name}").model) for name in ("sd3", "sd3_medium"))
-    assert isinstance(large, dict) and isinstance(medium, dict)
+    large, medium = (compose(f"model={name}").model.model_dump() for name in ("sd3", "sd3_medium"))
     assert {key for key in large if large[key] != medium[key]} == {"pretrained", "needs", "policy"}
     assert medium["policy"] == large["policy"] | {"pretrained": "stabilityai/stable-diffusion-3.5-medium"}
-    small = OmegaConf.to_container(compose("model=sd3_medium_512").model)
-    differs = {key for key in medium if medium[key] != small[key]}  # type: ignore[index]
+    small = compose("model=sd3_medium_512").model.model_dump()
+    differs = {key for key in medium if medium[key] != small[key]}
     assert differs == {"resolution", "train_timestep_fraction", "micro_batch", "max_grad_norm", "policy"}
     shipped = find_architecture(medium["pretrained"], policy_class("sd3").pipeline_class)
     transformer = build_component(shipped.components["transformer"], "meta", torch.bfloat16)

@@ -11,11 +11,11 @@ from diffusers import AutoencoderTiny
 from fake_hub import REPOSITORY, FakeHub, serving
 from hydra.utils import instantiate
 from nano import BUILDERS, load_nano, save_preview_decoder
-from omegaconf import DictConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.preview import load_preview_decoder, random_preview_decoder
 
@@ -164,11 +164,11 @@ def test_a_random_model_needs_no_file_of_it(nano_folder: str) -> None:
 
 
 def test_the_option_reaches_the_policy_where_a_model_has_it(
-    nano_folder: str, decoder_folder: str, compose: Callable[..., DictConfig]
+    nano_folder: str, decoder_folder: str, compose: Callable[..., Run]
 ) -> None:
     options: dict[str, Any] = {"model.pretrained": nano_folder, "model.preview_decoder": decoder_folder}
     options |= {"model.resolution": 32, "model.max_sequence_length": 10, "model.embeddings": "null"}
     cfg = compose("model=flux1", *(f"{key}={value}" for key, value in options.items()))
     assert instantiate(cfg.model.policy, device="cpu").preview_decoder is not None
-    has_it = {name for name in (*BUILDERS, "tiny") if "preview_decoder" in compose(f"model={name}").model}
+    has_it = {name for name in (*BUILDERS, "tiny") if "preview_decoder" in compose(f"model={name}").model.policy}
     assert has_it == {"flux1", "sd3", "tiny"}

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.precisions import BACKENDS
+from solrl_lightning.names import BACKENDS
 from solrl_lightning.quantization import backends, resolve, resolve_from, transformer_engine
 from solrl_lightning.quantization.backends import Backend, Hardware, choose_precision, hardware_of
 from solrl_lightning.quantization.formats import FORMATS

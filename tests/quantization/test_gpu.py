@@ -15,8 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 import solrl_lightning.training.module
+from solrl_lightning.names import BACKENDS
 from solrl_lightning.objectives.nft import NFT
-from solrl_lightning.precisions import BACKENDS
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, resolve
 from solrl_lightning.quantization.packed import PackedNVFP4Linear
 from solrl_lightning.quantization.scaled_linear import FP8Linear

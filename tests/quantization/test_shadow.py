@@ -16,9 +16,9 @@ from nano import PROMPTS, load_policy, relative_error
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
+from solrl_lightning.names import BACKENDS
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.precisions import BACKENDS
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, resolve, transformer_engine
 from solrl_lightning.quantization.nvfp4 import fake_quantize, quantize
 from solrl_lightning.quantization.scaled_linear import (

@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
+from solrl_lightning.options.run import Run
 from solrl_lightning.quantization import resolve
 from solrl_lightning.sizing import blocks, timing
 from solrl_lightning.sizing.blocks import without_files
@@ -22,7 +22,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def embedded_plan(compose: Callable[..., DictConfig]) -> Plan:
+def embedded_plan(compose: Callable[..., Run]) -> Plan:
     """The plan of the embedded model with an emulated NVFP4 shadow, made once."""
     if not _plans:
         backend = resolve("nvfp4", "emulated", torch.device("cpu"))

@@ -6,10 +6,10 @@ from functools import partial
 import pytest
 import torch
 from hydra.utils import instantiate
-from omegaconf import DictConfig
 from torch import Tensor
 
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG
+from solrl_lightning.options.run import Run
 from solrl_lightning.sizing import attention as attention_module
 from solrl_lightning.sizing.attention import attention_shapes, check_attention, judge_attention
 
@@ -18,7 +18,7 @@ FAST = {"sampling": {"chosen": 1.0, "flash": 1.0}, "training": {"chosen": 3.0, "
 RIGHT = {"chosen": 1e-3, "flash": 1e-3}, {"chosen": True, "flash": True}
 
 
-def test_shapes_are_those_of_the_published_model(compose: Callable[..., DictConfig]) -> None:
+def test_shapes_are_those_of_the_published_model(compose: Callable[..., Run]) -> None:
     # FLUX.1: 24 heads of 128; 512 pixels are 32 x 32 tokens, and prompts have 128
     options = compose("model=flux1").model.policy
     policy = instantiate(options, weights="random", embeddings=None, device="meta")

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.cli.checks import check_prompts
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Benchmark
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
 from solrl_lightning.policies.compilation import can_compile
 from solrl_lightning.policies.flux1 import Flux1
@@ -30,7 +31,7 @@ from solrl_lightning.tasks.benchmark import benchmark
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 from tests.nano import load_policy, save_nano
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 SMALL = (
     "task=benchmark",
@@ -161,7 +162,7 @@ def test_rounds_alternate_their_order_and_medians_are_over_all_rounds(
     rows = {name: compose(*SMALL, f"family={name}") for name in ("compile", "sol_rl", "prefix")}
     order = []
 
-    def run_iterations(cfg: DictConfig, device: torch.device) -> list[Lap]:
+    def run_iterations(cfg: Run, device: torch.device) -> list[Lap]:
         order.append(next(name for name, row in rows.items() if row is cfg))
         return [dict.fromkeys(STOPWATCH_STAGES, 1.0) | {"iteration": seconds} for seconds in (70.0, len(order))]
 
@@ -177,7 +178,7 @@ def test_families_with_compile_auto_follow_the_task(compose: Compose) -> None:
     compiled = {name: row.family.compile for name, row in family_configs(cfg, CPU).items()}
     can = can_compile(CPU)
     assert compiled == {"naive_scaling": False, "compile": True, "sol_rl": can, "prefix": can}
-    cfg.task.compile = False
+    cfg.task_as(Benchmark).compile = False
     compiled = {name: row.family.compile for name, row in family_configs(cfg, CPU).items()}
     assert compiled == {"naive_scaling": False, "compile": True, "sol_rl": False, "prefix": False}
 
@@ -218,7 +219,7 @@ def test_speedups_are_relative_to_the_baselines_in_the_run() -> None:
         ("task.families=[sol_rl,sole_rl]", "no family named 'sole_rl' .* sol_rl"),
         ("task.precisions=[int9]", "no precision named 'int9' .* int8"),
         ("task.sizes.keep=100", "family.keep=.* must be at most family.pool"),
-        ("task.decoders=[half]", "task.decoders=half is invalid: it must be one of full, bf16, preview"),
+        ("task.decoders=[half]", "task.decoders.0=half is invalid: it must be one of full, bf16, preview"),
         ("task.decoders=[preview]", "model.preview_decoder names none"),
     ],
 )

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from torch import nn
 
 from solrl_lightning.artifacts.tables import OK, WRONG
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.architectures import read_architecture
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
@@ -18,7 +18,7 @@ from solrl_lightning.sizing import blocks
 from solrl_lightning.sizing.blocks import check_blocks, without_files, write_short
 from solrl_lightning.sizing.plan import plan_run
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 CPU = torch.device("cpu")
 
 

@@ -7,15 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 
 from solrl_lightning.artifacts.tables import OK, SKIPPED, WRONG, Row, format_row
-from solrl_lightning.cli.checks import check_values
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
 from solrl_lightning.tasks import doctor
 from solrl_lightning.tasks.doctor import check_run, guarded
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 
 def test_embedded_model_is_ok_and_the_report_does_not_contain_the_token(
@@ -67,12 +66,10 @@ def test_skipped_row_has_its_reason(compose: Compose, monkeypatch: pytest.Monkey
 
 
 def test_iterations_are_counted(compose: Compose) -> None:
-    cfg = compose("task=doctor")
-    check_values(cfg)
-    for value in (-1, 0.5, True):
-        cfg.task.iterations = value
-        with pytest.raises(UserError, match="task.iterations=.* must be a whole number of at least 0, or null"):
-            check_values(cfg)
+    compose("task=doctor")
+    for value in ("-1", "0.5", "true"):
+        with pytest.raises(UserError, match="task.iterations=.* must be a whole number of at least 0"):
+            compose("task=doctor", f"task.iterations={value}")
 
 
 # The report

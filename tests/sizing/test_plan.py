@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig, OmegaConf
 from torch import nn
 
 from solrl_lightning.build import build_objective, lora_config, stages_of
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Plan
 from solrl_lightning.policies import adapters
 from solrl_lightning.policies.architectures import build_component, find_architecture
 from solrl_lightning.policies.flux1 import Flux1
@@ -36,7 +37,7 @@ from solrl_lightning.sizing.trace import FusedAttention, Passes, PeakBytes, coun
 from solrl_lightning.tasks.plan import plan
 from tests.nano import lora_config as small_lora
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 IMAGE, TEXT = 16, 10  # tokens of the embedded model
 
@@ -147,7 +148,7 @@ def test_a_card_has_units_of_10_to_the_9_bytes_less_the_reserve() -> None:
     footprint = Footprint(**whole, **parts, latents=FOOTPRINT.latents)
     backend = resolve("fp8", "auto", torch.device("cpu"))
     model: Any = SimpleNamespace(footprint=footprint, options=MOST, shadows={backend: footprint.shadow})
-    task = OmegaConf.create({"reserve": 6, "overrides": ["model=flux1", "task.reserve=6"]})
+    task = Plan.model_construct(reserve=6, overrides=["model=flux1", "task.reserve=6"])
     peak = 130 + 8 * 16
     row = on_card(model, Card(Hardware("a"), peak + 6), backend, task)
     assert (row["fits"], row["peak"], row["arguments"]) == (True, peak * 10**9, ["model=flux1", "precision=fp8"])
@@ -261,7 +262,7 @@ def test_evaluations_per_prompt(compose: Compose) -> None:
     }
     for name, counts in expected.items():
         cfg = compose(f"family={name}")
-        assert evaluations(stages_of(cfg), cfg.family.pool) == counts
+        assert evaluations(stages_of(cfg, build_objective(cfg)), cfg.family.pool) == counts
 
 
 def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[..., Any], tmp_path: Path) -> None:
@@ -292,16 +293,13 @@ def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[.
 
 
 def test_invalid_options_are_an_error(compose: Compose) -> None:
-    mistakes = [
-        ("cards", [24], r"task.cards=\[24\] task.reserve=6 is invalid: a card has a name, a memory larger"),
-        ("cards", [{"name": "T4", "memory": 5, "capability": 7.5}], "a memory larger than the reserve"),
-        ("cards", [{"name": "T4", "memory": 15, "capability": "old"}], "and a compute capability"),
-        ("reserve", -1, "reserve is at least 0 GB"),
-        ("devices", 9, "task.devices=9 is invalid: .* between 1 and prompts_per_iteration=8"),
-    ]
-    composed = compose("task=plan")
-    for key, value, message in mistakes:
-        cfg = composed.copy()
-        cfg.task[key] = value
+    mistakes = {
+        "task.cards=[24]": "task.cards.0=24 is invalid: it must be a group of keys",
+        "task.cards=[{name:T4,memory:5,capability:7.5}]": "it must be less than the memory of a card, and T4 has 5 GB",
+        "task.cards=[{name:T4,memory:15,capability:old}]": "task.cards.0.capability=old is invalid: it must be",
+        "task.reserve=-1": "task.reserve=-1 is invalid: it must be a finite number of at least 0",
+        "task.devices=9": "task.devices=9 is invalid: .* between 1 and prompts_per_iteration=8",
+    }
+    for argument, message in mistakes.items():
         with pytest.raises(UserError, match=message):
-            plan(cfg)
+            plan(compose("task=plan", argument))

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from omegaconf import DictConfig
 
 from solrl_lightning.artifacts.tables import OK, WRONG
 from solrl_lightning.data.prompts import read_prompt_sets
+from solrl_lightning.options.run import Run
 from solrl_lightning.quantization import resolve
 from solrl_lightning.rewards.geneval_metadata import broken_rule
 from solrl_lightning.sizing.blocks import without_files
@@ -23,7 +23,7 @@ from solrl_lightning.sizing.trial import (
     smoke_config,
 )
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 CPU = torch.device("cpu")
 
 

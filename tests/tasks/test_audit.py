@@ -12,12 +12,12 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
-from omegaconf import DictConfig
 from PIL import Image
 
 from solrl_lightning.build import build_objective, stages_of
-from solrl_lightning.cli.checks import check_needs, check_values
+from solrl_lightning.cli.checks import check_needs
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
 from solrl_lightning.tasks import audit as audit_module
 from solrl_lightning.tasks.audit import (
     Scored,
@@ -31,7 +31,7 @@ from solrl_lightning.tasks.audit import (
     reward_gap,
 )
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 SIZES = ("task.prompts=2", "task.pool=8", "task.keep=4", "model.full_steps=2")
 SMALL = ("task=audit", "experiment=smoke", "trainer=cpu", *SIZES)
@@ -118,19 +118,18 @@ def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, pro
         "task=audit", "family.compile=false", "family.explore.steps=3", *options, f"task.proxies=[{{{proxy}}}]"
     )
     stages = _stages(cfg.task.proxies[0], cfg)
-    precision = cfg.task.proxies[0].get("precision", "nvfp4")
+    precision = cfg.task.proxies[0].precision or "nvfp4"
     written = command_of(Scored(stages, precision, "", torch.zeros(1, 96), {}, 0.0), cfg)
     assert written is not None
     program, *arguments = shlex.split(written)[2:]
     own = compose(*arguments)
-    check_values(own)
     assert program == "solrl_lightning" and f"family={family}" in arguments
     assert (
         stages_of(own, build_objective(own)) == [stage._replace(name="explore") for stage in stages[:-1]] + stages[-1:]
     )
     named = precision if stages[0].sampler == "shadow" else "auto"
     assert (own.family.pool, own.family.keep, own.precision.name) == (96, 24, named)
-    assert (own.family.compile, own.trainer.deterministic, own.prompts_per_iteration) == (False, True, 3)
+    assert (own.family.compile, own.trainer["deterministic"], own.prompts_per_iteration) == (False, True, 3)
 
 
 @pytest.mark.parametrize(
@@ -206,12 +205,12 @@ def test_reversed_proxy_has_no_overlap() -> None:
     ("mistake", "message"),
     [
         ("task.proxies=[]", "task.proxies is empty"),
-        ("task.proxies=[{sampler:shadows,steps:2}]", "sampler .shadow, merged, policy"),
-        ("task.proxies=[{sampler:shadow,steps:0}]", "1 to 1000 steps"),
+        ("task.proxies=[{sampler:shadows,steps:2}]", "proxies.0.sampler=shadows .* one of shadow, merged, policy"),
+        ("task.proxies=[{sampler:shadow,steps:0}]", "proxies.0.steps=0 .* from 1 to 1000"),
         ("task.proxies=[{sampler:shadow,steps:2,precision:fp3}]", "no precision named 'fp3' .* auto, bf16, fp8"),
-        ("task.proxies=[{sampler:merged,steps:2,stop_after:2}]", "a step below the last to stop_after"),
-        ("task.proxies=[{sampler:merged,steps:2,solver:heun}]", "a solver .euler, dpm2."),
-        ("task.proxies=[{sampler:merged,step:2}]", "1 to 1000 steps"),
+        ("task.proxies=[{sampler:merged,steps:2,stop_after:2}]", "proxies.0.stop_after=2 .* below .*steps=2"),
+        ("task.proxies=[{sampler:merged,steps:2,solver:heun}]", "proxies.0.solver=heun .* one of euler, dpm2"),
+        ("task.proxies=[{sampler:merged,step:2}]", "proxies.0.step=2 .* Did you mean steps"),
         (
             "task.proxies=[{sampler:merged,steps:2,decoder:half}]",
             "task.proxies.0.decoder=half is invalid: it must be one",
@@ -220,7 +219,7 @@ def test_reversed_proxy_has_no_overlap() -> None:
     ],
 )
 def test_invalid_options_are_an_error_before_a_model_is_loaded(compose: Compose, mistake: str, message: str) -> None:
-    cfg = compose(*SMALL, "model.pretrained=nowhere/at-all", mistake)
     with pytest.raises(UserError, match=message):
+        cfg = compose(*SMALL, "model.pretrained=nowhere/at-all", mistake)
         check_needs(cfg)
         audit(cfg)

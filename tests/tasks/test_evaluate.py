@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from omegaconf import DictConfig
 from PIL import Image
 
 from solrl_lightning.artifacts.pictures import Row, draw_grid
 from solrl_lightning.build import build_module
+from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.seeds import evaluation_seeds
@@ -22,12 +22,12 @@ from solrl_lightning.tasks.evaluate import Scored, draw, evaluate, in_order, ove
 from solrl_lightning.tasks.train import train
 from solrl_lightning.training.evaluation import Evaluation
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 SMALL = ("experiment=smoke", "trainer=cpu", "model.eval_steps=2")
 
 
-def write_checkpoint(cfg: DictConfig, path: Path, strength: float) -> Path:
+def write_checkpoint(cfg: Run, path: Path, strength: float) -> Path:
     """What a training run would leave if its average were the start plus random B of this strength."""
     module = build_module(cfg, torch.device("cpu"), [])
     average = {name: value.clone() for name, value in module.adapter_state("default").items()}

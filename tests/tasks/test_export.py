@@ -10,7 +10,6 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from huggingface_hub import ModelCard, constants
 from nano import PROMPTS, save_nano
-from omegaconf import DictConfig
 from policies.fake_hub import REPOSITORY, FakeHub, serving
 from safetensors.torch import load_file
 from test_generate import write_checkpoint
@@ -22,6 +21,7 @@ from solrl_lightning.build import build_model, load_adapters
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.cli.hub import check_push
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
 from solrl_lightning.tasks.export import export
 from solrl_lightning.tasks.generate import without_training
 from solrl_lightning.training.module import SolRLModule
@@ -38,9 +38,9 @@ class Exported(NamedTuple):
     module: SolRLModule
 
 
-def composed(folder: Path, *arguments: str) -> DictConfig:
+def composed(folder: Path, *arguments: str) -> Run:
     with ConfigTree() as tree:
-        return application_config(tree.compose(arguments), folder)
+        return Run.of(application_config(tree.compose(arguments), folder))
 
 
 @pytest.fixture(scope="module")

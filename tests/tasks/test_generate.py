@@ -14,13 +14,15 @@ from PIL import Image
 
 from solrl_lightning.artifacts.pictures import Row, draw_grid
 from solrl_lightning.build import build_model
-from solrl_lightning.cli.checks import check_needs, check_values, requested_prompts, requested_weights
+from solrl_lightning.cli.checks import check_needs
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.errors import UserError
+from solrl_lightning.facts import requested_prompts
+from solrl_lightning.options.run import Run
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.tasks.generate import generate, requested_seeds, without_training
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def alone() -> DictConfig:
         return application_config(tree.compose(["task=generate"]), "nowhere")
 
 
-def write_checkpoint(cfg: DictConfig, path: Path, trained: float = 0.1, average: float = 0.5) -> Path:
+def write_checkpoint(cfg: Run, path: Path, trained: float = 0.1, average: float = 0.5) -> Path:
     """What a training run would leave if it had moved B, and its average, by random amounts of these sizes."""
     module = build_model(without_training(cfg), torch.device("cpu"))
     states = {}
@@ -157,8 +159,8 @@ CAT = ["a cat"]
         ({"prompts": CAT, "seeds": 3}, "task.seeds=3 is invalid: it must be a list of different whole numbers"),
         ({"prompts": CAT, "seeds": []}, r"task.seeds=\[\] is invalid"),
         ({"prompts": CAT, "seeds": [1, 2.5]}, r"task.seeds=\[1, 2.5\] is invalid"),
-        ({"prompts": CAT, "seeds": [1, "x"]}, r"task.seeds=\[1, 'x'\] is invalid"),
-        ({"prompts": CAT, "seeds": [True]}, r"task.seeds=\[True\] is invalid"),
+        ({"prompts": CAT, "seeds": [1, "x"]}, r"task.seeds=\[1, x\] is invalid"),
+        ({"prompts": CAT, "seeds": [True]}, r"task.seeds=\[true\] is invalid"),
         ({"prompts": CAT, "seeds": [1, 1]}, r"task.seeds=\[1, 1\] is invalid"),
         ({"prompts": CAT, "seeds": [-1]}, r"task.seeds=\[-1\] is invalid"),
         ({"prompts": CAT, "seeds": [2**32]}, r"task.seeds=\[4294967296\] is invalid"),
@@ -171,12 +173,11 @@ def test_invalid_options_are_an_error(alone: DictConfig, asked: dict[str, Any], 
     cfg = alone.copy()
     cfg.task.update(asked)
     with pytest.raises(UserError, match=message):
-        check_values(cfg)
-        check_needs(cfg)
+        check_needs(Run.of(cfg))
 
 
 def test_prompts_of_the_command_line_may_have_commas_and_spaces(compose: Compose) -> None:
     cfg = compose("task=generate", 'task.prompts=[a red apple, "two, or three, dogs"]')
     assert requested_prompts(cfg) == ["a red apple", "two, or three, dogs"]
     assert requested_seeds(cfg, ["a", "b"]).shape == (2, 4)
-    assert requested_weights(cfg) == {"base": "base"}
+    assert cfg.weights == {"base": "base"}

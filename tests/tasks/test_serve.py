@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import DictConfig
 from reward_servers import free_port
 from torch import Tensor
 
-from solrl_lightning.cli.checks import check_values
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.addresses import TOKEN, is_loopback
 from solrl_lightning.rewards.http import HTTPReward
 from solrl_lightning.rewards.shapes import ShapesReward
@@ -51,7 +50,7 @@ def test_serves_until_a_signal_and_leaves_no_file(command: Command, tmp_path: Pa
 
 
 def test_task_itself_requires_a_token_for_a_public_address(
-    compose: Callable[..., DictConfig], monkeypatch: pytest.MonkeyPatch
+    compose: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
     with pytest.raises(UserError, match="task.host=0.0.0.0 is invalid without a token"):
@@ -68,6 +67,6 @@ def test_loopback_addresses(host: str, is_local: bool) -> None:
 
 
 @pytest.mark.parametrize("argument", ["task.port=70000", "task.max_images=0", "task.max_pixels=none"])
-def test_limits_out_of_range_are_an_error(compose: Callable[..., DictConfig], argument: str) -> None:
+def test_limits_out_of_range_are_an_error(compose: Callable[..., Run], argument: str) -> None:
     with pytest.raises(UserError, match=f"{argument} is invalid: it must be"):
-        check_values(compose("task=serve", argument))
+        compose("task=serve", argument)

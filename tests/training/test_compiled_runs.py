@@ -12,12 +12,12 @@ import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
 from nano import BUILDERS, MAX_WORDS, save_nano
-from omegaconf import DictConfig
 
+from solrl_lightning.options.run import Run
 from solrl_lightning.rollout import chunks
 from solrl_lightning.tasks.train import train
 
-Compose = Callable[..., DictConfig]
+Compose = Callable[..., Run]
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "flux1": {"num_layers": 1, "num_single_layers": 3},

@@ -10,13 +10,13 @@ import ranks
 import torch
 from forks import Forks, two_ranks
 from nano import PROMPTS, save_nano
-from omegaconf import DictConfig
 from reward_servers import free_port
 from safetensors.torch import load_file
 from torch import Tensor
 
-from solrl_lightning.cli.checks import LORA_FILE, check_values
+from solrl_lightning.cli.checks import LORA_FILE
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
 from solrl_lightning.policies import pipeline
 from solrl_lightning.training.schedules import old_policy_decay
 
@@ -32,7 +32,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.slow
 def test_two_ranks_match_one_rank(
-    compose: Callable[..., DictConfig],
+    compose: Callable[..., Run],
     forks: Forks,
     arguments: list[str],
     tmp_path: Path,
@@ -91,13 +91,13 @@ def distance(found: Tensor, expected: Tensor) -> float:
     ],
 )
 def test_what_needs_whole_weights_is_refused_with_shards(
-    compose: Callable[..., DictConfig], argument: str, message: str
+    compose: Callable[..., Run], argument: str, message: str
 ) -> None:
     good = ("trainer=fsdp", "family=prefix", "callbacks.sample_grid.every=0")
-    check_values(compose(*good))
+    compose(*good)
     key = argument.partition("=")[0]
     with pytest.raises(UserError, match=message):
-        check_values(compose(*(word for word in good if not word.startswith(f"{key}=")), argument))
+        Run.of(compose(*(word for word in good if not word.startswith(f"{key}=")), argument))
 
 
 @pytest.mark.slow

@@ -10,12 +10,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from nano import MAX_WORDS, save_nano, save_preview_decoder
-from omegaconf import DictConfig
 from torch import Tensor
 
 from solrl_lightning.build import build_loop, build_module, build_objective, levels_of
@@ -24,6 +22,7 @@ from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, 
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.requantize import Requantize
+from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.objectives.advantages import group_advantages
@@ -33,6 +32,7 @@ from solrl_lightning.objectives.grpo import GRPOLoss
 from solrl_lightning.objectives.nft import NFT, NFTLoss
 from solrl_lightning.objectives.pepg import PEPGLoss
 from solrl_lightning.objectives.ram import RAMLoss
+from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards, gdpo
 from solrl_lightning.rollout.records import Rollouts, TrainingBatch
@@ -65,16 +65,16 @@ def pipeline() -> tempfile.TemporaryDirectory[str]:
 
 
 @functools.cache
-def composed(*overrides: str) -> DictConfig:
+def composed(*overrides: str) -> Run:
     model = [f"model.pretrained={pipeline().name}", f"model.max_sequence_length={MAX_WORDS}"]
-    with initialize_config_module("solrl_lightning.conf", version_base="1.3"):
-        return compose("config", overrides=[*SMALL, *model, *overrides])
+    with ConfigTree() as tree:
+        return Run.of(application_config(tree.compose([*SMALL, *model, *overrides]), "run"))
 
 
 def make(
     tmp_path: Path, *overrides: str, callbacks: tuple[Callback, ...] = (), **trainer_args: Any
 ) -> tuple[SolRLModule, Trainer, ExploreTrainLoop]:
-    cfg = composed(*overrides).copy()
+    cfg = composed(*overrides)
     checkpoints = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
     defaults = {"accelerator": "cpu", "devices": 1, "logger": False, "gradient_clip_val": 1.0}
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}

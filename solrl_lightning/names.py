@@ -1,9 +1,20 @@
-"""Names of the shadow's precisions and of their backends, which ``quantization.backends`` implements."""
+"""Names that a configuration is checked against before torch loads. The modules that implement them import them."""
+
+from typing import Literal, get_args
 
 from solrl_lightning.errors import UserError
 
+Sampler = Literal["shadow", "merged", "policy"]
+TrainingSampler = Literal["merged", "policy"]
+SolverName = Literal["euler", "dpm2"]
+Decoder = Literal["full", "bf16", "preview"]
+Storage = Literal["bfloat16", "int8", "nf4"]
+Combination = Literal["sum", "gdpo"]
+SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)
+SHADOW, MERGED, POLICY = SAMPLERS
+
 AUTO = "auto"
-"""The precision that is chosen for the hardware, by ``quantization.choose_precision``."""
+"""The precision that is chosen for the hardware, by ``quantization.choose_precision``; and the fastest backend."""
 
 BACKENDS = {
     "nvfp4": ("auto", "transformer_engine", "torch", "emulated"),
@@ -11,6 +22,7 @@ BACKENDS = {
     "int8": ("auto", "torch", "emulated"),
     "bf16": ("auto",),
 }
+"""The backends of each precision of the shadow, which ``quantization.backends`` implements."""
 
 
 def check_backend(precision: str, backend: str) -> None:

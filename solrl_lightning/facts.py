@@ -1,0 +1,37 @@
+"""What the options of a run name: its prompts. Imports no torch before it is needed."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
+from solrl_lightning.options.task import Generate
+
+if TYPE_CHECKING:
+    from solrl_lightning.data.prompts import PromptSets
+
+
+def requested_prompts(cfg: Run) -> list[str]:
+    """The prompts of task=generate, from the command line or from a file."""
+    from solrl_lightning.data.prompts import read_prompts  # imports torch, which --help and mistakes do without
+
+    task = cfg.task_as(Generate)
+    return task.prompts if task.prompt_file is None else read_prompts(task.prompt_file, cfg.data.column)
+
+
+def prompt_sets(cfg: Run) -> "PromptSets":
+    """The prompts that the task reads (``task.reads``); the other sets are empty."""
+    from solrl_lightning.data.prompts import read_prompt_sets  # imports torch
+
+    train, held_out = (getattr(cfg.data, name) if name in cfg.task.reads else None for name in ("train", "eval"))
+    return read_prompt_sets(train, held_out, cfg.data.column)
+
+
+def check_shares(counts: Mapping[str, int], ranks: int) -> None:
+    """UserError unless all ranks of trainer=fsdp get equally many of the prompts counted by ``counts``, by key."""
+    for key, count in counts.items():
+        if count % ranks:
+            raise UserError(
+                f"{key}={count} is invalid with trainer=fsdp: all ranks must have equally many prompts. Set it to a "
+                f"multiple of {ranks}."
+            )

@@ -1,0 +1,162 @@
+"""``family``: how the samples to train on are chosen from a pool of candidates."""
+
+from itertools import pairwise
+from typing import Any
+
+from pydantic import model_validator
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.names import Decoder, Sampler, SolverName
+from solrl_lightning.options.rules import (
+    HERE,
+    Broken,
+    Compile,
+    Count,
+    CountOrZero,
+    Group,
+    Images,
+    Kept,
+    NotNegative,
+    Share,
+)
+from solrl_lightning.options.rules import Steps as StepCount
+
+
+class Rung(Group):
+    step: Count
+    """Solver steps before the candidates are scored."""
+    keep: Count
+    """Number of candidates that continue: the best and the worst halves."""
+
+
+class Explorer(Group):
+    """A cheap way to score the candidates of a pool."""
+
+    sampler: Sampler
+    """Weights that sample."""
+    steps: StepCount
+    """Solver steps of the whole trajectory."""
+    solver: SolverName | None = None
+    """The run's, if there is none."""
+    stop_after: Count | None = None
+    """Steps after which the predicted image is scored; the last one if null."""
+    rungs: list[Rung] | None = None
+    """Several steps after which candidates are scored and some of them continue."""
+    decoder: Decoder = "full"
+    """Decoder of the images to score."""
+
+    def check(self) -> None:
+        if self.stop_after is not None and self.stop_after >= self.steps:
+            raise Broken(f"it must be at least 1 and below {HERE}.steps={self.steps}.", "stop_after")
+
+    def check_rungs(self, key: str, pool: int, keep: int) -> None:
+        """Raise unless each rung is later and keeps no more than the one before, from ``pool`` to ``keep``."""
+        if self.rungs is None:
+            return
+        numbers = [(rung.step, rung.keep) for rung in self.rungs]
+        ordered = all(a < b and n >= m for (a, n), (b, m) in pairwise([(0, pool), *numbers]))
+        if not ordered or not numbers or numbers[-1][0] > self.steps or numbers[-1][1] != keep:
+            raise Broken(
+                f"it must be a list of rungs such as '{HERE}.{key}.rungs=[{{step:2,keep:{max(pool // 2, keep)}}},"
+                f"{{step:4,keep:{keep}}}]', each with a step above the one before it, up to {self.steps}, and a keep "
+                f"not above the one before it, from the pool of {pool} down to {keep} in the last rung.",
+                f"{key}.rungs",
+            )
+
+
+class Regeneration(Group):
+    """The pass that gives the images to train on."""
+
+    sampler: Sampler
+    """Weights that sample."""
+    steps: StepCount
+    """Solver steps."""
+    solver: SolverName
+    """Solver of the noise levels."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_whole(cls, node: Any) -> Any:
+        for key in ("stop_after", "rungs", "decoder") if isinstance(node, dict) else ():
+            if key in node:
+                rule = "these samples are whole and their rewards train the policy."
+                raise Broken(rule, key, f"Set family.explore.{key}.")
+        return node
+
+
+class Pool(Group):
+    """Numbers of candidates of a prompt."""
+
+    pool: Images
+    """Candidates of each prompt."""
+    keep: Kept
+    """Candidates that are trained on: the best and the worst halves."""
+
+    def check(self) -> None:
+        if self.keep > self.pool:
+            fix = f"Raise {HERE}.pool or lower {HERE}.keep."
+            raise Broken(f"it must be at most {HERE}.pool={self.pool}.", "keep", fix)
+
+
+class Family(Pool):
+    explore: Explorer | None
+    """The whole pool's pass, for the selection only; null: the pool is sampled once."""
+    levels: list[Explorer] | None = None
+    """Ways to explore from cheap to expensive, between which the probes move."""
+    start: CountOrZero = 0
+    """Index of the first level."""
+    threshold: Share = 0.85
+    """Spearman correlation; a probe below it moves one level up."""
+    margin: NotNegative = 0.05
+    """Probes of at least ``threshold + margin`` move one level down."""
+    patience: Count = 3
+    """Number of such probes in a row."""
+    regenerate: Regeneration
+    """The kept candidates' pass."""
+    compile: Compile
+    """torch.compile of the rollouts; auto: on a GPU."""
+    warning: str | None
+    """Text that is printed at the start."""
+    smoke_keep: Kept | None = None
+    """``keep`` in experiment=smoke."""
+    smoke_rungs: list[dict[str, int]] | None = None
+    """Rungs in experiment=smoke."""
+
+    @property
+    def explorers(self) -> dict[str, Explorer]:
+        """The ways to explore by their keys below ``family``."""
+        levels = {f"levels.{index}": level for index, level in enumerate(self.levels or ())}
+        return levels or ({} if self.explore is None else {"explore": self.explore})
+
+    def check(self) -> None:
+        super().check()
+        if self.levels is not None and (not self.levels or self.explore is not None):
+            example = "'family.levels=[{sampler:shadow,steps:4},{sampler:shadow,steps:6}]'"
+            rule = f"it must be a list of at least one way to explore, for example {example}, and family.explore null."
+            raise Broken(rule, "levels")
+        self.check_stages()
+        if self.levels is None:
+            return
+        if self.start >= len(self.levels):
+            raise Broken(f"it must be the index of a level, from 0 to {len(self.levels) - 1}.", "start")
+        if self.threshold + self.margin > 1:
+            most = f"1 - family.threshold={1 - self.threshold:.3g}"
+            raise Broken(f"it must be at most {most}, as no correlation is above 1.", "margin", "Set family.margin=0.")
+
+    def check_stages(self) -> None:
+        """A pass that stops early and has the weights of regeneration is continued by it, so it must be the same."""
+        last = self.regenerate
+        for key, explorer in self.explorers.items():
+            explorer.check_rungs(key, self.pool, self.keep)
+            stop = explorer.rungs[-1].step if explorer.rungs else explorer.stop_after
+            first = explorer.sampler, explorer.steps, explorer.solver or last.solver
+            same = first == (last.sampler, last.steps, last.solver)
+            if stop is not None and explorer.sampler == last.sampler and not same:
+                raise UserError(
+                    f"family.regenerate={last.sampler}, {last.steps}, {last.solver} is invalid: it samples with the "
+                    f"same weights as family.{key} ({', '.join(map(str, first))}), which stops early, so it continues "
+                    "the same trajectories and must have the same steps and solver. Set family.regenerate.steps and "
+                    ".solver so."
+                )
+            if same and stop == explorer.steps:
+                raise Broken(f"it must be a race that ends before step {stop}, the last one.", f"{key}.rungs")

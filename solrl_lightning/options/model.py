@@ -1,0 +1,155 @@
+"""``model``: a text-to-image model with its sampling and training parameters."""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict
+from typing_extensions import Required, TypedDict
+
+from solrl_lightning.names import Decoder, SolverName
+from solrl_lightning.options.rules import (
+    NODE,
+    Count,
+    CountOrZero,
+    Finite,
+    Group,
+    NotNegative,
+    Positive,
+    Share,
+    Steps,
+    number,
+    one_of,
+)
+
+Guidance = Annotated[float, number("a finite number of at least 1; 1 is without guidance", lambda value: value >= 1)]
+Alpha = Annotated[float, number("a number above 0 and at most 1000000", lambda value: 0 < value <= 1_000_000)]
+Checkpointing = Annotated[bool | Literal["selective"], one_of(True, False, "selective")]
+
+
+class Policy(TypedDict, total=False):
+    """Arguments of the adapter of the architecture."""
+
+    __pydantic_config__ = NODE  # type: ignore[misc]
+    _target_: Required[str]
+    """A subclass of ``PipelineAdapter``."""
+    pretrained: str
+    """``model.pretrained``."""
+    transformer_weights: str | None
+    """``model.transformer_weights``."""
+    preview_decoder: str | None
+    """``model.preview_decoder``."""
+    embeddings: str | None
+    """``model.embeddings``."""
+
+
+class Lora(Group):
+    rank: Count
+    """Rank of the update."""
+    alpha: Alpha
+    """The update of a weight is alpha / rank * B A."""
+    target_modules: list[str]
+    """Name suffixes of the adapted linear layers."""
+
+
+class Quantization(Group):
+    include: list[str]
+    """Patterns of the names of linear layers that the shadow quantises."""
+    exclude: dict[str, str]
+    """Patterns of those that it does not, each with the reason."""
+
+
+class ModelData(Group):
+    """The prompts of data=default."""
+
+    train: str
+    """Training prompts."""
+    eval: str
+    """Held-out prompts."""
+    column: str
+    """Column of the prompts in a table."""
+
+
+class Model(Group):
+    """A model of one's own may have more keys, for its ``policy``."""
+
+    guesses = True
+    model_config = ConfigDict(extra="allow")
+
+    pretrained: str
+    """Hub id or local folder."""
+    needs: str | None = None
+    """Disk and GPU that it takes, printed before the download."""
+    variant: str | None
+    """Variant of the weight files."""
+    transformer_weights: str | None = None
+    """Other initial weights of the transformer."""
+    weights: Literal["pretrained", "random"]
+    """Random ones have the same shapes, for plans and timings."""
+    resolution: Count
+    """Width and height in pixels."""
+    max_sequence_length: Count
+    """Tokens of a prompt."""
+    guidance: NotNegative | None = None
+    """Value of the guidance embedding, of a model that has one."""
+    guidance_scale: Guidance = 1
+    """Scale of classifier-free guidance."""
+    flow_shift: Finite | None = None
+    """Shift of the noise levels, of a model that has one."""
+    decode_batch: Count
+    """Images decoded at once."""
+    preview_decoder: str | None = None
+    """Tiny autoencoder of exploration."""
+    dtypes: dict[str, str]
+    """Dtype of each component, and of all others under ``default``."""
+    embeddings: str | None
+    """Folder to cache embeddings of prompts in."""
+    gradient_checkpointing: Checkpointing
+    """Recompute activations in the backward pass."""
+
+    iterations: Count
+    """Default of the run."""
+    prompts_per_iteration: Count
+    """Default of the run."""
+    evaluation_every: Count
+    """Default of the run."""
+    probe_every: CountOrZero
+    """Iterations between probes of the ranking."""
+    data: ModelData
+    """Prompts of data=default."""
+    policy: Policy
+    """Adapter of the architecture."""
+
+    solver: SolverName
+    """Solver of all samplers."""
+    full_steps: Steps
+    """Solver steps of the training samples."""
+    preview_steps: Steps
+    """Solver steps of exploration."""
+    prefix_steps: Steps
+    """Solver steps before scoring in family=prefix."""
+    explore_decoder: Decoder = "full"
+    """Decoder of explored images."""
+    eval_steps: Steps
+    """Solver steps of evaluations and sample grids."""
+    rollout_batch: Count
+    """Candidates per forward pass."""
+
+    learning_rate: Positive
+    """Learning rate of AdamW."""
+    train_timestep_fraction: Share
+    """Fraction of the noise levels that a sample is trained at."""
+    micro_batch: Count
+    """Rows per forward and backward pass."""
+    max_grad_norm: Positive
+    """Maximum L2 norm of the gradient."""
+    kl_weight: NotNegative
+    """Weight of the distance to the base model in objective=nft."""
+    ram_strength: Positive | None = None
+    """Strength of objective=ram."""
+    grpo_clip_range: Positive | None = None
+    """Clip range of objective=flow_grpo and dance_grpo."""
+    init_lora: str | None
+    """LoRA of diffusers' format to start from."""
+    lora: Lora
+    """Low-rank update that is trained."""
+    quantization: Quantization
+    """Layers of the shadow that are quantised."""

@@ -1,0 +1,147 @@
+"""What the values of a configuration must be, and the line that says so. Imports no torch."""
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationInfo, model_validator
+from pydantic_core import ErrorDetails
+from typing_extensions import Self
+
+from solrl_lightning.errors import UserError, did_you_mean, nearest
+
+MAX_SEED = 2**32 - 1
+MAX_STEPS, MAX_IMAGES = 1000, 100_000
+_DEFAULT = "Leave it out for the default."
+HERE = "<here>"
+"""Stands for the key of the node that is checked, in a rule and its fix."""
+
+
+class Broken(ValueError):
+    """A broken rule, as a sentence; ``key`` is that of the value below the node that is checked."""
+
+    def __init__(self, rule: str, key: str = "", fix: str = _DEFAULT) -> None:
+        super().__init__(rule)
+        self.key, self.fix = key, fix
+
+
+UNCHECKED = object()
+"""The context of a validation that leaves the rules over several keys out."""
+
+
+class Group(BaseModel):
+    """A node of the configuration whose keys are all known."""
+
+    guesses: ClassVar[bool] = False
+    """Whether a key of the user's own that is like a known one is a typing error."""
+    model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)  # at the first use, once for all below
+
+    @model_validator(mode="before")
+    @classmethod
+    def check_keys(cls, node: Any) -> Any:
+        """Tell an unknown key with the nearest known one."""
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        for name in [key for key in node if key not in known] if isinstance(node, dict) else ():
+            near = did_you_mean(nearest(name, known))
+            if (near and cls.guesses) or cls.model_config.get("extra") == "forbid":
+                raise Broken("nothing reads that key.", name, near.strip() or f"The keys here are {', '.join(known)}.")
+        return node
+
+    @model_validator(mode="after")
+    def check_rules(self, info: ValidationInfo) -> Self:
+        if info.context is not UNCHECKED:
+            self.check()
+        return self
+
+    def check(self) -> None:
+        """Raise for a rule over several keys."""
+
+
+NODE = ConfigDict(strict=True, extra="allow")
+"""Of a node with a ``_target_``, which stays a mapping: its class, or one of the user's own, may take other keys."""
+
+
+def must_be(rule: str, holds: Callable[[Any], bool], fix: str = _DEFAULT) -> PlainValidator:
+    """Return the check of a value; it stays as it is, so that True, 1 and 1.0 remain three values."""
+
+    def check(value: Any) -> Any:
+        if not holds(value):
+            raise Broken(f"it must be {rule}.", fix=fix)
+        return value
+
+    return PlainValidator(check)
+
+
+def is_whole(value: Any, least: int = 1, most: float = math.inf) -> bool:
+    return type(value) is int and least <= value <= most  # bool is a subclass of int
+
+
+def whole(least: int, most: float = math.inf, note: str = "") -> PlainValidator:
+    bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+    return must_be(f"a whole number {bounds}{note}", lambda value: is_whole(value, least, most))
+
+
+def number(rule: str, holds: Callable[[float], bool]) -> PlainValidator:
+    return must_be(rule, lambda value: type(value) in (int, float) and math.isfinite(value) and holds(value))
+
+
+def one_of(*choices: bool | str) -> PlainValidator:
+    """Where ``Literal`` does not do: it takes 1 and 1.0 for True."""
+    rule = f"one of {', '.join(str(choice).lower() for choice in choices)}"
+    return must_be(rule, lambda value: any(type(value) is type(choice) and value == choice for choice in choices))
+
+
+Count = Annotated[int, whole(1)]
+CountOrZero = Annotated[int, whole(0)]
+Steps = Annotated[int, whole(1, MAX_STEPS)]
+Images = Annotated[int, whole(1, MAX_IMAGES)]
+Kept = Annotated[int, whole(2, note=": the best and the worst of a prompt are compared with each other")]
+Seed = Annotated[int, whole(0, MAX_SEED)]
+Finite = Annotated[float, number("a finite number", lambda value: True)]
+Positive = Annotated[float, number("a finite number above 0", lambda value: value > 0)]
+NotNegative = Annotated[float, number("a finite number of at least 0", lambda value: value >= 0)]
+Share = Annotated[float, number("a fraction above 0 and at most 1", lambda value: 0 < value <= 1)]
+Compile = Annotated[bool | Literal["auto"], one_of(True, False, "auto")]
+
+_KINDS = {
+    "bool_type": "true or false",
+    "string_type": "a text",
+    "list_type": "a list",
+    "dict_type": "a group of keys",
+    "model_type": "a group of keys",
+    "model_attributes_type": "a group of keys",
+}
+
+
+def is_reference(value: Any) -> bool:
+    return isinstance(value, str) and "${" in value
+
+
+def explain(error: ErrorDetails) -> UserError:
+    """Return ``error`` as `<key>=<value> is invalid: <rule> <fix>`."""
+    context, value, path = error.get("ctx", {}), error["input"], [str(part) for part in error["loc"]]
+    cause, home = context.get("error"), ".".join(path)
+    if isinstance(cause, UserError):
+        return cause
+    if error["type"] == "missing":
+        fix = f"Leave ~{home} out; in a file of your own, add it, or begin with `defaults: [<option>, _self_]`"
+        return UserError(f"{home} is missing: a run needs it. {'Add it' if any(map(str.isdigit, path)) else fix}.")
+    if not isinstance(cause, Broken):
+        choices = str(context.get("expected")).replace("'", "").replace(" or ", ", ")
+        quotes = "; a number needs quotes" if error["type"] == "string_type" and isinstance(value, int | float) else ""
+        cause = Broken(f"it must be {_KINDS.get(error['type'], f'one of {choices}')}{quotes}.")
+    for part in filter(None, cause.key.split(".")):
+        value = value.get(part) if isinstance(value, dict) else value[int(part)]
+        path.append(part)
+    rule = f"{cause} {cause.fix}".replace(f"{HERE}.", f"{home}." if home else "")
+    return UserError(f"{'.'.join(path)}={written(value)} is invalid: {rule}")
+
+
+def written(value: Any) -> str:
+    """Return ``value`` as on a command line."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(written, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}:{written(each)}' for key, each in value.items())}}}"
+    words = {type(None): "null", bool: str(value).lower()}
+    return words.get(type(value), str(value) or "''")

@@ -1,0 +1,237 @@
+"""The configuration of a run, typed and checked: every key with its bounds, and the rules over several keys."""
+
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.names import Storage, TrainingSampler
+from solrl_lightning.options.callbacks import Callbacks, InOrder
+from solrl_lightning.options.data import Data
+from solrl_lightning.options.family import Explorer, Family
+from solrl_lightning.options.model import Model
+from solrl_lightning.options.precision import Precision
+from solrl_lightning.options.reward import Reward
+from solrl_lightning.options.rules import UNCHECKED, Broken, Compile, Count, Group, Seed, explain, is_reference, written
+from solrl_lightning.options.task import AnyTask, Audit, Generate, Task
+from solrl_lightning.options.trainer import Trainer, is_sharded
+from solrl_lightning.options.training import Objective, OldPolicy, Optimizer, Scheduler
+
+_Task = TypeVar("_Task", bound=Task)
+
+
+class Evaluations(Group):
+    every: Count
+    """Iterations between evaluations on held-out prompts."""
+
+
+class Run(Group):
+    """The first of these keys that is wrong is told, so a key stands before those whose value follows it."""
+
+    seed: Seed
+    """Equal seeds give equal runs."""
+    model: Model
+    """Text-to-image model."""
+    iterations: Count
+    """Each explores, selects, regenerates and trains."""
+    prompts_per_iteration: Count
+    """Of all ranks together."""
+    optimizer_steps: Count
+    """Of an iteration; each takes an equal part of the training rows."""
+    training_sampler: TrainingSampler
+    """Samples the images to train on."""
+    old_velocity: TrainingSampler
+    """Computes the old policy's velocity in training."""
+    base_weights: Storage
+    """Storage of the frozen linear layers of the blocks."""
+    encode_on: Literal["device", "cpu"]
+    """Where the text encoders run."""
+    compile_training: Compile
+    """torch.compile of the trained transformer; auto: on a GPU."""
+    evaluation: Evaluations
+    """When the policy is evaluated."""
+    ckpt: str | None
+    """Checkpoint to resume from or to evaluate."""
+    task: AnyTask
+    """What is done."""
+    family: Family
+    """How training samples are chosen."""
+    objective: Objective
+    """Loss."""
+    optimizer: Optimizer
+    """Optimiser of the trained LoRA."""
+    scheduler: Scheduler
+    """Learning rate schedule."""
+    old_policy: OldPolicy
+    """Decay of the policy that samples."""
+    precision: Precision
+    """Number format of the shadow."""
+    data: Data
+    """Prompts."""
+    reward: Reward
+    """Scores of an image."""
+    trainer: Trainer
+    """Lightning's Trainer."""
+    callbacks: InOrder = Callbacks()
+    """Callbacks by name."""
+    logger: dict[str, Any] = {}
+    """Loggers by name."""
+    run_dir: str
+    """The run's folder."""
+
+    @classmethod
+    def of(cls, cfg: DictConfig) -> "Run":
+        """The options of an application config. UserError for the first that is invalid."""
+        try:
+            tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+        except OmegaConfBaseException:  # an invalid value may be why others that refer to it have none
+            tree = OmegaConf.to_container(cfg, resolve=False)
+            for error in cls._errors(tree):
+                if not is_reference(error["input"]):
+                    raise explain(error) from None
+            raise
+        return cls.of_tree(tree)
+
+    @classmethod
+    def of_tree(cls, tree: Any) -> "Run":
+        """The same of resolved values, as `tree` gives them."""
+        for error in cls._errors(tree):
+            raise explain(error)
+        return cls.model_validate(tree)
+
+    @classmethod
+    def _errors(cls, tree: Any) -> list[ErrorDetails]:
+        try:
+            cls.model_validate(tree)
+        except ValidationError as error:
+            return error.errors()
+        return []
+
+    def tree(self) -> dict[str, Any]:
+        """The values that were given, as mappings and lists."""
+        return self.model_dump(by_alias=True, exclude_unset=True)
+
+    def with_group(self, group: str, node: Any) -> "Run":
+        """A copy with another value of a group, whose rules over several keys are not checked."""
+        kind: Any = type(getattr(self, group))
+        changed = self.model_copy(deep=True)
+        setattr(changed, group, kind.model_validate(node, context=UNCHECKED))
+        return changed
+
+    def task_as(self, kind: type[_Task]) -> _Task:
+        """The task, of which it is known what it is."""
+        assert isinstance(self.task, kind)
+        return self.task
+
+    # Facts
+
+    @property
+    def uses_model(self) -> bool:
+        return not {"train", "eval", "ckpt"}.isdisjoint(self.task.reads) or isinstance(self.task, Generate)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the ranks share the frozen weights, as with trainer=fsdp."""
+        return is_sharded(self.trainer)
+
+    @property
+    def sources(self) -> list[str]:
+        """The prompt sources that the task reads."""
+        return [getattr(self.data, name) for name in ("train", "eval") if name in self.task.reads]
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """The name of each model in task=generate, and its name in ``SolRLModule.sample``."""
+        base = {"base": "base"} if isinstance(self.task, Generate) and self.task.base else {}
+        return base | ({"trained": "ema"} if self.ckpt is not None else {})
+
+    def callback(self, name: str) -> Mapping[str, Any]:
+        """The arguments of a callback; none of one that is left out."""
+        callbacks: Mapping[str, Any] = self.callbacks
+        return callbacks.get(name) or {}
+
+    # Rules over several groups
+
+    def check(self) -> None:
+        for check in (self.check_training, self.check_exploration, self.check_compilation, self.check_sharded):
+            check()
+
+    def check_training(self) -> None:
+        family, window = self.family, self.objective.get("window")
+        if self.optimizer_steps > family.keep:
+            rule = f"it must be at most family.keep={family.keep}, so that each step has rows of every prompt."
+            raise Broken(rule, "optimizer_steps")
+        most = max(1, family.regenerate.steps // 2)
+        if window is not None and window > most:
+            rule = f"it must be at most {most}, half of family.regenerate.steps={family.regenerate.steps}."
+            raise Broken(rule, "objective.window", "Set objective.window=null for all steps.")
+        if self.trainer.get("max_epochs") != self.iterations:
+            rule = f"a Lightning epoch is one iteration, and there are iterations={self.iterations}."
+            raise Broken(rule, "trainer.max_epochs", "Leave it out, or set iterations=<number>.")
+        names = [*self.reward.members, *([self.reward.name] if len(self.reward.members) > 1 else [])]
+        monitor = self.callback("best").get("monitor")
+        if monitor is not None and monitor not in names:
+            rule = f"it must be one of the run's rewards, {', '.join(names)}, or null."
+            raise Broken(rule, "callbacks.best.monitor")
+
+    def check_exploration(self) -> None:
+        explorers: dict[str, Explorer] = {f"family.{key}": each for key, each in self.family.explorers.items()}
+        if isinstance(self.task, Audit):
+            explorers |= {f"task.proxies.{index}": each for index, each in enumerate(self.task.proxies)}
+        for key, explorer in explorers.items():
+            self.check_decoder(f"{key}.decoder", explorer.decoder)
+        probes = self.callback("rank_correlation").get("probe_every")
+        if self.family.levels and "train" in self.task.reads and not probes:
+            raise UserError(
+                f"callbacks.rank_correlation.probe_every={written(probes)} is invalid: it must be at least 1, because "
+                "the probes move the exploration between family.levels. Leave it out."
+            )
+
+    def check_decoder(self, key: str, decoder: str) -> None:
+        """UserError if ``decoder``, the value of ``key``, is "preview" without ``model.preview_decoder``."""
+        if decoder == "preview" and self.model.policy.get("preview_decoder") is None:
+            raise UserError(
+                f"{key}=preview is invalid: it needs a tiny autoencoder of this model's latents, and "
+                "model.preview_decoder names none. docs/models names those that fit, model=tiny brings one "
+                f"(model.preview_decoder=tiny); or set {key}=full."
+            )
+
+    def check_compilation(self) -> None:
+        keys = {
+            "family.compile": self.family.compile,
+            "compile_training": self.compile_training,
+            "task.compile": getattr(self.task, "compile", False),
+        }
+        for key, value in keys.items():
+            if value is True and self.base_weights != "bfloat16":
+                raise Broken(
+                    f"with {key}=true it must be bfloat16, as torch.compile does not run stored weights of torchao.",
+                    "base_weights",
+                    f"Set {key}=false.",
+                )
+
+    def check_sharded(self) -> None:
+        """With trainer=fsdp no rank has a copy of the transformer, and none computes a forward pass alone."""
+        if not self.is_sharded:
+            return
+        if type(self.task) is not Task:
+            raise UserError("trainer=fsdp is invalid: only task=train shards the weights. Set trainer=auto.")
+        shadow = any(explorer.sampler == "shadow" for explorer in self.family.explorers.values())
+        grid = self.callback("sample_grid").get("every")
+        rules = {
+            "family.explore.sampler=shadow": (shadow, "family=prefix"),
+            "family.compile=true": (self.family.compile is True, "family.compile=false"),
+            "compile_training=true": (self.compile_training is True, "compile_training=false"),
+            f"base_weights={self.base_weights}": (self.base_weights != "bfloat16", "base_weights=bfloat16"),
+            "callbacks.sample_grid": (bool(grid), "callbacks.sample_grid.every=0"),
+        }
+        for option, (broken, fix) in rules.items():
+            if broken:
+                raise UserError(
+                    f"{option} is invalid with trainer=fsdp: ranks have no copy of the weights and compute each "
+                    f"forward pass together. Set {fix}."
+                )

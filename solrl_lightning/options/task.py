@@ -1,0 +1,217 @@
+"""``task``: the command, with one class for each."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.names import Decoder
+from solrl_lightning.options.family import Explorer, Pool
+from solrl_lightning.options.rules import (
+    MAX_SEED,
+    Broken,
+    Count,
+    CountOrZero,
+    Group,
+    Images,
+    Kept,
+    NotNegative,
+    Positive,
+    Share,
+    is_whole,
+    must_be,
+    whole,
+)
+
+_TEXTS = """for example 'task.prompts=["a red apple", "two dogs"]'"""
+Port = Annotated[int, whole(0, 65535, "; 0 takes a free port")]
+Glob = Annotated[
+    str,
+    must_be(
+        "one glob, in quotes, that matches all runs",
+        lambda value: isinstance(value, str),
+        "For example 'task.runs=outputs/train/*'.",
+    ),
+]
+
+
+def _are_seeds(value: Any) -> bool:
+    whole = isinstance(value, list) and all(is_whole(each, 0, MAX_SEED) for each in value)
+    return value is None or bool(whole and value and len(set(value)) == len(value))
+
+
+Seeds = Annotated[
+    list[int] | None,
+    must_be(
+        f"a list of different whole numbers from 0 to {MAX_SEED}, for example 'task.seeds=[1,2,3]'",
+        _are_seeds,
+        "Leave it out for the seeds of evaluations.",
+    ),
+]
+
+
+class Task(Group):
+    """task=train, or a task of the user's own, which may have more keys."""
+
+    model_config = ConfigDict(extra="allow", serialize_by_alias=True, validate_by_name=True)
+    target: str = Field(alias="_target_")
+    """The function that is called."""
+    reads: list[Literal["train", "eval", "ckpt", "reward"]]
+    """What is checked before the start: prompts, the checkpoint, rewards."""
+
+
+class _Known(Task):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Proxy(Explorer):
+    precision: str | None = None
+    """Precision of the shadow; the run's, if there is none."""
+
+
+class Audit(_Known, Pool):
+    prompts: Count
+    """Number of prompts, the first of ``data.eval``."""
+    min_gap: Share
+    """Share of the reward gap that the recommended proxy keeps."""
+    overrides: list[str]
+    """Options of this command, for the recommended one."""
+    proxies: list[Proxy]
+    """Proxies to compare."""
+
+    def check(self) -> None:
+        super().check()
+        if not self.proxies:
+            example = "'task.proxies=[{sampler:shadow,steps:6}]'"
+            raise UserError(f"task.proxies is empty. Name at least one, as in {example}.")
+        for index, proxy in enumerate(self.proxies):
+            proxy.check_rungs(f"proxies.{index}", self.pool, self.keep)
+
+
+class Sizes(Group):
+    pool: Images | None
+    """``family.pool`` of all families."""
+    keep: Kept | None
+    """``family.keep`` of all families."""
+
+
+class Benchmark(_Known):
+    families: list[str]
+    """Families to time."""
+    precisions: list[str] | None
+    """Precisions to time families with a shadow in."""
+    decoders: list[Decoder] | None
+    """Decoders to time families that explore with."""
+    sizes: Sizes
+    """Overrides for all families."""
+    repeats: Count
+    """Timed iterations of a family."""
+    rounds: Count
+    """Passes through all families."""
+    compile: bool
+    """Also time compiled forward passes."""
+
+
+class Compare(_Known):
+    runs: Glob
+    """Pattern of run folders."""
+    reference: str | None
+    """Words of the name of a group."""
+
+
+class Doctor(_Known):
+    iterations: CountOrZero | None
+    """Iterations of training on captions of shapes."""
+
+
+class Evaluate(_Known):
+    grid_prompts: Count
+    """Rows of the picture."""
+    grid_images: Count
+    """Images of a prompt in the picture."""
+
+
+class Export(_Known):
+    push: str | None
+    """Hub id to upload the files to."""
+
+
+class Generate(_Known):
+    prompts: Annotated[list[Any], must_be(f"a list of texts, {_TEXTS}", lambda value: isinstance(value, list))]
+    """Texts."""
+    prompt_file: str | None
+    """File or named source instead."""
+    images: Images
+    """Images of each prompt."""
+    seeds: Seeds
+    """One image of every prompt each, instead of ``images``."""
+    base: bool
+    """Also images of the base model, where there is a ckpt."""
+    grid_prompts: Count
+    """Rows of the picture."""
+    grid_images: Images
+    """Images of a prompt in the picture."""
+
+    def check(self) -> None:
+        if bool(self.prompts) == (self.prompt_file is not None):
+            both = "both" if self.prompts else "neither"
+            raise UserError(f"task=generate takes task.prompts, {_TEXTS}, or task.prompt_file=<file>; got {both}.")
+        for prompt in self.prompts:
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise Broken(f"{prompt!r} is no text.", "prompts", f"Give texts, {_TEXTS}.")
+
+
+class Card(Group):
+    name: str
+    """Name of the GPU."""
+    memory: Positive
+    """10^9 bytes, as torch.cuda reports it."""
+    capability: Positive
+    """Compute capability."""
+
+
+class Plan(_Known):
+    devices: Count
+    """Devices that share the prompts."""
+    overrides: list[str]
+    """Options of this command, for the printed ones."""
+    cards: list[Card]
+    """GPUs to find the options for."""
+    reserve: NotNegative
+    """GB of a card that stay free."""
+
+
+class Serve(_Known):
+    host: str
+    """Address to listen on."""
+    port: Port
+    """Port to listen on."""
+    max_images: Count
+    """Images of a request."""
+    max_pixels: Count
+    """Pixels of an image."""
+
+
+# A task by the name of its function; where the user's own stands there, by a key that no other task has.
+_TASKS: dict[str, tuple[str, type[Task]]] = {
+    "audit": ("proxies", Audit),
+    "benchmark": ("rounds", Benchmark),
+    "compare": ("runs", Compare),
+    "doctor": ("iterations", Doctor),
+    "generate": ("prompt_file", Generate),
+    "evaluate": ("grid_prompts", Evaluate),
+    "export": ("push", Export),
+    "plan": ("cards", Plan),
+    "serve": ("port", Serve),
+}
+
+
+def _of_its_class(node: Any) -> Any:
+    if not isinstance(node, dict):
+        return node
+    name = str(node.get("_target_")).removeprefix("solrl_lightning.tasks.").partition(".")[0]
+    marked = (kind for key, kind in _TASKS.values() if key in node)
+    return (_TASKS[name][1] if name in _TASKS else next(marked, Task)).model_validate(node)
+
+
+AnyTask = Annotated[SerializeAsAny[Task], BeforeValidator(_of_its_class)]

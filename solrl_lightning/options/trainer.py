@@ -1,0 +1,66 @@
+"""``trainer``: Lightning's Trainer. One epoch is one iteration."""
+
+import re
+from typing import Annotated, Any
+
+from typing_extensions import Required, TypedDict
+
+from solrl_lightning.options.rules import NODE, Count, is_whole, must_be, one_of
+
+SHARDED = "solrl_lightning.training.sharding.ShardedBase"
+_STRATEGIES = ("auto", "single_device", "ddp", "ddp_find_unused_parameters_false", "ddp_find_unused_parameters_true")
+_ONE_STEP = "An iteration takes its optimiser steps on the gradients of all its micro-batches; leave it out"
+
+
+def _are_devices(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(is_whole(each, 0) for each in value) and 0 < len(value) == len(set(value))
+    return is_whole(value) or value == -1 or re.fullmatch(r"auto|-1|[1-9]\d*|(\d+,)+\d*", str(value)) is not None
+
+
+def _is(*values: Any) -> Any:
+    """Whether a value is one of these and of the same type: of batches, 1 is one and 1.0 is all."""
+    return lambda value: any(type(value) is type(each) and value == each for each in values)
+
+
+Devices = must_be("auto, a number of devices, or a list of their indices such as [0,1]", _are_devices)
+Dtype = must_be(
+    "32-true, as every dtype is set in the code and Lightning casts nothing",
+    _is(None, 32, "32", "32-true"),
+    "Leave it out.",
+)
+
+
+Strategy = must_be(
+    f"one of {', '.join(_STRATEGIES)}, as every rank holds the whole policy",
+    lambda value: value in _STRATEGIES or isinstance(value, dict),  # build.instantiate_trainer checks what it makes
+    "Use trainer.strategy=ddp.",
+)
+
+
+class Trainer(TypedDict, total=False):
+    """Its other arguments do what Lightning documents."""
+
+    __pydantic_config__ = NODE  # type: ignore[misc]
+    _target_: Required[str]
+    """lightning.Trainer."""
+    accelerator: Annotated[str, one_of("auto", "cpu", "gpu", "cuda", "mps", "tpu")]
+    """Kind of device; auto: a GPU if there is one."""
+    devices: Annotated[int | str | list[int], Devices]
+    """Number of devices, which share the prompts."""
+    num_nodes: Count
+    """Number of machines."""
+    precision: Annotated[int | str | None, Dtype]
+    """Lightning must not cast."""
+    strategy: Annotated[Any, Strategy]
+    """How the ranks work together."""
+    accumulate_grad_batches: Annotated[int, must_be("1", _is(1), f"{_ONE_STEP}, or set model.micro_batch=<rows>.")]
+    """Follows from ``model.micro_batch``."""
+    limit_train_batches: Annotated[float | None, must_be("1.0", _is(None, 1.0), f"{_ONE_STEP}.")]
+    """All of them."""
+
+
+def is_sharded(trainer: Trainer) -> bool:
+    """Whether the ranks share the frozen weights, as with trainer=fsdp."""
+    strategy: Any = trainer.get("strategy")
+    return isinstance(strategy, dict) and strategy.get("_target_") == SHARDED

@@ -1,0 +1,214 @@
+"""The typed configuration: one wrong value of each kind, and the message that names its key, value, rule and fix."""
+
+import ast
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from omegaconf import OmegaConf
+
+from solrl_lightning import names
+from solrl_lightning.cli.checks import options_of
+from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.errors import UserError
+from solrl_lightning.options import callbacks, data, family, model, precision, reward, run, task, trainer, training
+from solrl_lightning.options.rules import is_whole
+from solrl_lightning.options.run import Run
+from solrl_lightning.rewards.weighted import COMBINATIONS
+from solrl_lightning.sampling import SOLVERS
+from solrl_lightning.training import samplers
+
+Compose = Callable[..., Run]
+
+# A command line, and a part of its message after the key and the value of the first argument (or of what it breaks).
+WRONG = """
+seed=-1                          | it must be a whole number from 0 to 4294967295. Leave it out for the default.
+seed=true                        | seed=true is invalid: it must be a whole number
+seed=1.0                         | it must be a whole number
+iterations=0                     | it must be a whole number of at least 1
+iterations=many                  | it must be a whole number of at least 1
+iterations=null                  | iterations=null is invalid: it must be a whole number of at least 1
+family.pool=100001               | it must be a whole number from 1 to 100000
+model.full_steps=1001            | model.full_steps=1001 is invalid: it must be a whole number from 1 to 1000
+optimizer.lr=1e400               | optimizer.lr=inf is invalid: it must be a finite number above 0
+optimizer.lr=nan                 | optimizer.lr=nan is invalid: it must be a finite number above 0
+optimizer.eps=1e-50              | it must be a finite number of at least 1e-30, as float32
+objective.kl_weight=-0.1         | it must be a finite number of at least 0
+objective=awm objective.ratio_clip=-1 | objective.ratio_clip=-1 is invalid: it must be a finite number above 0
+scheduler.warmup=-3              | it must be a finite number of at least 0
+model.train_timestep_fraction=1.5 | it must be a fraction above 0 and at most 1
+model.lora.alpha=1e300           | model.lora.alpha=1e+300 is invalid: it must be a number above 0 and at most 1000000
+model.solver=heun                | it must be one of euler, dpm2. Leave it out for the default.
+model.gradient_checkpointing=1   | it must be one of true, false, selective
+family.compile=1                 | it must be one of true, false, auto
+compile_training=0.0             | it must be one of true, false, auto
+base_weights=null                | it must be one of bfloat16, int8, nf4
+training_sampler=foo             | it must be one of merged, policy
+trainer.accelerator=tpus         | it must be one of auto, cpu, gpu
+trainer.devices=0                | it must be auto, a number of devices, or a list of their indices
+trainer.devices=[0,0]            | trainer.devices=[0, 0] is invalid: it must be auto, a number of devices
+trainer.num_nodes=x              | it must be a whole number of at least 1
+trainer.precision=16-mixed       | it must be 32-true, as every dtype is set in the code
+trainer.strategy=deepspeed       | Use trainer.strategy=ddp
++trainer.accumulate_grad_batches=2 | or set model.micro_batch=<rows>
++trainer.limit_train_batches=1   | trainer.limit_train_batches=1 is invalid: it must be 1.0
+trainer.max_epochs=5             | Leave it out, or set iterations=<number>
+~trainer.max_epochs              | trainer.max_epochs=null is invalid
+precision.backend=foo            | with precision=auto it must be one of auto, transformer_engine, torch, emulated
+callbacks.guard.stop=5           | it must be true or false
+callbacks.guard.limits.drift=0   | it must be a whole number of at least 1
+callbacks.guard=5                | it must be a group of keys
+callbacks.best.monitor=nothing   | it must be one of the run's rewards, shapes, or null
+data.column=5                    | it must be a text; a number needs quotes
+data.train={a:b}                 | data.train={a:b} is invalid: it must be a text. Leave it out
+model.lora.target_modules=to_q   | it must be a list
+model.lora.target_modules=[1]    | model.lora.target_modules.0=1 is invalid: it must be a text
+evaluation=3                     | it must be a group of keys
+model.data=null                  | model.data=null is invalid: it must be a group of keys
+~model.lora                      | model.lora is missing: a run needs it. Leave ~model.lora out
+~family.pool                     | family.pool is missing
++evaluation.ever=5               | evaluation.ever=5 is invalid: nothing reads that key. Did you mean every?
++precision.x=5                   | precision.x=5 is invalid: nothing reads that key. The keys here are name, backend.
++model.ful_steps=8               | model.ful_steps=8 is invalid: nothing reads that key. Did you mean full_steps?
+reward.combine=mean              | it must be one of sum, gdpo
+++reward.shapes=3                | it must have a _target_ and a weight. Begin the reward's file
+reward.shapes.weight=null        | it must be a finite number; 0 for a reward that is only evaluated
+reward=http reward.http.batch=0  | reward.http.batch=0 is invalid: it must be a whole number of at least 1
+reward=http reward.http.url=ftp://scorer | reward.http.url=ftp://scorer is invalid: it must begin with http:// or
+reward=geneval reward.geneval.strict=1 | reward.geneval.strict=1 is invalid: it must be true or false
+reward.pretrained=x              | it is for one reward that is loaded from files; got shapes. Leave it out.
+reward=[pickscore,hpsv2] reward.pretrained=x/y | Set reward.pickscore.pretrained or reward.hpsv2.pretrained
+reward.shapes.weight=0           | At least one reward needs a weight other than 0
+family.keep=1                    | it must be a whole number of at least 2: the best and the worst of a prompt
+family.pool=10                   | family.keep=24 is invalid: it must be at most family.pool=10. Raise
+task=audit task.pool=12          | task.keep=24 is invalid: it must be at most task.pool=12
+optimizer_steps=25               | it must be at most family.keep=24
+objective=flow_grpo objective.window=6 | objective.window=6 is invalid: it must be at most 5, half of family.regen
+base_weights=int8 family.compile=true | with family.compile=true it must be bfloat16, as torch.compile does not
+++family.explore.stop_after=6    | family.explore.stop_after=6 is invalid: it must be at least 1 and below family.ex
+++family.regenerate.stop_after=2 | Set family.explore.stop_after
+family.explore.decoder=preview   | it needs a tiny autoencoder of this model's latents
+task=audit task.proxies=[]       | task.proxies is empty
+task=audit task.proxies=[{sampler:shadow}] | task.proxies.0.steps is missing: a run needs it. Add it.
+task=audit task.proxies=[{sampler:shadow,steps:4,decoder:preview}] | task.proxies.0.decoder=preview is invalid: it needs
+task=generate                    | task.prompt_file=<file>; got neither
+task=generate task.prompts=5     | task.prompts=5 is invalid: it must be a list of texts, for example
+task=generate task.prompts=['']  | task.prompts=[''] is invalid: '' is no text
+task=generate task.prompts=[a] task.seeds=[1,1] | it must be a list of different whole numbers
+task=compare task.runs=[a,b]     | it must be one glob, in quotes, that matches all runs
+task=serve task.port=70000       | it must be a whole number from 0 to 65535; 0 takes a free port
+task=plan task.reserve=nan        | it must be a finite number of at least 0
+family=adaptive family.levels=[] | it must be a list of at least one way to explore
+family=adaptive family.explore={sampler:merged,steps:6} | and family.explore null
+family=adaptive family.levels=[{sampler:bf16,steps:3}] | family.levels.0.sampler=bf16 is invalid: it must be one of
+family=adaptive family.levels=[{sampler:merged,steps:3,precision:fp8}] | family.levels.0.precision=fp8 is invalid
+family=adaptive family.levels=[{sampler:merged,steps:6,stop_after:3}] | family.levels.0 (merged, 6, euler), which stops
+family=adaptive family.start=3   | it must be the index of a level, from 0 to 2
+family=adaptive family.margin=0.2 | it must be at most 1 - family.threshold=0.15
+family=adaptive callbacks.rank_correlation.probe_every=0 | probe_every=0 is invalid: it must be at least 1, because
+family=adaptive ~callbacks.rank_correlation | callbacks.rank_correlation.probe_every=null is invalid
+family=race family.explore.rungs=[] | it must be a list of rungs such as 'family.explore.rungs=[{step:2,keep:48},
+family=race family.explore.rungs=[{step:2}] | family.explore.rungs.0.keep is missing
+family=race family.explore.rungs=[{step:4,keep:60},{step:2,keep:24}] | each with a step above the one before it
+family=race family.explore.rungs=[{step:2,keep:24},{step:4,keep:36}] | a keep not above the one before it
+family=race family.explore.rungs=[{step:2,keep:97},{step:4,keep:24}] | from the pool of 96
+family=race family.explore.rungs=[{step:2,keep:60},{step:4,keep:23}] | down to 24 in the last rung
+family=race family.explore.rungs=[{step:2,keep:60},{step:11,keep:24}] | up to 10
+family=race family.explore.rungs=[{step:10,keep:24}] | it must be a race that ends before step 10, the last one
+family=race family.pool=36       | from the pool of 36 down to 24
+family=race family.regenerate.steps=20 | it samples with the same weights
+trainer=fsdp                     | family.explore.sampler=shadow is invalid with trainer=fsdp
+trainer=fsdp family=prefix       | Set callbacks.sample_grid.every=0
+task=evaluate trainer=fsdp       | only task=train shards the weights
+"""
+
+
+@pytest.mark.parametrize("line", WRONG.strip().splitlines(), ids=lambda line: line.split(" | ")[0].strip())
+def test_wrong_value_is_told_with_its_rule(line: str) -> None:
+    command, message = (part.strip() for part in line.split(" | "))
+    with ConfigTree() as tree, pytest.raises(UserError) as error:
+        options_of(tree.compose(command.split()), "run")
+    assert message in str(error.value) and "\n" not in str(error.value)
+    assert str(error.value).endswith((".", "?"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "trainer.precision=32 +trainer.max_steps=3 +trainer.deterministic=true trainer.gradient_clip_val=null",
+        "~trainer.precision ~trainer.strategy +trainer.accumulate_grad_batches=1 +trainer.limit_train_batches=1.0",
+        "trainer.strategy={_target_:lightning.pytorch.strategies.DDPStrategy} trainer.devices=auto",
+        "~callbacks ~logger",
+        "~callbacks.checkpoint callbacks.guard.limits.kl=null callbacks.sample_grid=null",
+        "+callbacks.mine={_target_:mine.Mine,every:x} +optimizer.amsgrad=true +objective.more=1",
+        "family.pool=7 family.keep=7 optimizer.lr=1",
+        "family=sol_rl +family.explore.rungs=[{step:3,keep:48},{step:4,keep:24}] ~family.explore.solver",
+        "experiment=smoke family=race",
+        "model.gradient_checkpointing=selective reward.combine=gdpo",
+        "+model.own=3 task._target_=mine.task",
+    ],
+)
+def test_other_values_are_left_to_the_user(compose: Compose, arguments: str) -> None:
+    compose(*arguments.split())
+
+
+def test_values_keep_their_types(compose: Compose) -> None:
+    options = compose("optimizer.lr=1", "model.lora.alpha=64.0", "family.compile=false")
+    values = options.optimizer["lr"], options.model.lora.alpha, options.family.compile, options.model.lora.rank
+    assert [type(value) for value in values] == [int, float, bool, int]
+    assert not is_whole(True) and not is_whole(1.0)
+
+
+def test_options_hold_what_the_files_say() -> None:
+    for arguments in (["reward=[shapes,http]", "family=race"], ["task=audit", "family=adaptive"]):
+        with ConfigTree() as tree:
+            cfg = application_config(tree.compose(arguments), "run")
+        kept = Run.of(cfg).tree()
+        assert kept == OmegaConf.to_container(cfg)
+        assert list(kept["reward"]) == list(cfg.reward)
+        assert list(kept["callbacks"]) == list(cfg.callbacks)  # in which they are called
+
+
+def test_names_are_those_of_the_code_that_implements_them() -> None:
+    assert set(SOLVERS) == set(get_args(names.SolverName))
+    assert set(COMBINATIONS) == set(get_args(names.Combination))
+    assert (samplers.SHADOW, samplers.MERGED, samplers.POLICY) == names.SAMPLERS
+
+
+def test_every_key_has_a_sentence() -> None:
+    for module in (callbacks, data, family, model, precision, reward, run, task, trainer, training):
+        for kind in ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body:
+            for line, following in pairwise(kind.body) if isinstance(kind, ast.ClassDef) else ():
+                if isinstance(line, ast.AnnAssign) and not ast.unparse(line.target).startswith("__"):
+                    assert isinstance(following, ast.Expr), ast.unparse(line)
+
+
+# Files of the user's own
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: [1\nb: 2\n", 'A YAML file of your own is invalid: .*family/mine.yaml", line 2, column 2. Correct it.'),
+        ("defaults: sol_rl\n", "Invalid defaults list in 'family/mine', defaults must be a list"),
+        ("- 8\n", r"family=\[8\] is invalid: it must be a group of keys"),
+        ("pool: 8\n", r"family.keep is missing: .* begin with `defaults: \[<option>, _self_\]`"),
+        ("defaults: [sol_rl, _self_]\nkep: 8\n", "family.kep=8 is invalid: nothing reads .* Did you mean keep"),
+        ("defaults: [sol_rl, _self_]\nexplore: {step: 8}\n", "family.explore.step=8 is invalid: .* Did you mean steps"),
+    ],
+)
+def test_wrong_file_of_own_is_told(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "family").mkdir()
+    (tmp_path / "family" / "mine.yaml").write_text(text)
+    with ConfigTree(config_dir=str(tmp_path)) as tree, pytest.raises(UserError, match=message):
+        options_of(tree.compose(["family=mine", "family.pool=96"] if "pool" in text else ["family=mine"]), "run")
+
+
+def test_model_of_own_may_have_keys_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nown: 3\nfull_steps: ${model.own}\n")
+    with ConfigTree(config_dir=str(tmp_path)) as tree:
+        options: Any = options_of(tree.compose(["model=mine", "experiment=smoke"]), "run")
+        assert options.model.own == 3
