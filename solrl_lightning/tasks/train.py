@@ -3,7 +3,6 @@
 import copy
 import logging
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from solrl_lightning.artifacts.files import has_ended, iterations_done, loop_sta
 from solrl_lightning.artifacts.finished_runs import end_of
 from solrl_lightning.artifacts.run_folder import LOG, commit_overrides, is_resuming
 from solrl_lightning.build import build_loop, build_module, build_trainer, levels_of
-from solrl_lightning.callbacks.common import file_logger, find_callback
-from solrl_lightning.callbacks.summary import RunSummary, base_and_final
+from solrl_lightning.callbacks.common import file_logger
+from solrl_lightning.callbacks.summary import base_and_final
 from solrl_lightning.cli.checks import prompt_sets
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
-from solrl_lightning.tasks.plan import planned_peak
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
 
@@ -64,9 +62,6 @@ def train(cfg: DictConfig) -> float | None:
     if module.samplers.layer_table:
         file_logger.info("%s", module.samplers.layer_table)
         log.info("%s; table in %s", module.samplers.layer_table.splitlines()[-1].strip(), folder / LOG)
-    summary = find_callback(trainer, RunSummary)
-    if summary is not None and module.policy.device.type == "cuda":
-        summary.planned_memory = partial(planned_peak, cfg, module.policy, trainer.world_size)
     loop = build_loop(cfg, trainer, module.objective)
     if checkpoint is not None:
         optimizer = keep_configured(instantiate(cfg.optimizer)(module.trained_parameters()))
