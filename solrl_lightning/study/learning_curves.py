@@ -28,7 +28,7 @@ def series_of(groups: Sequence[Group], cost: str, reference: str) -> tuple[list[
         seeds = [list(rewards.values()) for rewards in curve.rewards] if curve else []
         low, high = ([*map(limit, seeds)] for limit in (min, max))
         is_reference = group.name == reference and len(groups) > 1
-        series.append(Series(group.label, x, [*map(fmean, seeds)], low, high, is_reference))
+        series.append(Series(group.name, x, [*map(fmean, seeds)], low, high, is_reference))
     return series, label, scale
 
 
@@ -53,7 +53,7 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     longest = max((group.curves["seconds"].cost[-1] for group in groups if "seconds" in group.curves), default=0)
     reached = [_reached(facts, longest) for facts in result["groups"]]
     texts = [
-        textwrap.fill(group.label + (text if several else ""), _LEGEND)
+        textwrap.fill(group.name + (text if several else ""), _LEGEND)
         for group, (_, text) in zip(groups, reached, strict=True)
     ]
     columns = max(1, min(4, len(groups), _LEGEND // (max(map(len, texts)) + 4)))
@@ -74,7 +74,7 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     if most > 1:
         title += f": mean and range of {most if fewest == most else f'{fewest} to {most}'} seeds"
     if several:
-        reference = next(group.label for group in groups if group.name == result["reference"])
+        reference = next(group.name for group in groups if group.name == result["reference"])
         note = f"dashed: {target:.4f}, the final reward of {reference}"
         note += "; the legend has the time to it and the speed-up"
         title += "\n" + textwrap.fill(note, _TITLE, break_on_hyphens=False)
