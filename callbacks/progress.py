@@ -1,7 +1,7 @@
 """Progress bar over iterations with the stage, the mean reward, the rank correlation and the ETA.
 
-Lightning's own bar counts micro-batches. The first one comes after minutes of exploration, so its rate and ETA are
-wrong.
+Lightning's TQDMProgressBar counts the micro-batches of an epoch; the first one comes after minutes of exploration. It
+also draws bars into log files, and what a module prints without a bar is lost.
 """
 
 import sys
@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from datetime import timedelta
 from statistics import fmean, median
-from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
@@ -26,22 +25,22 @@ _FORMAT = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}{po
 
 
 def seconds_left(
-    iterations: int, own: Sequence[float], extra: Sequence[float], elapsed: float = 0.0, stage: float = 0.0
+    iterations: int, plain: Sequence[float], extra: Sequence[float], elapsed: float = 0.0, stage: float = 0.0
 ) -> float | None:
     """Return the seconds until the run ends; None before the first iteration ends, or if the last one exceeds them.
 
-    The median of ``own`` ignores a first iteration that compiles. The mean of ``extra`` spreads evaluations, which run
-    every few iterations.
+    The median of ``plain`` ignores a first iteration that compiles. The mean of ``extra`` spreads evaluations, which
+    run every few iterations.
 
     Args:
         iterations: number of iterations left, with the current one.
-        own, extra: seconds of each finished iteration without, and of its, evaluation, probe and grid.
+        plain, extra: seconds of each finished iteration without, and of its, evaluation, probe and grid.
         elapsed: seconds since the current iteration started.
         stage: estimate of the seconds that the current stage still takes; 0 if unknown.
     """
-    if not own:
+    if not plain:
         return None
-    each = median(own) + fmean(extra)
+    each = median(plain) + fmean(extra)
     left = max(iterations * each - elapsed, (iterations - 1) * each + stage)
     return left if left > 0 else None
 
@@ -56,8 +55,8 @@ class StageProgressBar(ProgressBar):
     def __init__(self) -> None:
         super().__init__()
         self.is_enabled = True  # read by LightningModule.print
-        self._bar: Any = None  # tqdm, in a terminal
-        self._own: list[float] = []  # seconds of each finished iteration, and of what only observes it
+        self._bar = tqdm(disable=True)
+        self._plain: list[float] = []  # seconds of each finished iteration, and of what only observes it
         self._extra: list[float] = []
         self._mark = 0.0  # when the last iteration ended
         self._seconds: dict[str, float] = {}  # of the stopwatch, when the last iteration ended
@@ -70,96 +69,85 @@ class StageProgressBar(ProgressBar):
     def disable(self) -> None:
         self.is_enabled = False
 
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        if self._bar is None:
-            print(*args, **kwargs)
-        else:
-            self._bar.write(kwargs.get("sep", " ").join(str(arg) for arg in args))
+    def print(self, *args: object, sep: str = " ", end: str = "\n") -> None:
+        self._bar.write(sep.join(map(str, args)), file=sys.stdout, end=end)
+
+    def _open(self, trainer: Trainer, name: str, total: int | None, initial: int = 0) -> None:
+        self._stopwatch = loop_of(trainer).stopwatch
+        self._stopwatch.on_change.append(self._stage_changed)
+        show = self.is_enabled and sys.stdout.isatty()
+        place = {"file": sys.stdout, "bar_format": _FORMAT, "dynamic_ncols": True}
+        self._bar = tqdm(desc=name, total=total, initial=initial, disable=not show, **place)
+
+    def _close(self) -> None:
+        if self._stage_changed in self._stopwatch.on_change:
+            self._stopwatch.on_change.remove(self._stage_changed)
+        self._bar.close()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._close()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._close()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stopwatch = loop_of(trainer).stopwatch
+        self._open(trainer, "iterations", trainer.max_epochs, trainer.current_epoch)
         self._seconds = self._stopwatch.seconds
-        if not self.is_enabled:
-            return
-        self._stopwatch.on_change.append(self._stage_changed)
-        if sys.stdout.isatty():
-            self._open(trainer.max_epochs, trainer.current_epoch, "iterations")
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not self._own:
+        if not self._plain:
             self._mark = time.perf_counter()  # the first iteration starts here, not at on_train_start
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         now, spent = time.perf_counter(), self._stopwatch.since(self._seconds)
-        observed = {stage: spent[stage] for stage in EXTRA_STAGES if stage in spent}
+        extra = {stage: spent[stage] for stage in EXTRA_STAGES if stage in spent}
         self._seconds = self._stopwatch.seconds
-        self._extra.append(sum(observed.values()))
-        self._own.append(now - self._mark - self._extra[-1])
+        self._extra.append(sum(extra.values()))
+        self._plain.append(now - self._mark - self._extra[-1])
         self._mark = now
         if not self.is_enabled:
             return
-        done, seconds = trainer.current_epoch + 1, f"{self._own[-1]:.1f} s"
-        if observed:
-            seconds += f" + {self._extra[-1]:.1f} s {', '.join(observed)}"
-        facts = [f"iteration {done}/{trainer.max_epochs}", *self._results(done), seconds, *self._eta(done)]
-        file_logger.info(" | ".join(facts))
-        if self._bar is not None:
-            self._bar.update(1)
-            self._draw()
-        elif done % max(-(-(trainer.max_epochs or 0) // _LINES), 1) == 0 or done == trainer.max_epochs:
-            print(" | ".join(facts), flush=True)
-
-    def on_train_end(self, *args: Any) -> None:
-        self._close()
-
-    def on_exception(self, *args: Any) -> None:
-        self._close()
-
-    def _close(self) -> None:
-        for listener in (self._stage_changed, self._images_evaluated):
-            if listener in self._stopwatch.on_change:
-                self._stopwatch.on_change.remove(listener)
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        done, seconds = trainer.current_epoch + 1, f"{self._plain[-1]:.1f} s"
+        if extra:
+            seconds += f" + {self._extra[-1]:.1f} s {', '.join(extra)}"
+        line = " | ".join([f"iteration {done}/{trainer.max_epochs}", *self._results(done), seconds, *self._eta(done)])
+        file_logger.info(line)
+        self._bar.update()
+        self._draw()
+        is_shown = done % max(-(-(trainer.max_epochs or 0) // _LINES), 1) == 0 or done == trainer.max_epochs
+        if self._bar.disable and is_shown:
+            print(line, flush=True)
 
     # Evaluation without training; in a training run it is a stage.
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.is_enabled and trainer.state.fn == "validate" and sys.stdout.isatty():
-            self._stopwatch = loop_of(trainer).stopwatch
-            self._stopwatch.on_change.append(self._images_evaluated)
-
-    def _images_evaluated(self) -> None:
-        if self._stopwatch.total and self._bar is None:
-            self._open(self._stopwatch.total, 0, "evaluation")
-        if self._bar is not None:
-            self._bar.update(max(self._stopwatch.done - self._bar.n, 0))
+        if trainer.state.fn == "validate":
+            self._open(trainer, "evaluation", None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != "validate" or not self.is_enabled:
+        if trainer.state.fn != "validate":
             return
-        if not sys.stdout.isatty():
+        self._close()
+        if self.is_enabled and self._bar.disable:
             module = module_of(pl_module)
             scores = [f"{name} {module.evaluation.history[-1][name]:.4f}" for name in module.evaluation.names]
             print(" | ".join(["before training", *scores]), flush=True)
-        self._close()
-
-    def _open(self, total: int | None, initial: int, name: str) -> None:
-        self._bar = tqdm(
-            total=total, initial=initial, desc=name, file=sys.stdout, bar_format=_FORMAT, dynamic_ncols=True
-        )
 
     def _stage_changed(self) -> None:
-        if self._bar is not None and time.perf_counter() - self._drawn >= _REDRAW_SECONDS:
+        watch = self._stopwatch
+        if self.trainer.state.fn == "validate" and watch.total:
+            self._bar.total, self._bar.n = watch.total, watch.done
+            self._bar.refresh()
+        elif time.perf_counter() - self._drawn >= _REDRAW_SECONDS:
             self._draw()
 
     def _draw(self) -> None:
+        if self._bar.disable:
+            return
         self._drawn, done, stage = time.perf_counter(), self._bar.n, self._stopwatch.current
         if stage and self._stopwatch.total:
             stage += f" {100 * self._stopwatch.done // self._stopwatch.total}%"
-        facts = filter(None, [stage, *self._results(done), *self._eta(done)])
-        self._bar.set_postfix_str(", ".join(facts), refresh=True)
+        self._bar.set_postfix_str(", ".join(filter(None, [stage, *self._results(done), *self._eta(done)])))
 
     def _results(self, done: int) -> list[str]:
         """Reward and rank correlation of the last finished iteration, number ``done``."""
@@ -178,5 +166,5 @@ class StageProgressBar(ProgressBar):
             return []
         units = self._stopwatch.done
         stage = self._stopwatch.elapsed * (self._stopwatch.total - units) / units if units else 0.0
-        left = seconds_left(iterations, self._own, self._extra, time.perf_counter() - self._mark, stage)
+        left = seconds_left(iterations, self._plain, self._extra, time.perf_counter() - self._mark, stage)
         return ["ETA ?" if left is None else f"ETA {timedelta(seconds=round(left))}"]

@@ -40,7 +40,7 @@ _PATHS: dict[str, str | Path] = {
     "config": RECORD,
 }
 _STATE = "run_summary"  # key in the checkpoint
-_POLICY = ("train/", "policy/", "reward/group_std", "reward/zero_std_fraction")  # metrics of the closing table
+_POLICY_METRICS = ("train/", "policy/", "reward/group_std", "reward/zero_std_fraction")  # of summary.json
 
 
 class RunSummary(Callback):
@@ -80,7 +80,7 @@ class RunSummary(Callback):
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         logged = trainer.callback_metrics.items()
-        self._last = {name: float(value) for name, value in logged if name.startswith(_POLICY)}
+        self._last = {name: float(value) for name, value in logged if name.startswith(_POLICY_METRICS)}
         self._first = self._last | self._first
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -94,8 +94,9 @@ class RunSummary(Callback):
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         module = module_of(pl_module)
-        own = {"first_metrics": self._first, "last_metrics": self._last, "eval_base": module.evaluation.base}
-        checkpoint[_STATE] = {"seconds": self._seconds(), "eval_history": list(module.evaluation.history), **own}
+        metrics = {"first_metrics": self._first, "last_metrics": self._last}
+        evaluations = {"eval_history": list(module.evaluation.history), "eval_base": module.evaluation.base}
+        checkpoint[_STATE] = {"seconds": self._seconds(), **evaluations, **metrics}
 
     def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         # A checkpoint saved without this callback has no such key.
@@ -243,52 +244,47 @@ def log_hyperparameters(
 
 
 def format_summary(facts: Mapping[str, Any]) -> str:
-    """The table that a run prints at its end."""
-    done = f"{facts['status']} after {counted(facts['iterations'], 'iteration')} in {facts['seconds_total']:.0f} s"
-    if facts["seconds_before_resume"] > 0:
-        done += f", {facts['seconds_before_resume']:.0f} s of them before it was resumed"
-    done += f" ({facts['seconds_since_process_start']:.0f} s since the process started)"
-    if facts["stopped_by"] is not None:
-        done += f", by {facts['stopped_by']}"
-        done += "; lora/ is that of the best checkpoint" if facts["best_reward"] is not None else ""
-    rows = [("status", done if facts["error"] is None else f"{done}: {facts['error']}")]
-    kept = facts["last_checkpoint_iterations"]
-    if kept is not None and kept < facts["iterations"]:
-        rows.append(("last checkpoint", f"after {counted(kept, 'iteration')}; ckpt=last repeats the later ones"))
-    evaluated_at = facts["final_reward_iteration"]
+    """The table that a run prints at its end; report.html has the rest."""
+    rows = [("status", _status(facts))]
+    saved_at, evaluated_at = facts["last_checkpoint_iterations"], facts["final_reward_iteration"]
+    if saved_at is not None and saved_at < facts["iterations"]:
+        rows.append(("last checkpoint", f"after {counted(saved_at, 'iteration')}; ckpt=last repeats the later ones"))
     when = "" if evaluated_at is None else f", evaluated after {counted(evaluated_at, 'iteration')}"
     rows.append((f"{facts['reward']} reward", change(facts["base_reward"], facts["final_reward"]) + when))
-    if facts["best_reward"] is not None:
-        best = f"{measured(facts['best_reward'])} after {counted(facts['best_iteration'], 'iteration')}"
-        rows.append((f"best {facts['best_monitor']}", f"{best}; ckpt=best takes it"))
     for name, other in facts["other_rewards"].items():
         watched = ", weight 0: not trained on" if other["weight"] == 0 else ""
         rows.append((f"{name} reward", change(other["base"], other["final"]) + watched))
+    if facts["best_reward"] is not None:
+        best = f"{measured(facts['best_reward'])} after {counted(facts['best_iteration'], 'iteration')}"
+        rows.append((f"best {facts['best_monitor']}", f"{best}; ckpt=best takes it"))
     for alarm in facts["alarms"]:
         when = f"after iteration {alarm['iteration']}, since iteration {alarm['since']}"
         rows.append(("alarm", f"{when}: {alarm['saw']}"))
-    for stage, seconds in facts["seconds_per_stage"].items():
-        parts = [f"{seconds['total']:.1f} s in all"] if seconds["total"] is not None else []
-        parts += [f"{seconds['median']:.2f} s an iteration"] if seconds["median"] is not None else []
-        parts += ["without evaluation, probe, grid"] if stage == "iteration" else []
-        rows.append((f"time {stage}", ", ".join(parts)))
+    medians = {name: seconds["median"] for name, seconds in facts["seconds_per_stage"].items()}
+    if (each := medians.pop("iteration", None)) is not None:
+        stages = ", ".join(f"{name} {median:.2f}" for name, median in medians.items() if median is not None)
+        rows.append(("an iteration", f"{each:.2f} s ({stages}), without evaluation, probe, grid"))
     fidelity = facts["rank_fidelity"] or {}
-    for name in ("spearman", "kendall") if "last" in fidelity else ():
-        first, last = (measured(fidelity[which][name]) for which in ("first", "last"))
-        rows.append((f"proxy {name}", f"{first} at first, {last} at last"))
-    for name, values in facts["policy_metrics"].items():
-        first, last = (measured(values[which], form=".4g") for which in ("first", "last"))
-        rows.append((name, f"{first} at first, {last} at last"))
+    if "last" in fidelity:
+        first, last = (measured(fidelity[which]["spearman"]) for which in ("first", "last"))
+        rows.append(("proxy spearman", f"{first} at first, {last} at last"))
     rows.append(("precision", facts["precision_backend"]))
-    reserved = facts["peak_memory_reserved_bytes"]
-    memory = gibibytes(facts["peak_memory_bytes"])
-    memory += "" if reserved is None else f", {gibibytes(reserved)} reserved by the allocator"
-    rows.append(("peak memory", memory))
-    run, *paths = map(Path, facts["paths"].values())
-    names = ["summary.json", *(str(path.relative_to(run)) for path in paths)]
-    rows += [("run folder", str(run)), ("in it", ", ".join(names))]
+    reserved, memory = facts["peak_memory_reserved_bytes"], gibibytes(facts["peak_memory_bytes"])
+    rows.append(("peak memory", memory + ("" if reserved is None else f", {gibibytes(reserved)} reserved")))
+    rows.append(("run folder", f"{facts['paths']['run']}, with report.html"))
     width = max(len(name) for name, _ in rows)
     return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
+
+
+def _status(facts: Mapping[str, Any]) -> str:
+    status = f"{facts['status']} after {counted(facts['iterations'], 'iteration')} in {facts['seconds_total']:.0f} s"
+    if facts["seconds_before_resume"] > 0:
+        status += f", {facts['seconds_before_resume']:.0f} s of them before it was resumed"
+    status += f" ({facts['seconds_since_process_start']:.0f} s since the process started)"
+    if facts["stopped_by"] is not None:
+        status += f", by {facts['stopped_by']}"
+        status += "; lora/ is that of the best checkpoint" if facts["best_reward"] is not None else ""
+    return status if facts["error"] is None else f"{status}: {facts['error']}"
 
 
 def change(base: float | None, final: float | None) -> str:

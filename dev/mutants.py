@@ -82,6 +82,7 @@ REFRESH = "tests/quantization/test_shadow.py::test_requantize_does_not_recompile
 CODES = "tests/quantization/test_rowwise.py::test_codes_and_scales_match_definition"
 ADAPTERS = "tests/policies/test_adapters.py"
 REPLICA = "tests/policies/test_replica.py"
+CHARTS = "tests/study/test_charts.py"
 ALARMS = "tests/callbacks/test_alarms.py"
 EMA = "tests/callbacks/test_ema.py"
 PUBLISHED = "tests/cli/test_config.py::test_published_hyperparameters_are_the_defaults"
@@ -716,6 +717,10 @@ MUTANTS: dict[str, list[Edit]] = {
             COMPARE,
         ),
     ],
+    "solrl_lightning/study/charts.py": [
+        ("a chart has the lines of the one before", "artist.remove()", "pass", CHARTS),
+        ("texts as short as coordinates", '(?=[ "])', "", CHARTS),
+    ],
     "solrl_lightning/study/learning_curves.py": [
         ("dots in other units than the axis", 'at["mean"] / scale', 'at["mean"]', COMPARE),
     ],
@@ -772,7 +777,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("seeds of the first prompts", "seeds[part]", "seeds[: len(prompts[part])]", "tests/tasks/test_generate.py"),
     ],
     "solrl_lightning/study/report.py": [
-        ("seconds on an axis of hours", "row[cost] / scale, row", "row[cost], row", "tests/study/test_report.py"),
+        ("seconds on an axis of hours", "row[cost] / scale, row", "row[cost], row", CHARTS),
     ],
     "solrl_lightning/quantization/backends.py": [
         ("every GPU computes in FP4", "return hardware.capability >= candidate.capability", "return True", BACKENDS),

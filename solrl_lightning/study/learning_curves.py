@@ -6,17 +6,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import MaxNLocator
-
+from solrl_lightning.study.charts import Chart, Series, cost_axis, draw_chart, plot, style_axes
 from solrl_lightning.study.run_groups import COSTS, Group
-from solrl_lightning.study.svg_charts import FEW, ITERATIONS, Chart, Series, cost_axis, draw_chart, looks
 
 _WIDTH, _DPI = 10, 160  # inches, pixels per inch: text is legible at half the size
-_INK, _GRID = "#1c2024", "#d9dee3"
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#c0568f", "#b07d00", "#3594cc", "#7f3c8d")  # after Okabe and Ito
 _TITLE, _LEGEND = 110, 128  # characters in a row
 
 
@@ -35,7 +28,7 @@ def series_of(groups: Sequence[Group], cost: str, reference: str) -> tuple[list[
         seeds = [list(rewards.values()) for rewards in curve.rewards] if curve else []
         low, high = ([*map(limit, seeds)] for limit in (min, max))
         is_reference = group.name == reference and len(groups) > 1
-        series.append(Series(group.label, x, [*map(fmean, seeds)], low, high, is_reference))
+        series.append(Series(group.name, x, [*map(fmean, seeds)], low, high, is_reference))
     return series, label, scale
 
 
@@ -49,40 +42,18 @@ def curve_chart(groups: Sequence[Group], cost: str, result: Mapping[str, Any]) -
     return draw_chart(title, series, label, level=result["target"], note=note)
 
 
-def _plot(axes: Axes, series: Sequence[Series], x_label: str, level: float | None = None) -> list[Line2D]:
-    """Draw the series, and a dashed line at the y ``level``, and return the line of each series."""
-    lines, band = [], 0.16 if len(series) < 4 else 0.07
-    for line, (number, dashes) in zip(series, looks(series), strict=True):
-        colour = _INK if number is None else _COLOURS[number]
-        style: Any = (0, tuple(map(float, dashes.split()))) if dashes else "-"
-        marker = "o" if len(line.x) <= FEW else None
-        lines += axes.plot(line.x, line.y, color=colour, linestyle=style, linewidth=2, marker=marker, markersize=3)
-        if line.low:
-            axes.fill_between(line.x, line.low, line.high, color=colour, alpha=band, linewidth=0)
-    if level is not None:
-        axes.axhline(level, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)))
-    axes.set_xlabel(x_label, color=_INK)
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10], integer=x_label == ITERATIONS))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
-    axes.ticklabel_format(useOffset=False)
-    axes.tick_params(color=_GRID, labelcolor=_INK)
-    axes.grid(color=_GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(_GRID)
-    return lines
-
-
 def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     """Return a PNG file with a panel for every cost that a run has; ``result`` is the content of compare.json.
 
     With several groups, a dashed line shows the target, and dots where the means reach it.
     """
+    from matplotlib.figure import Figure
+
     several, target, panels = len(groups) > 1, result["target"], known_costs(groups)
     longest = max((group.curves["seconds"].cost[-1] for group in groups if "seconds" in group.curves), default=0)
     reached = [_reached(facts, longest) for facts in result["groups"]]
     texts = [
-        textwrap.fill(group.label + (text if several else ""), _LEGEND)
+        textwrap.fill(group.name + (text if several else ""), _LEGEND)
         for group, (_, text) in zip(groups, reached, strict=True)
     ]
     columns = max(1, min(4, len(groups), _LEGEND // (max(map(len, texts)) + 4)))
@@ -91,7 +62,8 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     lines = []
     for panel, cost in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
         series, label, scale = series_of(groups, cost, result["reference"])
-        lines = _plot(panel, series, label, target if several else None)
+        style_axes(panel)
+        lines = plot(panel, series, label, level=target if several else None)
         for line, facts in zip(lines, result["groups"], strict=True):
             at = facts["to_reference"][cost]
             if several and at and at["mean"] is not None:
@@ -102,7 +74,7 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     if most > 1:
         title += f": mean and range of {most if fewest == most else f'{fewest} to {most}'} seeds"
     if several:
-        reference = next(group.label for group in groups if group.name == result["reference"])
+        reference = next(group.name for group in groups if group.name == result["reference"])
         note = f"dashed: {target:.4f}, the final reward of {reference}"
         note += "; the legend has the time to it and the speed-up"
         title += "\n" + textwrap.fill(note, _TITLE, break_on_hyphens=False)

@@ -16,8 +16,8 @@ from PIL import Image
 
 from solrl_lightning import __version__
 from solrl_lightning.artifacts.formatting import counted, duration, gibibytes, measured
+from solrl_lightning.study.charts import ITERATIONS, Chart, Series, cost_axis, draw_chart
 from solrl_lightning.study.confidence import mean_of
-from solrl_lightning.study.svg_charts import ITERATIONS, Chart, Series, cost_axis, draw_chart
 
 _LARGE = 2**20  # bytes of a PNG file from which a page holds it as JPEG
 

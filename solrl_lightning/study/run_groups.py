@@ -29,16 +29,10 @@ _SAME_EXPERIMENT = (
 class Group(NamedTuple):
     """Finished runs that differ in their seed only, one per seed."""
 
-    words: tuple[str, ...]  # key=value of what distinguishes it; chosen options before single values
-    usual: tuple[str, ...]  # further words that most groups have
-    label: str  # the words in short, unique
+    name: str  # the overrides in which it differs from the other groups
     runs: list[Run]
     settings: dict[str, Any]  # what differs between the groups, followers of other keys included
     curves: dict[str, GroupCurve]  # by cost; without those that no run has recorded
-
-    @property
-    def name(self) -> str:
-        return " ".join(self.words)
 
     @property
     def finals(self) -> dict[Any, float]:
@@ -47,23 +41,27 @@ class Group(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """The configuration that identifies an experiment: dotted key -> value."""
+    """What identifies an experiment, without the keys that only observe or place a run."""
 
+    values: dict[str, Any]  # dotted key -> resolved value
     options: dict[str, Any]  # config group -> the option chosen of it
-    written: dict[str, Any]  # with interpolations as they are
-    resolved: dict[str, Any]
-    given: set[str]  # keys on the command line of the run
+    overrides: dict[str, str]  # key -> value as on the command line, in its order
+
+    def value(self, key: str) -> str:
+        """The override of a key or, if it has none, its value."""
+        value = self.options.get(key, self.values.get(key))
+        return self.overrides.get(key, value if isinstance(value, str) else json.dumps(value))
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
     """Groups in the order of their first run, and runs that a later one of the same group and seed replaces."""
-    settings = [read_settings(run) for run in runs]
     members: dict[str, dict[Any, Run]] = {}
-    distinct: dict[str, Settings] = {}
+    settings: dict[str, Settings] = {}
     superseded = {}
-    for run, own in zip(runs, settings, strict=True):
-        identity = json.dumps(own.resolved, sort_keys=True)
-        distinct.setdefault(identity, own)
+    for run in runs:
+        of_run = read_settings(run)
+        identity = json.dumps(of_run.values, sort_keys=True)
+        settings.setdefault(identity, of_run)
         earlier = members.setdefault(identity, {}).get(run.seed)
         if earlier is not None and (earlier.summary["status"], run.summary["status"]) == ("completed", "stopped early"):
             reason = f"stopped early; {earlier.folder} has the same configuration and seed and completed"
@@ -72,18 +70,11 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
         if earlier is not None:
             superseded[earlier.folder] = f"{run.folder} is a later run of the same configuration and seed"
         members[identity][run.seed] = run
-    differing = _differing([s.resolved for s in settings])
-    full = {identity: words_of(own, settings, differing) for identity, own in distinct.items()}
-    words = without_usual(full)
+    names, differing = group_names([*settings.values()]), _differing([s.values for s in settings.values()])
     groups = []
-    for identity, own in distinct.items():
-        usual = tuple(word for word in full[identity] if word not in words[identity])
-        label = " ".join(_short(word, own.options) for word in words[identity])
-        shown = {key: own.resolved.get(key) for key in differing}
+    for name, (identity, of_group) in zip(names, settings.items(), strict=True):
         group = list(members[identity].values())
-        groups.append(Group(words[identity], usual, label, group, shown, group_curves(group)))
-    if len({group.label for group in groups}) < len(groups):
-        groups = [group._replace(label=group.name) for group in groups]
+        groups.append(Group(name, group, {key: of_group.values.get(key) for key in differing}, group_curves(group)))
     return groups, superseded
 
 
@@ -93,67 +84,46 @@ def read_settings(run: Run) -> Settings:
     cfg.run_dir = run.folder
     for group in ("callbacks", "logger"):  # their interpolations need Hydra
         cfg.pop(group, None)
-    written, resolved = (leaves(OmegaConf.to_container(cfg, resolve=resolve)) for resolve in (False, True))
-    keys = [key for key in resolved if not is_subkey(key, *_SAME_EXPERIMENT)]
-    groups = {key.partition(".")[0] for key in keys if "." in key}
+    resolved = leaves(OmegaConf.to_container(cfg, resolve=True))
+    values = {key: _plain(value) for key, value in resolved.items() if not is_subkey(key, *_SAME_EXPERIMENT)}
+    groups = {key.partition(".")[0] for key in values if "." in key}
     options = {key: value for key, value in run.summary["config"].items() if key in groups}
-    values = {key: written.get(key) for key in keys}, {key: _plain(resolved[key]) for key in keys}
-    chosen = run.summary.get("precision_backend", "").partition(" ")[0]  # "no" without a shadow
-    if values[1].get("precision.name") == AUTO and chosen in BACKENDS:
-        options["precision"] = values[1]["precision.name"] = chosen
-    overrides = Path(run.folder) / RECORD / "overrides.yaml"
-    arguments = yaml.safe_load(overrides.read_text()) if overrides.is_file() else []
-    return Settings(options, *values, {str(argument).partition("=")[0].lstrip("+~") for argument in arguments})
+    backend = run.summary.get("precision_backend", "").partition(" ")[0]  # "no" without a shadow
+    if values.get("precision.name") == AUTO and backend in BACKENDS:
+        options["precision"] = values["precision.name"] = backend
+    file = Path(run.folder) / RECORD / "overrides.yaml"
+    pairs = [str(argument).lstrip("+~").partition("=") for argument in yaml.safe_load(file.read_text())]
+    overrides = {key: value for key, _, value in pairs if not is_subkey(key, *_SAME_EXPERIMENT)}
+    return Settings(values, options, overrides)
 
 
 def _plain(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value  # 1.0 and 1 are one setting
 
 
-def words_of(own: Settings, settings: Sequence[Settings], differing: Sequence[str]) -> tuple[str, ...]:
-    """Return what distinguishes a group: chosen options, then single values; the family if it is the only group.
+def group_names(settings: Sequence[Settings]) -> list[str]:
+    """Return the overrides in which each group differs from the others, in the order given.
 
-    A value distinguishes it if the runs with the same option of its config group differ in it, and if it does not
-    follow another key by interpolation. A value of no config group that was not on the command line follows the option
-    that sets it if the runs with the same option of some group agree in it.
+    A group without any has the values of the keys that the others override. Groups that still have one name differ in
+    what no command line says: they have these options and values, too. A single group has the name of its family.
     """
-    options = _differing([s.options for s in settings])
-
-    def distinguishes(key: str) -> bool:
-        group = key.partition(".")[0]
-        follows = group not in own.options and not any(key in s.given for s in settings)
-        for option in options if follows else [group]:
-            alike = [s for s in settings if s.options.get(option) == own.options.get(option)]
-            if not (_differs(key, [s.written for s in alike]) and _differs(key, [s.resolved for s in alike])):
-                return False
-        return True
-
-    values = {k: v if isinstance(v, str) else json.dumps(v) for k, v in (own.options | own.resolved).items()}
-    keys = [*options, *filter(distinguishes, differing)] or ["family"]
-    return tuple(f"{key}={values[key]}" for key in keys if key in values)
+    effective = [s.overrides | s.values | s.options for s in settings]
+    keys = [key for key in _differing(effective) if any(key in s.overrides for s in settings)]
+    names = [" ".join(f"{key}={text}" for key, text in s.overrides.items() if key in keys) for s in settings]
+    options, values = _differing([s.options for s in settings]), _differing([s.values for s in settings])
+    for shown in (keys, [*keys, *options], [*keys, *options, *values], ["family"]):
+        number = Counter(names)
+        names = [
+            name if name and number[name] == 1 else " ".join(f"{key}={s.value(key)}" for key in shown)
+            for name, s in zip(names, settings, strict=True)
+        ]
+    return names
 
 
 def _differing(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
     """The keys whose values differ, in the order of their first appearance."""
-    return [key for key in dict.fromkeys(key for own in mappings for key in own) if _differs(key, mappings)]
-
-
-def _differs(key: str, mappings: Sequence[Mapping[str, Any]]) -> bool:
-    return len({json.dumps(mapping.get(key), sort_keys=True) for mapping in mappings}) > 1
-
-
-def without_usual(words: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Return the words of each group without those after the first that more than half of the groups have."""
-    number = Counter(word for own in words.values() for word in own)
-    fewer = {
-        group: (*own[:1], *(word for word in own[1:] if number[word] <= len(words) / 2)) for group, own in words.items()
-    }
-    return fewer if len(set(fewer.values())) == len(fewer) else dict(words)
-
-
-def _short(word: str, options: Mapping[str, Any]) -> str:
-    key, _, value = word.partition("=")
-    return value if key in options else f"{key.rpartition('.')[2]}={value}"
+    keys = dict.fromkeys(key for mapping in mappings for key in mapping)
+    return [key for key in keys if len({json.dumps(mapping.get(key), sort_keys=True) for mapping in mappings}) > 1]
 
 
 def learning_curve(run: Run) -> dict[int, float]:

@@ -23,7 +23,7 @@ from solrl_lightning.study.report import Page, Section, Table, Tile, render
 from solrl_lightning.study.run_groups import COSTS, Group, costs, group_runs, learning_curve
 from solrl_lightning.study.time_to_reward import cost_to_reach, first_reached, rewards_at, speed_up
 
-_BASELINE = "family=diffusionnft"  # its group is the reference unless task.reference names another
+_BASELINE = "diffusionnft"  # the group of this family is the reference unless task.reference names another
 
 
 def compare(cfg: Run) -> dict[str, Any]:
@@ -49,7 +49,6 @@ def compare(cfg: Run) -> dict[str, Any]:
         "reward": rewards[0],
         "reference": reference.name,
         "target": fmean(reference.finals.values()),
-        "usual": list(dict.fromkeys(word for group in groups for word in group.usual)),
         "equal_seconds": seconds,
         "held_out_sets": len({json.dumps(run.summary.get("held_out")) for run in runs if "held_out" in run.summary}),
         "groups": [describe(group, reference, seconds) for group in groups],
@@ -67,16 +66,17 @@ def compare(cfg: Run) -> dict[str, Any]:
 def choose_reference(groups: Sequence[Group], wanted: Any) -> Group:
     """Return the group of the shortest name with all words of ``wanted``, each ``key=value`` or a value alone.
 
-    With ``wanted=None`` it is that of family=diffusionnft, else the first group.
+    With ``wanted=None`` it is the first group of family=diffusionnft, else the first group.
 
     Raises:
         UserError: no group has the words.
     """
-    words = str(_BASELINE if wanted is None else wanted).split()
-    known = [{part for word in group.name.split() for part in (word, word.partition("=")[2])} for group in groups]
-    fitting = [group for group, own in zip(groups, known, strict=True) if own.issuperset(words)]
-    if fitting or wanted is None:
-        return min(fitting, key=lambda group: len(group.words), default=groups[0])
+    if wanted is None:
+        return next((g for g in groups if g.runs[0].summary["config"]["family"] == _BASELINE), groups[0])
+    words = [{part for word in group.name.split() for part in (word, word.partition("=")[2])} for group in groups]
+    fitting = [group for group, of_group in zip(groups, words, strict=True) if of_group.issuperset(str(wanted).split())]
+    if fitting:
+        return min(fitting, key=lambda group: len(group.name.split()))
     raise UserError(
         f"task.reference={wanted} is invalid: it takes words of the name of a group, and the groups are "
         f"{'; '.join(group.name for group in groups)}. Use 'task.reference=\"{groups[0].name}\"'."
@@ -155,8 +155,6 @@ def tables(result: Mapping[str, Any]) -> list[Section]:
     """The tables, each with its heading and notes: final rewards and, of several groups, costs to the reference's."""
     groups, several = result["groups"], len(result["groups"]) > 1
     notes = [f"mean held-out {result['reward']} reward ± standard deviation over seeds"]
-    if result["usual"]:
-        notes.append(f"unless a name says otherwise: {' '.join(result['usual'])}")
     if several:
         notes.append(
             f"reference: {result['reference']}; differences are taken seed by seed, in brackets the 95 % confidence "

@@ -4,16 +4,14 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
-from solrl_lightning.study.report import data_uri, evaluation_chart, history_chart, render, run_page
-from solrl_lightning.study.svg_charts import Series, draw_chart
-from solrl_lightning.training.module import evaluation_errors
+from solrl_lightning.study.report import data_uri, history_chart, render, run_page
+from solrl_lightning.training.evaluation import evaluation_errors
 
 REWARD = "shapes"
 FACTS: dict[str, Any] = {
@@ -166,46 +164,6 @@ def test_errors_of_an_evaluation_are_those_of_means_over_prompts() -> None:
     assert found["change_error"] == pytest.approx({"a": 0.0, "b": 0.0}, abs=1e-8)
     assert "change_error" not in evaluation_errors(["a", "b"], base, base[:3])
     assert evaluation_errors(["a", "b"], base[:1], base[:1]) == {}
-
-
-def test_a_chart_has_the_colours_of_the_page_and_fits_its_place() -> None:
-    series = [Series(f"a & {i}", [0, 1, 2], [i, i + 1, i], [i - 1] * 3, [i + 2] * 3) for i in range(9)]
-    chart = draw_chart("rewards", series, "iterations", level=3.0, at=[1])
-    svg = chart.svg
-    root = ElementTree.fromstring(svg)
-    assert "viewBox" in root.attrib and not {"width", "height"} & root.attrib.keys()
-    assert not re.findall("#[0-9a-f]{6}", svg)
-    assert {f"var(--c{i})" for i in range(7)} | {"var(--ink)", "var(--warn)", "var(--grid)"} <= set(
-        re.findall(r"var\(--\w+\)", svg)
-    )
-    assert chart.legend[7:] == [("a & 7", "var(--c0)", "6 3"), ("a & 8", "var(--c1)", "6 3")]
-    assert draw_chart("rewards", series, "iterations", level=3.0, at=[1]) == chart
-    reference = [series[0]._replace(is_reference=True), series[1]]
-    assert [colour for _, colour, _ in draw_chart("", reference, "iterations").legend] == ["var(--ink)", "var(--c0)"]
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ((0.0, 0.0), ["0"]),
-        ((0.49512345, 0.49512346), ["0.4951"]),
-        ((0.0, 1.4), ["0.0", "0.5", "1.0"]),
-        ((-0.1, 0.32), ["-0.1", "0.0", "0.1", "0.2", "0.3"]),
-        ((0.0, 3e-5), ["0", "1e-5", "2e-5", "3e-5"]),
-        ((2e6, 4e6), ["2.0e6", "2.5e6", "3.0e6", "3.5e6", "4.0e6"]),
-    ],
-)
-def test_the_ticks_of_an_axis_have_the_same_decimals_and_a_constant_has_one(
-    values: tuple[float, float], expected: list[str]
-) -> None:
-    chart = draw_chart("", [Series("", [1, 2], values)], "iterations")
-    assert re.findall('text-anchor="end">(.*?)<', chart.svg) == expected
-
-
-def test_a_curve_against_hours_is_in_hours() -> None:
-    rows = [{"seconds": 3600.0 * hours, REWARD: 0.1 * hours} for hours in (0, 2, 10)]
-    marks = re.findall(r'text-anchor="middle">([^<]*)<', evaluation_chart("title", rows, REWARD, "seconds").svg)
-    assert marks == ["0", "2", "4", "6", "8", "10", "hours of training"]
 
 
 def test_a_large_picture_is_embedded_as_jpeg(tmp_path: Path) -> None:

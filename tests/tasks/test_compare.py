@@ -139,68 +139,37 @@ def test_groups_of_one_seed_have_no_deviation(
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
-        (["objective.beta=1.0", "objective.beta=0.5"], ["objective.beta=1", "objective.beta=0.5"]),
-        (["model.lora.rank=32", "model.lora.rank=8"], ["model.lora.rank=32", "model.lora.rank=8"]),
-        (["family.explore.steps=6", "family.explore.steps=4"], ["family.explore.steps=6", "family.explore.steps=4"]),
-        (["", "model.preview_steps=6"], ["model.preview_steps=4", "model.preview_steps=6"]),  # explore.steps follows
+        (["objective.beta=1.0", "objective.beta=0.5"], None),
+        (["family.explore.steps=6", "family.explore.steps=4"], None),
+        (["", "model.preview_steps=6"], ["model.preview_steps=4", "model.preview_steps=6"]),
+        (["family=diffusionnft", "family=sol_rl", "family.pool=48"], None),
+        (["model=tiny", "model=flux1"], None),
         (
-            ["family=diffusionnft", "family=sol_rl", "family.pool=48"],
-            ["family=diffusionnft", "family=sol_rl family.pool=96", "family=sol_rl family.pool=48"],
-        ),
-        (["model=tiny", "model=flux1"], ["model=tiny", "model=flux1"]),
-        (
+            ["objective.beta=0.5 evaluation.every=3", "family=diffusionnft"],
             ["objective.beta=0.5", "family=diffusionnft"],
-            ["family=sol_rl objective.beta=0.5", "family=diffusionnft objective.beta=1"],
         ),
+        (["family=race optimizer.lr=0.002", "family=race", "family=prefix", "family=prefix objective=awm"], None),
+        (["objective=nft", "objective=flow_grpo", "objective=flow_grpo optimizer_steps=4"], None),
+        (["iterations=9 family=prefix", "family=race iterations=9"], ["family=prefix", "family=race"]),
+        (["objective.beta=1", "family=prefix"], ["family=sol_rl", "family=prefix"]),  # 1 is the default
+        (["experiment=published", ""], ["experiment=published", "experiment=null"]),
+        (["seed=3"], ["family=sol_rl"]),
     ],
-    ids=lambda value: value[-1] or "-",
+    ids=lambda value: value and value[-1] or "-",
 )
-def test_sweep_over_any_key_makes_a_group_per_value(tmp_path: Path, arguments: list[str], names: list[str]) -> None:
+def test_names_are_the_overrides_in_which_groups_differ(
+    tmp_path: Path, arguments: list[str], names: list[str] | None
+) -> None:
     folders = [write_run(tmp_path / str(i), 0.6, *one.split()) for i, one in enumerate(arguments)]
     groups, superseded = group_runs(read_runs(folders)[0])
-    assert [group.name for group in groups] == names
+    assert [group.name for group in groups] == (names or arguments)
     assert superseded == {}
 
 
-def test_names_omit_the_values_that_most_groups_have(
-    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    swept = ["family=race optimizer.lr=0.002", "family=race", "family=prefix", "family=prefix objective=awm"]
-    for number, own in enumerate(swept):
-        write_run(tmp_path / "runs" / str(number), 0.6, *own.split())
-    result = compared(compose, tmp_path / "runs", "*", "task.reference=race")
-    names = [group["group"] for group in result["groups"]]
-    assert names == ["family=race optimizer.lr=0.002", "family=race", "family=prefix", "family=prefix objective=awm"]
-    assert result["reference"] == "family=race"  # not the first of that family
-    assert result["usual"] == ["objective=nft", "optimizer.lr=0.001"]
-    assert "unless a name says otherwise: objective=nft optimizer.lr=0.001\n" in capfd.readouterr().out
-    assert result["groups"][0]["settings"]["optimizer.lr"] == 0.002
-
-
-def test_names_omit_the_values_that_an_option_sets(tmp_path: Path) -> None:
-    arguments = ["objective=nft", "objective=flow_grpo", "objective=flow_grpo optimizer_steps=4"]
-    runs = [
-        write_run(tmp_path / f"{i}_{seed}", 0.6, *own.split(), seed=seed)
-        for i, own in enumerate(arguments)
-        for seed in (1, 2)
-    ]
-    groups, _ = group_runs(read_runs(runs)[0])
-    assert [len(group.runs) for group in groups] == [2, 2, 2]
-    names = ["objective=nft optimizer_steps=1", "objective=flow_grpo optimizer_steps=2", arguments[2]]
-    assert [group.name for group in groups] == names
-    groups, _ = group_runs(read_runs(runs[:4])[0])
-    assert [group.name for group in groups] == arguments[:2]
-    assert groups[1].settings["old_policy.decay_type"] == 0
-
-
-def test_the_picture_names_a_group_by_its_options_and_by_the_last_part_of_a_key(tmp_path: Path) -> None:
-    arguments = ["family=sol_rl", "family=sol_rl model.lora.rank=8", "family=diffusionnft"]
-    groups, _ = group_runs(
-        read_runs([write_run(tmp_path / str(i), 0.6, *a.split()) for i, a in enumerate(arguments)])[0]
-    )
-    assert [group.label for group in groups] == ["sol_rl", "sol_rl rank=8", "diffusionnft"]
-    beta, smaller = (write_run(tmp_path / name, 0.6, *own) for name, own in (("4", []), ("5", ["objective.beta=0.5"])))
-    assert [group.label for group in group_runs(read_runs([beta, smaller])[0])[0]] == ["beta=1", "beta=0.5"]
+def test_settings_of_a_group_have_what_an_option_sets(tmp_path: Path) -> None:
+    folders = [write_run(tmp_path / name, 0.6, f"objective={name}") for name in ("nft", "flow_grpo")]
+    groups, _ = group_runs(read_runs(folders)[0])
+    assert [group.settings["old_policy.decay_type"] for group in groups] == [1, 0]
 
 
 def test_costs_to_the_final_reward_of_the_reference(
@@ -263,7 +232,7 @@ def test_an_interval_that_ends_after_the_run_is_open(
     ("arguments", "reference"),
     [
         ([], "family=diffusionnft"),
-        (["task.reference=sol_rl"], "family=sol_rl family.pool=96"),
+        (["task.reference=sol_rl"], "family=sol_rl"),
         (["task.reference='family.pool=48'"], "family=sol_rl family.pool=48"),
         (["task.reference='48 family=sol_rl'"], "family=sol_rl family.pool=48"),
     ],
@@ -417,14 +386,16 @@ def test_the_cost_of_a_group_is_the_mean_over_its_seeds(tmp_path: Path) -> None:
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
-    """The figures that are drawn."""
+    """The pictures that are drawn."""
     drawn: list[Figure] = []
 
     def recorded(**options: Any) -> Figure:
-        drawn.append(Figure(**options))
-        return drawn[-1]
+        figure = Figure(**options)
+        if "layout" in options:  # the charts of a page have none
+            drawn.append(figure)
+        return figure
 
-    monkeypatch.setattr("solrl_lightning.study.learning_curves.Figure", recorded)
+    monkeypatch.setattr("matplotlib.figure.Figure", recorded)
     return drawn
 
 
@@ -434,7 +405,7 @@ def test_the_picture_has_a_panel_for_every_cost_and_the_groups_that_have_it(
     runs, old = tmp_path / "runs", [{"iteration": 0, "shapes": 0.4}, {"iteration": 2, "shapes": 0.44}]
     for seed in (1, 2):
         write_curve(runs / f"1_{seed}", rows(0.4, 0.5 + 0.02 * seed, seconds=3600), "family=diffusionnft", seed=seed)
-        write_curve(runs / f"2_{seed}", rows(0.4, 0.6, seconds=7200), seed=seed)
+        write_curve(runs / f"2_{seed}", rows(0.4, 0.6, seconds=7200), "family=sol_rl", seed=seed)
         write_curve(runs / f"3_{seed}", old, "family=prefix", seed=seed)
     compared(compose, runs)
     _, seconds, _ = figures[0].axes
@@ -444,10 +415,10 @@ def test_the_picture_has_a_panel_for_every_cost_and_the_groups_that_have_it(
     assert areas == [3, 2, 2] and dots == [2, 2, 2]  # prefix never reaches the target
     reached = [part.get_offsets()[0].tolist() for part in seconds.collections if isinstance(part, PathCollection)]
     assert reached == [pytest.approx([2.0, 0.53]), pytest.approx([2.6, 0.53])]
-    mean = next(line for line in seconds.lines if len(line.get_xdata()) == 2 and line.get_linewidth() == 2)
+    mean = next(line for line in seconds.lines if len(line.get_xdata()) == 2 and line.get_linewidth() == 1.6)
     assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([0, 2], pytest.approx([0.4, 0.53]))
     legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
-    assert legend == ["diffusionnft: 2.0 h", "sol_rl: 2.6 h, 0.77x", "prefix"]
+    assert legend == ["family=diffusionnft: 2.0 h", "family=sol_rl: 2.6 h, 0.77x", "family=prefix"]
     compared(compose, runs, "3_*")
     assert [panel.get_xlabel() for panel in figures[1].axes] == ["iterations"]
 

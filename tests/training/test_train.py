@@ -63,7 +63,7 @@ def test_a_run_leaves_everything_that_the_readme_lists(command: Command, tmp_pat
         assert [event.step for event in events.Scalars(tag)] == list(range(first, 3)), tag
     assert [event.step for event in events.Images("samples/grid")] == [1, 2]
     assert "epoch" not in events.Tags()["scalars"]
-    told = ("before training | shapes 0.", "NVFP4 is emulated", "checkpoints/best.ckpt, lora, tensorboard, samples")
+    told = ("before training | shapes 0.", "NVFP4 is emulated", "with report.html")
     for text in (*told, "shapes reward"):
         assert text in done.out
     table = "transformer_blocks.0.attn.to_q"
