@@ -1,6 +1,6 @@
 """The number formats of the shadow: a record for each. A new format is a file with its layers and a record here.
 
-``solrl_lightning.precisions.BACKENDS`` has the same names, for checks that run before torch is loaded.
+``solrl_lightning.names.BACKENDS`` has the same names, for checks that run before torch is loaded.
 """
 
 from collections.abc import Mapping

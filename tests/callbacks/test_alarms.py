@@ -42,7 +42,7 @@ def alarms_by_evaluation(whole: History) -> list[list[str]]:
     return [names(found) for found in each]
 
 
-# Measured curves of the embedded model (docs/measurements.md), standard error of a difference 0.014
+# Measured curves of the embedded model (dev/measurements/stability.md), standard error of a difference 0.014
 
 
 @pytest.mark.parametrize(
