@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free
-from solrl_lightning.cli.config import ConfigTree, application_config, own_sources, quoted, searched
+from solrl_lightning.cli.config import ConfigTree, own_sources, quoted, searched
 from solrl_lightning.errors import UserError
 
 OUTPUTS = Path("outputs")
@@ -91,7 +91,7 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     lines = [str(o.input_line) for o in begun if o.key_or_group not in new_keys] + [str(o.input_line) for o in own]
     merged = [*searched(sources), *lines, f"ckpt={quoted(checkpoint.resolve())}"]
     if in_place:
-        _check_resumable(tree, source, checkpoint, begun, own, lines)
+        _check_resumable(tree, source, checkpoint, own, lines)
         # First, so that a further rank's own hydra.output_subdir=null, which keeps it from writing, wins.
         merged.insert(0, f"hydra.output_subdir={NEXT_RECORD.as_posix()}")
     if home := source if in_place else folder:
@@ -151,32 +151,49 @@ def _newest_checkpoint(name: Path) -> Path:
 
 
 def _check_resumable(
-    tree: ConfigTree, folder: Path, checkpoint: Path, begun: list[Override], own: list[Override], lines: list[str]
+    tree: ConfigTree, folder: Path, checkpoint: Path, overrides: Sequence[Override], lines: Sequence[str]
 ) -> None:
-    """UserError if an override of ``own`` changes a key that must stay fixed when the run in ``folder`` resumes.
+    """UserError if a key that must stay fixed has another value in ``lines`` than in the record of the run in
+    ``folder``: by one of the new ``overrides``, by an edited file or by another version of the package.
 
     A key is changed if it is written in another way and has another value: neither a value that only follows another
-    key, nor a default that is written out, is a change.
+    key, nor a default that is written out, is a change. A key that only a newer version
+    has is none, either.
     """
-    recorded = [str(o.input_line) for o in begun]
-    fresh = [o for o in own if o.input_line not in recorded and not o.is_sweep_override()]
-    suspects = [o for o in fresh if not is_subkey(_dotted(o), *RESUMABLE_KEYS)]
-    if not suspects:
+    recorded = _read_record(folder / RECORD / "config.yaml", DictConfig, "seed")
+    current = tree.compose([line for line in lines if not tree.parse([line])[0].is_sweep_override()])
+    before, now = _fixed_values(recorded, folder), _fixed_values(current, folder)
+    suspects = [o for o in overrides if not is_subkey(_dotted(o), *RESUMABLE_KEYS)]
+    added = [key for key in now.keys() - before.keys() if is_subkey(key, *map(_dotted, suspects))]
+    both = [key for key in now if key in before]
+    changed = sorted([*added, *(k for k in both if before[k][0] != now[k][0] and before[k][1] != now[k][1])])
+    if not changed:
         return
-    configs = [tree.compose(recorded), tree.compose([o for o in lines if not tree.parse([o])[0].is_sweep_override()])]
-    written = _unequal(*(leaves(OmegaConf.to_container(cfg, resolve=False)) for cfg in configs))
-    resolved = _unequal(*(leaves(OmegaConf.to_container(application_config(cfg, folder))) for cfg in configs))
-    changed = sorted(key for key in written & resolved if not is_subkey(key, *RESUMABLE_KEYS))
-    if changed:
-        named = [
-            o for o in suspects if is_subkey(_dotted(o), *changed) or any(is_subkey(k, _dotted(o)) for k in changed)
-        ]
-        culprits = _listed(named or suspects)  # an experiment changes keys of any name
-        examples = f"{', '.join(changed[:3])}{' and more' if len(changed) > 3 else ''}"
+    named = [o for o in suspects if is_subkey(_dotted(o), *changed) or any(is_subkey(k, _dotted(o)) for k in changed)]
+    culprits = named or suspects  # an experiment changes keys of any name
+    examples = f"{', '.join(changed[:3])}{' and more' if len(changed) > 3 else ''}"
+    if not culprits:
+        key, *_ = changed
         raise UserError(
-            f"Cannot resume {folder}: {culprits} changes {examples}. Leave it out, or start a new folder from that "
-            f"state: ckpt={checkpoint} {culprits}. Keys that may change: {', '.join(RESUMABLE_KEYS)}."
+            f"Cannot resume {folder}: {key}={now[key][1]} is not the {before[key][1]} that the run has recorded, by an "
+            f"edited file or another version of solrl_lightning (changed: {examples}). Write {key}={before[key][1]}, "
+            f"or start a new folder from that state: ckpt={checkpoint}."
         )
+    raise UserError(
+        f"Cannot resume {folder}: {_listed(culprits)} changes {examples}. Leave it out, or start a new folder from "
+        f"that state: ckpt={checkpoint} {_listed(culprits)}. Keys that may change: {', '.join(RESUMABLE_KEYS)}."
+    )
+
+
+def _fixed_values(cfg: DictConfig, folder: Path) -> dict[str, tuple[Any, Any]]:
+    """Dotted key -> value as written and as resolved in ``folder``, of the keys that a resume keeps."""
+    cfg = cfg.copy()
+    with open_dict(cfg):
+        cfg.run_dir = str(folder)
+        for key in ("hydra", "callbacks", "logger", "task"):  # whose interpolations need Hydra
+            cfg.pop(key, None)
+    written, resolved = (leaves(OmegaConf.to_container(cfg, resolve=resolve)) for resolve in (False, True))
+    return {k: (written.get(k), resolved[k]) for k in sorted(resolved) if not is_subkey(k, "run_dir", *RESUMABLE_KEYS)}
 
 
 def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -192,11 +209,6 @@ def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
 def is_subkey(key: str, *roots: str) -> bool:
     """Whether ``key`` is one of ``roots`` or below one."""
     return any(key == root or key.startswith(f"{root}.") for root in roots)
-
-
-def _unequal(first: dict[str, Any], second: dict[str, Any]) -> set[str]:
-    absent = object()
-    return {key for key in first.keys() | second.keys() if first.get(key, absent) != second.get(key, absent)}
 
 
 def _dotted(override: Override) -> str:
@@ -218,7 +230,7 @@ def _recorded_overrides(tree: ConfigTree, folder: Path) -> list[Override]:
 def _recorded_sources(folder: Path) -> list[str]:
     """Where the run in ``folder`` had options of its user's from."""
     file = folder / RECORD / "hydra.yaml"
-    sources = own_sources(_read_record(file, DictConfig).hydra) if file.is_file() else []
+    sources = own_sources(_read_record(file, DictConfig, "hydra").hydra) if file.is_file() else []
     for source in sources:
         if source.startswith("file://") and not Path(source[7:]).is_dir():
             raise UserError(
@@ -228,10 +240,11 @@ def _recorded_sources(folder: Path) -> list[str]:
     return sources
 
 
-def _read_record(file: Path, kind: type[ListConfig] | type[DictConfig]) -> Any:
+def _read_record(file: Path, kind: type[ListConfig] | type[DictConfig], key: str | None = None) -> Any:
+    """The content of ``file``, of a ``kind`` that has ``key``."""
     try:
         record = OmegaConf.load(file)
-        damaged = "" if isinstance(record, kind) and (kind is ListConfig or "hydra" in record) else "unexpected content"
+        damaged = "" if isinstance(record, kind) and (key is None or key in record) else "unexpected content"
     except (YAMLError, OmegaConfBaseException, OSError, ValueError) as error:  # OSError for a number
         damaged = " ".join(str(error).split())
     if damaged:

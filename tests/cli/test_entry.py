@@ -845,3 +845,11 @@ def test_missing_gpu_is_told_before_lightning_is_loaded(tmp_path: Path, monkeypa
     loaded = {line.rpartition(" ")[2] for line in result.stderr.splitlines()}
     assert "torch" in loaded and loaded.isdisjoint({"diffusers", "lightning", "transformers"})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_names_a_key_that_an_edited_file_changes(command: Command, earlier: Path) -> None:
+    record = earlier / ".hydra" / "config.yaml"
+    record.write_text(record.read_text().replace("kl_weight: ${model.kl_weight}", "kl_weight: 7.5"))
+    result = command(RECORD, "ckpt=last", "iterations=4")
+    assert result.status == 2
+    assert "objective.kl_weight=" in result.err and "is not the 7.5 that the run has recorded" in result.err
