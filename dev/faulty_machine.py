@@ -38,8 +38,8 @@ from solrl_lightning.artifacts.run_folder import BEST, LAST
 from solrl_lightning.data.sources import read_records
 
 DISK = 256  # MiB
-# Parts of names of values that may differ: times, paths, and a count of evaluations that Lightning begins anew.
-DIFFERENT = "seconds /time/ StageTimings memory /paths/ dirpath best_model_path validate_loop".split()
+# Parts of names of values that may differ: times, paths, threads, and a count of evaluations that Lightning begins anew.
+DIFFERENT = "seconds /time/ StageTimings memory /paths/ dirpath best_model_path validate_loop /threads".split()
 
 
 def serve(port: int) -> subprocess.Popen:
@@ -108,6 +108,11 @@ def wait(process: subprocess.Popen, seconds: float, until: Callable[[], bool] = 
         time.sleep(0.01)
 
 
+def written(folder: Path) -> int:
+    """Return when a folder was written last; a run that ends, or ends with an error, writes ``lora/``."""
+    return folder.stat().st_mtime_ns if folder.exists() else 0
+
+
 def faulty(command: list[str], run: Path, machine: Machine, chance: random.Random) -> tuple[list[str], list[str]]:
     """Give the command until its run has ended. Return the faults that were not reached, and what was wrong."""
     faults = ["disk", "disk", "prompts", "server", "server"]
@@ -115,10 +120,10 @@ def faulty(command: list[str], run: Path, machine: Machine, chance: random.Rando
     wrong, ended = [], False  # whether the fault at the run's end has been
     for attempt in range(1, 100):
         log = machine.prompts.with_name(f"attempt{attempt}.log")
-        exported = (run / "lora").exists()
+        before = written(run / "lora")
 
-        def last_seconds(exported: bool = exported) -> bool:
-            return not exported and (run / "lora").exists()
+        def last_seconds(before: int = before) -> bool:
+            return written(run / "lora") != before
 
         fault = faults.pop(0) if faults else "kill"
         if fault == "prompts":

@@ -294,9 +294,10 @@ class PipelineAdapter(ABC):
 
     def save_lora(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None:
         """Writes a LoRA that plain diffusers loads with ``pipe.load_lora_weights(folder)``."""
+        metadata = config.to_dict() | {"target_modules": sorted(config.target_modules or ())}  # peft keeps a set
         with written_whole(folder) as part:
             self.pipeline_class.save_lora_weights(
-                part, transformer_lora_layers=state, transformer_lora_adapter_metadata=config.to_dict()
+                part, transformer_lora_layers=state, transformer_lora_adapter_metadata=metadata
             )
 
     def _load(self, components: Mapping[str, Any]) -> DiffusionPipeline:
