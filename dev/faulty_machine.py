@@ -38,7 +38,7 @@ from solrl_lightning.artifacts.run_folder import BEST, LAST
 from solrl_lightning.data.sources import read_records
 
 DISK = 256  # MiB
-# Parts of names of values that may differ: times, paths, threads, and a count of evaluations that Lightning begins anew.
+# Parts of names of values that may differ: times, paths, threads, and a count of evaluations that Lightning restarts.
 DIFFERENT = "seconds /time/ StageTimings memory /paths/ dirpath best_model_path validate_loop /threads".split()
 
 
