@@ -166,12 +166,14 @@ class ExploreTrainLoop(_FitLoop):
         encoded = self._encoded[1]
         return EncodedPrompts(*encoded.gather(torch.tensor([encoded.texts.index(text) for text in texts])))
 
-    def regenerate(self, prompts: list[str], seeds: Tensor) -> Candidates:
+    def regenerate(self, texts: list[str], seeds: Tensor) -> Candidates:
         """Return the candidates of seeds [P, n] sampled by the last stage from their noise, and scored.
 
+        The prompts are some of this iteration, with its encodings: a prompt that is encoded alone gets other rounding.
         The time counts as stage "probe".
         """
-        return self._run(self._module.encode(prompts), self.stages[-1]._replace(name="probe"), seeds)
+        prompts = self._encode(self.trainer.current_epoch, texts)
+        return self._run(prompts, self.stages[-1]._replace(name="probe"), seeds)
 
     def _run(
         self, prompts: EncodedPrompts, stage: Stage, seeds: Tensor, initial_state: SolverState | None = None

@@ -963,3 +963,12 @@ def test_only_policy_is_trained_and_old_policy_follows(tmp_path: Path) -> None:
     assert all(torch.equal(trained[name], old[name]) for name in trained)
     assert max(value.abs().max() for name, value in trained.items() if "lora_B" in name) > 0
     assert module.distances["old_distance"] > 0  # of the iteration, before the old policy followed
+
+
+def test_probe_uses_the_encodings_of_its_iteration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, trainer, loop = make(tmp_path, callbacks=(Regenerated(),), max_epochs=1)
+    encoded: list[list[str]] = []
+    encode = module.policy.encode
+    monkeypatch.setattr(module.policy, "encode", lambda texts: encoded.append(texts) or encode(texts))
+    fit(module, trainer, loop)
+    assert len([texts for texts in encoded if texts != module.evaluation.prompts]) == 1
