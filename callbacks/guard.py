@@ -65,10 +65,10 @@ class Guard(Callback):
         row = {name: float(logged[name]) for name in METRICS if name in logged}
         self.history.rows.append({"iteration": trainer.current_epoch + 1} | row)
         watched = {name: w for name, w in module.rewards.weights.items() if w >= 0 and name != module.rewards.name}
-        found = find_alarms(self.history, module.evaluation.columns, module.rewards.name, watched, self.limits)
-        found += self._constant_rewards(trainer)
-        begun = [alarm for alarm in found if alarm.name not in self._active]
-        self._active = [alarm.name for alarm in found]
+        alarms = find_alarms(self.history, module.evaluation.columns, module.rewards.name, watched, self.limits)
+        alarms += self._constant_rewards(trainer)
+        begun = [alarm for alarm in alarms if alarm.name not in self._active]
+        self._active = [alarm.name for alarm in alarms]
         self.alarms += begun
         for alarm in begun if trainer.is_global_zero else ():
             text = f"alarm {alarm.name} after iteration {alarm.iteration}: {alarm.saw}, since iteration {alarm.since}."

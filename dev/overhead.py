@@ -83,7 +83,7 @@ def overhead(cfg: Run, device: torch.device) -> dict[str, Any]:
     return {
         "iteration": fmean(iterations),
         "stages": stages,
-        "outside_share": median(1 - own / whole for own, whole in zip(inside, iterations, strict=True)),
+        "outside_share": median(1 - models / whole for models, whole in zip(inside, iterations, strict=True)),
     }
 
 

@@ -63,10 +63,10 @@ def instantiate_trainer(cfg: Run, **options: Any) -> Trainer:
     try:
         trainer: Trainer = make("trainer", cfg.trainer, **options)
     except UserError as error:
-        found = error.__cause__ and error.__cause__.__cause__
-        if not isinstance(found, MisconfigurationException):
+        cause = error.__cause__ and error.__cause__.__cause__
+        if not isinstance(cause, MisconfigurationException):
             raise
-        raise UserError(f"trainer cannot run here: {found} trainer=auto takes what there is.") from error
+        raise UserError(f"trainer cannot run here: {cause} trainer=auto takes what there is.") from error
     if trainer.precision != "32-true":  # by trainer.plugins
         raise UserError(
             f"trainer.plugins={cfg.trainer.get('plugins')} is invalid: every dtype is set in the code and Lightning "
@@ -166,7 +166,7 @@ def exploring_stages(explorer: Explorer, solver: str, keep: int, name: str = EXP
     trajectory = explorer.sampler, steps, explorer.solver or solver
     rungs: list[tuple[int | None, int]] = [(rung.step, rung.keep) for rung in explorer.rungs or ()]
     rungs = rungs or [(explorer.stop_after, keep)]
-    return [Stage(name, *trajectory, None if step == steps else step, explorer.decoder, kept) for step, kept in rungs]
+    return [Stage(name, *trajectory, None if step == steps else step, explorer.decoder, keep) for step, keep in rungs]
 
 
 def build_rewards(cfg: Run, device: torch.device, metadata: Mapping[str, Metadata] | None = None) -> WeightedRewards:
@@ -238,10 +238,10 @@ def build_model(
     policy = make("model.policy", cfg.model.policy, takes=", ".join(f"`{name}`" for name in options), **options)
     compiled = {}
     wishes = {"family.compile": cfg.family.compile, "compile_training": cfg.compile_training}
-    for (key, wanted), what in zip(wishes.items(), ("rollouts", "training steps"), strict=True):
-        if wanted == "auto" and (cfg.base_weights != "bfloat16" or cfg.is_sharded):
-            wanted = False
-        compiled[key], why = should_compile(key, what, wanted, device)
+    for (key, choice), what in zip(wishes.items(), ("rollouts", "training steps"), strict=True):
+        if choice == "auto" and (cfg.base_weights != "bfloat16" or cfg.is_sharded):
+            choice = False
+        compiled[key], why = should_compile(key, what, choice, device)
         if stages or compiled[key]:
             log.info("%s", why)
     if cfg.family.warning:

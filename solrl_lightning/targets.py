@@ -30,14 +30,14 @@ def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object,
         unknown = str(cause).startswith(("Error loading", "Expected a callable"))  # Hydra's; it quotes its cause
         if unknown:
             cause = cause.__cause__ or cause
-        found = " ".join(str(cause).partition("full_key:")[0].split()).rstrip(".?")
+        reason = " ".join(str(cause).partition("full_key:")[0].split()).rstrip(".?")
         fix = (
             "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
             if unknown
             else f"It must take {takes}{takes and ' and '}the keys beside _target_. Leave a key out with "
             f"~{key}.<name>, add one with +{key}.<name>=<value>."
         )
-        raise UserError(f"{key}: {target} could not be made: {found}. {fix}") from error
+        raise UserError(f"{key}: {target} could not be made: {reason}. {fix}") from error
     if not isinstance(made, kind):
         raise UserError(f"{key}: {target} is invalid: it must be a {kind.__module__}.{kind.__qualname__}.")
     return made

@@ -17,7 +17,7 @@ class Row(NamedTuple):
 
     check: str
     status: str
-    found: str
+    result: str
     way_out: str = ""
     measured: Mapping[str, Any] | None = None
 
@@ -40,7 +40,7 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> st
 
 def format_row(row: Row) -> str:
     """The row in lines of at most ``_WIDTH`` characters; the way out starts a new line."""
-    parts = [row.found, *([f"-> {row.way_out}"] if row.way_out else [])]
+    parts = [row.result, *([f"-> {row.way_out}"] if row.way_out else [])]
     indent = _NAME + _STATUS
     lines = [line for part in parts for line in textwrap.wrap(part, _WIDTH - indent, break_on_hyphens=False)]
     return f"{row.check:<{_NAME}}{row.status:<{_STATUS}}" + ("\n" + " " * indent).join(lines)

@@ -290,8 +290,8 @@ def check_choices(cfg: DictConfig) -> None:
 def check_root(cfg: DictConfig, overrides: Sequence[Override]) -> None:
     """UserError for a key at the root that nothing reads, which ``+`` or a file of the user's own has added."""
     for key in set(map(str, cfg)) - _root():
-        given = [o.input_line for o in overrides if o.key_or_group.replace("/", ".").partition(".")[0] == key]
-        culprit = " ".join(map(str, given)) or f"the key {key} in a file of your own"
+        lines = [o.input_line for o in overrides if o.key_or_group.replace("/", ".").partition(".")[0] == key]
+        culprit = " ".join(map(str, lines)) or f"the key {key} in a file of your own"
         if key == "experiment":
             raise UserError(f"{culprit} is invalid: an experiment's file must begin with `# @package _global_`.")
         known = OmegaConf.to_container(OmegaConf.masked_copy(cfg, list(_root() - {"hydra"})), resolve=False)

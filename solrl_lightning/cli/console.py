@@ -35,29 +35,29 @@ def report_error(error: Exception, folder: Path | None = None) -> Exception:
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__) is not None:
         causes.append(cause)
-    found = next((e for e in causes if isinstance(e, EXPECTED)), None)
+    failure = next((e for e in causes if isinstance(e, EXPECTED)), None)
     io = next((e for e in causes if isinstance(e, OSError) and (e.filename or e.errno in _DISK_ERRORS)), None)
-    if found is None and io is not None:
+    if failure is None and io is not None:
         file = io.filename or folder or "The run's folder"
         ours = folder is not None and Path(file).absolute().is_relative_to(folder.absolute())
         if ours or io.errno in _DISK_ERRORS:  # of TensorBoard, Hydra or logging
-            found = WriteError.of(file, io)
+            failure = WriteError.of(file, io)
         else:
-            found = UserError(f"{file}: {io.strerror}. Give a path that this user can read and write.")
-    if found is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):
-        found = UserError(first_lines(error))  # about an option of Hydra's
-    if found is None:
+            failure = UserError(f"{file}: {io.strerror}. Give a path that this user can read and write.")
+    if failure is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):
+        failure = UserError(first_lines(error))  # about an option of Hydra's
+    if failure is None:
         raise error
     fix = ""
-    if type(found) in _CURES:
+    if type(failure) in _CURES:
         again = "give the same command again"
         if folder is not None and (folder / LAST).is_file():
             again = f"continue the run with ckpt=last hydra.run.dir={folder}"
         elif folder is not None:
             again = f"remove {folder} and {again}"
-        fix = f" {_CURES[type(found)]}, then {again}."
-    print(f"error: {found}{fix}", file=sys.stderr)
-    return found
+        fix = f" {_CURES[type(failure)]}, then {again}."
+    print(f"error: {failure}{fix}", file=sys.stderr)
+    return failure
 
 
 def silence_libraries() -> None:

@@ -46,21 +46,21 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     Training from ``ckpt=last`` and ``ckpt=auto`` resumes in the same folder; every other use of a checkpoint gets a new
     folder. ``ckpt=auto`` begins the run if its folder has no checkpoint.
     """
-    given = tree.parse(arguments)
-    chosen = [override for override in given if override.key_or_group == "ckpt"]
-    if not chosen or chosen[-1].value() in (None, "null"):
+    overrides = tree.parse(arguments)
+    checkpoints = [override for override in overrides if override.key_or_group == "ckpt"]
+    if not checkpoints or checkpoints[-1].value() in (None, "null"):
         return Resumed(list(arguments))
-    if chosen[-1].is_sweep_override():
-        raise UserError(f"{chosen[-1].input_line} is invalid: ckpt takes one file. Start a run for each.")
-    value = str(chosen[-1].value())
+    if checkpoints[-1].is_sweep_override():
+        raise UserError(f"{checkpoints[-1].input_line} is invalid: ckpt takes one file. Start a run for each.")
+    value = str(checkpoints[-1].value())
     if value in ("last", "auto") and multirun:
         raise UserError(f"ckpt={value} continues one run, so it does not go with -m. Name the file with ckpt=<file>.")
-    training = all(override.value() == "train" for override in given if override.key_or_group == "task")
-    folder = next((Path(str(o.value())) for o in reversed(given) if o.key_or_group == "hydra.run.dir"), None)
+    training = all(override.value() == "train" for override in overrides if override.key_or_group == "task")
+    folder = next((Path(str(o.value())) for o in reversed(overrides) if o.key_or_group == "hydra.run.dir"), None)
     if value == "auto":
-        folder = _stable_folder(tree, given, training)
+        folder = _stable_folder(tree, overrides, training)
         if not (folder / LAST).is_file():
-            return _begin(tree, given, folder)
+            return _begin(tree, overrides, folder)
     if value in ("last", "auto") and training and folder is not None:
         checkpoint = _last_checkpoint(folder)
     elif value in ("last", "best"):
@@ -69,48 +69,48 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         checkpoint = Path(value)
     check_checkpoint(checkpoint)
     source = checkpoint.resolve().parent.parent
-    own_folder = value in ("last", "auto") or (value != "best" and folder is not None and folder.resolve() == source)
-    in_place = training and not multirun and own_folder
+    same_folder = value in ("last", "auto") or (value != "best" and folder is not None and folder.resolve() == source)
+    in_place = training and not multirun and same_folder
 
-    recorded = (source / RECORD / "overrides.yaml").is_file()
-    if training and not recorded:
+    has_record = (source / RECORD / "overrides.yaml").is_file()
+    if training and not has_record:
         raise UserError(
             f"ckpt={checkpoint} is invalid: training resumes with the recorded options of the checkpoint's run, and "
             f"{source / RECORD} has none. Use the file in its run folder, or copy the whole folder."
         )
     sources = [] if tree.own_sources else _recorded_sources(source)
     tree.look_in(sources)
-    own = [o for o in given if o.key_or_group not in ("ckpt", "hydra.run.dir")]
-    new_keys = {o.key_or_group for o in own}
+    new = [o for o in overrides if o.key_or_group not in ("ckpt", "hydra.run.dir")]
+    new_keys = {o.key_or_group for o in new}
     # Another task has other keys; ckpt is the new one's.
-    begun = [
+    recorded = [
         o
         for o in _recorded_overrides(tree, source)
         if o.key_or_group not in ("ckpt", "task") and (training or not o.key_or_group.startswith("task."))
     ]
-    lines = [str(o.input_line) for o in begun if o.key_or_group not in new_keys] + [str(o.input_line) for o in own]
+    lines = [str(o.input_line) for o in recorded if o.key_or_group not in new_keys] + [str(o.input_line) for o in new]
     merged = [*searched(sources), *lines, f"ckpt={quoted(checkpoint.resolve())}"]
     if in_place:
-        _check_resumable(tree, source, checkpoint, own, lines)
+        _check_resumable(tree, source, checkpoint, new, lines)
         # First, so that a further rank's own hydra.output_subdir=null, which keeps it from writing, wins.
         merged.insert(0, f"hydra.output_subdir={NEXT_RECORD.as_posix()}")
     if home := source if in_place else folder:
         merged.append(f"hydra.run.dir={quoted(home)}")
-    taken = _listed([*searched(sources), *begun]) if recorded else "not known, because its folder has no record"
+    of_run = _listed([*searched(sources), *recorded]) if has_record else "not known, because its folder has no record"
     message = (
-        f"{'continuing' if in_place else 'from'} {checkpoint}, with the overrides of its run: {taken}; "
-        f"overridden here: {_listed(own)}"
+        f"{'continuing' if in_place else 'from'} {checkpoint}, with the overrides of its run: {of_run}; "
+        f"overridden here: {_listed(new)}"
     )
     return Resumed(merged, checkpoint, source if in_place else None, training, message, value == "auto")
 
 
-def _stable_folder(tree: ConfigTree, given: list[Override], training: bool) -> Path:
+def _stable_folder(tree: ConfigTree, overrides: list[Override], training: bool) -> Path:
     """The run's folder for ``ckpt=auto``, which must be the same when the command is given again."""
     if not training:
         raise UserError(
             "ckpt=auto is invalid: it continues a training run. Use ckpt=last or ckpt=best for other tasks."
         )
-    cfg = tree.compose([str(o.input_line) for o in given if o.key_or_group != "ckpt"])
+    cfg = tree.compose([str(o.input_line) for o in overrides if o.key_or_group != "ckpt"])
     pattern: Any = OmegaConf.to_container(cfg.hydra.run, resolve=False)
     if "${launched:" in pattern["dir"] or "${now:" in pattern["dir"]:
         raise UserError(
@@ -120,11 +120,11 @@ def _stable_folder(tree: ConfigTree, given: list[Override], training: bool) -> P
     return Path(cfg.hydra.run.dir)
 
 
-def _begin(tree: ConfigTree, given: list[Override], folder: Path) -> Resumed:
+def _begin(tree: ConfigTree, overrides: list[Override], folder: Path) -> Resumed:
     """Start a run in a folder that has no checkpoint, also in what the same command left when it was killed."""
-    lines = [str(o.input_line) for o in given if o.key_or_group != "ckpt"]
-    begun = [str(o.input_line) for o in _recorded_overrides(tree, folder)]
-    same = bool(begun) and begun == [line for line in lines if not line.startswith("hydra.")]
+    lines = [str(o.input_line) for o in overrides if o.key_or_group != "ckpt"]
+    recorded = [str(o.input_line) for o in _recorded_overrides(tree, folder)]
+    same = bool(recorded) and recorded == [line for line in lines if not line.startswith("hydra.")]
     message = f"ckpt=auto: {folder} has no checkpoint, so the run begins"
     return Resumed(lines, folder=folder.resolve() if same else None, training=True, message=message)
 
@@ -141,13 +141,13 @@ def _last_checkpoint(folder: Path) -> Path:
 
 def _newest_checkpoint(name: Path) -> Path:
     """The checkpoint ``name`` of the newest run under outputs/ that has one."""
-    found = list(OUTPUTS.rglob(str(name)))
-    if not found:
+    files = list(OUTPUTS.rglob(str(name)))
+    if not files:
         raise UserError(
             f"ckpt={name.stem} takes the newest run that has {name}; there is none under {OUTPUTS.resolve()}. "
             "Change to the folder where it was started, or name a file with ckpt=<file>."
         )
-    return max(found, key=lambda file: file.stat().st_mtime)
+    return max(files, key=lambda file: file.stat().st_mtime)
 
 
 def _check_resumable(
@@ -200,10 +200,10 @@ def leaves(tree: Any, prefix: str = "") -> dict[str, Any]:
     """Dotted key -> value; a list is one value."""
     if not isinstance(tree, dict):
         return {prefix: tree}
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in tree.items():
-        found |= leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
+        values |= leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    return values
 
 
 def is_subkey(key: str, *roots: str) -> bool:

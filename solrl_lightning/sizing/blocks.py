@@ -121,7 +121,7 @@ def check_blocks(
     if shadow is not None:
         seconds = least_seconds(calls, device)
         speed = judge_speed("blocks", shadow, seconds[SHADOW], seconds[MERGED], compiled)
-        yield speed._replace(found=f"{len(rollout[0])} images through {_BLOCKS} of each kind in {speed.found}")
+        yield speed._replace(result=f"{len(rollout[0])} images through {_BLOCKS} of each kind in {speed.result}")
 
 
 def judge_compilation(graphs: int, again: int, compiler: str, what: str) -> Row:

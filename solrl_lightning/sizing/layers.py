@@ -72,7 +72,7 @@ def check_layers(run: Plan, backend: Backend, batch: int, device: torch.device, 
         calls = {"bf16": partial(linear, x), "layer": partial(lambda layer, x: layer(x.view_as(x)), layer, x)}
         seconds = least_seconds(calls, device)
         speed = judge_speed(f"layer {inputs}->{outputs}", backend, seconds["layer"], seconds["bf16"], compiled)
-        yield judge_error(speed._replace(found=f"{rows} rows in {speed.found}"), error, backend.precision)
+        yield judge_error(speed._replace(result=f"{rows} rows in {speed.result}"), error, backend.precision)
 
 
 def native_backends(device: torch.device) -> dict[str, Backend]:
@@ -159,9 +159,9 @@ def judge_speed(check: str, backend: Backend, seconds: float, bf16: float, compi
 def judge_error(speed: Row, error: float, precision: str) -> Row:
     """The row on a layer's speed with its error added: wrong if the error exceeds the tolerance."""
     tolerance = FORMATS[precision].tolerance
-    text = f"{speed.found}; error {error:.1e} of the largest output, tolerated {tolerance:.1e}"
+    text = f"{speed.result}; error {error:.1e} of the largest output, tolerated {tolerance:.1e}"
     measured = {**(speed.measured or {}), "error": error, "tolerance": tolerance}
     if not error <= tolerance:
         way_out = "precision.backend=emulated, and a report of this with doctor.json"
         return Row(speed.check, WRONG, text, way_out, measured)
-    return speed._replace(found=text, measured=measured)
+    return speed._replace(result=text, measured=measured)

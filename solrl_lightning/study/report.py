@@ -118,7 +118,7 @@ def lead(facts: Mapping[str, Any]) -> str:
 
 def tiles(facts: Mapping[str, Any]) -> list[Tile]:
     reward, last, reserved = facts["reward"], facts["final_reward_iteration"], facts["peak_memory_reserved_bytes"]
-    found = [
+    quantities = [
         (f"{reward} reward, base", facts["base_reward"], ".4f", error_of(facts, 0), "iteration 0"),
         (f"{reward} reward, trained", facts["final_reward"], ".4f", error_of(facts, last), f"iteration {last}"),
         ("change", facts["improvement"], "+.4f", error_of(facts, last, "change_error"), "prompt by prompt, same noise"),
@@ -126,7 +126,7 @@ def tiles(facts: Mapping[str, Any]) -> list[Tile]:
     ]
     shown = [
         Tile(label, f"{value:{form}}", ("" if error is None else f"± {error:.4f}, ") + detail)
-        for label, value, form, error, detail in found
+        for label, value, form, error, detail in quantities
         if value is not None
     ]
     each = facts["seconds_per_stage"].get("iteration", {}).get("median")
@@ -201,10 +201,10 @@ def evaluation_chart(title: str, rows: Rows, reward: str, cost: str, at: Sequenc
 
 def banded(label: str, x: Sequence[float], y: Sequence[float], errors: Sequence[float | None]) -> Series:
     """A series with a band of y ± error; without one if an error is unknown."""
-    known = [error for error in errors if error is not None]
-    if len(known) < len(y):
+    finite = [error for error in errors if error is not None]
+    if len(finite) < len(y):
         return Series(label, x, y)
-    low, high = ([m + sign * e for m, e in zip(y, known, strict=True)] for sign in (-1, 1))
+    low, high = ([m + sign * e for m, e in zip(y, finite, strict=True)] for sign in (-1, 1))
     return Series(label, x, y, low, high)
 
 
@@ -232,8 +232,8 @@ def picture_section(samples: Path) -> Section:
         ("grid", "Left the base, right the trained model: same held-out prompts, same noise, after iteration {}."),
         ("pool", "Best and worst samples of a prompt that iteration {} trained on, with their rewards."),
     ):
-        if found := sorted(samples.glob(f"{name}_*.png")):
-            pictures.append((data_uri(found[-1]), text.format(int(found[-1].stem.rpartition("_")[2]))))
+        if files := sorted(samples.glob(f"{name}_*.png")):
+            pictures.append((data_uri(files[-1]), text.format(int(files[-1].stem.rpartition("_")[2]))))
     return Section("Pictures", pictures=pictures)
 
 
@@ -256,8 +256,8 @@ def rollout_section(facts: Mapping[str, Any], history: Rows) -> Section:
         series = banded("reward/mean", x, mean, [spread.get(i, 0.0) for i in x])
         note = "band: standard deviation of the samples"
         charts.append(draw_chart("reward/mean: kept samples", [series], ITERATIONS, note=note))
-    own = [name for name in names_of(history) if name.startswith(("reward/", "explore/"))]
-    charts += [history_chart(history, name) for name in own if name not in ("reward/mean", "reward/std")]
+    names = [name for name in names_of(history) if name.startswith(("reward/", "explore/"))]
+    charts += [history_chart(history, name) for name in names if name not in ("reward/mean", "reward/std")]
     text = [
         f"In the {facts['reward']} reward's unit. Each iteration has other prompts, so these curves also vary with "
         "their difficulty; the held-out curve does not."
@@ -266,18 +266,18 @@ def rollout_section(facts: Mapping[str, Any], history: Rows) -> Section:
 
 
 def rank_section(history: Rows) -> Section:
-    probes, kept = [row for row in history if "rank/spearman" in row], ["rank/kept_spearman", "rank/kept_kendall"]
+    probes, on_kept = [row for row in history if "rank/spearman" in row], ["rank/kept_spearman", "rank/kept_kendall"]
     charts, rows = [], []
     for title, *names, note in (
         ("rank correlation of a probe", "rank/spearman", "rank/kendall", ""),
         ("overlap with the true best and worst", "rank/top_overlap", "rank/bottom_overlap", ""),
-        ("rank correlation on the kept set", *kept, "too high: the kept seeds are the extremes"),
+        ("rank correlation on the kept set", *on_kept, "too high: the kept seeds are the extremes"),
     ):
         if set(names) & set(names_of(history)):
             charts.append(history_chart(history, *names, title=title, note=note))
     for name in names_of(probes):
         values = column(probes, name)[1]
-        if name.startswith("rank/") and name not in kept and values:
+        if name.startswith("rank/") and name not in on_kept and values:
             mean = mean_of(values)
             rows.append(
                 [name, f"{values[0]:.3f}", f"{values[-1]:.3f}", measured(mean.mean, mean.standard_error, ".3f")]
@@ -331,14 +331,14 @@ def origin_section(facts: Mapping[str, Any], folder: Path) -> Section:
     overrides, config = (folder / ".hydra" / f"{name}.yaml" for name in ("overrides", "config"))
     options: Any = OmegaConf.load(overrides) if overrides.is_file() else []
     command = shlex.join(["python", "-m", "solrl_lightning", *map(str, options)]) if overrides.is_file() else ""
-    found = {
+    groups = {
         "option": facts["config"],
         "machine": facts["machine"] | {"shadow": facts["precision_backend"]},
         "version": facts["versions"],
     }
-    kept = [("The whole configuration (.hydra/config.yaml)", config.read_text())] if config.is_file() else []
-    tables = [Table((name, ""), list(values.items()), is_text=True) for name, values in found.items()]
-    return Section("What was run", command=command, tables=tables, files=kept)
+    files = [("The whole configuration (.hydra/config.yaml)", config.read_text())] if config.is_file() else []
+    tables = [Table((name, ""), list(values.items()), is_text=True) for name, values in groups.items()]
+    return Section("What was run", command=command, tables=tables, files=files)
 
 
 def names_of(history: Rows) -> list[str]:

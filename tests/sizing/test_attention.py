@@ -40,7 +40,7 @@ def test_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = partial(scaled_twice, attention_module.scaled_dot_product_attention)
     monkeypatch.setattr(attention_module, "scaled_dot_product_attention", kernel)
     (row,) = check_attention([(2, 96, 80, 32)], (3, 2), CPU)
-    assert row.status == WRONG and "chosen" in row.found.rpartition(";")[2]
+    assert row.status == WRONG and "chosen" in row.result.rpartition(";")[2]
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.5])

@@ -49,7 +49,7 @@ def test_all_samplers_of_a_run_are_compiled_with_both_batch_sizes(
     shadow = resolve("int8", "emulated", CPU)
     row, _ = check_blocks(cfg, plan_run(without_files(cfg), shadow), shadow, CPU, compiled=False)
     assert row.status == OK and row.measured is not None
-    assert "policy, reference, merged, shadow in batches of 2 and 1" in row.found
+    assert "policy, reference, merged, shadow in batches of 2 and 1" in row.result
     # Both blocks make 5: policy with and without gradients, reference, merged, shadow.
     assert row.measured == {"graphs": 10, "recompilations": 0, "backend": "eager"}
 

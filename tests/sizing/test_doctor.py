@@ -60,7 +60,7 @@ def test_skipped_row_has_its_reason(compose: Compose, monkeypatch: pytest.Monkey
     for other in ("check_layers", "check_blocks"):
         monkeypatch.setattr(doctor, other, lambda *args: iter(()))
     cfg = compose("task=doctor", "trainer=cpu", "reward=clipscore", "reward.pretrained=nobody/nowhere")
-    skipped = {row.check: row.found for row in check_run(cfg) if row.status == SKIPPED}
+    skipped = {row.check: row.result for row in check_run(cfg) if row.status == SKIPPED}
     assert skipped.keys() == {"reward", "iterations"}
     assert all("reward.clipscore.pretrained" in found for found in skipped.values())
 

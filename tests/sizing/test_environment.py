@@ -22,7 +22,7 @@ def test_gpu_that_torch_does_not_find_is_wrong() -> None:
         judge_cuda(gpu._replace(is_cuda_available="False")),
     ]
     assert [row.status for row in rows] == [OK, OK, WRONG, WRONG]
-    assert "driver 580.1 sees GPU 0: NVIDIA H200; but torch finds none" in rows[2].found
+    assert "driver 580.1 sees GPU 0: NVIDIA H200; but torch finds none" in rows[2].result
     assert "a driver" in rows[2].way_out and "built for CUDA" in rows[3].way_out
 
 
@@ -44,7 +44,7 @@ def test_files_are_searched_on_this_machine_then_in_the_cache_then_on_the_hub(
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", no_network)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     row = locate("reward.pretrained", "owner/name")
-    assert row.status == WRONG and "no route to the hub" in row.found
+    assert row.status == WRONG and "no route to the hub" in row.result
     assert row.way_out.startswith("reward.pretrained=<folder>") and timeouts == [5.0]
     assert locate("reward.pretrained", str(tmp_path)).status == OK
 
@@ -53,7 +53,7 @@ def test_files_are_searched_on_this_machine_then_in_the_cache_then_on_the_hub(
         return str(tmp_path / "snapshot")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", cached)
-    assert locate("reward.pretrained", "owner/name").found.endswith(str(tmp_path / "snapshot"))
+    assert locate("reward.pretrained", "owner/name").result.endswith(str(tmp_path / "snapshot"))
     assert len(timeouts) == 1
 
 
@@ -68,7 +68,7 @@ def test_access_to_a_gated_model_is_checked_with_the_token(tmp_path: Path, monke
     info = OmegaConf.create({"gated": False})
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda self, source, timeout: info)
     monkeypatch.setattr(huggingface_hub.HfApi, "auth_check", refuse)
-    assert "a run downloads it" in locate("model.pretrained", "owner/name").found
+    assert "a run downloads it" in locate("model.pretrained", "owner/name").result
     info.gated = "manual"
     row = locate("model.pretrained", "owner/name")
-    assert row.status == WRONG and "access is restricted" in row.found and "hf auth login" in row.way_out
+    assert row.status == WRONG and "access is restricted" in row.result and "hf auth login" in row.way_out

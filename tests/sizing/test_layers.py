@@ -51,7 +51,8 @@ def test_layer_is_compared_with_the_exact_product(precision: str) -> None:
 def test_layer_is_slow_only_if_hardware_units_are_slower_than_bf16() -> None:
     slower = {name: judge_speed("blocks", backend_of("int8", name), 3.0, 2.0, False) for name in ("torch", "emulated")}
     assert (slower["torch"].status, slower["emulated"].status) == (SLOW, OK)
-    assert "family.compile=true" in slower["torch"].way_out and "3 s, 1.50 x BF16's 2 s, eager" in slower["torch"].found
+    assert "family.compile=true" in slower["torch"].way_out
+    assert "3 s, 1.50 x BF16's 2 s, eager" in slower["torch"].result
     assert "family.compile" not in judge_speed("blocks", backend_of("int8", "torch"), 3.0, 2.0, True).way_out
     assert judge_speed("blocks", backend_of("int8", "torch"), 1.0, 2.0, True).status == OK
     assert judge_speed("blocks", resolve("bf16", "auto", CPU), 3.0, 2.0, True).status == OK
@@ -86,7 +87,7 @@ def test_backend_that_fails_is_named_and_the_others_are_timed(
     monkeypatch.setattr(layers, "native_backends", lambda device: backends)
     for chosen, status in ((backend_of("nvfp4"), OK), (backend_of("int8", "torch"), WRONG)):
         (row,) = compare_backends(embedded_plan, chosen, 2, CPU, compiled=False)
-        assert row.status == status and "int8 (torch) fails (RuntimeError: no kernel image)" in row.found
+        assert row.status == status and "int8 (torch) fails (RuntimeError: no kernel image)" in row.result
         assert row.measured is not None and set(row.measured["seconds"]) == {"bf16", "fp8 (torch)"}
 
 
@@ -97,6 +98,6 @@ def test_emulation_is_slow_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(layers, "resolve", with_fp8)
     on_gpu = judge_backend(backend_of("nvfp4"), torch.device("cuda", 0), used=True)
     assert on_gpu.status == SLOW and on_gpu.way_out.startswith("precision=fp8 or family=prefix")
-    assert "fp8 (torch), int8 (emulated)" in on_gpu.found
+    assert "fp8 (torch), int8 (emulated)" in on_gpu.result
     assert judge_backend(backend_of("nvfp4"), CPU, used=True).status == OK
     assert judge_backend(backend_of("nvfp4"), torch.device("cuda", 0), used=False).status == OK

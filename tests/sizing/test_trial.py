@@ -42,7 +42,7 @@ def test_plan_that_does_not_fit_is_wrong_and_names_options_that_fit() -> None:
     parts = {"policy": 100, "shadow_here": 40, "shadow_packed": 90, "training": 60, "text_encoders": 30}
     rows = {total: judge_memory(footprint, options, total, parts) for total in (200, 199, 170, 20)}
     assert [row.status for row in rows.values()] == [OK, WRONG, WRONG, WRONG]
-    assert "shadow_packed" not in rows[199].found
+    assert "shadow_packed" not in rows[199].result
     assert rows[199].way_out == "model.micro_batch=6"
     assert rows[170].way_out == "model.micro_batch=6"
     assert "smaller model" in rows[20].way_out
@@ -83,7 +83,7 @@ def test_iterations_use_a_prompt_that_the_reward_can_score(compose: Compose, tmp
     prompts = read_prompt_sets(smoke.data.train, None)
     assert [broken_rule(prompts.metadata[prompt]) for prompt in prompts.train] == [""]
     (row,) = check_rewards(compose("task=doctor", "reward=ocr"), CPU)
-    assert row.status == OK and "ocr 0" in row.found  # of noise
+    assert row.status == OK and "ocr 0" in row.result  # of noise
 
 
 def test_iterations_are_timed_by_stage(compose: Compose) -> None:
