@@ -100,6 +100,7 @@ task=generate task.prompts=[a] task.seeds=[1,1] | it must be a list of different
 task=compare task.runs=[a,b]     | it must be one glob, in quotes, that matches all runs
 task=serve task.port=70000       | it must be a whole number from 0 to 65535; 0 takes a free port
 task=plan task.reserve=nan        | it must be a finite number of at least 0
+callbacks.checkpoint.filename=x  | it must be last, as ckpt=last reads that file
 family=adaptive family.levels=[] | it must be a list of at least one way to explore
 family=adaptive family.explore={sampler:merged,steps:6} | and family.explore null
 family=adaptive family.levels=[{sampler:bf16,steps:3}] | family.levels.0.sampler=bf16 is invalid: it must be one of
