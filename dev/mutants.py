@@ -65,7 +65,7 @@ EXPLORE = "tests/rollout/test_explore.py"
 CHUNKS = "tests/rollout/test_chunks.py"
 ROWS = "tests/training/test_micro_batches.py"
 NFT = "tests/objectives/test_nft.py"
-QWEN = "tests/policies/test_qwen_image.py"
+ARCHITECTURES = "tests/policies/test_architectures.py"
 COMPILATION, COMPILED = "tests/policies/test_compilation.py", "tests/training/test_compiled_runs.py"
 BASE_WEIGHTS = "tests/policies/test_base_weights.py"
 AESTHETIC, GENEVAL, HTTP = (f"tests/rewards/test_{name}.py" for name in ("aesthetic", "geneval", "http"))
@@ -500,11 +500,11 @@ MUTANTS: dict[str, list[Edit]] = {
         ("guidance from the prompt", "return unconditional + scale", "return scale", GUIDANCE),
     ],
     "solrl_lightning/policies/flux2.py": [
-        ("latents without variance", "x * std + mean", "x + mean", "tests/policies/test_flux2.py"),
+        ("latents without variance", "x * std + mean", "x + mean", ARCHITECTURES),
     ],
     "solrl_lightning/policies/qwen_image.py": [
-        ("norm of the guided velocity", "combined.norm(dim=-1", "combined.norm(dim=1", QWEN),
-        ("padding unmasked", "F.pad(mask, (0, missing))", "F.pad(mask, (0, missing), value=True)", QWEN),
+        ("norm of the guided velocity", "combined.norm(dim=-1", "combined.norm(dim=1", ARCHITECTURES),
+        ("padding unmasked", "F.pad(mask, (0, missing))", "F.pad(mask, (0, missing), value=True)", ARCHITECTURES),
     ],
     "solrl_lightning/policies/base_weights.py": [
         ("stored gradient transposed", "@ dense(weight).to", "@ dense(weight).T.to", BASE_WEIGHTS),
