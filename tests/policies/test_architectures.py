@@ -77,8 +77,9 @@ def test_noise_layout_and_decode(architecture: str, policy: PipelineAdapter) -> 
     assert decoded.shape == ((3, 3, 1, 32, 32) if architecture == "qwen_image" else (3, 3, 32, 32))
     expected = (decoded.reshape(3, 3, 32, 32) / 2 + 0.5).clamp(0, 1)
     torch.testing.assert_close(policy.decode(latents), expected, rtol=0, atol=1e-5)
-    beyond = policy.decode(1e3 * latents)
-    assert beyond.min() == 0 and beyond.max() == 1
+    if architecture != "qwen_image":  # whose decoder normalises the latents
+        beyond = policy.decode(1e3 * latents)
+        assert beyond.min() == 0 and beyond.max() == 1
 
 
 def expected_sigmas(architecture: str, steps: int) -> Tensor:
