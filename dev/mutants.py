@@ -65,7 +65,7 @@ EXPLORE = "tests/rollout/test_explore.py"
 CHUNKS = "tests/rollout/test_chunks.py"
 ROWS = "tests/training/test_micro_batches.py"
 NFT = "tests/objectives/test_nft.py"
-QWEN = "tests/policies/test_qwen_image.py"
+ARCHITECTURES = "tests/policies/test_architectures.py"
 COMPILATION, COMPILED = "tests/policies/test_compilation.py", "tests/training/test_compiled_runs.py"
 BASE_WEIGHTS = "tests/policies/test_base_weights.py"
 AESTHETIC, GENEVAL, HTTP = (f"tests/rewards/test_{name}.py" for name in ("aesthetic", "geneval", "http"))
@@ -77,9 +77,9 @@ COMBINE = "tests/rewards/test_combine.py"
 GDPO = f"{LOOP}::test_with_gdpo_the_unit_of_a_reward_changes_neither_selection_nor_advantages"
 SOLVERS = "tests/sampling/test_solvers.py"
 NVFP4 = "tests/quantization/test_nvfp4.py"
-EMULATED = "tests/quantization/test_nvfp4_linear.py"
+EMULATED = "tests/quantization/test_scaled_linear.py"
 REFRESH = "tests/quantization/test_shadow.py::test_requantize_does_not_recompile"
-CODES = "tests/quantization/test_rowwise.py::test_codes_and_scales_match_definition"
+CODES = f"{EMULATED}::test_rowwise_codes_and_scales_match_definition"
 ADAPTERS = "tests/policies/test_adapters.py"
 REPLICA = "tests/policies/test_replica.py"
 CHARTS = "tests/study/test_charts.py"
@@ -500,11 +500,11 @@ MUTANTS: dict[str, list[Edit]] = {
         ("guidance from the prompt", "return unconditional + scale", "return scale", GUIDANCE),
     ],
     "solrl_lightning/policies/flux2.py": [
-        ("latents without variance", "x * std + mean", "x + mean", "tests/policies/test_flux2.py"),
+        ("latents without variance", "x * std + mean", "x + mean", ARCHITECTURES),
     ],
     "solrl_lightning/policies/qwen_image.py": [
-        ("norm of the guided velocity", "combined.norm(dim=-1", "combined.norm(dim=1", QWEN),
-        ("padding unmasked", "F.pad(mask, (0, missing))", "F.pad(mask, (0, missing), value=True)", QWEN),
+        ("norm of the guided velocity", "combined.norm(dim=-1", "combined.norm(dim=1", ARCHITECTURES),
+        ("padding unmasked", "F.pad(mask, (0, missing))", "F.pad(mask, (0, missing), value=True)", ARCHITECTURES),
     ],
     "solrl_lightning/policies/base_weights.py": [
         ("stored gradient transposed", "@ dense(weight).to", "@ dense(weight).T.to", BASE_WEIGHTS),

@@ -8,15 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderTiny, DiffusionPipeline, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
-from nano import (
-    ATTENTION,
-    PROMPTS,
-    load_nano,
-    lora_config,
-    random_state,
-    relative_error,
-    save_preview_decoder,
-)
+from nano import ATTENTION, PROMPTS, load_nano, lora_config, random_state, relative_error, save_preview_decoder
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
@@ -79,15 +71,8 @@ def paint(
             options |= {"sigmas": policy.sigmas(STEPS)[:-1].tolist()}
     options = {"output_type": "latent", "num_inference_steps": STEPS} | options
     scale = "true_cfg_scale" if isinstance(policy, QwenImage) else "guidance_scale"
-    return pipeline(
-        prompt=texts,
-        height=32,
-        width=32,
-        latents=policy.noise(SEEDS),
-        max_sequence_length=policy.max_sequence_length,
-        **{scale: 1.0},
-        **options,
-    ).images
+    options |= {"height": 32, "width": 32, "max_sequence_length": policy.max_sequence_length, scale: 1.0}
+    return pipeline(prompt=texts, latents=policy.noise(SEEDS), **options).images
 
 
 def as_painted(policy: PipelineAdapter, latents: Tensor) -> Tensor:
@@ -95,50 +80,49 @@ def as_painted(policy: PipelineAdapter, latents: Tensor) -> Tensor:
     return policy.unscale_latents(latents, policy.pipeline.vae) if isinstance(policy, Flux2) else latents
 
 
-def test_float32_images_are_those_of_the_diffusers_pipeline(policy: PipelineAdapter, theirs: DiffusionPipeline) -> None:
+def test_images_match_the_diffusers_pipeline(
+    policy: PipelineAdapter, theirs: DiffusionPipeline, architecture: str, folder: str
+) -> None:
     latents = sample(policy)
-    assert torch.equal(as_painted(policy, latents), paint(policy, theirs))
-    assert torch.equal(as_painted(policy, latents), paint(policy, theirs, PROMPTS))  # embedded by itself
+    painted = as_painted(policy, latents)
+    assert torch.equal(painted, paint(policy, theirs))
+    assert torch.equal(painted, paint(policy, theirs, PROMPTS))  # embedded by itself
     expected = paint(policy, theirs, output_type="pt")
     assert expected.std() > 0.05  # not a flat picture
     # Our autoencoder gets the batch in parts and in another memory layout, so its sums have another order.
     torch.testing.assert_close(policy.decode(latents), expected, rtol=0, atol=1e-5)
 
+    rounded = load_nano(architecture, folder)
+    theirs.transformer.to(torch.bfloat16)
+    in_bfloat16 = as_painted(policy, sample(rounded))
+    # FLUX.1's and SD3's pipelines also round their latents after each step; ours stay in float32. SANA's do not round
+    # them, so on a CPU with BF16 units, where both run the same kernels, they are equal.
+    assert relative_error(in_bfloat16, paint(rounded, theirs)) < 2**-7
+    assert 0 < relative_error(in_bfloat16, painted) < 2**-5
+
 
 @pytest.mark.parametrize("architecture", ["flux1", "sd3", "sana"], indirect=True, scope="session")
-def test_previews_are_images_of_the_diffusers_pipeline_with_the_tiny_autoencoder(
+def test_previews_match_the_diffusers_pipeline_with_the_tiny_autoencoder(
     policy: PipelineAdapter, theirs: DiffusionPipeline, architecture: str, folder: str, tmp_path: Path
 ) -> None:
     channels, compression = theirs.vae.config.latent_channels, theirs.vae_scale_factor
     tiny = save_preview_decoder(tmp_path, channels=channels, compression=compression)
     previewing = load_nano(architecture, folder, preview_decoder=tiny)
     latents = sample(policy)
-    found = previewing.preview(latents)
-    assert found.shape == (3, 3, 32, 32) and found.dtype == torch.float32
+    previews = previewing.preview(latents)
+    assert previews.shape == (3, 3, 32, 32) and previews.dtype == torch.float32
     theirs.vae = AutoencoderTiny.from_pretrained(tiny)
     expected = paint(policy, theirs, output_type="pt")
     assert expected.std() > 0.1
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(previews, expected, rtol=0, atol=1e-5)
     assert torch.equal(previewing.decode(latents), policy.decode(latents))  # still by the model's own
-
-
-def test_bfloat16_latents_are_those_of_the_diffusers_pipeline_up_to_rounding(
-    policy: PipelineAdapter, theirs: DiffusionPipeline, architecture: str, folder: str
-) -> None:
-    rounded = load_nano(architecture, folder)
-    theirs.transformer.to(torch.bfloat16)
-    found, expected = as_painted(policy, sample(rounded)), paint(rounded, theirs)
-    # FLUX.1's and SD3's pipelines also round their latents after each step; ours stay in float32. SANA's do not round
-    # them, so on a CPU with BF16 units, where both run the same kernels, they are equal.
-    assert relative_error(found, expected) < 2**-7
-    assert 0 < relative_error(found, as_painted(policy, sample(policy))) < 2**-5
 
 
 # Qwen-Image's pipeline gives its scheduler noise levels, which that one does not take.
 @pytest.mark.parametrize("architecture", ["flux1", "flux2", "sana", "sd3"], indirect=True, scope="session")
 # numpy asks for an argument that torch's tensors do not take yet
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
-def test_dpm2_latents_are_those_of_the_diffusers_pipeline_with_the_multistep_scheduler(
+def test_dpm2_matches_the_multistep_scheduler_of_diffusers(
     policy: PipelineAdapter, theirs: DiffusionPipeline, architecture: str
 ) -> None:
     theirs.scheduler = DPMSolverMultistepScheduler(
@@ -151,13 +135,13 @@ def test_dpm2_latents_are_those_of_the_diffusers_pipeline_with_the_multistep_sch
     )
     expected = paint(policy, theirs, num_inference_steps=6)
     sigmas, timesteps = theirs.scheduler.sigmas, theirs.scheduler.timesteps
-    told = {float(sigma): timestep / 1000 for sigma, timestep in zip(sigmas, timesteps, strict=False)}  # whole ones
-    found = sample(policy, sigmas, "dpm2", level=lambda sigma: told[float(sigma)])
-    torch.testing.assert_close(as_painted(policy, found), expected, rtol=0, atol=1e-4)
-    assert relative_error(found, sample(policy, sigmas, "euler")) > 1e-3
+    levels = {float(sigma): timestep / 1000 for sigma, timestep in zip(sigmas, timesteps, strict=False)}  # whole ones
+    latents = sample(policy, sigmas, "dpm2", level=lambda sigma: levels[float(sigma)])
+    torch.testing.assert_close(as_painted(policy, latents), expected, rtol=0, atol=1e-4)
+    assert relative_error(latents, sample(policy, sigmas, "euler")) > 1e-3
 
 
-def test_plain_diffusers_loads_the_saved_lora_and_paints_the_merged_replicas_pictures(
+def test_diffusers_paints_the_merged_replicas_images_with_the_saved_lora(
     policy: PipelineAdapter, theirs: DiffusionPipeline, architecture: str, folder: str, tmp_path: Path
 ) -> None:
     adapted = load_nano(architecture, folder)
@@ -170,10 +154,10 @@ def test_plain_diffusers_loads_the_saved_lora_and_paints_the_merged_replicas_pic
     replica.untie_weights(merged, layers)
     replica.refresh(merged, adapters.merged_weights(layers, state))
     adapted.save_lora(tmp_path, state, config)
-    found, without = (policy.decode(sample(policy, transformer=module)) for module in (merged, None))
+    images, without = (policy.decode(sample(policy, transformer=module)) for module in (merged, None))
     theirs.load_lora_weights(tmp_path)
-    torch.testing.assert_close(found, paint(policy, theirs, output_type="pt"), rtol=0, atol=1e-4)
-    assert (found - without).abs().max() > 0.02
+    torch.testing.assert_close(images, paint(policy, theirs, output_type="pt"), rtol=0, atol=1e-4)
+    assert (images - without).abs().max() > 0.02
 
 
 def test_gradients_are_the_same_with_checkpointing_and_without(architecture: str, folder: str) -> None:
@@ -215,12 +199,11 @@ def test_one_sigma_for_all_rows_equals_a_sigma_per_row(policy: PipelineAdapter) 
 
 def test_noise_depends_on_its_seed_and_not_on_the_chunk(policy: PipelineAdapter) -> None:
     together = policy.noise(SEEDS)
-    assert together.shape == (3, *policy.latent_shape) and together.dtype == torch.float32
+    assert together.dtype == torch.float32 and torch.equal(policy.noise(SEEDS.flip(0)), together.flip(0))
     assert torch.equal(together, torch.cat([policy.noise(SEEDS[:1]), policy.noise(SEEDS[1:])]))
-    assert torch.equal(policy.noise(SEEDS.flip(0)), together.flip(0))
 
 
-def test_a_prompts_embeddings_do_not_depend_on_its_companions(policy: PipelineAdapter) -> None:
+def test_embeddings_do_not_depend_on_the_other_prompts(policy: PipelineAdapter) -> None:
     together = policy.encode(PROMPTS)
     for row, prompt in enumerate(PROMPTS):
         for name, value in policy.encode([prompt]).items():
@@ -231,17 +214,14 @@ def test_a_prompts_embeddings_do_not_depend_on_its_companions(policy: PipelineAd
     torch.testing.assert_close(again[:2], together["prompt_embeds"][:2].flip(0), rtol=0, atol=1e-5)
 
 
-def test_a_resolution_that_is_no_whole_number_of_tokens_is_refused(architecture: str, folder: str) -> None:
+def test_invalid_resolution_and_dtype_raise(architecture: str, folder: str) -> None:
     with pytest.raises(UserError, match="model.resolution must be a multiple of 8, .* got 36"):
         load_nano(architecture, folder, resolution=36)
-
-
-def test_a_dtype_that_is_none_is_refused(nano_folder: str) -> None:
     with pytest.raises(UserError, match="model.dtypes.vae must be bfloat16, float16 or float32; got half an int"):
-        load_nano("flux1", nano_folder, dtypes={"vae": "half an int", "default": "float32"})
+        load_nano(architecture, folder, dtypes={"vae": "half an int", "default": "float32"})
 
 
-def test_components_and_embeddings_have_the_dtypes_that_the_options_say(architecture: str, folder: str) -> None:
+def test_components_and_embeddings_have_the_configured_dtypes(architecture: str, folder: str) -> None:
     policy = load_nano(architecture, folder, dtypes={"vae": "float32", "default": "bfloat16"})
     modules = {name: part for name, part in policy.pipeline.components.items() if isinstance(part, nn.Module)}
     for name, module in modules.items():
@@ -259,59 +239,42 @@ def test_components_and_embeddings_have_the_dtypes_that_the_options_say(architec
 # Memory
 
 
-Limited = tuple[PipelineAdapter, list[tuple[int, int]]]
+def limited(policy: PipelineAdapter, images: int, side: int) -> list[tuple[int, int]]:
+    """Let the decoder run out of memory above these sizes; return the sizes of its inputs."""
+    sizes: list[tuple[int, int]] = []
+
+    def check(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        sizes.append((inputs[0].shape[0], inputs[0].shape[-1]))
+        if sizes[-1][0] > images or sizes[-1][1] > side:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    policy.pipeline.vae.decoder.register_forward_pre_hook(check)
+    return sizes
 
 
-@pytest.fixture
-def limited(architecture: str, folder: str) -> Callable[..., Limited]:
-    """limited(images, side) is a policy whose decoder runs out of memory above these sizes, and what it was asked."""
-
-    def made(images: int, side: int, decode_batch: int) -> Limited:
-        policy = load_nano(architecture, folder, decode_batch=decode_batch)
-        asked: list[tuple[int, int]] = []
-
-        def check(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            size = (inputs[0].shape[0], inputs[0].shape[-1])
-            asked.append(size)
-            if size[0] > images or size[1] > side:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-
-        policy.pipeline.vae.decoder.register_forward_pre_hook(check)
-        return policy, asked
-
-    return made
-
-
-def test_decoding_halves_its_batch_when_memory_runs_out_and_remembers(
-    policy: PipelineAdapter, limited: Callable[..., Limited], caplog: pytest.LogCaptureFixture
+def test_decoding_halves_its_batch_when_memory_runs_out(
+    policy: PipelineAdapter, architecture: str, folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tight, asked = limited(images=2, side=99, decode_batch=8)
-    latents = tight.noise(torch.arange(5))
+    tight = load_nano(architecture, folder, decode_batch=8)
+    sizes, latents = limited(tight, images=2, side=99), tight.noise(torch.arange(5))
     with caplog.at_level(logging.WARNING):
-        found = tight.decode(latents)
-    torch.testing.assert_close(found, policy.decode(latents), rtol=0, atol=1e-5)
-    assert [images for images, _ in asked] == [5, 5, 4, 4, 2, 2, 1]  # each size that fails, again with an empty cache
+        torch.testing.assert_close(tight.decode(latents), policy.decode(latents), rtol=0, atol=1e-5)
+    assert [images for images, _ in sizes] == [5, 5, 4, 4, 2, 2, 1]  # each size that fails, again with an empty cache
     assert caplog.text.count("ran out of memory") == 2 and "model.decode_batch=2 from now on" in caplog.text
-    asked.clear()
+    sizes.clear()
     tight.decode(latents)
-    assert [images for images, _ in asked] == [2, 2, 1]
+    assert [images for images, _ in sizes] == [2, 2, 1]
 
 
-def test_an_image_that_does_not_fit_is_decoded_in_tiles_and_a_tile_that_does_not_is_an_error(
-    policy: PipelineAdapter, limited: Callable[..., Limited], architecture: str
-) -> None:
+def test_image_that_does_not_fit_is_decoded_in_tiles(policy: PipelineAdapter, architecture: str, folder: str) -> None:
     side = 4 if architecture == "sana" else 8  # of the latents
-    tight, asked = limited(images=1, side=side // 2, decode_batch=2)
-    latents = policy.noise(SEEDS)
-    found, whole = tight.decode(latents), policy.decode(latents)
-    assert found.shape == whole.shape and found.isfinite().all()
-    assert asked[:4] == [(2, side)] * 2 + [(1, side)] * 2 and max(asked[4:]) == (1, side // 2)
+    tight = load_nano(architecture, folder, decode_batch=2)
+    sizes, latents = limited(tight, images=1, side=side // 2), policy.noise(SEEDS)
+    tiled, whole = tight.decode(latents), policy.decode(latents)
+    assert tiled.shape == whole.shape and tiled.isfinite().all()
+    assert sizes[:4] == [(2, side)] * 2 + [(1, side)] * 2 and max(sizes[4:]) == (1, side // 2)
     for shift in (8, 16, 24):  # every tile is in its place
-        assert relative_error(found, whole) < relative_error(found.roll(shift, -1), whole)
-    tight.pipeline.vae.decoder.register_forward_pre_hook(out_of_memory)
+        assert relative_error(tiled, whole) < relative_error(tiled.roll(shift, -1), whole)
+    limited(tight, images=0, side=0)
     with pytest.raises(torch.OutOfMemoryError):
         tight.decode(latents)
-
-
-def out_of_memory(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory")

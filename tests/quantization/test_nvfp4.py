@@ -7,6 +7,7 @@ operations by NumPy.
 import numpy as np
 import pytest
 import torch
+from exact_formats import E2M1, E4M3, F32, nearest_code, random, values_and_ties
 from torch import Tensor
 
 from solrl_lightning.quantization.nvfp4 import (
@@ -18,21 +19,6 @@ from solrl_lightning.quantization.nvfp4 import (
     round_e2m1,
     round_e4m3,
 )
-
-F32 = np.float32
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
-E4M3 = np.array(
-    [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)][:-1]
-)
-
-
-def nearest_code(x: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Return the index of the nearest entry for x >= 0, ties to the even index; float64 makes every sum exact."""
-    x = x.astype(np.float64)
-    above = np.clip(np.searchsorted(table, x), 1, len(table) - 1)
-    middle = (table[above - 1] + table[above]) / 2
-    up = (x > middle) | ((x == middle) & (above % 2 == 0))
-    return np.where(up, above, above - 1)
 
 
 def reference(x: Tensor) -> tuple[np.ndarray, np.ndarray, np.float32]:
@@ -52,14 +38,7 @@ def reference(x: Tensor) -> tuple[np.ndarray, np.ndarray, np.float32]:
 
 def unpack(packed: Tensor) -> np.ndarray:
     """Return codes with the even element taken from the low nibble."""
-    codes = np.empty((*packed.shape[:-1], 2 * packed.shape[-1]), dtype=np.int64)
-    codes[..., 0::2] = packed.numpy() & 0xF
-    codes[..., 1::2] = packed.numpy() >> 4
-    return codes
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return np.stack((packed.numpy() & 0xF, packed.numpy() >> 4), axis=-1).reshape(*packed.shape[:-1], -1)
 
 
 def wide(rows: int = 256, decades: float = 5.0) -> Tensor:
@@ -89,86 +68,61 @@ INPUTS = {
     "a zero block": random(4, 32) * torch.tensor([0.0, 1.0]).repeat_interleave(16),
     "a single outlier": torch.eye(32) * 1e4 + random(32, 32) * 1e-3,
 }
+inputs = pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
 
 
-@pytest.mark.parametrize("name", INPUTS)
-def test_quantize_matches_definition_bit_for_bit(name: str) -> None:
-    x = INPUTS[name]
+@inputs
+def test_quantize_matches_definition_bit_for_bit(x: Tensor) -> None:
     ours = quantize(x)
     codes, scales, global_scale = reference(x)
     assert np.array_equal(unpack(ours.packed), codes)
     assert np.array_equal(ours.block_scales.float().numpy(), scales)
     if global_scale > 1e-38:  # smaller tensors are decoded with the inverse of the cut-off encoding scale
         assert ours.global_scale.item() == global_scale
-
-
-@pytest.mark.parametrize("amax", range(1, 65))
-def test_ties_of_coarse_data_round_as_in_reference(amax: int) -> None:
-    x = torch.randint(-8 * amax, 8 * amax + 1, (32, 256), generator=torch.Generator().manual_seed(amax)) / 8.0
-    ours, (codes, scales, _) = quantize(x), reference(x)
-    assert np.array_equal(ours.block_scales.float().numpy(), scales)
-    nonzero = x.numpy() != 0
-    assert np.array_equal(unpack(ours.packed)[nonzero], codes[nonzero])
-
-
-@pytest.mark.parametrize("size", [1e-37, 1e-20, 1.0, 1e20, 1e37])
-def test_dequantised_tensor_has_magnitude_of_input(size: float) -> None:
-    x = random(16, 64).double() * size
-    noise = quantize(x).dequantize(torch.float64) - x
-    assert noise.norm() < 0.12 * x.norm()
-
-
-@pytest.mark.parametrize("name", INPUTS)
-def test_dequantize_multiplies_the_three_factors(name: str) -> None:
-    ours = quantize(INPUTS[name])
-    codes, scales = unpack(ours.packed), ours.block_scales.double().numpy()
     values = np.where(codes < 8, 1, -1) * E2M1[codes % 8]
-    expected = values * np.repeat(scales, 16, axis=-1) * ours.global_scale.item()
+    expected = values * np.repeat(scales.astype(np.float64), 16, axis=-1) * ours.global_scale.item()
     # Two roundings to FP32; 2^-149 is the spacing of FP32's subnormals.
     np.testing.assert_allclose(ours.dequantize().double().numpy(), expected, rtol=2**-23, atol=13 * 2.0**-149)
     assert ours.dequantize(torch.bfloat16).equal(ours.dequantize().bfloat16())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("name", INPUTS)
-def test_fake_quantize_equals_values_of_codes(name: str, dtype: torch.dtype) -> None:
-    ours = quantize(INPUTS[name])
-    values, global_scale = fake_quantize(INPUTS[name], dtype)
-    assert values.dtype == dtype
-    assert values.float().equal(ours._replace(global_scale=torch.tensor(1.0)).dequantize())
-    assert global_scale.equal(ours.global_scale)
+def test_ties_of_coarse_data_round_as_in_reference() -> None:
+    for amax in range(1, 65):
+        x = torch.randint(-8 * amax, 8 * amax + 1, (32, 256), generator=torch.Generator().manual_seed(amax)) / 8.0
+        ours, (codes, scales, _) = quantize(x), reference(x)
+        assert np.array_equal(ours.block_scales.float().numpy(), scales)
+        nonzero = x.numpy() != 0
+        assert np.array_equal(unpack(ours.packed)[nonzero], codes[nonzero])
 
 
-@pytest.mark.parametrize("name", INPUTS)
-def test_per_row_quantises_each_row_independently(name: str) -> None:
-    x = INPUTS[name]
-    ours, (values, scales) = encode(x, per_row=True), fake_quantize(x, torch.float32, per_row=True)
-    assert ours.global_scale.shape == (*x.shape[:-1], 1) == scales.shape
+@inputs
+def test_fake_quantize_and_rows_equal_values_of_codes(x: Tensor) -> None:
+    expected = quantize(x)
+    for dtype in (torch.bfloat16, torch.float32):
+        values, global_scale = fake_quantize(x, dtype)
+        assert values.dtype == dtype and global_scale.equal(expected.global_scale)
+        assert values.float().equal(expected._replace(global_scale=torch.tensor(1.0)).dequantize())
+    rows, (values, scales) = encode(x, per_row=True), fake_quantize(x, torch.float32, per_row=True)
+    assert rows.global_scale.shape == (*x.shape[:-1], 1) == scales.shape
     for index in np.ndindex(*x.shape[:-1]):
         alone, (alone_values, alone_scale) = quantize(x[index]), fake_quantize(x[index], torch.float32)
-        assert ours.packed[index].equal(alone.packed)
-        assert ours.block_scales[index].float().equal(alone.block_scales.float())
-        assert ours.global_scale[index].equal(alone.global_scale[None])
-        assert ours.dequantize()[index].equal(alone.dequantize())
+        assert rows.packed[index].equal(alone.packed)
+        assert rows.block_scales[index].float().equal(alone.block_scales.float())
+        assert rows.global_scale[index].equal(alone.global_scale[None])
+        assert rows.dequantize()[index].equal(alone.dequantize())
         assert values[index].equal(alone_values) and scales[index].equal(alone_scale[None])
 
 
 def test_round_e4m3_matches_torch_at_values_and_ties() -> None:
     grid = torch.arange(0, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     assert np.array_equal(grid.numpy(), E4M3)
-    points = torch.cat((grid, (grid[1:] + grid[:-1]) / 2))
-    points = torch.cat(
-        (points, *(points.nextafter(torch.tensor(end)) for end in (0.0, 448.0)), torch.rand(10_000) * 448)
-    )
-    points = torch.cat((points, torch.rand(10_000) * 2**-5, torch.tensor([1e-45, 1e-38, 2.0**-10])))
+    points = torch.cat((values_and_ties(E4M3), torch.rand(10_000) * 2**-5, torch.tensor([2.0**-10])))
     assert round_e4m3(points).equal(points.to(torch.float8_e4m3fn).float())
 
 
 def test_round_e2m1_is_nearest_even_at_values_and_ties() -> None:
-    grid = torch.tensor(E2M1_VALUES)
-    points = torch.cat((grid, (grid[1:] + grid[:-1]) / 2))
-    points = torch.cat((points, *(points.nextafter(torch.tensor(end)) for end in (0.0, 6.0)), torch.rand(10_000) * 6))
-    points = torch.cat((points, -points, torch.tensor([1e-45, -1e-45])))
+    assert np.array_equal(E2M1_VALUES, E2M1)
+    points = values_and_ties(E2M1)
     expected = E2M1[nearest_code(points.abs().numpy(), E2M1)] * points.sign().numpy()
     assert np.array_equal(round_e2m1(points.clone()).numpy(), expected)
 
@@ -191,43 +145,26 @@ def test_quantize_matches_torchao_bit_for_bit() -> None:
     assert ours.dequantize().equal(theirs.dequantize(torch.float32))
 
 
-def test_subnormal_block_scales_are_kept() -> None:
-    x = torch.cat((torch.full((16,), 2688.0), torch.full((16,), 6 * 2**-9)))
-    ours = quantize(x)
-    assert ours.block_scales.tolist() == [448.0, 2**-9]
-    assert ours.dequantize().equal(x)
-
-
-def test_zeros_stay_zeros() -> None:
-    zeros = quantize(torch.zeros(4, 32))
-    assert not zeros.packed.any() and not zeros.block_scales.float().any() and not zeros.dequantize().any()
-    assert not fake_quantize(torch.zeros(4, 32), torch.float32)[0].any()
-    one_zero_block = quantize(INPUTS["a zero block"])
-    assert not one_zero_block.dequantize()[:, :16].any() and one_zero_block.dequantize()[:, 16:].any()
-
-
-def test_even_element_is_in_low_nibble() -> None:
+def test_codes_and_scales_by_hand() -> None:
+    x = torch.cat((torch.full((16,), 2688.0), torch.full((16,), 6 * 2**-9)))  # the least block scale
+    assert quantize(x).block_scales.tolist() == [448.0, 2**-9] and quantize(x).dequantize().equal(x)
     ours = quantize(torch.tensor([6.0, -0.5] + 14 * [0.0]))
-    assert ours.packed[0].item() == 0x7 | 0x9 << 4
+    assert ours.packed[0].item() == 0x7 | 0x9 << 4  # the even element in the low nibble
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_float_dtypes_are_quantised_as_fp32(dtype: torch.dtype) -> None:
-    x = random(8, 64).to(dtype)
-    for ours, expected in zip(quantize(x), quantize(x.float()), strict=True):
-        assert ours.float().equal(expected.float())
+def test_float_dtypes_are_quantised_as_fp32() -> None:
+    for dtype in (torch.float16, torch.bfloat16, torch.float64):
+        x = random(8, 64).to(dtype)
+        for ours, expected in zip(quantize(x), quantize(x.float()), strict=True):
+            assert ours.float().equal(expected.float())
 
 
-def test_round_trip_of_gaussian_data_has_20_db_snr() -> None:
-    x = random(512, 512)
-    noise = quantize(x).dequantize() - x
-    sqnr = 10 * torch.log10(x.square().sum() / noise.square().sum()).item()
+@pytest.mark.parametrize("size", [1e-37, 1.0, 1e37])
+def test_round_trip_of_gaussian_data_has_20_db_snr(size: float) -> None:
+    x = random(512, 512).double() * size
+    noise = quantize(x).dequantize(torch.float64) - x
+    sqnr = 20 * torch.log10((x / size).norm() / (noise / size).norm()).item()
     assert 20 < sqnr < 21.5, f"{sqnr:.2f} dB"
-
-
-def test_quantize_is_idempotent() -> None:
-    once = quantize(random(64, 64)).dequantize()
-    assert quantize(once).dequantize().allclose(once, rtol=2**-22, atol=0)
 
 
 def test_compiled_matches_eager_bit_for_bit() -> None:
@@ -257,12 +194,9 @@ def test_non_finite_input_raises_in_quantize_and_gives_nan_in_fake_quantize(bad:
         assert per_row.isnan().all(-1).tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize("x", [torch.ones(4, 24), torch.ones(()), torch.ones(0, 16), torch.ones(4, 0)])
-def test_last_dimension_not_multiple_of_16_raises(x: Tensor) -> None:
-    with pytest.raises(ValueError, match="multiple of 16.*Pad it"):
-        quantize(x)
-
-
-def test_integer_tensor_raises() -> None:
+def test_unsupported_shapes_and_dtypes_raise() -> None:
+    for shape in ((4, 24), (), (0, 16), (4, 0)):
+        with pytest.raises(ValueError, match="multiple of 16.*Pad it"):
+            quantize(torch.ones(shape))
     with pytest.raises(ValueError, match="floating-point"):
         quantize(torch.ones(4, 16, dtype=torch.int32))

@@ -52,15 +52,19 @@ def test_table_merges_repeated_blocks_and_sums_shares() -> None:
     ]
 
 
-def test_rule_without_quantised_layer_error_names_layers() -> None:
-    everything = QuantizationRule(include=["embed"], exclude={"*": "kept"})
-    with pytest.raises(UserError, match=r"at least one.*none of 7 \(kept\).*blocks\.\*\.norm, .*, embed\."):
-        plan(transformer(), everything, NVFP4)
-
-
-@pytest.mark.parametrize("rule", [QuantizationRule(["blok*"]), QuantizationRule(["blocks*"], {"*.nrom": "modulation"})])
-def test_unmatched_pattern_error_names_layers(rule: QuantizationRule) -> None:
-    with pytest.raises(UserError, match=r"'(blok\*|\*\.nrom)' matches none.*Its linear layers are: blocks"):
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (
+            QuantizationRule(["embed"], {"*": "kept"}),
+            r"at least one.*none of 7 \(kept\).*blocks\.\*\.norm, .*embed\.",
+        ),
+        (QuantizationRule(["blok*"]), r"'blok\*' matches none.*Its linear layers are: blocks"),
+        (QuantizationRule(["blocks*"], {"*.nrom": "modulation"}), r"'\*\.nrom' matches none"),
+    ],
+)
+def test_rule_that_matches_no_layer_raises(rule: QuantizationRule, message: str) -> None:
+    with pytest.raises(UserError, match=message):
         plan(transformer(), rule, NVFP4)
 
 
@@ -82,22 +86,16 @@ def test_convert_replaces_only_planned_layers() -> None:
     assert model.get_submodule("blocks.1.to_q")(x).equal(expected(x))
 
 
-class ExactLinear(nn.Module):
+class ExactLinear(nn.Linear):
     """Layer of a backend without rounding."""
 
     def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.weight, self.bias = linear.weight.detach().clone(), linear.bias
+        nn.Module.__init__(self)
+        self.weight, self.bias = linear.weight, linear.bias
 
     @staticmethod
     def unsupported_reason(linear: nn.Linear) -> str:
         return ""
-
-    def requantize_(self, weight: Tensor) -> None:
-        self.weight.copy_(weight)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.linear(x, self.weight, self.bias)
 
 
 EXACT = Backend("exact", "exact", ExactLinear, "", 64)
@@ -107,18 +105,9 @@ SANA = QuantizationRule(include=["transformer_blocks.*"])
 @pytest.fixture(scope="module")
 def sana() -> SanaTransformer2DModel:
     torch.manual_seed(0)
-    model = SanaTransformer2DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=4,
-        attention_head_dim=8,
-        num_layers=2,
-        num_cross_attention_heads=4,
-        cross_attention_head_dim=8,
-        cross_attention_dim=32,
-        caption_channels=16,
-        sample_size=4,
-    )
+    heads = dict(num_attention_heads=4, attention_head_dim=8, num_layers=2)
+    heads |= dict(num_cross_attention_heads=4, cross_attention_head_dim=8, cross_attention_dim=32)
+    model = SanaTransformer2DModel(in_channels=4, out_channels=4, caption_channels=16, sample_size=4, **heads)
     return model.requires_grad_(False).eval()
 
 
@@ -153,14 +142,6 @@ def test_converted_convolution_with_exact_layer_matches_original(sana: SanaTrans
     assert sum(isinstance(module, ExactLinear) for module in converted.modules()) == sum(p.quantized for p in plans)
     expected = velocity(original, torch.float64)
     torch.testing.assert_close(velocity(converted, torch.float64), expected, rtol=1e-12, atol=1e-12)
-
-
-def test_nvfp4_convolutions_keep_velocity_close(sana: SanaTransformer2DModel) -> None:
-    converted, rule = copy.deepcopy(sana), QuantizationRule(include=["*.ff.*"])
-    convert(converted, plan(converted, rule, NVFP4), NVFP4)
-    expected = velocity(sana, torch.float32)
-    error = (velocity(converted, torch.float32) - expected).norm() / expected.norm()
-    assert 0.001 < error < 0.1
 
 
 def test_converted_convolution_requantizes_from_conv_weight(sana: SanaTransformer2DModel) -> None:

@@ -16,7 +16,6 @@ from nano import PROMPTS, load_policy, relative_error
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from solrl_lightning.names import BACKENDS
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, resolve, transformer_engine
@@ -82,12 +81,11 @@ def test_requantize_does_not_recompile(layer_cls: Any) -> None:
 
 
 @pytest.mark.parametrize("layer_cls", HERE)
-@pytest.mark.parametrize("rows", [1, 16, 33])
-def test_token_is_independent_of_batch(layer_cls: Any, rows: int) -> None:
+def test_token_is_independent_of_batch(layer_cls: Any) -> None:
     layer, x = layer_cls(block().to_q), torch.randn(33, 64)
-    alone = layer(x[:rows])
     together = layer(torch.cat((x, 100 * x)).unflatten(0, (2, 33)))
-    torch.testing.assert_close(together[0, :rows], alone, rtol=2**-20, atol=2**-20)
+    for rows in (1, 16, 33):
+        torch.testing.assert_close(together[0, :rows], layer(x[:rows]), rtol=2**-20, atol=2**-20)
 
 
 @pytest.fixture(scope="module")
@@ -95,9 +93,9 @@ def tiny() -> Flux1:
     return load_policy("tiny")
 
 
-@pytest.mark.parametrize("precision", BACKENDS)
+@pytest.mark.parametrize("precision", ["nvfp4", "int8"])
 def test_candidate_is_independent_of_batch_and_position(tiny: Flux1, precision: str) -> None:
-    backend = resolve(precision, "auto" if precision == "bf16" else "emulated", torch.device("cpu"))
+    backend = resolve(precision, "emulated", torch.device("cpu"))
     converted = replica.clone_sharing_weights(tiny.transformer)
     rule = QuantizationRule(["transformer_blocks.*", "single_*"])
     convert(converted, plan(converted, rule, backend), backend)
@@ -110,7 +108,6 @@ def test_candidate_is_independent_of_batch_and_position(tiny: Flux1, precision: 
     seeds = pool_seeds(0, 0, PROMPTS, 4)
     together = latents(seeds, 12)
     # Another order of a BF16 sum may move a value by a step of its format; one scale for a batch would give 0.1.
-    assert relative_error(latents(seeds, 1), together) < 0.03
     assert relative_error(latents(seeds, 5), together) < 0.03
     assert relative_error(latents(seeds.flip(1), 12).flip(1), together) < 0.03
 
@@ -121,13 +118,13 @@ def test_candidate_is_independent_of_batch_and_position(tiny: Flux1, precision: 
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Record calls of a fake Transformer Engine that raises where the real one does, by its source."""
-    seen = SimpleNamespace(recipes=[], rows=[], quantised=0, inside=None, initialising=False)
+    record = SimpleNamespace(recipes=[], rows=[], quantised=0, inside=None, initialising=False)
 
     class Quantised(nn.Parameter):
         """Parameter whose copy_ quantises."""
 
         def copy_(self, source: Tensor) -> Tensor:  # type: ignore[override]
-            seen.quantised += 1
+            record.quantised += 1
             values, scale = fake_quantize(source, torch.float32)
             self.data.copy_(values * scale)
             return self
@@ -136,36 +133,36 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         def __init__(
             self, in_features: int, out_features: int, bias: bool, init_method: Any, params_dtype: Any, device: Any
         ) -> None:
-            assert seen.initialising and not torch.is_grad_enabled()  # with gradients it would keep two copies
+            assert record.initialising and not torch.is_grad_enabled()  # with gradients it would keep two copies
             super().__init__()
             self.use_bias = bias
             self.weight = Quantised(init_method(torch.empty(out_features, in_features, device=device)))
             self.bias = nn.Parameter(torch.zeros(out_features, dtype=params_dtype)) if bias else torch.Tensor()
 
         def forward(self, x: Tensor) -> Tensor:
-            assert seen.inside is not None and x.dtype == torch.bfloat16 and x.is_contiguous()
+            assert record.inside is not None and x.dtype == torch.bfloat16 and x.is_contiguous()
             assert not torch.is_grad_enabled()
             if len(x) % 8 or x.shape[-1] % 16:
                 raise ValueError("dimensions")
-            seen.rows.append(len(x))
+            record.rows.append(len(x))
             values, scale = fake_quantize(x, torch.float32)
             return nn.functional.linear(values * scale, self.weight, self.bias.float()).bfloat16()
 
     @contextmanager
     def quantized_model_init(enabled: bool, recipe: Any) -> Iterator[None]:
-        seen.initialising = enabled
+        record.initialising = enabled
         yield
-        seen.initialising = False
+        record.initialising = False
 
     @contextmanager
     def autocast(enabled: bool, recipe: Any) -> Iterator[None]:
         assert enabled
-        seen.inside = recipe
+        record.inside = recipe
         yield
-        seen.inside = None
+        record.inside = None
 
     def recipe(**arguments: bool) -> dict[str, bool]:
-        seen.recipes.append(arguments)
+        record.recipes.append(arguments)
         return arguments
 
     modules = {
@@ -180,7 +177,7 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     transformer_engine.rollout_recipe.cache_clear()
-    yield seen
+    yield record
     transformer_engine.rollout_recipe.cache_clear()
 
 
@@ -193,39 +190,33 @@ def test_transformer_engine_uses_rollout_recipe(te: SimpleNamespace) -> None:
     for _ in range(2):
         TransformerEngineLinear(te_linear())(torch.randn(4, 64))
     assert te.recipes == [ROLLOUT_RECIPE]
-    assert ROLLOUT_RECIPE == {
-        "disable_rht": True,
-        "disable_stochastic_rounding": True,
-        "disable_2d_quantization": True,
-    }
+    assert ROLLOUT_RECIPE == dict.fromkeys(
+        ("disable_rht", "disable_stochastic_rounding", "disable_2d_quantization"), True
+    )
 
 
-@pytest.mark.parametrize(("rows", "padded"), [(1, 32), (31, 32), (32, 64), (33, 64)])
-def test_transformer_engine_pads_rows_and_drops_padding(te: SimpleNamespace, rows: int, padded: int) -> None:
-    layer, x = TransformerEngineLinear(te_linear()), torch.randn(2, rows, 64).bfloat16()[:1]
-    y = layer(x)
-    assert te.rows == [padded] and y.shape == (1, rows, 48) and y.dtype == torch.bfloat16
-    exact = te_linear()(x)
-    assert relative_error(y, exact) < 1.2 * relative_error(NVFP4Linear(te_linear())(x), exact)
-    assert layer(x.float()).dtype == torch.float32
-    assert layer(x.mT.contiguous().mT).equal(y)  # as of a convolution's channels
+def test_transformer_engine_pads_rows_and_drops_padding(te: SimpleNamespace) -> None:
+    layer, inputs = TransformerEngineLinear(te_linear()), torch.randn(2, 33, 64).bfloat16()[:1]
+    for rows, padded in ((33, 64), (32, 64), (31, 32), (1, 32)):
+        te.rows.clear()
+        x = inputs[:, :rows]
+        y, exact = layer(x), te_linear()(x)
+        assert te.rows == [padded] and y.shape == (1, rows, 48) and y.dtype == torch.bfloat16
+        assert relative_error(y, exact) < 1.2 * relative_error(NVFP4Linear(te_linear())(x), exact)
+        assert layer(x.float()).dtype == torch.float32
+        assert layer(x.mT.contiguous().mT).equal(y)  # as of a convolution's channels
 
 
-def test_transformer_engine_token_is_independent_of_batch(te: SimpleNamespace) -> None:
+def test_transformer_engine_token_is_independent_of_batch_and_calibration(te: SimpleNamespace) -> None:
     layer, x = TransformerEngineLinear(te_linear()), torch.randn(33, 64).bfloat16()
-    together = layer(x)
+    together, faint = layer(x), layer(x / 40)
     for rows in (1, 16, 33):
         assert layer(x[:rows]).equal(together[:rows])
         assert layer(torch.cat((x[:rows], 100 * x)))[:rows].equal(together[:rows])  # clamped
-
-
-@pytest.mark.parametrize("factor", [1 / 40, 1 / 3, 3, 40])
-def test_transformer_engine_result_does_not_depend_on_the_calibration(te: SimpleNamespace, factor: float) -> None:
-    one, other = (TransformerEngineLinear(te_linear()) for _ in range(2))
-    x = torch.randn(33, 64).bfloat16()
-    one(x), other(factor * x)
-    assert one.limit != other.limit
-    assert one(x / 40).equal(other(x / 40))
+    for factor in (1 / 40, 1 / 3, 3, 40):
+        other = TransformerEngineLinear(te_linear())
+        other(factor * x)
+        assert other.limit != layer.limit and other(x / 40).equal(faint)
 
 
 def test_transformer_engine_limit_has_headroom_and_follows_the_weights(te: SimpleNamespace) -> None:
@@ -243,20 +234,17 @@ def test_transformer_engine_limit_has_headroom_and_follows_the_weights(te: Simpl
     assert layer.limit in (8 * limit, 16 * limit)
 
 
-def test_transformer_engine_quantises_fp32_weight_directly(te: SimpleNamespace) -> None:
-    layer, merged = TransformerEngineLinear(te_linear()), torch.randn(48, 64)
-    layer.requantize_(merged)
-    torch.testing.assert_close(layer.linear.weight.data, quantize(merged).dequantize())
-
-
 def test_transformer_engine_requantizes_same_parameter_once(te: SimpleNamespace) -> None:
     layer, x, other = TransformerEngineLinear(te_linear()), torch.randn(8, 64), te_linear(seed=7)
     addresses = {name: parameter.data_ptr() for name, parameter in layer.named_parameters()}
     assert te.quantised == 1 and not any(parameter.requires_grad for parameter in layer.parameters())
     layer(x), layer(x)
     assert te.quantised == 1
-    layer.requantize_(other.weight.float())  # a merged weight
+    merged = torch.randn(48, 64)
+    layer.requantize_(merged)
     assert te.quantised == 2
+    torch.testing.assert_close(layer.linear.weight.data, quantize(merged).dequantize())  # without rounding to BF16
+    layer.requantize_(other.weight.float())
     other.bias = te_linear().bias
     assert {name: parameter.data_ptr() for name, parameter in layer.named_parameters()} == addresses
     assert layer(x).equal(TransformerEngineLinear(other)(x))

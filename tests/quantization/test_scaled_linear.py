@@ -1,41 +1,33 @@
-"""FP8 and INT8 linear layers: codes bit for bit, products, and accuracy.
+"""Emulated and native linear layers of every format: codes bit for bit, products, requantisation, and accuracy.
 
-The native layers also run on any CPU: PyTorch has the integer product there, conftest replaces the FP8 product.
+The native layers run on any CPU: PyTorch has the integer product there, conftest replaces the FP8 product.
 """
 
+import weakref
 from importlib.resources import files
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
+from exact_formats import E4M3, F32, linear, nearest_code, random
 from torch import Tensor, nn
 
-from solrl_lightning.quantization.nvfp4 import round_e4m3
+from solrl_lightning.quantization.cached_quantizer import CachedQuantizer
+from solrl_lightning.quantization.nvfp4 import encode, fake_quantize, quantize
 from solrl_lightning.quantization.rowwise import quantize_fp8, quantize_int8
 from solrl_lightning.quantization.scaled_linear import (
     EmulatedFP8Linear,
     EmulatedINT8Linear,
     FP8Linear,
     INT8Linear,
-    ScaledLinear,
+    NVFP4Linear,
 )
 
-F32 = np.float32
-E4M3 = np.array(
-    [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)][:-1]
+layers = pytest.mark.parametrize(
+    "layer_cls", (NVFP4Linear, EmulatedFP8Linear, FP8Linear, EmulatedINT8Linear, INT8Linear)
 )
-LAYERS = (EmulatedFP8Linear, FP8Linear, EmulatedINT8Linear, INT8Linear)
-layers = pytest.mark.parametrize("layer_cls", LAYERS)
-
-
-def nearest_e4m3(x: np.ndarray) -> np.ndarray:
-    """Return the nearest number of the table, ties to the even index."""
-    magnitude = np.abs(x.astype(np.float64))
-    above = np.clip(np.searchsorted(E4M3, magnitude), 1, len(E4M3) - 1)
-    middle = (E4M3[above - 1] + E4M3[above]) / 2
-    up = (magnitude > middle) | ((magnitude == middle) & (above % 2 == 0))
-    return np.copysign(E4M3[np.where(up, above, above - 1)], x)
 
 
 def reference(x: Tensor, precision: str) -> tuple[np.ndarray, np.ndarray]:
@@ -43,18 +35,10 @@ def reference(x: Tensor, precision: str) -> tuple[np.ndarray, np.ndarray]:
     values = x.float().numpy()
     largest = F32(448 if precision == "fp8" else 127)
     scale = np.maximum(np.abs(values).max(-1, keepdims=True), F32(1e-12)) / largest
-    scaled = values / scale
-    codes = nearest_e4m3(np.clip(scaled, -448, 448)) if precision == "fp8" else np.rint(scaled)
-    return codes.astype(np.float64), scale
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def linear(bias: bool = True, seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Linear:
-    torch.manual_seed(seed)
-    return nn.Linear(128, 48, bias=bias).to(dtype).requires_grad_(False)
+    if precision == "int8":
+        return np.rint(values / scale).astype(np.float64), scale
+    magnitude = np.minimum(np.abs(values / scale), 448)
+    return np.copysign(E4M3[nearest_code(magnitude, E4M3)], values), scale
 
 
 INPUTS = {
@@ -67,10 +51,10 @@ INPUTS = {
 }
 
 
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
 @pytest.mark.parametrize(("precision", "dtype"), [("fp8", torch.float8_e4m3fn), ("int8", torch.int8)])
-def test_codes_and_scales_match_definition(name: str, precision: str, dtype: torch.dtype) -> None:
-    x, quantize = INPUTS[name], {"fp8": quantize_fp8, "int8": quantize_int8}[precision]
+def test_rowwise_codes_and_scales_match_definition(x: Tensor, precision: str, dtype: torch.dtype) -> None:
+    quantize = {"fp8": quantize_fp8, "int8": quantize_int8}[precision]
     codes, scale = reference(x, precision)
     for value_dtype in (dtype, torch.float32, torch.bfloat16):
         values, result_scale = quantize(x, value_dtype)
@@ -78,29 +62,23 @@ def test_codes_and_scales_match_definition(name: str, precision: str, dtype: tor
         assert np.array_equal(result_scale.numpy(), scale)
 
 
-def test_fp8_codes_match_cast_at_values_and_ties() -> None:
-    numbers = torch.from_numpy(E4M3).float()
-    ties = (numbers[1:] + numbers[:-1]) / 2
-    x = torch.cat([numbers, ties, ties.nextafter(torch.tensor(0.0)), ties.nextafter(torch.tensor(1e9))])
-    x = torch.cat([x, -x])
-    assert round_e4m3(x).equal(x.to(torch.float8_e4m3fn).float())
-
-
 @layers
 @pytest.mark.parametrize("bias", [True, False])
-def test_product_equals_that_of_codes(layer_cls: type[ScaledLinear], bias: bool) -> None:
+def test_product_equals_that_of_dequantised_operands(layer_cls: Any, bias: bool) -> None:
     layer, x = linear(bias), random(3, 20, 128)
     y = layer_cls(layer)(x)
-    precision = "fp8" if "FP8" in layer_cls.__name__ else "int8"
-    codes_x, scale_x = reference(x.flatten(0, 1), precision)
-    codes_w, scale_w = reference(layer.weight, precision)
-    exact = (codes_x @ codes_w.T) * scale_x * scale_w.T
+    if layer_cls is NVFP4Linear:
+        exact = encode(x, per_row=True).dequantize(torch.float64) @ quantize(layer.weight).dequantize(torch.float64).T
+    else:
+        precision = "fp8" if "FP8" in layer_cls.__name__ else "int8"
+        (codes_x, scale_x), (codes_w, scale_w) = (reference(operand, precision) for operand in (x, layer.weight))
+        exact = torch.from_numpy((codes_x @ codes_w.T) * scale_x * scale_w.T)
     if bias:
-        exact = exact + layer.bias.numpy()
-    # FP8 units give BF16, to which the bias is rounded, too.
+        exact += layer.bias
+    # FP32 sums of 128 products; FP8 units give BF16, to which the bias is rounded, too.
     error = 2**-7 if layer_cls is FP8Linear else 2**-20
     assert y.dtype == torch.float32 and y.shape == (3, 20, 48)
-    torch.testing.assert_close(y.flatten(0, 1).double(), torch.from_numpy(exact), rtol=error, atol=error)
+    torch.testing.assert_close(y.double(), exact, rtol=error, atol=error)
 
 
 def test_native_and_emulated_int8_are_bit_equal() -> None:
@@ -109,20 +87,53 @@ def test_native_and_emulated_int8_are_bit_equal() -> None:
 
 
 @layers
-def test_bf16_result_is_fp32_result_rounded_once(layer_cls: type[ScaledLinear]) -> None:
+def test_bf16_result_is_fp32_result_rounded_once(layer_cls: Any) -> None:
     layer, x = layer_cls(linear(dtype=torch.bfloat16)), random(40, 128).bfloat16()
     assert layer(x).dtype == torch.bfloat16
     assert layer(x).equal(layer(x.float()).bfloat16())
 
 
+def test_operands_are_equal_in_bf16_and_fp32() -> None:
+    layer, x = NVFP4Linear(linear()), random(20, 128)
+    expected = layer(x)
+    layer.weight_values = layer.weight_values.bfloat16()  # as on a GPU; here the product is rounded to BF16 too
+    torch.testing.assert_close(layer(x), expected, rtol=2**-7, atol=2**-7)
+    assert layer.weight_values.float().equal(NVFP4Linear(linear()).weight_values.float())
+
+
 @layers
-def test_requantize_keeps_buffers_and_bias(layer_cls: type[ScaledLinear]) -> None:
+def test_requantize_keeps_buffers_and_bias(layer_cls: Any) -> None:
     layer, x, other = layer_cls(linear()), random(40, 128), linear(seed=7)
     before, addresses = layer(x), {name: buffer.data_ptr() for name, buffer in layer.named_buffers()}
     layer.requantize_(other.weight)
     other.bias = linear().bias
     assert {name: buffer.data_ptr() for name, buffer in layer.named_buffers()} == addresses
     assert layer(x).equal(layer_cls(other)(x)) and not layer(x).equal(before)
+
+
+def test_cached_input_is_quantised_again_when_it_changes() -> None:
+    first, second = (NVFP4Linear(linear(seed=seed)) for seed in (1, 2))
+    x = random(20, 128)
+    expected = second(3 * x)
+    assert first(x).equal(first(x.clone())) and second(x).equal(second(x.clone()))
+    with torch.inference_mode():
+        assert first(x.clone()).equal(first(x))
+    first(x)
+    x.mul_(3)
+    assert second(x).equal(expected)
+
+
+def test_cache_keeps_neither_input_nor_codes_alive() -> None:
+    quantized, x, other = CachedQuantizer(fake_quantize), torch.randn(20, 128), torch.randn(20, 128)
+    first = weakref.ref(quantized(x, torch.float32)[0])
+    assert quantized(x, torch.float32)[0] is first()
+    second = weakref.ref(quantized(other, torch.float32)[0])
+    assert first() is None
+    del x
+    assert second() is not None  # the last input lives
+    gone = weakref.ref(other)
+    del other
+    assert gone() is None and second() is None
 
 
 @pytest.mark.parametrize(
@@ -133,10 +144,9 @@ def test_requantize_keeps_buffers_and_bias(layer_cls: type[ScaledLinear]) -> Non
         (INT8Linear, (32, 20), "out_features 20 is not a multiple of 8"),
         (INT8Linear, (24, 8), ""),
         (EmulatedFP8Linear, (5, 3), ""),
-        (EmulatedINT8Linear, (5, 3), ""),
     ],
 )
-def test_unsupported_shapes_have_a_reason(layer_cls: type[ScaledLinear], shape: tuple[int, int], reason: str) -> None:
+def test_unsupported_shapes_have_a_reason(layer_cls: Any, shape: tuple[int, int], reason: str) -> None:
     assert layer_cls.unsupported_reason(nn.Linear(*shape)) == reason
 
 
@@ -145,30 +155,28 @@ def activations() -> list[tuple[nn.Linear, Tensor]]:
     """Return attention and MLP layers of the embedded model with their inputs at a middle noise level."""
     folder = files("solrl_lightning") / "assets" / "tiny" / "transformer"
     model = FluxTransformer2DModel.from_pretrained(str(folder)).requires_grad_(False)
-    seen: list[tuple[nn.Linear, Tensor]] = []
+    pairs: list[tuple[nn.Linear, Tensor]] = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and "transformer_blocks" in name and "norm" not in name:
-            module.register_forward_hook(lambda layer, inputs, output: seen.append((layer, inputs[0])))
-    config = model.config
-    ids = torch.zeros(16, 3)
-    ids[:, 1], ids[:, 2] = torch.arange(16) // 4, torch.arange(16) % 4
+            module.register_forward_hook(lambda layer, inputs, output: pairs.append((layer, inputs[0])))
+    config, row = model.config, torch.arange(16)
     model(
         hidden_states=random(4, 16, config.in_channels),
         encoder_hidden_states=random(4, 10, config.joint_attention_dim, seed=1),
         pooled_projections=random(4, config.pooled_projection_dim, seed=2),
         timestep=torch.full((4,), 0.5),
         guidance=torch.ones(4) if config.guidance_embeds else None,
-        img_ids=ids,
+        img_ids=torch.stack((0 * row, row // 4, row % 4), dim=1).float(),
         txt_ids=torch.zeros(10, 3),
     )
-    return seen
+    return pairs
 
 
 @pytest.mark.parametrize(
     ("layer_cls", "mean", "worst"), [(EmulatedFP8Linear, 0.035, 0.045), (EmulatedINT8Linear, 0.01, 0.015)]
 )
 def test_quantisation_error_of_embedded_model_is_small(
-    activations: list[tuple[nn.Linear, Tensor]], layer_cls: type[ScaledLinear], mean: float, worst: float
+    activations: list[tuple[nn.Linear, Tensor]], layer_cls: Any, mean: float, worst: float
 ) -> None:
     errors = []
     for layer, x in activations:

@@ -1,0 +1,245 @@
+"""What is each architecture's own: noise levels, layout and statistics of the latents, embeddings, masks."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import FluxPipeline, QwenImagePipeline, SanaTransformer2DModel
+from nano import PROMPTS, build_nano_sana, load_nano, load_policy, relative_error
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.policies.bf16 import BF16Linear, has_fast_bf16_products
+from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.policies.qwen_image import with_conditional_norm
+from solrl_lightning.sampling import integrate
+from solrl_lightning.seeds import noise
+from tests.sigmas import flux_sigmas, shifted_sigmas, uniform_sigmas
+
+FolderOf = Callable[[str], str]
+SEEDS = torch.tensor([3, 4, 2**32 - 1])
+STEPS, GUIDANCE = 4, 3.5
+LATENTS = {"flux1": (8, 8, 8), "sd3": (16, 8, 8), "sana": (8, 4, 4), "flux2": (32, 4, 4), "qwen_image": (16, 8, 8)}
+TEXTS = ["a red circle above a blue square", "a circle", "a green triangle"]
+FLOAT32 = {"default": "float32"}
+
+
+@pytest.fixture(scope="module")
+def policy(architecture: str, folder: str) -> PipelineAdapter:
+    return load_nano(architecture, folder)
+
+
+def sample(policy: PipelineAdapter, conditioning: Conditioning) -> Tensor:
+    with torch.no_grad():
+        return integrate(
+            lambda x, sigma: policy.velocity(policy.transformer, x, sigma, conditioning),
+            policy.noise(SEEDS),
+            policy.sigmas(STEPS),
+        )
+
+
+def packed(spatial: Tensor) -> Tensor:
+    """[B, C, H, W] -> [B, H/2 * W/2, 4 C]: a token is a 2 x 2 patch, channel by channel, row by row."""
+    batch, channels, height, width = spatial.shape
+    patches = spatial.reshape(batch, channels, height // 2, 2, width // 2, 2)
+    return torch.einsum("bcyixj->byxcij", patches).reshape(batch, height // 2 * (width // 2), channels * 4)
+
+
+def unpatched(latents: Tensor) -> Tensor:
+    """[B, 4 C, H, W] -> [B, C, 2 H, 2 W]: of a channel's four, rows before columns."""
+    batch, channels, height, width = latents.shape
+    patches = latents.reshape(batch, channels // 4, 2, 2, height, width)
+    return torch.einsum("bcijyx->bcyixj", patches).reshape(batch, channels // 4, 2 * height, 2 * width)
+
+
+def autoencoder_input(architecture: str, vae: nn.Module, latents: Tensor) -> Tensor:
+    """Latents [B, C, H, W] on the scale and in the layout of the autoencoder."""
+    if architecture == "flux2":
+        mean, std = vae.bn.running_mean, (vae.bn.running_var + 1e-4).sqrt()
+        return unpatched(latents * std[:, None, None] + mean[:, None, None])
+    if architecture == "qwen_image":  # a video of one frame
+        mean, std = (torch.tensor(vae.config[name])[:, None, None] for name in ("latents_mean", "latents_std"))
+        return (latents * std + mean)[:, :, None]
+    scale, shift = {"flux1": (0.3611, 0.1159), "sd3": (1.5305, 0.0609), "sana": (0.41407, 0.0)}[architecture]
+    return latents / scale + shift
+
+
+def test_noise_layout_and_decode(architecture: str, policy: PipelineAdapter) -> None:
+    spatial, vae = noise(SEEDS, LATENTS[architecture]), policy.pipeline.vae.float()
+    latents = packed(spatial) if architecture in ("flux1", "qwen_image") else spatial
+    assert policy.latent_shape == latents.shape[1:] and torch.equal(policy.noise(SEEDS), latents)
+    with torch.no_grad():
+        decoded = vae.decode(autoencoder_input(architecture, vae, spatial)).sample
+    assert decoded.shape == ((3, 3, 1, 32, 32) if architecture == "qwen_image" else (3, 3, 32, 32))
+    expected = (decoded.reshape(3, 3, 32, 32) / 2 + 0.5).clamp(0, 1)
+    torch.testing.assert_close(policy.decode(latents), expected, rtol=0, atol=1e-5)
+    if architecture != "qwen_image":  # whose decoder normalises the latents
+        beyond = policy.decode(1e3 * latents)
+        assert beyond.min() == 0 and beyond.max() == 1
+
+
+def expected_sigmas(architecture: str, steps: int) -> Tensor:
+    if architecture == "sd3":
+        # Levels between 1 and the scheduler's smallest one, which has been shifted once already: s t / (1 + (s - 1) t).
+        smallest = float(shifted_sigmas(1000, 3.0)[-2])
+        t = torch.linspace(1, smallest, steps, dtype=torch.float64)
+        return torch.cat([3 * t / (1 + 2 * t), torch.zeros(1)]).float()
+    if architecture == "flux2":  # mu is linear in the steps, and at 10 and 200 steps in the 16 tokens
+        at_10, at_200 = 8.73809524e-05 * 16 + 1.89833333, 0.00016927 * 16 + 0.45666666
+        return shifted_sigmas(steps, math.exp(at_10 + (at_200 - at_10) / 190 * (steps - 10)))
+    if architecture == "qwen_image" and steps > 1:  # down to the scheduler's terminal, 0.02
+        mu = 0.5 + (0.9 - 0.5) / (64 - 8) * (16 - 8)
+        levels = 1 - shifted_sigmas(steps, math.exp(mu)).double()[:-1]
+        return torch.cat([1 - levels * (1 - 0.02) / levels[-1], torch.zeros(1)]).float()
+    return uniform_sigmas(steps)
+
+
+def test_sigmas_have_the_shift_of_the_scheduler(architecture: str, policy: PipelineAdapter) -> None:
+    before = policy.pipeline.scheduler.sigmas.clone()
+    for steps in (1, 6, 10, 50):
+        torch.testing.assert_close(policy.sigmas(steps), expected_sigmas(architecture, steps), rtol=0, atol=1e-6)
+    assert torch.equal(policy.pipeline.scheduler.sigmas, before)
+
+
+def test_flow_shift_of_sana(folder_of: FolderOf) -> None:
+    shifted = load_nano("sana", folder_of("sana"), flow_shift=3.0)
+    torch.testing.assert_close(shifted.sigmas(10), shifted_sigmas(10, 3.0), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "mask_name", "lengths"),
+    [
+        ("sana", "prompt_mask", [len(text) + 1 for text in TEXTS]),  # nano's tokens are letters
+        ("qwen_image", "prompt_embeds_mask", [len(text.split()) + 5 for text in TEXTS]),  # five of the template
+    ],
+)
+def test_padding_has_no_influence(folder_of: FolderOf, model: str, mask_name: str, lengths: list[int]) -> None:
+    policy = load_nano(model, folder_of(model), max_sequence_length=40, dtypes=FLOAT32)
+    conditioning, x, sigma = policy.encode(TEXTS), policy.noise(SEEDS), torch.tensor(0.6)
+    mask = conditioning[mask_name].bool()
+    assert mask.sum(1).tolist() == lengths
+    with torch.no_grad():
+        expected = policy.velocity(policy.transformer, x, sigma, conditioning)
+        for part, changes in ((~mask, False), (mask, True)):
+            embeds = conditioning["prompt_embeds"].clone()
+            embeds[part] += torch.randn(64)  # a constant would vanish in the norm
+            velocity = policy.velocity(policy.transformer, x, sigma, conditioning | {"prompt_embeds": embeds})
+            assert bool((velocity - expected).abs().max() > 1e-3) == changes
+
+
+# FLUX.1
+
+
+def test_flux1_dev_with_guidance_and_shift_paints_as_the_diffusers_pipeline(dev_folder: str) -> None:
+    policy = load_policy(dev_folder, guidance=GUIDANCE, dtypes=FLOAT32)
+    expected = flux_sigmas(7, image_tokens=16, base_tokens=8, max_tokens=64)
+    torch.testing.assert_close(policy.sigmas(7), expected, rtol=0, atol=1e-6)
+    pipeline = FluxPipeline.from_pretrained(dev_folder, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    options = dict(num_inference_steps=STEPS, guidance_scale=GUIDANCE, height=32, width=32, max_sequence_length=10)
+    latents, images = (
+        pipeline(PROMPTS, latents=policy.noise(SEEDS), output_type=kind, **options).images for kind in ("latent", "pt")
+    )
+    sampled = sample(policy, policy.encode(PROMPTS))
+    assert torch.equal(sampled, latents)
+    torch.testing.assert_close(policy.decode(sampled), images, rtol=0, atol=1e-5)
+    weak = load_policy(dev_folder, guidance=1.0, dtypes=FLOAT32)
+    assert relative_error(sample(weak, policy.encode(PROMPTS)), sampled) > 0.02
+
+
+def test_flux1_velocities_are_float32_from_a_bfloat16_transformer(nano_folder: str) -> None:
+    policy = load_policy(nano_folder)
+    velocity = policy.velocity(policy.transformer, policy.noise(SEEDS), torch.tensor(0.5), policy.encode(PROMPTS))
+    assert velocity.dtype == torch.float32 and velocity.shape == (3, 16, 32)
+    assert {parameter.dtype for parameter in policy.transformer.parameters()} == {torch.bfloat16}
+    linears = {type(module) for module in policy.transformer.modules() if isinstance(module, nn.Linear)}
+    assert linears == {nn.Linear if has_fast_bf16_products() else BF16Linear}
+
+
+# SD3 and FLUX.2
+
+
+def test_sd3_embeddings_are_both_clips_and_then_t5(folder_of: FolderOf) -> None:
+    policy = load_nano("sd3", folder_of("sd3"))
+    conditioning, pipeline = policy.encode(PROMPTS), policy.pipeline
+    embeds = conditioning["prompt_embeds"].float()
+    assert embeds.shape == (3, 11 + 10, 64) and conditioning["pooled"].shape == (3, 64)
+    ids = pipeline.tokenizer_3(PROMPTS, padding="max_length", max_length=10, return_tensors="pt").input_ids
+    with torch.no_grad():
+        torch.testing.assert_close(embeds[:, 11:], pipeline.text_encoder_3(ids)[0], rtol=0, atol=2**-6)
+    assert not torch.equal(embeds[:, :11, :32], embeds[:, :11, 32:])  # two encoders of their own
+
+
+def test_flux2_embeddings_are_three_layers_of_qwen_side_by_side(folder_of: FolderOf) -> None:
+    policy = load_nano("flux2", folder_of("flux2"))
+    text = f"<|im_start|>user\n{PROMPTS[0]}<|im_end|>\n<|im_start|>assistant\n"
+    ids = policy.pipeline.tokenizer(text, truncation=True, max_length=10, return_tensors="pt").input_ids
+    with torch.no_grad():
+        layers = policy.pipeline.text_encoder(ids, output_hidden_states=True).hidden_states
+    expected = torch.cat([layers[number][0] for number in (9, 18, 27)], dim=-1)
+    embeds = policy.encode(PROMPTS)["prompt_embeds"]
+    assert embeds.shape == (3, 10, 96)
+    torch.testing.assert_close(embeds[0].float(), expected, rtol=2**-7, atol=2**-7)
+
+
+# SANA
+
+
+def test_sana_drops_a_learned_sigma_and_scales_timesteps(tmp_path: Path) -> None:
+    pipeline = build_nano_sana()
+    with torch.random.fork_rng(devices=[]):
+        options = {name: value for name, value in pipeline.transformer.config.items() if not name.startswith("_")}
+        transformer = SanaTransformer2DModel(**options | {"out_channels": 16, "timestep_scale": 0.5})
+    pipeline.register_modules(transformer=transformer)
+    pipeline.save_pretrained(tmp_path)
+    policy = load_nano("sana", str(tmp_path), dtypes=FLOAT32)
+    conditioning, x = policy.encode(PROMPTS), policy.noise(SEEDS)
+    embeds = dict(encoder_hidden_states=conditioning["prompt_embeds"])
+    embeds |= dict(encoder_attention_mask=conditioning["prompt_mask"])
+    with torch.no_grad():
+        velocity = policy.velocity(policy.transformer, x, torch.tensor(0.8), conditioning)
+        whole = policy.transformer(x, timestep=torch.full((3,), 400.0), **embeds).sample
+    assert whole.shape == (3, 16, 4, 4) and torch.equal(velocity, whole[:, :8])
+
+
+# Qwen-Image
+
+
+def test_qwen_image_prompts_of_different_lengths_are_stored_unpadded_and_paint_as_diffusers(
+    folder_of: FolderOf, tmp_path: Path
+) -> None:
+    folder, lengths = folder_of("qwen_image"), [7 + 5, 2 + 5, 3 + 5]
+    policy = load_nano("qwen_image", folder, max_sequence_length=16, dtypes=FLOAT32, embeddings=str(tmp_path))
+    conditioning = policy.encode(TEXTS)
+    embeds, mask = conditioning["prompt_embeds"], conditioning["prompt_embeds_mask"]
+    assert embeds.shape == (3, 16, 64) and mask.sum(1).tolist() == lengths and not embeds[~mask].any()
+    stored = [load_file(file)["prompt_embeds"].shape for file in tmp_path.glob("*.safetensors")]
+    assert sorted(stored) == [(length, 64) for length in sorted(lengths)]
+    again = policy.encode(TEXTS)  # from the files
+    assert all(torch.equal(again[name], value) for name, value in conditioning.items())
+    (row,) = policy.encode(TEXTS[1:2])["prompt_embeds_mask"]  # alone it is padded as well
+    assert row.tolist() == [True] * 7 + [False] * 9
+
+    pipeline = QwenImagePipeline.from_pretrained(folder, dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    options = dict(num_inference_steps=STEPS, true_cfg_scale=1.0, height=32, width=32, output_type="latent")
+    expected = pipeline(TEXTS, latents=policy.noise(SEEDS), **options).images
+    # Padded to 16 here and to 12 there.
+    torch.testing.assert_close(sample(policy, conditioning), expected, rtol=0, atol=1e-5)
+
+
+def test_qwen_image_guidance_keeps_the_norm_of_each_tokens_conditional_velocity() -> None:
+    conditional, unconditional = torch.randn(2, 5, 8), torch.randn(2, 5, 8)
+    guided = with_conditional_norm(conditional, unconditional, 4.0)
+    torch.testing.assert_close(guided.norm(dim=-1), conditional.norm(dim=-1))
+    plain = unconditional + 4.0 * (conditional - unconditional)
+    torch.testing.assert_close(torch.cosine_similarity(guided, plain, dim=-1), torch.ones(2, 5))
+
+
+def test_qwen_image_preview_decoder_raises(folder_of: FolderOf) -> None:
+    with pytest.raises(UserError, match="model.preview_decoder=mine is invalid: .* Set model.preview_decoder=null"):
+        load_nano("qwen_image", folder_of("qwen_image"), preview_decoder="mine")
