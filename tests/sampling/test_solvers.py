@@ -45,7 +45,7 @@ def noise(*shape: int) -> Tensor:
 
 
 def slopes(solver: str, schedules: list[Tensor], left: int = 0) -> list[float]:
-    """Return the orders of convergence between schedules with doubled numbers of steps, ``left`` steps before the end."""
+    """Return the orders of convergence between doubled numbers of steps, ``left`` steps before the end."""
     z, errors = noise(256), []
     for sigmas in schedules:
         stop = len(sigmas) - 1 - left
