@@ -84,15 +84,6 @@ def test_metric_averages_over_updates_and_ranks() -> None:
     assert values(parts[0]) == pytest.approx(values(updated(8, (proxy, truth))), rel=1e-6)
 
 
-def test_forward_returns_batch_values_and_reset_clears_state() -> None:
-    (proxy, truth), metric = rewards(2, 24), RankFidelity(keep=8)
-    first = metric(proxy[:1], truth[:1])
-    metric(proxy[1:], truth[1:])
-    metric.reset()
-    metric.update(proxy[:1], truth[:1])
-    assert values(metric) == [float(first[name]) for name in NAMES]
-
-
 def test_mismatched_shapes_raise() -> None:
     for proxy, truth in [((2, 8), (2, 9)), ((8,), (8,)), ((2, 7), (2, 7))]:
         with pytest.raises(ValueError, match=r"must both be \[P, N\] with N >= 8"):

@@ -33,6 +33,6 @@ def gradient(result: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 
 def double(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inputs in float64, with a velocity of its own gradient."""
+    """The inputs in float64, without the history of their gradients."""
     doubles = {name: value.detach().double() for name, value in inputs.items()}
     return doubles | {"velocity": doubles["velocity"].requires_grad_()}

@@ -20,7 +20,7 @@ from transformers import BertTokenizer
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.rewards import imagereward
-from solrl_lightning.rewards.imagereward import ImageReward, load_tokenizer, preprocess
+from solrl_lightning.rewards.imagereward import ImageReward, load_tokenizer
 
 RECORDED = Path(__file__).parent / "oracle" / "recorded"
 ORACLE = json.loads((RECORDED / "scores.json").read_text())
@@ -135,12 +135,6 @@ def test_model_is_frozen_with_towers_in_the_requested_dtype_and_the_head_in_floa
     scores = reward(torch.stack(PICTURES[:2]), [PROMPTS[0]] * 2)
     assert scores.dtype == torch.float32
     assert (scores - SCORES[0, :2]).abs().max() < 0.3  # the recorded weights amplify rounding
-
-
-def test_preprocessing_crops_the_middle_of_the_longer_side() -> None:
-    images = torch.zeros(1, 3, 8, 16)
-    images[..., 4:12] = 1
-    assert preprocess(images, 8).min() > 1 and preprocess(images.mT, 8).min() > 1  # all white, normalised
 
 
 @pytest.mark.parametrize(

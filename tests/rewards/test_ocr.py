@@ -29,10 +29,10 @@ def reward() -> OCR:
 
 
 def test_models_are_in_the_wheel_and_read_what_is_drawn(reward: OCR, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    def connect(*_: Any) -> None:
         raise AssertionError("a connection was opened")
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect", connect)
     images = torch.cat([sign("Open Late")] * 3 + [sign("")])
     prompts = ['a sign "open late"', 'a sign "OPENLATE 24h"', 'a sign "closed" by a "road"', 'a sign "open late"']
     scores = reward(images, prompts)

@@ -1,10 +1,10 @@
-"""The server of task=serve, asked by reward=http over a socket."""
+"""The server of task=serve, with reward=http over a socket."""
 
 import base64
 import json
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
@@ -22,9 +22,6 @@ from solrl_lightning.rewards.server import create_app
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.shapes.world import eval_captions
-
-CPU = torch.device("cpu")
-Serving = Callable[..., AbstractContextManager[str]]
 
 
 class Count(Reward):
@@ -45,7 +42,7 @@ class Count(Reward):
 
 @contextmanager
 def serving(rewards: WeightedRewards, token: str = "", **limits: int) -> Iterator[str]:
-    app = create_app(rewards, CPU, token, **({"max_images": 8, "max_pixels": 32 * 32} | limits))
+    app = create_app(rewards, torch.device("cpu"), token, **({"max_images": 8, "max_pixels": 32 * 32} | limits))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, log_level="critical"))
     listener = server.config.bind_socket()
     thread = Thread(target=server.run, kwargs={"sockets": [listener]})
