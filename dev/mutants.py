@@ -64,7 +64,7 @@ SELECT = "tests/rollout/test_select.py"
 EXPLORE = "tests/rollout/test_explore.py"
 CHUNKS = "tests/rollout/test_chunks.py"
 ROWS = "tests/training/test_micro_batches.py"
-NFT = "tests/objectives/test_nft.py"
+LOSSES, NFT = "tests/objectives/test_losses.py", "tests/objectives/test_nft.py"
 ARCHITECTURES = "tests/policies/test_architectures.py"
 COMPILATION, COMPILED = "tests/policies/test_compilation.py", "tests/training/test_compiled_runs.py"
 BASE_WEIGHTS = "tests/policies/test_base_weights.py"
@@ -364,7 +364,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("NFT clip off", ".clamp(-advantage_clip, advantage_clip) / advantage_clip / 2", " / advantage_clip / 2", NFT),
         ("NFT scale", "policy = advantage_clip * (", "policy = (", NFT),
         ("NFT KL without gradient", "kl_weight * kl).float()", "kl_weight * kl.detach()).float()", NFT),
-        ("NFT old trained", "old_velocity.detach().float()", "old_velocity.float()", NFT),
+        ("NFT old trained", "old_velocity.detach().float()", "old_velocity.float()", LOSSES),
         ("NFT sign", "(r * positive + (1 - r) * negative)", "((1 - r) * positive + r * negative)", NFT),
     ],
     "solrl_lightning/objectives/awm.py": [
@@ -388,7 +388,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("RAM sign", "(v_ref + correction)", "(v_ref - correction)", RAM),
         ("RAM without the old policy", " - old_velocity.detach().double()", "", RAM),
         ("RAM without strength", "correction = strength * advantage", "correction = advantage", RAM),
-        ("RAM old trained", "old_velocity.detach().double()", "old_velocity.double()", RAM),
+        ("RAM old trained", "old_velocity.detach().double()", "old_velocity.double()", LOSSES),
     ],
     "solrl_lightning/objectives/pepg.py": [
         ("no proximal term", "* (a - log_ratio) *", "* a *", PEPG),
@@ -529,12 +529,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("metadata of the first request", "metadata[part]", "metadata[: self.batch]", HTTP),
         ("scores in the order of answers", "threads.imap(", "threads.imap_unordered(", HTTP),
         ("posts not repeated", "allowed_methods=None", "allowed_methods={'GET'}", HTTP),
-        (
-            "any answer is a list of scores",
-            "isinstance(scores, list) and",
-            "isinstance(scores, list | str | dict) and",
-            HTTP,
-        ),
+        ("any answer is a list of scores", "isinstance(scores, list) and", "", HTTP),
         (
             "true and false are scores",
             "type(score) in (int, float, type(None))",

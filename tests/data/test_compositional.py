@@ -1,8 +1,9 @@
-"""The metadata of the bundled compositional prompts agrees with their text."""
+"""The metadata of the bundled compositional prompts agree with their text."""
 
 import json
 import re
 from collections import Counter
+from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
@@ -27,56 +28,43 @@ def before(prompt: str, noun: str) -> list[set[str]]:
     return [set(prompt_words[max(0, place - REACH) : place]) for place in places]
 
 
-def objects(tag: str) -> list[tuple[str, dict[str, Any]]]:
-    return [(row["prompt"], thing) for row in ROWS if row["tag"] == tag for thing in row["include"]]
+def tagged(tag: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """The prompts of a tag with their objects."""
+    return ((row["prompt"], row["include"]) for row in ROWS if row["tag"] == tag)
 
 
-def test_each_kind_has_sixty_unique_prompts() -> None:
+def test_each_tag_has_sixty_unique_prompts_whose_objects_are_in_the_text() -> None:
     assert Counter(row["tag"] for row in ROWS) == dict.fromkeys(TAGS, 60)
     assert read_prompts("compositional") == [row["prompt"] for row in ROWS]  # none is dropped as a repetition
-    assert len({tuple(sorted(words(row["prompt"]))) for row in ROWS}) == len(ROWS)
-
-
-def test_named_source_has_the_tags() -> None:
     assert read_tags("compositional") == {row["prompt"]: row["tag"] for row in ROWS}
-
-
-def test_every_object_is_in_its_prompt() -> None:
+    assert len({tuple(sorted(words(row["prompt"]))) for row in ROWS}) == len(ROWS)
     for row in ROWS:
-        assert row["include"], row
-        for thing in row["include"]:
-            assert before(row["prompt"], thing["class"]), row
+        assert row["include"] and all(before(row["prompt"], thing["class"]) for thing in row["include"]), row
 
 
-def test_every_count_precedes_its_object() -> None:
-    for prompt, thing in objects("counting"):
-        assert any(NUMBERS[thing["count"] - 1] & near for near in before(prompt, thing["class"])), prompt
-        assert (thing["count"] == 1) == (thing["class"] in words(prompt)), prompt  # singular exactly for one
+def test_counts_are_the_number_words_before_their_objects() -> None:
+    for prompt, objects in tagged("counting"):
+        for thing in objects:
+            assert any(NUMBERS[thing["count"] - 1] & near for near in before(prompt, thing["class"])), prompt
+            assert (thing["count"] == 1) == (thing["class"] in words(prompt)), prompt  # singular exactly for one
+        number_words = sum(word in set().union(*NUMBERS[1:]) for word in words(prompt))
+        assert number_words == sum(thing["count"] > 1 for thing in objects), prompt
 
 
-def test_every_number_word_of_a_counting_prompt_is_in_its_metadata() -> None:
-    for row in (row for row in ROWS if row["tag"] == "counting"):
-        said = sum(word in set().union(*NUMBERS[1:]) for word in words(row["prompt"]))
-        assert said == sum(thing["count"] > 1 for thing in row["include"]), row
-
-
-def test_every_colour_and_attribute_precedes_its_object() -> None:
+def test_colours_and_attributes_precede_their_two_or_more_objects() -> None:
     for tag, key in (("colours", "color"), ("attributes", "attribute")):
-        for prompt, thing in objects(tag):
-            assert any(thing[key] in near for near in before(prompt, thing["class"])), prompt
-
-
-def test_prompts_of_colours_and_attributes_have_at_least_two_objects() -> None:
-    for row in (row for row in ROWS if row["tag"] in ("colours", "attributes")):
-        assert len(row["include"]) >= 2, row
+        for prompt, objects in tagged(tag):
+            assert len(objects) >= 2, prompt
+            for thing in objects:
+                assert any(thing[key] in near for near in before(prompt, thing["class"])), prompt
 
 
 def test_every_relation_is_between_its_two_objects() -> None:
-    for row in (row for row in ROWS if row["tag"] == "relations"):
-        other, subject = row["include"]
+    relations: Counter[str] = Counter()
+    for prompt, (other, subject) in tagged("relations"):
         relation, index = subject["position"]
-        assert index == 0 and set(other) == {"class"}, row
+        assert index == 0 and set(other) == {"class"}, prompt
         pattern = rf"\b{subject['class']}(s|es)?\b.*\b{relation}\b.*\b{other['class']}(s|es)?\b"
-        assert re.search(pattern, row["prompt"].lower()), row
-    relations = Counter(thing["position"][0] for _, thing in objects("relations") if "position" in thing)
+        assert re.search(pattern, prompt.lower()), prompt
+        relations[relation] += 1
     assert len(relations) == 10 and min(relations.values()) >= 5

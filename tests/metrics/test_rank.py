@@ -11,8 +11,8 @@ from torch import Tensor
 from solrl_lightning.metrics.rank import NAMES, RankFidelity
 
 
-def rewards(prompts: int, pool: int, levels: int | None, seed: int = 0) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+def rewards(prompts: int, pool: int, levels: int | None = None) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
     truth = torch.randn(prompts, pool, generator=generator)
     proxy = truth + torch.randn(prompts, pool, generator=generator)
     if levels is None:
@@ -20,7 +20,18 @@ def rewards(prompts: int, pool: int, levels: int | None, seed: int = 0) -> tuple
     return (proxy * levels).round() / levels, (truth * levels).round() / levels
 
 
-def from_scipy(proxy: Tensor, truth: Tensor, k: int) -> np.ndarray:
+def updated(keep: int, *batches: tuple[Tensor, Tensor]) -> RankFidelity:
+    metric = RankFidelity(keep)
+    for proxy, truth in batches:
+        metric.update(proxy, truth)
+    return metric
+
+
+def values(metric: RankFidelity) -> list[float]:
+    return [float(metric.compute()[name]) for name in NAMES]
+
+
+def from_scipy(proxy: Tensor, truth: Tensor, k: int) -> list[float]:
     """Return the six metrics of one prompt, by SciPy and NumPy."""
     p, t = proxy.double().numpy(), truth.double().numpy()
     top, true_top = (np.argsort(-x, kind="stable")[:k].tolist() for x in (p, t))
@@ -28,95 +39,54 @@ def from_scipy(proxy: Tensor, truth: Tensor, k: int) -> np.ndarray:
     bottom = [i for i in np.argsort(p, kind="stable").tolist() if i not in top][:k]
     true_bottom = [i for i in np.argsort(t, kind="stable").tolist() if i not in true_top][:k]
     ranks = stats.rankdata(-t)
-    return np.array(
-        [
-            stats.spearmanr(p, t).statistic,
-            stats.kendalltau(p, t, variant="b").statistic,
-            len(set(top) & set(true_top)) / k,
-            len(set(bottom) & set(true_bottom)) / k,
-            ranks[top].mean(),
-            ranks[bottom].mean(),
-        ]
-    )
+    return [
+        stats.spearmanr(p, t).statistic,
+        stats.kendalltau(p, t, variant="b").statistic,
+        len(set(top) & set(true_top)) / k,
+        len(set(bottom) & set(true_bottom)) / k,
+        ranks[top].mean(),
+        ranks[bottom].mean(),
+    ]
 
 
 @pytest.mark.parametrize("levels", [None, 4, 1])
 @pytest.mark.parametrize(("prompts", "pool", "keep"), [(3, 96, 24), (1, 96, 24), (2, 24, 24), (2, 7, 5), (2, 600, 24)])
 def test_metrics_match_scipy_with_and_without_ties(prompts: int, pool: int, keep: int, levels: int | None) -> None:
     proxy, truth = rewards(prompts, pool, levels)
-    metric = RankFidelity(keep)
-    metric.update(proxy, truth)
-    ours = metric.compute()
     expected = np.mean([from_scipy(p, t, keep // 2) for p, t in zip(proxy, truth, strict=True)], axis=0)
-    assert [float(ours[name]) for name in NAMES] == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert values(updated(keep, (proxy, truth))) == pytest.approx(expected, rel=1e-5, abs=1e-5)
 
 
-def test_perfect_proxy_has_perfect_metrics() -> None:
+@pytest.mark.parametrize(("sign", "expected"), [(1, [1, 1, 1, 1, 6.5, 90.5]), (-1, [-1, -1, 0, 0, 90.5, 6.5])])
+def test_perfect_and_reversed_proxies(sign: int, expected: list[float]) -> None:
     truth = torch.randperm(96, generator=torch.Generator().manual_seed(0)).float()[None]
-    metric = RankFidelity(keep=24)
-    metric.update(truth / 7 + 1, truth)
-    assert [float(metric.compute()[name]) for name in NAMES] == pytest.approx([1, 1, 1, 1, 6.5, 90.5], rel=1e-6)
-
-
-def test_reversed_proxy_has_worst_metrics() -> None:
-    truth = torch.arange(96.0)[None]
-    metric = RankFidelity(keep=24)
-    metric.update(-truth, truth)
-    assert [float(metric.compute()[name]) for name in NAMES] == pytest.approx([-1, -1, 0, 0, 90.5, 6.5], rel=1e-6)
+    assert values(updated(24, (sign * truth / 7 + 1, truth))) == pytest.approx(expected, rel=1e-6)
 
 
 def test_prompts_without_ranks_are_skipped() -> None:
-    proxy, truth = rewards(5, 24, None)
-    whole = RankFidelity(keep=8)
-    whole.update(proxy[:1], truth[:1])
+    proxy, truth = rewards(5, 24)
+    expected = values(updated(8, (proxy[:1], truth[:1])))
     proxy[1] = 0.5
     truth[2] = 0.5
     proxy[3, 4] = math.nan
     truth[4, 4] = math.inf
-    metric = RankFidelity(keep=8)
-    metric.update(proxy, truth)
-    ours, expected = metric.compute(), whole.compute()
-    assert int(metric.prompts) == 1
-    assert all(torch.equal(ours[name], expected[name]) for name in NAMES)
-
-
-def test_metrics_are_nan_without_ranked_prompts() -> None:
-    metric = RankFidelity(keep=4)
-    metric.update(torch.ones(2, 8), torch.rand(2, 8))
-    assert all(math.isnan(metric.compute()[name]) for name in NAMES)
+    metric = updated(8, (proxy, truth))
+    assert int(metric.prompts) == 1 and values(metric) == expected
+    assert all(math.isnan(value) for value in values(updated(8, (proxy[1:], truth[1:]))))
 
 
 def test_metric_averages_over_updates_and_ranks() -> None:
     proxy, truth = rewards(7, 24, 4)
-    whole = RankFidelity(keep=8)
-    whole.update(proxy, truth)
-    parts = [RankFidelity(keep=8), RankFidelity(keep=8)]
-    parts[0].update(proxy[:1], truth[:1])
-    parts[0].update(proxy[1:3], truth[1:3])
-    parts[1].update(proxy[3:], truth[3:])
+    parts = updated(8, (proxy[:1], truth[:1]), (proxy[1:3], truth[1:3])), updated(8, (proxy[3:], truth[3:]))
     for state, reduction in parts[0]._reductions.items():  # as a sync over two ranks
         assert reduction is not None
         setattr(parts[0], state, reduction(torch.stack([getattr(part, state) for part in parts])))
-    synced = parts[0].compute()
-    for name, value in whole.compute().items():
-        torch.testing.assert_close(synced[name], value, rtol=1e-6, atol=0)
-
-
-def test_forward_returns_batch_values_and_reset_clears_state() -> None:
-    proxy, truth = rewards(2, 24, None)
-    metric = RankFidelity(keep=8)
-    first = metric(proxy[:1], truth[:1])
-    metric(proxy[1:], truth[1:])
-    metric.reset()
-    metric.update(proxy[:1], truth[:1])
-    again = metric.compute()
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert values(parts[0]) == pytest.approx(values(updated(8, (proxy, truth))), rel=1e-6)
 
 
 def test_mismatched_shapes_raise() -> None:
-    metric = RankFidelity(keep=8)
     for proxy, truth in [((2, 8), (2, 9)), ((8,), (8,)), ((2, 7), (2, 7))]:
         with pytest.raises(ValueError, match=r"must both be \[P, N\] with N >= 8"):
-            metric.update(torch.rand(proxy), torch.rand(truth))
+            RankFidelity(keep=8).update(torch.rand(proxy), torch.rand(truth))
     with pytest.raises(ValueError, match="at least 2; got 1"):
         RankFidelity(keep=1)

@@ -1,5 +1,6 @@
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from threading import Barrier
 
 import numpy as np
@@ -29,34 +30,27 @@ def test_advantages_are_invariant_to_large_offset() -> None:
     torch.testing.assert_close(group_advantages(rewards + 4096), group_advantages(rewards), rtol=1e-6, atol=0)
 
 
-class AllReduce:
-    """Sum over ranks that run as threads."""
+def all_reduce_between(num_ranks: int) -> Callable[[int], Callable[[Tensor], Tensor]]:
+    """The sums over ranks that run as threads, by the number of the rank."""
+    parts, barrier = [torch.empty(0)] * num_ranks, Barrier(num_ranks)
 
-    def __init__(self, num_ranks: int) -> None:
-        self.parts: list[Tensor] = [torch.empty(0)] * num_ranks
-        self.barrier = Barrier(num_ranks)
+    def all_reduce_sum(rank: int, part: Tensor) -> Tensor:
+        assert part.dtype == torch.float64
+        parts[rank] = part
+        barrier.wait(timeout=30)
+        total = torch.stack(parts).sum(dim=0)
+        barrier.wait(timeout=30)
+        return total
 
-    def of_rank(self, rank: int) -> Callable[[Tensor], Tensor]:
-        def all_reduce_sum(part: Tensor) -> Tensor:
-            assert part.dtype == torch.float64
-            self.parts[rank] = part
-            self.barrier.wait(timeout=30)
-            total = torch.stack(self.parts).sum(dim=0)
-            self.barrier.wait(timeout=30)
-            return total
-
-        return all_reduce_sum
+    return lambda rank: partial(all_reduce_sum, rank)
 
 
 @pytest.mark.parametrize("bounds", [[0, 2, 4, 6], [0, 1, 6], [0, 0, 6]])
 def test_advantages_are_independent_of_distribution_over_ranks(bounds: list[int]) -> None:
     rewards = torch.rand(6, 24, generator=torch.Generator().manual_seed(0))
     parts = [rewards[first:last] for first, last in zip(bounds, bounds[1:], strict=False)]
-    ranks = AllReduce(len(parts))
+    sums = all_reduce_between(len(parts))
     with ThreadPoolExecutor(len(parts)) as threads:
-        advantages = list(
-            threads.map(
-                lambda rank: group_advantages(parts[rank], all_reduce_sum=ranks.of_rank(rank)), range(len(parts))
-            )
-        )
+        futures = [threads.submit(group_advantages, part, all_reduce_sum=sums(n)) for n, part in enumerate(parts)]
+    advantages = [future.result() for future in futures]
     torch.testing.assert_close(torch.cat(advantages), group_advantages(rewards), rtol=1e-6, atol=0)

@@ -108,11 +108,9 @@ def rows_of() -> Callable[[nn.Module], list[int]]:
 
     def watched(module: nn.Module) -> list[int]:
         rows: list[int] = []
-
-        def note(_: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
-            rows.append(len(next(iter([*positional, *named.values()]))))
-
-        module.register_forward_pre_hook(note, with_kwargs=True)
+        module.register_forward_pre_hook(
+            lambda _, args, options: rows.append(len(next(iter([*args, *options.values()])))), with_kwargs=True
+        )
         return rows
 
     return watched

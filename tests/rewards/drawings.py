@@ -1,12 +1,27 @@
-"""Pictures and prompts for the tests of rewards."""
+"""Pictures, prompts and shipped configurations for the tests of rewards."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torchvision.transforms.functional as vision
+from hydra.utils import instantiate
 from PIL import Image
 from torch import Tensor
 
+from solrl_lightning.cli.config import ConfigTree
+
 PROMPTS = ["a red circle above a blue square", "a photo of two cats", "an oil painting of a lighthouse at night"]
+FOUR = [*PROMPTS, "a fourth prompt"]  # for the fixture ``images``
+LONG = " ".join([PROMPTS[0]] * 20)  # far more than 77 tokens
+
+
+def shipped(name: str, **local: Any) -> Any:
+    """The reward of conf/reward/``name``.yaml with local files."""
+    with ConfigTree() as tree:
+        arguments = dict(tree.compose([f"reward={name}"]).reward[name])
+    assert arguments.pop("weight") == 1
+    return instantiate(arguments | local, device="cpu")
 
 
 def drawn(height: int, width: int, seed: int) -> Image.Image:
@@ -26,8 +41,22 @@ def drawn(height: int, width: int, seed: int) -> Image.Image:
 
 def as_tensor(picture: Image.Image) -> Tensor:
     """A picture as float32 [3, H, W] in [0, 1]."""
-    pixels = torch.frombuffer(bytearray(picture.tobytes()), dtype=torch.uint8)
-    return pixels.view(picture.height, picture.width, 3).permute(2, 0, 1) / 255
+    return vision.pil_to_tensor(picture) / 255
+
+
+def as_picture(image: Tensor) -> Image.Image:
+    """An image [3, H, W] in [0, 1] with 8 bits."""
+    return vision.to_pil_image((image.float() * 255).round().byte())
+
+
+def padded(picture: Image.Image, side: int = 224) -> Tensor:
+    """HPSv2's published transform: converts to a float tensor, resizes its longest side, pads with zeros."""
+    image = vision.to_tensor(picture)
+    scale = side / float(max(image.shape[1:]))
+    high, wide = (round(pixels * scale) for pixels in image.shape[1:])
+    image = vision.resize(image, [high, wide], vision.InterpolationMode.BICUBIC, antialias=True)
+    down, right = side - high, side - wide
+    return vision.pad(image, [right // 2, down // 2, right - right // 2, down - down // 2], fill=0)
 
 
 def all_pairs(reward: Callable[[Tensor, list[str]], Tensor], pictures: list[Image.Image]) -> Tensor:

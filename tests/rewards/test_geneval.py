@@ -7,25 +7,18 @@ from typing import Any
 import pytest
 import torch
 from conftest import spread_out
-from drawings import as_tensor, drawn
-from hydra.utils import instantiate
-from PIL import Image
+from drawings import as_picture, as_tensor, drawn, shipped
 from torch import Tensor
 from torchvision.ops import nms
 from transformers import CLIPModel, CLIPTokenizer, Owlv2Config, Owlv2ForObjectDetection, Owlv2Processor
 from transformers.models.owlv2.image_processing_owlv2 import Owlv2ImageProcessor
 
-from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.errors import UserError
 from solrl_lightning.rewards import GenEval
 from solrl_lightning.rewards.geneval import Box, correct, crop, mean_of_terms, relations
 from solrl_lightning.rewards.geneval_metadata import COLOURS, broken_rule
 
 DOG = {"class": "dog", "count": 1}
-
-
-def found(*boxes: Box) -> list[Box]:
-    return list(boxes)
 
 
 def colours(objects: Sequence[Box], kind: str) -> list[str]:
@@ -71,57 +64,51 @@ def scores(objects: dict[str, list[Box]], include: list[dict[str, Any]], **rest:
     return correct(metadata, objects, colours), mean_of_terms(metadata, objects, colours)
 
 
-def test_one_object() -> None:
-    assert scores({"dog": found(LEFT)}, [DOG]) == (1, 1)
-    assert scores({"dog": []}, [DOG]) == (0, 0)
-    assert scores({}, [DOG]) == (0, 0)
-    assert scores({"dog": found(LEFT, RIGHT)}, [DOG]) == (1, 0)  # GenEval allows more, Flow-GRPO's score counts
-
-
-def test_two_objects() -> None:
+def test_objects_are_counted() -> None:
+    assert scores({"dog": [LEFT]}, [DOG]) == (1, 1)
+    assert scores({"dog": []}, [DOG]) == scores({}, [DOG]) == (0, 0)
+    assert scores({"dog": [LEFT, RIGHT]}, [DOG]) == (1, 0)  # GenEval allows more, Flow-GRPO's score counts
     include = [DOG, {"class": "cat", "count": 1}]
-    assert scores({"dog": found(LEFT), "cat": found(TOP)}, include) == (1, 1)
-    assert scores({"dog": found(LEFT)}, include) == (0, 0.5)
+    assert scores({"dog": [LEFT], "cat": [TOP]}, include) == (1, 1)
+    assert scores({"dog": [LEFT]}, include) == (0, 0.5)
 
 
 @pytest.mark.parametrize(("number", "expected"), [(0, (0, 0)), (2, (0, 0.5)), (4, (1, 1)), (5, (0, 0.75)), (9, (0, 0))])
 def test_counting_excludes_one_more(number: int, expected: tuple[float, float]) -> None:
     include, exclude = [{"class": "dog", "count": 4}], [{"class": "dog", "count": 5}]
-    assert scores({"dog": found(*[LEFT] * number)}, include, exclude=exclude) == expected
+    assert scores({"dog": [LEFT] * number}, include, exclude=exclude) == expected
 
 
 def test_colours_are_those_of_the_objects_with_the_highest_scores() -> None:
     red, two = [{**DOG, "color": "red"}], [{"class": "dog", "count": 2, "color": "red"}]
-    assert scores({"dog": found(LEFT)}, red) == (1, 1)
-    assert scores({"dog": found(RIGHT)}, red) == (0, 0.5)
-    assert scores({"dog": found(LEFT, RIGHT)}, red) == (1, 0)
-    assert scores({"dog": found(RIGHT, LEFT)}, red) == (0, 0)
-    assert scores({"dog": found(LEFT, RIGHT)}, two) == (0, 0.75)
+    assert scores({"dog": [LEFT]}, red) == (1, 1)
+    assert scores({"dog": [RIGHT]}, red) == (0, 0.5)
+    assert scores({"dog": [LEFT, RIGHT]}, red) == (1, 0)
+    assert scores({"dog": [RIGHT, LEFT]}, red) == (0, 0)
+    assert scores({"dog": [LEFT, RIGHT]}, two) == (0, 0.75)
     assert scores({}, two) == (0, 0)
 
 
 def test_position_is_relative_to_an_earlier_clause_that_holds() -> None:
     include = [DOG, {"class": "cat", "count": 1, "position": ["left of", 0]}]
-    assert scores({"dog": found(RIGHT), "cat": found(LEFT)}, include) == (1, 1)
-    assert scores({"dog": found(LEFT), "cat": found(RIGHT)}, include) == (0, 2 / 3)
-    assert scores({"cat": found(LEFT)}, include) == (0, pytest.approx(1 / 3))
-    assert scores({"dog": found(RIGHT)}, include) == (0, pytest.approx(1 / 3))
-    assert scores({"dog": found(RIGHT, LEFT), "cat": found(LEFT)}, include) == (1, pytest.approx(1 / 3))
+    assert scores({"dog": [RIGHT], "cat": [LEFT]}, include) == (1, 1)
+    assert scores({"dog": [LEFT], "cat": [RIGHT]}, include) == (0, 2 / 3)
+    assert scores({"cat": [LEFT]}, include) == (0, pytest.approx(1 / 3))
+    assert scores({"dog": [RIGHT]}, include) == (0, pytest.approx(1 / 3))
+    assert scores({"dog": [RIGHT, LEFT], "cat": [LEFT]}, include) == (1, pytest.approx(1 / 3))
     coloured = [{**DOG, "color": "red"}, include[1]]
-    assert scores({"dog": found(RIGHT), "cat": found(LEFT)}, coloured)[0] == 0
+    assert scores({"dog": [RIGHT], "cat": [LEFT]}, coloured)[0] == 0
     two_red = [{"class": "dog", "count": 2, "color": "red"}, {**include[1], "position": ["above", 0]}]
-    assert scores({"dog": found(LEFT, BOTTOM), "cat": found(TOP)}, two_red) == (1, 1)
-    assert scores({"dog": found(LEFT, RIGHT), "cat": found(TOP)}, two_red) == (0, 2.5 / 4)  # one is blue
+    assert scores({"dog": [LEFT, BOTTOM], "cat": [TOP]}, two_red) == (1, 1)
+    assert scores({"dog": [LEFT, RIGHT], "cat": [TOP]}, two_red) == (0, 2.5 / 4)  # one is blue
 
 
 @pytest.mark.parametrize(
     ("metadata", "rule"),
     [
-        ({}, '"include"'),
         ({"include": []}, '"include"'),
         ({"include": ["dog"]}, "each clause"),
         ({"include": [{"class": "dog"}]}, "each clause"),
-        ({"include": [{**DOG, "count": 0}]}, "from 1 to 16"),
         ({"include": [{**DOG, "count": 17}]}, "from 1 to 16"),
         ({"include": [{**DOG, "count": True}]}, "from 1 to 16"),
         ({"include": [{**DOG, "colour": "red"}]}, "class, count, color, position; got 'colour'"),
@@ -134,11 +121,8 @@ def test_position_is_relative_to_an_earlier_clause_that_holds() -> None:
 )
 def test_prompt_with_other_metadata_is_an_error(reward: GenEval, metadata: dict[str, Any], rule: str) -> None:
     reward.check_prompts(["a dog"], [{"include": [DOG], "tag": "single_object"}])
-    with pytest.raises(
-        UserError, match="metadata of the prompt 'two dogs' are invalid: reward=geneval needs"
-    ) as caught:
+    with pytest.raises(UserError, match=f"of the prompt 'two dogs' are invalid: reward=geneval needs .*{rule}"):
         reward.check_prompts(["a dog", "two dogs"], [{"include": [DOG]}, metadata])
-    assert rule in str(caught.value)
 
 
 # Models
@@ -163,7 +147,8 @@ def detector(clip_folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def reward(clip_folder: str, detector: str) -> GenEval:
-    return GenEval(clip_folder, clip_folder, detector, threshold=0.5, counting_threshold=0.6)
+    local = {"pretrained": clip_folder, "processor": clip_folder, "detector": detector}
+    return shipped("geneval", **local, threshold=0.5, counting_threshold=0.6)
 
 
 @pytest.mark.parametrize("size", [(96, 96), (80, 120)])
@@ -181,11 +166,9 @@ def test_objects_are_those_of_transformers_documented_usage(
             outputs = model(**inputs)
         (theirs,) = processor.post_process_grounded_object_detection(outputs, 0.5, torch.tensor([size]))
         for label, kind in enumerate(kinds):
-            chosen = theirs["labels"] == label
-            boxes, marks = theirs["boxes"][chosen], theirs["scores"][chosen]
+            boxes, marks = (theirs[key][theirs["labels"] == label] for key in ("boxes", "scores"))
             kept = nms(boxes, marks, 0.5)
-            found_boxes = torch.tensor(objects[kind]).view(-1, 4)
-            torch.testing.assert_close(found_boxes, boxes[kept], rtol=0, atol=1e-3)
+            torch.testing.assert_close(torch.tensor(objects[kind]).view(-1, 4), boxes[kept], rtol=0, atol=1e-3)
             number += len(kept)
     assert number >= 8
 
@@ -207,17 +190,16 @@ def test_colours_are_clips_zero_shot_classes_of_the_crop(
         classes = []
         for colour in COLOURS:
             texts = [
-                f"a photo of a {colour} {kind}",
-                f"a photo of a {colour}-colored {kind}",
-                f"a photo of a {colour} object",
+                f"a photo of a {words}"
+                for words in (f"{colour} {kind}", f"{colour}-colored {kind}", f"{colour} object")
             ]
             each = model.get_text_features(**tokenizer(texts, padding=True, return_tensors="pt")).pooler_output
             mean = (each / each.norm(dim=-1, keepdim=True)).mean(0)
             classes.append(mean / mean.norm())
         for image, box in zip(images, boxes, strict=True):
-            picture = Image.fromarray((image * 255).round().byte().permute(1, 2, 0).numpy()).crop(box)
-            seen = model.get_image_features(**pil_processor(images=picture, return_tensors="pt")).pooler_output
-            expected.append(COLOURS[int((torch.stack(classes) @ seen[0]).argmax())])
+            inputs = pil_processor(images=as_picture(image).crop(box), return_tensors="pt")
+            embedding = model.get_image_features(**inputs).pooler_output[0]
+            expected.append(COLOURS[int((torch.stack(classes) @ embedding).argmax())])
             ours += reward.colours(image, [box], kind)
     assert ours == expected and len(set(expected)) > 1
 
@@ -237,30 +219,16 @@ def test_score_rates_each_image_by_its_own_metadata(reward: GenEval, images: Ten
     assert rated.std() > 0 and ((rated >= 0) & (rated <= 1)).all()
 
 
-def test_shipped_configuration_builds_the_reward(clip_folder: str, detector: str) -> None:
-    local = {"pretrained": clip_folder, "processor": clip_folder, "detector": detector}
-    with ConfigTree() as tree:
-        arguments = dict(tree.compose(["reward=geneval"]).reward.geneval)
-    assert arguments.pop("weight") == 1
-    assert isinstance(instantiate(arguments | local, device="cpu"), GenEval)
-
-
 def test_strict_score_is_0_or_1(clip_folder: str, detector: str, images: Tensor) -> None:
     strict = GenEval(clip_folder, clip_folder, detector, threshold=0.5, counting_threshold=0.6, strict=True)
     row = {"include": [{**DOG, "color": "red"}]}
     assert set(strict(images, ["a red dog"] * 4, [row] * 4).tolist()) <= {0.0, 1.0}
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("clip", "must be a detector of type owlv2, and is a clip"),
+def test_error_about_the_detector_names_its_key(clip_folder: str, offline: Path) -> None:
+    for name, message in (
+        (clip_folder, "must be a detector of type owlv2, and is a clip"),
         ("no/where", "is neither a folder here nor in the hub's cache"),
-        ("empty", "it holds no config.json"),
-    ],
-)
-def test_error_about_the_detector_names_its_key(name: str, message: str, clip_folder: str, offline: Path) -> None:
-    given = {"clip": clip_folder, "empty": str(offline)}.get(name, name)
-    with pytest.raises(UserError, match=rf"reward\.geneval\.detector={given} ") as caught:
-        GenEval(clip_folder, clip_folder, given, threshold=0.5, counting_threshold=0.6)
-    assert message in str(caught.value)
+    ):
+        with pytest.raises(UserError, match=rf"reward\.geneval\.detector={name} .*{message}"):
+            GenEval(clip_folder, clip_folder, name, threshold=0.5, counting_threshold=0.6)

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hydra.utils import instantiate
+from drawings import as_tensor, shipped
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.errors import UserError
 from solrl_lightning.rewards import OCR
 from solrl_lightning.rewards.ocr import similarity, text_in_quotes
@@ -21,20 +20,20 @@ def sign(text: str) -> Tensor:
     """A picture [1, 3, 64, 192] of a text."""
     picture = Image.new("RGB", (192, 64), "white")
     ImageDraw.Draw(picture).text((12, 14), text, fill="black", font=ImageFont.load_default(30))
-    return torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None] / 255
+    return as_tensor(picture)[None]
 
 
 @pytest.fixture(scope="module")
 def reward() -> OCR:
-    return OCR()
+    return shipped("ocr")
 
 
 def test_models_are_in_the_wheel_and_read_what_is_drawn(reward: OCR, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
+    def connect(*_: Any) -> None:
         raise AssertionError("a connection was opened")
 
-    monkeypatch.setattr(socket.socket, "connect", refuse)
-    images = torch.cat([sign("Open Late"), sign("Open Late"), sign("Open Late"), sign("")])
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    images = torch.cat([sign("Open Late")] * 3 + [sign("")])
     prompts = ['a sign "open late"', 'a sign "OPENLATE 24h"', 'a sign "closed" by a "road"', 'a sign "open late"']
     scores = reward(images, prompts)
     assert scores.dtype == torch.float32
@@ -42,18 +41,11 @@ def test_models_are_in_the_wheel_and_read_what_is_drawn(reward: OCR, monkeypatch
 
 
 def test_channels_are_in_the_order_of_opencv(reward: OCR, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[np.ndarray] = []
+    inputs: list[np.ndarray] = []
     read = reward._read
-    monkeypatch.setattr(reward, "_read", lambda picture: seen.append(picture) or read(picture))
+    monkeypatch.setattr(reward, "_read", lambda picture: inputs.append(picture) or read(picture))
     reward(torch.tensor([1.0, 0.5, 0.0])[None, :, None, None].expand(1, 3, 32, 32), ['"a"'])
-    assert seen[0][0, 0].tolist() == [0, 128, 255]
-
-
-def test_shipped_configuration_builds_the_reward() -> None:
-    with ConfigTree() as tree:
-        arguments = dict(tree.compose(["reward=ocr"]).reward.ocr)
-    assert arguments.pop("weight") == 1
-    assert isinstance(instantiate(arguments, device="cpu"), OCR)
+    assert inputs[0][0, 0].tolist() == [0, 128, 255]
 
 
 @pytest.mark.parametrize(
@@ -73,9 +65,7 @@ def test_similarity_disregards_case_and_spaces_and_is_clipped(read: str, target:
     assert similarity(read, target) == pytest.approx(score)
 
 
-@pytest.mark.parametrize(
-    "prompt", ["a sign", 'a 5" nail', 'a sign that says ""', 'a sign " "', "a sign 'open'", "a sign “”"]
-)
+@pytest.mark.parametrize("prompt", ["a sign", 'a 5" nail', 'a sign " "', "a sign 'open'", "a sign “”"])
 def test_prompt_without_quoted_text_is_an_error(reward: OCR, prompt: str) -> None:
     with pytest.raises(UserError, match="is invalid: reward=ocr reads in the image what is in double quotes"):
         reward.check_prompts(['a sign "open"', prompt])

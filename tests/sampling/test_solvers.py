@@ -10,11 +10,12 @@ import torch
 from diffusers import DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 
-from solrl_lightning.sampling import SOLVERS, NoiseSource, Solver, SolverState, integrate, start, steps
+from solrl_lightning.sampling import SOLVERS, NoiseSource, SolverState, integrate, start, steps
 from solrl_lightning.seeds import step_noise
 from tests.sigmas import shifted_sigmas, uniform_sigmas
 
 MEAN, STD = 2.0, 0.5
+every_solver = pytest.mark.parametrize("solver", list(SOLVERS))
 
 
 def advance(velocity: Any, state: SolverState, *args: Any, **options: Any) -> SolverState:
@@ -29,6 +30,11 @@ def gaussian_velocity(x: Tensor, sigma: Tensor) -> Tensor:
     return sigma * offset - (MEAN + alpha * STD**2 * offset)
 
 
+def gaussian_path(z: Tensor, sigma: Tensor) -> Tensor:
+    """Return the sample at quantile z of N((1 - sigma) MEAN, (1 - sigma)^2 STD^2 + sigma^2), which the flow keeps."""
+    return (1 - sigma) * MEAN + z * ((1 - sigma) ** 2 * STD**2 + sigma**2).sqrt()
+
+
 def curved_velocity(x: Tensor, sigma: Tensor) -> Tensor:
     """Return a velocity without symmetry in x or sigma."""
     return torch.sin(2 * x + 3 * sigma) + 0.5 * x * sigma
@@ -38,48 +44,29 @@ def noise(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(7))
 
 
-def gaussian_path(z: Tensor, sigma: Tensor) -> Tensor:
-    """Return the sample at quantile z of N((1 - sigma) MEAN, (1 - sigma)^2 STD^2 + sigma^2), which the flow keeps."""
-    return (1 - sigma) * MEAN + z * ((1 - sigma) ** 2 * STD**2 + sigma**2).sqrt()
-
-
-def slopes(errors: list[float]) -> list[float]:
-    """Return the orders of convergence between doubled numbers of steps."""
+def slopes(solver: str, schedules: list[Tensor], left: int = 0) -> list[float]:
+    """Return the orders of convergence between doubled numbers of steps, ``left`` steps before the end."""
+    z, errors = noise(256), []
+    for sigmas in schedules:
+        stop = len(sigmas) - 1 - left
+        state = advance(gaussian_velocity, start(gaussian_path(z, sigmas[0])), sigmas, solver, stop_step=stop)
+        errors.append(float((state.x - gaussian_path(z, sigmas[stop])).square().mean().sqrt()))
     return [math.log2(coarse / fine) for coarse, fine in zip(errors, errors[1:], strict=False)]
 
 
 @pytest.mark.parametrize(("solver", "order"), [("euler", 1), ("dpm2", 2)])
 def test_convergence_order_on_gaussian_flow(solver: str, order: int) -> None:
     """Between two noise levels inside (0, 1), where log-SNR is finite, with steps equal in log-SNR."""
-    z = noise(256)
-    errors = []
-    for count in (32, 64, 128):
-        sigmas = torch.cat([torch.sigmoid(torch.linspace(2.5, -2.5, count + 1)), torch.zeros(1)])
-        inside = advance(gaussian_velocity, start(gaussian_path(z, sigmas[0])), sigmas, solver, stop_step=count)
-        errors.append(float((inside.x - gaussian_path(z, sigmas[count])).square().mean().sqrt()))
-    assert slopes(errors) == pytest.approx([order] * 2, abs=0.15), errors
+    inside = [torch.sigmoid(torch.linspace(2.5, -2.5, count + 1)) for count in (32, 64, 128)]
+    schedules = [torch.cat([sigmas, torch.zeros(1)]) for sigmas in inside]
+    assert slopes(solver, schedules, left=1) == pytest.approx([order] * 2, abs=0.15)
 
 
 @pytest.mark.parametrize(("solver", "order"), [("euler", 1.0), ("dpm2", 1.8)])
 def test_whole_trajectories_converge_to_exact_image(solver: str, order: float) -> None:
     """log-SNR is infinite at sigma = 1 and 0, which reduces dpm2's second order by a logarithm."""
-    z = noise(256)
-    exact = gaussian_path(z, torch.zeros(()))
-    errors = [
-        float((integrate(gaussian_velocity, z, uniform_sigmas(steps), solver) - exact).square().mean().sqrt())
-        for steps in (64, 128, 256)
-    ]
-    assert slopes(errors) == pytest.approx([order] * 2, abs=0.15), errors
-
-
-def test_dpm2_is_more_accurate_than_euler_at_ten_steps() -> None:
-    z = noise(256)
-    exact = gaussian_path(z, torch.zeros(()))
-    euler, dpm2 = (
-        float((integrate(gaussian_velocity, z, uniform_sigmas(10), solver) - exact).square().mean().sqrt())
-        for solver in ("euler", "dpm2")
-    )
-    assert dpm2 < euler / 4
+    schedules = [uniform_sigmas(count) for count in (64, 128, 256)]
+    assert slopes(solver, schedules) == pytest.approx([order] * 2, abs=0.15)
 
 
 def integrate_with(scheduler: DPMSolverMultistepScheduler | FlowMatchEulerDiscreteScheduler, x: Tensor) -> Tensor:
@@ -89,16 +76,11 @@ def integrate_with(scheduler: DPMSolverMultistepScheduler | FlowMatchEulerDiscre
 
 
 @pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # diffusers' use of NumPy 2
-@pytest.mark.parametrize("steps", [1, 2, 3, 10, 14, 15, 20])
+@pytest.mark.parametrize("steps", [1, 2, 3, 14, 15])
 @pytest.mark.parametrize("from_pure_noise", [False, True])
 def test_dpm2_matches_diffusers_multistep_scheduler(steps: int, from_pure_noise: bool) -> None:
     theirs = DPMSolverMultistepScheduler(
-        algorithm_type="dpmsolver++",
-        solver_order=2,
-        solver_type="midpoint",
-        prediction_type="flow_prediction",
-        use_flow_sigmas=True,
-        flow_shift=3.0,
+        solver_order=2, solver_type="midpoint", prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
     theirs.set_timesteps(steps)
     if from_pure_noise:  # its own schedule starts at 0.999
@@ -117,30 +99,27 @@ def test_euler_matches_diffusers_flow_match_scheduler(steps: int) -> None:
     torch.testing.assert_close(ours, integrate_with(theirs, x), rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("solver", list(SOLVERS))
-def test_single_step_returns_predicted_image(solver: str) -> None:
-    x = noise(5, 3)
+@every_solver
+def test_single_step_and_straight_flow_are_exact(solver: str) -> None:
+    x, x0 = noise(6), torch.arange(6.0)
     assert torch.equal(integrate(curved_velocity, x, uniform_sigmas(1), solver), x - curved_velocity(x, torch.ones(())))
+    torch.testing.assert_close(integrate(lambda *_: x - x0, x, uniform_sigmas(7), solver), x0, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("solver", list(SOLVERS))
-def test_straight_flow_is_solved_exactly(solver: str) -> None:
-    eps, x0 = noise(6), torch.arange(6.0)
-    image = integrate(lambda x, sigma: eps - x0, eps, uniform_sigmas(7), solver)
-    torch.testing.assert_close(image, x0, rtol=0, atol=1e-6)
-
-
-@pytest.mark.parametrize("solver", list(SOLVERS))
+@every_solver
 @pytest.mark.parametrize("stop", range(11))
 def test_stop_and_resume_is_bit_exact(solver: str, stop: int) -> None:
     sigmas, x = shifted_sigmas(10, 3.0), noise(8, 5)
+    states = [start(x), *steps(curved_velocity, start(x), sigmas, solver)]
     stopped = advance(curved_velocity, start(x), sigmas, solver, stop_step=stop)
-    assert stopped.step == stop
+    assert stopped.step == states[stop].step == stop and torch.equal(stopped.x, states[stop].x)
     resumed = advance(curved_velocity, stopped, sigmas, solver)
-    assert torch.equal(resumed.x, integrate(curved_velocity, x, sigmas, solver))
+    assert torch.equal(resumed.x, states[10].x) and torch.equal(
+        resumed.x, integrate(curved_velocity, x, sigmas, solver)
+    )
 
 
-@pytest.mark.parametrize("solver", list(SOLVERS))
+@every_solver
 def test_resumed_candidates_are_independent_of_dropped_ones(solver: str) -> None:
     sigmas, x, kept = shifted_sigmas(10, 3.0), noise(8, 5), torch.tensor([6, 1, 3])
     prefix = advance(curved_velocity, start(x), sigmas, solver, stop_step=4)
@@ -155,22 +134,20 @@ def test_stopped_state_predicts_x0_from_latest_velocity() -> None:
     sigmas, x = uniform_sigmas(10), noise(8)
     before = advance(gaussian_velocity, start(x), sigmas, "dpm2", stop_step=3)
     after = advance(gaussian_velocity, before, sigmas, "dpm2", stop_step=4)
-    assert start(x).x0 is None
-    assert after.x0 is not None
+    assert start(x).x0 is None and after.x0 is not None
     torch.testing.assert_close(after.x0, before.x - sigmas[3] * gaussian_velocity(before.x, sigmas[3]))
 
 
 def test_velocity_gets_float32_latents_and_scalar_sigma() -> None:
-    seen: list[float] = []
+    levels: list[float] = []
 
     def velocity(x: Tensor, sigma: Tensor) -> Tensor:
         assert x.dtype == torch.float32 and sigma.dtype == torch.float32 and sigma.shape == ()
-        seen.append(float(sigma))
+        levels.append(float(sigma))
         return x.bfloat16()
 
     image = integrate(velocity, noise(3).bfloat16(), uniform_sigmas(4), "dpm2")
-    assert seen == [1.0, 0.75, 0.5, 0.25]
-    assert image.dtype == torch.float32
+    assert levels == [1.0, 0.75, 0.5, 0.25] and image.dtype == torch.float32
 
 
 @pytest.mark.parametrize(
@@ -190,15 +167,6 @@ def test_unknown_solver_and_invalid_stop_step_raise() -> None:
             advance(curved_velocity, state, uniform_sigmas(4), stop_step=stop)
 
 
-def test_steps_yields_every_state() -> None:
-    sigmas = uniform_sigmas(4)
-    states = list(steps(curved_velocity, start(noise(2)), sigmas, "dpm2"))
-    assert [state.step for state in states] == [1, 2, 3, 4]
-    assert torch.equal(states[-1].x, integrate(curved_velocity, noise(2), sigmas, "dpm2"))
-    for state in states:
-        assert torch.equal(state.x, advance(curved_velocity, start(noise(2)), sigmas, "dpm2", state.step).x)
-
-
 def test_custom_solver_draws_noise_of_its_step() -> None:
     """x <- x + (step + 1) noise(step), whatever the velocity."""
 
@@ -206,15 +174,11 @@ def test_custom_solver_draws_noise_of_its_step() -> None:
         assert noise is not None
         return SolverState(state.x + (state.step + 1) * noise(state.step), state.x, state.step + 1)
 
-    def drawn(step: int) -> Tensor:
-        return step_noise(SEEDS, step, (3,))
+    def walked(seeds: Tensor) -> Tensor:
+        source, x = (lambda step: step_noise(seeds, step, (3,))), torch.zeros(len(seeds), 3)
+        return advance(curved_velocity, start(x), uniform_sigmas(4), walk, noise=source).x
 
-    SEEDS = torch.tensor([5, 6])
-    found = walked(walk, drawn)
-    expected = sum((step + 1) * drawn(step) for step in range(4))
-    torch.testing.assert_close(found, expected)
-    assert torch.equal(found[1:], walked(walk, lambda step: step_noise(SEEDS[1:], step, (3,)), rows=1))
-
-
-def walked(solver: Solver, noise: NoiseSource, rows: int = 2) -> Tensor:
-    return advance(curved_velocity, start(torch.zeros(rows, 3)), uniform_sigmas(4), solver, noise=noise).x
+    seeds = torch.tensor([5, 6])
+    expected = sum((step + 1) * step_noise(seeds, step, (3,)) for step in range(4))
+    torch.testing.assert_close(walked(seeds), expected)
+    assert torch.equal(walked(seeds)[1:], walked(seeds[1:]))
