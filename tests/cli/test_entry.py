@@ -192,20 +192,17 @@ def sweeper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_another_sweeper_gets_what_the_jobs_return(command: Command, tmp_path: Path, sweeper: list[str]) -> None:
+    assert "Did you mean optimizer.lr?" in error_of(command, *sweeper, "optimzer.lr=interval(0.1,1)")
+    message = "model.solver=heun is invalid: it must be one of"
+    assert message in error_of(command, *sweeper, "model.solver=choice(heun,euler)")
     assert command(task(halve), *sweeper, "optimizer.lr=interval(0.1,1)", "seed=3").status == 0
     folders = sorted((tmp_path / "sweep").glob("[0-9]*"))
     assert [folder.name for folder in folders] == ["0_optimizer.lr-0.5", "1_optimizer.lr-0.25"]
     assert [config(folder)["seed"] for folder in folders] == [3, 3]
-
-
-def test_choices_of_another_sweeper_are_checked(command: Command, tmp_path: Path, sweeper: list[str]) -> None:
-    assert "Did you mean optimizer.lr?" in error_of(command, *sweeper, "optimzer.lr=interval(0.1,1)")
-    message = "model.solver=heun is invalid: it must be one of"
-    assert message in error_of(command, *sweeper, "model.solver=choice(heun,euler)")
-    result = command(task(negate), *sweeper, "optimizer.lr=interval(0.1,1)")
+    result = command(task(negate), *sweeper, "optimizer.lr=interval(0.1,1)", "hydra.sweep.dir=other")
     assert result.status == 2
     assert "error: optimizer.lr=-0.25 is invalid: it must be a finite number above 0. Leave it out" in result.err
-    assert [folder.name for folder in (tmp_path / "sweep").glob("[0-9]*")] == ["0_optimizer.lr-0.5"]
+    assert [folder.name for folder in (tmp_path / "other").glob("[0-9]*")] == ["0_optimizer.lr-0.5"]
 
 
 def test_error_of_a_job_can_be_pickled() -> None:
@@ -263,6 +260,7 @@ def test_ctrl_c_ends_with_status_130_and_no_folder(command: Command, function: C
         ("task=generate task.prompt_file=nowhere.txt", "the path nowhere.txt does not exist"),
         ("task=generate task.prompts=[a] task.base=false", "leaves only the trained weights"),
         ("task=compare", "outputs/multirun/*/*"),
+        ("task=audit task.proxies=[{sampler:shadow,steps:2,precision:fp3}]", "no precision named 'fp3'"),
         ("precision.backend=transformer_engine trainer=cpu", "needs an NVIDIA GPU"),
         ("optimizer._target_=torch.optim.SGD", "unexpected keyword argument 'betas'"),
         ("iterations=4,5", "Add -m"),

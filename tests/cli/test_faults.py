@@ -4,9 +4,6 @@ server that dies.
 After each of them old files are intact, there are no partial files, and one line names a fix.
 """
 
-import builtins
-import errno
-import os
 import random
 import resource
 import signal
@@ -122,47 +119,6 @@ def test_full_disk_ends_run_with_one_line_and_no_partial_file(
     else:
         assert not (tmp_path / "run" / file).exists()
         assert "remove " in line
-
-
-class TurnReadOnly(Callback):
-    """Makes writes below ``folder`` fail after the first iteration, as on a mount that turns read-only.
-
-    Permissions would not do: root may write anywhere.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder).absolute()
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.current_epoch == 1:
-            builtins.open = self.refusing(builtins.open, lambda mode="r", *_: not set(mode).isdisjoint("wax+"))
-            for name in ("mkdir", "replace", "unlink", "rmdir"):
-                setattr(os, name, self.refusing(getattr(os, name), lambda *_: True))
-
-    def refusing(self, call: Callable[..., Any], writes: Callable[..., bool]) -> Callable[..., Any]:
-        def refused(path: Any, *options: Any, **named: Any) -> Any:
-            below = isinstance(path, str | Path) and Path(path).absolute().is_relative_to(self.folder)
-            if below and writes(*options):
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-            return call(path, *options, **named)
-
-        return refused
-
-
-def test_read_only_folder_ends_run_with_one_line_and_last_checkpoint(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(builtins, "open", builtins.open)  # undoes the callback's patch
-    for name in ("mkdir", "replace", "unlink", "rmdir"):
-        monkeypatch.setattr(os, name, getattr(os, name))
-    fault = [f"+callbacks.full._target_={__name__}.TurnReadOnly", "+callbacks.full.folder=run"]
-    done = command(*SMALL, "iterations=2", "hydra.run.dir=run", *fault)
-    monkeypatch.undo()
-    assert done.status == 1
-    line = the_line(done.err)
-    assert "could not be written: Read-only file system" in line and "ckpt=last hydra.run.dir=" in line
-    assert not list((tmp_path / "run").rglob("*.tmp"))
-    assert checkpoint(tmp_path / "run")["global_step"] == 1
 
 
 # Kills

@@ -85,12 +85,28 @@ base_weights=int8 family.compile=true | with family.compile=true it must be bflo
 ++family.explore.stop_after=6    | family.explore.stop_after=6 is invalid: it must be at least 1 and below family.ex
 ++family.regenerate.stop_after=2 | Set family.explore.stop_after
 family.explore.decoder=preview   | it needs a tiny autoencoder of this model's latents
+task=audit task.proxies=[]       | task.proxies is empty
+task=audit task.proxies=[{sampler:shadows,steps:2}] | proxies.0.sampler=shadows is invalid: it must be one of shadow
+task=audit task.proxies=[{sampler:shadow,steps:0}] | proxies.0.steps=0 is invalid: it must be a whole number from 1
+task=audit task.proxies=[{sampler:merged,steps:2,stop_after:2}] | task.proxies.0.stop_after=2 is invalid
+task=audit task.proxies=[{sampler:merged,steps:2,solver:heun}] | it must be one of euler, dpm2
+task=audit task.proxies=[{sampler:merged,steps:2,decoder:half}] | task.proxies.0.decoder=half is invalid: it must be one
 task=audit task.proxies=[{sampler:shadow}] | task.proxies.0.steps is missing: a run needs it. Add it.
 task=audit task.proxies=[{sampler:shadow,steps:4,decoder:preview}] | task.proxies.0.decoder=preview is invalid: it needs
 task=generate                    | task.prompt_file=<file>; got neither
 task=generate task.prompts=5     | task.prompts=5 is invalid: it must be a list of texts, for example
 task=generate task.prompts=['']  | task.prompts=[''] is invalid: '' is no text
 task=generate task.prompts=[a] task.seeds=[1,1] | it must be a list of different whole numbers
+task=generate task.prompts=[a] task.prompt_file=b | got both
+task=generate task.prompts=[a,7] | 7 is no text
+task=generate task.prompts=[a,null] | None is no text
+task=generate task.prompts=[a] task.seeds=3 | task.seeds=3 is invalid: it must be a list of different whole numbers
+task=generate task.prompts=[a] task.seeds=[] | task.seeds=[] is invalid
+task=generate task.prompts=[a] task.seeds=[1,2.5] | task.seeds=[1, 2.5] is invalid
+task=generate task.prompts=[a] task.seeds=[true] | task.seeds=[true] is invalid
+task=generate task.prompts=[a] task.seeds=[-1] | task.seeds=[-1] is invalid
+task=generate task.prompts=[a] task.seeds=[4294967296] | task.seeds=[4294967296] is invalid
+task=generate task.prompts=[a] task.images=0 | task.images=0 is invalid: it must be a whole number from 1 to
 task=compare task.runs=[a,b]     | it must be one glob, in quotes, that matches all runs
 task=serve task.max_images=0      | task.max_images=0 is invalid: it must be
 task=serve task.max_pixels=none   | task.max_pixels=none is invalid: it must be

@@ -15,8 +15,6 @@ from matplotlib.text import Annotation
 from PIL import Image
 
 from solrl_lightning.build import build_objective, stages_of
-from solrl_lightning.cli.checks import check_needs
-from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.tasks import audit as audit_module
 from solrl_lightning.tasks.audit import (
@@ -180,24 +178,3 @@ def test_reversed_proxy_has_no_overlap() -> None:
     values = fidelity(-truth, truth, keep=4)
     assert (values["spearman"], values["kendall"]) == pytest.approx((-1, -1))
     assert (values["top_overlap"], values["top_mean_rank"], values["bottom_mean_rank"]) == (0, 7.5, 1.5)
-
-
-@pytest.mark.parametrize(
-    ("mistake", "message"),
-    [
-        ("task.proxies=[]", "task.proxies is empty"),
-        ("task.proxies=[{sampler:shadows,steps:2}]", "proxies.0.sampler=shadows .* one of shadow, merged, policy"),
-        ("task.proxies=[{sampler:shadow,steps:0}]", "proxies.0.steps=0 .* from 1 to 1000"),
-        ("task.proxies=[{sampler:shadow,steps:2,precision:fp3}]", "no precision named 'fp3' .* auto, bf16, fp8"),
-        ("task.proxies=[{sampler:merged,steps:2,stop_after:2}]", "proxies.0.stop_after=2 .* below .*steps=2"),
-        ("task.proxies=[{sampler:merged,steps:2,solver:heun}]", "proxies.0.solver=heun .* one of euler, dpm2"),
-        ("task.proxies=[{sampler:merged,step:2}]", "proxies.0.step=2 .* Did you mean steps"),
-        ("task.proxies=[{sampler:merged,steps:2,decoder:half}]", "proxies.0.decoder=half is invalid: it must be one"),
-        ("task.proxies=[{sampler:merged,steps:2,decoder:preview}]", "model.preview_decoder names none"),
-    ],
-)
-def test_invalid_options_are_an_error_before_a_model_is_loaded(compose: Compose, mistake: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        cfg = compose(*SMALL, "model.pretrained=nowhere/at-all", mistake)
-        check_needs(cfg)
-        audit(cfg)

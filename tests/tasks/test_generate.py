@@ -1,24 +1,18 @@
 """Images for given prompts, with a nano pipeline."""
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import write_checkpoint
 from nano import PROMPTS, save_nano
-from omegaconf import DictConfig
 from PIL import Image
 
 from solrl_lightning.artifacts.pictures import Row, draw_grid
 from solrl_lightning.build import build_model
-from solrl_lightning.cli.checks import check_needs
-from solrl_lightning.cli.config import ConfigTree, application_config
-from solrl_lightning.errors import UserError
 from solrl_lightning.facts import requested_prompts
 from solrl_lightning.options.run import Run
 from solrl_lightning.seeds import evaluation_seeds
@@ -31,13 +25,6 @@ Compose = Callable[..., Run]
 def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     folder = save_nano(tmp_path_factory.mktemp("pipeline"))
     return "experiment=smoke", "trainer=cpu", "model.eval_steps=2", f"model.pretrained='{folder}'"
-
-
-@functools.cache
-def composed() -> DictConfig:
-    """task=generate without any of its options."""
-    with ConfigTree() as tree:
-        return application_config(tree.compose(["task=generate"]), "nowhere")
 
 
 def pixels(path: Path) -> torch.Tensor:
@@ -116,31 +103,6 @@ def test_base_uses_prompts_of_a_file_and_the_given_seeds(
     assert result["checkpoint"] is None and "checkpoint" not in result["images"][0]
     again = generate(compose(*small, *arguments, *without_data, "model.rollout_batch=6"))
     assert again["images"] == result["images"]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "got neither"),
-        ({"prompts": ["a"], "prompt_file": "a.txt"}, "got both"),
-        ({"prompts": "a cat"}, "task.prompts=a cat is invalid: it must be a list of texts"),
-        ({"prompts": ["a", " "]}, "' ' is no text"),
-        ({"prompts": ["a", 7]}, "7 is no text"),
-        ({"prompts": ["a", None]}, "None is no text"),
-        ({"prompts": ["a"], "seeds": 3}, "task.seeds=3 is invalid: it must be a list of different whole numbers"),
-        ({"prompts": ["a"], "seeds": []}, r"task.seeds=\[\] is invalid"),
-        ({"prompts": ["a"], "seeds": [1, 2.5]}, r"task.seeds=\[1, 2.5\] is invalid"),
-        ({"prompts": ["a"], "seeds": [True]}, r"task.seeds=\[true\] is invalid"),
-        ({"prompts": ["a"], "seeds": [-1]}, r"task.seeds=\[-1\] is invalid"),
-        ({"prompts": ["a"], "seeds": [2**32]}, r"task.seeds=\[4294967296\] is invalid"),
-        ({"prompts": ["a"], "images": 0}, "task.images=0 is invalid: it must be a whole number from 1 to"),
-    ],
-)
-def test_invalid_options_are_an_error(options: dict[str, Any], message: str) -> None:
-    cfg = composed().copy()
-    cfg.task.update(options)
-    with pytest.raises(UserError, match=message):
-        check_needs(Run.of(cfg))
 
 
 def test_prompts_of_the_command_line_may_have_commas_and_spaces(compose: Compose) -> None:
