@@ -16,13 +16,11 @@ def list_locks(cfg: Run) -> None:
 
 
 def test_lock_is_in_the_folder_of_the_run(command: Command) -> None:
-    folders = [command(TASK).out.split() for _ in range(2)]
-    assert folders[0] == [folders[0][0]] * 2 and folders[1] == [folders[1][0]] * 2
-    assert folders[0][0] != folders[1][0]  # a new time for each command
+    (first, *locks), (second, *others) = (command(TASK).out.split() for _ in range(2))
+    assert (locks, others) == ([first], [second])
+    assert first != second  # a new time for each command
 
 
 def test_lock_of_a_sweep_is_in_the_folder_of_its_runs(command: Command) -> None:
     lines = [line.split() for line in command("-m", TASK, "seed=1,2").out.splitlines() if line.startswith("/")]
-    assert len(lines) == 2
-    for run, *locks in lines:
-        assert locks == [str(Path(run).parent), run]
+    assert [locks for _, *locks in lines] == [[str(Path(run).parent), run] for run, *_ in lines] and len(lines) == 2

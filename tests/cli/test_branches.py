@@ -1,14 +1,14 @@
-"""Runs that end in the wrong moment, diverge, or go on from the state of a run with other prompts or rewards."""
+"""Runs that are killed at their end, diverge, or continue from the state of a run with other prompts or rewards."""
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+import small_runs
 from forks import Forks
+from small_runs import Command, checkpoint, the_line
 from torch import Tensor
 
 from solrl_lightning.data.prompts import _read
@@ -17,29 +17,12 @@ from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.shapes.world import eval_captions, train_captions
 
-Command = Callable[..., Any]
-
-SMALL = (
-    "experiment=smoke trainer=cpu iterations=2 prompts_per_iteration=1 family.pool=4 family.keep=2 model.full_steps=2 "
-    "model.preview_steps=1 model.eval_steps=1 data.eval_prompts=8 data.eval_images=1 evaluation.every=1 logger=none "
-    "callbacks.rank_correlation.probe_every=0 callbacks.sample_grid.every=0"
-).split()
+SMALL = [*small_runs.SMALL, "data.eval_prompts=8", "evaluation.every=1", "logger=none"]
 AUTO = ("ckpt=auto", "hydra.run.dir=run")
-
-
-def the_line(err: str) -> str:
-    """Return the only message of a terminal without a traceback."""
-    assert "Traceback" not in err, err
-    (line,) = (line for line in err.splitlines() if line.startswith("error: "))
-    return line
 
 
 def summary(run: Path) -> dict[str, Any]:
     return json.loads((run / "summary.json").read_text(encoding="utf-8"))
-
-
-def checkpoint(run: Path, name: str = "last") -> dict[str, Any]:
-    return torch.load(run / "checkpoints" / f"{name}.ckpt", weights_only=True)
 
 
 def results(run: Path) -> dict[str, Any]:
@@ -83,7 +66,7 @@ def test_run_killed_in_its_last_seconds_is_finished_by_the_same_command(
     assert "nothing to do" in forks.run(tmp_path, *SMALL, *options, *AUTO).output
 
 
-def test_stopped_run_is_trained_further_when_asked(command: Command, tmp_path: Path) -> None:
+def test_stopped_run_resumes_by_ckpt_last(command: Command, tmp_path: Path) -> None:
     stop = ("callbacks.guard.stop=true", "callbacks.guard.limits.base_distance=1e-9")
     assert command(*SMALL, *stop, "hydra.run.dir=run").status == 0
     assert summary(tmp_path / "run")["stopped_by"] == "the guard: base_distance_ran_away"
@@ -143,10 +126,6 @@ def test_weights_that_are_not_finite_do_not_replace_the_checkpoint(command: Comm
 # Other prompts and rewards
 
 
-def captions(count: int) -> list[str]:
-    return train_captions()[:count]
-
-
 @pytest.fixture
 def bright(monkeypatch: pytest.MonkeyPatch) -> tuple[str, ...]:
     """Options that add the mean of all pixels to the rewards there are."""
@@ -197,10 +176,10 @@ def test_run_that_resumes_with_other_held_out_prompts_begins_its_evaluations_ane
 
 def test_edited_training_prompts_are_an_error_in_the_run_s_folder_only(command: Command, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
-    prompts.write_text("\n".join(captions(3)))
+    prompts.write_text("\n".join(train_captions()[:3]))
     assert command(*SMALL, f"data.train={prompts}", "iterations=1", "hydra.run.dir=run").status == 0
     before = (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes()
-    prompts.write_text("\n".join([*captions(2), captions(4)[3]]))
+    prompts.write_text("\n".join([*train_captions()[:2], train_captions()[3]]))
     _read.cache_clear()  # as in a new process
     done = command("ckpt=last", "iterations=2", "hydra.run.dir=run")
     assert done.status == 2

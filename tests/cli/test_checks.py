@@ -3,19 +3,16 @@
 import json
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from solrl_lightning.cli.checks import check_needs, check_prompts
-from solrl_lightning.cli.config import ConfigTree, check_names
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.addresses import TOKEN
 
-Command = Callable[..., Any]
 Compose = Callable[..., Run]
 
 
@@ -24,30 +21,25 @@ def no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(TOKEN, raising=False)
 
 
-@pytest.fixture
-def taken() -> Iterator[int]:
-    """A port in use."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        yield server.getsockname()[1]
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("argument", "message"),
     [
-        (["reward=http"], "reward=http is invalid with task=serve"),
-        (["task.host=0.0.0.0"], "task.host=0.0.0.0 is invalid without a token: other machines can reach it"),
-        (["task.host=no.such.name.invalid"], "task.host=no.such.name.invalid is invalid: it must be .* resolves to"),
-        (["task.host=192.0.2.1"], "task.host=192.0.2.1 is invalid: .* Cannot assign requested address. Use task.host="),
+        ("reward=http", "reward=http is invalid with task=serve"),
+        ("task.host=0.0.0.0", "task.host=0.0.0.0 is invalid without a token: other machines can reach it"),
+        ("task.host=no.such.name.invalid", "task.host=no.such.name.invalid is invalid: it must be .* resolves to"),
+        ("task.host=192.0.2.1", "task.host=192.0.2.1 is invalid: .* Cannot assign requested address. Use task.host="),
     ],
 )
-def test_server_that_cannot_start_is_an_error(compose: Compose, arguments: list[str], message: str) -> None:
+def test_server_that_cannot_start_is_an_error(compose: Compose, argument: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        check_needs(compose("task=serve", *arguments))
+        check_needs(compose("task=serve", argument))
 
 
-def test_port_in_use_is_an_error(compose: Compose, taken: int) -> None:
-    with pytest.raises(UserError, match=f"task.port={taken} is invalid: it cannot be listened on: Address already in"):
-        check_needs(compose("task=serve", f"task.port={taken}"))
+def test_port_in_use_is_an_error(compose: Compose) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(UserError, match=f"task.port={port} is invalid: it cannot be listened on: Address already"):
+            check_needs(compose("task=serve", f"task.port={port}"))
 
 
 def test_missing_package_names_the_extra(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,17 +78,3 @@ def test_unequal_shares_of_ranks_are_an_error(compose: Compose, devices: str, ar
     with pytest.raises(UserError, match=message):
         check_prompts(compose(*sharded, argument))
     check_prompts(compose(*sharded, argument, "trainer.devices=1"))
-
-
-def test_unknown_callback_is_answered_with_those_there_are() -> None:
-    with (
-        ConfigTree() as tree,
-        pytest.raises(UserError, match="no key callbacks.nope.x. callbacks has timings, .* summ"),
-    ):
-        check_names(tree, ["callbacks.nope.x=1"])
-
-
-def test_help_names_the_options_for_small_gpus(command: Command) -> None:
-    text = command("--help").out
-    for knob in ("trainer ", "base_weights ", "encode_on "):
-        assert f"\n    {knob}" in text or f"\n  {knob}" in text

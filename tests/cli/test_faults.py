@@ -4,9 +4,6 @@ server that dies.
 After each of them old files are intact, there are no partial files, and one line names a fix.
 """
 
-import builtins
-import errno
-import os
 import random
 import resource
 import signal
@@ -18,32 +15,17 @@ from threading import Thread
 from typing import Any
 
 import pytest
+import small_runs
 import torch
 from forks import Forks
 from lightning.pytorch import Callback, LightningModule, Trainer
 from reward_servers import free_port, kill, start, started
+from small_runs import Command, checkpoint, files_of, the_line
 
 from solrl_lightning.artifacts.files import WholeCheckpointIO, write_atomically, written_whole
 from solrl_lightning.errors import WriteError
 
-Command = Callable[..., Any]
-
-SMALL = (
-    "experiment=smoke trainer=cpu iterations=4 prompts_per_iteration=1 family.pool=4 family.keep=2 model.full_steps=2 "
-    "model.preview_steps=1 model.eval_steps=1 data.eval_prompts=1 data.eval_images=1 evaluation.every=4 "
-    "callbacks.rank_correlation.probe_every=0 callbacks.sample_grid.every=0"
-).split()
-
-
-def files_of(folder: Path) -> dict[Path, bytes]:
-    return {file.relative_to(folder): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
-
-
-def the_line(err: str) -> str:
-    """Return the only message of a terminal without a traceback."""
-    assert "Traceback" not in err, err
-    (line,) = (line for line in err.splitlines() if line.startswith("error: "))
-    return line
+SMALL = [*small_runs.SMALL, "iterations=4"]
 
 
 # Full disks
@@ -130,54 +112,13 @@ def test_full_disk_ends_run_with_one_line_and_no_partial_file(
     line = the_line(done.err)
     assert f"run/{file} could not be written: " in line and "File too large" in line and "Free space" in line
     left = files_of(tmp_path / "run")
-    assert not [path for path in left if path.suffix == ".tmp"]
+    assert not [path for path in left if path.endswith(".tmp")]
     if file == "checkpoints/last.ckpt":
-        assert torch.load(tmp_path / "run" / file, weights_only=True)["global_step"] == 1
+        assert checkpoint(tmp_path / "run")["global_step"] == 1
         assert "ckpt=last hydra.run.dir=" in line
     else:
         assert not (tmp_path / "run" / file).exists()
         assert "remove " in line
-
-
-class TurnReadOnly(Callback):
-    """Makes writes below ``folder`` fail after the first iteration, as on a mount that turns read-only.
-
-    Permissions would not do: root may write anywhere.
-    """
-
-    def __init__(self, folder: str) -> None:
-        self.folder = Path(folder).absolute()
-
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.current_epoch == 1:
-            builtins.open = self.refusing(builtins.open, lambda mode="r", *_: not set(mode).isdisjoint("wax+"))
-            for name in ("mkdir", "replace", "unlink", "rmdir"):
-                setattr(os, name, self.refusing(getattr(os, name), lambda *_: True))
-
-    def refusing(self, call: Callable[..., Any], writes: Callable[..., bool]) -> Callable[..., Any]:
-        def refused(path: Any, *options: Any, **named: Any) -> Any:
-            below = isinstance(path, str | Path) and Path(path).absolute().is_relative_to(self.folder)
-            if below and writes(*options):
-                raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
-            return call(path, *options, **named)
-
-        return refused
-
-
-def test_read_only_folder_ends_run_with_one_line_and_last_checkpoint(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(builtins, "open", builtins.open)  # undoes the callback's patch
-    for name in ("mkdir", "replace", "unlink", "rmdir"):
-        monkeypatch.setattr(os, name, getattr(os, name))
-    fault = [f"+callbacks.full._target_={__name__}.TurnReadOnly", "+callbacks.full.folder=run"]
-    done = command(*SMALL, "iterations=2", "hydra.run.dir=run", *fault)
-    monkeypatch.undo()
-    assert done.status == 1
-    line = the_line(done.err)
-    assert "could not be written: Read-only file system" in line and "ckpt=last hydra.run.dir=" in line
-    assert not list((tmp_path / "run").rglob("*.tmp"))
-    assert torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 1
 
 
 # Kills
@@ -201,7 +142,7 @@ def tensors(tree: Any, path: str = "") -> dict[str, torch.Tensor]:
 
 def assert_equal_to_the_bit(run: Path, expected: Path) -> None:
     """Return adapters, optimiser state and average."""
-    loaded = [torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True) for folder in (run, expected)]
+    loaded = [checkpoint(folder) for folder in (run, expected)]
     assert loaded[0]["global_step"] == loaded[1]["global_step"] == 4
     # A run that ended earlier, or was killed, may have another number of evaluations.
     first, second = ({k: v for k, v in tensors(state).items() if "/Guard/" not in k} for state in loaded)
@@ -297,7 +238,7 @@ def test_run_survives_a_restart_of_its_reward_server_and_resumes_after_its_end(
     line = the_line(done.err)
     assert f"the reward server {url}, asked about the prompt 'a " in line and "does not answer: " in line
     assert "Start or correct the server, then continue the run with ckpt=last hydra.run.dir=" in line
-    assert torch.load(tmp_path / "dead" / "checkpoints" / "last.ckpt", weights_only=True)["global_step"] == 1
+    assert checkpoint(tmp_path / "dead")["global_step"] == 1
     monkeypatch.setattr(KillServer, "kill", lambda: None)
     with started("example_server.py", free_port()) as moved:
         done = command("ckpt=last", "hydra.run.dir=dead", f"reward.http.url={moved}")

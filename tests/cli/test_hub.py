@@ -2,14 +2,14 @@
 
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from reward_servers import in_thread
 
 from solrl_lightning.cli import hub
 from solrl_lightning.cli.checks import downloads
@@ -46,34 +46,21 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def answering(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Provide a hub that answers every request with status 403."""
+class Forbidding(BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_error(403)
 
-    class Refusing(BaseHTTPRequestHandler):
-        def do_HEAD(self) -> None:
-            self.send_error(403)
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = HTTPServer(("127.0.0.1", 0), Refusing)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    yield
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    def log_message(self, format: str, *args: object) -> None:
+        pass
 
 
 @pytest.mark.usefixtures("silent")
 def test_silent_hub_error_names_model_requirements_in_time(compose: Compose) -> None:
     began = time.monotonic()
-    with pytest.raises(UserError, match="it is not on this machine, and the hub at .* does not answer: ") as refusal:
+    with pytest.raises(UserError, match="it is not on this machine, and the hub at .* does not answer: ") as error:
         check(compose(*FLUX))
     assert time.monotonic() - began < 30  # half a second on a quiet machine
-    assert NEEDS in str(refusal.value) and "use model.pretrained=<local folder>" in str(refusal.value)
+    assert NEEDS in str(error.value) and "use model.pretrained=<local folder>" in str(error.value)
     with pytest.raises(UserError, match="^reward.pickscore.pretrained=yuvalkirstain/PickScore_v1 is invalid: "):
         check(compose("reward=pickscore"))
 
@@ -87,43 +74,46 @@ def test_cache_is_used_if_hub_is_silent(compose: Compose, cache: Path) -> None:
     assert check(compose(*FLUX)) == []
 
 
-@pytest.mark.usefixtures("answering")
-def test_answering_hub_is_used_and_requirements_are_told(compose: Compose, cache: Path) -> None:
-    (note,) = check(compose(*FLUX))
-    assert note.startswith(NEEDS) and "Its page: https://huggingface.co/black-forest-labs/FLUX.1-dev" in note
-    assert not constants.HF_HUB_OFFLINE
-    (cache / "models--black-forest-labs--FLUX.1-dev").mkdir(parents=True)
-    assert check(compose(*FLUX)) == []
+def test_answering_hub_is_used_with_a_note_on_requirements(
+    compose: Compose, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with in_thread(Forbidding) as url:
+        monkeypatch.setattr(constants, "ENDPOINT", url)
+        (note,) = check(compose(*FLUX))
+        assert note.startswith(NEEDS) and "Its page: https://huggingface.co/black-forest-labs/FLUX.1-dev" in note
+        assert not constants.HF_HUB_OFFLINE
+        (cache / "models--black-forest-labs--FLUX.1-dev").mkdir(parents=True)
+        assert check(compose(*FLUX)) == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "is_checked"),
     [
-        ((), False),
-        (("model.preview_decoder=tiny",), False),
-        (("model=flux1", "model.weights=random", "data=shapes"), False),
-        (("model=flux1", "model.weights=random", "data=shapes", "model.preview_decoder=madebyollin/taef1"), True),
-        (("data=pickapic",), True),
-        (("data.eval=hf://owner/name/test",), True),
-        (("task=evaluate", "data.train=hf://owner/name/train"), False),  # evaluate does not read data.train
-        (("reward=hpsv2",), True),
-        (("reward=hpsv2", "reward.pretrained=.", "task=audit"), False),
-        (("task=generate", "task.prompts=[a]", "reward=hpsv2"), False),
-        (("task=serve", "reward=hpsv2"), True),
-        (("task=serve", "model=flux1"), False),
-        (("+reward.mine={_target_:a.B,weight:1.0,tokenizer:words}",), False),
+        ("", False),
+        ("model.preview_decoder=tiny", False),
+        ("model=flux1 model.weights=random data=shapes", False),
+        ("model=flux1 model.weights=random data=shapes model.preview_decoder=madebyollin/taef1", True),
+        ("data=pickapic", True),
+        ("data.eval=hf://owner/name/test", True),
+        ("task=evaluate data.train=hf://owner/name/train", False),  # evaluate does not read data.train
+        ("reward=hpsv2", True),
+        ("reward=hpsv2 reward.pretrained=. task=audit", False),
+        ("task=generate task.prompts=[a] reward=hpsv2", False),
+        ("task=serve reward=hpsv2", True),
+        ("task=serve model=flux1", False),
+        ("+reward.mine={_target_:a.B,weight:1.0,tokenizer:words}", False),
     ],
 )
 def test_hub_is_checked_only_if_needed(
-    compose: Compose, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], is_checked: bool
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, arguments: str, is_checked: bool
 ) -> None:
     calls = []
     monkeypatch.setattr(hub, "_silence", lambda *args: calls.append(args) or "")
-    check(compose(*arguments))
+    check(compose(*arguments.split()))
     assert bool(calls) == is_checked
 
 
-def test_refused_connection_is_reported_at_once(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_port_is_reported_at_once(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))  # bound, but not listening
         monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed.getsockname()[1]}")

@@ -26,13 +26,10 @@ Compose = Callable[..., Run]
 WRONG = """
 seed=-1                          | it must be a whole number from 0 to 4294967295. Leave it out for the default.
 seed=true                        | seed=true is invalid: it must be a whole number
-seed=1.0                         | it must be a whole number
 iterations=0                     | it must be a whole number of at least 1
-iterations=many                  | it must be a whole number of at least 1
 iterations=null                  | iterations=null is invalid: it must be a whole number of at least 1
 family.pool=100001               | it must be a whole number from 1 to 100000
 model.full_steps=1001            | model.full_steps=1001 is invalid: it must be a whole number from 1 to 1000
-optimizer.lr=1e400               | optimizer.lr=inf is invalid: it must be a finite number above 0
 optimizer.lr=nan                 | optimizer.lr=nan is invalid: it must be a finite number above 0
 optimizer.eps=1e-50              | it must be a finite number of at least 1e-30, as float32
 objective.kl_weight=-0.1         | it must be a finite number of at least 0
@@ -43,7 +40,6 @@ model.lora.alpha=1e300           | model.lora.alpha=1e+300 is invalid: it must b
 model.solver=heun                | it must be one of euler, dpm2. Leave it out for the default.
 model.gradient_checkpointing=1   | it must be one of true, false, selective
 family.compile=1                 | it must be one of true, false, auto
-compile_training=0.0             | it must be one of true, false, auto
 base_weights=null                | it must be one of bfloat16, int8, nf4
 training_sampler=foo             | it must be one of merged, policy
 trainer.accelerator=tpus         | it must be one of auto, cpu, gpu
@@ -75,7 +71,6 @@ model.data=null                  | model.data=null is invalid: it must be a grou
 reward.combine=mean              | it must be one of sum, gdpo
 ++reward.shapes=3                | it must have a _target_ and a weight. Begin the reward's file
 reward.shapes.weight=null        | it must be a finite number; 0 for a reward that is only evaluated
-reward=http reward.http.batch=0  | reward.http.batch=0 is invalid: it must be a whole number of at least 1
 reward=http reward.http.url=ftp://scorer | reward.http.url=ftp://scorer is invalid: it must begin with http:// or
 reward=geneval reward.geneval.strict=1 | reward.geneval.strict=1 is invalid: it must be true or false
 reward.pretrained=x              | it is for one reward that is loaded from files; got shapes. Leave it out.
@@ -91,13 +86,30 @@ base_weights=int8 family.compile=true | with family.compile=true it must be bflo
 ++family.regenerate.stop_after=2 | Set family.explore.stop_after
 family.explore.decoder=preview   | it needs a tiny autoencoder of this model's latents
 task=audit task.proxies=[]       | task.proxies is empty
+task=audit task.proxies=[{sampler:shadows,steps:2}] | proxies.0.sampler=shadows is invalid: it must be one of shadow
+task=audit task.proxies=[{sampler:shadow,steps:0}] | proxies.0.steps=0 is invalid: it must be a whole number from 1
+task=audit task.proxies=[{sampler:merged,steps:2,stop_after:2}] | task.proxies.0.stop_after=2 is invalid
+task=audit task.proxies=[{sampler:merged,steps:2,solver:heun}] | it must be one of euler, dpm2
+task=audit task.proxies=[{sampler:merged,steps:2,decoder:half}] | task.proxies.0.decoder=half is invalid: it must be one
 task=audit task.proxies=[{sampler:shadow}] | task.proxies.0.steps is missing: a run needs it. Add it.
 task=audit task.proxies=[{sampler:shadow,steps:4,decoder:preview}] | task.proxies.0.decoder=preview is invalid: it needs
 task=generate                    | task.prompt_file=<file>; got neither
 task=generate task.prompts=5     | task.prompts=5 is invalid: it must be a list of texts, for example
 task=generate task.prompts=['']  | task.prompts=[''] is invalid: '' is no text
 task=generate task.prompts=[a] task.seeds=[1,1] | it must be a list of different whole numbers
+task=generate task.prompts=[a] task.prompt_file=b | got both
+task=generate task.prompts=[a,7] | 7 is no text
+task=generate task.prompts=[a,null] | None is no text
+task=generate task.prompts=[a] task.seeds=3 | task.seeds=3 is invalid: it must be a list of different whole numbers
+task=generate task.prompts=[a] task.seeds=[] | task.seeds=[] is invalid
+task=generate task.prompts=[a] task.seeds=[1,2.5] | task.seeds=[1, 2.5] is invalid
+task=generate task.prompts=[a] task.seeds=[true] | task.seeds=[true] is invalid
+task=generate task.prompts=[a] task.seeds=[-1] | task.seeds=[-1] is invalid
+task=generate task.prompts=[a] task.seeds=[4294967296] | task.seeds=[4294967296] is invalid
+task=generate task.prompts=[a] task.images=0 | task.images=0 is invalid: it must be a whole number from 1 to
 task=compare task.runs=[a,b]     | it must be one glob, in quotes, that matches all runs
+task=serve task.max_images=0      | task.max_images=0 is invalid: it must be
+task=serve task.max_pixels=none   | task.max_pixels=none is invalid: it must be
 task=serve task.port=70000       | it must be a whole number from 0 to 65535; 0 takes a free port
 task=plan task.reserve=nan        | it must be a finite number of at least 0
 callbacks.checkpoint.filename=x  | it must be last, as ckpt=last reads that file
@@ -118,7 +130,6 @@ family=race family.explore.rungs=[{step:2,keep:97},{step:4,keep:24}] | from the 
 family=race family.explore.rungs=[{step:2,keep:60},{step:4,keep:23}] | down to 24 in the last rung
 family=race family.explore.rungs=[{step:2,keep:60},{step:11,keep:24}] | up to 10
 family=race family.explore.rungs=[{step:10,keep:24}] | it must be a race that ends before step 10, the last one
-family=race family.pool=36       | from the pool of 36 down to 24
 family=race family.regenerate.steps=20 | it samples with the same weights
 trainer=fsdp                     | family.explore.sampler=shadow is invalid with trainer=fsdp
 trainer=fsdp family=prefix       | Set callbacks.sample_grid.every=0
@@ -127,7 +138,7 @@ task=evaluate trainer=fsdp       | only task=train shards the weights
 
 
 @pytest.mark.parametrize("line", WRONG.strip().splitlines(), ids=lambda line: line.split(" | ")[0].strip())
-def test_wrong_value_is_told_with_its_rule(line: str) -> None:
+def test_error_of_a_wrong_value_states_its_rule(line: str) -> None:
     command, message = (part.strip() for part in line.split(" | "))
     with ConfigTree() as tree, pytest.raises(UserError) as error:
         options_of(tree.compose(command.split()), "run")
@@ -166,10 +177,10 @@ def test_options_hold_what_the_files_say() -> None:
     for arguments in (["reward=[shapes,http]", "family=race"], ["task=audit", "family=adaptive"]):
         with ConfigTree() as tree:
             cfg = application_config(tree.compose(arguments), "run")
-        kept = Run.of(cfg).tree()
-        assert kept == OmegaConf.to_container(cfg)
-        assert list(kept["reward"]) == list(cfg.reward)
-        assert list(kept["callbacks"]) == list(cfg.callbacks)  # in which they are called
+        tree = Run.of(cfg).tree()
+        assert tree == OmegaConf.to_container(cfg)
+        assert list(tree["reward"]) == list(cfg.reward)
+        assert list(tree["callbacks"]) == list(cfg.callbacks)  # in which they are called
 
 
 def test_names_are_those_of_the_code_that_implements_them() -> None:
@@ -186,7 +197,7 @@ def test_every_key_has_a_sentence() -> None:
                     assert isinstance(following, ast.Expr), ast.unparse(line)
 
 
-# Files of the user's own
+# A user's files
 
 
 @pytest.mark.parametrize(
@@ -200,14 +211,14 @@ def test_every_key_has_a_sentence() -> None:
         ("defaults: [sol_rl, _self_]\nexplore: {step: 8}\n", "family.explore.step=8 is invalid: .* Did you mean steps"),
     ],
 )
-def test_wrong_file_of_own_is_told(tmp_path: Path, text: str, message: str) -> None:
+def test_error_of_a_wrong_file_names_the_fault(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "family").mkdir()
     (tmp_path / "family" / "mine.yaml").write_text(text)
     with ConfigTree(config_dir=str(tmp_path)) as tree, pytest.raises(UserError, match=message):
         options_of(tree.compose(["family=mine", "family.pool=96"] if "pool" in text else ["family=mine"]), "run")
 
 
-def test_model_of_own_may_have_keys_of_its_own(tmp_path: Path) -> None:
+def test_model_file_may_have_more_keys(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "mine.yaml").write_text("defaults: [tiny, _self_]\nown: 3\nfull_steps: ${model.own}\n")
     with ConfigTree(config_dir=str(tmp_path)) as tree:

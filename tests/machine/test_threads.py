@@ -46,10 +46,7 @@ def written(folder: Path, files: dict[str, str]) -> Path:
 def test_quota_is_the_least_of_the_groups(tmp_path: Path, groups: str, files: dict[str, str], cores: float) -> None:
     written(tmp_path, {"cgroup": groups})
     assert quota(tmp_path / "cgroup", written(tmp_path / "fs", files)) == cores
-
-
-def test_no_groups_are_no_quota(tmp_path: Path) -> None:
-    assert quota(tmp_path / "cgroup", tmp_path) == math.inf
+    assert quota(tmp_path / "none", tmp_path) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -59,24 +56,17 @@ def test_no_groups_are_no_quota(tmp_path: Path) -> None:
         ({}, (2, 2, math.inf, 1, 2), SPIN),
         ({}, (2, 2, math.inf, 1, 1.6), SPIN),
         ({}, (2, 2, math.inf, 1, 1.4), {"OMP_NUM_THREADS": "1"}),  # one thread waits for none
-        ({}, (2, 2, math.inf, 1, 0.3), {"OMP_NUM_THREADS": "1"}),
         ({}, (8, 8, math.inf, 1, 5.9), {"OMP_NUM_THREADS": "5"} | SPIN),
         ({}, (8, 8, math.inf, 1, 6), SPIN),
-        ({}, (8, 8, 3, 1, 8), {"OMP_NUM_THREADS": "3"} | SPIN),
         ({}, (8, 8, 2.5, 1, 8), {"OMP_NUM_THREADS": "3"} | SPIN),
-        ({}, (8, 8, 0.5, 1, 0), {"OMP_NUM_THREADS": "1"}),
         ({}, (8, 8, 3, 1, 2), {"OMP_NUM_THREADS": "2"} | SPIN),
         ({}, (8, 4, math.inf, 1, 4), SPIN),  # libgomp's own count
-        ({}, (8, 4, 16, 1, 4), SPIN),
         ({}, (8, 8, math.inf, 4, 8), {"OMP_NUM_THREADS": "2"} | SPIN),
         ({}, (8, 8, math.inf, 4, 5), {"OMP_NUM_THREADS": "2"} | SPIN),  # the other three ranks use a core each
-        ({}, (8, 8, math.inf, 4, 2), {"OMP_NUM_THREADS": "1"}),
         ({}, (8, 8, 6, 4, 8), {"OMP_NUM_THREADS": "1"}),
         ({}, (2, 2, math.inf, 4, 2), {"OMP_NUM_THREADS": "1"}),
         ({"OMP_NUM_THREADS": "6"}, (8, 8, 2, 4, 1), SPIN),
         ({"OMP_NUM_THREADS": "1"}, (8, 8, 2, 1, 0), {}),
-        ({"OMP_NUM_THREADS": "4,2"}, (8, 8, 8, 1, 4), SPIN),
-        ({"MKL_NUM_THREADS": "6"}, (8, 8, 2, 1, 8), SPIN),
         ({"OMP_WAIT_POLICY": "ACTIVE"}, (2, 2, math.inf, 1, 2), {}),
         ({"GOMP_SPINCOUNT": "9"}, (8, 8, 2, 1, 8), {"OMP_NUM_THREADS": "2"}),
         ({"KMP_BLOCKTIME": "0"}, (2, 2, math.inf, 1, 2), {}),
@@ -86,14 +76,21 @@ def test_settings_of_a_machine(environment: dict[str, str], machine: Any, variab
     assert choose(environment, *machine)[0] == variables
 
 
-def test_fewer_threads_than_cores_are_reported_with_the_reason() -> None:
-    assert choose({}, 2, 2, math.inf, 1, 2)[1] == []
-    assert choose({}, 64, 64, 2.5, 1, 64)[1] == ["threads: 3, of this machine's 64 cores (a quota of 2.5)"]
-    (line,) = choose({}, 64, 8, 16, 1, 8)[1]
-    assert line == "threads: 8, of this machine's 64 cores (those where this process may run)"
-    assert choose({"OMP_NUM_THREADS": "2"}, 64, 8, 2, 1, 1)[1] == []
-    (line,) = choose({}, 2, 2, math.inf, 1, 1)[1]
-    assert line.startswith("threads: 1, of this machine's 2 cores (other processes use the rest")
+@pytest.mark.parametrize(
+    ("environment", "machine", "report"),
+    [
+        ({}, (2, 2, math.inf, 1, 2), ""),
+        ({}, (64, 64, 2.5, 1, 64), "threads: 3, of this machine's 64 cores (a quota of 2.5)"),
+        ({}, (64, 8, 16, 1, 8), "threads: 8, of this machine's 64 cores (those where this process may run)"),
+        ({"OMP_NUM_THREADS": "2"}, (64, 8, 2, 1, 1), ""),
+        ({}, (2, 2, math.inf, 1, 1), "threads: 1, of this machine's 2 cores (other processes use the rest"),
+    ],
+)
+def test_fewer_threads_than_cores_are_reported_with_the_reason(
+    environment: dict[str, str], machine: Any, report: str
+) -> None:
+    lines = choose(environment, *machine)[1]
+    assert len(lines) == bool(report) and "".join(lines).startswith(report)
 
 
 @pytest.mark.parametrize(
@@ -116,25 +113,23 @@ def test_ranks_that_share_the_cores(monkeypatch: pytest.MonkeyPatch, environment
     assert ranks_here() == ranks
 
 
-def test_lightnings_ranks_divide_what_was_set(
-    monkeypatch: pytest.MonkeyPatch, compose: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_lightnings_ranks_divide_what_was_set(monkeypatch: pytest.MonkeyPatch, compose: Callable[..., Any]) -> None:
     for name in ("LOCAL_RANK", "NODE_RANK", "GROUP_RANK"):
         monkeypatch.delenv(name, raising=False)  # Lightning leaves them in a process that has trained on several ranks
     before = torch.get_num_threads()
+    options = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2")
     try:
         divide_threads(2)
         assert torch.get_num_threads() == before and "SOLRL_LIGHTNING_THREADS" not in os.environ
         monkeypatch.setenv("SOLRL_LIGHTNING_THREADS", "OMP_NUM_THREADS=5 GOMP_SPINCOUNT=10000")
         monkeypatch.setenv("OMP_NUM_THREADS", "5")
-        options = ("trainer=ddp", "trainer.accelerator=cpu")
-        build.instantiate_trainer(compose(*options, "trainer.devices=2"))
+        build.instantiate_trainer(compose(*options))
         assert torch.get_num_threads() == 2 and os.environ["OMP_NUM_THREADS"] == "2"
         build.instantiate_trainer(compose("trainer=cpu"))  # the next job of a sweep
         assert torch.get_num_threads() == 5 and os.environ["OMP_NUM_THREADS"] == "5"
         monkeypatch.setattr(rank_zero_only, "rank", 0)  # Lightning sets it for the process
         monkeypatch.setenv("LOCAL_RANK", "1")  # a rank that has its share
-        build.instantiate_trainer(compose(*options, "trainer.devices=2"))
+        build.instantiate_trainer(compose(*options))
         assert torch.get_num_threads() == 5
     finally:
         torch.set_num_threads(before)
@@ -203,17 +198,12 @@ def test_variables_of_the_user_stay_and_those_of_the_starting_process_are_chosen
 @pytest.mark.slow
 def test_the_command_chooses_before_torch_is_loaded(tmp_path: Path) -> None:
     task = "import os, torch\ndef show(cfg): print('task', torch.get_num_threads(), os.environ.get('OMP_NUM_THREADS'))"
-    written(tmp_path, {"shown.py": task})
-    environment = plain() | {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "solrl_lightning", "task._target_=shown.show"]
-
-    def out(**more: str) -> list[str]:
-        done = subprocess.run(command, cwd=tmp_path, env=environment | more, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout.splitlines()
-
-    assert "task 1 1" in out()  # the user's
+    (tmp_path / "shown.py").write_text(task)
     # Another process's choice is made again; the number depends on the machine's load.
-    (line,) = [line for line in out(OMP_NUM_THREADS="7", SOLRL_LIGHTNING_THREADS="OMP_NUM_THREADS=7") if "task" in line]
+    chosen = {"OMP_NUM_THREADS": "7", "SOLRL_LIGHTNING_THREADS": "OMP_NUM_THREADS=7", "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "solrl_lightning", "task._target_=shown.show"]
+    done = subprocess.run(command, cwd=tmp_path, env=plain() | chosen, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "task" in line]
     _, number, variable = line.split()
     assert 1 <= int(number) <= CORES and variable == (number if int(number) < CORES else "None")

@@ -5,15 +5,14 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from checkpoints import write_checkpoint
 from PIL import Image
 
 from solrl_lightning.artifacts.pictures import Row, draw_grid
-from solrl_lightning.build import build_module
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -27,29 +26,10 @@ Compose = Callable[..., Run]
 SMALL = ("experiment=smoke", "trainer=cpu", "model.eval_steps=2")
 
 
-def write_checkpoint(cfg: Run, path: Path, strength: float) -> Path:
-    """What a training run would leave if its average were the start plus random B of this strength."""
-    module = build_module(cfg, torch.device("cpu"), [])
-    average = {name: value.clone() for name, value in module.adapter_state("default").items()}
-    generator = torch.Generator().manual_seed(0)
-    for name, value in average.items():
-        if ".lora_B." in name:
-            value.normal_(generator=generator).mul_(strength)
-    checkpoint: dict[str, Any] = {
-        "state_dict": module.state_dict(),
-        "global_step": 0,
-        "loops": {},
-        "optimizer_states": [],
-    }
-    module.on_save_checkpoint(checkpoint)
-    torch.save(checkpoint | {"callbacks": {"WeightEMA": {"average": average}}}, path)
-    return path
-
-
 def test_adapter_of_zeros_makes_no_difference(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint = write_checkpoint(compose(*SMALL), tmp_path / "start.ckpt", strength=0.0)
+    checkpoint = write_checkpoint(compose(*SMALL), tmp_path / "start.ckpt", trained=0, average=0)
     result = evaluate(compose(*SMALL, "task=evaluate", f"ckpt='{checkpoint}'"))
     shapes = result["rewards"]["shapes"]
     assert shapes["trained"] == shapes["base"]
@@ -87,27 +67,24 @@ def test_evaluation_equals_that_of_the_training_run(compose: Compose, tmp_path: 
     assert [image["prompt"] for image in images] == [prompt for prompt in prompts for _ in range(2)]
 
 
-def test_only_the_base_is_scored_without_a_checkpoint(
+def test_only_the_base_is_scored_without_a_checkpoint_by_each_reward_and_their_weighted_sum(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    result = evaluate(compose(*SMALL, "task=evaluate", "data.eval_prompts=1", "task.grid_images=1"))
-    (shapes,) = result["rewards"].values()
-    assert set(shapes) == {"base"}
-    assert shapes["base"]["standard_error"] is None  # one prompt
-    assert shapes["base"]["mean"] == result["per_prompt"][0]["shapes"]["base"]
-    assert (tmp_path / "evaluate.png").is_file()
-    assert "ckpt=last" in capfd.readouterr().out
-
-
-def test_several_rewards_are_reported_separately_and_as_their_weighted_sum(compose: Compose, tmp_path: Path) -> None:
-    other = "{_target_: solrl_lightning.rewards.shapes.ShapesReward, weight: 0.5}"
-    watched = "{_target_: solrl_lightning.rewards.shapes.ShapesReward, weight: 0}"
-    rewards = (f"+reward.other={other}", f"+reward.watched={watched}")
-    result = evaluate(compose(*SMALL, "task=evaluate", "data.eval_prompts=2", *rewards))
+    other, watched = (
+        f"+reward.{name}={{_target_: solrl_lightning.rewards.shapes.ShapesReward, weight: {weight}}}"
+        for name, weight in (("other", 0.5), ("watched", 0))
+    )
+    arguments = ("task=evaluate", "data.eval_prompts=1", "task.grid_images=1", other, watched)
+    result = evaluate(compose(*SMALL, *arguments))
+    assert all(set(values) == {"base"} for values in result["rewards"].values())
+    assert result["rewards"]["shapes"]["base"]["standard_error"] is None  # one prompt
     means = {name: values["base"]["mean"] for name, values in result["rewards"].items()}
     assert list(means) == ["shapes", "other", "watched", "weighted_sum"]
+    assert means["shapes"] == result["per_prompt"][0]["shapes"]["base"]
     assert means["other"] == means["watched"] == means["shapes"]
     assert means["weighted_sum"] == pytest.approx(1.5 * means["shapes"], rel=1e-6)
+    assert (tmp_path / "evaluate.png").is_file()
+    assert "ckpt=last" in capfd.readouterr().out
 
 
 def test_table_and_picture_have_each_score_under_its_reward_and_model() -> None:
@@ -123,10 +100,10 @@ def test_table_and_picture_have_each_score_under_its_reward_and_model() -> None:
         ["a star", str(seeds[1]), "3.0", "9.0", "4.0", "10.0", "5.0", "11.0"],
     ]
     pictures = torch.randint(256, (2, 1, 3, 8, 8), dtype=torch.uint8)  # the first image of each model
-    found = draw(evaluation, ["base", "trained"], [Scored(scores[:, 0], pictures)])
+    picture = draw(evaluation, ["base", "trained"], [Scored(scores[:, 0], pictures)])
     row = Row("a star", list(pictures.float() / 255), ["2", "8"])
     expected = draw_grid("Same held-out prompts, same noise; weighted_sum below", ["base", "trained"], [row])
-    assert found.tobytes() == expected.tobytes()
+    assert picture.tobytes() == expected.tobytes()
 
 
 def test_results_of_ranks_are_merged_in_the_order_of_prompts() -> None:

@@ -3,20 +3,16 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from checkpoints import write_checkpoint
 from nano import PROMPTS, save_nano
-from omegaconf import DictConfig
 from PIL import Image
 
 from solrl_lightning.artifacts.pictures import Row, draw_grid
 from solrl_lightning.build import build_model
-from solrl_lightning.cli.checks import check_needs
-from solrl_lightning.cli.config import ConfigTree, application_config
-from solrl_lightning.errors import UserError
 from solrl_lightning.facts import requested_prompts
 from solrl_lightning.options.run import Run
 from solrl_lightning.seeds import evaluation_seeds
@@ -31,43 +27,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
     return "experiment=smoke", "trainer=cpu", "model.eval_steps=2", f"model.pretrained='{folder}'"
 
 
-@pytest.fixture(scope="module")
-def alone() -> DictConfig:
-    """task=generate without any of its options."""
-    with ConfigTree() as tree:
-        return application_config(tree.compose(["task=generate"]), "nowhere")
-
-
-def write_checkpoint(cfg: Run, path: Path, trained: float = 0.1, average: float = 0.5) -> Path:
-    """What a training run would leave if it had moved B, and its average, by random amounts of these sizes."""
-    module = build_model(without_training(cfg), torch.device("cpu"))
-    states = {}
-    for name, size in (("default", trained), ("ema", average)):
-        generator = torch.Generator().manual_seed(len(states))
-        states[name] = {key: value.clone() for key, value in module.adapter_state("default").items()}
-        for key, value in states[name].items():
-            if ".lora_B." in key:
-                value.normal_(generator=generator).mul_(size)
-    for key, value in module.adapter_state("default").items():
-        value.copy_(states["default"][key])
-    checkpoint: dict[str, Any] = {
-        "state_dict": module.state_dict(),
-        "global_step": 0,
-        "loops": {},
-        "optimizer_states": [],
-    }
-    module.on_save_checkpoint(checkpoint)
-    torch.save(checkpoint | {"callbacks": {"WeightEMA": {"average": states["ema"]}}}, path)
-    return path
-
-
 def pixels(path: Path) -> torch.Tensor:
     with Image.open(path) as image:
         return torch.tensor(np.array(image))
-
-
-def no_model(*args: Any) -> None:
-    raise AssertionError("a model was loaded before the command line was checked")
 
 
 def test_base_and_trained_use_the_seeds_of_evaluations(
@@ -76,8 +38,8 @@ def test_base_and_trained_use_the_seeds_of_evaluations(
     caplog.set_level("INFO", "solrl_lightning")
     checkpoint = write_checkpoint(compose(*small), tmp_path / "last.ckpt")
     prompts = f'task.prompts=["{PROMPTS[0]}","{PROMPTS[1]}"]'
-    images = ("task.images=3", "task.grid_images=2", "model.rollout_batch=3")  # one prompt at once
-    cfg = compose(*small, "task=generate", f"ckpt='{checkpoint}'", prompts, *images)
+    options = ("task.images=3", "task.grid_images=2", "model.rollout_batch=3")  # one prompt at once
+    cfg = compose(*small, "task=generate", f"ckpt='{checkpoint}'", prompts, *options)
     result = generate(cfg)
     assert "family.compile" not in caplog.text  # nothing is compiled, and there is no rollout to speak of
 
@@ -95,10 +57,10 @@ def test_base_and_trained_use_the_seeds_of_evaluations(
     expected = module.sample(PROMPTS[:2], seeds, weights="base", steps=2)
     module.ema_state = torch.load(checkpoint, weights_only=True)["callbacks"]["WeightEMA"]["average"]
     expected = torch.stack([expected, module.sample(PROMPTS[:2], seeds, weights="ema", steps=2)])
-    found = torch.stack([pixels(tmp_path / image["file"]) for image in result["images"]])
+    images = torch.stack([pixels(tmp_path / image["file"]) for image in result["images"]])
     levels = (255 * expected.flatten(0, 2)).round().byte().permute(0, 2, 3, 1)
-    assert torch.equal(found, levels)
-    assert not torch.equal(found[:6], found[6:])
+    assert torch.equal(images, levels)
+    assert not torch.equal(images[:6], images[6:])
 
     rows = [Row(prompt, [expected[0, i, :2], expected[1, i, :2]]) for i, prompt in enumerate(PROMPTS[:2])]
     grid = draw_grid("Same prompts, same noise", ["base", "trained"], rows)
@@ -131,7 +93,7 @@ def test_base_uses_prompts_of_a_file_and_the_given_seeds(
 ) -> None:
     """Samples one prompt per pass, without a reward and without data.train and data.eval."""
     (tmp_path / "mine.txt").write_text("\n".join(PROMPTS), encoding="utf-8")
-    monkeypatch.setattr("solrl_lightning.build.build_rewards", no_model)
+    monkeypatch.delattr("solrl_lightning.build.build_rewards")
     arguments = ("task=generate", f"task.prompt_file='{tmp_path / 'mine.txt'}'", "task.seeds=[7,0]")
     without_data = ("data.train=nowhere.txt", "data.eval=nowhere.txt", "model.rollout_batch=3")
     result = generate(compose(*small, *arguments, *without_data))
@@ -141,39 +103,6 @@ def test_base_uses_prompts_of_a_file_and_the_given_seeds(
     assert result["checkpoint"] is None and "checkpoint" not in result["images"][0]
     again = generate(compose(*small, *arguments, *without_data, "model.rollout_batch=6"))
     assert again["images"] == result["images"]
-
-
-CAT = ["a cat"]
-
-
-@pytest.mark.parametrize(
-    ("asked", "message"),
-    [
-        ({}, "got neither"),
-        ({"prompts": CAT, "prompt_file": "a.txt"}, "got both"),
-        ({"prompts": "a cat"}, "task.prompts=a cat is invalid: it must be a list of texts"),
-        ({"prompts": ["a cat", " "]}, "' ' is no text"),
-        ({"prompts": ["a cat", 7]}, "7 is no text"),
-        ({"prompts": ["a cat", None]}, "None is no text"),
-        ({"prompt_file": "nowhere.txt"}, "nowhere.txt does not exist"),
-        ({"prompts": CAT, "seeds": 3}, "task.seeds=3 is invalid: it must be a list of different whole numbers"),
-        ({"prompts": CAT, "seeds": []}, r"task.seeds=\[\] is invalid"),
-        ({"prompts": CAT, "seeds": [1, 2.5]}, r"task.seeds=\[1, 2.5\] is invalid"),
-        ({"prompts": CAT, "seeds": [1, "x"]}, r"task.seeds=\[1, x\] is invalid"),
-        ({"prompts": CAT, "seeds": [True]}, r"task.seeds=\[true\] is invalid"),
-        ({"prompts": CAT, "seeds": [1, 1]}, r"task.seeds=\[1, 1\] is invalid"),
-        ({"prompts": CAT, "seeds": [-1]}, r"task.seeds=\[-1\] is invalid"),
-        ({"prompts": CAT, "seeds": [2**32]}, r"task.seeds=\[4294967296\] is invalid"),
-        ({"prompts": CAT, "images": 0}, "task.images=0 is invalid: it must be a whole number from 1 to"),
-        ({"prompts": CAT, "images": 1.5}, "task.images=1.5 is invalid"),
-        ({"prompts": CAT, "base": False}, "ckpt=last"),
-    ],
-)
-def test_invalid_options_are_an_error(alone: DictConfig, asked: dict[str, Any], message: str) -> None:
-    cfg = alone.copy()
-    cfg.task.update(asked)
-    with pytest.raises(UserError, match=message):
-        check_needs(Run.of(cfg))
 
 
 def test_prompts_of_the_command_line_may_have_commas_and_spaces(compose: Compose) -> None:

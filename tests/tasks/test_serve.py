@@ -1,4 +1,4 @@
-"""task=serve until a signal, and what it refuses; tests/cli/test_checks.py has what is refused before it starts."""
+"""task=serve until a signal, and its errors; tests/cli/test_checks.py has those before it starts."""
 
 import os
 import signal
@@ -64,9 +64,3 @@ def test_task_itself_requires_a_token_for_a_public_address(
 )
 def test_loopback_addresses(host: str, is_local: bool) -> None:
     assert is_loopback(host) is is_local
-
-
-@pytest.mark.parametrize("argument", ["task.port=70000", "task.max_images=0", "task.max_pixels=none"])
-def test_limits_out_of_range_are_an_error(compose: Callable[..., Run], argument: str) -> None:
-    with pytest.raises(UserError, match=f"{argument} is invalid: it must be"):
-        compose("task=serve", argument)
