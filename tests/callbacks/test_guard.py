@@ -13,11 +13,10 @@ from solrl_lightning.callbacks.export import ExportLoRA
 from solrl_lightning.callbacks.guard import Guard
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
 from solrl_lightning.callbacks.summary import RunSummary
-from solrl_lightning.errors import UserError
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 
-OFF = dict.fromkeys(Limits._fields) | {"lost_gain": 0.0}
+OFF = dict.fromkeys(Limits._fields)
 
 
 def guarded(tmp_path, stand_in, rewards_of, iterations, guard, prompts="ab") -> list[str]:
@@ -27,11 +26,6 @@ def guarded(tmp_path, stand_in, rewards_of, iterations, guard, prompts="ab") -> 
     trainer.fit(stand_in.Module(), stand_in.micro_batches())
     assert {alarm.name for alarm in guard.alarms} <= {"rewards_constant"}
     return [alarm.saw for alarm in guard.alarms]
-
-
-def test_limits_of_null_are_an_error_with_the_way_to_turn_alarms_off():
-    with pytest.raises(UserError, match=r"callbacks.guard.limits=null is invalid: .* with ~callbacks.guard\."):
-        Guard(stop=False, patience=3, limits=None)
 
 
 @pytest.mark.parametrize("value", [0.0, 0.51, -1.7])
@@ -126,7 +120,7 @@ def run(tmp_path, stand_in, guard, iterations=4, ckpt_path=None, comparable=True
     return trainer
 
 
-LIMITS = OFF | {"fall": 3.0, "lost_gain": 0.25}
+LIMITS = OFF | {"fall": 3.0}
 
 
 def test_with_stop_an_alarm_ends_the_run_after_its_iteration(tmp_path, stand_in):

@@ -233,6 +233,11 @@ def test_unknown_name_like_nothing_else_is_an_error_without_a_guess() -> None:
         check_names(tree, ["xyzzy=1"])
 
 
+def test_error_of_an_unknown_key_of_a_small_group_names_its_keys() -> None:
+    with ConfigTree() as tree, pytest.raises(UserError, match="limits has fall, diversity, kl, drift. --help"):
+        check_names(tree, ["callbacks.guard.limits.pictures=4"])
+
+
 def test_option_that_does_not_exist_is_answered_with_all_that_do() -> None:
     with ConfigTree() as tree, pytest.raises(UserError, match="compile, diffusionnft, naive_quant, naive_scaling, "):
         check_names(tree, ["family=zzz"])
