@@ -6,7 +6,7 @@ prompts. Shapes: E evaluations, P held-out prompts.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -16,12 +16,11 @@ from solrl_lightning.callbacks.common import Moments
 
 _FEWEST_PROMPTS = 8  # with fewer, a standard error over prompts says little
 _LEAST_FALL = 0.2  # in standard deviations over prompts, of a reward that has gained nothing yet
-_RECENT, _BEFORE, _FEWEST_BEFORE = 3, 12, 6  # iterations whose medians are compared to find a jump
+_LOST_GAIN = 0.25  # share of the gain over the base; setbacks of healthy runs reach 0.23
 _NEAR_CONSTANT = 1e-4  # std / root mean square; real rewards have 1e-2 and more, float32 noise of equal images 1e-7
-_MOVING = ("brightness", "saturation", "edges")  # of metrics.images.STATISTICS
 _SATURATED = 0.95  # share of samples on one extreme value
 
-METRICS = ("reward/mean", "train/loss", "train/grad_norm", "train/kl", "train/drift", "policy/base_distance")
+METRICS = ("reward/mean", "train/kl", "train/drift")
 """What the rules read of every iteration."""
 
 
@@ -29,12 +28,8 @@ class Limits(NamedTuple):
     """When a rule raises an alarm; None: never."""
 
     fall: float | None  # standard errors that a held-out reward is below its best
-    lost_gain: float  # and share of the gain over the base that it has lost
-    pictures: float | None  # standard deviations over prompts, of the base, that brightness, saturation or edges moved
     diversity: float | None  # share of the base's diversity that a prompt's pictures have lost
     kl: float | None  # mean squared distance of the velocity from the base's; that of the velocity itself is about 2
-    base_distance: float | None  # norm of the LoRA update relative to that of the base weights
-    jump: float | None  # ranges of the loss, or of the gradient norm, in the iterations before
     drift: int | None  # consecutive iterations in which the old policy equals the trained one
 
 
@@ -77,19 +72,12 @@ def find_alarms(
     ``columns`` are those of its tables; ``reward`` is the trained one, and ``watched`` the weight of each reward
     of which it is the sum and of those that are only evaluated.
     """
-    found = [
-        above(history, "train/kl", limits.kl),
-        above(history, "policy/base_distance", limits.base_distance),
-        jumped(history, "train/loss", limits.jump),
-        jumped(history, "train/grad_norm", limits.jump),
-        no_drift(history, limits.drift),
-    ]
+    found = [kl_ran_away(history, limits.kl), no_drift(history, limits.drift)]
     if len(history.tables) > 1 and len(history.tables[-1]) >= _FEWEST_PROMPTS:
         found += [
-            reward_fell(history, columns.index(reward), reward, limits),
-            *(watched_fell(history, columns.index(name), name, weight, limits) for name, weight in watched.items()),
-            *(picture_moved(history, columns.index(f"images/{name}"), name, limits) for name in _MOVING),
-            diversity_fell(history, columns.index("images/diversity"), limits),
+            reward_fell(history, columns.index(reward), reward, limits.fall),
+            *(watched_fell(history, columns.index(name), name, watched[name], limits.fall) for name in watched),
+            diversity_fell(history, columns.index("images/diversity"), limits.diversity),
         ]
     return [alarm for alarm in found if alarm is not None]
 
@@ -97,29 +85,29 @@ def find_alarms(
 # Held-out rewards
 
 
-def fall_of(values: Tensor, limits: Limits) -> tuple[int, str] | None:
+def fall_of(values: Tensor, limit: float | None) -> tuple[int, str] | None:
     """Return the index of the best evaluation in ``values`` [E, P] and "fell from ...", or None without a fall.
 
-    The last one is below it by at least ``fall`` standard errors of the paired difference, ``lost_gain`` of what the
-    best has gained over the first evaluation, and 0.2 standard deviations of the first over prompts.
+    The last one is below it by at least ``limit`` standard errors of the paired difference, a quarter of what the best
+    has gained over the first evaluation, and 0.2 standard deviations of the first over prompts.
     """
-    if limits.fall is None:
+    if limit is None:
         return None
     means = values.mean(1)
     best = int(means[:-1].argmax())
     lost = values[best] - values[-1]
     error = float(lost.std()) / values.shape[1] ** 0.5
     gain = float(means[best] - means[0])
-    least = max(limits.fall * error, limits.lost_gain * gain, _LEAST_FALL * float(values[0].std()))
+    least = max(limit * error, _LOST_GAIN * gain, _LEAST_FALL * float(values[0].std()))
     if not float(lost.mean()) >= least > 0:
         return None
     change = f"{float(means[best]):.4g} to {float(means[-1]):.4g}"
     return best, f"fell from {change} (standard error of the difference {error:.2g})"
 
 
-def reward_fell(history: History, column: int, name: str, limits: Limits) -> Alarm | None:
+def reward_fell(history: History, column: int, name: str, limit: float | None) -> Alarm | None:
     """The trained reward is below its best on held-out prompts; that of training tells a collapse from overfitting."""
-    fall = fall_of(history.values(column), limits)
+    fall = fall_of(history.values(column), limit)
     if fall is None:
         return None
     best, fell = fall
@@ -139,9 +127,9 @@ def training_rise(history: History, since: int) -> float | None:
     return fmean(after) - fmean(before) if after and before else None
 
 
-def watched_fell(history: History, column: int, name: str, weight: float, limits: Limits) -> Alarm | None:
+def watched_fell(history: History, column: int, name: str, weight: float, limit: float | None) -> Alarm | None:
     """A reward of weight 0, or one of several trained ones, is below its best: the policy may exploit the others."""
-    fall = fall_of(history.values(column), limits)
+    fall = fall_of(history.values(column), limit)
     if fall is None:
         return None
     best, fell = fall
@@ -160,27 +148,11 @@ def last_below_half(distances: Sequence[float], limit: float | None) -> int | No
     return max((i for i, distance in enumerate(distances) if distance < limit / 2), default=-1)
 
 
-def picture_moved(history: History, column: int, name: str, limits: Limits) -> Alarm | None:
-    """A statistic of the held-out pictures is far from that of the first evaluation, in its spread over prompts."""
-    values = history.values(column)
-    means = values.mean(1)
-    shifts = ((means - means[0]).abs() / values[0].std()).tolist()
-    since = last_below_half(shifts, limits.pictures)
-    if since is None:
-        return None
-    saw = (
-        f"the {name} of the held-out pictures went from {float(means[0]):.4g} to {float(means[-1]):.4g}, by "
-        f"{shifts[-1]:.1f} standard deviations of the first evaluation over prompts"
-    )
-    helps = "a look at samples/, a second reward that the pictures lose by it, or a larger objective.kl_weight"
-    return Alarm(f"{name}_moved", history.evaluated[-1], history.evaluated[since], saw, helps)
-
-
-def diversity_fell(history: History, column: int, limits: Limits) -> Alarm | None:
+def diversity_fell(history: History, column: int, limit: float | None) -> Alarm | None:
     """The pictures of a prompt are more alike than in the first evaluation by a share of their diversity."""
     means = history.values(column).mean(1)
     lost = (1 - means / means[0]).tolist()
-    since = last_below_half(lost, limits.diversity)
+    since = last_below_half(lost, limit)
     if since is None:
         return None
     saw = (
@@ -191,16 +163,15 @@ def diversity_fell(history: History, column: int, limits: Limits) -> Alarm | Non
     return Alarm("diversity_fell", history.evaluated[-1], history.evaluated[since], saw, helps)
 
 
-def above(history: History, metric: str, limit: float | None) -> Alarm | None:
-    """A distance of the policy from the base has exceeded its limit."""
-    iterations, values = history.series(metric)
+def kl_ran_away(history: History, limit: float | None) -> Alarm | None:
+    """The distance of the policy from the base is at its limit."""
+    iterations, values = history.series("train/kl")
     last = last_below_half(values, limit)
     if last is None:
         return None
-    saw = f"{metric}, the distance of the policy from the base, is {values[-1]:.3g}; its limit is {limit:g}"
-    helps = "a larger objective.kl_weight, or a lower optimizer.lr"
+    saw = f"train/kl, the distance of the policy from the base, is {values[-1]:.3g}; its limit is {limit:g}"
     since = iterations[last] if last >= 0 else 0
-    return Alarm(f"{metric.rpartition('/')[2]}_ran_away", iterations[-1], since, saw, helps)
+    return Alarm("kl_ran_away", iterations[-1], since, saw, "a larger objective.kl_weight, or a lower optimizer.lr")
 
 
 def no_drift(history: History, limit: int | None) -> Alarm | None:
@@ -214,26 +185,6 @@ def no_drift(history: History, limit: int | None) -> Alarm | None:
     since = max((i for i, value in zip(iterations, values, strict=True) if value), default=0)
     saw = "train/drift is exactly 0: the old policy is the trained one, so the loss is advantage-weighted regression"
     return Alarm("no_drift", iterations[-1], since, saw, "optimizer_steps=2, or an old_policy with a decay above 0")
-
-
-# Jumps of a metric
-
-
-def jumped(history: History, metric: str, limit: float | None) -> Alarm | None:
-    """The median of the last 3 iterations is out of the range of the 12 before by ``limit`` times that range."""
-    iterations, values = history.series(metric)
-    recent, before = values[-_RECENT:], values[:-_RECENT][-_BEFORE:]
-    if limit is None or len(before) < _FEWEST_BEFORE:
-        return None
-    usual, now, spread = median(before), median(recent), max(before) - min(before)
-    if not now - usual > limit * spread > 0:
-        return None
-    saw = (
-        f"the median of {metric} went from {usual:.3g} (range {min(before):.3g} to {max(before):.3g} in {len(before)} "
-        f"iterations) to {now:.3g} in {_RECENT}"
-    )
-    helps = "a lower optimizer.lr, or a smaller model.max_grad_norm"
-    return Alarm(f"{metric.removeprefix('train/')}_jumped", iterations[-1], iterations[-_RECENT - 1], saw, helps)
 
 
 # Rewards without information

@@ -12,7 +12,6 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from solrl_lightning.artifacts.formatting import counted
 from solrl_lightning.callbacks.alarms import METRICS, Alarm, History, Limits, find_alarms, reward_fault
 from solrl_lightning.callbacks.common import file_logger, loop_of, module_of, moments, reduced
-from solrl_lightning.errors import UserError
 
 
 class Guard(Callback):
@@ -22,17 +21,9 @@ class Guard(Callback):
         stop: end the run at the first alarm.
         patience: consecutive iterations with near-constant or saturated rewards before an alarm.
         limits: the fields of ``alarms.Limits``.
-
-    Raises:
-        UserError: there are no limits.
     """
 
-    def __init__(self, stop: bool, patience: int, limits: Mapping[str, float | None] | None) -> None:
-        if limits is None:
-            raise UserError(
-                "callbacks.guard.limits=null is invalid: it must have the limit of every alarm. Turn one off, for "
-                "example with callbacks.guard.limits.kl=null, or all of them with ~callbacks.guard."
-            )
+    def __init__(self, stop: bool, patience: int, limits: Mapping[str, float | None]) -> None:
         self.stop, self.patience, self.limits = stop, patience, Limits(**limits)
         self.history = History()
         self.alarms: list[Alarm] = []

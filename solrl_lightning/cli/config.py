@@ -275,7 +275,11 @@ def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
         members = [name.partition(".")[2] for name in ours if name.rpartition(".")[0] == parts[0]]
         meant = [".".join([parts[0], name, *parts[2:]]) for name in nearest(parts[1], members)]
         near = did_you_mean(meant) or f" {parts[0]} has {', '.join(members)}."
-    target = known.get(f"{key.rpartition('.')[0]}._target_")
+    parent = key.rpartition(".")[0]
+    keys = known.get(parent) if "." in parent and parts[0] != "hydra" else None
+    if isinstance(keys, dict) and "_target_" not in keys:
+        near = f" {parent} has {', '.join(keys)}."
+    target = known.get(f"{parent}._target_")
     adding = f" Write +{key}=<value> if {target} takes it." if target and parts[0] != "task" else ""
     return f"There is no key {key}.{near}{adding} --help lists the common ones, --cfg job shows all."
 

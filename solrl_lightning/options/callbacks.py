@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any
 
-from pydantic import ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import BeforeValidator, ValidatorFunctionWrapHandler, WrapValidator
 from typing_extensions import Required, TypedDict
 
-from solrl_lightning.options.rules import NODE, Count, CountOrZero, Images, NotNegative, Positive, Seed, Steps
+from solrl_lightning.options.rules import NODE, Count, CountOrZero, Group, Images, Positive, Seed, Steps
 
 
 class Callback(TypedDict, total=False):
@@ -19,26 +19,22 @@ class RankCorrelation(Callback, total=False):
     """Iterations between unbiased probes; 0: none."""
 
 
-class Limits(TypedDict, total=False):
+class Limits(Group):
     """Of the alarms; null: none."""
 
-    __pydantic_config__ = NODE  # type: ignore[misc]
     fall: Positive | None
     """Standard errors of a held-out reward below its best."""
-    lost_gain: NotNegative
-    """Share of the best's gain over the base that is lost."""
-    pictures: Positive | None
-    """Standard deviations that brightness, saturation or edges have moved."""
     diversity: Positive | None
     """Share of the base's diversity that is lost."""
     kl: Positive | None
     """train/kl."""
-    base_distance: Positive | None
-    """policy/base_distance."""
-    jump: Positive | None
-    """Ranges of the loss or the gradient norm before."""
     drift: Count | None
     """Iterations in which the old policy is the trained one."""
+
+
+def _limits(node: Any) -> Any:
+    Limits.model_validate(node)
+    return node  # the callback takes a mapping
 
 
 class Guard(Callback, total=False):
@@ -46,7 +42,7 @@ class Guard(Callback, total=False):
     """End the run at the first alarm."""
     patience: Count
     """Iterations before an alarm of constant or saturated rewards."""
-    limits: Limits
+    limits: Annotated[dict[str, Any], BeforeValidator(_limits)]
     """Limits of the alarms."""
 
 

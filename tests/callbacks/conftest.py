@@ -4,7 +4,7 @@ A callback does the roll-out and Lightning's own loop runs everything else, so h
 the stopwatch and the rank fidelity are the real ones.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any
@@ -95,9 +95,13 @@ class Evaluated(StandIn):
 class RollOut(Callback):
     """Explores, selects and regenerates at the start of an iteration. Follows the callbacks under test."""
 
-    def __init__(self, prompts: Sequence[str] = ("a", "b"), two_stages: bool = True) -> None:
-        self.prompts, self.two_stages = list(prompts), two_stages
-        self.rewards_of = rewards_of
+    def __init__(
+        self,
+        prompts: Sequence[str] = ("a", "b"),
+        two_stages: bool = True,
+        rewards_of: Callable[[Tensor], Tensor] = rewards_of,
+    ) -> None:
+        self.prompts, self.two_stages, self.rewards_of = list(prompts), two_stages, rewards_of
         self.regenerated: list[tuple[list[str], float]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -136,19 +140,10 @@ class RollOut(Callback):
 def make_trainer(
     folder: Path, callbacks: Sequence[Callback], roll_out: Callback | None = None, **options: Any
 ) -> Trainer:
-    defaults: dict[str, Any] = dict(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        num_sanity_val_steps=0,
-        accumulate_grad_batches=MICRO_BATCHES,
-        log_every_n_steps=1,
-        default_root_dir=folder,
-    )
-    trainer = Trainer(**(defaults | options), callbacks=[*callbacks, roll_out or RollOut()])
+    off = dict.fromkeys("logger enable_progress_bar enable_model_summary enable_checkpointing".split(), False)
+    counts = dict(devices=1, num_sanity_val_steps=0, accumulate_grad_batches=MICRO_BATCHES, log_every_n_steps=1)
+    callbacks = [*callbacks, roll_out or RollOut()]
+    trainer = Trainer(accelerator="cpu", default_root_dir=folder, callbacks=callbacks, **(off | counts | options))
     trainer.fit_loop.stopwatch = Stopwatch()
     trainer.fit_loop.iterations_done = 0
     trainer.fit_loop.logged_values = MethodType(ExploreTrainLoop.logged_values, trainer.fit_loop)
@@ -165,17 +160,35 @@ class MicroBatches:
         yield from [torch.ones(2)] * MICRO_BATCHES
 
 
+Fit = Callable[..., Trainer]
+
+
+@pytest.fixture
+def fit(tmp_path: Path) -> Fit:
+    """Trains as task=train does: evaluates the base, if the module has evaluations, or goes on from ``resumed``."""
+
+    def fit(
+        *callbacks: Callback,
+        iterations: int = 1,
+        module: StandIn | None = None,
+        roll_out: Callback | None = None,
+        resumed: Trainer | Path | None = None,
+        **options: Any,
+    ) -> Trainer:
+        if isinstance(resumed, Trainer):
+            resumed.save_checkpoint(resumed := tmp_path / "x.ckpt")
+        module = module or StandIn()
+        trainer = make_trainer(tmp_path, callbacks, roll_out, max_epochs=iterations, **options)
+        held_out = MicroBatches() if isinstance(module, Evaluated) else None
+        if held_out and resumed is None:
+            trainer.validate(module, held_out, verbose=False)
+        trainer.fit(module, MicroBatches(), held_out, ckpt_path=resumed)
+        return trainer
+
+    return fit
+
+
 @pytest.fixture
 def stand_in() -> SimpleNamespace:
-    """The classes of this file; a fixture, because pytest's import modes do not all import conftest by name."""
-    return SimpleNamespace(
-        Module=StandIn,
-        Evaluated=Evaluated,
-        RollOut=RollOut,
-        trainer=make_trainer,
-        micro_batches=MicroBatches,
-        rewards_of=rewards_of,
-        POOL=POOL,
-        KEEP=KEEP,
-        SIDE=SIDE,
-    )
+    """The names of this file; a fixture, because pytest's import modes do not all import conftest by name."""
+    return SimpleNamespace(**globals())

@@ -27,7 +27,6 @@ LEVELS = [
         (1, [0.94, 0.99], 1),
         (1, [0.94, 0.99, 0.99], 0),
         (1, [0.99, 0.89], 2),
-        (1, [math.nan], 1),
         (1, [0.99, math.nan], 1),
         (1, [math.nan, 0.99], 1),
     ],
@@ -53,11 +52,10 @@ def test_only_probes_of_the_level_since_the_last_move_count() -> None:
     assert after((0, 0.99), (5, 0.99)) == 2  # a branched run has fewer levels
 
 
-def test_probes_move_the_stages_of_the_next_iteration(tmp_path, stand_in, capsys):
-    roll_out, adaptive = stand_in.RollOut(), AdaptiveExploration(LEVELS, 0, RULE)
-    roll_out.rewards_of = lambda seeds: -stand_in.rewards_of(seeds)
-    trainer = stand_in.trainer(tmp_path, [RankCorrelation(probe_every=1), adaptive], roll_out, max_epochs=4)
-    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+def test_probes_move_the_stages_of_the_next_iteration(fit, stand_in, capsys):
+    adaptive, reversed_order = AdaptiveExploration(LEVELS, 0, RULE), lambda seeds: -stand_in.rewards_of(seeds)
+    roll_out = stand_in.RollOut(rewards_of=reversed_order)
+    trainer = fit(RankCorrelation(probe_every=1), adaptive, iterations=4, roll_out=roll_out)
     assert [probe["level"] for probe in adaptive.probes] == [0, 1, 2, 2]
     assert [probe["spearman"] for probe in adaptive.probes] == pytest.approx([-1] * 4)
     assert trainer.fit_loop.stages == LEVELS[2]
@@ -68,19 +66,18 @@ def test_probes_move_the_stages_of_the_next_iteration(tmp_path, stand_in, capsys
     assert second.startswith("iteration 2: ")
 
 
-def test_the_probe_of_an_interrupted_iteration_is_replaced_when_it_is_repeated(tmp_path, stand_in):
+def test_the_probe_of_a_repeated_iteration_replaces_the_earlier_one(fit):
     ranks, adaptive = RankCorrelation(probe_every=1), AdaptiveExploration(LEVELS, 2, RULE)
     ranks.load_state_dict({"history": [{"iteration": 1, "spearman": 0.96}]})
     adaptive.load_state_dict({"probes": [{"iteration": 1, "level": 2, "spearman": 0.96}]})
-    stand_in.trainer(tmp_path, [ranks, adaptive], max_epochs=1).fit(stand_in.Module(), stand_in.micro_batches())
+    fit(ranks, adaptive)
     assert [(row["iteration"], row["spearman"]) for row in ranks.history] == [(1, pytest.approx(1))]
     assert adaptive.probes == [{"iteration": 1, "level": 2, "spearman": pytest.approx(1)}]
     assert adaptive.level == 2  # two probes in a row would move down
 
 
-def test_good_probes_move_to_cheaper_levels_and_iterations_without_a_probe_move_nowhere(tmp_path, stand_in):
+def test_good_probes_move_to_cheaper_levels(fit):
     adaptive = AdaptiveExploration(LEVELS, 2, RULE)
-    trainer = stand_in.trainer(tmp_path, [RankCorrelation(probe_every=2), adaptive], max_epochs=8)
-    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    trainer = fit(RankCorrelation(probe_every=2), adaptive, iterations=8)
     assert [(probe["iteration"], probe["level"]) for probe in adaptive.probes] == [(1, 2), (3, 2), (5, 1), (7, 1)]
     assert trainer.fit_loop.stages == LEVELS[0]  # of iteration 8

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, Trainer
 
 from solrl_lightning.callbacks.ema import WeightEMA, update_average
 
@@ -15,14 +15,13 @@ def closed_form(iterations: int) -> float:
 
 
 class SaveAt(Callback):
-    """Saves one checkpoint in iteration 1, in the given hook."""
+    """Saves one checkpoint in iteration 1, after a micro-batch."""
 
-    def __init__(self, path, hook: str, batch_idx: int) -> None:
+    def __init__(self, path, batch_idx: int) -> None:
         self.path, self.batch_idx = path, batch_idx
-        setattr(self, hook, self.save)
 
-    def save(self, trainer, module, *args) -> None:
-        if trainer.current_epoch == 1 and args[-1] == self.batch_idx and not self.path.exists():
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx) -> None:
+        if trainer.current_epoch == 1 and batch_idx == self.batch_idx and not self.path.exists():
             trainer.save_checkpoint(self.path)
 
 
@@ -34,9 +33,9 @@ def test_update_average_is_the_weighted_mean_in_float32_and_in_place():
     torch.testing.assert_close(alias, torch.tensor([1.5, 3.0]))
 
 
-def test_average_has_the_published_decay_and_one_update_per_optimiser_step(tmp_path, stand_in):
-    ema, module = WeightEMA(), stand_in.Module()
-    stand_in.trainer(tmp_path, [ema], max_epochs=5).fit(module, stand_in.micro_batches())
+def test_average_has_the_published_decay_and_one_update_per_optimizer_step(fit, stand_in):
+    ema, module = WeightEMA(), stand_in.StandIn()
+    fit(ema, module=module, iterations=5)
     assert ema.updates == 5
     torch.testing.assert_close(ema.average["lora"], torch.full((2,), closed_form(5)))
     assert module.ema_state["lora"] is ema.average["lora"]
@@ -44,60 +43,39 @@ def test_average_has_the_published_decay_and_one_update_per_optimiser_step(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("hook", "batch_idx", "ahead"),
-    [("on_train_batch_end", 1, True), ("on_train_batch_end", 0, False), ("on_train_batch_end", 1, False)],
+    ("batch_idx", "ahead"),
+    [(1, True), (0, False), (1, False)],
     ids=["after the step, before the average", "between micro-batches", "after the average"],
 )
-def test_resume_is_bit_exact_from_a_checkpoint_of_any_hook(tmp_path, stand_in, hook, batch_idx, ahead):
-    path = tmp_path / "x.ckpt"
-    straight, saver = WeightEMA(), SaveAt(path, hook, batch_idx)
-    callbacks = [saver, straight] if ahead else [straight, saver]
-    module = stand_in.Module()
-    stand_in.trainer(tmp_path, callbacks, max_epochs=4).fit(module, stand_in.micro_batches())
-
-    saved = torch.load(path, weights_only=True)
-    state = saved["callbacks"]["WeightEMA"]
-    assert (saved["global_step"], state["updates"]) == {True: (2, 1), False: (1 + batch_idx, 1 + batch_idx)}[ahead]
+def test_resume_is_bit_exact_from_a_checkpoint_of_any_hook(tmp_path, fit, stand_in, monkeypatch, batch_idx, ahead):
+    straight, saver = WeightEMA(), SaveAt(tmp_path / "saved.ckpt", batch_idx)
+    fit(*([saver, straight] if ahead else [straight, saver]), iterations=4)
+    saved = torch.load(saver.path, weights_only=True)
+    state, steps = saved["callbacks"]["WeightEMA"], saved["global_step"]
+    assert (steps, state["updates"]) == ((2, 1) if ahead else (1 + batch_idx, 1 + batch_idx))
 
     # Resume after the last optimiser step, as ExploreTrainLoop does and Lightning's loop does not.
-    resumed, module = WeightEMA(), stand_in.Module()
+    resumed, module = WeightEMA(), stand_in.StandIn()
     module.weight.data.copy_(saved["state_dict"]["weight"])
     resumed.load_state_dict(state)
-    trainer = stand_in.trainer(tmp_path, [resumed], max_epochs=4 - saved["global_step"])
-    restart_at(trainer, resumed, saved["global_step"])
-    trainer.fit(module, stand_in.micro_batches())
+    plain = Trainer.global_step.fget
+    monkeypatch.setattr(Trainer, "global_step", property(lambda trainer: plain(trainer) + steps))
+    fit(resumed, module=module, iterations=4 - steps)
     assert torch.equal(resumed.average["lora"], straight.average["lora"])
 
 
-def restart_at(trainer, ema, step):
-    """Make the trainer count optimiser steps from ``step``, as a resumed trainer does."""
-    plain = type(trainer).global_step.fget
-
-    class Resumed(type(trainer)):
-        global_step = property(lambda self: plain(self) + step)
-
-    trainer.__class__ = Resumed
-
-
-def test_checkpoint_without_an_average_starts_one_from_its_weights_with_a_warning(tmp_path, stand_in, caplog):
-    module, trainer = stand_in.Module(), stand_in.trainer(tmp_path, [], max_epochs=3)
-    trainer.fit(module, stand_in.micro_batches())
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
+def test_checkpoint_without_an_average_starts_one_from_its_weights_with_a_warning(fit, caplog):
     ema = WeightEMA()
-    trainer = stand_in.trainer(tmp_path, [ema], max_epochs=4)
-    trainer.fit(stand_in.Module(), stand_in.micro_batches(), ckpt_path=tmp_path / "x.ckpt")
+    fit(ema, iterations=4, resumed=fit(iterations=3))
     assert "the checkpoint has no evaluation average" in caplog.text
     decay = 5 / 14
     expected = decay * (1 - 0.8**3) + (1 - decay) * (1 - 0.8**4)
     torch.testing.assert_close(ema.average["lora"], torch.full((2,), expected))
 
 
-def test_evaluation_of_a_checkpoint_uses_its_average(tmp_path, stand_in):
-    trained = WeightEMA()
-    trainer = stand_in.trainer(tmp_path, [trained], max_epochs=3)
-    trainer.fit(stand_in.Module(), stand_in.micro_batches())
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
-    module, trainer = stand_in.Evaluated(), stand_in.trainer(tmp_path, [WeightEMA()])
-    assert module.ema_state is None
-    trainer.validate(module, stand_in.micro_batches(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
+def test_evaluation_of_a_checkpoint_uses_its_average(tmp_path, fit, stand_in):
+    trained, module = WeightEMA(), stand_in.Evaluated()
+    fit(trained, iterations=3).save_checkpoint(tmp_path / "x.ckpt")
+    trainer = stand_in.make_trainer(tmp_path, [WeightEMA()])
+    trainer.validate(module, stand_in.MicroBatches(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
     assert torch.equal(module.ema_state["lora"], trained.average["lora"])

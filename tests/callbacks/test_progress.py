@@ -25,72 +25,59 @@ class HalfExplored(Callback):
 
 def test_seconds_left_are_iterations_times_median_plus_mean_evaluation():
     # The first iteration compiles for 60 s, the others take 10 s; every fourth iteration has an evaluation of 16 s.
-    own, extra = [60.0, 10.0, 10.0, 10.0], [0.0, 0.0, 0.0, 16.0]
-    assert seconds_left(5, own, extra) == 5 * (10 + 4)
-    assert seconds_left(5, own, extra, elapsed=6.0) == 5 * (10 + 4) - 6
+    seconds, extra = [60.0, 10.0, 10.0, 10.0], [0.0, 0.0, 0.0, 16.0]
+    assert seconds_left(5, seconds, extra) == 5 * (10 + 4)
+    assert seconds_left(5, seconds, extra, elapsed=6.0) == 5 * (10 + 4) - 6
     assert seconds_left(5, [], []) is None
 
 
 def test_seconds_left_are_none_when_the_estimate_has_passed():
-    own, extra = [10.0, 10.0], [0.0, 0.0]
-    assert seconds_left(1, own, extra, elapsed=12.0) is None
+    seconds, extra = [10.0, 10.0], [0.0, 0.0]
+    assert seconds_left(1, seconds, extra, elapsed=12.0) is None
     # The last iteration has the first evaluation of the run, which is half done after 8 s.
-    assert seconds_left(1, own, extra, elapsed=18.0, stage=8.0) == 8.0
-    assert seconds_left(3, own, extra, elapsed=18.0) == 20.0
+    assert seconds_left(1, seconds, extra, elapsed=18.0, stage=8.0) == 8.0
+    assert seconds_left(3, seconds, extra, elapsed=18.0) == 20.0
 
 
 def lines(capsys) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("iteration ")]
 
 
-def test_without_a_terminal_every_iteration_prints_a_line_with_its_results(tmp_path, stand_in, capsys):
-    callbacks = [RolloutStats(), RankCorrelation(probe_every=2), StageProgressBar()]
-    trainer = stand_in.trainer(tmp_path, callbacks, max_epochs=3, enable_progress_bar=True)
-    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+def test_without_a_terminal_every_iteration_prints_a_line_with_its_results(fit, capsys):
+    fit(RolloutStats(), RankCorrelation(probe_every=2), StageProgressBar(), iterations=3, enable_progress_bar=True)
     probed, plain, last = lines(capsys)
-    eta = r" \| ETA \d:\d\d:\d\d"
-    reward, seconds = r"reward 0\.\d{4}", r"\d+\.\d s"
+    eta, reward, seconds = r" \| ETA \d:\d\d:\d\d", r"reward 0\.\d{4}", r"\d+\.\d s"
     assert re.fullmatch(rf"iteration 1/3 \| {reward} \| spearman 1\.000 \| {seconds} \+ {seconds} probe{eta}", probed)
     assert re.fullmatch(rf"iteration 2/3 \| {reward} \| {seconds}{eta}", plain)
     assert re.fullmatch(rf"iteration 3/3 \| {reward} \| spearman 1\.000 \| {seconds} \+ {seconds} probe", last)
 
 
-def test_long_run_prints_at_most_fifty_lines_and_always_the_last(tmp_path, stand_in, capsys):
-    trainer = stand_in.trainer(tmp_path, [StageProgressBar()], max_epochs=120, enable_progress_bar=True)
-    trainer.fit(stand_in.Module(), stand_in.micro_batches())
-    printed = lines(capsys)
-    assert len(printed) == 40
-    assert printed[0].startswith("iteration 3/120")
-    assert printed[-1].startswith("iteration 120/120")
+def test_long_run_prints_at_most_fifty_lines_and_always_the_last(fit, capsys):
+    fit(StageProgressBar(), iterations=101, enable_progress_bar=True)
+    printed = [line.partition(" |")[0] for line in lines(capsys)]
+    assert printed == [f"iteration {i}/101" for i in (*range(3, 100, 3), 101)]
 
 
-def test_terminal_shows_one_bar_over_iterations_with_the_stage(tmp_path, stand_in, monkeypatch):
-    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+def test_terminal_shows_one_bar_with_the_stage_that_resumes_at_its_iteration(fit, monkeypatch):
     monkeypatch.setattr("solrl_lightning.callbacks.progress._REDRAW_SECONDS", 0.0)
-    callbacks = [RolloutStats(), StageProgressBar(), HalfExplored()]
-    trainer = stand_in.trainer(tmp_path, callbacks, max_epochs=3, enable_progress_bar=True)
-    trainer.fit(stand_in.Module(), stand_in.micro_batches())
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    bar = RolloutStats(), StageProgressBar(), HalfExplored()
+    trainer = fit(*bar, iterations=3, enable_progress_bar=True)
     drawn = terminal.getvalue()
     assert "explore 25%, ETA ?" in drawn
     assert re.search(r"1/3 \[.*explore 25%, reward 0\.\d{4}, ETA 0:00:0", drawn)
     assert "3/3" in drawn.splitlines()[-1]
     assert trainer.fit_loop.stopwatch.on_change == []
 
-
-def test_resumed_bar_starts_at_the_iteration_of_the_checkpoint(tmp_path, stand_in, monkeypatch):
-    trainer = stand_in.trainer(tmp_path, [], max_epochs=2)
-    trainer.fit(stand_in.Module(), stand_in.micro_batches())
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
-    trainer = stand_in.trainer(tmp_path, [StageProgressBar()], max_epochs=4, enable_progress_bar=True)
-    trainer.fit(stand_in.Module(), stand_in.micro_batches(), ckpt_path=tmp_path / "x.ckpt")
-    counts = re.findall(r"(\d)/4 \[", terminal.getvalue())
-    assert (counts[0], counts[-1]) == ("2", "4")
+    fit(StageProgressBar(), iterations=5, resumed=trainer, enable_progress_bar=True)
+    counts = re.findall(r"(\d)/5 \[", terminal.getvalue())
+    assert (counts[0], counts[-1]) == ("3", "5")
 
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_evaluation_without_training_shows_its_images(tmp_path, stand_in, monkeypatch, terminal):
-    class Chunks(stand_in.Module):
+    class Chunks(stand_in.Evaluated):
         """Evaluates 6 images in chunks of 4."""
 
         def validation_step(self, batch, batch_idx):
@@ -98,12 +85,10 @@ def test_evaluation_without_training_shows_its_images(tmp_path, stand_in, monkey
                 for done in (0, 4, 6):
                     self.trainer.fit_loop.stopwatch.progress(done, 6)
 
-        def on_validation_epoch_end(self):
-            self.evaluation.history.append({"iteration": 0, "shapes": 0.5})
-
     monkeypatch.setattr(sys, "stdout", output := Terminal() if terminal else io.StringIO())
-    trainer = stand_in.trainer(tmp_path, [StageProgressBar()], enable_progress_bar=True, limit_val_batches=1)
-    trainer.validate(Chunks(), stand_in.micro_batches(), verbose=False)
+    bar = [StageProgressBar()]
+    trainer = stand_in.make_trainer(tmp_path, bar, enable_progress_bar=True, limit_val_batches=1)
+    trainer.validate(Chunks(), stand_in.MicroBatches(), verbose=False)
     shown = output.getvalue()
     assert ("6/6" if terminal else "before training | shapes 0.5000") in shown
     assert ("0/6" in shown and "1/1" not in shown) == terminal

@@ -31,33 +31,48 @@ class RaiseIn(Callback):
 
 
 class Stop(Callback):
-    """Stops the run as EarlyStopping and Timer do."""
-
-    def __init__(self, iterations: int) -> None:
-        self.iterations = iterations
+    """Stops the run after 2 iterations, as EarlyStopping and Timer do."""
 
     def on_train_epoch_end(self, trainer, module):
-        trainer.should_stop = trainer.current_epoch + 1 == self.iterations
+        trainer.should_stop = trainer.current_epoch + 1 == 2
 
 
-def fit(tmp_path, stand_in, iterations, *extra, ckpt_path=None, **options):
-    """Evaluates the base, then trains, as task=train does."""
-    summary = RunSummary(HPARAMS, columns=["seed", "family"])
-    callbacks = [StageTimings(), RankCorrelation(probe_every=1), *extra, summary]
-    module, trainer = stand_in.Evaluated(), stand_in.trainer(tmp_path, callbacks, max_epochs=iterations, **options)
-    if ckpt_path is None:
-        trainer.validate(module, stand_in.micro_batches(), verbose=False)
-    trainer.fit(module, stand_in.micro_batches(), stand_in.micro_batches(), ckpt_path=ckpt_path)
-    return trainer
+class Watched(Callback):
+    """Adds a second reward of weight 0 that falls by 0.01 an iteration, and logs a distance of the policy."""
+
+    def setup(self, trainer, module, stage):
+        shapes = ShapesReward()
+        module.rewards = WeightedRewards({"shapes": shapes, "bright": shapes}, {"shapes": 1.0, "bright": 0.0})
+
+    def on_validation_end(self, trainer, module):
+        row = module.evaluation.history[-1]
+        row |= {"weighted_sum": row["shapes"], "bright": 0.75 - 0.01 * row["iteration"]}
+
+    def on_train_epoch_end(self, trainer, module):
+        module.log("policy/base_distance", float(trainer.current_epoch + 1))
+
+
+@pytest.fixture
+def run(fit, stand_in):
+    def run(iterations, *extra, **options):
+        callbacks = StageTimings(), RankCorrelation(probe_every=1), *extra, RunSummary(HPARAMS, ["seed", "family"])
+        return fit(*callbacks, iterations=iterations, module=stand_in.Evaluated(), **options)
+
+    return run
 
 
 def read(tmp_path):
     return json.loads((tmp_path / "summary.json").read_text())
 
 
-def test_completed_run_writes_and_prints_its_summary(tmp_path, stand_in, capsys):
+def checkpoints(tmp_path):
+    options = dict(filename="last", enable_version_counter=False, save_on_train_epoch_end=True)
+    return ModelCheckpoint(tmp_path / "checkpoints", **options)
+
+
+def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     (tmp_path / "lora").mkdir()
-    fit(tmp_path, stand_in, 3)
+    run(3)
     summary = read(tmp_path)
     assert (summary["status"], summary["error"], summary["iterations"]) == ("completed", None, 3)
     assert summary["final_reward_iteration"] == 3 and summary["other_rewards"] == {}
@@ -74,71 +89,44 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, stand_in, capsys)
     assert summary["seconds_total"] < summary["seconds_since_process_start"] < 86400
     assert summary["peak_memory_bytes"] > 50 * 2**20 and summary["peak_memory_reserved_bytes"] is None
     assert summary["config"] == HPARAMS
-    named = {"lora": str(tmp_path / "lora"), "report": str(tmp_path / "report.html")}
-    assert summary["paths"] == {"run": str(tmp_path)} | named
+    paths = {"run": ".", "lora": "lora", "report": "report.html"}
+    assert summary["paths"] == {name: str(tmp_path / path) for name, path in paths.items()}
     assert summary["versions"].keys() >= {"solrl_lightning", "torch", "lightning", "diffusers"}
     assert summary["machine"]["cores"] >= 1 and summary["machine"]["device"].startswith("CPU ")
 
     printed = capsys.readouterr().out
     assert re.search(r"completed after 3 iterations in \d+ s \(\d+ s since the process started\)\n", printed)
-    assert "last checkpoint" not in printed
-    assert "shapes reward" in printed and "0.5000 -> 0.5488 (+0.0488), evaluated after 3 iterations" in printed
-    assert "proxy spearman" in printed and "1.0000 at first, 1.0000 at last" in printed
+    assert "0.5000 -> 0.5488 (+0.0488), evaluated after 3 iterations" in printed
+    assert "1.0000 at first, 1.0000 at last" in printed
     assert re.search(r"an iteration +\d[.]\d\d s [(]explore \d[.]\d\d, .*[)], without evaluation, probe", printed)
-    assert f"{tmp_path}, with report.html\n" in printed
-    names = [line[2:].split("  ")[0] for line in printed.splitlines() if line.startswith("  ")]
-    assert names == [
-        "status",
-        "shapes reward",
-        "an iteration",
-        "proxy spearman",
-        "precision",
-        "peak memory",
-        "run folder",
-    ]
+    assert f"{tmp_path}, with report.html\n" in printed and "reserved" not in printed
+    names = "status, shapes reward, an iteration, proxy spearman, precision, peak memory, run folder"
+    assert ", ".join(line[2:].split("  ")[0] for line in printed.splitlines() if line.startswith("  ")) == names
 
 
-def test_interrupted_run_writes_a_summary_with_the_iteration_of_its_evaluation(tmp_path, stand_in, capsys):
+def test_interrupted_run_names_the_iterations_of_its_evaluation_and_its_checkpoint(tmp_path, run, capsys):
+    options = dict(enable_checkpointing=True, check_val_every_n_epoch=2)
     with pytest.raises(SystemExit):
-        fit(tmp_path, stand_in, 5, RaiseIn(3, KeyboardInterrupt()), check_val_every_n_epoch=2)
+        run(5, RaiseIn(3, KeyboardInterrupt()), checkpoints(tmp_path), **options)
     summary = read(tmp_path)
     assert (summary["status"], summary["error"], summary["iterations"]) == ("interrupted", None, 4)
     # The fourth optimiser step was taken; the last evaluation was after the second.
     assert summary["final_reward"] == pytest.approx(0.5 + 0.1 * (1 - 0.8**2))
-    assert summary["final_reward_iteration"] == 2
+    assert (summary["final_reward_iteration"], summary["last_checkpoint_iterations"]) == (2, 3)
     printed = capsys.readouterr().out
     assert "interrupted after 4 iterations" in printed and "(+0.0360), evaluated after 2 iterations" in printed
+    assert re.search(r"last checkpoint +after 3 iterations; ckpt=last repeats the later ones\n", printed)
 
 
-class Watched(Callback):
-    """Adds a second reward of weight 0 that falls by 0.01 an iteration."""
-
-    def setup(self, trainer, module, stage):
-        shapes = ShapesReward()
-        module.rewards = WeightedRewards({"shapes": shapes, "bright": shapes}, {"shapes": 1.0, "bright": 0.0})
-
-    def on_validation_end(self, trainer, module):
-        row = module.evaluation.history[-1]
-        row |= {"weighted_sum": row["shapes"], "bright": 0.75 - 0.01 * row["iteration"]}
-
-
-class Moving(Callback):
-    """Logs the number of the iteration as a distance of the policy."""
-
-    def on_train_epoch_end(self, trainer, module):
-        module.log("policy/base_distance", float(trainer.current_epoch + 1))
-
-
-def test_policy_metrics_are_those_of_the_first_and_the_last_iteration_also_after_a_resume(tmp_path, stand_in):
-    trainer = fit(tmp_path, stand_in, 2, Moving())
+def test_policy_metrics_are_those_of_the_first_and_the_last_iteration_also_after_a_resume(tmp_path, run):
+    trainer = run(2, Watched())
     assert read(tmp_path)["policy_metrics"] == {"policy/base_distance": {"first": 1.0, "last": 2.0}}
-    trainer.save_checkpoint(tmp_path / "x.ckpt")
-    fit(tmp_path, stand_in, 3, Moving(), ckpt_path=tmp_path / "x.ckpt")
+    run(3, Watched(), resumed=trainer)
     assert read(tmp_path)["policy_metrics"] == {"policy/base_distance": {"first": 1.0, "last": 3.0}}
 
 
-def test_a_repeated_evaluation_replaces_that_of_the_interrupted_iteration(tmp_path, stand_in):
-    trainer = fit(tmp_path, stand_in, 2)
+def test_a_repeated_evaluation_replaces_that_of_the_interrupted_iteration(run):
+    trainer = run(2)
     module = trainer.lightning_module
     module.evaluation.history.append({"iteration": 2, "shapes": 0.9})
     facts = find_callback(trainer, RunSummary).collect(trainer, module, "completed", None)
@@ -146,23 +134,8 @@ def test_a_repeated_evaluation_replaces_that_of_the_interrupted_iteration(tmp_pa
     assert (facts["final_reward"], facts["final_reward_iteration"]) == (0.9, 2)
 
 
-def checkpoints(tmp_path):
-    return ModelCheckpoint(
-        tmp_path / "checkpoints", filename="last", enable_version_counter=False, save_on_train_epoch_end=True
-    )
-
-
-def test_interrupted_run_prints_the_iteration_of_its_last_checkpoint(tmp_path, stand_in, capsys):
-    with pytest.raises(SystemExit):
-        interrupted = RaiseIn(3, KeyboardInterrupt())
-        fit(tmp_path, stand_in, 5, interrupted, checkpoints(tmp_path), enable_checkpointing=True)
-    assert (read(tmp_path)["iterations"], read(tmp_path)["last_checkpoint_iterations"]) == (4, 3)
-    printed = capsys.readouterr().out
-    assert re.search(r"last checkpoint +after 3 iterations; ckpt=last repeats the later ones\n", printed)
-
-
-def test_every_reward_is_reported_and_one_of_weight_0_is_marked(tmp_path, stand_in, capsys):
-    fit(tmp_path, stand_in, 2, Watched())
+def test_every_reward_is_reported_and_one_of_weight_0_is_marked(tmp_path, run, capsys):
+    run(2, Watched())
     shapes, bright = (read(tmp_path)["other_rewards"][name] for name in ("shapes", "bright"))
     assert shapes == {"weight": 1.0, "base": 0.5, "final": read(tmp_path)["final_reward"]}
     assert bright == {"weight": 0.0, "base": 0.75, "final": pytest.approx(0.73)}
@@ -174,39 +147,32 @@ def test_every_reward_is_reported_and_one_of_weight_0_is_marked(tmp_path, stand_
     ]
 
 
-def test_failed_run_writes_its_error(tmp_path, stand_in):
+def test_failed_run_writes_its_error_and_one_that_fails_to_start_keeps_it(tmp_path, run):
     with pytest.raises(RuntimeError, match="loss is not finite"):
-        fit(tmp_path, stand_in, 5, RaiseIn(1, RuntimeError("loss is not finite")))
-    summary = read(tmp_path)
-    assert (summary["status"], summary["error"]) == ("failed", "RuntimeError: loss is not finite")
-
-
-def test_run_that_fails_to_start_keeps_the_earlier_summary(tmp_path, stand_in):
-    fit(tmp_path, stand_in, 1)
+        run(5, RaiseIn(1, RuntimeError("loss is not finite")))
+    assert (read(tmp_path)["status"], read(tmp_path)["error"]) == ("failed", "RuntimeError: loss is not finite")
     before = (tmp_path / "summary.json").read_bytes()
     with pytest.raises(FileNotFoundError):
-        fit(tmp_path, stand_in, 2, ckpt_path=tmp_path / "missing.ckpt")
+        run(2, resumed=tmp_path / "missing.ckpt")
     assert (tmp_path / "summary.json").read_bytes() == before
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")  # as the command line does
-def test_resume_restores_base_reward_and_times(tmp_path, stand_in):
+def test_resume_restores_base_reward_and_times(tmp_path, run):
     last = tmp_path / "checkpoints" / "last.ckpt"
-    fit(tmp_path, stand_in, 2, checkpoints(tmp_path), enable_checkpointing=True)
+    run(2, checkpoints(tmp_path), enable_checkpointing=True)
     first = read(tmp_path)
-    fit(tmp_path, stand_in, 4, checkpoints(tmp_path), enable_checkpointing=True, ckpt_path=last)
+    run(4, checkpoints(tmp_path), enable_checkpointing=True, resumed=last)
     summary = read(tmp_path)
     assert (summary["base_reward"], summary["iterations"]) == (0.5, 4)
     assert [row["iteration"] for row in summary["evaluations"]] == [0, 1, 2, 3, 4]
     assert summary["rank_fidelity"]["probes"] == 4
     assert summary["seconds_total"] > first["seconds_per_stage"]["explore"]["total"]
-    assert summary["paths"]["last_checkpoint"] == str(last)
-    assert summary["last_checkpoint_iterations"] == 4
+    assert (summary["paths"]["last_checkpoint"], summary["last_checkpoint_iterations"]) == (str(last), 4)
 
 
-def test_columns_and_results_are_in_tensorboards_hparams_table(tmp_path, stand_in):
-    logger = TensorBoard(tmp_path, name="", version="tensorboard", default_hp_metric=False)
-    fit(tmp_path, stand_in, 2, logger=logger)
+def test_columns_and_results_are_in_tensorboards_hparams_table(tmp_path, run):
+    run(2, logger=TensorBoard(tmp_path, name="", version="tensorboard", default_hp_metric=False))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (final,) = events.Scalars("summary/final_reward")
     assert (final.step, final.value) == (2, pytest.approx(read(tmp_path)["final_reward"]))
@@ -224,14 +190,16 @@ def test_column_that_is_no_hyperparameter_is_an_error():
         RunSummary(HPARAMS, columns=["family", "rank"])
 
 
-def test_run_that_a_callback_stops_is_stopped_early(tmp_path, stand_in):
-    fit(tmp_path, stand_in, 5, Stop(2))
+def test_run_that_a_callback_stops_is_stopped_early(tmp_path, run):
+    run(5, Stop())
     assert (read(tmp_path)["status"], read(tmp_path)["iterations"]) == ("stopped early", 2)
 
 
-def test_summary_of_a_gpu_run_has_the_reserved_memory(tmp_path, stand_in, monkeypatch, capsys):
-    fit(tmp_path, stand_in, 1)
-    assert "reserved" not in capsys.readouterr().out
+def test_table_of_a_gpu_run_has_the_reserved_memory_and_one_iteration_is_not_plural(tmp_path, run, monkeypatch, capsys):
+    run(1)
+    printed = capsys.readouterr().out
+    assert "completed after 1 iteration in" in printed and "evaluated after 1 iteration\n" in printed
+    assert "1 iteration in" in (tmp_path / "report.html").read_text()
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 3 * 2**30)
     monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda device: 5 * 2**30)
     memory = peak_memory(torch.device("cuda", 0))
@@ -242,13 +210,6 @@ def test_summary_of_a_gpu_run_has_the_reserved_memory(tmp_path, stand_in, monkey
 def test_base_and_final_are_none_without_an_evaluation():
     assert base_and_final([], "shapes") == (None, None, None)
     assert base_and_final([{"iteration": 4, "shapes": 0.7}], "shapes") == (None, 0.7, 4)
-
-
-def test_one_iteration_is_not_plural(tmp_path, stand_in, capsys):
-    fit(tmp_path, stand_in, 1)
-    printed = capsys.readouterr().out
-    assert "completed after 1 iteration in" in printed and "evaluated after 1 iteration\n" in printed
-    assert "1 iteration in" in (tmp_path / "report.html").read_text()
 
 
 def test_finite_only_replaces_nan_and_infinity_by_none():

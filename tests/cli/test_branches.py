@@ -46,7 +46,7 @@ def results(run: Path) -> dict[str, Any]:
     ("options", "iterations"),
     [
         ((), 2),
-        (("iterations=4", "callbacks.guard.stop=true", "callbacks.guard.limits.base_distance=1e-9"), 1),
+        (("iterations=4", "callbacks.guard.stop=true", "callbacks.guard.limits.drift=1"), 1),
     ],
     ids=["whole", "stopped by the guard"],
 )
@@ -67,9 +67,9 @@ def test_run_killed_in_its_last_seconds_is_finished_by_the_same_command(
 
 
 def test_stopped_run_resumes_by_ckpt_last(command: Command, tmp_path: Path) -> None:
-    stop = ("callbacks.guard.stop=true", "callbacks.guard.limits.base_distance=1e-9")
+    stop = ("callbacks.guard.stop=true", "callbacks.guard.limits.drift=1")
     assert command(*SMALL, *stop, "hydra.run.dir=run").status == 0
-    assert summary(tmp_path / "run")["stopped_by"] == "the guard: base_distance_ran_away"
+    assert summary(tmp_path / "run")["stopped_by"] == "the guard: no_drift"
     more = command("ckpt=last", "hydra.run.dir=run")
     assert more.status == 0, more.err
     facts = summary(tmp_path / "run")

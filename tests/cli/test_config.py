@@ -185,6 +185,7 @@ def test_experiment_sweeps_families_with_equal_settings_over_three_seeds(
         ("hydra.run.dirr=x", "Did you mean hydra.run.dir?"),
         ("xyzzy=1", "There is no key xyzzy. --help"),
         ("callbacks.nope.x=1", "no key callbacks.nope.x. callbacks has timings, "),
+        ("callbacks.guard.limits.pictures=4", "limits has fall, diversity, kl, drift. --help"),
         ("family=zzz", "compile, diffusionnft, naive_quant, naive_scaling, "),
         ("family=diffusionnft family.explore.steps=4", "family.explore is null in the chosen family"),
         ("callbacks.checkpoint.verbose=true", "Write +callbacks.checkpoint.verbose=<value> if lightning."),

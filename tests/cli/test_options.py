@@ -55,6 +55,8 @@ trainer.max_epochs=5             | Leave it out, or set iterations=<number>
 precision.backend=foo            | with precision=auto it must be one of auto, transformer_engine, torch, emulated
 callbacks.guard.stop=5           | it must be true or false
 callbacks.guard.limits.drift=0   | it must be a whole number of at least 1
+callbacks.guard.limits=null      | it must be a group of keys
++callbacks.guard.limits.jump=5   | nothing reads that key. The keys here are fall, diversity, kl, drift.
 callbacks.guard=5                | it must be a group of keys
 callbacks.best.monitor=nothing   | it must be one of the run's rewards, shapes, or null
 data.column=5                    | it must be a text; a number needs quotes
