@@ -125,7 +125,7 @@ def test_guided_run_counts_twice_the_evaluations(
     ) -> Tensor:
         empty = torch.equal(prompts["pooled"], self.unconditional["pooled"].expand_as(prompts["pooled"]))
         rows["unconditional" if empty else "conditional"] += len(x)
-        return velocity(self, model, x, sigma, prompts)
+        return velocity(self, transformer, x, sigma, prompts)
 
     monkeypatch.setattr(sd3, "velocity", counted)
     train(compose(*SMALL, f"model.pretrained={folder_of('sd3')}"))
