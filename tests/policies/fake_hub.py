@@ -1,4 +1,4 @@
-"""A model hub of one repository in this process, for the parts of the protocol that a download needs."""
+"""A model hub of one repository in this process, for the parts of the protocol that downloads and uploads need."""
 
 import base64
 import hashlib
@@ -49,22 +49,18 @@ class FakeHub:
         """The answer to a POST of an upload: create the repository, then commit every file as a small one."""
         if self.refusal:
             return self.refusal[0], {"error": self.refusal[1]}
+        page = f"https://huggingface.co/{REPOSITORY}"
         if path == "/api/repos/create":
             self.created.append(json.loads(body))
-            return 200, {"url": f"https://huggingface.co/{REPOSITORY}", "name": REPOSITORY}
+            return 200, {"url": page, "name": REPOSITORY}
         if "/preupload/" in path:
-            files = json.loads(body)["files"]
-            ways = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False} for file in files]
-            return 200, {"files": ways}
+            regular = {"uploadMode": "regular", "shouldIgnore": False}
+            return 200, {"files": [{"path": file["path"], **regular} for file in json.loads(body)["files"]]}
         if "/commit/" in path:
             lines = [json.loads(line) for line in body.splitlines()]
-            added = [line["value"] for line in lines if line["key"] == "file"]
-            self.uploaded |= {file["path"]: base64.b64decode(file["content"]) for file in added}
-            return 200, {
-                "success": True,
-                "commitOid": COMMIT,
-                "commitUrl": f"https://huggingface.co/{REPOSITORY}/commit/{COMMIT}",
-            }
+            files = [line["value"] for line in lines if line["key"] == "file"]
+            self.uploaded |= {file["path"]: base64.b64decode(file["content"]) for file in files}
+            return 200, {"success": True, "commitOid": COMMIT, "commitUrl": f"{page}/commit/{COMMIT}"}
         return 200, {"errors": [], "warnings": []}  # of the card's metadata
 
 
@@ -76,25 +72,22 @@ def serving(hub: FakeHub, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Itera
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            status, headers, body = hub.answer(self.path.partition("?")[0], self.command == "GET")
-            self.send_response(status)
-            for name, value in (headers | {"Content-Length": str(len(body))}).items():
-                self.send_header(name, value)
-            self.end_headers()
-            if self.command == "GET":
-                self.wfile.write(body)
+            self.reply(*hub.answer(self.path.partition("?")[0], self.command == "GET"))
 
         do_HEAD = do_GET
 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             status, answer = hub.take(self.path.partition("?")[0], body)
-            content = json.dumps(answer).encode()
+            self.reply(status, {"Content-Type": "application/json"}, json.dumps(answer).encode())
+
+        def reply(self, status: int, headers: dict[str, str], body: bytes) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(content)))
+            for name, value in (headers | {"Content-Length": str(len(body))}).items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(content)
+            if self.command != "HEAD":
+                self.wfile.write(body)
 
         def log_message(self, *args: object) -> None:
             pass

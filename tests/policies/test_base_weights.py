@@ -55,15 +55,15 @@ def outputs(policy: Flux1, transformers: Transformers) -> dict[str, Tensor]:
 @pytest.mark.parametrize(("storage", "error"), [("int8", 0.01), ("nf4", 0.12)])
 def test_stored_weights_are_those_of_every_sampler_and_gradient(storage: str, error: float) -> None:
     whole, stored = load_policy("tiny"), load_policy("tiny", base_weights=storage)
-    linears, found = block_linears(whole.transformer), block_linears(stored.transformer)
-    assert linears.keys() == found.keys() and len(linears) == 32
+    linears, packed = block_linears(whole.transformer), block_linears(stored.transformer)
+    assert linears.keys() == packed.keys() and len(linears) == 32
     size = 0
     for name, layer in linears.items():
-        weight = dense(found[name].weight)
+        weight = dense(packed[name].weight)
         assert 0 < torch.dist(weight.float(), layer.weight.float()) < error * layer.weight.float().norm()
         layer.weight.copy_(weight)
-        names, _ = found[name].weight.__tensor_flatten__()
-        size += sum(getattr(found[name].weight, inner).nbytes for inner in names)
+        names, _ = packed[name].weight.__tensor_flatten__()
+        size += sum(getattr(packed[name].weight, inner).nbytes for inner in names)
     planned = stored_bytes(0, linears.values())
     assert abs(size - planned[storage] - 2 * sum(layer.weight.numel() for layer in linears.values())) < 0.05 * size
     transformers = make_transformers(stored)
@@ -76,31 +76,24 @@ def test_stored_weights_are_those_of_every_sampler_and_gradient(storage: str, er
     assert all(weight is transformers.adapted.transformer.get_submodule(mlp).weight for weight in shared)
 
 
-def test_layers_that_nf4_cannot_store_and_an_absent_library_are_errors(
-    nano_folder: str, monkeypatch: pytest.MonkeyPatch
+def test_layers_too_small_for_nf4_a_missing_library_and_compilation_raise(
+    nano_folder: str, monkeypatch: pytest.MonkeyPatch, compose: Callable[..., Run]
 ) -> None:
-    with pytest.raises(
-        UserError, match="base_weights=nf4 is invalid: every layer .* multiple of 16384 weights; .* has"
-    ):
+    with pytest.raises(UserError, match="=nf4 is invalid: every layer .* multiple of 16384 weights; .* has"):
         load_policy(nano_folder, base_weights="nf4")
+    for key in ("family.compile", "compile_training"):
+        with pytest.raises(UserError, match=f"base_weights=int8 is invalid: with {key}=true .* Set {key}=false."):
+            compose("base_weights=int8", f"{key}=true")
     monkeypatch.setattr(base_weights, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="base_weights=int8 is invalid: it needs torchao. Install it: pip install"):
         load_policy(nano_folder, base_weights="int8")
 
 
-def test_compilation_is_refused(compose: Callable[..., Run]) -> None:
-    for key in ("family.compile", "compile_training"):
-        with pytest.raises(UserError, match=f"base_weights=int8 is invalid: with {key}=true .* Set {key}=false."):
-            compose("base_weights=int8", f"{key}=true")
-
-
-def test_text_encoders_stay_on_the_cpu_where_that_is_asked_for(
-    nano_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_encode_on_cpu_keeps_text_encoders_there(nano_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = load_policy(nano_folder, encode_on="cpu")
     encode, devices = policy.encode_uncached, []
 
-    def recorded(prompts: list[str], device: torch.device):
+    def recorded(prompts: list[str], device: torch.device) -> dict[str, Tensor]:
         devices.append((device.type, policy.pipeline.text_encoder.device.type))
         return encode(prompts, device)
 

@@ -31,11 +31,6 @@ def install(folder: Path, name: str) -> None:
     (folder / name).touch(mode=0o755)
 
 
-def test_auto_runs_eagerly_on_a_cpu_and_says_so(programs: Path) -> None:
-    on_cpu, line = should_compile(*ROLLOUTS, "auto", CPU)
-    assert not on_cpu and "eagerly" in line and "family.compile=true" in line
-
-
 @pytest.mark.parametrize(
     ("program", "variables", "cpu", "gpu"),
     [
@@ -51,7 +46,7 @@ def test_auto_runs_eagerly_on_a_cpu_and_says_so(programs: Path) -> None:
         ("cat", {}, False, False),
     ],
 )
-def test_compiler_of_each_device_is_the_one_that_it_calls(
+def test_each_device_needs_the_compiler_that_it_calls(
     programs: Path, monkeypatch: pytest.MonkeyPatch, program: str, variables: dict[str, str], cpu: bool, gpu: bool
 ) -> None:
     install(programs, program)
@@ -60,32 +55,31 @@ def test_compiler_of_each_device_is_the_one_that_it_calls(
     assert (can_compile(CPU), can_compile(GPU)) == (cpu, gpu)
 
 
-def test_auto_compiles_on_a_gpu_with_a_compiler_and_headers_and_says_why_not(programs: Path) -> None:
+COMPILER, TRAINING = (
+    "compiling needs a C compiler (gcc, clang or $CC) and Python.h",
+    ("compile_training", "training steps"),
+)
+
+
+def test_gpu_compiles_with_a_compiler_and_headers(programs: Path) -> None:
     for missing in ("compiler", "headers"):
-        on_gpu, line = should_compile(*ROLLOUTS, "auto", GPU)
-        assert (
-            not on_gpu and "run eagerly, because compiling needs a C compiler (gcc, clang or $CC) and Python.h" in line
-        )
-        with pytest.raises(
-            UserError, match="^compile_training=true is invalid: .* Run apt install gcc python3-dev, or"
-        ):
-            should_compile("compile_training", "training steps", True, GPU)
+        compiles, line = should_compile(*ROLLOUTS, "auto", GPU)
+        assert not compiles and "eagerly, because compiling needs a C compiler (gcc, clang or $CC) and Python.h" in line
+        with pytest.raises(UserError, match="^compile_training=true is invalid: .* Run apt install gcc python3-dev"):
+            should_compile(*TRAINING, True, GPU)
         install(programs, "gcc")
         if missing == "compiler":
-            assert should_compile(*ROLLOUTS, "auto", GPU) == (
-                True,
-                "family.compile=auto: rollouts are compiled on this GPU",
-            )
+            line = "family.compile=auto: rollouts are compiled on this GPU"
+            assert should_compile(*ROLLOUTS, "auto", GPU) == (True, line)
             (programs.parent / "include" / "Python.h").unlink()
 
 
-def test_true_compiles_on_a_cpu_that_has_a_compiler(programs: Path) -> None:
+def test_cpu_compiles_only_when_required(programs: Path) -> None:
+    compiles, line = should_compile(*ROLLOUTS, "auto", CPU)
+    assert not compiles and "eagerly" in line and "family.compile=true" in line
     with pytest.raises(UserError, match="^compile_training=true is invalid: .*, or set compile_training=false"):
-        should_compile("compile_training", "training steps", True, CPU)
+        should_compile(*TRAINING, True, CPU)
     install(programs, "g++")
     assert should_compile(*ROLLOUTS, True, CPU) == (True, "family.compile=true: rollouts are compiled")
-
-
-@pytest.mark.parametrize("device", [CPU, GPU])
-def test_false_never_compiles(device: torch.device) -> None:
-    assert should_compile(*ROLLOUTS, False, device) == (False, "family.compile=false: rollouts run eagerly")
+    for device in (CPU, GPU):
+        assert should_compile(*ROLLOUTS, False, device) == (False, "family.compile=false: rollouts run eagerly")

@@ -1,6 +1,5 @@
 """Classifier-free guidance: the formula, the images of diffusers' pipelines, and what a run with it counts."""
 
-import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -37,29 +36,23 @@ def test_velocity_is_extrapolated_from_the_unconditional_one() -> None:
     call = (nn.Identity(), x, torch.tensor(0.3), {"embeds": embeds})
     for scale in (0.0, 0.5, 1.0, 7.5):
         expected = x * (negative + scale * (embeds - negative)) + 0.3
-        found = guide(times_embedding, {"embeds": negative}, scale)(*call)
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+        velocity = guide(times_embedding, {"embeds": negative}, scale)(*call)
+        torch.testing.assert_close(velocity, expected, rtol=0, atol=1e-5)
+    assert guide(times_embedding, {"embeds": negative}, 1.0) is times_embedding  # one forward pass
 
 
-def test_the_unconditional_velocity_has_no_gradient() -> None:
+def test_unconditional_velocity_has_no_gradient() -> None:
     layer, x, embeds = nn.Linear(6, 6), torch.randn(4, 6), torch.randn(4, 6)
     gradients = []
     for scale in (1.0, SCALE):
         velocity = guide(times_embedding, {"embeds": torch.randn(1, 6)}, scale)
-        velocity(layer, x, torch.tensor(0.3), {"embeds": embeds}).sum().backward()
-        gradients.append(layer.weight.grad)
-        layer.weight.grad = None
+        loss = velocity(layer, x, torch.tensor(0.3), {"embeds": embeds}).sum()
+        gradients.append(torch.autograd.grad(loss, layer.weight)[0])
     torch.testing.assert_close(gradients[1], SCALE * gradients[0])
 
 
-def test_scale_1_takes_one_forward_pass() -> None:
-    assert guide(times_embedding, {"embeds": torch.zeros(1, 6)}, 1.0) is times_embedding
-
-
 @pytest.mark.parametrize("model", ["sd3", "sana", "flux2", "qwen_image"])
-def test_sampled_images_are_those_of_the_diffusers_pipeline_with_guidance(
-    folder_of: Callable[[str], str], model: str
-) -> None:
+def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], str], model: str) -> None:
     policy = load_nano(model, folder_of(model), dtypes={"default": "float32"}, guidance_scale=SCALE)
     theirs = policy.pipeline_class.from_pretrained(folder_of(model), dtype=torch.float32)
     theirs.set_progress_bar_config(disable=True)
@@ -69,14 +62,13 @@ def test_sampled_images_are_those_of_the_diffusers_pipeline_with_guidance(
         options |= dict(use_resolution_binning=False, complex_human_instruction=None)
         options |= dict(sigmas=policy.sigmas(STEPS)[:-1].tolist())
 
-    # Without a negative prompt, Qwen-Image's pipeline has no guidance.
-    scale = (
-        dict(true_cfg_scale=SCALE, negative_prompt=[""] * 3) if model == "qwen_image" else dict(guidance_scale=SCALE)
-    )
+    if model == "qwen_image":  # whose pipeline has no guidance without a negative prompt
+        options |= dict(true_cfg_scale=SCALE, negative_prompt=[""] * 3)
+    else:
+        options |= dict(guidance_scale=SCALE)
 
     def paint(kind: str) -> Tensor:
-        noise = policy.noise(SEEDS)
-        return theirs(prompt=PROMPTS, latents=noise, output_type=kind, **scale, **options).images
+        return theirs(prompt=PROMPTS, latents=policy.noise(SEEDS), output_type=kind, **options).images
 
     spec, prompts = SamplingSpec(policy.sigmas(STEPS), "euler"), EncodedPrompts(PROMPTS, policy.encode(PROMPTS))
     batch = BatchSize(2, pad_to_size=False)
@@ -90,16 +82,16 @@ def test_sampled_images_are_those_of_the_diffusers_pipeline_with_guidance(
     assert (chunk.state.x - latents[:2]).abs().max() > 0.01
 
 
-def test_the_empty_prompt_is_encoded_once_and_kept_with_the_others(
+def test_empty_prompt_is_encoded_once_and_cached(
     folder_of: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     encode, texts = policy_class("sd3").encode_uncached, []
 
-    def noted(self: PipelineAdapter, prompts: list[str], device: torch.device) -> Any:
+    def recorded(self: PipelineAdapter, prompts: list[str], device: torch.device) -> Any:
         texts.append(prompts)
         return encode(self, prompts, device)
 
-    monkeypatch.setattr(policy_class("sd3"), "encode_uncached", noted)
+    monkeypatch.setattr(policy_class("sd3"), "encode_uncached", recorded)
     for times in (1, 2):
         policy = load_nano("sd3", folder_of("sd3"), embeddings=str(tmp_path), guidance_scale=SCALE)
         assert texts == [[""]] and (policy.pipeline.text_encoder is None) == (times == 2)
@@ -114,58 +106,44 @@ class GuidedNFT(NFT):
 
 
 SMALL = (
-    "model=sd3",
-    "model.resolution=32",
-    "model.max_sequence_length=10",
-    "model.embeddings=null",
-    "model.full_steps=3",
-    "model.preview_steps=2",
-    "data=shapes",
-    "data.eval_prompts=1",
-    "experiment=smoke",
-    "trainer=cpu",
-    "~logger",
-    "iterations=1",
-    "family.pool=4",
-    "family.keep=2",
-    "family.compile=false",
-    "prompts_per_iteration=2",
-    "callbacks.sample_grid.every=0",
-    "callbacks.rank_correlation.probe_every=0",
-    "+trainer.limit_val_batches=0",
-)
+    "model=sd3 model.resolution=32 model.max_sequence_length=10 model.embeddings=null model.full_steps=3 "
+    "model.preview_steps=2 data=shapes data.eval_prompts=1 experiment=smoke trainer=cpu ~logger iterations=1 "
+    "family.pool=4 family.keep=2 family.compile=false prompts_per_iteration=2 callbacks.sample_grid.every=0 "
+    f"callbacks.rank_correlation.probe_every=0 +trainer.limit_val_batches=0 model.guidance_scale={SCALE} "
+    f"objective._target_={__name__}.GuidedNFT"
+).split()
 
 
-def test_a_guided_run_samples_and_trains_with_it_and_counts_twice_the_evaluations(
-    compose: Callable[..., Run],
-    folder_of: Callable[[str], str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_guided_run_counts_twice_the_evaluations(
+    compose: Callable[..., Run], folder_of: Callable[[str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sd3, rows = policy_class("sd3"), {"conditional": 0, "unconditional": 0}
     velocity = sd3.velocity
 
-    def noted(self: PipelineAdapter, transformer: nn.Module, x: Tensor, sigma: Tensor, given: Conditioning) -> Tensor:
-        empty = torch.equal(given["pooled"], self.unconditional["pooled"].expand_as(given["pooled"]))
+    def counted(
+        self: PipelineAdapter, transformer: nn.Module, x: Tensor, sigma: Tensor, prompts: Conditioning
+    ) -> Tensor:
+        empty = torch.equal(prompts["pooled"], self.unconditional["pooled"].expand_as(prompts["pooled"]))
         rows["unconditional" if empty else "conditional"] += len(x)
-        return velocity(self, transformer, x, sigma, given)
+        return velocity(self, transformer, x, sigma, prompts)
 
-    monkeypatch.setattr(sd3, "velocity", noted)
-    own = (f"model.pretrained={folder_of('sd3')}", f"model.guidance_scale={SCALE}")
-    train(compose(*SMALL, *own, f"objective._target_={__name__}.GuidedNFT"))
+    monkeypatch.setattr(sd3, "velocity", counted)
+    train(compose(*SMALL, f"model.pretrained={folder_of('sd3')}"))
     # 2 prompts: 4 candidates x 2 steps, 2 kept x 3 steps; 2 rows of the policy, the old policy and the reference
     assert rows == {"conditional": 2 * (8 + 6 + 6), "unconditional": 2 * (8 + 6 + 6)}
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["status"] == "completed"
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
     state = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["loops"]["fit_loop"]["state_dict"]
     assert state["evaluations"] == 2 * 40
 
 
-def test_training_with_guidance_needs_an_objective_of_the_guided_velocity(compose: Callable[..., Run]) -> None:
-    tasks = {"train": lambda cfg: check_machine(cfg), "plan": plan}
-    for objective, (task, check) in itertools.product(("nft", "awm"), tasks.items()):
+@pytest.mark.parametrize("objective", ["nft", "awm"])
+def test_training_with_guidance_needs_an_objective_of_the_guided_velocity(
+    compose: Callable[..., Run], objective: str
+) -> None:
+    guided = ("model=sd3", "model.guidance_scale=4.5", f"objective={objective}")
+    for task, check in (("train", check_machine), ("plan", plan)):
         with pytest.raises(UserError, match=f"scale=4.5 is invalid: the loss of objective={objective.upper()} is"):
-            check(compose("model=sd3", "model.guidance_scale=4.5", f"objective={objective}", f"task={task}"))
+            check(compose(*guided, f"task={task}"))
+    check_machine(compose(*guided, "task=evaluate"))
     with pytest.raises(UserError, match="model.guidance_scale=0.5 is invalid: it must be a finite number of at least"):
         compose("model=sd3", "model.guidance_scale=0.5")
-    check_machine(compose("model=sd3", "model.guidance_scale=4.5", "task=evaluate"))

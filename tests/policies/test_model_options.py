@@ -18,30 +18,21 @@ from solrl_lightning.quantization import QuantizationRule, plan, resolve
 
 Compose = Callable[..., Run]
 
-# solver, steps (preview, full, evaluation), timestep fraction, micro-batch, gradient norm; LoRA layers; quantised share
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "flux1": dict(
-        resolution=512, max_sequence_length=128, guidance=1.0, solver="dpm2", preview_steps=6, full_steps=10,
-        eval_steps=28, train_timestep_fraction=0.4, micro_batch=12, max_grad_norm=1.0,
-    ),
+    "flux1": dict(resolution=512, max_sequence_length=128, guidance=1.0, eval_steps=28, micro_batch=12),
     "sd3": dict(
-        resolution=1024, max_sequence_length=128, solver="dpm2", preview_steps=6, full_steps=10,
-        eval_steps=40, train_timestep_fraction=0.6, micro_batch=4, max_grad_norm=0.002,
+        resolution=1024, max_sequence_length=128, eval_steps=40, train_timestep_fraction=0.6, micro_batch=4,
+        max_grad_norm=0.002,
     ),
     "sana": dict(
-        resolution=1024, max_sequence_length=300, flow_shift=1.0, solver="euler", preview_steps=6, full_steps=10,
-        eval_steps=40, train_timestep_fraction=0.6, micro_batch=16, max_grad_norm=1.0,
+        resolution=1024, max_sequence_length=300, flow_shift=1.0, solver="euler", eval_steps=40,
+        train_timestep_fraction=0.6, micro_batch=16,
     ),
-    "flux2": dict(  # nothing is published for these: as FLUX.1
-        resolution=512, max_sequence_length=512, solver="dpm2", preview_steps=6, full_steps=10,
-        eval_steps=28, train_timestep_fraction=0.4, micro_batch=12, max_grad_norm=1.0,
-    ),
-    "qwen_image": dict(
-        resolution=512, max_sequence_length=128, solver="dpm2", preview_steps=6, full_steps=10,
-        eval_steps=28, train_timestep_fraction=0.4, micro_batch=4, max_grad_norm=1.0,
-    ),
+    "flux2": dict(resolution=512, max_sequence_length=512, eval_steps=28, micro_batch=12),  # as FLUX.1: unpublished
+    "qwen_image": dict(resolution=512, max_sequence_length=128, eval_steps=28, micro_batch=4),  # likewise
 }  # fmt: skip
 COMMON = dict(learning_rate=3e-4, kl_weight=1e-4, rollout_batch=24, prompts_per_iteration=48, evaluation_every=20)
+COMMON |= dict(solver="dpm2", preview_steps=6, full_steps=10, train_timestep_fraction=0.4, max_grad_norm=1.0)
 LORA_LAYERS = {"flux1": 19 * 4 + 38 * 3, "sd3": 38 * 8 - 1, "sana": 20 * 8, "flux2": 5 * 4 + 20, "qwen_image": 60 * 4}
 QUANTISED = {"flux1": 0.72, "sd3": 0.66, "sana": 0.97, "flux2": 0.95, "qwen_image": 0.67}  # of the linear weights
 KEPT = {  # what the rule must not touch
@@ -62,7 +53,7 @@ def real(architecture: str) -> nn.Module:
 
 def test_hyper_parameters_are_the_published_ones(architecture: str, compose: Compose) -> None:
     model = compose(f"model={architecture}").model
-    expected = PUBLISHED[architecture] | COMMON
+    expected = COMMON | PUBLISHED[architecture]
     assert {key: getattr(model, key) for key in expected} == expected
     assert (model.lora.rank, model.lora.alpha) == (32, 64)
 
@@ -76,9 +67,7 @@ def test_lora_adapts_the_attention_of_every_block_and_nothing_else(
     assert all(".attn" in name and isinstance(real.get_submodule(name), nn.Linear) for name in adapted)
 
 
-def test_the_shadow_covers_attention_and_mlp_of_every_block(
-    architecture: str, real: nn.Module, compose: Compose
-) -> None:
+def test_shadow_covers_attention_and_mlp_of_every_block(architecture: str, real: nn.Module, compose: Compose) -> None:
     model = compose(f"model={architecture}").model
     rule = QuantizationRule(list(model.quantization.include), dict(model.quantization.exclude))
     plans = plan(real, rule, resolve("nvfp4", "auto", torch.device("cpu")))
@@ -93,29 +82,19 @@ def test_the_shadow_covers_attention_and_mlp_of_every_block(
     assert all(p.reason != "not included by the rule" for p in plans)
 
 
-def test_the_options_make_the_policy_of_a_folder(
-    architecture: str, folder: str, compose: Compose, tmp_path: Path
-) -> None:
-    cfg = compose(
-        f"model={architecture}",
-        f"model.pretrained={folder}",
-        "model.resolution=32",
-        "model.max_sequence_length=10",
-        f"model.embeddings={tmp_path}",
-    )
-    policy = instantiate(cfg.model.policy, device="cpu")
+def test_options_reach_the_policy(architecture: str, folder: str, compose: Compose, tmp_path: Path) -> None:
+    options = (f"pretrained={folder}", "resolution=32", "max_sequence_length=10", f"embeddings={tmp_path}")
+    cfg = compose(f"model={architecture}", *(f"model.{option}" for option in options))
+    policy, options = instantiate(cfg.model.policy, device="cpu"), cfg.model.policy
     assert type(policy) is policy_class(architecture)
-    options = cfg.model.policy
-    assert {key: getattr(policy, key) for key in ("resolution", "decode_batch", "variant")} == {
-        key: options[key] for key in ("resolution", "decode_batch", "variant")
-    }
+    assert all(getattr(policy, key) == options[key] for key in ("resolution", "decode_batch", "variant"))
     assert policy.pipeline.text_encoder is None and policy.encode(PROMPTS)["prompt_embeds"].dtype == torch.bfloat16
     vae = torch.bfloat16 if architecture == "sana" else torch.float32
     assert policy.pipeline.vae.dtype == vae and policy.pipeline.text_encoder.dtype == torch.bfloat16
     assert policy.transformer.is_gradient_checkpointing
 
 
-def test_medium_is_large_with_another_transformer(compose: Compose) -> None:
+def test_sd3_medium_is_large_with_another_transformer(compose: Compose) -> None:
     large, medium = (compose(f"model={name}").model.model_dump() for name in ("sd3", "sd3_medium"))
     assert {key for key in large if large[key] != medium[key]} == {"pretrained", "needs", "policy"}
     assert medium["policy"] == large["policy"] | {"pretrained": "stabilityai/stable-diffusion-3.5-medium"}

@@ -19,51 +19,25 @@ def policy(nano_folder: str) -> Flux1:
     return load_policy(nano_folder)
 
 
-@pytest.fixture
-def prepared(policy: Flux1) -> tuple[nn.Module, dict[str, LoraLayer]]:
-    """A merged replica of the policy and the policy's adapted layers."""
+def places(module: nn.Module) -> dict[str, int]:
+    return {name: tensor.data_ptr() for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
+
+
+def test_replica_shares_all_memory_but_the_adapted_weights(policy: Flux1) -> None:
     merged = replica.clone_sharing_weights(policy.transformer)
+    assert places(merged) == places(policy.transformer)
+    assert all(one is not other for one, other in zip(merged.modules(), policy.transformer.modules(), strict=True))
     layers = adapters.add_adapters(policy.transformer, lora_config(), seed=0)
     replica.untie_weights(merged, layers)
-    return merged, layers
-
-
-def places(module: nn.Module) -> dict[str, int]:
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    return {name: tensor.data_ptr() for name, tensor in tensors}
-
-
-def test_a_replica_shares_all_memory_until_it_owns_weights(policy: Flux1) -> None:
-    copy = replica.clone_sharing_weights(policy.transformer)
-    assert places(copy) == places(policy.transformer)
-    assert all(one is not other for one, other in zip(copy.modules(), policy.transformer.modules(), strict=True))
-
-
-def test_a_replica_owns_the_adapted_weights_and_nothing_else(
-    policy: Flux1, prepared: tuple[nn.Module, dict[str, LoraLayer]]
-) -> None:
-    merged, layers = prepared
-    shared = set(places(policy.transformer).values())
-    owned = {name for name, place in places(merged).items() if place not in shared}
-    assert owned == {f"{name}.weight" for name in layers}
-    parameters = dict(merged.named_parameters())
-    assert sum(parameters[name].nbytes for name in owned) == 7 * 32 * 32 * 2  # 7 projections of 32 x 32 in bfloat16
+    shared, parameters = set(places(policy.transformer).values()), dict(merged.named_parameters())
+    separate = {name for name, place in places(merged).items() if place not in shared}
+    assert separate == {f"{name}.weight" for name in layers}
+    assert sum(parameters[name].nbytes for name in separate) == 7 * 32 * 32 * 2  # 7 projections of 32 x 32 in bfloat16
     assert not any(parameter.requires_grad for parameter in parameters.values())
-
-
-def test_a_replica_has_no_adapters(policy: Flux1, prepared: tuple[nn.Module, dict[str, LoraLayer]]) -> None:
-    merged, _ = prepared
     assert not any(isinstance(module, LoraLayer) for module in merged.modules())
-    assert any(isinstance(module, LoraLayer) for module in policy.transformer.modules())
 
-
-def test_refreshing_writes_rounded_weights_in_place_and_spares_the_policy(
-    policy: Flux1, prepared: tuple[nn.Module, dict[str, LoraLayer]]
-) -> None:
-    merged, layers = prepared
     before = {name: parameter.clone() for name, parameter in policy.transformer.named_parameters()}
-    positions = places(merged)
-    state = random_state(adapters.adapter_state(layers, OLD), seed=1)
+    positions, state = places(merged), random_state(adapters.adapter_state(layers, OLD), seed=1)
     replica.refresh(merged, adapters.merged_weights(layers, state))
     assert places(merged) == positions
     for name, weight in adapters.merged_weights(layers, state):
@@ -71,7 +45,7 @@ def test_refreshing_writes_rounded_weights_in_place_and_spares_the_policy(
     assert all(torch.equal(parameter, before[name]) for name, parameter in policy.transformer.named_parameters())
 
 
-def test_the_merged_replica_computes_what_the_adapted_policy_computes(policy: Flux1) -> None:
+def test_merged_replica_computes_what_the_adapted_policy_computes(policy: Flux1) -> None:
     policy.transformer.float()
     merged = replica.clone_sharing_weights(policy.transformer)
     layers = adapters.add_adapters(policy.transformer, lora_config(), seed=0)
@@ -87,7 +61,7 @@ def test_the_merged_replica_computes_what_the_adapted_policy_computes(policy: Fl
     assert (base - expected).abs().max() > 0.01
 
 
-def test_a_quantised_layer_keeps_its_buffers_and_is_quantised_from_the_float32_weight(policy: Flux1) -> None:
+def test_quantised_layer_keeps_its_buffers_and_is_quantised_from_the_float32_weight(policy: Flux1) -> None:
     shadow = replica.clone_sharing_weights(policy.transformer)
     shadow.set_submodule(QUANTISED, NVFP4Linear(shadow.get_submodule(QUANTISED)))
     layers = adapters.add_adapters(policy.transformer, lora_config(), seed=0)

@@ -18,7 +18,7 @@ from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.shapes.world import eval_captions
 
 HELD_OUT = eval_captions()[:8]
-EACH = 12  # pictures of a prompt, of which a reward makes an order
+EACH = 12  # images of a prompt, of which a reward makes an order
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def tiny() -> Flux1:
 
 
 def scored(policy: Flux1, captions: list[str]) -> Candidates:
-    """Two pictures of each held-out prompt, painted from ``captions``."""
+    """Two images of each held-out prompt, painted from ``captions``."""
     seeds = evaluation_seeds(0, HELD_OUT, 2)
     prompts = EncodedPrompts(HELD_OUT, policy.encode(captions))
     spec = SamplingSpec(policy.sigmas(6), "euler")
@@ -37,32 +37,33 @@ def scored(policy: Flux1, captions: list[str]) -> Candidates:
     return score_chunks(chunks, prompts, seeds, rewards, score, lambda done, total: None, inline_worker)
 
 
-def test_the_embedded_model_has_the_architecture_of_the_recipe(tiny: Flux1) -> None:
+def test_embedded_model_has_the_architecture_of_the_recipe(tiny: Flux1) -> None:
     built = build_pipeline(0)
     for component in ("transformer", "vae", "text_encoder", "text_encoder_2"):
-        expected, found = getattr(built, component).state_dict(), getattr(tiny.pipeline, component).state_dict()
-        assert {name: value.shape for name, value in found.items()} == {
-            name: value.shape for name, value in expected.items()
-        }
+        shapes, expected = (
+            {name: value.shape for name, value in getattr(pipeline, component).state_dict().items()}
+            for pipeline in (tiny.pipeline, built)
+        )
+        assert shapes == expected
     assert len(tiny.pipeline.tokenizer) == len(built.tokenizer)
     assert tiny.pipeline.tokenizer_2.get_vocab() == built.tokenizer_2.get_vocab()
 
 
-def test_its_pictures_follow_their_captions_and_leave_room_to_improve(tiny: Flux1) -> None:
+def test_images_follow_their_captions_and_leave_room_to_improve(tiny: Flux1) -> None:
     right = scored(tiny, HELD_OUT).rewards.mean()
     wrong = scored(tiny, HELD_OUT[::-1]).rewards.mean()
     assert 0.2 < right < 0.75
     assert wrong < 0.5 * right
 
 
-def test_its_preview_decoder_paints_nearly_what_its_autoencoder_does_and_ranks_as_it(tiny: Flux1) -> None:
+def test_preview_decoder_is_close_to_the_autoencoder_and_ranks_alike(tiny: Flux1) -> None:
     captions = [caption for caption in HELD_OUT for _ in range(EACH)]
     encoded = EncodedPrompts(HELD_OUT, tiny.encode(HELD_OUT))
     seeds, spec = evaluation_seeds(0, HELD_OUT, EACH), SamplingSpec(tiny.sigmas(6), "euler")
     chunks = iter_sampled_chunks(tiny, tiny.transformer, BatchSize(48, False), encoded, seeds, spec)
     x = torch.cat([chunk.state.x for chunk in chunks])
-    pictures, previews = tiny.decode(x), tiny.preview(x)
-    assert (previews - pictures).abs().mean() < 0.02
+    images, previews = tiny.decode(x), tiny.preview(x)
+    assert (previews - images).abs().mean() < 0.02
     reward = ShapesReward()
-    true, proxy = (reward(images, captions).unflatten(0, (-1, EACH)) for images in (pictures, previews))
+    true, proxy = (reward(pictures, captions).unflatten(0, (-1, EACH)) for pictures in (images, previews))
     assert rank_fidelity(proxy, true, k=4)[:, 0].mean() > 0.9  # Spearman
