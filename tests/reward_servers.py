@@ -16,9 +16,9 @@ EXAMPLES = dict(re.findall(r"^`(\S+\.py)`:\n\n```python\n(.*?)^```$", PAGE.read_
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return server.getsockname()[1]
 
 
 def start(name: str, port: int, environment: Mapping[str, str] | None = None) -> subprocess.Popen:

@@ -1,4 +1,4 @@
-"""Mistakes that are found before libraries are loaded, processes are started or weights are read."""
+"""Errors before libraries are loaded, processes are started or weights are read."""
 
 import json
 import socket

@@ -205,11 +205,6 @@ def test_error_of_a_key_that_nothing_takes_suggests_no_plus() -> None:
         assert "+" not in str(error.value)
 
 
-def test_known_names_pass() -> None:
-    with ConfigTree() as tree:
-        check_names(tree, ["family=compile", "family.pool=48", "+trainer.fast_dev_run=true", "~callbacks.progress"])
-
-
 @pytest.mark.parametrize(
     ("argument", "hint"),
     [
@@ -225,20 +220,13 @@ def test_plus_adds_no_key_at_the_root(argument: str, hint: str, sweep: tuple[str
         tree.jobs([argument, *sweep], multirun=bool(sweep))
 
 
-@pytest.mark.parametrize(
-    "argument",
-    [
-        "+callbacks.lr._target_=lightning.pytorch.callbacks.LearningRateMonitor",
-        "+trainer.deterministic=true",
-        "+optimizer.amsgrad=true",
-        "+reward.mine={_target_:a.B,weight:1.0}",
-        "+objective.more=1",
-        "+hydra.job.env_set.A=b",
-    ],
-)
-def test_plus_adds_what_is_passed_on(argument: str) -> None:
+def test_known_names_and_plus_with_what_is_passed_on_are_accepted() -> None:
+    arguments = """family=compile family.pool=48 ~callbacks.progress +trainer.deterministic=true +optimizer.amsgrad=true
+    +callbacks.lr._target_=lightning.pytorch.callbacks.LearningRateMonitor +reward.mine={_target_:a.B,weight:1.0}
+    +objective.more=1 +hydra.job.env_set.A=b""".split()
     with ConfigTree() as tree:
-        tree.jobs([argument], multirun=False)
+        check_names(tree, arguments)
+        tree.jobs(arguments, multirun=False)
 
 
 def test_error_names_a_key_at_the_root_of_a_file(tmp_path: Path) -> None:

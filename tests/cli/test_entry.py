@@ -497,9 +497,11 @@ def test_rank_of_a_sweep_has_the_options_of_its_config_dir(command: Command, tmp
 
 def test_names_in_a_config_dir_or_search_path_are_suggested(command: Command, config_dir: Path) -> None:
     path = str(config_dir).replace("'", "\\'")
-    for own in (["--config-dir", "it's mine"], [f"hydra.searchpath=['file://{path}']"]):
-        assert "Did you mean reward.bright.weight" in error_of(command, *own, "reward=bright", "reward.bright.wait=2")
-        message = error_of(command, *own, "family=small", "iteration=2")
+    for options in (["--config-dir", "it's mine"], [f"hydra.searchpath=['file://{path}']"]):
+        assert "Did you mean reward.bright.weight" in error_of(
+            command, *options, "reward=bright", "reward.bright.wait=2"
+        )
+        message = error_of(command, *options, "family=small", "iteration=2")
         assert "There is no key iteration. Did you mean iterations?" in message
     assert "Did you mean reward=bright?" in error_of(command, "--config-dir", "it's mine", "reward=brigt")
 

@@ -271,12 +271,13 @@ def reward_files(folder: Path) -> Iterator[Case]:
         "text.pt": ("hpsv2", b"x"),
         "blip/med_config.json": ("imagereward", DEEP),
     }
-    for path, (reward, content) in files.items():
+    for path, (_, content) in files.items():
         (folder / path).parent.mkdir(exist_ok=True)
         (folder / path).write_bytes(content)
-        yield path, [f"reward={reward}", f"reward.pretrained='./{path.partition('/')[0]}'"]
     (folder / "blip" / "ImageReward.pt").write_bytes(b"x")
     (folder / "header" / "model.safetensors").write_bytes(struct.pack("<Q", 2**60))
+    for path, (reward, _) in files.items():
+        yield path, [f"reward={reward}", f"reward.pretrained='./{path.partition('/')[0]}'"]
 
 
 def test_reward_files(command: Command, tmp_path: Path) -> None:
