@@ -44,7 +44,7 @@ def reply(body: Any, status: int = 200, seconds: float = 0) -> Reply:
 
 ONES = reply([1] * 5)
 BUSY = reply("busy", 503)
-LATE = reply("late", seconds=1.0)  # with a time-out of 0.3 s
+LATE = reply("late", seconds=1.0)  # with a time-out of 0.5 s
 
 
 class Server(BaseHTTPRequestHandler):
@@ -159,7 +159,7 @@ def test_requests_run_at_the_same_time_up_to_the_concurrency(server: type[Server
 )
 def test_failed_request_is_sent_again(server: type[Server], failure: Reply, retries: int) -> None:
     server.will_reply(*[failure] * retries, ONES)
-    assert server.reward(retries=retries, timeout=0.3)(IMAGES, PROMPTS).tolist() == [1] * 5
+    assert server.reward(retries=retries, timeout=0.5)(IMAGES, PROMPTS).tolist() == [1] * 5
     first, *others = server.requests
     assert others == [first] * retries
 
@@ -190,7 +190,7 @@ def test_error_names_the_server_and_the_sample(
     server.will_reply(answer)
     where = re.escape(f"the reward server {server.url}, asked about the prompt 'a cat' and 4 more, ")
     with pytest.raises(ServerError, match=f"^{where}.*{message}"):
-        server.reward(timeout=0.3)(IMAGES, PROMPTS)
+        server.reward(timeout=0.5)(IMAGES, PROMPTS)
     assert len(server.requests) == requests
 
 
@@ -227,7 +227,7 @@ def test_outage_is_logged_in_one_line(server: type[Server], caplog: pytest.LogCa
     line = f"{server.url}: it answered with status 503. Each request is sent again, up to 3 times."
     assert caplog.messages == [line, line]
     server.will_reply(LATE, ONES)
-    server.reward(timeout=0.3)(IMAGES, PROMPTS)
+    server.reward(timeout=0.5)(IMAGES, PROMPTS)
     assert len(caplog.messages) == 3 and "Read timed out" in caplog.messages[2]
 
 
