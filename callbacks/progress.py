@@ -4,6 +4,7 @@ Lightning's TQDMProgressBar counts the micro-batches of an epoch; the first one 
 also draws bars into log files, and what a module prints without a bar is lost.
 """
 
+import math
 import sys
 import time
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ class StageProgressBar(ProgressBar):
         self._plain: list[float] = []  # seconds of each finished iteration, and of what only observes it
         self._extra: list[float] = []
         self._mark = 0.0  # when the last iteration ended
+        self._budget = math.inf  # seconds of training that were left then
         self._seconds: dict[str, float] = {}  # of the stopwatch, when the last iteration ended
         self._drawn = 0.0
         self._stopwatch = Stopwatch()
@@ -105,6 +107,9 @@ class StageProgressBar(ProgressBar):
         self._extra.append(sum(extra.values()))
         self._plain.append(now - self._mark - self._extra[-1])
         self._mark = now
+        loop = loop_of(trainer)
+        if loop.max_seconds is not None:
+            self._budget = loop.max_seconds - loop.cost()["seconds"]
         if not self.is_enabled:
             return
         done, seconds = trainer.current_epoch + 1, f"{self._plain[-1]:.1f} s"
@@ -166,5 +171,8 @@ class StageProgressBar(ProgressBar):
             return []
         units = self._stopwatch.done
         stage = self._stopwatch.elapsed * (self._stopwatch.total - units) / units if units else 0.0
-        left = seconds_left(iterations, self._plain, self._extra, time.perf_counter() - self._mark, stage)
+        elapsed = time.perf_counter() - self._mark
+        left = seconds_left(iterations, self._plain, self._extra, elapsed, stage)
+        if left is not None:
+            left = max(min(left, self._budget - elapsed), 0)
         return ["ETA ?" if left is None else f"ETA {timedelta(seconds=round(left))}"]

@@ -85,7 +85,7 @@ class RunSummary(Callback):
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stopped_by = stop_reason(trainer)
-        whole = trainer.current_epoch >= (trainer.max_epochs or 0)
+        whole = trainer.current_epoch >= (trainer.max_epochs or 0) or loop_of(trainer).is_time_up
         self._finish(trainer, pl_module, "completed" if whole else "stopped early")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

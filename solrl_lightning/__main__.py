@@ -8,6 +8,7 @@ from solrl_lightning.machine import threads  # first: it measures the machine wh
 
 # isort: split
 import logging
+import math
 import os
 import sys
 from argparse import ArgumentParser, Namespace
@@ -31,7 +32,7 @@ from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, check_choices
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.cli.hub import check_hub
 from solrl_lightning.cli.launch import check_launched, is_first, launched, ranks_here
-from solrl_lightning.cli.resume import check_contents, check_iterations_left, resume
+from solrl_lightning.cli.resume import check_contents, check_left, resume
 from solrl_lightning.cli.sweep_job import isolated_sweep_job
 from solrl_lightning.errors import UserError
 
@@ -192,16 +193,19 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
     message = resumed.message
     if resumed.checkpoint is not None:
         iterations = min(cfg.iterations for cfg in jobs.values())
-        done = check_contents(resumed.checkpoint)
+        limit = min(cfg.max_seconds or math.inf for cfg in jobs.values())
+        done, seconds = check_contents(resumed.checkpoint)
         end = None if resumed.folder is None else end_of(resumed.folder, done)
-        if resumed.requeued and (end == "stopped early" or (end is not None and done >= iterations)):
+        is_over = done >= iterations or seconds >= limit
+        if resumed.requeued and (end == "stopped early" or (end is not None and is_over)):
             ended = f"has ended after {counted(done, 'iteration')}"
             _print_first(f"ckpt=auto: the run in {resumed.folder} {ended}; nothing to do")
             raise SystemExit(0)
         if resumed.training and (resumed.folder is None or end is not None):
-            check_iterations_left(resumed.checkpoint, done, iterations)
+            check_left(resumed.checkpoint, done, "iterations", iterations)
+            check_left(resumed.checkpoint, seconds, "max_seconds", limit)
         message += f"; iterations done: {done}" if resumed.training else ""
-        if resumed.training and done >= iterations:
+        if resumed.training and is_over:
             message += ". It was stopped before its results were written: writing them"
     _print_first(*dict.fromkeys(notes))
     _each(jobs, checks.check_prompts)

@@ -301,4 +301,5 @@ def build_loop(cfg: Run, trainer: Trainer, objective: Objective) -> ExploreTrain
         micro_batch=cfg.model.micro_batch,
         optimizer_steps=cfg.optimizer_steps,
         seed=cfg.seed,
+        max_seconds=cfg.max_seconds,
     )

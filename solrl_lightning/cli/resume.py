@@ -22,10 +22,10 @@ OUTPUTS = Path("outputs")
 # In the folder of a run these keys and those below them may change: its length, what watches it, and how it is
 # computed. Another change makes it another experiment.
 RESUMABLE_KEYS = (
-    "iterations evaluation callbacks trainer logger hydra task ckpt family.compile compile_training precision.backend "
-    "model.rollout_batch model.micro_batch model.decode_batch model.gradient_checkpointing model.pretrained "
-    "model.embeddings data.eval data.eval_prompts data.eval_images reward.http.url reward.http.concurrency "
-    "reward.http.timeout reward.http.retries reward.http.backoff"
+    "iterations max_seconds evaluation callbacks trainer logger hydra task ckpt family.compile compile_training "
+    "precision.backend model.rollout_batch model.micro_batch model.decode_batch model.gradient_checkpointing "
+    "model.pretrained model.embeddings data.eval data.eval_prompts data.eval_images reward.http.url "
+    "reward.http.concurrency reward.http.timeout reward.http.retries reward.http.backoff"
 ).split()
 
 
@@ -273,17 +273,18 @@ def check_checkpoint(file: Path) -> None:
         raise UserError(f"The checkpoint {file} is damaged at {damaged}. Take another one, or start the run again.")
 
 
-def check_contents(ckpt: Path) -> int:
-    """The iteration that a checkpoint was written after; UserError for a file with other contents."""
-    from solrl_lightning.artifacts.files import iterations_done, read_checkpoint  # imports torch
+def check_contents(ckpt: Path) -> tuple[int, float]:
+    """The iterations and seconds that a checkpoint's run has trained; UserError for a file with other contents."""
+    from solrl_lightning.artifacts.files import iterations_done, loop_state, read_checkpoint  # imports torch
 
-    return iterations_done(read_checkpoint(ckpt))
+    checkpoint = read_checkpoint(ckpt)
+    return iterations_done(checkpoint), loop_state(checkpoint).get("seconds", 0.0)
 
 
-def check_iterations_left(ckpt: Path, done: int, iterations: int) -> None:
-    """UserError for a checkpoint whose run has done ``iterations``."""
-    if done >= iterations:
+def check_left(ckpt: Path, done: float, key: str, limit: float) -> None:
+    """UserError for a checkpoint whose run has ``done`` all of a ``limit``, the value of ``key``."""
+    if done >= limit:
         raise UserError(
-            f"iterations={iterations} is invalid: a resumed run needs iterations left to do, and {ckpt} has done "
-            f"{done}. Raise it, as in iterations={done + 10}, or write the LoRA with task=export ckpt={ckpt}."
+            f"{key}={limit:g} is invalid: a resumed run needs more than {ckpt} has done, {done:g}. Raise it, as in "
+            f"{key}={1.5 * done + 10:.0f}, or write the LoRA with task=export ckpt={ckpt}."
         )

@@ -16,7 +16,18 @@ from solrl_lightning.options.family import Explorer, Family
 from solrl_lightning.options.model import Model
 from solrl_lightning.options.precision import Precision
 from solrl_lightning.options.reward import Reward
-from solrl_lightning.options.rules import UNCHECKED, Broken, Compile, Count, Group, Seed, explain, is_reference, written
+from solrl_lightning.options.rules import (
+    UNCHECKED,
+    Broken,
+    Compile,
+    Count,
+    Group,
+    Positive,
+    Seed,
+    explain,
+    is_reference,
+    written,
+)
 from solrl_lightning.options.task import AnyTask, Audit, Generate, Task
 from solrl_lightning.options.trainer import Trainer, is_sharded
 from solrl_lightning.options.training import Objective, OldPolicy, Optimizer, Scheduler
@@ -38,6 +49,8 @@ class Run(Group):
     """Text-to-image model."""
     iterations: Count
     """Each explores, selects, regenerates and trains."""
+    max_seconds: Positive | None
+    """Of training, without evaluations; the run ends at the end of the iteration that reaches them."""
     prompts_per_iteration: Count
     """Of all ranks together."""
     optimizer_steps: Count

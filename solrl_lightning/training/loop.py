@@ -55,6 +55,7 @@ class ExploreTrainLoop(_FitLoop):
         micro_batch: maximum number of rows (sample, noise level) in one forward and backward pass.
         optimizer_steps: optimiser steps per iteration, each on an equal share of its rows.
         seed: seed of the candidates.
+        max_seconds: of training, as in ``cost``; the run ends at the end of the iteration that reaches them.
 
     Raises:
         UserError: there are fewer prompts per iteration than ranks.
@@ -70,6 +71,7 @@ class ExploreTrainLoop(_FitLoop):
         micro_batch: int,
         optimizer_steps: int,
         seed: int,
+        max_seconds: float | None = None,
     ) -> None:
         super().__init__(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
         self.epoch_loop = trainer.fit_loop.epoch_loop  # has the Trainer's max_steps
@@ -80,7 +82,7 @@ class ExploreTrainLoop(_FitLoop):
                 "trainer.devices."
             )
         self.schedule, self.stages, self.pool, self.seed = schedule, stages, pool, seed
-        self.objective = objective
+        self.objective, self.max_seconds = objective, max_seconds
         keep = next((stage.keep for stage in reversed(stages) if stage.keep is not None), pool)
         rows = keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt
         ranks = trainer.world_size
@@ -203,7 +205,14 @@ class ExploreTrainLoop(_FitLoop):
         self.iterations_done += last
         for name, number in self._each_iteration().items():
             self._counts[name] += last * number
+        if last and self.trainer.strategy.broadcast(self.is_time_up):
+            self.trainer.should_stop, self.trainer.check_val_every_n_epoch = True, 1  # with a last evaluation
         return last
+
+    @property
+    def is_time_up(self) -> bool:
+        """Whether this rank has trained for ``max_seconds``."""
+        return self.max_seconds is not None and self.cost()["seconds"] >= self.max_seconds
 
     def iterations_taken(self) -> float:
         """Return the iterations done, with the share of its optimiser steps that the current one has taken."""

@@ -145,7 +145,7 @@ def make_trainer(
     callbacks = [*callbacks, roll_out or RollOut()]
     trainer = Trainer(accelerator="cpu", default_root_dir=folder, callbacks=callbacks, **(off | counts | options))
     trainer.fit_loop.stopwatch = Stopwatch()
-    trainer.fit_loop.iterations_done = 0
+    trainer.fit_loop.iterations_done, trainer.fit_loop.max_seconds, trainer.fit_loop.is_time_up = 0, None, False
     trainer.fit_loop.logged_values = MethodType(ExploreTrainLoop.logged_values, trainer.fit_loop)
     return trainer
 

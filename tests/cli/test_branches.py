@@ -188,3 +188,18 @@ def test_edited_training_prompts_are_an_error_in_the_run_s_folder_only(command: 
     assert (tmp_path / "run" / "checkpoints" / "last.ckpt").read_bytes() == before
     branch = command("ckpt=run/checkpoints/last.ckpt", "iterations=2", "hydra.run.dir=branch")
     assert branch.status == 0, branch.err
+
+
+def test_run_that_its_max_seconds_ended_is_complete_and_resumes_with_more(command: Command, tmp_path: Path) -> None:
+    options = ("iterations=5", "max_seconds=1e-3", "hydra.run.dir=run")
+    assert command(*SMALL, *options).status == 0
+    facts = summary(tmp_path / "run")
+    assert (facts["status"], facts["stopped_by"], facts["iterations"]) == ("completed", None, 1)
+    assert facts["evaluations"][-1]["iteration"] == 1
+    again = command(*SMALL, *options, "ckpt=auto")
+    assert again.status == 0 and "has ended after 1 iteration; nothing to do" in again.out
+    refused = command("ckpt=last", "hydra.run.dir=run")
+    assert refused.status == 2 and "max_seconds=0.001 is invalid: a resumed run needs more than" in refused.err
+    more = command("ckpt=last", "max_seconds=1000", "iterations=3", "hydra.run.dir=run")
+    assert more.status == 0, more.err
+    assert summary(tmp_path / "run")["iterations"] == 3

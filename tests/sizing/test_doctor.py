@@ -26,7 +26,7 @@ def test_embedded_model_is_ok_and_the_report_does_not_contain_the_token(
     report = json.loads((tmp_path / "out" / "doctor.json").read_text())
     rows = {row["check"]: row for row in report["rows"]}
     assert report["counts"] == {"ok": len(rows), "slow": 0, "wrong": 0, "skipped": 0}
-    assert all(set(row) == {"check", "status", "found", "way_out", "measured"} for row in rows.values())
+    assert all(set(row) == {"check", "status", "result", "way_out", "measured"} for row in rows.values())
     assert {"machine", "packages", "cuda", "precision", "layer 128->512", "blocks", "memory", "reward"} <= set(rows)
     assert rows["machine"]["measured"]["torch_version"] == torch.__version__
     assert rows["packages"]["measured"]["torch"].startswith(torch.__version__.partition("+")[0])
@@ -53,7 +53,7 @@ def test_wrong_row_gives_status_1_and_a_complete_report(command: Callable[..., A
     report = json.loads((tmp_path / "out" / "doctor.json").read_text())
     assert report["counts"]["wrong"] == 1
     (row,) = (row for row in report["rows"] if row["status"] == "wrong")
-    assert row["check"] == "set-up" and "Use precision.backend=emulated" in row["found"]
+    assert row["check"] == "set-up" and "Use precision.backend=emulated" in row["result"]
 
 
 def test_skipped_row_has_its_reason(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:

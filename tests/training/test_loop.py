@@ -972,3 +972,15 @@ def test_probe_uses_the_encodings_of_its_iteration(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(module.policy, "encode", lambda texts: encoded.append(texts) or encode(texts))
     fit(module, trainer, loop)
     assert len([texts for texts in encoded if texts != module.evaluation.prompts]) == 1
+
+
+@pytest.mark.parametrize("optimizer_steps", [1, 2])
+def test_run_ends_with_an_evaluation_at_the_end_of_the_iteration_that_reaches_max_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer_steps: int
+) -> None:
+    options = ("max_seconds=10", f"optimizer_steps={optimizer_steps}")
+    module, trainer, loop = make(tmp_path, *options, max_epochs=9, check_val_every_n_epoch=100)
+    monkeypatch.setattr(ExploreTrainLoop, "cost", lambda self: {"seconds": 5.5 * self.iterations_done})
+    fit(module, trainer, loop)
+    assert loop.iterations_done == 2 and loop.is_time_up
+    assert [row["iteration"] for row in module.evaluation.history] == [2]
