@@ -226,8 +226,8 @@ def test_components_and_embeddings_have_the_configured_dtypes(architecture: str,
     masks = {"prompt_mask": torch.int64, "prompt_embeds_mask": torch.bool}
     for dtype in (torch.bfloat16, torch.float32):
         policy.transformer.to(dtype)
-        found = {name: value.dtype for name, value in policy.encode(PROMPTS[:1]).items()}
-        assert "prompt_embeds" in found and found == {name: masks.get(name, dtype) for name in found}
+        dtypes = {name: value.dtype for name, value in policy.encode(PROMPTS[:1]).items()}
+        assert "prompt_embeds" in dtypes and dtypes == {name: masks.get(name, dtype) for name in dtypes}
 
 
 # Memory
