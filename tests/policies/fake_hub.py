@@ -16,7 +16,7 @@ REPOSITORY, COMMIT = "owner/name", "c0ffee" + "0" * 34
 
 
 class FakeHub:
-    """Serves ``folder`` as ``owner/name``, or refuses everything with ``refusal`` (status and error code)."""
+    """Serves ``folder`` as ``owner/name``, or answers every request with ``refusal`` (status and error code)."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

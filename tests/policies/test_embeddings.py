@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
-from solrl_lightning.rollout.records import EncodedPrompts
 
 ROW = {"embeds": torch.arange(6).view(2, 3).bfloat16(), "mask": torch.tensor([1, 0]), "half": torch.tensor(0.5)}
 
@@ -128,17 +127,6 @@ def test_encoders_are_loaded_for_the_first_new_prompt_only(architecture: str, fo
 
     longer = load_nano(architecture, folder, embeddings=str(tmp_path), max_sequence_length=12)
     assert longer.cache.load(PROMPTS[0]) is None
-
-
-def test_gathered_rows_keep_every_tensor_of_their_prompt(folder_of: Callable[[str], str], tmp_path: Path) -> None:
-    policy = load_nano("sana", folder_of("sana"), embeddings=str(tmp_path), max_sequence_length=40)
-    texts = ["a red circle", "a red circle above a blue square"]
-    for _ in range(2):  # fresh, then from the cache
-        conditioning = policy.encode(texts)
-        mask = conditioning["prompt_mask"]
-        assert mask.dtype == torch.int64 and mask.sum(1).tolist() == [13, 33]  # a start token and the letters
-        chosen, rows = EncodedPrompts(texts, conditioning).gather(torch.tensor([1, 0, 1]))
-        assert chosen == [texts[1], texts[0], texts[1]] and torch.equal(rows["prompt_mask"], mask[[1, 0, 1]])
 
 
 def test_encoders_move_to_a_gpu_for_embedding_only(

@@ -30,16 +30,7 @@ def transformer() -> nn.Module:
     return nn.ModuleDict({"embed": nn.Linear(32, 32), "blocks": nn.ModuleList([Block(), Block()])})
 
 
-def test_plan_lists_every_linear_layer_with_reason() -> None:
-    plans = {p.name: p for p in plan(transformer(), RULE, NVFP4)}
-    assert list(plans) == ["embed", *(f"blocks.{i}.{name}" for i in (0, 1) for name in ("norm", "to_q", "odd"))]
-    assert [name for name, p in plans.items() if p.quantized] == ["blocks.0.to_q", "blocks.1.to_q"]
-    assert plans["embed"].reason == "not included by the rule"
-    assert plans["blocks.0.norm"].reason == "modulation"
-    assert plans["blocks.1.odd"].reason == "in_features 24 is not a multiple of 16"
-
-
-def test_table_merges_repeated_blocks_and_sums_shares() -> None:
+def test_table_of_the_plan_merges_repeated_blocks_and_sums_shares() -> None:
     lines = format_table(plan(transformer(), RULE, NVFP4)).splitlines()
     rows = [" ".join(line.split()) for line in lines]
     # Weights: embed 1024, norm 2 x 3072, to_q 2 x 1024, odd 2 x 768, together 10752.

@@ -24,6 +24,7 @@ from solrl_lightning.quantization.scaled_linear import (
     INT8Linear,
     NVFP4Linear,
 )
+from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear
 
 layers = pytest.mark.parametrize(
     "layer_cls", (NVFP4Linear, EmulatedFP8Linear, FP8Linear, EmulatedINT8Linear, INT8Linear)
@@ -143,6 +144,8 @@ def test_cache_keeps_neither_input_nor_codes_alive() -> None:
         (FP8Linear, (32, 24), "out_features 24 is not a multiple of 16"),
         (INT8Linear, (32, 20), "out_features 20 is not a multiple of 8"),
         (INT8Linear, (24, 8), ""),
+        (TransformerEngineLinear, (24, 32), "in_features 24 is not a multiple of 16"),
+        (TransformerEngineLinear, (32, 24), "out_features 24 is not a multiple of 16"),
         (EmulatedFP8Linear, (5, 3), ""),
     ],
 )
