@@ -95,12 +95,7 @@ class Evaluated(StandIn):
 class RollOut(Callback):
     """Explores, selects and regenerates at the start of an iteration. Follows the callbacks under test."""
 
-    def __init__(
-        self,
-        prompts: Sequence[str] = ("a", "b"),
-        two_stages: bool = True,
-        rewards_of: Callable[[Tensor], Tensor] = rewards_of,
-    ) -> None:
+    def __init__(self, prompts: Sequence[str] = "ab", two_stages: bool = True, rewards_of: Any = rewards_of) -> None:
         self.prompts, self.two_stages, self.rewards_of = list(prompts), two_stages, rewards_of
         self.regenerated: list[tuple[list[str], float]] = []
 
@@ -127,23 +122,23 @@ class RollOut(Callback):
             chosen = select_contrastive(proxies, KEEP)
         kept = seeds.gather(1, chosen)
         rewards = self.rewards_of(kept)
-        advantages = torch.zeros_like(rewards)
         loop.explored = self.candidates(seeds, proxies) if self.two_stages else None
-        proxies = proxies.gather(1, chosen)
         scores = torch.stack([rewards] * len(pl_module.rewards.for_training.rewards), dim=-1)
-        loop.rollouts = Rollouts(prompts, kept, self.latents(kept), proxies, rewards, scores, advantages)
+        columns = kept, self.latents(kept), proxies.gather(1, chosen), rewards, scores, torch.zeros_like(rewards)
+        loop.rollouts = Rollouts(prompts, *columns)
 
     def prompts_of(self, trainer: Trainer) -> list[str]:
         return self.prompts
 
 
 def make_trainer(
-    folder: Path, callbacks: Sequence[Callback], roll_out: Callback | None = None, **options: Any
-) -> Trainer:
+    folder: Path, callbacks: Sequence[Callback], roll_out: Any = None, iterations: int = 1, **options: Any
+):
     off = dict.fromkeys("logger enable_progress_bar enable_model_summary enable_checkpointing".split(), False)
     counts = dict(devices=1, num_sanity_val_steps=0, accumulate_grad_batches=MICRO_BATCHES, log_every_n_steps=1)
     callbacks = [*callbacks, roll_out or RollOut()]
-    trainer = Trainer(accelerator="cpu", default_root_dir=folder, callbacks=callbacks, **(off | counts | options))
+    of_run = dict(accelerator="cpu", default_root_dir=folder, max_epochs=iterations, callbacks=callbacks)
+    trainer = Trainer(**(off | counts | of_run | options))
     trainer.fit_loop.stopwatch = Stopwatch()
     trainer.fit_loop.iterations_done, trainer.fit_loop.max_seconds, trainer.fit_loop.is_time_up = 0, None, False
     trainer.fit_loop.logged_values = MethodType(ExploreTrainLoop.logged_values, trainer.fit_loop)
@@ -160,25 +155,14 @@ class MicroBatches:
         yield from [torch.ones(2)] * MICRO_BATCHES
 
 
-Fit = Callable[..., Trainer]
-
-
 @pytest.fixture
-def fit(tmp_path: Path) -> Fit:
+def fit(tmp_path: Path) -> Callable[..., Trainer]:
     """Trains as task=train does: evaluates the base, if the module has evaluations, or goes on from ``resumed``."""
 
-    def fit(
-        *callbacks: Callback,
-        iterations: int = 1,
-        module: StandIn | None = None,
-        roll_out: Callback | None = None,
-        resumed: Trainer | Path | None = None,
-        **options: Any,
-    ) -> Trainer:
+    def fit(*callbacks, iterations=1, module=None, roll_out=None, resumed=None, **options):
         if isinstance(resumed, Trainer):
             resumed.save_checkpoint(resumed := tmp_path / "x.ckpt")
-        module = module or StandIn()
-        trainer = make_trainer(tmp_path, callbacks, roll_out, max_epochs=iterations, **options)
+        module, trainer = module or StandIn(), make_trainer(tmp_path, callbacks, roll_out, iterations, **options)
         held_out = MicroBatches() if isinstance(module, Evaluated) else None
         if held_out and resumed is None:
             trainer.validate(module, held_out, verbose=False)

@@ -30,13 +30,6 @@ class RaiseIn(Callback):
             raise self.exception
 
 
-class Stop(Callback):
-    """Stops the run after 2 iterations, as EarlyStopping and Timer do."""
-
-    def on_train_epoch_end(self, trainer, module):
-        trainer.should_stop = trainer.current_epoch + 1 == 2
-
-
 class Watched(Callback):
     """Adds a second reward of weight 0 that falls by 0.01 an iteration, and logs a distance of the policy."""
 
@@ -118,13 +111,6 @@ def test_interrupted_run_names_the_iterations_of_its_evaluation_and_its_checkpoi
     assert re.search(r"last checkpoint +after 3 iterations; ckpt=last repeats the later ones\n", printed)
 
 
-def test_policy_metrics_are_those_of_the_first_and_the_last_iteration_also_after_a_resume(tmp_path, run):
-    trainer = run(2, Watched())
-    assert read(tmp_path)["policy_metrics"] == {"policy/base_distance": {"first": 1.0, "last": 2.0}}
-    run(3, Watched(), resumed=trainer)
-    assert read(tmp_path)["policy_metrics"] == {"policy/base_distance": {"first": 1.0, "last": 3.0}}
-
-
 def test_a_repeated_evaluation_replaces_that_of_the_interrupted_iteration(run):
     trainer = run(2)
     module = trainer.lightning_module
@@ -158,12 +144,14 @@ def test_failed_run_writes_its_error_and_one_that_fails_to_start_keeps_it(tmp_pa
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists")  # as the command line does
-def test_resume_restores_base_reward_and_times(tmp_path, run):
-    last = tmp_path / "checkpoints" / "last.ckpt"
-    run(2, checkpoints(tmp_path), enable_checkpointing=True)
+def test_resume_restores_base_reward_times_and_the_first_metrics(tmp_path, run):
+    last, parts = tmp_path / "checkpoints" / "last.ckpt", (Watched(), checkpoints(tmp_path))
+    run(2, *parts, enable_checkpointing=True)
     first = read(tmp_path)
-    run(4, checkpoints(tmp_path), enable_checkpointing=True, resumed=last)
+    assert first["policy_metrics"] == {"policy/base_distance": {"first": 1.0, "last": 2.0}}
+    run(4, *parts, enable_checkpointing=True, resumed=last)
     summary = read(tmp_path)
+    assert summary["policy_metrics"] == {"policy/base_distance": {"first": 1.0, "last": 4.0}}
     assert (summary["base_reward"], summary["iterations"]) == (0.5, 4)
     assert [row["iteration"] for row in summary["evaluations"]] == [0, 1, 2, 3, 4]
     assert summary["rank_fidelity"]["probes"] == 4
@@ -188,11 +176,6 @@ def test_columns_and_results_are_in_tensorboards_hparams_table(tmp_path, run):
 def test_column_that_is_no_hyperparameter_is_an_error():
     with pytest.raises(UserError, match=r"columns=\['family', 'rank'\] is invalid: .*hparams.rank=<value>"):
         RunSummary(HPARAMS, columns=["family", "rank"])
-
-
-def test_run_that_a_callback_stops_is_stopped_early(tmp_path, run):
-    run(5, Stop())
-    assert (read(tmp_path)["status"], read(tmp_path)["iterations"]) == ("stopped early", 2)
 
 
 def test_table_of_a_gpu_run_has_the_reserved_memory_and_one_iteration_is_not_plural(tmp_path, run, monkeypatch, capsys):

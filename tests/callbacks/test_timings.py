@@ -41,7 +41,7 @@ def run(tmp_path, stand_in, monkeypatch):
         monkeypatch.setattr("solrl_lightning.callbacks.timings.time.perf_counter", lambda: work.now)
         callbacks = [Requantize(), work]
         callbacks.insert(place, timings)
-        trainer = stand_in.make_trainer(tmp_path, callbacks, max_epochs=iterations)
+        trainer = stand_in.make_trainer(tmp_path, callbacks, iterations=iterations)
         trainer.fit_loop.stopwatch = Stopwatch(lambda: work.now)
         trainer.fit(stand_in.StandIn(), stand_in.MicroBatches(), ckpt_path=ckpt_path)
         return trainer, timings

@@ -1,4 +1,4 @@
-"""Trains on two gloo ranks with uneven prompts, and writes the logged values to metrics.json.
+"""Trains on two gloo ranks with uneven prompts; writes the logged values to metrics.json.
 
 Rank 0 and rank 1 have 0 and 2 prompts in iteration 0, 1 and 2 prompts in iteration 1. All callbacks of the package run.
 """
@@ -7,11 +7,11 @@ import json
 from pathlib import Path
 
 from conftest import MicroBatches, RollOut, StandIn, make_trainer
-from lightning.pytorch import Callback
 
 from solrl_lightning.callbacks.alarms import Limits
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.guard import Guard
+from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.progress import StageProgressBar
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.requantize import Requantize
@@ -28,37 +28,19 @@ class UnevenRollOut(RollOut):
         return PROMPTS[trainer.current_epoch][trainer.global_rank]
 
 
-class Metrics(Callback):
-    """Writes the values that rank 0 logs, a row per iteration."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.rows: list[dict[str, float]] = []
-
-    def on_train_epoch_end(self, trainer, module):
-        self.rows.append({name: float(value) for name, value in trainer.callback_metrics.items()})
-
-    def on_fit_end(self, trainer, module):
-        if trainer.is_global_zero:
-            self.path.write_text(json.dumps(self.rows))
-
-
 def train(arguments: list[str]) -> int:
     """A target of `Forks`."""
     (folder,) = map(Path, arguments)
+    history = MetricHistory()
     callbacks = [
-        StageTimings(),
-        Requantize(),
-        WeightEMA(),
-        RolloutStats(),
-        RankCorrelation(probe_every=1),
+        *(StageTimings(), Requantize(), WeightEMA(), RolloutStats(), RankCorrelation(probe_every=1)),
         Guard(stop=False, patience=1, limits=dict.fromkeys(Limits._fields)),
         SampleGrid(every=1, prompts=1, seeds_per_prompt=1, steps=1, seed=0),
-        StageProgressBar(),
-        RunSummary({"seed": 0}, columns=["seed"]),
-        Metrics(folder / "metrics.json"),
+        *(StageProgressBar(), history, RunSummary({"seed": 0}, columns=["seed"])),
     ]
-    options = dict(devices=2, strategy="ddp", max_epochs=2, enable_progress_bar=True)
-    trainer = make_trainer(folder, callbacks, UnevenRollOut(), **options)
+    options = dict(devices=2, strategy="ddp", enable_progress_bar=True)
+    trainer = make_trainer(folder, callbacks, UnevenRollOut(), iterations=2, **options)
     trainer.fit(StandIn(), MicroBatches())
+    if trainer.is_global_zero:
+        (folder / "metrics.json").write_text(json.dumps(history.rows))
     return 0

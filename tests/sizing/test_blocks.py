@@ -18,11 +18,11 @@ from solrl_lightning.sizing import blocks
 from solrl_lightning.sizing.blocks import check_blocks, without_files, write_short
 from solrl_lightning.sizing.plan import plan_run
 
-Compose = Callable[..., Run]
+Compose, Patch = Callable[..., Run], pytest.MonkeyPatch
 CPU = torch.device("cpu")
 
 
-def test_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: Patch) -> None:
     refreshed: set[tuple[nn.Module, str]] = set()
 
     def refresh(module: nn.Module, weights: Any) -> None:
@@ -39,9 +39,7 @@ def test_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: pyt
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
-def test_all_samplers_of_a_run_are_compiled_with_both_batch_sizes(
-    compose: Compose, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_samplers_of_a_run_are_compiled_with_both_batch_sizes(compose: Compose, monkeypatch: Patch) -> None:
     monkeypatch.setattr(blocks, "_CPU_PRODUCTS", 10**12)
     small = ["model.rollout_batch=2", "model.micro_batch=1", "compile_training=true", "model.quantization.exclude={}"]
     small += ["model.lora.target_modules=[to_q]", "model.quantization.include=['*.to_k']"]  # so that graphs are small
@@ -57,7 +55,7 @@ def test_all_samplers_of_a_run_are_compiled_with_both_batch_sizes(
 @pytest.mark.parametrize(
     "folder", [index.parent for index in ARCHITECTURES.rglob(INDEX)], ids=lambda folder: folder.name
 )
-def test_blocks_are_a_few_of_the_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_are_a_few_of_the_model(folder: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(blocks, "_BLOCKS", 2)
     architecture = read_architecture(folder)
     write_short(architecture, tmp_path)

@@ -10,14 +10,7 @@ from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
 from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.quantization.scaled_linear import EmulatedINT8Linear
 from solrl_lightning.sizing import layers
-from solrl_lightning.sizing.layers import (
-    compare_backends,
-    judge_backend,
-    judge_backends,
-    judge_error,
-    judge_speed,
-    largest_error,
-)
+from solrl_lightning.sizing.layers import compare_backends, judge_backend, judge_backends, judge_error, judge_speed
 from solrl_lightning.sizing.plan import Plan
 
 CPU = torch.device("cpu")
@@ -36,9 +29,9 @@ def test_layer_is_compared_with_the_exact_product(precision: str) -> None:
     assert backend.linear_cls is not None
     with torch.no_grad():
         y = backend.linear_cls(linear)(x)
-        right, wrong = (largest_error(product, x, linear, precision) for product in (y, 1.1 * y))
-        without_bias = largest_error(y - linear.bias, x, linear, precision)
-        unquantised = largest_error(linear(x), x, linear, precision)
+        right, wrong = (layers.largest_error(product, x, linear, precision) for product in (y, 1.1 * y))
+        without_bias = layers.largest_error(y - linear.bias, x, linear, precision)
+        unquantised = layers.largest_error(linear(x), x, linear, precision)
     assert judge_error(SPEED, right, precision).status == OK
     assert right < 2**-7 < min(wrong, without_bias)
     assert unquantised > 1.3 * right  # so it is the quantised product that is expected
@@ -49,13 +42,13 @@ def test_layer_is_compared_with_the_exact_product(precision: str) -> None:
 
 
 def test_layer_is_slow_only_if_hardware_units_are_slower_than_bf16() -> None:
-    slower = {name: judge_speed("blocks", backend_of("int8", name), 3.0, 2.0, False) for name in ("torch", "emulated")}
-    assert (slower["torch"].status, slower["emulated"].status) == (SLOW, OK)
-    assert "family.compile=true" in slower["torch"].way_out
-    assert "3 s, 1.50 x BF16's 2 s, eager" in slower["torch"].result
-    assert "family.compile" not in judge_speed("blocks", backend_of("int8", "torch"), 3.0, 2.0, True).way_out
-    assert judge_speed("blocks", backend_of("int8", "torch"), 1.0, 2.0, True).status == OK
-    assert judge_speed("blocks", resolve("bf16", "auto", CPU), 3.0, 2.0, True).status == OK
+    native, emulated = backend_of("int8", "torch"), backend_of("int8")
+    slow = judge_speed("blocks", native, 3.0, 2.0, False)
+    assert slow.status == SLOW and "3 s, 1.50 x BF16's 2 s, eager" in slow.result
+    assert "family.compile=true" in slow.way_out
+    assert "family.compile" not in judge_speed("blocks", native, 3.0, 2.0, True).way_out
+    for backend, seconds in ((native, 1.0), (emulated, 3.0), (resolve("bf16", "auto", CPU), 3.0)):
+        assert judge_speed("blocks", backend, seconds, 2.0, False).status == OK
 
 
 def test_backends_that_compute_here_are_timed_on_the_largest_layer(embedded_plan: Plan) -> None:

@@ -10,41 +10,30 @@ from solrl_lightning.data.prompts import read_prompt_sets
 from solrl_lightning.options.run import Run
 from solrl_lightning.quantization import resolve
 from solrl_lightning.rewards.geneval_metadata import broken_rule
+from solrl_lightning.sizing import trial
 from solrl_lightning.sizing.blocks import without_files
 from solrl_lightning.sizing.footprint import OPTIONS, Footprint, Latents
 from solrl_lightning.sizing.plan import Plan, plan_run
-from solrl_lightning.sizing.trial import (
-    check_iterations,
-    check_rewards,
-    footprint_here,
-    judge_memory,
-    reward_files,
-    run_files,
-    smoke_config,
-)
+from solrl_lightning.sizing.trial import footprint_here, judge_memory, reward_files, run_files, smoke_config
 
 Compose = Callable[..., Run]
 CPU = torch.device("cpu")
 
 
 def test_plan_that_does_not_fit_is_wrong_and_names_options_that_fit() -> None:
+    parts = dict(shadow=40, others=0, text_encoders=30, sampling=0, decoding=0)
     footprint = Footprint(
         policy={"bfloat16": 100, "int8": 50, "nf4": 25},
-        shadow=40,
-        others=0,
-        text_encoders=30,
         training={False: 5, "selective": 4, True: 1},
-        sampling=0,
-        decoding=0,
         latents=dict.fromkeys((None, "prefix"), Latents(0, 0, 0)),
+        **parts,
     )
     options = dict(zip(OPTIONS, (None, "bfloat16", "device", False, 12, 1, 1), strict=True))
-    parts = {"policy": 100, "shadow_here": 40, "shadow_packed": 90, "training": 60, "text_encoders": 30}
-    rows = {total: judge_memory(footprint, options, total, parts) for total in (200, 199, 170, 20)}
+    named = {"policy": 100, "shadow_here": 40, "shadow_packed": 90, "training": 60, "text_encoders": 30}
+    rows = {total: judge_memory(footprint, options, total, named) for total in (200, 199, 170, 20)}
     assert [row.status for row in rows.values()] == [OK, WRONG, WRONG, WRONG]
     assert "shadow_packed" not in rows[199].result
-    assert rows[199].way_out == "model.micro_batch=6"
-    assert rows[170].way_out == "model.micro_batch=6"
+    assert rows[199].way_out == rows[170].way_out == "model.micro_batch=6"
     assert "smaller model" in rows[20].way_out
     assert rows[199].measured is not None
     assert (rows[199].measured["planned"], rows[199].measured["total"]) == (200, 199)
@@ -52,44 +41,36 @@ def test_plan_that_does_not_fit_is_wrong_and_names_options_that_fit() -> None:
 
 def test_random_weights_need_no_text_encoders_and_a_cpu_keeps_them(embedded_plan: Plan) -> None:
     encoders, others = embedded_plan.footprint.text_encoders, embedded_plan.footprint.others
-    here = {
-        (weights, on_gpu): footprint_here(embedded_plan, weights, on_gpu)
-        for weights in ("pretrained", "random")
-        for on_gpu in (True, False)
-    }
-    assert encoders > 0
-    assert {key: (f.text_encoders, f.others - others) for key, f in here.items()} == {
-        ("pretrained", True): (encoders, 0),
-        ("pretrained", False): (0, encoders),
-        ("random", True): (0, 0),
-        ("random", False): (0, 0),
-    }
+    for weights, on_gpu, kept, moved in (
+        ("pretrained", True, encoders, 0),
+        ("pretrained", False, 0, encoders),
+        ("random", True, 0, 0),
+        ("random", False, 0, 0),
+    ):
+        footprint = footprint_here(embedded_plan, weights, on_gpu)
+        assert encoders > 0 and (footprint.text_encoders, footprint.others - others) == (kept, moved)
 
 
 def test_iterations_fill_one_batch_of_the_rollout_and_one_of_the_training(compose: Compose) -> None:
-    sizes = {}
-    for model in ("tiny", "flux1"):
+    sizes = {"tiny": (1, 96, 24, 1), "flux1": (1, 24, 4, 1)}  # 24 x 2 and 4 x 4 noise levels
+    for model, expected in sizes.items():
         smoke = smoke_config(compose("task=doctor", f"model={model}", "model.weights=random"), 2)
-        sizes[model] = (smoke.prompts_per_iteration, smoke.family.pool, smoke.family.keep, smoke.task.repeats)
+        assert (smoke.prompts_per_iteration, smoke.family.pool, smoke.family.keep, smoke.task.repeats) == expected
         assert smoke.data.train == "shapes-train"
-    assert sizes == {
-        "tiny": (1, 96, 24, 1),
-        "flux1": (1, 24, 4, 1),
-    }  # 24 x 2 and 4 x 4 noise levels
 
 
 def test_iterations_use_a_prompt_that_the_reward_can_score(compose: Compose, tmp_path: Path) -> None:
     smoke = smoke_config(compose("task=doctor", "reward=[shapes,geneval]", f"run_dir={tmp_path}"), 2)
     prompts = read_prompt_sets(smoke.data.train, None)
     assert [broken_rule(prompts.metadata[prompt]) for prompt in prompts.train] == [""]
-    (row,) = check_rewards(compose("task=doctor", "reward=ocr"), CPU)
+    (row,) = trial.check_rewards(compose("task=doctor", "reward=ocr"), CPU)
     assert row.status == OK and "ocr 0" in row.result  # of noise
 
 
 def test_iterations_are_timed_by_stage(compose: Compose) -> None:
     cfg = compose("task=doctor", "experiment=smoke", "trainer=cpu", "model.full_steps=2", "model.preview_steps=1")
     run = plan_run(without_files(cfg), resolve("nvfp4", "emulated", CPU))
-    (row,) = check_iterations(cfg, run, CPU, count=1)
+    (row,) = trial.check_iterations(cfg, run, CPU, count=1)
     assert row.status == OK and row.measured is not None
     (lap,) = row.measured["laps"]
     assert {"requantize", "explore", "regenerate", "train"} <= lap["stages"].keys()

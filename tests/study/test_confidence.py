@@ -19,9 +19,6 @@ def test_interval_matches_scipy() -> None:
     assert (mean.mean, mean.standard_error) == pytest.approx((0.17, stats.sem(values)))
 
 
-def test_single_value_has_no_interval() -> None:
+def test_single_value_has_no_interval_and_equal_values_one_of_no_width() -> None:
     assert mean_of([0.3]) == (0.3, None, None, None, None)
-
-
-def test_equal_values_have_zero_width_interval() -> None:
     assert mean_of([0.5, 0.5, 0.5]) == (0.5, 0.0, 0.0, 0.5, 0.5)

@@ -16,18 +16,15 @@ from solrl_lightning.study.time_to_reward import (
 )
 
 
-@pytest.mark.parametrize(
-    ("gaps", "cost"),
-    [
+def test_a_curve_is_linear_between_its_evaluations() -> None:
+    for gaps, cost in (
         ([-0.2, -0.1, 0.1], 15.0),
         ([-0.2, 0.0, 0.1], 10.0),
         ([-0.3, 0.1, -0.2], 7.5),  # a later fall does not matter
         ([0.0, 0.1, 0.2], 0.0),
-        ([-0.2, -0.1, -1e-9], None),
-    ],
-)
-def test_a_curve_is_linear_between_its_evaluations(gaps: list[float], cost: float | None) -> None:
-    assert first_reached([0.0, 10.0, 20.0], gaps) == (None if cost is None else pytest.approx(cost))
+    ):
+        assert first_reached([0.0, 10.0, 20.0], gaps) == pytest.approx(cost)
+    assert first_reached([0.0, 10.0, 20.0], [-0.2, -0.1, -1e-9]) is None
 
 
 def dense_interval(costs: list[float], low: np.ndarray, high: np.ndarray) -> tuple[float, float]:
@@ -41,25 +38,26 @@ COSTS = [0.0, 10.0, 20.0, 40.0]
 FINALS = {1: 0.51, 2: 0.53, 3: 0.52}
 
 
+def curve_of(*seeds: int) -> GroupCurve:
+    return GroupCurve(COSTS, [dict(zip(seeds, row, strict=True)) for row in REWARDS])
+
+
 def test_the_interval_is_where_the_paired_difference_is_not_significant() -> None:
-    curve = GroupCurve(COSTS, [dict(zip((1, 2, 3), row, strict=True)) for row in REWARDS])
     gaps = REWARDS - np.array(list(FINALS.values()))
     limits = [stats.ttest_1samp(row, 0.0).confidence_interval(0.95) for row in gaps]
-    expected = dense_interval(COSTS, *np.array(limits).T)
-    reached = cost_to_reach(curve, FINALS)
-    assert (reached.low, reached.high) == pytest.approx(expected, abs=1e-3)
+    reached = cost_to_reach(curve_of(1, 2, 3), FINALS)
+    assert (reached.low, reached.high) == pytest.approx(dense_interval(COSTS, *np.array(limits).T), abs=1e-3)
     assert reached.mean == pytest.approx(10 + 10 * 0.04 / (0.04 + 0.11 / 3))
     assert (reached.spent, reached.interval) == (40, PAIRED)
 
 
 def test_other_seeds_than_the_reference_are_not_paired() -> None:
-    curve = GroupCurve(COSTS, [dict(zip((4, 5, 6), row, strict=True)) for row in REWARDS])
     gaps = REWARDS.mean(axis=1) - 0.52
     reach = stats.t.ppf(0.975, 2) * np.hypot(stats.sem(REWARDS, axis=1), stats.sem(list(FINALS.values())))
-    reached = cost_to_reach(curve, FINALS)
+    reached = cost_to_reach(curve_of(4, 5, 6), FINALS)
     assert (reached.low, reached.high) == pytest.approx(dense_interval(COSTS, gaps - reach, gaps + reach), abs=1e-3)
+    assert reached.mean == pytest.approx(cost_to_reach(curve_of(1, 2, 3), FINALS).mean)
     assert reached.interval == INDEPENDENT
-    assert reached.mean == pytest.approx(10 + 10 * 0.04 / (0.04 + 0.11 / 3))  # that of the paired difference
 
 
 def test_one_seed_has_no_interval() -> None:
