@@ -1,6 +1,6 @@
 """Compares ImageReward with the published package, and tests the use of every weight of its file.
 
-``oracle/recorded`` holds a small model of the package's classes and the package's scores, written by oracle/record.py.
+``oracle/recorded`` holds a small model of the package's classes and its scores, written by dev/oracle/record.py.
 """
 
 import json

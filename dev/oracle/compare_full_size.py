@@ -2,8 +2,8 @@
 
 Two environments, one folder between them (2 GB); the first is that of requirements.txt:
 
-    oracle/bin/python tests/rewards/oracle/compare_full_size.py package imagereward-at-full-size
-    python tests/rewards/oracle/compare_full_size.py ours imagereward-at-full-size
+    oracle/bin/python dev/oracle/compare_full_size.py package imagereward-at-full-size
+    python dev/oracle/compare_full_size.py ours imagereward-at-full-size
 
 The first builds the package's model (ViT-L/16 and BERT-base) with random weights, saves it as the hub's files, loads
 it with the package's ``load`` and records scores and times; the second loads the same files here, and prints both.

@@ -1,8 +1,8 @@
 """What the image-reward package says of small weights and pictures, recorded for tests/rewards/test_imagereward.py.
 
-Run in the environment of requirements.txt; writes the folder ``recorded`` beside this file:
+Run in the environment of requirements.txt; writes tests/rewards/oracle/recorded:
 
-    oracle/bin/python tests/rewards/oracle/record.py
+    oracle/bin/python dev/oracle/record.py
 
 The model is the package's own (its ImageReward around its BLIP_Pretrain, VisionTransformer, BertModel and MLP) at a
 small size: create_vit, which knows two large sizes only, makes the same class with other numbers here, and the head
@@ -22,7 +22,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-RECORDED = Path(__file__).parent / "recorded"
+RECORDED = Path(__file__).parents[2] / "tests" / "rewards" / "oracle" / "recorded"
 PACKAGES = ("image-reward", "transformers", "timm", "torch", "torchvision", "pillow")
 WIDTH, TEXT_WIDTH, SIZE = 128, 32, 224
 WORDS = "an the red blue green circle square cat dog of on above below photo two three and in by night light".split()
