@@ -72,14 +72,14 @@ def find_alarms(
     ``columns`` are those of its tables; ``reward`` is the trained one, and ``watched`` the weight of each reward
     of which it is the sum and of those that are only evaluated.
     """
-    found = [kl_ran_away(history, limits.kl), no_drift(history, limits.drift)]
+    alarms = [kl_ran_away(history, limits.kl), no_drift(history, limits.drift)]
     if len(history.tables) > 1 and len(history.tables[-1]) >= _FEWEST_PROMPTS:
-        found += [
+        alarms += [
             reward_fell(history, columns.index(reward), reward, limits.fall),
             *(watched_fell(history, columns.index(name), name, watched[name], limits.fall) for name in watched),
             diversity_fell(history, columns.index("images/diversity"), limits.diversity),
         ]
-    return [alarm for alarm in found if alarm is not None]
+    return [alarm for alarm in alarms if alarm is not None]
 
 
 # Held-out rewards

@@ -58,15 +58,15 @@ class Guard(Callback):
         watched = {name: w for name, w in module.rewards.weights.items() if w >= 0 and name != module.rewards.name}
         alarms = find_alarms(self.history, module.evaluation.columns, module.rewards.name, watched, self.limits)
         alarms += self._constant_rewards(trainer)
-        begun = [alarm for alarm in alarms if alarm.name not in self._active]
+        new = [alarm for alarm in alarms if alarm.name not in self._active]
         self._active = [alarm.name for alarm in alarms]
-        self.alarms += begun
-        for alarm in begun if trainer.is_global_zero else ():
+        self.alarms += new
+        for alarm in new if trainer.is_global_zero else ():
             text = f"alarm {alarm.name} after iteration {alarm.iteration}: {alarm.saw}, since iteration {alarm.since}."
             file_logger.warning(text)
             pl_module.print(f"{text}\n  What usually helps: {alarm.helps} (docs/guard.md).")
-        if begun and self.stop:
-            self.stopped_by = begun[0]
+        if new and self.stop:
+            self.stopped_by = new[0]
             trainer.should_stop = True
 
     def _constant_rewards(self, trainer: Trainer) -> list[Alarm]:

@@ -108,7 +108,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         ("a killed end is never finished", "not self.ends_again and super().skip", "super().skip", ENDS),
         ("other rewards are not evaluated", "if not self._module.evaluation.comparable:", "if False:", BRANCHES),
-        ("a run that was stopped goes on", 'self.ends_again and state.get("stopped", False)', "False", ENDS),
+        ("a run that was stopped resumes", 'self.ends_again and state.get("stopped", False)', "False", ENDS),
         (
             "guided evaluations counted once",
             "velocities * forward_passes(self._module.policy.guidance_scale)",

@@ -64,9 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
         silence_libraries()
         sys.argv[1:], claims = prepare(sys.argv[1:] if arguments is None else arguments)
         os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # makes Hydra raise errors instead of printing them
-        with ExitStack() as held:
+        with ExitStack() as claimed_folders:
             for folder, new in claims.items():
-                held.enter_context(claimed(folder, new))
+                claimed_folders.enter_context(claimed(folder, new))
             hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")(job)()
     except (KeyboardInterrupt, SystemExit) as stop:
         # Lightning ends a run with SIGTERMException after SIGTERM, and with exit(1) after Ctrl-C.
@@ -229,9 +229,9 @@ def _jobs(
         check_launched(OmegaConf.to_yaml(home), OmegaConf.select(cfg, "trainer.num_nodes"))
         if Path(home.dir) == Path():
             raise UserError("A run needs a folder of its own; hydra.run.dir is empty. Name one, or leave it out.")
-        own = " ".join(override for override in cfg.hydra.overrides.task if override not in common)
-        with _named(own):
-            jobs[own] = options_of(cfg, home.dir)
+        overrides = " ".join(override for override in cfg.hydra.overrides.task if override not in common)
+        with _named(overrides):
+            jobs[overrides] = options_of(cfg, home.dir)
     if len(jobs) > 1 and not OmegaConf.is_interpolation(home, "subdir"):
         raise UserError(
             f"hydra.sweep.subdir={home.subdir} is invalid: every run of a sweep needs a folder of its own. Use "
@@ -241,18 +241,18 @@ def _jobs(
 
 
 def _each(jobs: "dict[str, Run]", check: "Callable[[Run], None]") -> None:
-    for own, options in jobs.items():
-        with _named(own):
+    for overrides, options in jobs.items():
+        with _named(overrides):
             check(options)
 
 
 @contextmanager
-def _named(own: str) -> Iterator[None]:
+def _named(overrides: str) -> Iterator[None]:
     """Where a job of a sweep is checked: an error begins with its overrides."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"{own}: {error}" if own else str(error)) from error
+        raise UserError(f"{overrides}: {error}" if overrides else str(error)) from error
 
 
 def _print_first(*lines: str) -> None:

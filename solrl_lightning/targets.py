@@ -9,8 +9,8 @@ from hydra.utils import instantiate
 from solrl_lightning.errors import UserError
 
 
-def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object, **options: Any) -> Any:
-    """Instantiates ``node``, the value of ``key``, with the arguments ``given`` and ``options``.
+def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = object, **options: Any) -> Any:
+    """Instantiates ``node``, the value of ``key``, with the positional ``arguments`` and ``options``.
 
     Args:
         takes: what those arguments are, for the error message.
@@ -22,7 +22,7 @@ def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object,
         raise UserError(f"{key}={node} is invalid: it must have a _target_, a class that Python finds.")
     target = node["_target_"]
     try:
-        made = instantiate(node, *given, **options)
+        instance = instantiate(node, *arguments, **options)
     except InstantiationException as error:
         cause: BaseException = error.__cause__ or error
         if isinstance(cause, UserError):
@@ -38,9 +38,9 @@ def make(key: str, node: Any, *given: Any, takes: str = "", kind: type = object,
             f"~{key}.<name>, add one with +{key}.<name>=<value>."
         )
         raise UserError(f"{key}: {target} could not be made: {reason}. {fix}") from error
-    if not isinstance(made, kind):
+    if not isinstance(instance, kind):
         raise UserError(f"{key}: {target} is invalid: it must be a {kind.__module__}.{kind.__qualname__}.")
-    return made
+    return instance
 
 
 def check_optimizer(node: Any) -> None:

@@ -54,8 +54,8 @@ def compositions_of_the_package_are_made_once() -> Iterator[None]:
 
     def loaded(self: ConfigLoaderImpl, config_name: str | None, overrides: list[str], *args: Any, **kw: Any) -> Any:
         sources = {source.path for source in self.get_search_path().get_path()}
-        own = {path for path in sources if not path.startswith(("pkg://", "structured://"))}
-        if own or any("searchpath" in override for override in overrides):
+        folders = {path for path in sources if not path.startswith(("pkg://", "structured://"))}
+        if folders or any("searchpath" in override for override in overrides):
             return load(self, config_name, overrides, *args, **kw)
         words = OverridesParser.create().parse_overrides(overrides)
         if any(word.is_sweep_override() for word in words):

@@ -82,9 +82,9 @@ class Forks:
         **faults: Any,
     ) -> list[Ended]:
         """Runs the command line in ``folder`` once with each environment, all at the same time."""
-        asked = dict(folder=str(folder), environments=environments, arguments=arguments, target=target, **faults)
+        request = dict(folder=str(folder), environments=environments, arguments=arguments, target=target, **faults)
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        print(json.dumps(request), file=self._process.stdin, flush=True)
         return [Ended(**each) for each in json.loads(self._process.stdout.readline())]
 
 
@@ -95,22 +95,22 @@ def two_ranks() -> list[dict[str, str]]:
     return [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
 
 
-def _run(asked: dict[str, Any], environment: dict[str, str]) -> None:
+def _run(request: dict[str, Any], environment: dict[str, str]) -> None:
     """In the fork; does not return."""
     status = 1
     try:
-        os.chdir(asked["folder"])
+        os.chdir(request["folder"])
         os.environ.update(environment)
-        if asked.get("file_limit") is not None:
+        if request.get("file_limit") is not None:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (asked["file_limit"],) * 2)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (request["file_limit"],) * 2)
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # Python ignores it
-        sys.argv = ["solrl_lightning", *asked["arguments"]]
+        sys.argv = ["solrl_lightning", *request["arguments"]]
         sys.modules["__main__"].__spec__ = importlib.util.find_spec("solrl_lightning.__main__")  # as python -m has it
-        path, _, function = asked["target"].partition(":")
+        path, _, function = request["target"].partition(":")
         folder, _, module = path.rpartition("/")
         sys.path.insert(0, str(Path(__file__).parent / folder))
-        status = getattr(importlib.import_module(module), function)(asked["arguments"])
+        status = getattr(importlib.import_module(module), function)(request["arguments"])
     except BaseException:
         sys.excepthook(*sys.exc_info())
     finally:
@@ -131,20 +131,20 @@ def torchrun(arguments: list[str]) -> int:
     return max(elastic_launch(config, main)(arguments).values())
 
 
-def _forked(asked: dict[str, Any]) -> list[Ended]:
+def _forked(request: dict[str, Any]) -> list[Ended]:
     with ExitStack() as stack:
         started, runs = time.monotonic(), []
-        for environment in asked["environments"]:
+        for environment in request["environments"]:
             output = stack.enter_context(tempfile.TemporaryFile())
             process = os.fork()
             if process == 0:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
-                _run(asked, environment)
+                _run(request, environment)
             runs.append((process, output))
-        if asked.get("kill_after") is not None or asked.get("kill_at") is not None:
+        if request.get("kill_after") is not None or request.get("kill_at") is not None:
             ((process, _),) = runs
-            while not _is_time(asked, started) and os.waitid(os.P_PID, process, _ENDED) is None:
+            while not _is_time(request, started) and os.waitid(os.P_PID, process, _ENDED) is None:
                 time.sleep(0.005)
             os.kill(process, signal.SIGKILL)  # no harm to one that has ended: it is not waited for yet
         return [_waited_for(process, output, started) for process, output in runs]
@@ -153,10 +153,10 @@ def _forked(asked: dict[str, Any]) -> list[Ended]:
 _ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT
 
 
-def _is_time(asked: dict[str, Any], started: float) -> bool:
-    if asked["kill_at"] is not None:
-        return (Path(asked["folder"]) / asked["kill_at"]).exists()
-    return time.monotonic() >= started + asked["kill_after"]
+def _is_time(request: dict[str, Any], started: float) -> bool:
+    if request["kill_at"] is not None:
+        return (Path(request["folder"]) / request["kill_at"]).exists()
+    return time.monotonic() >= started + request["kill_after"]
 
 
 def _waited_for(process: int, output: IO[bytes], started: float) -> Ended:

@@ -321,9 +321,9 @@ def random_state(state: dict[str, Tensor], seed: int, size: float = 0.3) -> dict
     return {name: size * torch.randn(value.shape, generator=generator) for name, value in state.items()}
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(actual: Tensor, expected: Tensor) -> float:
     """Root mean square of the difference, in units of the expected values' root mean square."""
-    return float(F.mse_loss(found.double(), expected.double()).sqrt() / expected.double().square().mean().sqrt())
+    return float(F.mse_loss(actual.double(), expected.double()).sqrt() / expected.double().square().mean().sqrt())
 
 
 _KL: dict[str, Any] = dict(

@@ -44,22 +44,22 @@ class Results(Callback):
     """What the first iteration rolled out and the gradient of it, and the policy before and after every iteration."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Any] = {"policies": []}
+        self.actual: dict[str, Any] = {"policies": []}
 
     def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        self.found["policies"].append(flat(pl_module, "default"))
+        self.actual["policies"].append(flat(pl_module, "default"))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         loop: Any = trainer.fit_loop
         if loop.iterations_done == 0:
-            self.found |= loop.rollouts._asdict()
+            self.actual |= loop.rollouts._asdict()
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
         gradient = torch.cat([parameter.grad.flatten() for parameter in pl_module.trained_parameters()])
-        self.found.setdefault("gradient", gradient)
+        self.actual.setdefault("gradient", gradient)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self.found["policies"].append(flat(pl_module, "default"))
+        self.actual["policies"].append(flat(pl_module, "default"))
 
 
 def flat(module: Any, adapter: str) -> Tensor:
@@ -89,12 +89,12 @@ def train(cfg: Run) -> dict[str, Any]:
     evaluations = torch.tensor([row["shapes"] for row in module.evaluation.history], dtype=torch.float64)
     named = module.transformer.named_parameters()
     frozen = [weight for name, weight in named if "blocks." in name and ".lora_" not in name]
-    held = sum((weight.to_local() if isinstance(weight, DTensor) else weight).numel() for weight in frozen)
+    elements = sum((weight.to_local() if isinstance(weight, DTensor) else weight).numel() for weight in frozen)
     logged = sorted((name, value) for name, value in trainer.callback_metrics.items() if name.startswith("train/"))
     metrics = torch.stack([value for _, value in logged])
-    found = {"rank": trainer.global_rank, "weights": weights, "evaluations": evaluations, "metrics": metrics}
-    found |= {"held": held, "old": flat(module, "old")}
-    return results.found | found
+    actual = {"rank": trainer.global_rank, "weights": weights, "evaluations": evaluations, "metrics": metrics}
+    actual |= {"elements": elements, "old": flat(module, "old")}
+    return results.actual | actual
 
 
 def train_all(cfg: Run) -> dict[str, dict[str, Any]]:

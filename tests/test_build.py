@@ -45,7 +45,7 @@ OWN = "+reward.mine={_target_:%s,weight:1.0%s}"
         ("solrl_lightning.rewards.shapes.ShapesReward", ",temperature:2", "unexpected keyword argument 'temperature'"),
     ],
 )
-def test_a_reward_that_cannot_be_made_is_told_by_its_name(
+def test_error_names_a_reward_that_cannot_be_made(
     compose: Compose, target: str, more: str, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -65,7 +65,7 @@ def test_a_reward_that_cannot_be_made_is_told_by_its_name(
         ("objective._target_=lacking.loss", "lacking.loss could not be made: No module named 'nowhere_else'"),
     ],
 )
-def test_an_optimiser_or_objective_that_cannot_be_made_is_told_without_a_model(
+def test_error_names_an_optimizer_or_objective_that_cannot_be_made(
     compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, message: str
 ) -> None:
     (tmp_path / "lacking.py").write_text("import nowhere_else\n")
@@ -107,7 +107,7 @@ def test_an_optimiser_of_ones_own_passes(compose: Compose, arguments: tuple[str,
         ("+trainer.barebones=true", "trainer: lightning.Trainer could not be made: .*barebones"),
     ],
 )
-def test_a_part_of_the_trainer_that_cannot_be_made_is_told_by_its_name(
+def test_error_names_a_part_of_the_trainer_that_cannot_be_made(
     compose: Compose, argument: str, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -118,9 +118,9 @@ def test_loggers_are_composed_by_name(compose: Compose) -> None:
     def names(*arguments: str) -> list[str]:
         return [type(logger).__name__ for logger in build_trainer(compose("trainer=cpu", *arguments), []).loggers]
 
-    own = "+logger.mine={_target_:lightning.pytorch.loggers.CSVLogger,save_dir:${run_dir}}"
+    overrides = "+logger.mine={_target_:lightning.pytorch.loggers.CSVLogger,save_dir:${run_dir}}"
     assert names() == ["TensorBoard"]
-    assert names("logger=[tensorboard,csv]", own) == ["TensorBoard", "CSV", "CSVLogger"]
+    assert names("logger=[tensorboard,csv]", overrides) == ["TensorBoard", "CSV", "CSVLogger"]
     assert names("logger=none") == names("~logger") == []
 
 
@@ -129,10 +129,10 @@ def test_a_logger_whose_package_is_missing_names_the_command(
     package: str, compose: Compose, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
-    with pytest.raises(InstantiationException) as found:
+    with pytest.raises(InstantiationException) as actual:
         build_trainer(compose("trainer=cpu", f"logger=[csv,{package}]"), [])
-    assert f"logger={package} is invalid" in str(found.value.__cause__)
-    assert f"pip install {package}" in str(found.value.__cause__)
+    assert f"logger={package} is invalid" in str(actual.value.__cause__)
+    assert f"pip install {package}" in str(actual.value.__cause__)
 
 
 def test_wandb_has_a_key_from_the_environment_or_the_netrc_file(
@@ -150,7 +150,7 @@ def test_wandb_has_a_key_from_the_environment_or_the_netrc_file(
     assert has_wandb_key()
 
 
-def test_a_gpu_that_is_not_there_is_told_in_a_sentence(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_gpu_is_an_error_of_one_sentence(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="trainer cannot run here: .* trainer=auto takes what there is"):
@@ -204,7 +204,7 @@ def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
         ),
     ],
 )
-def test_a_plugin_or_a_strategy_that_changes_the_arithmetic_is_refused(
+def test_plugin_or_strategy_that_changes_the_arithmetic_is_an_error(
     compose: Compose, argument: str, message: str
 ) -> None:
     with pytest.raises(UserError, match=message):
@@ -247,8 +247,8 @@ def test_what_was_left_out_of_the_prompts_is_logged_once(
 ) -> None:
     file = tmp_path / "prompts.txt"
     file.write_text("a red circle above a blue square\n" * 2, encoding="utf-8")
-    own = (f"data.train='{file}'", "prompts_per_iteration=1", "trainer=cpu", f"model.pretrained='{pipeline}'")
-    cfg = compose("experiment=smoke", *own)
+    overrides = (f"data.train='{file}'", "prompts_per_iteration=1", "trainer=cpu", f"model.pretrained='{pipeline}'")
+    cfg = compose("experiment=smoke", *overrides)
     with caplog.at_level(logging.INFO, logger="solrl_lightning"):
         trainer = build_trainer(cfg, [])
         build_module(cfg, torch.device("cpu"), stages_of(cfg, build_objective(cfg)))

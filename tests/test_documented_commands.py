@@ -48,15 +48,15 @@ SMALL_TASK = {
 
 def documented() -> dict[str, str]:
     """Command -> file, without options of sizes."""
-    found = {}
+    actual = {}
     for file in sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "conf").rglob("*.yaml"), ROOT / "README.md"]):
         for match in COMMAND.finditer(CONTINUED.sub(" ", file.read_text())):
             text = re.split(r"\s{2,}|; done", match[1])[0]  # a comment follows several spaces
             if text.count('"') % 2:
                 text = text.removesuffix('"')  # the command is in quotes
             if not any(re.search(each, text) for each in NOT_RUN):
-                found[re.sub(SIZES, "", text).strip()] = str(file.relative_to(ROOT))
-    return found
+                actual[re.sub(SIZES, "", text).strip()] = str(file.relative_to(ROOT))
+    return actual
 
 
 COMMANDS = documented()

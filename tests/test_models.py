@@ -82,8 +82,8 @@ def test_a_model_trains_in_a_family(
     torch._dynamo.reset()
     compile_with = torch.compile
     monkeypatch.setattr(torch, "compile", lambda *args, **kw: compile_with(*args, **(kw | {"backend": counted})))
-    own = (f"model={model}", f"model.pretrained={folders[model]}", f"model.embeddings={tmp_path / 'embeddings'}")
-    reward = train(compose(*own, *SMALL, f"family={family}", f"family.compile={family == 'compile'}"))
+    job = (f"model={model}", f"model.pretrained={folders[model]}", f"model.embeddings={tmp_path / 'embeddings'}")
+    reward = train(compose(*job, *SMALL, f"family={family}", f"family.compile={family == 'compile'}"))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "completed" and summary["iterations"] == 2
     assert reward == summary["final_reward"]
@@ -105,9 +105,9 @@ def test_a_model_trains_in_a_family(
 def test_every_model_trains_in_every_family(
     compose: Compose, folders: dict[str, str], tmp_path: Path, model: str, family: str
 ) -> None:
-    own = (f"model={model}", f"model.pretrained={folders[model]}", f"model.embeddings={tmp_path / 'embeddings'}")
+    job = (f"model={model}", f"model.pretrained={folders[model]}", f"model.embeddings={tmp_path / 'embeddings'}")
     short = ("iterations=1", "data.eval_prompts=1", "family.compile=false", *STAGES.get(family, ()))
-    train(compose(*own, *SMALL, f"family={family}", *short))
+    train(compose(*job, *SMALL, f"family={family}", *short))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
     moved = load_file(tmp_path / "lora" / "pytorch_lora_weights.safetensors")
     assert max(value.abs().max() for name, value in moved.items() if "lora_B" in name) > 0

@@ -273,8 +273,8 @@ def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
     near = _suggestions(key, [*ours, *groups] if parts[0] != "hydra" else ours)
     if parts[0] in ("callbacks", "logger", "reward") and len(parts) > 2 and ".".join(parts[:2]) not in known:
         members = [name.partition(".")[2] for name in ours if name.rpartition(".")[0] == parts[0]]
-        meant = [".".join([parts[0], name, *parts[2:]]) for name in nearest(parts[1], members)]
-        near = did_you_mean(meant) or f" {parts[0]} has {', '.join(members)}."
+        similar = [".".join([parts[0], name, *parts[2:]]) for name in nearest(parts[1], members)]
+        near = did_you_mean(similar) or f" {parts[0]} has {', '.join(members)}."
     parent = key.rpartition(".")[0]
     keys = known.get(parent) if "." in parent and parts[0] != "hydra" else None
     if isinstance(keys, dict) and "_target_" not in keys:

@@ -40,10 +40,10 @@ class TwoTowers(Reward):
     def cosine(self, images: Tensor, prompts: list[str]) -> Tensor:
         """Cosines, float32 [B], of each image with its prompt. Embeds equal prompts once."""
         texts, place = unique_prompts(prompts)
-        seen = self.embeddings(images)
+        image_features = self.embeddings(images)
         parts = [texts[start : start + _CHUNK] for start in range(0, len(texts), _CHUNK)]
-        meant = torch.cat([self.embed_texts(part).float() for part in parts])[place.to(self.device)]
-        return (F.normalize(seen, dim=-1) * F.normalize(meant, dim=-1)).sum(-1)
+        text_features = torch.cat([self.embed_texts(part).float() for part in parts])[place.to(self.device)]
+        return (F.normalize(image_features, dim=-1) * F.normalize(text_features, dim=-1)).sum(-1)
 
 
 class TransformersCLIP(TwoTowers):

@@ -168,7 +168,7 @@ def tables(result: Mapping[str, Any]) -> list[Section]:
     if result["held_out_sets"] > 1:
         notes.append("the groups were evaluated on different held-out images, so their rewards do not compare")
     notes += [f"left out {run}: {reason}" for run, reason in result["left_out"].items()]
-    found = [Section("Final rewards", notes, tables=[final_rewards(groups)])]
+    sections = [Section("Final rewards", notes, tables=[final_rewards(groups)])]
     if several:
         notes = [
             f"training until the mean {result['reward']} reward is {result['target']:.4f}, the final one of the "
@@ -176,8 +176,8 @@ def tables(result: Mapping[str, Any]) -> list[Section]:
             "without evaluations, probes and sample grids; in brackets the 95 % interval; > and <: beyond the run",
             *cost_notes(groups),
         ]
-        found.append(Section("Cost of the same reward", notes, tables=[costs_to_reference(result)]))
-    return found
+        sections.append(Section("Cost of the same reward", notes, tables=[costs_to_reference(result)]))
+    return sections
 
 
 def final_rewards(groups: Sequence[Mapping[str, Any]]) -> Table:
@@ -216,10 +216,10 @@ def cost_notes(groups: Sequence[Mapping[str, Any]]) -> list[str]:
     for group in groups:
         seconds, iterations = (group["to_reference"][cost] for cost in ("seconds", "iteration"))
         missed = []
-        for seed, own in (seconds or iterations or {"per_seed": {}})["per_seed"].items():
-            spent = f"{own['spent']:,.0f} s" if seconds else counted(own["spent"], "iteration")
-            if own["reached"] is None:
-                missed.append(f"seed {seed} after {spent}, {own['best']:.4f} at most")
+        for seed, cost in (seconds or iterations or {"per_seed": {}})["per_seed"].items():
+            spent = f"{cost['spent']:,.0f} s" if seconds else counted(cost["spent"], "iteration")
+            if cost["reached"] is None:
+                missed.append(f"seed {seed} after {spent}, {cost['best']:.4f} at most")
         if missed:
             notes.append(f"not reached by {group['group']}: {'; '.join(missed)}")
         if group["against"] is None and iterations and iterations["mean"] == 0:

@@ -157,7 +157,7 @@ class MicroBatches:
 
 @pytest.fixture
 def fit(tmp_path: Path) -> Callable[..., Trainer]:
-    """Trains as task=train does: evaluates the base, if the module has evaluations, or goes on from ``resumed``."""
+    """Trains as task=train does: evaluates the base, if the module has evaluations, or resumes from ``resumed``."""
 
     def fit(*callbacks, iterations=1, module=None, roll_out=None, resumed=None, **options):
         if isinstance(resumed, Trainer):

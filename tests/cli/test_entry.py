@@ -365,9 +365,9 @@ AUTO = [RECORD, "ckpt=auto", "hydra.run.dir=runs/${seed}", "seed=3"]
 
 def test_auto_begins_a_run_or_continues_it(command: Command, tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "3"
-    begun = command(*AUTO, "iterations=2")
-    assert begun.status == 0, begun.err
-    assert "ckpt=auto: runs/3 has no checkpoint, so the run begins\n" in begun.out
+    first = command(*AUTO, "iterations=2")
+    assert first.status == 0, first.err
+    assert "ckpt=auto: runs/3 has no checkpoint, so the run begins\n" in first.out
     assert config(folder)["ckpt"] is None
     continued = command(*AUTO, "iterations=2")
     assert continued.status == 0, continued.err

@@ -38,5 +38,5 @@ def architecture(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="session")
 def folder(architecture: str, folder_of: FolderOf) -> str:
-    """The folder of each architecture in turn."""
+    """The folder of each architecture, one after the other."""
     return folder_of(architecture)

@@ -265,7 +265,7 @@ def test_url_that_is_no_address_or_has_a_password_is_an_error(url: Any) -> None:
     assert "s3cret" not in str(error.value)
 
 
-def test_server_is_asked_once_before_a_model_is_loaded(server: type[Server]) -> None:
+def test_server_is_requested_once_before_a_model_is_loaded(server: type[Server]) -> None:
     server.will_reply(reply('{"scores": [null, 1]}'))
     server.reward(batch=2).check_prompts(["a cat", "a dog"], [{"tag": "one"}, {}])
     (request,) = server.requests

@@ -110,12 +110,12 @@ def run(
 def test_result_is_independent_of_chunks_and_padding(policy: Recorder, batch: int, fixed_batch: bool) -> None:
     whole = run(policy, BatchSize(15, False), "euler")
     policy.seeds, policy.rows = [], []
-    found = run(policy, BatchSize(batch, fixed_batch), "euler")
-    assert torch.equal(found.seeds, SEEDS)
-    assert found.x0.shape == (3, 5, 16, 32) and found.x0.dtype == torch.float32
-    assert found.rewards.shape == (3, 5) and found.rewards.dtype == torch.float32
-    assert relative_error(found.x0, whole.x0) < 2**-7
-    torch.testing.assert_close(found.rewards, whole.rewards, rtol=0, atol=2**-8)
+    actual = run(policy, BatchSize(batch, fixed_batch), "euler")
+    assert torch.equal(actual.seeds, SEEDS)
+    assert actual.x0.shape == (3, 5, 16, 32) and actual.x0.dtype == torch.float32
+    assert actual.rewards.shape == (3, 5) and actual.rewards.dtype == torch.float32
+    assert relative_error(actual.x0, whole.x0) < 2**-7
+    torch.testing.assert_close(actual.rewards, whole.rewards, rtol=0, atol=2**-8)
 
     chunks = [SEEDS.flatten().tolist()[first : first + batch] for first in range(0, 15, batch)]
     assert [seen[: len(chunk)] for seen, chunk in zip(policy.seeds, chunks, strict=True)] == chunks
@@ -126,14 +126,14 @@ def test_result_is_independent_of_chunks_and_padding(policy: Recorder, batch: in
 
 def test_candidate_is_sampled_from_its_prompt_and_seed(policy: Recorder) -> None:
     policy.transformer.float()  # so that rounding does not hide a wrong row
-    found = run(policy, BatchSize(4, True), "dpm2")
+    actual = run(policy, BatchSize(4, True), "dpm2")
     for row, prompt in enumerate(PROMPTS):
         for column in range(5):
             alone = run(policy, BatchSize(1, False), "dpm2", seeds=SEEDS[row, column].view(1, 1), texts=[prompt])
-            torch.testing.assert_close(alone.x0[0, 0], found.x0[row, column], rtol=0, atol=1e-4)
-            torch.testing.assert_close(alone.rewards[0, 0], found.rewards[row, column], rtol=0, atol=1e-4)
+            torch.testing.assert_close(alone.x0[0, 0], actual.x0[row, column], rtol=0, atol=1e-4)
+            torch.testing.assert_close(alone.rewards[0, 0], actual.rewards[row, column], rtol=0, atol=1e-4)
     wrong_prompt = run(policy, BatchSize(1, False), "dpm2", seeds=SEEDS[0, 0].view(1, 1), texts=[PROMPTS[1]])
-    assert (wrong_prompt.x0[0, 0] - found.x0[0, 0]).abs().max() > 1e-2
+    assert (wrong_prompt.x0[0, 0] - actual.x0[0, 0]).abs().max() > 1e-2
 
 
 def test_reward_receives_decoded_images_with_their_prompts(policy: Recorder) -> None:
@@ -143,13 +143,13 @@ def test_reward_receives_decoded_images_with_their_prompts(policy: Recorder) -> 
         seen.append((images, prompts))
         return brightness(images, prompts).double()
 
-    found = run(policy, BatchSize(4, True), "euler", reward)
+    actual = run(policy, BatchSize(4, True), "euler", reward)
     assert [len(prompts) for _, prompts in seen] == [4, 4, 4, 3]  # never the padding
     assert [prompt for _, prompts in seen for prompt in prompts] == TEXTS
     images = torch.cat([images for images, _ in seen])
     assert images.shape == (15, 3, 32, 32)
-    torch.testing.assert_close(images, policy.decode(found.x0.flatten(0, 1)), rtol=0, atol=1e-5)
-    torch.testing.assert_close(found.rewards.flatten(), brightness(images, []), rtol=0, atol=1e-6)
+    torch.testing.assert_close(images, policy.decode(actual.x0.flatten(0, 1)), rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual.rewards.flatten(), brightness(images, []), rtol=0, atol=1e-6)
 
 
 def test_sampling_is_bit_reproducible(policy: Recorder) -> None:
@@ -168,10 +168,10 @@ def test_candidate_is_independent_of_the_pool(policy: Recorder) -> None:
 
 def test_latents_are_usable_by_autograd_and_have_no_graph(policy: Recorder) -> None:
     policy.transformer.requires_grad_(True)
-    found = run(policy, BatchSize(8, False), "euler")
-    assert not found.x0.requires_grad and not found.x0.is_inference()
+    actual = run(policy, BatchSize(8, False), "euler")
+    assert not actual.x0.requires_grad and not actual.x0.is_inference()
     weight = torch.ones((), requires_grad=True)
-    (weight * found.x0).sum().backward()
+    (weight * actual.x0).sum().backward()
     assert weight.grad is not None
 
 
@@ -223,8 +223,8 @@ def test_background_worker_gives_same_scores_as_inline_worker(policy: Recorder) 
         return brightness(images, prompts)
 
     plain = run(policy, BatchSize(4, True), "euler")
-    found = run(policy, BatchSize(4, True), "euler", reward, overlap=True)
-    assert torch.equal(found.x0, plain.x0) and torch.equal(found.rewards, plain.rewards)
+    actual = run(policy, BatchSize(4, True), "euler", reward, overlap=True)
+    assert torch.equal(actual.x0, plain.x0) and torch.equal(actual.rewards, plain.rewards)
     assert len(threads) == 4 and len(set(threads)) == 1 and threads[0] != threading.current_thread().name
     with pytest.raises(NonFiniteError, match=rf"reward made is nan .*{TEXTS[0]}.* seed {int(SEEDS[0, 0])};"):
         run(policy, BatchSize(4, True), "euler", lambda images, prompts: images[:, 0, 0, 0] * torch.nan, overlap=True)
@@ -252,10 +252,10 @@ def test_kept_trajectories_resume_from_their_state(policy: Recorder, solver: str
     chosen = torch.tensor([[4, 0], [1, 2], [3, 1]])
     kept, expected = pool.take(chosen), whole.take(chosen)
     policy.rows = []
-    found = run(policy, BatchSize(3, False), solver, seeds=kept.seeds, steps=5, initial_state=kept.state)
+    actual = run(policy, BatchSize(3, False), solver, seeds=kept.seeds, steps=5, initial_state=kept.state)
     assert policy.rows == [3] * 4  # the two remaining steps of two chunks
-    torch.testing.assert_close(found.x0, expected.x0, rtol=0, atol=1e-4)
-    torch.testing.assert_close(found.rewards, expected.rewards, rtol=0, atol=1e-4)
+    torch.testing.assert_close(actual.x0, expected.x0, rtol=0, atol=1e-4)
+    torch.testing.assert_close(actual.rewards, expected.rewards, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -280,16 +280,16 @@ def test_non_finite_explored_candidate_is_never_selected(
         scores[(scores - expected.rewards.flatten()[9]).abs() < 1e-6] = torch.inf
         return scores
 
-    found = run(policy, BatchSize(4, True), "euler", reward, overlap=overlap, decode=decode, only_ranks=True)
-    rewards = found.rewards.flatten()
+    actual = run(policy, BatchSize(4, True), "euler", reward, overlap=overlap, decode=decode, only_ranks=True)
+    rewards = actual.rewards.flatten()
     assert rewards.isnan().nonzero().flatten().tolist() == list(broken)
     others = ~rewards.isnan()
     torch.testing.assert_close(rewards[others], expected.rewards.flatten()[others], rtol=0, atol=1e-5)
     for i, record in zip(broken, caplog.records, strict=True):
         assert "1 of 4 explored candidates have no finite reward and are not selected" in record.message
         assert record.message.endswith(f"with seed {SEEDS.flatten()[i]}")
-    chosen = select_contrastive(found.rewards, 4)
-    assert not found.take(chosen).rewards.isnan().any()
+    chosen = select_contrastive(actual.rewards, 4)
+    assert not actual.take(chosen).rewards.isnan().any()
     with pytest.raises(NonFiniteError, match="NaN for the prompt"):
         run(policy, BatchSize(4, True), "euler", reward, overlap=overlap, decode=decode)
 
@@ -316,14 +316,14 @@ def test_batch_is_halved_permanently_after_out_of_memory(
 ) -> None:
     policy, batch_size = load_policy(folder, policy_class=SmallMemory), BatchSize(8, fixed_batch)
     policy.transformer.float()
-    found = run(policy, batch_size, "euler")
+    actual = run(policy, batch_size, "euler")
     assert batch_size.size == 2 and [record.message for record in caplog.records] == [
         "out of memory: sampling continues with 4 candidates in one forward pass",
         "out of memory: sampling continues with 2 candidates in one forward pass",
     ]
     roomy = load_policy(folder, policy_class=Recorder)
     roomy.transformer.float()
-    torch.testing.assert_close(found.x0, run(roomy, BatchSize(8, False), "euler").x0, rtol=0, atol=1e-4)
+    torch.testing.assert_close(actual.x0, run(roomy, BatchSize(8, False), "euler").x0, rtol=0, atol=1e-4)
 
 
 def test_batch_is_not_halved_if_it_fits_after_emptying_cache(

@@ -115,9 +115,9 @@ def test_take_gathers_any_trailing_shape() -> None:
 def test_rerank_permutes_scores_into_order_of_rewards() -> None:
     scores = torch.tensor([[5.0, 1.0, 4.0, 3.0, 2.0, 0.0]])
     places = torch.tensor([[0, 2, 5, 1]])  # the two best and the two worst
-    found = rerank(scores, places, torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
-    assert found.tolist() == [[0.0, 4.0, 5.0, 3.0, 2.0, 1.0]]
-    chosen = select_contrastive(found, 2)
+    actual = rerank(scores, places, torch.tensor([[0.1, 0.4, 0.2, 0.3]]))
+    assert actual.tolist() == [[0.0, 4.0, 5.0, 3.0, 2.0, 1.0]]
+    chosen = select_contrastive(actual, 2)
     assert chosen.tolist() == [[2, 0]]  # the best and the worst of the latest rewards
 
 
@@ -126,6 +126,6 @@ def test_rerank_keeps_equal_order_and_ranks_non_finite_rewards_in_the_middle() -
     places = select_contrastive(scores, 5)
     assert torch.equal(rerank(scores, places, 10 * scores.gather(1, places)), scores)
     rewards = torch.tensor([[3.0, 2.0, torch.nan, 1.0, 0.0]]).expand(3, -1)
-    found = rerank(scores, places, rewards)
-    own = scores.gather(1, places).sort(dim=1, descending=True).values
-    assert torch.equal(found.gather(1, places)[:, 2], own[:, 2])
+    actual = rerank(scores, places, rewards)
+    selected_scores = scores.gather(1, places).sort(dim=1, descending=True).values
+    assert torch.equal(actual.gather(1, places)[:, 2], selected_scores[:, 2])

@@ -60,7 +60,7 @@ def test_skipped_row_has_its_reason(compose: Compose, monkeypatch: Patch) -> Non
     cfg = compose("task=doctor", "trainer=cpu", "reward=clipscore", "reward.pretrained=nobody/nowhere")
     skipped = {row.check: row.result for row in check_run(cfg) if row.status == SKIPPED}
     assert skipped.keys() == {"reward", "iterations"}
-    assert all("reward.clipscore.pretrained" in found for found in skipped.values())
+    assert all("reward.clipscore.pretrained" in actual for actual in skipped.values())
 
 
 def test_error_in_a_check_becomes_a_wrong_row() -> None:

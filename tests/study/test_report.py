@@ -124,9 +124,9 @@ def test_values_that_are_not_finite_are_left_out_of_a_curve() -> None:
 
 def test_errors_of_an_evaluation_are_those_of_means_over_prompts() -> None:
     base = torch.tensor([[0.1, 1.0], [0.3, 1.0], [0.5, 1.0], [0.9, 1.0]], dtype=torch.float64)
-    found = evaluation_errors(["a", "b"], base + torch.tensor([[0.2, 0.0]]), base)
-    assert found["standard_error"] == pytest.approx({"a": np.std([0.1, 0.3, 0.5, 0.9], ddof=1) / 2, "b": 0.0})
-    assert found["change_error"] == pytest.approx({"a": 0.0, "b": 0.0}, abs=1e-8)
+    actual = evaluation_errors(["a", "b"], base + torch.tensor([[0.2, 0.0]]), base)
+    assert actual["standard_error"] == pytest.approx({"a": np.std([0.1, 0.3, 0.5, 0.9], ddof=1) / 2, "b": 0.0})
+    assert actual["change_error"] == pytest.approx({"a": 0.0, "b": 0.0}, abs=1e-8)
     assert "change_error" not in evaluation_errors(["a", "b"], base, base[:3])
     assert evaluation_errors(["a", "b"], base[:1], base[:1]) == {}
 

@@ -240,8 +240,8 @@ def test_an_interval_that_ends_after_the_run_is_open(
 def test_the_reference_is_diffusionnft_or_the_group_with_the_words(
     compose: Compose, tmp_path: Path, arguments: list[str], reference: str
 ) -> None:
-    for number, own in enumerate(("family=sol_rl", "family=diffusionnft", "family=sol_rl family.pool=48")):
-        write_run(tmp_path / "runs" / str(number), 0.6, *own.split())
+    for number, overrides in enumerate(("family=sol_rl", "family=diffusionnft", "family=sol_rl family.pool=48")):
+        write_run(tmp_path / "runs" / str(number), 0.6, *overrides.split())
     result = compared(compose, tmp_path / "runs", "*", *arguments)
     assert result["reference"] == reference
     assert {group["against"] for group in result["groups"]} == {None, reference}
@@ -250,8 +250,8 @@ def test_the_reference_is_diffusionnft_or_the_group_with_the_words(
 def test_without_diffusionnft_the_first_group_is_the_reference_and_an_unknown_one_is_an_error(
     compose: Compose, tmp_path: Path
 ) -> None:
-    for number, own in enumerate(("family=sol_rl", "family=prefix")):
-        write_run(tmp_path / "runs" / str(number), 0.6, own)
+    for number, overrides in enumerate(("family=sol_rl", "family=prefix")):
+        write_run(tmp_path / "runs" / str(number), 0.6, overrides)
     assert compared(compose, tmp_path / "runs")["reference"] == "family=sol_rl"
     with pytest.raises(UserError, match="task.reference=race is invalid: .* are family=sol_rl; family=prefix[.] Use"):
         compared(compose, tmp_path / "runs", "*", "task.reference=race")

@@ -122,8 +122,8 @@ def test_all_samplers_are_compiled_once_also_after_running_out_of_memory(
     model: str,
     family: str,
 ) -> None:
-    own = (f"model={model}", f"model.pretrained={folders[model]}", f"family={family}")
-    train(compose(*own, *SMALL))
+    job = (f"model={model}", f"model.pretrained={folders[model]}", f"family={family}")
+    train(compose(*job, *SMALL))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
     assert "out of memory: sampling continues with 3 candidates" in caplog.text
     first, second = GraphsOfIterations.counts

@@ -49,14 +49,14 @@ def test_two_ranks_match_one_rank(
     for family, expected in alone.items():
         check(expected, [results[family] for results in of_ranks])
         share = 2 if family == "sharded" else 1
-        assert all(results[family]["held"] * share == expected["held"] for results in of_ranks)
+        assert all(results[family]["elements"] * share == expected["elements"] for results in of_ranks)
 
 
 def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
-    for rank, found in enumerate(of_ranks):
-        assert found["prompts"] == alone["prompts"][rank::2]
+    for rank, actual in enumerate(of_ranks):
+        assert actual["prompts"] == alone["prompts"][rank::2]
         for name in ("seeds", "x0", "proxy_rewards", "rewards", "advantages"):
-            assert torch.equal(found[name], alone[name][rank::2]), name
+            assert torch.equal(actual[name], alone[name][rank::2]), name
     first, second = of_ranks
     for name in ("gradient", "weights", "evaluations"):
         assert torch.equal(first[name], second[name]), name
@@ -75,8 +75,8 @@ def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
     assert min(abs(one / deviations[2] - 1) for one in deviations[:2]) > 0.1  # the std of one rank alone differs
 
 
-def distance(found: Tensor, expected: Tensor) -> float:
-    return float(torch.linalg.vector_norm(found - expected) / torch.linalg.vector_norm(expected))
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return float(torch.linalg.vector_norm(actual - expected) / torch.linalg.vector_norm(expected))
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def distance(found: Tensor, expected: Tensor) -> float:
         ("task=evaluate", "trainer=fsdp is invalid: only task=train shards"),
     ],
 )
-def test_what_needs_whole_weights_is_refused_with_shards(
+def test_what_needs_whole_weights_is_an_error_with_shards(
     compose: Callable[..., Run], argument: str, message: str
 ) -> None:
     good = ("trainer=fsdp", "family=prefix", "callbacks.sample_grid.every=0")
@@ -135,10 +135,10 @@ def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(forks: Forks,
     one_node = forks.run(tmp_path, *job, "trainer.devices=2", "hydra.run.dir=one_node")  # Lightning starts rank 1
     assert one_node.status == 0, one_node
     assert list(tmp_path.glob("outputs/train/*")) == [folder]  # the second process uses the first one's folder
-    found, expected = (json.loads((run / "summary.json").read_text()) for run in (folder, tmp_path / "one_node"))
-    assert found["status"] == "completed"
-    for row in (*found["evaluations"], *expected["evaluations"]):
+    actual, expected = (json.loads((run / "summary.json").read_text()) for run in (folder, tmp_path / "one_node"))
+    assert actual["status"] == "completed"
+    for row in (*actual["evaluations"], *expected["evaluations"]):
         row.pop("seconds")
-    assert found["evaluations"] == expected["evaluations"] and len(found["evaluations"]) == 2
-    found, expected = (load_file(run / "lora" / LORA_FILE) for run in (folder, tmp_path / "one_node"))
-    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert actual["evaluations"] == expected["evaluations"] and len(actual["evaluations"]) == 2
+    actual, expected = (load_file(run / "lora" / LORA_FILE) for run in (folder, tmp_path / "one_node"))
+    assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)

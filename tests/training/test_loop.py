@@ -424,7 +424,7 @@ def test_metrics_are_means_over_the_rows_that_have_them_without_padding(tmp_path
 
 
 def test_metrics_do_not_depend_on_the_size_of_micro_batches(tmp_path: Path) -> None:
-    found = []
+    actual = []
     options = ("prompts_per_iteration=1", "family.keep=5", "objective=flow_grpo", "objective.kl_weight=0.1")
     for size in (4, 10):  # 10 rows in 4 + 4 + 4, and in one micro-batch
         metrics = Metrics()
@@ -432,8 +432,8 @@ def test_metrics_do_not_depend_on_the_size_of_micro_batches(tmp_path: Path) -> N
             tmp_path, *options, f"model.micro_batch={size}", callbacks=(metrics,), max_epochs=1
         )
         fit(module, trainer, loop)
-        found.append({name: float(v) for name, v in metrics.logged.items() if name.startswith("train/")})
-    assert found[0] == pytest.approx(found[1], rel=0.02, abs=1e-5)  # bf16, as above
+        actual.append({name: float(v) for name, v in metrics.logged.items() if name.startswith("train/")})
+    assert actual[0] == pytest.approx(actual[1], rel=0.02, abs=1e-5)  # bf16, as above
 
 
 @pytest.mark.parametrize(
@@ -445,15 +445,15 @@ def test_drift_is_exactly_0_only_where_the_old_policy_is_the_trained_one(
     tmp_path: Path, options: tuple[str, ...], moves: list[bool]
 ) -> None:
     """The premise of the alarm no_drift."""
-    found: list[bool] = []
+    actual: list[bool] = []
 
     class Drift(Callback):
         def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-            found.append(float(trainer.callback_metrics["train/drift"]) != 0)
+            actual.append(float(trainer.callback_metrics["train/drift"]) != 0)
 
     module, trainer, loop = make(tmp_path, "family=diffusionnft", *options, callbacks=(Drift(),), max_epochs=3)
     fit(module, trainer, loop)
-    assert found == moves
+    assert actual == moves
 
 
 def test_optimizer_steps_split_the_rows(tmp_path: Path) -> None:
@@ -556,11 +556,11 @@ class Stages(Callback):
     """Records the candidates of every stage of a rollout."""
 
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
-        run_stage, self.found = pl_module.run_stage, []
+        run_stage, self.actual = pl_module.run_stage, []
 
         def noted(*args: Any) -> Any:
-            self.found.append(run_stage(*args))
-            return self.found[-1]
+            self.actual.append(run_stage(*args))
+            return self.actual[-1]
 
         pl_module.run_stage = noted
 
@@ -572,7 +572,7 @@ def test_race_resumes_survivors_of_each_rung(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, *options, callbacks=(stages, check), max_epochs=1)
     fit(module, trainer, loop)
     assert check.rows == 2 * (5 * 1 + 4 * 2 + 3 * 2)  # 2 prompts
-    first, second, last = stages.found[:3]
+    first, second, last = stages.actual[:3]
     four = first.take(select_contrastive(first.rewards, 4))
     assert torch.equal(second.seeds, four.seeds)
     assert torch.equal(last.seeds, second.take(select_contrastive(second.rewards, 3)).seeds)
@@ -599,7 +599,7 @@ class Bare(NFT):
         return super().__call__(velocity, batch, **others).per_sample.mean()
 
 
-def test_an_objective_that_returns_no_loss_is_told_what_to_return(tmp_path: Path) -> None:
+def test_objective_that_returns_no_loss_is_an_error(tmp_path: Path) -> None:
     module, trainer, loop = make(tmp_path, "objective._target_=test_loop.Bare", max_epochs=1)
     with pytest.raises(
         UserError, match=r"objective=Bare is invalid: it must return a Loss with per_sample \[\d\] .* got Te"
@@ -625,8 +625,8 @@ class Pull(Objective):
 
 def test_custom_objective_trains_on_sampler_transitions(tmp_path: Path) -> None:
     metrics = Metrics()
-    own = ("objective._target_=test_loop.Pull", *(f"~objective.{key}" for key in vars(NFT(1, 1, kl_weight=1))))
-    module, trainer, loop = make(tmp_path, *own, "model.full_steps=4", callbacks=(metrics,), max_epochs=2)
+    objective = ("objective._target_=test_loop.Pull", *(f"~objective.{key}" for key in vars(NFT(1, 1, kl_weight=1))))
+    module, trainer, loop = make(tmp_path, *objective, "model.full_steps=4", callbacks=(metrics,), max_epochs=2)
     before = weights(module)
     fit(module, trainer, loop)
     assert loop.rollouts.recorded_steps is not None and loop.rollouts.recorded_steps.log_probs is None

@@ -28,7 +28,7 @@ def ranks(prompts: int, world: int, micro_batch: int, optimizer_steps: int = 1) 
     plan = plan_micro_batches(prompts, KEEP * TIMESTEPS, micro_batch, world, optimizer_steps)
     objective = NFT(beta=1.0, kl_weight=0.0, advantage_clip=5.0, timestep_fraction=FRACTION)
     texts = [f"prompt {number}" for number in range(prompts)]
-    found = []
+    actual = []
     for rank in range(world):
         mine = texts[rank::world]
         seeds = pool_seeds(0, 0, mine, KEEP)
@@ -37,8 +37,8 @@ def ranks(prompts: int, world: int, micro_batch: int, optimizer_steps: int = 1) 
         rollouts = Rollouts(mine, seeds, latents, rewards, rewards, rewards[..., None], rewards - 50)
         identity = torch.tensor([float(text.split()[1]) for text in mine])
         encoded = EncodedPrompts(mine, {"identity": identity, "embedding": identity[:, None].expand(-1, 4)})
-        found.append(Rank(rollouts, MicroBatches(rollouts, encoded, SIGMAS, objective, plan)))
-    return found
+        actual.append(Rank(rollouts, MicroBatches(rollouts, encoded, SIGMAS, objective, plan)))
+    return actual
 
 
 def real(batch: TrainingBatch) -> Tensor:
@@ -64,11 +64,11 @@ def value(batch: TrainingBatch) -> Tensor:
     ],
 )
 def test_plan_balances_micro_batches(prompts: int, world: int, micro_batch: int, expected: tuple[int, int]) -> None:
-    found = plan_micro_batches(prompts, KEEP * TIMESTEPS, micro_batch, world)
-    assert (found.micro_batches, found.rows) == expected
+    actual = plan_micro_batches(prompts, KEEP * TIMESTEPS, micro_batch, world)
+    assert (actual.micro_batches, actual.rows) == expected
     largest_share = -(-prompts // world) * KEEP * TIMESTEPS
-    assert found.rows <= micro_batch
-    assert largest_share <= found.micro_batches * found.rows < largest_share + found.micro_batches
+    assert actual.rows <= micro_batch
+    assert largest_share <= actual.micro_batches * actual.rows < largest_share + actual.micro_batches
 
 
 @pytest.mark.parametrize("prompts, world, micro_batch", [(2, 1, 96), (2, 1, 5), (3, 2, 5), (7, 3, 4), (4, 4, 6)])
@@ -76,11 +76,11 @@ def test_averaged_gradient_is_mean_over_real_rows(prompts: int, world: int, micr
     """Lightning divides each loss by the number of micro-batches, and DDP averages over the ranks."""
     everyone = ranks(prompts, world, micro_batch)
     assert len({(len(rank.rows), len(rank.rows[0].seeds)) for rank in everyone}) == 1
-    found = torch.zeros((), dtype=torch.float64)
+    actual = torch.zeros((), dtype=torch.float64)
     for rank in everyone:
         for batch in rank.rows:
             loss = (value(batch).double() * batch.weight.double()).mean()
-            found += loss / len(rank.rows) / world
+            actual += loss / len(rank.rows) / world
 
     rows = []  # by the definition
     for rank in everyone:
@@ -92,7 +92,7 @@ def test_averaged_gradient_is_mean_over_real_rows(prompts: int, world: int, micr
                     x_t = (1 - sigma) * x0 + sigma * training_noise(seed, step.view(1), SHAPE)[0]
                     rows.append(float(x_t.sum() * sigma + rank.rollouts.advantages[p, k]))
     assert len(rows) == prompts * KEEP * TIMESTEPS
-    assert float(found) == pytest.approx(sum(rows) / len(rows), rel=1e-5)
+    assert float(actual) == pytest.approx(sum(rows) / len(rows), rel=1e-5)
 
 
 def test_weights_of_uneven_ranks() -> None:
@@ -148,9 +148,9 @@ def test_each_sample_is_trained_once_per_noise_level() -> None:
             if counts:
                 levels.setdefault(seed, []).append(sigma)
     assert sorted(levels) == sorted(rank.rollouts.seeds.flatten().tolist())
-    for found in levels.values():
-        assert len(found) == len(set(found)) == TIMESTEPS
-        assert set(found) <= set(SIGMAS[:-1].tolist())  # never at sigma 0, where x_t is x0
+    for actual in levels.values():
+        assert len(actual) == len(set(actual)) == TIMESTEPS
+        assert set(actual) <= set(SIGMAS[:-1].tolist())  # never at sigma 0, where x_t is x0
 
 
 def test_fields_of_a_row_belong_to_one_sample() -> None:

@@ -54,10 +54,10 @@ def test_a_resumed_run_with_shards_equals_one_that_was_not_stopped(
         done = command(*SMALL, *arguments, f"hydra.run.dir={name}")
         assert done.status == 0, done.err
     assert sharded == [True] * 3
-    begun, straight, resumed = (
+    first, straight, resumed = (
         torch.load(tmp_path / name / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
         for name in ("begun", "straight", "resumed")
     )
     assert straight.keys() == resumed.keys() and all(".lora_" in name for name in straight)
     assert all(torch.equal(straight[name], resumed[name]) for name in straight)
-    assert not all(torch.equal(begun[name], resumed[name]) for name in begun)
+    assert not all(torch.equal(first[name], resumed[name]) for name in first)

@@ -63,8 +63,8 @@ def test_a_run_leaves_everything_that_the_readme_lists(command: Command, tmp_pat
         assert [event.step for event in events.Scalars(tag)] == list(range(first, 3)), tag
     assert [event.step for event in events.Images("samples/grid")] == [1, 2]
     assert "epoch" not in events.Tags()["scalars"]
-    told = ("before training | shapes 0.", "NVFP4 is emulated", "with report.html")
-    for text in (*told, "shapes reward"):
+    lines = ("before training | shapes 0.", "NVFP4 is emulated", "with report.html")
+    for text in (*lines, "shapes reward"):
         assert text in done.out
     table = "transformer_blocks.0.attn.to_q"
     assert "linear layers quantised" in done.out and table not in done.out
@@ -81,7 +81,7 @@ def test_a_run_takes_over_what_a_resume_was_given_once_that_has_started(command:
     record = tmp_path / "run" / ".hydra"
     names = {"config.yaml", "hydra.yaml", "overrides.yaml"}
     assert command(*LONG, "iterations=1", "hydra.run.dir=run").status == 0
-    begun = {file.name: file.read_bytes() for file in record.iterdir()}
+    before = {file.name: file.read_bytes() for file in record.iterdir()}
     summary = (tmp_path / "run" / "summary.json").read_text()
     done = command("ckpt=last", "hydra.run.dir=run")
     assert done.status == 2 and "iterations=1 is invalid" in done.err and "last.ckpt has done 1" in done.err
@@ -92,7 +92,7 @@ def test_a_run_takes_over_what_a_resume_was_given_once_that_has_started(command:
     refused = command("ckpt=last", "hydra.run.dir=run", "iterations=9", "data.eval=prompts.txt")
     assert refused.status == 2 and "'a dog on a sofa'" in refused.err
     assert (record / "next").is_dir()
-    assert {name: (record / name).read_bytes() for name in names} == begun
+    assert {name: (record / name).read_bytes() for name in names} == before
     assert (tmp_path / "run" / "summary.json").read_text() == summary
     checkpoint = torch.load(tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True)
     assert checkpoint["precision_backend"] == "nvfp4 (emulated)"
@@ -107,7 +107,7 @@ def test_a_run_takes_over_what_a_resume_was_given_once_that_has_started(command:
     assert {file.name for file in record.iterdir()} == names
 
 
-def test_a_prompt_that_the_reward_cannot_score_is_refused_before_the_model_is_loaded(
+def test_prompt_that_a_reward_cannot_score_is_an_error_before_the_model_is_loaded(
     command: Command, tmp_path: Path
 ) -> None:
     (tmp_path / "prompts.txt").write_text("a red circle above a blue square\na dog on a sofa\n")

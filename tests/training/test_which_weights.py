@@ -87,7 +87,7 @@ def merged(module: SolRLModule, state: Tensors) -> Tensors:
     return dict(adapters.merged_weights(module.transformers.adapted.lora_layers, state))
 
 
-def held(layer: nn.Module) -> Tensors:
+def tensors_of(layer: nn.Module) -> Tensors:
     """Return the weights of a layer, or its codes and scales; the bias is not adapted."""
     return {name: value for name, value in layer.state_dict().items() if name != "bias"}
 
@@ -101,8 +101,8 @@ def layer_with(like: nn.Module, weight: Tensor) -> nn.Module:
 
 def holds(layer: nn.Module, weight: Tensor) -> bool:
     """Return whether the layer's codes, or rounded weights, equal those of a float32 weight bit for bit."""
-    found, expected = held(layer), held(layer_with(layer, weight))
-    return found.keys() == expected.keys() and all(value.equal(expected[name]) for name, value in found.items())
+    actual, expected = tensors_of(layer), tensors_of(layer_with(layer, weight))
+    return actual.keys() == expected.keys() and all(value.equal(expected[name]) for name, value in actual.items())
 
 
 @pytest.mark.parametrize("replica", ["shadow", "merged"])
@@ -122,8 +122,8 @@ def test_evaluation_scores_the_average(trained: Trained) -> None:
     seeds = evaluation_seeds(module.evaluation.seed, prompts, module.evaluation.images)
 
     def reward(weights: str) -> float:
-        found = module.score(prompts, seeds, weights=weights, steps=steps, progress=lambda done, total: None)
-        return float(found.rewards.double().mean())
+        actual = module.score(prompts, seeds, weights=weights, steps=steps, progress=lambda done, total: None)
+        return float(actual.rewards.double().mean())
 
     rewards = {weights: reward(weights) for weights in ("ema", "default", "old", "base")}
     assert module.evaluation.history[-1]["shapes"] == pytest.approx(rewards["ema"], abs=1e-9)
@@ -211,9 +211,9 @@ def test_each_iteration_explores_a_different_pool(trained: Trained) -> None:
 def test_kept_samples_train_at_their_timesteps_and_advantages(trained: Trained) -> None:
     rollouts, levels = trained.watch.rollouts, trained.module.policy.sigmas(4)
     seeds = rollouts.seeds.flatten()
-    found = []
+    actual = []
     for batch in trained.watch.batches:
-        found += zip(batch.seeds.tolist(), batch.sigma.tolist(), batch.advantage.tolist(), strict=True)
+        actual += zip(batch.seeds.tolist(), batch.sigma.tolist(), batch.advantage.tolist(), strict=True)
     timesteps = levels[train_timesteps(seeds, 4, 0.5)].tolist()
     advantages = rollouts.advantages.flatten().tolist()
     expected = [
@@ -221,9 +221,9 @@ def test_kept_samples_train_at_their_timesteps_and_advantages(trained: Trained) 
         for seed, sigmas, advantage in zip(seeds.tolist(), timesteps, advantages, strict=True)
         for sigma in sigmas
     ]
-    assert found == expected and len(found) == 2 * 3 * 2
+    assert actual == expected and len(actual) == 2 * 3 * 2
     weights = torch.cat([batch.weight for batch in trained.watch.batches])
-    torch.testing.assert_close(weights, torch.ones(len(found)))
+    torch.testing.assert_close(weights, torch.ones(len(actual)))
 
 
 class Watched(Reward):
