@@ -467,26 +467,23 @@ def test_optimizer_steps_split_the_rows(tmp_path: Path) -> None:
     assert (trainer.global_step, trainer.current_epoch, loop.iterations_done, moved) == (6, 2, 2, [1, 2])
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`, callbacks used to create:UserWarning")
 @pytest.mark.parametrize(
     "options",
     [
-        ("optimizer_steps=2",),
         ("objective=ram", "optimizer_steps=2", "family=prefix", "model.prefix_steps=2"),
-        ("objective=pepg", "optimizer_steps=2", "reward.combine=gdpo", "family=diffusionnft"),
         ("objective=flow_grpo", "objective.window=1", "model.full_steps=5", "family=diffusionnft"),
-        ("objective=dance_grpo", "optimizer_steps=2", "objective.kl_weight=0.1"),
+        ("objective=dance_grpo", "optimizer_steps=2", "objective.kl_weight=0.1", "reward.combine=gdpo"),
     ],
-    ids=["nft", "ram", "pepg", "flow_grpo", "dance_grpo"],
+    ids=["ram", "flow_grpo", "dance_grpo"],
 )
 def test_run_with_several_optimizer_steps_resumes_exactly(tmp_path: Path, options: tuple[str, ...]) -> None:
-    module, trainer, loop = make(tmp_path, *options, max_epochs=2)
+    saver = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1, every_n_epochs=1)
+    module, trainer, loop = make(tmp_path, *options, callbacks=(saver,), max_epochs=2)
     fit(module, trainer, loop)
     straight = weights(module)
-    module, trainer, loop = make(tmp_path, *options, max_epochs=1)
-    fit(module, trainer, loop)
-    trainer.save_checkpoint(tmp_path / "one.ckpt")
     module, trainer, loop = make(tmp_path, *options, max_epochs=2)
-    fit(module, trainer, loop, tmp_path / "one.ckpt")
+    fit(module, trainer, loop, tmp_path / "epoch=0.ckpt")
     assert torch.equal(weights(module), straight)
     assert (trainer.global_step, loop.iterations_done) == (4, 2)
 
