@@ -127,6 +127,9 @@ class ConfigTree:
             return compose(self.config_name, list(arguments), return_hydra_config=True)
         except (YAMLError, UnicodeDecodeError) as error:
             raise UserError(f"A YAML file of your own is invalid: {first_lines(error)}. Correct it.") from error
+        except RecursionError as error:
+            fix = "Name a file of the same group without its group, as in `defaults: [<option>, _self_]`"
+            raise UserError(f"The defaults list of a YAML file of your own includes itself. {fix}.") from error
         except (HydraException, ValueError) as error:
             check_names(self, arguments)
             raise UserError(first_lines(error)) from error

@@ -271,3 +271,10 @@ def test_every_preset_of_the_paper_composes(model: str, reward: str, family: str
     assert (cfg.optimizer.lr, options.lora.rank, options.lora.alpha) == (3e-4, 32, 64)
     assert list(Run.of(cfg).reward.members) == [reward]
     assert cfg.family.regenerate.steps == 10
+
+
+def test_defaults_that_include_themselves_are_an_error(tmp_path: Path) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text("# @package _global_\ndefaults: [/experiment: smoke]\n")
+    with ConfigTree(config_dir=str(tmp_path)) as tree, pytest.raises(UserError, match="includes itself. Name a file"):
+        tree.compose(["experiment=mine"])

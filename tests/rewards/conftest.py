@@ -9,7 +9,7 @@ import open_clip
 import pytest
 import torch
 import transformers
-from drawings import PROMPTS, as_tensor, drawn
+from drawings import PROMPTS, as_tensor, drawn, spread_out
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
@@ -17,16 +17,6 @@ from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcesso
 
 START, END = "<|startoftext|>", "<|endoftext|>"
 SIZES = [(224, 224), (400, 400), (300, 450), (401, 263), (100, 60)]  # height, width; the last is scaled up
-
-
-def spread_out(model: nn.Module, seed: int) -> None:
-    """Replace the weights by large random ones, so that scores differ clearly between images and texts."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if name == "logit_scale":
-            nn.init.constant_(parameter, 4.6052)  # ln 100, the most that CLIP's training allows
-        elif parameter.ndim > 1 or name.endswith("class_embedding"):
-            nn.init.normal_(parameter, std=1.5 * parameter[0].numel() ** -0.5, generator=generator)
 
 
 @pytest.fixture(scope="session")

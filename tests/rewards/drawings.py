@@ -7,7 +7,7 @@ import torch
 import torchvision.transforms.functional as vision
 from hydra.utils import instantiate
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from solrl_lightning.cli.config import ConfigTree
 
@@ -64,3 +64,13 @@ def all_pairs(reward: Callable[[Tensor, list[str]], Tensor], pictures: list[Imag
     images = torch.stack([as_tensor(picture) for picture in pictures])
     columns = [reward(images, [prompt] * len(pictures)) for prompt in PROMPTS]
     return torch.stack(columns, dim=1)
+
+
+def spread_out(model: nn.Module, seed: int) -> None:
+    """Replace the weights by large random ones, so that scores differ clearly between images and texts."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if name == "logit_scale":
+            nn.init.constant_(parameter, 4.6052)  # ln 100, the most that CLIP's training allows
+        elif parameter.ndim > 1 or name.endswith("class_embedding"):
+            nn.init.normal_(parameter, std=1.5 * parameter[0].numel() ** -0.5, generator=generator)

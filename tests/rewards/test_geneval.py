@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import spread_out
-from drawings import as_picture, as_tensor, drawn, shipped
+from drawings import as_picture, as_tensor, drawn, shipped, spread_out
 from torch import Tensor
 from torchvision.ops import nms
 from transformers import CLIPModel, CLIPTokenizer, Owlv2Config, Owlv2ForObjectDetection, Owlv2Processor
