@@ -83,6 +83,7 @@ CODES = f"{EMULATED}::test_rowwise_codes_and_scales_match_definition"
 ADAPTERS = "tests/policies/test_adapters.py"
 REPLICA = "tests/policies/test_replica.py"
 CHARTS = "tests/study/test_charts.py"
+REACHED = "tests/study/test_time_to_reward.py"
 ALARMS = "tests/callbacks/test_alarms.py"
 EMA = "tests/callbacks/test_ema.py"
 PUBLISHED = "tests/cli/test_config.py::test_published_hyperparameters_are_the_defaults"
@@ -692,10 +693,34 @@ MUTANTS: dict[str, list[Edit]] = {
         ("metadata of the last of equal rows", "in reversed(rows)", "in rows", PROMPTS),
     ],
     "solrl_lightning/tasks/compare.py": [
-        ("best reward of a seed is its last", '"best": max(rewards)', '"best": rewards[-1]', COMPARE),
+        ("share of the plateau, not of the progress", "fmean(rises) / (level - base)", "fmean(rises) / level", COMPARE),
+        ("a rise is a plateau", "rise < _LEVELLED_OFF", "rise > _LEVELLED_OFF", COMPARE),
+        (
+            "above the plateau by the final reward",
+            "group.plateaus[seed].level -",
+            "group.finals[seed] -",
+            COMPARE,
+        ),
         ("lowest of the groups", "best = max(groups", "best = min(groups", COMPARE),
     ],
+    "solrl_lightning/study/time_to_reward.py": [
+        (
+            "plateau of the last half",
+            "3 * (cost - first) >= 2 * (last - first)",
+            "2 * (cost - first) >= last - first",
+            REACHED,
+        ),
+        ("last third from cost 0", "3 * (cost - first) >= 2 * (last - first)", "3 * cost >= 2 * last", REACHED),
+        (
+            "share of the plateau",
+            "self.base + percent / 100 * (self.level - self.base)",
+            "percent / 100 * self.level",
+            REACHED,
+        ),
+        ("middle evaluation in the first half", "fmean(end[:half])", "fmean(end[:-half])", REACHED),
+    ],
     "solrl_lightning/study/run_groups.py": [
+        ("plateau by iterations", 'costs(run, "seconds") or costs', "costs", COMPARE),
         ("cost of one seed", "fmean(spent[iteration] for _, _, spent in known)", "known[0][2][iteration]", COMPARE),
         (
             "a run that stopped early replaces a completed one",

@@ -35,7 +35,7 @@ COLOURS = {
 _NAMES = {colour: name for name, colour in COLOURS.items()}
 _OF_LINES = [name for name in COLOURS if name[1:].isdigit()]
 _DASHES = ("", "6 3", "1.5 2", "6 2 1.5 2")  # SVG; one for every round of the colours
-_FEW = 40  # points up to which each is marked
+_FEW = 40  # points up to which each is marked, where no dots are
 _MANY = 10_000  # seconds or model evaluations from which an axis has hours or thousands
 _INCHES, _PLACE = (4.4, 2.5), (0.17, 0.21, 0.81, 0.71)  # size of a chart, and the edges of its axes as shares of it
 _STYLE: Any = {"svg.fonttype": "none", "svg.hashsalt": "chart", "font.sans-serif": "DejaVu Sans", "font.size": 10.5}
@@ -49,6 +49,7 @@ class Series(NamedTuple):
     low: Sequence[float] = ()  # limits of a band around y
     high: Sequence[float] = ()
     is_reference: bool = False  # has the colour of text
+    dots: Sequence[tuple[float, float]] = ()  # points to mark
 
 
 class Chart(NamedTuple):
@@ -100,12 +101,15 @@ def plot(
     from matplotlib.ticker import MaxNLocator
 
     lines, opacity = [], 0.16 if len(series) < 4 else 0.07
+    few = 0 if any(line.dots for line in series) else _FEW
     for line, (name, dashes) in zip(series, line_styles(series), strict=True):
-        colour, marker = COLOURS[name], "o" if len(line.x) <= _FEW else None
+        colour, marker = COLOURS[name], "o" if len(line.x) <= few else None
         style: Any = (0, tuple(map(float, dashes.split()))) if dashes else "-"
         lines += axes.plot(line.x, line.y, color=colour, linestyle=style, linewidth=1.6, marker=marker, markersize=3)
         if line.low:
             axes.fill_between(line.x, line.low, line.high, color=colour, alpha=opacity, linewidth=0)
+        for dot in line.dots:
+            axes.scatter(*dot, 28, colour, edgecolors="white", zorder=4)
     if level is not None:
         axes.axhline(level, color=COLOURS["ink"], linewidth=0.8, linestyle=(0, (4, 3)))
     for x in at:

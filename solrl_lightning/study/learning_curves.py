@@ -8,9 +8,11 @@ from typing import Any
 
 from solrl_lightning.study.charts import Chart, Series, cost_axis, draw_chart, plot, style_axes
 from solrl_lightning.study.run_groups import COSTS, Group
+from solrl_lightning.study.time_to_reward import POINTS
 
 _WIDTH, _DPI = 10, 160  # inches, pixels per inch: text is legible at half the size
 _TITLE, _LEGEND = 110, 128  # characters in a row
+_DOTS = "dots: {}, {}, {} and {} % of the way to it".format(*POINTS)
 
 
 def known_costs(groups: Sequence[Group]) -> list[str]:
@@ -18,38 +20,48 @@ def known_costs(groups: Sequence[Group]) -> list[str]:
     return [cost for cost in COSTS if any(cost in group.curves for group in groups)]
 
 
-def series_of(groups: Sequence[Group], cost: str, reference: str) -> tuple[list[Series], str, float]:
-    """Return the mean of each group with the range of its seeds against a cost, and the axis's label and divisor."""
+def series_of(groups: Sequence[Group], cost: str, result: Mapping[str, Any]) -> tuple[list[Series], str]:
+    """Return the mean of each group with the range of its seeds against a cost, and the axis's label.
+
+    Of several groups, dots mark where the mean reaches each of ``POINTS`` of the reference's progress.
+    """
     label, scale = cost_axis(cost, max(group.curves[cost].cost[-1] for group in groups if cost in group.curves))
+    several, progress = len(groups) > 1, result["plateau"] - result["base"]
     series = []
-    for group in groups:
+    for group, facts in zip(groups, result["groups"], strict=True):
         curve = group.curves.get(cost)
         x = [at / scale for at in curve.cost] if curve else []
         seeds = [list(rewards.values()) for rewards in curve.rewards] if curve else []
         low, high = ([*map(limit, seeds)] for limit in (min, max))
-        is_reference = group.name == reference and len(groups) > 1
-        series.append(Series(group.name, x, [*map(fmean, seeds)], low, high, is_reference))
-    return series, label, scale
+        points = facts["to_reference"][cost]["points"] if several else {}
+        dots = [
+            (at["mean"] / scale, result["base"] + int(percent) / 100 * progress)
+            for percent, at in points.items()
+            if at["mean"] is not None
+        ]
+        is_reference = group.name == result["reference"] and several
+        series.append(Series(group.name, x, [*map(fmean, seeds)], low, high, is_reference, dots))
+    return series, label
 
 
 def curve_chart(groups: Sequence[Group], cost: str, result: Mapping[str, Any]) -> Chart:
     """Return the chart of a cost for a page."""
-    series, label, _ = series_of(groups, cost, result["reference"])
+    series, label = series_of(groups, cost, result)
     title = f"{result['reward']} reward by {label}"
     if len(groups) == 1:
         return draw_chart(title, series, label)
-    note = "dashed: the final reward of the reference"
-    return draw_chart(title, series, label, level=result["target"], note=note)
+    return draw_chart(title, series, label, level=result["plateau"], note=f"dashed: the reference's plateau; {_DOTS}")
 
 
 def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     """Return a PNG file with a panel for every cost that a run has; ``result`` is the content of compare.json.
 
-    With several groups, a dashed line shows the target, and dots where the means reach it.
+    With several groups, a dashed line shows the reference's plateau, and dots where the means reach the points on the
+    way to it.
     """
     from matplotlib.figure import Figure
 
-    several, target, panels = len(groups) > 1, result["target"], known_costs(groups)
+    several, panels = len(groups) > 1, known_costs(groups)
     longest = max((group.curves["seconds"].cost[-1] for group in groups if "seconds" in group.curves), default=0)
     reached = [_reached(facts, longest) for facts in result["groups"]]
     texts = [
@@ -61,23 +73,18 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
     lines = []
     for panel, cost in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
-        series, label, scale = series_of(groups, cost, result["reference"])
+        series, label = series_of(groups, cost, result)
         style_axes(panel)
-        lines = plot(panel, series, label, level=target if several else None)
-        for line, facts in zip(lines, result["groups"], strict=True):
-            at = facts["to_reference"][cost]
-            if several and at and at["mean"] is not None:
-                panel.scatter([at["mean"] / scale], [target], 50, line.get_color(), edgecolors="white", zorder=4)
+        lines = plot(panel, series, label, level=result["plateau"] if several else None)
     figure.axes[0].set_ylabel(f"held-out {result['reward']} reward")
     fewest, most = (limit(len(group.runs) for group in groups) for limit in (min, max))
     title = f"{result['reward']} reward on held-out prompts"
     if most > 1:
         title += f": mean and range of {most if fewest == most else f'{fewest} to {most}'} seeds"
     if several:
-        reference = next(group.name for group in groups if group.name == result["reference"])
-        note = f"dashed: {target:.4f}, the final reward of {reference}"
+        note = f"dashed: {result['plateau']:.4f}, the plateau of {result['reference']}"
         note += "; the legend has the time to it and the speed-up"
-        title += "\n" + textwrap.fill(note, _TITLE, break_on_hyphens=False)
+        title += "\n" + textwrap.fill(note, _TITLE, break_on_hyphens=False) + f"\n{_DOTS}"
     figure.suptitle(title, fontsize=11)
     order = sorted(range(len(groups)), key=lambda number: reached[number][0])
     handles, texts = [lines[number] for number in order], [texts[number] for number in order]
@@ -88,10 +95,11 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
 
 
 def _reached(facts: Mapping[str, Any], longest: float) -> tuple[float, str]:
-    """Return the seconds to the target, and their text with the speed-up, in hours if the ``longest`` are."""
-    reached, (_, scale) = facts["to_reference"]["seconds"], cost_axis("seconds", longest)
-    if reached is None:
+    """Return the seconds to the plateau, and their text with the speed-up, in hours if the ``longest`` are."""
+    points, (_, scale) = facts["to_reference"]["seconds"]["points"], cost_axis("seconds", longest)
+    if not points:
         return float("inf"), ""
+    reached = points[str(POINTS[-1])]
     if reached["mean"] is None:
         return float("inf"), ": not reached"
     spent = f"{reached['mean']:,.0f} s" if scale == 1 else f"{reached['mean'] / scale:,.1f} h"

@@ -14,7 +14,7 @@ from solrl_lightning.artifacts.finished_runs import RECORDED_CONFIG, Run
 from solrl_lightning.artifacts.run_folder import RECORD
 from solrl_lightning.cli.resume import is_subkey, leaves
 from solrl_lightning.names import AUTO, BACKENDS
-from solrl_lightning.study.time_to_reward import GroupCurve
+from solrl_lightning.study.time_to_reward import GroupCurve, Plateau, plateau
 
 COSTS = ("iteration", "seconds", "evaluations")
 """Keys of an evaluation's row that measure what was spent until then."""
@@ -38,6 +38,16 @@ class Group(NamedTuple):
     def finals(self) -> dict[Any, float]:
         """Seed -> final held-out reward."""
         return {run.seed: run.summary["final_reward"] for run in self.runs}
+
+    @property
+    def plateaus(self) -> dict[Any, Plateau]:
+        """Seed -> plateau by the seconds of the run, or by its iterations where it has not recorded them."""
+        return {
+            run.seed: plateau(
+                [*(costs(run, "seconds") or costs(run, "iteration")).values()], [*learning_curve(run).values()]
+            )
+            for run in self.runs
+        }
 
 
 class Settings(NamedTuple):

@@ -1,13 +1,34 @@
-"""Cost (seconds, model evaluations, iterations) at which the learning curve of a group of runs reaches a reward."""
+"""Plateaus of learning curves, and the cost (seconds, model evaluations, iterations) at which others reach them."""
 
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any, NamedTuple
-
-import numpy as np
 
 from solrl_lightning.study.confidence import difference_of_means, mean_of
 
 PAIRED, INDEPENDENT = "paired by seed", "independent seeds"
+POINTS = (25, 50, 75, 100)
+"""Percent of the progress from the base to the plateau."""
+
+
+class Plateau(NamedTuple):
+    """What a learning curve reaches, whatever the noise of one evaluation."""
+
+    base: float  # reward of the first evaluation
+    level: float  # mean reward of the evaluations in the last third of the cost
+    rise: float | None  # mean of the second half of these minus that of the first half; None for a single one
+
+    def reward_at(self, percent: float) -> float:
+        """Return the reward after ``percent`` of the progress from base to plateau."""
+        return self.base + percent / 100 * (self.level - self.base)
+
+
+def plateau(costs: Sequence[float], rewards: Sequence[float]) -> Plateau:
+    """Return the plateau of one run; of an odd number of evaluations the middle one is in neither half."""
+    first, last = costs[0], costs[-1]
+    end = [reward for cost, reward in zip(costs, rewards, strict=True) if 3 * (cost - first) >= 2 * (last - first)]
+    half = len(end) // 2
+    return Plateau(rewards[0], fmean(end), fmean(end[-half:]) - fmean(end[:half]) if half else None)
 
 
 class GroupCurve(NamedTuple):
@@ -27,19 +48,19 @@ class Reached(NamedTuple):
     interval: str | None  # PAIRED, INDEPENDENT, or None without an interval
 
 
-def cost_to_reach(curve: GroupCurve, finals: Mapping[Any, float]) -> Reached:
-    """Return the cost at which a group's mean reward first reaches the mean of ``finals`` (seed -> reward).
+def cost_to_reach(curve: GroupCurve, targets: Mapping[Any, float]) -> Reached:
+    """Return the cost at which a group's mean reward first reaches the mean of ``targets`` (seed -> reward).
 
     The interval contains the costs at which the group is not distinguishable from the target: it begins where the upper
     limit of the 95 % interval of reward minus target first reaches 0, and ends where the lower limit does (Student's t,
     at each evaluation; seed by seed if both have the same seeds, which share prompts, initial adapters and noise).
     Costs are means over the seeds; their deviations are not part of the interval.
     """
-    paired = curve.rewards[0].keys() == finals.keys()
+    paired = curve.rewards[0].keys() == targets.keys()
     gaps = [
-        mean_of([rewards[seed] - finals[seed] for seed in rewards])
+        mean_of([rewards[seed] - targets[seed] for seed in rewards])
         if paired
-        else difference_of_means(list(rewards.values()), list(finals.values()))
+        else difference_of_means(list(rewards.values()), list(targets.values()))
         for rewards in curve.rewards
     ]
     reached, spent = first_reached(curve.cost, [gap.mean for gap in gaps]), curve.cost[-1]
@@ -60,18 +81,6 @@ def first_reached(costs: Sequence[float], gaps: Sequence[float]) -> float | None
             share = -gaps[i - 1] / (gap - gaps[i - 1])
             return costs[i - 1] + share * (costs[i] - costs[i - 1])
     return None
-
-
-def rewards_at(curve: GroupCurve, cost: float) -> list[float]:
-    """Return the reward of each run of a group at a cost, interpolated linearly between two evaluations.
-
-    Raises:
-        ValueError: the curve does not contain the cost.
-    """
-    if not curve.cost[0] <= cost <= curve.cost[-1]:
-        raise ValueError(f"cost must lie in the curve, {curve.cost[0]} to {curve.cost[-1]}; got {cost}")
-    seeds = curve.rewards[0]
-    return [float(np.interp(cost, curve.cost, [rewards[seed] for rewards in curve.rewards])) for seed in seeds]
 
 
 class SpeedUp(NamedTuple):

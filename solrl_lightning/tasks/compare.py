@@ -1,4 +1,4 @@
-"""task=compare: final rewards of finished runs, and the cost at which each group reaches that of a reference group.
+"""task=compare: final rewards of finished runs, and the cost at which each group reaches a reference group's plateau.
 
 At equal seeds groups share prompts, initial adapters and evaluation noise, so their difference is taken seed by seed.
 """
@@ -17,12 +17,14 @@ from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Compare
+from solrl_lightning.study.charts import cost_axis
 from solrl_lightning.study.confidence import mean_of
 from solrl_lightning.study.learning_curves import curve_chart, draw_curves, known_costs
 from solrl_lightning.study.report import Page, Section, Table, Tile, render
-from solrl_lightning.study.run_groups import COSTS, Group, costs, group_runs, learning_curve
-from solrl_lightning.study.time_to_reward import cost_to_reach, first_reached, rewards_at, speed_up
+from solrl_lightning.study.run_groups import COSTS, Group, costs, group_runs
+from solrl_lightning.study.time_to_reward import POINTS, cost_to_reach, speed_up
 
+_LEVELLED_OFF = 0.05  # rise within the last third of a run, as a share of its progress, below which it stands still
 _BASELINE = "diffusionnft"  # the group of this family is the reference unless task.reference names another
 
 
@@ -43,15 +45,13 @@ def compare(cfg: Run) -> dict[str, Any]:
         )
     groups, superseded = group_runs(runs)
     reference = choose_reference(groups, task.reference)
-    seconds = equal_seconds(groups)
     result = {
         "runs": task.runs,
         "reward": rewards[0],
         "reference": reference.name,
-        "target": fmean(reference.finals.values()),
-        "equal_seconds": seconds,
+        **describe_plateau(reference),
         "held_out_sets": len({json.dumps(run.summary.get("held_out")) for run in runs if "held_out" in run.summary}),
-        "groups": [describe(group, reference, seconds) for group in groups],
+        "groups": [describe(group, reference) for group in groups],
         "left_out": left_out | superseded,
     }
     folder, sections = Path(cfg.run_dir), tables(result)
@@ -83,17 +83,29 @@ def choose_reference(groups: Sequence[Group], wanted: Any) -> Group:
     )
 
 
-def equal_seconds(groups: Sequence[Group]) -> float | None:
-    """Return the seconds of training that all groups have been evaluated at; None if a group records no seconds."""
-    if not all("seconds" in group.curves for group in groups):
-        return None
-    return min(group.curves["seconds"].cost[-1] for group in groups)
+def describe_plateau(reference: Group) -> dict[str, Any]:
+    """Means over the seeds of base and plateau, and whether the curve has levelled off.
+
+    ``rise`` is that within the last third, as a share of the progress; None if it, and ``levelled_off``, are not known.
+    """
+    plateaus = reference.plateaus.values()
+    base, level = fmean(each.base for each in plateaus), fmean(each.level for each in plateaus)
+    rises = [each.rise for each in plateaus if each.rise is not None]
+    rise = fmean(rises) / (level - base) if rises and level > base else None
+    return {
+        "plateau": level,
+        "base": base,
+        "rise": rise,
+        "levelled_off": None if rise is None else rise < _LEVELLED_OFF,
+    }
 
 
-def describe(group: Group, reference: Group, seconds: float | None) -> dict[str, Any]:
-    """Means over the seeds of a group, and its difference and its speed-up to the reference group."""
-    final, theirs = group.finals, reference.finals
-    paired = {} if group is reference else {seed: final[seed] - theirs[seed] for seed in final if seed in theirs}
+def describe(group: Group, reference: Group) -> dict[str, Any]:
+    """Means over the seeds of a group, and its differences and its speed-up to the reference group."""
+    final, theirs, plateaus = group.finals, reference.finals, reference.plateaus
+    compared = [] if group is reference else [seed for seed in final if seed in theirs]
+    paired = {seed: final[seed] - theirs[seed] for seed in compared}
+    above = [group.plateaus[seed].level - plateaus[seed].level for seed in compared]
     summaries = [run.summary for run in group.runs]
     return {
         "group": group.name,
@@ -102,43 +114,31 @@ def describe(group: Group, reference: Group, seconds: float | None) -> dict[str,
         "base": _mean(s["base_reward"] for s in summaries),
         "final": _mean(final.values()),
         "improvement": _mean(s["improvement"] for s in summaries),
-        "at_equal_seconds": None if seconds is None else _mean(rewards_at(group.curves["seconds"], seconds)),
         "seconds_per_iteration": _mean(s["seconds_per_stage"].get("iteration", {}).get("median") for s in summaries),
         "spearman_first": _mean(_probe(s, "first") for s in summaries),
         "spearman_last": _mean(_probe(s, "last") for s in summaries),
         "against": None if group is reference else reference.name,
         "difference": mean_of(list(paired.values()))._asdict() if paired else None,
         "difference_per_seed": {str(seed): value for seed, value in paired.items()},
+        "above_plateau": mean_of(above)._asdict() if above else None,
         "to_reference": {cost: describe_cost(group, reference, cost) for cost in COSTS},
         "runs": [run.folder for run in group.runs],
     }
 
 
-def describe_cost(group: Group, reference: Group, cost: str) -> dict[str, Any] | None:
-    """Cost at which a group reaches the mean final reward of ``reference``; None if none of its runs records the cost.
+def describe_cost(group: Group, reference: Group, cost: str) -> dict[str, Any]:
+    """Cost at which a group reaches each of ``POINTS`` of the reference's progress; no points if no run records it.
 
-    A cost is None where it is beyond ``spent``, that of the last evaluation. ``best`` is the highest reward of a seed.
+    It is None where it is beyond ``spent``, that of the last evaluation.
     """
-    if cost not in group.curves:
-        return None
-    finals, factor = reference.finals, None
-    reached = cost_to_reach(group.curves[cost], finals)
-    if group is reference:
-        reached = reached._replace(low=None, high=None, interval=None)
-    elif cost in reference.curves:
-        factor = speed_up(reached, cost_to_reach(reference.curves[cost], finals))
-    per_seed = {}
-    for run in group.runs:
-        if spent := list(costs(run, cost).values()):
-            rewards = list(learning_curve(run).values())
-            at = first_reached(spent, [reward - fmean(finals.values()) for reward in rewards])
-            per_seed[str(run.seed)] = {"reached": at, "spent": spent[-1], "best": max(rewards)}
-    return {
-        **reached._asdict(),
-        "speed_up": None if factor is None else factor._asdict(),
-        "per_seed": per_seed,
-        "unknown": [run.folder for run in group.runs if not costs(run, cost)],
-    }
+    points, plateaus = {}, reference.plateaus
+    for percent in POINTS if cost in group.curves else ():
+        targets = {seed: each.reward_at(percent) for seed, each in plateaus.items()}
+        reached, factor = cost_to_reach(group.curves[cost], targets), None
+        if group is not reference and cost in reference.curves:
+            factor = speed_up(reached, cost_to_reach(reference.curves[cost], targets))
+        points[str(percent)] = reached._asdict() | {"speed_up": factor and factor._asdict()}
+    return {"points": points, "unknown": [run.folder for run in group.runs if not costs(run, cost)]}
 
 
 def _probe(summary: Mapping[str, Any], which: str) -> float | None:
@@ -152,7 +152,7 @@ def _mean(values: Iterable[float | None]) -> dict[str, float | None] | None:
 
 
 def tables(result: Mapping[str, Any]) -> list[Section]:
-    """The tables, each with its heading and notes: final rewards and, of several groups, costs to the reference's."""
+    """The tables, each with its heading and notes: final rewards and, of several groups, costs to the plateau."""
     groups, several = result["groups"], len(result["groups"]) > 1
     notes = [f"mean held-out {result['reward']} reward ± standard deviation over seeds"]
     if several:
@@ -170,13 +170,9 @@ def tables(result: Mapping[str, Any]) -> list[Section]:
     notes += [f"left out {run}: {reason}" for run, reason in result["left_out"].items()]
     sections = [Section("Final rewards", notes, tables=[final_rewards(groups)])]
     if several:
-        notes = [
-            f"training until the mean {result['reward']} reward is {result['target']:.4f}, the final one of the "
-            "reference",
-            "without evaluations, probes and sample grids; in brackets the 95 % interval; > and <: beyond the run",
-            *cost_notes(groups),
-        ]
-        sections.append(Section("Cost of the same reward", notes, tables=[costs_to_reference(result)]))
+        known = [cost for cost in COSTS if any(group["to_reference"][cost]["points"] for group in groups)]
+        first, *others = (costs_to_plateau(result, cost) for cost in known[1:] or known)  # iterations if nothing else
+        sections += [first._replace(text=[*first.text, *plateau_notes(result)]), *others]
     return sections
 
 
@@ -185,6 +181,7 @@ def final_rewards(groups: Sequence[Mapping[str, Any]]) -> Table:
     rows = []
     for group in groups:
         first, last, seconds = group["spearman_first"], group["spearman_last"], group["seconds_per_iteration"]
+        paired = _paired(group["difference"], 4)
         rows.append(
             [
                 group["group"],
@@ -192,39 +189,50 @@ def final_rewards(groups: Sequence[Mapping[str, Any]]) -> Table:
                 *(_spread(group[key]) for key in ("base", "final", "improvement")),
                 f"{seconds['mean']:.2f}" if seconds else None,
                 f"{first['mean']:.3f} to {last['mean']:.3f}" if first and last else None,
-                _paired(group["difference"], len(group["difference_per_seed"])),
+                paired and f"{paired} over {len(group['difference_per_seed'])}",
             ]
         )
     return Table(columns, rows)
 
 
-def costs_to_reference(result: Mapping[str, Any]) -> Table:
-    columns, equal = ["group", "seconds", "speed-up", "model evaluations", "fewer by"], result["equal_seconds"]
-    rows = []
+def costs_to_plateau(result: Mapping[str, Any], cost: str) -> Section:
+    reached = [group["to_reference"][cost]["points"] for group in result["groups"]]
+    label, scale = cost_axis(cost, max(point["spent"] for points in reached for point in points.values()))
+    rows = [
+        [
+            group["group"],
+            *(_amount(points.get(str(percent)), scale) for percent in POINTS),
+            _factor(points.get(str(POINTS[-1]))),
+            _paired(group["above_plateau"], 3),
+        ]
+        for group, points in zip(result["groups"], reached, strict=True)
+    ]
+    columns = ["group", *(f"{percent} %" for percent in POINTS), "speed-up at 100 %", "above the plateau"]
+    title = f"{label[0].upper()}{label[1:]} to the plateau of the reference"
+    return Section(title, [f"{label} to a share of the reference's progress"], tables=[Table(columns, rows)])
+
+
+def plateau_notes(result: Mapping[str, Any]) -> list[str]:
+    """Sentences on what the shares mean, whether the reference has levelled off, and runs that record no cost."""
+    base, level, rise = result["base"], result["plateau"], result["rise"]
+    notes = [
+        f"progress: from {base:.4f} before training to {level:.4f}, the plateau: the mean of its last third",
+        "without evaluations, probes and sample grids; in brackets the 95 % interval; > and <: beyond the run",
+    ]
+    if level <= base:
+        notes.append("the reference ends no higher than it began; name another one with task.reference=<group>")
+    elif rise is None:
+        notes.append(
+            "its last third has one evaluation, so whether the reference has levelled off is unknown; lower "
+            "evaluation.every"
+        )
+    elif not result["levelled_off"]:
+        notes.append(
+            f"the reference still rises, by {rise:.0%} of its progress within its last third; train longer, by "
+            "max_seconds or iterations"
+        )
     for group in result["groups"]:
-        reached = [group["to_reference"][cost] for cost in ("seconds", "evaluations")]
-        rows.append([group["group"], *(cell for cost in reached for cell in (_amount(cost), _factor(cost)))])
-    if equal is not None:
-        columns.append(f"reward after {equal:,.0f} s")
-        rows = [[*row, _spread(group["at_equal_seconds"])] for row, group in zip(rows, result["groups"], strict=True)]
-    return Table(columns, rows)
-
-
-def cost_notes(groups: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Sentences on the runs that do not reach the reference's final reward, or do not record their cost."""
-    notes = []
-    for group in groups:
-        seconds, iterations = (group["to_reference"][cost] for cost in ("seconds", "iteration"))
-        missed = []
-        for seed, cost in (seconds or iterations or {"per_seed": {}})["per_seed"].items():
-            spent = f"{cost['spent']:,.0f} s" if seconds else counted(cost["spent"], "iteration")
-            if cost["reached"] is None:
-                missed.append(f"seed {seed} after {spent}, {cost['best']:.4f} at most")
-        if missed:
-            notes.append(f"not reached by {group['group']}: {'; '.join(missed)}")
-        if group["against"] is None and iterations and iterations["mean"] == 0:
-            notes.append("the reference ends no higher than it began; name another one with task.reference=<group>")
-        if unknown := seconds["unknown"] if seconds else group["runs"]:
+        if unknown := group["to_reference"]["seconds"]["unknown"]:
             notes.append(f"without seconds and model evaluations (of an older version): {', '.join(unknown)}")
     return notes
 
@@ -241,7 +249,7 @@ def study_page(result: Mapping[str, Any], groups: Sequence[Group], sections: Seq
     tiles = [
         Tile("groups", str(len(groups)), counted(len(runs), "run")),
         Tile("highest final reward", f"{fmean(best.finals.values()):.4f}", best.name),
-        Tile("final reward of the reference", f"{result['target']:.4f}", result["reference"]),
+        Tile("plateau of the reference", f"{result['plateau']:.4f}", result["reference"]),
     ]
     curves = Section(
         "Learning curves",
@@ -263,15 +271,16 @@ def _as_sentence(note: str) -> str:
     return f"{note[:1].upper()}{note[1:]}."
 
 
-def _amount(cost: Mapping[str, Any] | None) -> str | None:
+def _amount(cost: Mapping[str, Any] | None, scale: float) -> str | None:
     if cost is None:
         return None
-    if cost["mean"] is None:
-        return f"not reached after {cost['spent']:,.0f}"
-    if cost["interval"] is None:
-        return f"{cost['mean']:,.0f}"
-    high = f"{cost['high']:,.0f}" if cost["high"] is not None else f"> {cost['spent']:,.0f}"
-    return f"{cost['mean']:,.0f} [{cost['low']:,.0f}, {high}]"
+    digits = 0 if scale == 1 else 1
+    mean, low, high, spent = (
+        None if cost[key] is None else f"{cost[key] / scale:,.{digits}f}" for key in ("mean", "low", "high", "spent")
+    )
+    if mean is None:
+        return f"not reached after {spent}"
+    return mean if cost["interval"] is None else f"{mean} [{low}, {high or f'> {spent}'}]"
 
 
 def _factor(cost: Mapping[str, Any] | None) -> str | None:
@@ -290,8 +299,10 @@ def _spread(values: Mapping[str, float | None] | None) -> str | None:
     return None if values is None else measured(values["mean"], values["std"])
 
 
-def _paired(difference: Mapping[str, float | None] | None, seeds: int) -> str | None:
+def _paired(difference: Mapping[str, float | None] | None, digits: int) -> str | None:
     if difference is None:
         return None
-    interval = f" [{difference['low']:+.4f}, {difference['high']:+.4f}]" if seeds > 1 else ""
-    return f"{difference['mean']:+.4f}{interval} over {seeds}"
+    mean, low, high = (
+        None if (v := difference[key]) is None else f"{v:+.{digits}f}" for key in ("mean", "low", "high")
+    )
+    return mean if low is None else f"{mean} [{low}, {high}]"

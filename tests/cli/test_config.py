@@ -153,18 +153,19 @@ def test_every_package_of_the_repository_is_installed() -> None:
 @pytest.mark.parametrize(
     ("experiment", "families", "settings"),
     [
-        ("selection", "sol_rl diffusionnft", (12, 3, 8)),
-        ("time_to_reward", "diffusionnft naive_scaling compile naive_quant sol_rl prefix race", (12, 2, 8)),
+        ("selection", "sol_rl diffusionnft", (12, None, 3, 8)),
+        ("time_to_reward", "diffusionnft naive_scaling compile naive_quant sol_rl prefix race", (100000, 240, 2, 8)),
     ],
 )
 def test_experiment_sweeps_families_with_equal_settings_over_three_seeds(
-    experiment: str, families: str, settings: tuple[int, int, int]
+    experiment: str, families: str, settings: tuple[int, float | None, int, int]
 ) -> None:
     with ConfigTree() as tree:
         jobs = tree.jobs([f"experiment={experiment}"], multirun=True)
     pairs = {(cfg.hydra.runtime.choices.family, cfg.seed) for cfg in jobs}
     assert pairs == set(itertools.product(families.split(), (1, 2, 3)))
-    assert {(cfg.iterations, cfg.evaluation.every, cfg.prompts_per_iteration) for cfg in jobs} == {settings}
+    keys = "iterations", "max_seconds", "evaluation.every", "prompts_per_iteration"
+    assert {tuple(OmegaConf.select(cfg, key) for key in keys) for cfg in jobs} == {settings}
 
 
 # Names

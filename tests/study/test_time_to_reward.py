@@ -8,10 +8,11 @@ from solrl_lightning.study.time_to_reward import (
     INDEPENDENT,
     PAIRED,
     GroupCurve,
+    Plateau,
     Reached,
     cost_to_reach,
     first_reached,
-    rewards_at,
+    plateau,
     speed_up,
 )
 
@@ -80,8 +81,17 @@ def test_the_speed_up_is_the_ratio_of_the_costs() -> None:
     assert speed_up(reference, Reached(None, None, None, 80, None)) is None
 
 
-def test_rewards_at_a_cost_lie_between_the_evaluations() -> None:
-    curve = GroupCurve([0.0, 10.0, 30.0], [{1: 0.0, 2: 1.0}, {1: 1.0, 2: 1.0}, {1: 2.0, 2: 5.0}])
-    assert [rewards_at(curve, cost) for cost in (0, 5, 10, 25, 30)] == [[0, 1], [0.5, 1], [1, 1], [1.75, 4], [2, 5]]
-    with pytest.raises(ValueError, match=r"cost must lie in the curve, 0.0 to 30.0; got 31"):
-        rewards_at(curve, 31)
+def test_the_plateau_is_the_mean_of_the_last_third_of_the_cost() -> None:
+    # Of r(t) = t from 100 to 220 s: 180 to 220, with the halves 180, 190 and 210, 220.
+    times = [100.0 + 10 * i for i in range(13)]
+    line = plateau(times, times)
+    assert line == Plateau(base=100, level=200, rise=30)
+    assert [line.reward_at(percent) for percent in (0, 25, 100)] == [100, 125, 200]
+    # Of r(t) = 1 - exp(-t), densely to t = 9: the mean over [6, 9], and its halves.
+    times = [i / 1000 for i in range(9001)]
+    curve = plateau(times, [1 - np.exp(-time) for time in times])
+    first, second = 1 - (np.exp(-6) - np.exp(-7.5)) / 1.5, 1 - (np.exp(-7.5) - np.exp(-9)) / 1.5
+    assert curve == pytest.approx((0, (first + second) / 2, second - first), abs=1e-5)
+    # Noise of one evaluation moves it by its share of the last third.
+    assert plateau([0, 6, 7, 8, 9], [0.0, 1.0, 1.0, 1.4, 1.0]) == Plateau(0, pytest.approx(1.1), pytest.approx(0.2))
+    assert plateau([0, 4], [0.1, 0.3]) == Plateau(0.1, 0.3, None)

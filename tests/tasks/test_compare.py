@@ -172,47 +172,67 @@ def test_settings_of_a_group_have_what_an_option_sets(tmp_path: Path) -> None:
     assert [group.settings["old_policy.decay_type"] for group in groups] == [1, 0]
 
 
-def test_costs_to_the_final_reward_of_the_reference(
+def test_costs_to_the_points_on_the_way_to_the_plateau(
     compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     runs = tmp_path / "runs"
     for seed, shift in ((1, 0.0), (2, 0.01), (3, -0.01)):
-        baseline = rows(0.4 + shift, 0.45 + shift, 0.5 + shift)
-        write_curve(runs / f"1_{seed}", baseline, "family=diffusionnft", seed=seed)
-        faster = rows(0.4 + shift, 0.48 + shift, 0.56 + shift, seconds=20, evaluations=300)
-        write_curve(runs / f"2_{seed}", faster, "family=sol_rl", seed=seed)
-        write_curve(runs / f"3_{seed}", rows(0.4, 0.43, 0.42 + shift, seconds=15), "family=compile", seed=seed)
+        # The last third of 240 s is that from 160 s on.
+        slow = [reward + shift for reward in (0.4, 0.44, 0.46, 0.48, 0.49, 0.51, 0.5)]
+        write_curve(runs / f"1_{seed}", rows(*slow, seconds=20), "family=diffusionnft", seed=seed)
+        fast = rows(*(reward + shift for reward in (0.4, 0.48, 0.56, 0.6)), seconds=30, evaluations=300)
+        write_curve(runs / f"2_{seed}", fast, "family=sol_rl", seed=seed)
+        write_curve(runs / f"3_{seed}", rows(0.4 + shift, 0.43 + shift, 0.42 + shift), "family=compile", seed=seed)
     result = compared(compose, runs)
-    reference, faster, never = (group["to_reference"] for group in result["groups"])
-    assert (result["reference"], result["target"]) == ("family=diffusionnft", pytest.approx(0.5))
-    assert (reference["seconds"]["mean"], reference["seconds"]["spent"]) == (pytest.approx(40), 40)
-    assert reference["seconds"]["speed_up"] is None and reference["seconds"]["interval"] is None
-    # Every seed is 0.1 below its own reference at first, and 0.02 after 2 iterations: 2.5 iterations to the target.
-    assert [faster[cost]["mean"] for cost in ("iteration", "seconds", "evaluations")] == pytest.approx([2.5, 50, 750])
-    assert (faster["seconds"]["low"], faster["seconds"]["high"]) == pytest.approx((50, 50))  # equal differences
-    assert faster["seconds"]["interval"] == "paired by seed"
-    assert faster["seconds"]["speed_up"]["mean"] == pytest.approx(0.8)
-    assert faster["evaluations"]["speed_up"]["mean"] == pytest.approx(400 / 750)
-    per_seed = faster["seconds"]["per_seed"]  # each to 0.5, from 0.48 and 0.56, 0.49 and 0.57, 0.47 and 0.55
-    assert [per_seed[seed]["reached"] for seed in "123"] == pytest.approx([50, 45, 55])
-    assert (never["seconds"]["mean"], never["seconds"]["spent"], never["seconds"]["speed_up"]) == (None, 60, None)
+    assert (result["plateau"], result["base"], result["rise"]) == pytest.approx((0.5, 0.4, 0.1))
+    assert result["levelled_off"] is False
+    reference, fast, never = (group["to_reference"] for group in result["groups"])
+
+    def means(points: dict[str, Any]) -> list[float | None]:
+        return [point["mean"] for point in points["points"].values()]
+
+    assert list(reference["seconds"]["points"]) == ["25", "50", "75", "100"]
+    assert means(reference["seconds"]) == pytest.approx([25, 60, 110, 180])
+    assert means(fast["seconds"]) == pytest.approx([18.75, 37.5, 56.25, 75])
+    assert [means(fast[cost])[3] for cost in ("iteration", "evaluations")] == pytest.approx([2.5, 750])
+    assert means(never["seconds"]) == [pytest.approx(50 / 3), None, None, None]
+    point = fast["seconds"]["points"]["75"]
+    assert (point["low"], point["high"], point["spent"]) == pytest.approx((56.25, 56.25, 180))  # equal differences
+    assert (point["interval"], point["speed_up"]["mean"]) == ("paired by seed", pytest.approx(110 / 56.25))
+    assert {each["speed_up"] for each in reference["seconds"]["points"].values()} == {None}
+    above = [group["above_plateau"] for group in result["groups"]]
+    assert above[0] is None and above[1]["low"] == above[1]["high"] == pytest.approx(0.08)
     shown = capfd.readouterr().out
-    assert re.search(r"family=sol_rl +50 \[50, 50\] +0[.]80 \[0[.]80, 0[.]80\] +750 \[750, 750\]", shown)
-    assert re.search(r"family=compile +not reached after 60 +- +not reached after 400 +- +0[.]\d+ ± ", shown)
-    assert result["equal_seconds"] == 40 and "reward after 40 s" in shown
-    assert [group["at_equal_seconds"]["mean"] for group in result["groups"][:2]] == pytest.approx([0.5, 0.48])
-    assert "not reached by family=diffusionnft: seed 3 after 40 s, 0.4900 at most\n" in shown
-    assert re.search("not reached by family=compile: seed 1 after 60 s, 0[.]4300 at most; seed 2 .*; seed 3", shown)
+    seconds, evaluations = shown.split("to a share of the reference's progress")[1:]
+    assert re.search(r"sol_rl +19 \[19, 19\] +38 .* +75 \[75, 75\] +2[.]40 \[2[.]40, 2[.]40\] +[+]0[.]080 \[", seconds)
+    assert re.search(r"compile +17 \[17, 17\]( +not reached after 40){3} +- +-0[.]080 \[", seconds)
+    assert re.search(r"sol_rl .* +750 \[750, 750\] +1[.]20 ", evaluations)
+    assert "from 0.4000 before training to 0.5000, the plateau" in seconds
+    assert (
+        "the reference still rises, by 10% of its progress within its last third; train longer, by max_sec" in seconds
+    )
+    report = (tmp_path / "report.html").read_text()
+    assert "Seconds of training to the plateau of the reference" in report and "The reference still rises" in report
 
 
-def test_a_reference_that_learnt_nothing_is_reported(
-    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("rewards", "note"),
+    [
+        ((0.4, 0.5, 0.5, 0.5, 0.505), None),
+        ((0.5, 0.6, 0.45), "the reference ends no higher than it began; name another one"),
+        ((0.4, 0.5, 0.5), "whether the reference has levelled off is unknown; lower evaluation.every"),
+    ],
+)
+def test_what_hides_a_plateau_is_reported(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str], rewards: tuple[float, ...], note: str | None
 ) -> None:
-    write_curve(tmp_path / "runs" / "1", rows(0.5, 0.6, 0.45), "family=diffusionnft")
+    write_curve(tmp_path / "runs" / "1", rows(*rewards), "family=diffusionnft")
     write_curve(tmp_path / "runs" / "2", rows(0.5, 0.6, 0.7))
-    _, other = compared(compose, tmp_path / "runs")["groups"]
-    assert other["to_reference"]["seconds"]["mean"] == 0 and other["to_reference"]["seconds"]["speed_up"] is None
-    assert capfd.readouterr().out.count("the reference ends no higher than it began; name another one") == 1
+    result = compared(compose, tmp_path / "runs")
+    shown = capfd.readouterr().out
+    assert result["levelled_off"] == (True if note is None else None)
+    assert "still rises" not in shown and [text in shown for text in ("no higher", "unknown")].count(True) == bool(note)
+    assert note is None or note in shown
 
 
 def test_an_interval_that_ends_after_the_run_is_open(
@@ -222,7 +242,7 @@ def test_an_interval_that_ends_after_the_run_is_open(
     for seed, final in ((1, 0.51), (2, 0.5), (3, 0.58)):
         write_curve(runs / f"1_{seed}", rows(0.4, 0.5), "family=diffusionnft", seed=seed)
         write_curve(runs / f"2_{seed}", rows(0.4, final, seconds=20), seed=seed)
-    seconds = compared(compose, runs)["groups"][1]["to_reference"]["seconds"]
+    seconds = compared(compose, runs)["groups"][1]["to_reference"]["seconds"]["points"]["100"]
     assert seconds["low"] < seconds["mean"] < seconds["spent"] == 40 and seconds["high"] is None
     assert (seconds["speed_up"]["low"], seconds["speed_up"]["high"]) == (None, pytest.approx(20 / seconds["low"]))
     assert re.search(r"\d+ \[\d+, > 40\] +0[.]\d+ \[< 0[.]50, ", capfd.readouterr().out)
@@ -268,15 +288,17 @@ def test_runs_of_an_older_version_have_iterations_only(
     write_curve(runs / "1_3", rows(0.4, 0.45, 0.5), "family=diffusionnft", seed=3)
     write_curve(runs / "2_1", old)
     first, second = (group["to_reference"] for group in compared(compose, runs)["groups"])
-    assert first["iteration"]["mean"] == 4 and first["seconds"]["mean"] == 40
+    assert first["iteration"]["points"]["100"]["mean"] == 4 and first["seconds"]["points"]["100"]["mean"] == 40
     assert [Path(run).name for run in first["seconds"]["unknown"]] == ["1_1", "1_2"]
-    assert list(first["seconds"]["per_seed"]) == ["3"]
-    assert second["iteration"]["mean"] == 4 and second["seconds"] is None and second["evaluations"] is None
+    assert second["iteration"]["points"]["100"]["mean"] == 4
+    assert second["seconds"]["points"] == second["evaluations"]["points"] == {}
     shown = capfd.readouterr().out
     assert f"without seconds and model evaluations (of an older version): {runs / '1_1'}, {runs / '1_2'}\n" in shown
     assert f"(of an older version): {runs / '2_1'}\n" in shown
     (run,), _ = read_runs([runs / "1_2"])
     assert list(costs(run, "iteration")) == [0, 2, 4] and costs(run, "seconds") == {}
+    compared(compose, runs, "*_1")
+    assert "\niterations to a share of the reference's progress\n" in capfd.readouterr().out
 
 
 def test_observing_keys_paths_and_explicit_defaults_make_no_group(tmp_path: Path) -> None:
@@ -384,6 +406,15 @@ def test_the_cost_of_a_group_is_the_mean_over_its_seeds(tmp_path: Path) -> None:
     }
 
 
+def test_the_plateau_of_a_run_is_that_of_its_seconds(tmp_path: Path) -> None:
+    spent = [{"iteration": 2 * i, "seconds": s, "shapes": r} for i, s, r in ((0, 0, 0.4), (1, 80, 0.5), (2, 90, 0.6))]
+    spent.append({"iteration": 6, "seconds": 100, "shapes": 0.7})
+    old = [{"iteration": row["iteration"], "shapes": row["shapes"]} for row in spent]
+    folders = [write_curve(tmp_path / str(seed), each, seed=seed) for seed, each in enumerate((spent, old))]
+    (group,), _ = group_runs(read_runs(folders)[0])
+    assert [each.level for each in group.plateaus.values()] == pytest.approx([0.6, 0.65])
+
+
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Figure]:
     """The pictures that are drawn."""
@@ -412,9 +443,12 @@ def test_the_picture_has_a_panel_for_every_cost_and_the_groups_that_have_it(
     assert [panel.get_xlabel() for panel in figures[0].axes] == ["iterations", "hours of training", "model evaluations"]
     areas = [sum(isinstance(part, PolyCollection) for part in panel.collections) for panel in figures[0].axes]
     dots = [sum(isinstance(part, PathCollection) for part in panel.collections) for panel in figures[0].axes]
-    assert areas == [3, 2, 2] and dots == [2, 2, 2]  # prefix never reaches the target
+    assert areas == [3, 2, 2] and dots == [9, 8, 8]  # prefix reaches 25 %
     reached = [part.get_offsets()[0].tolist() for part in seconds.collections if isinstance(part, PathCollection)]
-    assert reached == [pytest.approx([2.0, 0.53]), pytest.approx([2.6, 0.53])]
+    assert reached[3::4] == [pytest.approx([2.0, 0.53]), pytest.approx([2.6, 0.53])]
+    assert [y for _, y in reached[4:]] == pytest.approx([0.4325, 0.465, 0.4975, 0.53])
+    dashed = [line.get_ydata()[0] for line in seconds.lines if line.get_linewidth() == 0.8]
+    assert dashed == [pytest.approx(0.53)]
     mean = next(line for line in seconds.lines if len(line.get_xdata()) == 2 and line.get_linewidth() == 1.6)
     assert (list(mean.get_xdata()), list(mean.get_ydata())) == ([0, 2], pytest.approx([0.4, 0.53]))
     legend = [text.get_text() for text in figures[0].legends[0].get_texts()]
