@@ -285,6 +285,6 @@ def check_left(ckpt: Path, done: float, key: str, limit: float) -> None:
     """UserError for a checkpoint whose run has ``done`` all of a ``limit``, the value of ``key``."""
     if done >= limit:
         raise UserError(
-            f"{key}={limit:g} is invalid: a resumed run needs more than {ckpt} has done, {done:g}. Raise it, as in "
-            f"{key}={1.5 * done + 10:.0f}, or write the LoRA with task=export ckpt={ckpt}."
+            f"{key}={limit:g} is invalid: a resumed run needs {key.removeprefix('max_')} left to do, and {ckpt} has "
+            f"done {done:g}. Raise it, as in {key}={done + 10:.0f}, or write the LoRA with task=export ckpt={ckpt}."
         )
