@@ -107,20 +107,22 @@ class StageProgressBar(ProgressBar):
         self._extra.append(sum(extra.values()))
         self._plain.append(now - self._mark - self._extra[-1])
         self._mark = now
-        loop = loop_of(trainer)
+        loop, done, expected = loop_of(trainer), trainer.current_epoch + 1, float(trainer.max_epochs or 0)
         if loop.max_seconds is not None:
-            self._budget = loop.max_seconds - loop.cost()["seconds"]
+            trained = loop.cost()["seconds"]
+            self._budget = loop.max_seconds - trained
+            expected = min(expected, done * loop.max_seconds / trained)
         if not self.is_enabled:
             return
-        done, seconds = trainer.current_epoch + 1, f"{self._plain[-1]:.1f} s"
+        seconds = f"{self._plain[-1]:.1f} s"
         if extra:
             seconds += f" + {self._extra[-1]:.1f} s {', '.join(extra)}"
         line = " | ".join([f"iteration {done}/{trainer.max_epochs}", *self._results(done), seconds, *self._eta(done)])
         file_logger.info(line)
         self._bar.update()
         self._draw()
-        is_shown = done % max(-(-(trainer.max_epochs or 0) // _LINES), 1) == 0 or done == trainer.max_epochs
-        if self._bar.disable and is_shown:
+        is_last = done == trainer.max_epochs or trainer.should_stop
+        if self._bar.disable and (is_last or done % max(math.ceil(expected / _LINES), 1) == 0):
             print(line, flush=True)
 
     # Evaluation without training; in a training run it is a stage.
@@ -167,7 +169,7 @@ class StageProgressBar(ProgressBar):
     def _eta(self, done: int) -> list[str]:
         """The ETA; empty after the last iteration."""
         iterations = (self.trainer.max_epochs or 0) - done
-        if iterations <= 0:
+        if iterations <= 0 or self.trainer.should_stop:
             return []
         units = self._stopwatch.done
         stage = self._stopwatch.elapsed * (self._stopwatch.total - units) / units if units else 0.0

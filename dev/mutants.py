@@ -48,6 +48,7 @@ STOCHASTIC = f"{LOOP}::test_stochastic_samples_are_functions_of_their_seeds"
 CHECKPOINT = f"{LOOP}::test_checkpoint_holds_adapters_only"
 WEIGHTS = "tests/training/test_which_weights.py"
 ENDS = "tests/cli/test_branches.py::test_run_killed_in_its_last_seconds_is_finished_by_the_same_command"
+OUT_OF_SECONDS = "tests/cli/test_branches.py::test_run_that_its_max_seconds_ended_is_complete_and_resumes_with_more"
 BRANCHES = "tests/cli/test_branches.py::test_branch_into_other_rewards_begins_its_evaluations_anew"
 NAN_GRADIENT = "tests/cli/test_branches.py::test_gradient_that_is_not_finite_ends_the_run_before_the_step"
 DIVERGED = "tests/cli/test_branches.py::test_weights_that_are_not_finite_do_not_replace_the_checkpoint"
@@ -56,6 +57,7 @@ HELD_OUT = "tests/cli/test_branches.py::test_run_that_resumes_with_other_held_ou
 RANKS = "tests/training/test_ddp.py"
 METRICS = f"{LOOP}::test_all_metrics_of_objective_are_logged"
 MEANS = f"{LOOP}::test_metrics_are_means_over_the_rows_that_have_them_without_padding"
+SECONDS = f"{LOOP}::test_run_ends_with_an_evaluation_at_the_end_of_the_iteration_that_reaches_max_seconds"
 BRANCH = f"{LOOP}::test_a_branch_with_other_optimizer_steps_continues_the_schedule_at_its_iteration"
 STEPS = f"{LOOP}::test_optimizer_steps_split_the_rows"
 ADVANTAGES = "tests/objectives/test_advantages.py"
@@ -101,6 +103,13 @@ AUDIT, COMPARE, EVALUATE = (f"tests/tasks/test_{name}.py" for name in ("audit", 
 
 MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/training/loop.py": [
+        (
+            "no evaluation after max_seconds",
+            "self.trainer.should_stop, self.trainer.check_val_every_n_epoch = True, 1",
+            "self.trainer.should_stop = True",
+            SECONDS,
+        ),
+        ("the first optimiser step ends the run", "if last and self.trainer", "if self.trainer", SECONDS),
         (
             "learning rate of optimiser steps",
             "self._steps_taken % steps) / steps",
@@ -635,6 +644,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("first reward under every name", "each[:, i]", "each[:, 0]", ROLLOUT_STATS),
     ],
     "callbacks/summary.py": [
+        ("max_seconds stops a run early", " or loop_of(trainer).is_time_up", "", OUT_OF_SECONDS),
         ("first metrics are the last", "self._last | self._first", "self._first | self._last", SUMMARY),
         (
             "interrupted evaluation wins",
@@ -662,6 +672,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
     ],
     "callbacks/progress.py": [
+        ("ETA of the iterations", "min(left, self._budget - elapsed)", "left", PROGRESS),
+        ("lines of all iterations", "min(expected, done * loop.max_seconds / trained)", "expected", PROGRESS),
         (
             "a whole iteration beside the stage",
             "(iterations - 1) * each + stage",

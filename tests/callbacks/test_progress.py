@@ -1,6 +1,8 @@
 import io
+import itertools
 import re
 import sys
+from types import SimpleNamespace
 
 import pytest
 from lightning.pytorch import Callback
@@ -56,6 +58,26 @@ def test_long_run_prints_at_most_fifty_lines_and_always_the_last(fit, capsys):
     fit(StageProgressBar(), iterations=101, enable_progress_bar=True)
     printed = [line.partition(" |")[0] for line in lines(capsys)]
     assert printed == [f"iteration {i}/101" for i in (*range(3, 100, 3), 101)]
+
+
+class Seconds(Callback):
+    """Gives a run 250 seconds of training, of which each iteration takes 100."""
+
+    def on_train_start(self, trainer, module):
+        trainer.fit_loop.max_seconds = 250
+        trainer.fit_loop.cost = lambda: {"seconds": 100.0 * (trainer.current_epoch + 1)}
+
+    def on_train_batch_end(self, trainer, *_):
+        trainer.should_stop = trainer.current_epoch == 2
+
+
+def test_seconds_of_training_limit_the_eta_and_the_number_of_lines(fit, capsys, monkeypatch):
+    clock = SimpleNamespace(perf_counter=itertools.count(0, 10).__next__)
+    monkeypatch.setattr("solrl_lightning.callbacks.progress.time", clock)
+    fit(StageProgressBar(), Seconds(), iterations=101, enable_progress_bar=True)
+    first, second, last = lines(capsys)
+    assert first.startswith("iteration 1/101 ") and first.endswith(" | ETA 0:02:20")
+    assert second.endswith(" | ETA 0:00:40") and "ETA" not in last
 
 
 def test_terminal_shows_one_bar_with_the_stage_that_resumes_at_its_iteration(fit, monkeypatch):

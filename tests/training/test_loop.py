@@ -977,7 +977,7 @@ def test_run_ends_with_an_evaluation_at_the_end_of_the_iteration_that_reaches_ma
 ) -> None:
     options = ("max_seconds=10", f"optimizer_steps={optimizer_steps}")
     module, trainer, loop = make(tmp_path, *options, max_epochs=9, check_val_every_n_epoch=100)
-    monkeypatch.setattr(ExploreTrainLoop, "cost", lambda self: {"seconds": 5.5 * self.iterations_done})
+    monkeypatch.setattr(ExploreTrainLoop, "cost", lambda self: {"seconds": 7 * self.iterations_taken()})
     fit(module, trainer, loop)
     assert loop.iterations_done == 2 and loop.is_time_up
     assert [row["iteration"] for row in module.evaluation.history] == [2]
