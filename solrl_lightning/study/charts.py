@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 ITERATIONS = "iterations"  # label of an axis
 COLOURS = {
+    "paper": "#ffffff",
     "ink": "#1c2024",
     "grid": "#d9dee3",
     "warn": "#b25000",
@@ -108,8 +109,8 @@ def plot(
         lines += axes.plot(line.x, line.y, color=colour, linestyle=style, linewidth=1.6, marker=marker, markersize=3)
         if line.low:
             axes.fill_between(line.x, line.low, line.high, color=colour, alpha=opacity, linewidth=0)
-        for dot in line.dots:
-            axes.scatter(*dot, 28, colour, edgecolors="white", zorder=4)
+        if line.dots:
+            axes.scatter(*zip(*line.dots, strict=True), 28, colour, edgecolors=COLOURS["paper"], zorder=4)
     if level is not None:
         axes.axhline(level, color=COLOURS["ink"], linewidth=0.8, linestyle=(0, (4, 3)))
     for x in at:
