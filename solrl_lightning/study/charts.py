@@ -110,7 +110,8 @@ def plot(
         if line.low:
             axes.fill_between(line.x, line.low, line.high, color=colour, alpha=opacity, linewidth=0)
         if line.dots:
-            axes.scatter(*zip(*line.dots, strict=True), 28, colour, edgecolors=COLOURS["paper"], zorder=4)
+            at_x, at_y = zip(*line.dots, strict=True)
+            axes.scatter(at_x, at_y, 28, colour, edgecolors=COLOURS["paper"], zorder=4)
     if level is not None:
         axes.axhline(level, color=COLOURS["ink"], linewidth=0.8, linestyle=(0, (4, 3)))
     for x in at:
