@@ -16,8 +16,6 @@ from solrl_lightning.seeds import (
     training_noise,
 )
 
-PROMPTS = ["a red circle above a blue square", "ein grüner Stern", "a red circle"]
-
 
 def test_seeds_match_golden_values() -> None:
     assert pool_seeds(42, 3, ["a red circle"], 4).tolist() == [[859294094, 3651782488, 1836105458, 793777742]]
@@ -35,31 +33,18 @@ def test_noise_matches_golden_values() -> None:
     assert eps == pytest.approx([-0.61125171, -0.92288518, 1.23701894], rel=1e-5)
 
 
-def test_seed_is_independent_of_pool_size_and_other_prompts() -> None:
-    pool = pool_seeds(1, 2, PROMPTS, 96)
+def test_seeds_are_independent_of_pool_size_and_other_prompts() -> None:
+    prompts = ["a red circle above a blue square", "ein grüner Stern", "a red circle"]
+    pool = pool_seeds(1, 2, prompts, 96)
     assert pool.shape == (3, 96) and pool.dtype == torch.int64
-    assert torch.equal(pool_seeds(1, 2, PROMPTS, 24), pool[:, :24])
-    assert torch.equal(pool_seeds(1, 2, PROMPTS[::-1], 96), pool.flip(0))
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_pools_of_ranks_form_pool_of_one_rank(world: int) -> None:
-    whole = pool_seeds(1, 2, PROMPTS, 8)
-    for rank in range(world):
-        assert torch.equal(pool_seeds(1, 2, PROMPTS[rank::world], 8), whole[rank::world])
+    assert torch.equal(pool_seeds(1, 2, prompts, 24), pool[:, :24])
+    assert torch.equal(pool_seeds(1, 2, prompts[::-2], 96), pool[[2, 0]])
 
 
 def test_seeds_depend_on_every_part_of_identity() -> None:
-    variants = [
-        pool_seeds(1, 2, ["a"], 8),
-        pool_seeds(2, 1, ["a"], 8),
-        pool_seeds(1, 3, ["a"], 8),
-        pool_seeds(12, 2, ["a"], 8),
-        pool_seeds(1, 2, ["A"], 8),
-        pool_seeds(1, 2, ["2/a"], 8),
-        evaluation_seeds(1, ["a"], 8),
-        evaluation_seeds(1, ["2/a"], 8),
-    ]
+    pools = [(1, 2, "a"), (2, 1, "a"), (1, 3, "a"), (12, 2, "a"), (1, 2, "A"), (1, 2, "2/a")]
+    variants = [pool_seeds(seed, iteration, [prompt], 8) for seed, iteration, prompt in pools]
+    variants += [evaluation_seeds(1, [prompt], 8) for prompt in ("a", "2/a")]
     assert torch.cat(variants).unique().numel() == 8 * len(variants)
 
 
@@ -77,29 +62,14 @@ def test_no_prompts_give_no_seeds() -> None:
     assert train_timesteps(torch.empty(0, dtype=torch.int64), 10, 0.6).shape == (0, 6)
 
 
-@pytest.mark.parametrize("shape", [(1,), (5,), (16,), (17,), (3, 5, 7), (16, 32)])
-def test_noise_is_independent_of_batch(shape: tuple[int, ...]) -> None:
-    seeds = pool_seeds(0, 0, ["a", "b"], 7)
+@pytest.mark.parametrize("shape", [(1,), (16,), (17,), (3, 5, 7)])
+def test_noise_of_a_seed_is_that_of_a_torch_generator(shape: tuple[int, ...]) -> None:
+    seeds, before = pool_seeds(0, 0, ["a", "b"], 7), torch.get_rng_state()
     whole = noise(seeds, shape)
     assert whole.shape == (2, 7, *shape)
-    for prompt in range(2):
-        for candidate in range(7):
-            alone = noise(seeds[prompt, candidate : candidate + 1], shape)
-            assert torch.equal(alone[0], whole[prompt, candidate])
-    chunks = [noise(chunk, shape) for chunk in seeds.flatten().split(3)]
-    assert torch.equal(torch.cat(chunks), whole.flatten(0, 1))
-
-
-def test_noise_matches_torch_generator() -> None:
-    seed = int(pool_seeds(3, 1, ["a"], 1))
-    plain = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
-    assert torch.equal(noise(torch.tensor([seed]), (4, 8))[0], plain)
-
-
-def test_noise_does_not_change_global_generator() -> None:
-    before = torch.get_rng_state()
-    noise(torch.tensor([1, 2]), (32,))
-    training_noise(torch.tensor([1, 2]), torch.tensor([0, 1]), (32,))
+    for seed, row in zip(seeds.flatten(), whole.flatten(0, 1), strict=True):
+        assert torch.equal(row, torch.randn(shape, generator=torch.Generator().manual_seed(int(seed))))
+    training_noise(seeds[0], torch.arange(7), shape)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -112,8 +82,7 @@ def test_noise_is_standard_normal_and_uncorrelated_between_candidates() -> None:
 
 
 def test_noises_of_training_and_of_solver_steps_are_functions_of_candidate_and_step() -> None:
-    seeds = torch.tensor([4, 4, 9, 9])
-    timesteps = torch.tensor([0, 1, 0, 1])
+    seeds, timesteps = torch.tensor([4, 4, 9, 9]), torch.tensor([0, 1, 0, 1])
     eps = training_noise(seeds, timesteps, (64,))
     assert torch.equal(training_noise(seeds[2:], timesteps[2:], (64,)), eps[2:])
     added = [step_noise(torch.tensor([4, 9]), step, (64,)) for step in (0, 1)]
@@ -123,25 +92,22 @@ def test_noises_of_training_and_of_solver_steps_are_functions_of_candidate_and_s
     assert float(correlation.abs().max()) < 0.5
 
 
-@pytest.mark.parametrize(("num_steps", "fraction", "count"), [(10, 0.6, 6), (10, 0.4, 4), (10, 0.99, 9), (10, 1, 10)])
+@pytest.mark.parametrize(
+    ("num_steps", "fraction", "count"),
+    [(10, 0.6, 6), (10, 0.4, 4), (10, 0.99, 9), (10, 1, 10), (4, 0.1, 1), (1, 0.5, 1)],
+)
 def test_train_timesteps_have_published_count_and_are_distinct(num_steps: int, fraction: float, count: int) -> None:
     steps = train_timesteps(torch.arange(50), num_steps, fraction)
     assert steps.shape == (50, count) and steps.dtype == torch.int64
     assert all(len(set(row)) == count and 0 <= min(row) and max(row) < num_steps for row in steps.tolist())
 
 
-def test_small_fraction_trains_one_timestep() -> None:
-    assert train_timesteps(torch.arange(3), 4, 0.1).shape == (3, 1)
-    assert train_timesteps(torch.arange(3), 1, 0.5).tolist() == [[0], [0], [0]]
-
-
 def test_train_timesteps_are_function_of_candidate_and_uniform() -> None:
     steps = train_timesteps(torch.arange(3000), 10, 0.6)
     assert torch.equal(train_timesteps(torch.tensor([17, 5]), 10, 0.6), steps[[17, 5]])
-    share = np.bincount(steps.flatten().numpy(), minlength=10) / steps.numel()
-    assert share == pytest.approx(np.full(10, 0.1), abs=0.01)
-    first = np.bincount(steps[:, 0].numpy(), minlength=10) / 3000
-    assert first == pytest.approx(np.full(10, 0.1), abs=0.03)
+    for column, tolerance in ((steps.flatten(), 0.01), (steps[:, 0], 0.03)):
+        share = np.bincount(column.numpy(), minlength=10) / column.numel()
+        assert share == pytest.approx(np.full(10, 0.1), abs=tolerance)
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, float("nan")])

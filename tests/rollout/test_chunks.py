@@ -29,7 +29,6 @@ from solrl_lightning.rollout.chunks import (
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
 from solrl_lightning.rollout.select import select_contrastive
-from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.sharding import FixedBatchSize
 
@@ -69,6 +68,10 @@ def brightness(images: Tensor, prompts: list[str]) -> Tensor:
     return images.mean((1, 2, 3))
 
 
+def nan(images: Tensor, prompts: list[str]) -> Tensor:
+    return images[:, 0, 0, 0] * torch.nan
+
+
 class Made(Reward):
     """Reward computed by a function."""
 
@@ -83,21 +86,22 @@ class Made(Reward):
 
 def run(
     policy: Flux1,
-    batch_size: BatchSize,
-    solver: str,
+    batch: int | BatchSize = 4,
+    solver: str = "euler",
     reward: Callable[[Tensor, list[str]], Tensor] = brightness,
     seeds: Tensor = SEEDS,
     texts: list[str] = PROMPTS,
-    progress: Callable[[int, int], None] = lambda done, total: None,
     steps: int = 2,
-    initial_state: SolverState | None = None,
-    stop_step: int | None = None,
-    overlap: bool = False,
     decode: Callable[[Tensor], Tensor] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    overlap: bool = False,
     only_ranks: bool = False,
+    **part: Any,
 ) -> Candidates:
+    """Samples ``seeds`` in batches, which are of a fixed size unless a `BatchSize` says otherwise."""
+    batch_size = batch if isinstance(batch, BatchSize) else BatchSize(batch, True)
     prompts = EncodedPrompts(texts, policy.encode(texts))
-    spec = SamplingSpec(policy.sigmas(steps), solver, initial_state, stop_step)
+    spec = SamplingSpec(policy.sigmas(steps), solver, **part)
     chunks = iter_sampled_chunks(policy, policy.transformer, batch_size, prompts, seeds, spec)
     score = partial(score_images, decode or policy.decode, or_nan=only_ranks)
     worker = partial(background_worker, policy.device) if overlap else inline_worker
@@ -105,17 +109,21 @@ def run(
     return score_chunks(chunks, prompts, seeds, rewards, score, progress, worker)
 
 
-@pytest.mark.parametrize("batch", [1, 3, 4, 15, 96])
-@pytest.mark.parametrize("fixed_batch", [False, True])
+SIZES = [(1, False), (4, False), (4, True), (15, True), (96, False), (96, True)]
+
+
+@pytest.mark.parametrize(("batch", "fixed_batch"), SIZES)
 def test_result_is_independent_of_chunks_and_padding(policy: Recorder, batch: int, fixed_batch: bool) -> None:
-    whole = run(policy, BatchSize(15, False), "euler")
-    policy.seeds, policy.rows = [], []
-    actual = run(policy, BatchSize(batch, fixed_batch), "euler")
+    whole = run(policy, BatchSize(15, False))
+    policy.seeds, policy.rows, progress = [], [], []
+    actual = run(policy, BatchSize(batch, fixed_batch), progress=lambda done, total: progress.append((done, total)))
     assert torch.equal(actual.seeds, SEEDS)
     assert actual.x0.shape == (3, 5, 16, 32) and actual.x0.dtype == torch.float32
     assert actual.rewards.shape == (3, 5) and actual.rewards.dtype == torch.float32
     assert relative_error(actual.x0, whole.x0) < 2**-7
     torch.testing.assert_close(actual.rewards, whole.rewards, rtol=0, atol=2**-8)
+    assert batch != 15 or torch.equal(actual.x0, whole.x0) and torch.equal(actual.rewards, whole.rewards)
+    assert progress == [(done, 15) for done in (*range(0, 15, batch), 15)]
 
     chunks = [SEEDS.flatten().tolist()[first : first + batch] for first in range(0, 15, batch)]
     assert [seen[: len(chunk)] for seen, chunk in zip(policy.seeds, chunks, strict=True)] == chunks
@@ -126,14 +134,14 @@ def test_result_is_independent_of_chunks_and_padding(policy: Recorder, batch: in
 
 def test_candidate_is_sampled_from_its_prompt_and_seed(policy: Recorder) -> None:
     policy.transformer.float()  # so that rounding does not hide a wrong row
-    actual = run(policy, BatchSize(4, True), "dpm2")
-    for row, prompt in enumerate(PROMPTS):
-        for column in range(5):
-            alone = run(policy, BatchSize(1, False), "dpm2", seeds=SEEDS[row, column].view(1, 1), texts=[prompt])
-            torch.testing.assert_close(alone.x0[0, 0], actual.x0[row, column], rtol=0, atol=1e-4)
-            torch.testing.assert_close(alone.rewards[0, 0], actual.rewards[row, column], rtol=0, atol=1e-4)
-    wrong_prompt = run(policy, BatchSize(1, False), "dpm2", seeds=SEEDS[0, 0].view(1, 1), texts=[PROMPTS[1]])
-    assert (wrong_prompt.x0[0, 0] - actual.x0[0, 0]).abs().max() > 1e-2
+    pool = run(policy, 4, "dpm2")
+    for row, column in ((0, 0), (0, 4), (1, 2), (2, 4)):
+        seeds = SEEDS[row, column].view(1, 1)
+        alone = run(policy, 1, "dpm2", seeds=seeds, texts=[PROMPTS[row]])
+        torch.testing.assert_close(alone.x0[0, 0], pool.x0[row, column], rtol=0, atol=1e-4)
+        torch.testing.assert_close(alone.rewards[0, 0], pool.rewards[row, column], rtol=0, atol=1e-4)
+    wrong_prompt = run(policy, 1, "dpm2", seeds=seeds, texts=[PROMPTS[0]])
+    assert (wrong_prompt.x0[0, 0] - pool.x0[2, 4]).abs().max() > 1e-2
 
 
 def test_reward_receives_decoded_images_with_their_prompts(policy: Recorder) -> None:
@@ -143,7 +151,7 @@ def test_reward_receives_decoded_images_with_their_prompts(policy: Recorder) -> 
         seen.append((images, prompts))
         return brightness(images, prompts).double()
 
-    actual = run(policy, BatchSize(4, True), "euler", reward)
+    actual = run(policy, reward=reward)
     assert [len(prompts) for _, prompts in seen] == [4, 4, 4, 3]  # never the padding
     assert [prompt for _, prompts in seen for prompt in prompts] == TEXTS
     images = torch.cat([images for images, _ in seen])
@@ -152,23 +160,9 @@ def test_reward_receives_decoded_images_with_their_prompts(policy: Recorder) -> 
     torch.testing.assert_close(actual.rewards.flatten(), brightness(images, []), rtol=0, atol=1e-6)
 
 
-def test_sampling_is_bit_reproducible(policy: Recorder) -> None:
-    one, two = (run(policy, BatchSize(4, False), "euler") for _ in range(2))
-    assert torch.equal(one.x0, two.x0) and torch.equal(one.rewards, two.rewards)
-
-
-def test_candidate_is_independent_of_the_pool(policy: Recorder) -> None:
-    policy.transformer.float()
-    kept = torch.tensor([[4, 0], [1, 2], [3, 1]])
-    pool = run(policy, BatchSize(4, True), "euler")
-    again = run(policy, BatchSize(4, True), "euler", seeds=SEEDS.gather(1, kept))
-    expected = torch.stack([pool.x0[row, kept[row]] for row in range(3)])
-    torch.testing.assert_close(again.x0, expected, rtol=0, atol=1e-4)
-
-
 def test_latents_are_usable_by_autograd_and_have_no_graph(policy: Recorder) -> None:
     policy.transformer.requires_grad_(True)
-    actual = run(policy, BatchSize(8, False), "euler")
+    actual = run(policy, 8)
     assert not actual.x0.requires_grad and not actual.x0.is_inference()
     weight = torch.ones((), requires_grad=True)
     (weight * actual.x0).sum().backward()
@@ -186,28 +180,13 @@ def test_chunks_are_yielded_one_at_a_time(policy: Recorder) -> None:
     assert rest == [(list(range(6, 12)), 6), (list(range(12, 15)), 3)]
 
 
-@pytest.mark.parametrize("fixed_batch", [False, True])
-def test_progress_counts_from_zero_to_all_candidates(policy: Recorder, fixed_batch: bool) -> None:
-    steps: list[tuple[int, int]] = []
-    run(policy, BatchSize(4, fixed_batch), "euler", progress=lambda done, total: steps.append((done, total)))
-    assert steps == [(0, 15), (4, 15), (8, 15), (12, 15), (15, 15)]
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("position", [0, 7, 14])
-def test_non_finite_reward_error_names_prompt_and_seed(policy: Recorder, value: float, position: int) -> None:
-    scored = 0
-
-    def reward(images: Tensor, prompts: list[str]) -> Tensor:
-        nonlocal scored
-        scores = torch.zeros(len(images))
-        if scored <= position < scored + len(images):
-            scores[position - scored] = value
-        scored += len(images)
-        return scores
-
+@pytest.mark.parametrize(("position", "value"), [(0, torch.nan), (7, torch.inf), (14, -torch.inf)])
+def test_non_finite_reward_error_names_prompt_and_seed(policy: Recorder, position: int, value: float) -> None:
+    scores = torch.zeros(15)
+    scores[position] = value
+    chunks = iter(scores.split(4))
     with pytest.raises(NonFiniteError) as stopped:
-        run(policy, BatchSize(4, True), "euler", reward)
+        run(policy, reward=lambda images, prompts: next(chunks))
     message = str(stopped.value)
     assert f"reward made is {value}" in message
     assert repr(TEXTS[position]) in message and f"seed {SEEDS.flatten()[position]};" in message
@@ -222,12 +201,12 @@ def test_background_worker_gives_same_scores_as_inline_worker(policy: Recorder) 
         threads.append(threading.current_thread().name)
         return brightness(images, prompts)
 
-    plain = run(policy, BatchSize(4, True), "euler")
-    actual = run(policy, BatchSize(4, True), "euler", reward, overlap=True)
+    plain = run(policy)
+    actual = run(policy, reward=reward, overlap=True)
     assert torch.equal(actual.x0, plain.x0) and torch.equal(actual.rewards, plain.rewards)
     assert len(threads) == 4 and len(set(threads)) == 1 and threads[0] != threading.current_thread().name
     with pytest.raises(NonFiniteError, match=rf"reward made is nan .*{TEXTS[0]}.* seed {int(SEEDS[0, 0])};"):
-        run(policy, BatchSize(4, True), "euler", lambda images, prompts: images[:, 0, 0, 0] * torch.nan, overlap=True)
+        run(policy, reward=nan, overlap=True)
 
 
 def test_check_finite_names_first_non_finite_value() -> None:
@@ -242,9 +221,9 @@ def test_check_finite_names_first_non_finite_value() -> None:
 @pytest.mark.parametrize("solver", ["euler", "dpm2"])
 def test_kept_trajectories_resume_from_their_state(policy: Recorder, solver: str) -> None:
     policy.transformer.float()
-    whole = run(policy, BatchSize(4, True), solver, steps=5)
+    whole = run(policy, 4, solver, steps=5)
     assert torch.equal(whole.state.x, whole.x0)
-    pool = run(policy, BatchSize(4, True), solver, steps=5, stop_step=3)
+    pool = run(policy, 4, solver, steps=5, stop_step=3)
     assert not torch.equal(pool.state.x, pool.x0)  # the noisy latents, and the image that they predict
     of_image, of_noise = (brightness(policy.decode(x.flatten(0, 1)), []) for x in (pool.x0, pool.state.x))
     torch.testing.assert_close(pool.rewards.flatten(), of_image, rtol=0, atol=1e-6)
@@ -267,7 +246,7 @@ def test_non_finite_explored_candidate_is_never_selected(
     def of_prompts(images: Tensor, prompts: list[str]) -> Tensor:
         return brightness(images, prompts) + torch.tensor([float(PROMPTS.index(prompt)) for prompt in prompts])
 
-    expected = run(policy, BatchSize(4, True), "euler", of_prompts)
+    expected = run(policy, reward=of_prompts)
     decoded = expected.x0.flatten(0, 1)
 
     def decode(x: Tensor) -> Tensor:
@@ -280,7 +259,7 @@ def test_non_finite_explored_candidate_is_never_selected(
         scores[(scores - expected.rewards.flatten()[9]).abs() < 1e-6] = torch.inf
         return scores
 
-    actual = run(policy, BatchSize(4, True), "euler", reward, overlap=overlap, decode=decode, only_ranks=True)
+    actual = run(policy, reward=reward, overlap=overlap, decode=decode, only_ranks=True)
     rewards = actual.rewards.flatten()
     assert rewards.isnan().nonzero().flatten().tolist() == list(broken)
     others = ~rewards.isnan()
@@ -291,7 +270,7 @@ def test_non_finite_explored_candidate_is_never_selected(
     chosen = select_contrastive(actual.rewards, 4)
     assert not actual.take(chosen).rewards.isnan().any()
     with pytest.raises(NonFiniteError, match="NaN for the prompt"):
-        run(policy, BatchSize(4, True), "euler", reward, overlap=overlap, decode=decode)
+        run(policy, reward=reward, overlap=overlap, decode=decode)
 
 
 def test_too_few_finite_rewards_error_names_prompt() -> None:
@@ -312,69 +291,61 @@ class SmallMemory(Recorder):
 
 @pytest.mark.parametrize("fixed_batch", [False, True])
 def test_batch_is_halved_permanently_after_out_of_memory(
-    folder: str, fixed_batch: bool, caplog: pytest.LogCaptureFixture
+    folder: str, policy: Recorder, fixed_batch: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy, batch_size = load_policy(folder, policy_class=SmallMemory), BatchSize(8, fixed_batch)
-    policy.transformer.float()
-    actual = run(policy, batch_size, "euler")
+    small, batch_size = load_policy(folder, policy_class=SmallMemory), BatchSize(8, fixed_batch)
+    for each in (small, policy):
+        each.transformer.float()
+    torch.testing.assert_close(run(small, batch_size).x0, run(policy, 8).x0, rtol=0, atol=1e-4)
     assert batch_size.size == 2 and [record.message for record in caplog.records] == [
-        "out of memory: sampling continues with 4 candidates in one forward pass",
-        "out of memory: sampling continues with 2 candidates in one forward pass",
+        f"out of memory: sampling continues with {size} candidates in one forward pass" for size in (4, 2)
     ]
-    roomy = load_policy(folder, policy_class=Recorder)
-    roomy.transformer.float()
-    torch.testing.assert_close(actual.x0, run(roomy, BatchSize(8, False), "euler").x0, rtol=0, atol=1e-4)
 
 
 def test_batch_is_not_halved_if_it_fits_after_emptying_cache(
-    folder: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    policy: Recorder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     emptied: list[bool] = []
+    velocity = policy.velocity
+
+    def fragmented(*args: Any) -> Tensor:
+        if not emptied:
+            raise torch.OutOfMemoryError("other streams hold the memory")
+        return velocity(*args)
+
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(True))
-
-    class Fragmented(Recorder):
-        def velocity(self, *args: Any) -> Tensor:
-            if not emptied:
-                raise torch.OutOfMemoryError("other streams hold the memory")
-            return super().velocity(*args)
-
-    policy, batch_size = load_policy(folder, policy_class=Fragmented), BatchSize(8, False)
-    run(policy, batch_size, "euler")
+    monkeypatch.setattr(policy, "velocity", fragmented)
+    batch_size = BatchSize(8, False)
+    run(policy, batch_size)
     assert (batch_size.size, emptied, caplog.records) == (8, [True], [])
 
 
 def test_batch_of_sharded_weights_is_neither_repeated_nor_halved(folder: str) -> None:
     policy, batch_size = load_policy(folder, policy_class=SmallMemory), FixedBatchSize(8, False)
     with pytest.raises(UserError, match=r"^model.rollout_batch=8 is invalid: .* Set model.rollout_batch=4\.$"):
-        run(policy, batch_size, "euler")
+        run(policy, batch_size)
     assert len(policy.seeds) == 1 and batch_size.size == 8
 
 
-def test_scoring_thread_uses_the_device_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scoring_thread_uses_the_device_and_the_one_stream_of_the_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread starts on GPU 0. Streams and devices are recorded, because there is no GPU."""
-    device, settings = torch.device("cuda", 62), dict[str, list[torch.device]]()
+    device, settings, streams = torch.device("cuda", 62), [], []  # of no other test: streams are kept for the process
 
-    def set_device(device: torch.device) -> None:
-        settings.setdefault(threading.current_thread().name, []).append(device)
+    def stream(device: torch.device) -> MagicMock:
+        streams.append(device)
+        return MagicMock()
 
-    stream = MagicMock()
-    monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: settings.append((threading.current_thread().name, device))
+    )
+    monkeypatch.setattr(torch.cuda, "Stream", stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: MagicMock())
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    with background_worker(device) as submit:
-        thread = submit(lambda: threading.current_thread().name).result()
-    assert settings == {thread: [device]} and thread != threading.current_thread().name
-
-
-def test_stages_share_one_scoring_stream_per_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[torch.device] = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: made.append(device) or object())
-    device = torch.device("cuda", 61)  # of no other test: streams are kept for the process
-    for _ in range(3):
-        with background_worker(device):
-            pass
-    assert made == [device]
+    for _ in range(2):
+        with background_worker(device) as submit:
+            thread = submit(lambda: threading.current_thread().name).result()
+    assert settings == [(thread, device)] * 2 and thread != threading.current_thread().name
+    assert streams == [device]
 
 
 def test_out_of_memory_with_one_candidate_raises(policy: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,7 +354,7 @@ def test_out_of_memory_with_one_candidate_raises(policy: Recorder, monkeypatch: 
 
     monkeypatch.setattr(policy, "velocity", nothing_fits)
     with pytest.raises(torch.OutOfMemoryError, match="nothing fits"):
-        run(policy, BatchSize(4, False), "euler")
+        run(policy)
 
 
 def test_gather_selects_texts_and_embeddings() -> None:
