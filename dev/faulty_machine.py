@@ -122,8 +122,8 @@ def faulty(command: list[str], run: Path, machine: Machine, chance: random.Rando
         log = machine.prompts.with_name(f"attempt{attempt}.log")
         before = written(run / "lora")
 
-        def last_seconds(before: int = before) -> bool:
-            return written(run / "lora") != before
+        def last_seconds(before: int = before, ended: bool = ended) -> bool:
+            return not ended and written(run / "lora") != before
 
         fault = faults.pop(0) if faults else "kill"
         if fault == "prompts":
