@@ -247,20 +247,20 @@ class Channel(Reward):
         return self.unit * images[:, self.channel].mean((1, 2))
 
 
-def rollouts_of(folder: Path, combine: str, unit: float) -> tuple[Rollouts, Tensor]:
+def rollouts_of(folder: Path, combine: str, unit: float, family: str = "sol_rl") -> tuple[Rollouts, Tensor]:
     """The rollouts of an iteration with a reward of unit 1 and another one, and the weighted sums of its pool."""
-    run = make(folder, f"reward.combine={combine}", max_epochs=1)
+    run = make(folder, f"reward.combine={combine}", f"family={family}", max_epochs=1)
     both = {"red": Channel(0, 1.0), "blue": Channel(2, unit)}
     rewards = WeightedRewards(both, {"red": 1.0, "blue": 1.0}, combine=run.module.rewards.combine)
     run.module.rewards = run.module.evaluation.rewards = rewards
     fit(run)
-    assert run.loop.explored is not None
-    return run.loop.rollouts, run.loop.explored.rewards
+    return run.loop.rollouts, run.loop.rollouts.rewards if run.loop.explored is None else run.loop.explored.rewards
 
 
-def test_with_gdpo_the_unit_of_a_reward_changes_neither_selection_nor_advantages(tmp_path: Path) -> None:
-    ours, pool = rollouts_of(tmp_path / "1", "gdpo", 1.0)
-    other, other_pool = rollouts_of(tmp_path / "2", "gdpo", 100.0)
+@pytest.mark.parametrize("family", ["sol_rl", "naive_scaling"])
+def test_with_gdpo_the_unit_of_a_reward_changes_neither_selection_nor_advantages(tmp_path: Path, family: str) -> None:
+    ours, pool = rollouts_of(tmp_path / "1", "gdpo", 1.0, family)
+    other, other_pool = rollouts_of(tmp_path / "2", "gdpo", 100.0, family)
     assert torch.equal(ours.seeds, other.seeds) and torch.equal(ours.x0, other.x0)
     torch.testing.assert_close(ours.advantages, other.advantages, rtol=1e-4, atol=1e-4)
     expected = group_advantages(gdpo(ours.scores, torch.ones(2)))  # over those kept, not over the pool
