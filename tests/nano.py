@@ -62,17 +62,10 @@ PROMPTS = [
     "a blue square below a red square",
 ]
 WIDTH, TEXT_WIDTH = 32, 64
-TRANSFORMER = dict(
-    patch_size=1,
-    in_channels=32,
-    num_layers=1,
-    num_single_layers=1,
-    num_attention_heads=2,
-    attention_head_dim=WIDTH // 2,
-    joint_attention_dim=TEXT_WIDTH,
-    pooled_projection_dim=TEXT_WIDTH,
-    axes_dims_rope=(4, 6, 6),
-)
+_HEADS: dict[str, Any] = dict(num_attention_heads=2, attention_head_dim=WIDTH // 2)
+_TEXT: dict[str, Any] = dict(joint_attention_dim=TEXT_WIDTH, pooled_projection_dim=TEXT_WIDTH)
+TRANSFORMER = dict(patch_size=1, in_channels=32, num_layers=1, num_single_layers=1, axes_dims_rope=(4, 6, 6))
+TRANSFORMER |= _HEADS | _TEXT
 
 
 def build_nano(*, like_dev: bool = False, seed: int = 0) -> FluxPipeline:
@@ -92,33 +85,14 @@ def build_nano_sd3(*, seed: int = 0) -> StableDiffusion3Pipeline:
     """Stable Diffusion 3.5 in float32: normalised queries and keys, the last block without a text stream."""
     with torch.random.fork_rng(devices=[]):
         flux = build_pipeline(seed)  # for its words and its T5
-        transformer = SD3Transformer2DModel(
-            sample_size=8,
-            patch_size=2,
-            in_channels=16,
-            out_channels=16,
-            num_layers=2,
-            attention_head_dim=WIDTH // 2,
-            num_attention_heads=2,
-            joint_attention_dim=TEXT_WIDTH,
-            caption_projection_dim=WIDTH,
-            pooled_projection_dim=TEXT_WIDTH,
-            pos_embed_max_size=12,
-            qk_norm="rms_norm",
-        )
+        options = _HEADS | _TEXT | dict(in_channels=16, out_channels=16, patch_size=2, sample_size=8, num_layers=2)
+        options |= dict(caption_projection_dim=WIDTH, pos_embed_max_size=12, qk_norm="rms_norm")
+        transformer = SD3Transformer2DModel(**options)
         clips = [_clip(flux.tokenizer, width=TEXT_WIDTH // 2) for _ in range(2)]
         vae = _autoencoder(latent_channels=16, scaling_factor=1.5305, shift_factor=0.0609)
-    return StableDiffusion3Pipeline(
-        transformer=transformer,
-        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
-        vae=vae,
-        text_encoder=clips[0],
-        tokenizer=flux.tokenizer,
-        text_encoder_2=clips[1],
-        tokenizer_2=flux.tokenizer,
-        text_encoder_3=flux.text_encoder_2,
-        tokenizer_3=flux.tokenizer_2,
-    )
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    texts = (clips[0], flux.tokenizer, clips[1], flux.tokenizer, flux.text_encoder_2, flux.tokenizer_2)
+    return StableDiffusion3Pipeline(transformer, scheduler, vae, *texts)
 
 
 def build_nano_sana(*, seed: int = 0) -> SanaPipeline:
@@ -126,50 +100,20 @@ def build_nano_sana(*, seed: int = 0) -> SanaPipeline:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = _gemma_tokenizer()
-        text_encoder = Gemma2Model(
-            Gemma2Config(
-                vocab_size=len(tokenizer),
-                hidden_size=TEXT_WIDTH,
-                intermediate_size=128,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                head_dim=16,
-                query_pre_attn_scalar=16,
-                sliding_window=64,
-                max_position_embeddings=512,
-                bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                pad_token_id=tokenizer.pad_token_id,
-            )
-        )
-        transformer = SanaTransformer2DModel(
-            in_channels=8,
-            out_channels=8,
-            num_attention_heads=2,
-            attention_head_dim=WIDTH // 2,
-            num_layers=2,
-            num_cross_attention_heads=2,
-            cross_attention_head_dim=WIDTH // 2,
-            cross_attention_dim=WIDTH,
-            caption_channels=TEXT_WIDTH,
-            sample_size=4,
-        )
-        vae = AutoencoderDC(
-            latent_channels=8,
-            attention_head_dim=8,
-            encoder_block_types=("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock"),
-            decoder_block_types=("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock"),
-            encoder_block_out_channels=(8, 8, 16, 16),
-            decoder_block_out_channels=(8, 8, 16, 16),
-            encoder_layers_per_block=(1, 1, 1, 1),
-            decoder_layers_per_block=(1, 1, 1, 1),
-            encoder_qkv_multiscales=((), (), (), (5,)),
-            decoder_qkv_multiscales=((), (), (), (5,)),
-            upsample_block_type="interpolate",
-            downsample_block_type="Conv",
-            scaling_factor=0.41407,
-        )
+        text = _text_options(tokenizer) | dict(intermediate_size=128, num_hidden_layers=2, sliding_window=64)
+        text |= dict(head_dim=16, query_pre_attn_scalar=16, max_position_embeddings=512)
+        text_encoder = Gemma2Model(Gemma2Config(**text))
+        options = _HEADS | dict(in_channels=8, out_channels=8, num_layers=2, sample_size=4, caption_channels=TEXT_WIDTH)
+        cross = dict(num_cross_attention_heads=2, cross_attention_head_dim=WIDTH // 2, cross_attention_dim=WIDTH)
+        transformer = SanaTransformer2DModel(**options, **cross)
+        sides: dict[str, Any] = {}
+        for side in ("encoder", "decoder"):
+            sides[f"{side}_block_types"] = ("ResBlock", "ResBlock", "ResBlock", "EfficientViTBlock")
+            sides[f"{side}_block_out_channels"] = (8, 8, 16, 16)
+            sides[f"{side}_layers_per_block"] = (1, 1, 1, 1)
+            sides[f"{side}_qkv_multiscales"] = ((), (), (), (5,))
+        options = dict(latent_channels=8, attention_head_dim=8, scaling_factor=0.41407)
+        vae = AutoencoderDC(**options, **sides, upsample_block_type="interpolate", downsample_block_type="Conv")
     scheduler = DPMSolverMultistepScheduler(
         algorithm_type="dpmsolver++", prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0
     )
@@ -181,28 +125,12 @@ def build_nano_flux2(*, seed: int = 0) -> Flux2KleinPipeline:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = _qwen_tokenizer()
-        text_encoder = Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=len(tokenizer),
-                hidden_size=WIDTH,
-                intermediate_size=WIDTH,
-                num_hidden_layers=27,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                head_dim=WIDTH // 2,
-                eos_token_id=tokenizer.eos_token_id,
-            )
-        )
-        transformer = Flux2Transformer2DModel(
-            in_channels=32,
-            num_layers=1,
-            num_single_layers=1,
-            num_attention_heads=2,
-            attention_head_dim=WIDTH // 2,
-            joint_attention_dim=3 * WIDTH,
-            axes_dims_rope=(4, 4, 4, 4),
-            guidance_embeds=False,
-        )
+        text = dict(vocab_size=len(tokenizer), hidden_size=WIDTH, intermediate_size=WIDTH, num_hidden_layers=27)
+        text |= dict(num_attention_heads=2, num_key_value_heads=1, head_dim=WIDTH // 2)
+        text_encoder = Qwen3ForCausalLM(Qwen3Config(**text, eos_token_id=tokenizer.eos_token_id))
+        options = dict(in_channels=32, num_layers=1, num_single_layers=1, joint_attention_dim=3 * WIDTH)
+        axes = dict(axes_dims_rope=(4, 4, 4, 4), guidance_embeds=False)
+        transformer = Flux2Transformer2DModel(**_HEADS, **options, **axes)
         vae = AutoencoderKLFlux2(**_KL, latent_channels=8)
         vae.bn.running_mean.uniform_(-0.5, 0.5)
         vae.bn.running_var.uniform_(0.5, 2.0)
@@ -215,24 +143,15 @@ def build_nano_qwen_image(*, seed: int = 0) -> QwenImagePipeline:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         tokenizer = _qwen_tokenizer()
-        text = dict(vocab_size=len(tokenizer), hidden_size=TEXT_WIDTH, intermediate_size=TEXT_WIDTH)
-        text |= dict(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2)
-        text |= dict(bos_token_id=None, eos_token_id=tokenizer.eos_token_id)
+        text = _text_options(tokenizer) | dict(intermediate_size=TEXT_WIDTH, num_hidden_layers=2)
+        text |= dict(bos_token_id=None, pad_token_id=None)
         text |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]})
         vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=TEXT_WIDTH)
         text_encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
-        transformer = QwenImageTransformer2DModel(
-            in_channels=64,
-            out_channels=16,
-            num_layers=1,
-            num_attention_heads=2,
-            attention_head_dim=WIDTH // 2,
-            joint_attention_dim=TEXT_WIDTH,
-            axes_dims_rope=(4, 6, 6),
-        )
-        vae = AutoencoderKLQwenImage(
-            base_dim=8, z_dim=16, dim_mult=[1, 1, 1], num_res_blocks=1, temperal_downsample=[False, False]
-        )
+        options = dict(in_channels=64, out_channels=16, num_layers=1, axes_dims_rope=(4, 6, 6))
+        transformer = QwenImageTransformer2DModel(**_HEADS, **options, joint_attention_dim=TEXT_WIDTH)
+        blocks: dict[str, Any] = dict(dim_mult=[1, 1, 1], num_res_blocks=1, temperal_downsample=[False, False])
+        vae = AutoencoderKLQwenImage(base_dim=8, z_dim=16, **blocks)
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_image_seq_len=8, max_image_seq_len=64, max_shift=0.9, shift_terminal=0.02
     )
@@ -266,15 +185,10 @@ def save_preview_decoder(folder: Path, *, channels: int, compression: int, seed:
     """
     blocks = compression.bit_length()
     with torch.random.fork_rng(devices=[]):
-        decoder = AutoencoderTiny(
-            latent_channels=channels,
-            encoder_block_out_channels=(8,) * blocks,
-            decoder_block_out_channels=(8,) * blocks,
-            num_encoder_blocks=(1,) * blocks,
-            num_decoder_blocks=(1,) * blocks,
-            scaling_factor=0.4,
-            shift_factor=0.3,
-        )
+        sides = {f"{side}_block_out_channels": (8,) * blocks for side in ("encoder", "decoder")}
+        counts = {f"num_{side}_blocks": (1,) * blocks for side in ("encoder", "decoder")}
+        scale = dict(scaling_factor=0.4, shift_factor=0.3)
+        decoder = AutoencoderTiny(latent_channels=channels, **sides, **counts, **scale)
     init_random_weights(decoder, seed)
     decoder.save_pretrained(folder)
     return str(folder)
@@ -326,14 +240,9 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float(F.mse_loss(actual.double(), expected.double()).sqrt() / expected.double().square().mean().sqrt())
 
 
-_KL: dict[str, Any] = dict(
-    down_block_types=("DownEncoderBlock2D",) * 3,
-    up_block_types=("UpDecoderBlock2D",) * 3,
-    block_out_channels=(8, 8, 8),
-    layers_per_block=1,
-    norm_num_groups=4,
-    mid_block_add_attention=False,
-)
+_KL: dict[str, Any] = dict(layers_per_block=1, norm_num_groups=4, mid_block_add_attention=False)
+_KL |= dict(down_block_types=("DownEncoderBlock2D",) * 3, up_block_types=("UpDecoderBlock2D",) * 3)
+_KL |= dict(block_out_channels=(8, 8, 8))
 
 
 def _autoencoder(**latents: Any) -> AutoencoderKL:
@@ -342,20 +251,18 @@ def _autoencoder(**latents: Any) -> AutoencoderKL:
 
 
 def _clip(tokenizer: Any, width: int) -> CLIPTextModelWithProjection:
-    return CLIPTextModelWithProjection(
-        CLIPTextConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=width,
-            intermediate_size=2 * width,
-            projection_dim=width,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=MAX_WORDS + 1,
-            bos_token_id=tokenizer.bos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
+    sizes = dict(hidden_size=width, intermediate_size=2 * width, projection_dim=width, num_hidden_layers=2)
+    sizes |= dict(num_attention_heads=2, max_position_embeddings=MAX_WORDS + 1)
+    return CLIPTextModelWithProjection(CLIPTextConfig(vocab_size=len(tokenizer), **sizes, **_special(tokenizer)))
+
+
+def _text_options(tokenizer: Any) -> dict[str, Any]:
+    heads = dict(num_attention_heads=4, num_key_value_heads=2)
+    return heads | _special(tokenizer) | dict(vocab_size=len(tokenizer), hidden_size=TEXT_WIDTH)
+
+
+def _special(tokenizer: Any) -> dict[str, Any]:
+    return {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
 def _gemma_tokenizer() -> GemmaTokenizer:

@@ -17,8 +17,6 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.rollout import chunks
 from solrl_lightning.tasks.train import train
 
-Compose = Callable[..., Run]
-
 BLOCKS: dict[str, dict[str, Any]] = {
     "flux1": {"num_layers": 1, "num_single_layers": 3},
     # Three with two attentions, three with one, and the last, which has no text stream.
@@ -27,38 +25,16 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "flux2": {"num_layers": 1, "num_single_layers": 3},
     "qwen_image": {"num_layers": 3},
 }
-# The samplers of all other families are among those of these.
-CASES = [*((model, "sol_rl") for model in BLOCKS), ("sana", "prefix"), ("sana", "naive_scaling")]
 SMALL = (
-    "family.compile=true",
-    "compile_training=true",
-    "model.rollout_batch=6",
-    "model.micro_batch=2",
-    "model.weights=random",
-    "reward=shapes",
-    "data=shapes",
-    "trainer=cpu",
-    "iterations=2",
-    "prompts_per_iteration=1",
-    "family.pool=6",
-    "family.keep=2",
-    "model.resolution=32",
-    f"model.max_sequence_length={MAX_WORDS}",
-    "model.full_steps=2",
-    "model.preview_steps=1",
-    "model.prefix_steps=1",
-    "model.eval_steps=1",
-    "model.train_timestep_fraction=1.0",
-    "data.eval_prompts=1",
-    "data.eval_images=1",
-    "callbacks.sample_grid.every=0",
-    "model.gradient_checkpointing=false",
-    "model.lora.target_modules=[to_q]",  # which makes the graphs small
-    "model.quantization.include=['*.to_k']",
-    "model.quantization.exclude={}",
-    "~logger",
-    "+callbacks.graphs._target_=test_compiled_runs.GraphsOfIterations",
-)
+    "family.compile=true compile_training=true model.rollout_batch=6 model.micro_batch=2 reward=shapes "
+    "model.weights=random data=shapes trainer=cpu iterations=2 prompts_per_iteration=1 family.pool=6 family.keep=2 "
+    f"model.resolution=32 model.max_sequence_length={MAX_WORDS} model.full_steps=2 model.preview_steps=1 "
+    "model.prefix_steps=1 model.eval_steps=1 model.train_timestep_fraction=1.0 data.eval_prompts=1 "
+    "data.eval_images=1 ~logger callbacks.sample_grid.every=0 model.gradient_checkpointing=false "
+    "model.quantization.exclude={} model.quantization.include=['*.to_k'] "
+    "model.lora.target_modules=[to_q] "  # which makes the graphs small
+    "+callbacks.graphs._target_=test_compiled_runs.GraphsOfIterations"
+).split()
 graphs: list[Any] = []  # that have been compiled
 
 
@@ -97,33 +73,27 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture
-def one_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first chunk after the evaluation of the base runs out of memory, also when it is tried again."""
-    retry, calls = chunks.retry_with_empty_cache, []
-
-    def sample(chunk: Callable[[], Any]) -> Any:
-        calls.append(chunk)
-        if len(calls) == 2:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return retry(chunk)
-
-    monkeypatch.setattr(chunks, "retry_with_empty_cache", sample)
-
-
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
-@pytest.mark.usefixtures("one_out_of_memory")
-@pytest.mark.parametrize(("model", "family"), CASES)
+@pytest.mark.parametrize(("model", "family"), [*((model, "sol_rl") for model in BLOCKS), ("sana", "prefix")])
 def test_all_samplers_are_compiled_once_also_after_running_out_of_memory(
-    compose: Compose,
+    compose: Callable[..., Run],
     folders: dict[str, str],
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     model: str,
     family: str,
 ) -> None:
-    job = (f"model={model}", f"model.pretrained={folders[model]}", f"family={family}")
-    train(compose(*job, *SMALL))
+    retry, calls = chunks.retry_with_empty_cache, []
+
+    def sample(chunk: Callable[[], Any]) -> Any:
+        calls.append(chunk)
+        if len(calls) == 2:  # the first one after the evaluation of the base
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return retry(chunk)
+
+    monkeypatch.setattr(chunks, "retry_with_empty_cache", sample)
+    train(compose(f"model={model}", f"model.pretrained={folders[model]}", *SMALL, f"family={family}"))
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
     assert "out of memory: sampling continues with 3 candidates" in caplog.text
     first, second = GraphsOfIterations.counts

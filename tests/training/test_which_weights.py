@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from test_loop import fit, make
+from test_loop import train
 from torch import Tensor, nn
 
 from solrl_lightning.objectives.base import Loss
@@ -78,9 +78,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """Train two iterations with one evaluation, which writes into the merged replica."""
     watch = Watch()
     lengths = {"max_epochs": 2, "check_val_every_n_epoch": 2}
-    module, trainer, loop = make(tmp_path_factory.mktemp("trained"), *OPTIONS, callbacks=(watch,), **lengths)
-    fit(module, trainer, loop)
-    return Trained(module, watch, loop.stages[-1])
+    run = train(tmp_path_factory.mktemp("trained"), *OPTIONS, callbacks=(watch,), **lengths)
+    return Trained(run.module, watch, run.loop.stages[-1])
 
 
 def merged(module: SolRLModule, state: Tensors) -> Tensors:
