@@ -35,83 +35,68 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.tasks.train import train
 
 Compose = Callable[..., Run]
-OWN = "+reward.mine={_target_:%s,weight:1.0%s}"
-
-
-@pytest.mark.parametrize(
-    ("target", "more", "message"),
-    [
-        ("nowhere.Mine", "", "reward.mine: nowhere.Mine could not be made: No module named 'nowhere'. .*PYTHONPATH"),
-        ("solrl_lightning.rewards.shapes.ShapesReward", ",temperature:2", "unexpected keyword argument 'temperature'"),
+CPU = torch.device("cpu")
+CSV, IDENTITY = "lightning.pytorch.loggers.CSVLogger", "torch.nn.Identity"
+MIXED = "{_target_:lightning.pytorch.plugins.MixedPrecision,precision:bf16-mixed,device:cpu}"
+PLUGIN = f"+trainer.plugins=[{MIXED}]"
+STRATEGY = "trainer.strategy={_target_:lightning.pytorch.strategies.ModelParallelStrategy}"
+ERRORS = {  # maker -> arguments and message
+    "rewards": [
+        (
+            "+reward.mine={_target_:nowhere.Mine,weight:1.0}",
+            "reward.mine: nowhere.Mine could not be made: No module named 'nowhere'. .*PYTHONPATH",
+        ),
+        (
+            "+reward.mine={_target_:solrl_lightning.rewards.shapes.ShapesReward,weight:1.0,temperature:2}",
+            "unexpected keyword argument 'temperature'",
+        ),
     ],
-)
-def test_error_names_a_reward_that_cannot_be_made(
-    compose: Compose, target: str, more: str, message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        build_rewards(compose(OWN % (target, more)), torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
+    "machine": [
         ("optimizer._target_=torch.optim.Foo", "Foo could not be made: No module named 'torch.optim.Foo'. Name"),
         ("optimizer._target_=torch.optim.SGD", "unexpected keyword argument 'betas'.* with ~optimizer.<name>"),
-        ("+optimizer.momentum=0.9", "unexpected keyword argument 'momentum'"),
         ("optimizer.betas=[0.9,2]", "Invalid beta parameter"),
-        ("optimizer._target_=torch.nn.Identity", "it must be a torch.optim.optimizer.Optimizer"),
+        (f"optimizer._target_={IDENTITY}", "it must be a torch.optim.optimizer.Optimizer"),
         ("+objective.momentum=0.9", "objective: .*nft.NFT could not be made: .*'momentum'"),
         ("objective._target_=nowhere.loss", "objective: nowhere.loss could not be made: No module named 'nowhere'"),
         ("objective._target_=lacking.loss", "lacking.loss could not be made: No module named 'nowhere_else'"),
     ],
+    "trainer": [
+        (f"logger.tensorboard._target_={CSV}", "keyword argument 'default_hp_metric'"),
+        (f"logger.tensorboard._target_={IDENTITY}", "must be a lightning.pytorch.loggers.logger.Logger"),
+        (f"+logger._target_={CSV}", "logger._target_=.*CSVLogger is invalid: it must have"),
+        ("+callbacks.mine._target_=nowhere.Mine", "callbacks.mine: nowhere.Mine could not be made: .*PYTHONPATH"),
+        ("+callbacks.progress.colour=red", "callbacks.progress: .* keyword argument 'colour'"),
+        (f"+callbacks.mine._target_={IDENTITY}", "callbacks.mine: .*must be a lightning.pytorch.callbacks"),
+        ("+callbacks.mine=5", "callbacks.mine=5 is invalid: it must have a _target_"),
+        ("+callbacks.mine.every=5", "is invalid: it must have a _target_"),
+        ("+trainer.barebones=true", "trainer: lightning.Trainer could not be made: .*barebones"),
+        (PLUGIN, "Lightning casts nothing, but this one is for bf16-mixed"),
+        (STRATEGY, "must be a DDPStrategy or a SingleDeviceStrategy"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("maker", "argument", "message"), [(maker, *case) for maker, cases in ERRORS.items() for case in cases]
 )
-def test_error_names_an_optimizer_or_objective_that_cannot_be_made(
-    compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, argument: str, message: str
+def test_error_names_a_part_that_cannot_be_made(
+    compose: Compose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, maker: str, argument: str, message: str
 ) -> None:
     (tmp_path / "lacking.py").write_text("import nowhere_else\n")
     monkeypatch.syspath_prepend(tmp_path)
+    cfg = compose("trainer=cpu", argument, *(("~trainer.precision",) if argument in (PLUGIN, STRATEGY) else ()))
+    makers = {"rewards": lambda: build_rewards(cfg, CPU), "machine": lambda: check_machine(cfg)}
     with pytest.raises(UserError, match=message):
-        check_machine(compose(argument))
+        (makers | {"trainer": lambda: build_trainer(cfg, [])})[maker]()
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        (),
-        ("objective=awm",),
-        ("objective=ram",),
-        ("objective=pepg", "reward.combine=gdpo"),
-        ("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.eps", "+optimizer.momentum=0.9"),
-        ("optimizer._target_=torch.optim.Muon", "~optimizer.betas"),  # for matrices only, as LoRA's weights are
-    ],
-)
+SGD = ("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.eps", "+optimizer.momentum=0.9")
+MUON = ("optimizer._target_=torch.optim.Muon", "~optimizer.betas")  # for matrices only, as LoRA's weights are
+
+
+@pytest.mark.parametrize("arguments", [(), ("objective=pepg", "reward.combine=gdpo"), SGD, MUON])
 def test_an_optimiser_of_ones_own_passes(compose: Compose, arguments: tuple[str, ...]) -> None:
     check_machine(compose(*arguments))
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("logger.tensorboard._target_=lightning.pytorch.loggers.CSVLogger", "keyword argument 'default_hp_metric'"),
-        ("logger.tensorboard._target_=torch.nn.Identity", "must be a lightning.pytorch.loggers.logger.Logger"),
-        (
-            "+logger._target_=lightning.pytorch.loggers.CSVLogger",
-            "logger._target_=.*CSVLogger is invalid: it must have",
-        ),
-        ("+callbacks.mine._target_=nowhere.Mine", "callbacks.mine: nowhere.Mine could not be made: .*PYTHONPATH"),
-        ("+callbacks.progress.colour=red", "callbacks.progress: .* keyword argument 'colour'"),
-        ("+callbacks.mine._target_=torch.nn.Identity", "callbacks.mine: .*must be a lightning.pytorch.callbacks"),
-        ("+callbacks.mine=5", "callbacks.mine=5 is invalid: it must have a _target_"),
-        ("+callbacks.mine.every=5", "is invalid: it must have a _target_"),
-        ("+trainer.device=1", "trainer: lightning.Trainer could not be made: .* keyword argument 'device'"),
-        ("+trainer.barebones=true", "trainer: lightning.Trainer could not be made: .*barebones"),
-    ],
-)
-def test_error_names_a_part_of_the_trainer_that_cannot_be_made(
-    compose: Compose, argument: str, message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        build_trainer(compose("trainer=cpu", argument), [])
 
 
 def test_loggers_are_composed_by_name(compose: Compose) -> None:
@@ -157,9 +142,7 @@ def test_missing_gpu_is_an_error_of_one_sentence(compose: Compose, monkeypatch: 
         instantiate_trainer(compose("trainer.accelerator=cuda"))
 
 
-@pytest.mark.parametrize(
-    ("capability", "cudnn"), [((8, 0), True), ((9, 0), True), ((10, 0), False), ((10, 3), False), ((12, 0), True)]
-)
+@pytest.mark.parametrize(("capability", "cudnn"), [((9, 0), True), ((10, 0), False), ((10, 3), False), ((12, 0), True)])
 def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
     compose: Compose, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cudnn: bool
 ) -> None:
@@ -184,44 +167,18 @@ def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
         assert calls == [device, ("cudnn", cudnn), "high", "made"]
         calls.clear()
     assert os.environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"
-    prepare_device(torch.device("cpu"))
+    prepare_device(CPU)
     assert calls == [] and "PYTORCH_ALLOC_CONF" not in os.environ
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     prepare_device(device)
     assert "PYTORCH_ALLOC_CONF" not in os.environ
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        (
-            "+trainer.plugins=[{_target_:lightning.pytorch.plugins.MixedPrecision,precision:bf16-mixed,device:cpu}]",
-            "Lightning casts nothing, but this one is for bf16-mixed",
-        ),
-        (
-            "trainer.strategy={_target_:lightning.pytorch.strategies.ModelParallelStrategy}",
-            "must be a DDPStrategy or a SingleDeviceStrategy",
-        ),
-    ],
-)
-def test_plugin_or_strategy_that_changes_the_arithmetic_is_an_error(
-    compose: Compose, argument: str, message: str
-) -> None:
-    with pytest.raises(UserError, match=message):
-        instantiate_trainer(compose("trainer=cpu", "~trainer.precision", argument))
-
-
-def test_weights_and_pretrained_reach_the_rewards(compose: Compose) -> None:
-    rewards = build_rewards(compose("reward.shapes.weight=0.5"), torch.device("cpu"))
-    assert rewards.weights == {"shapes": 0.5} and rewards.name == "shapes"
-    scores = torch.tensor([[2.0], [4.0]])
-    assert rewards.total(scores).tolist() == [1.0, 2.0]
-
-
-def test_reward_combine_chooses_the_merits(compose: Compose) -> None:
+def test_weights_and_combination_reach_the_rewards(compose: Compose) -> None:
     scores = torch.tensor([[[2.0], [4.0]], [[1.0], [7.0]]])
     for combine, expected in (("sum", [[1, 2], [0.5, 3.5]]), ("gdpo", [[-0.5, 0.5], [-0.5, 0.5]])):
-        rewards = build_rewards(compose("reward.shapes.weight=0.5", f"reward.combine={combine}"), torch.device("cpu"))
+        rewards = build_rewards(compose("reward.shapes.weight=0.5", f"reward.combine={combine}"), CPU)
+        assert rewards.weights == {"shapes": 0.5} and rewards.name == "shapes"
         for each in (rewards, rewards.for_training):
             assert each.merits(scores).tolist() == expected
             assert each.total(scores).tolist() == [[1, 2], [0.5, 3.5]]
@@ -237,7 +194,7 @@ def test_reading_a_model_shows_no_bars_and_leaves_those_of_downloads(
 ) -> None:
     diffusers_logging.enable_progress_bar()
     transformers_logging.enable_progress_bar()
-    build_model(compose("experiment=smoke", f"model.pretrained='{pipeline}'"), torch.device("cpu"))
+    build_model(compose("experiment=smoke", f"model.pretrained='{pipeline}'"), CPU)
     assert capfd.readouterr().err == ""
     assert not hub.are_progress_bars_disabled()
 
@@ -251,7 +208,7 @@ def test_what_was_left_out_of_the_prompts_is_logged_once(
     cfg = compose("experiment=smoke", *overrides)
     with caplog.at_level(logging.INFO, logger="solrl_lightning"):
         trainer = build_trainer(cfg, [])
-        build_module(cfg, torch.device("cpu"), stages_of(cfg, build_objective(cfg)))
+        build_module(cfg, CPU, stages_of(cfg, build_objective(cfg)))
         build_loop(cfg, trainer, NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5))
     assert [message for message in caplog.messages if "prompts.txt" in message] == [
         f"{file}: dropped 1 repeated prompts of 2"
@@ -264,18 +221,12 @@ def test_a_run_makes_its_objective_once(
     objectives: list[NFT] = []
     init = NFT.__init__
 
-    def noting(self: NFT, *args: Any, **kwargs: Any) -> None:
+    def recorded(self: NFT, *args: Any, **kwargs: Any) -> None:
         objectives.append(self)
         init(self, *args, **kwargs)
 
-    monkeypatch.setattr(NFT, "__init__", noting)
-    model = (f"model.pretrained='{pipeline}'", f"model.max_sequence_length={MAX_WORDS}", "trainer=cpu")
-    short = (
-        "iterations=1",
-        "prompts_per_iteration=1",
-        "data.eval_prompts=1",
-        "callbacks.sample_grid.every=0",
-        "~logger",
-    )
-    train(compose("experiment=smoke", "family=adaptive", *model, *short, f"hydra.run.dir={tmp_path}"))
+    monkeypatch.setattr(NFT, "__init__", recorded)
+    short = f"model.pretrained={pipeline} model.max_sequence_length={MAX_WORDS} trainer=cpu iterations=1 ~logger "
+    short += "prompts_per_iteration=1 data.eval_prompts=1 callbacks.sample_grid.every=0"
+    train(compose("experiment=smoke", "family=adaptive", *short.split(), f"hydra.run.dir={tmp_path}"))
     assert len(objectives) == 1
