@@ -19,25 +19,14 @@ from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies import pipeline
 
-FAMILIES = ("sol_rl", "prefix")
 SPREAD = dict(zip(PROMPTS, (1.0, 10.0, 3.0), strict=True))  # of the rewards of a prompt's images
 OPTIONS = (
-    "iterations=1",
-    "prompts_per_iteration=3",  # one rank gets two prompts, the other one
-    f"model.max_sequence_length={MAX_WORDS}",
-    "model.full_steps=4",
-    "model.preview_steps=2",
-    "model.prefix_steps=2",
-    "model.eval_steps=2",
-    "model.train_timestep_fraction=0.5",
-    "model.rollout_batch=1",
-    "model.decode_batch=1",
-    "model.micro_batch=1",
-    "data.eval_prompts=3",
-    "data.eval_images=1",
-    "~logger",
-    "~callbacks",
-)
+    # one rank gets two prompts, the other one
+    f"iterations=1 prompts_per_iteration=3 model.max_sequence_length={MAX_WORDS} model.full_steps=4 "
+    "model.preview_steps=2 model.prefix_steps=2 model.eval_steps=2 model.train_timestep_fraction=0.5 "
+    "model.rollout_batch=1 model.decode_batch=1 model.micro_batch=1 data.eval_prompts=3 data.eval_images=1 "
+    "~logger ~callbacks"
+).split()
 
 
 class Results(Callback):
@@ -98,19 +87,20 @@ def train(cfg: Run) -> dict[str, Any]:
 
 
 def train_all(cfg: Run) -> dict[str, dict[str, Any]]:
+    """One iteration of sol_rl, and two of prefix with sharded weights."""
     pipeline.EMBED_BATCH = 1
     results = {}
-    for family in FAMILIES:
+    for name, family in {"whole": "sol_rl", "sharded": "prefix"}.items():
         chosen = with_option(cfg, "family", family)
         chosen.family.pool, chosen.family.keep, chosen.family.compile = 4, 2, False
-        results[family] = train(chosen)
-    chosen.prompts_per_iteration = chosen.data.eval_prompts = chosen.trainer["max_epochs"] = 2
-    chosen.trainer["strategy"] = {"_target_": "solrl_lightning.training.sharding.ShardedBase"}
-    results["sharded"] = train(chosen)
+        if name == "sharded":
+            chosen.prompts_per_iteration = chosen.data.eval_prompts = chosen.trainer["max_epochs"] = 2
+            chosen.trainer["strategy"] = {"_target_": "solrl_lightning.training.sharding.ShardedBase"}
+        results[name] = train(chosen)
     return results
 
 
 def save_all(cfg: Run) -> None:
     """The task."""
     results = train_all(cfg)
-    torch.save(results, Path(cfg.run_dir) / f"rank{results[FAMILIES[0]]['rank']}.pt")
+    torch.save(results, Path(cfg.run_dir) / f"rank{results['whole']['rank']}.pt")

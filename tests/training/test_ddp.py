@@ -20,7 +20,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.policies import pipeline
 from solrl_lightning.training.schedules import old_policy_decay
 
-Results = dict[str, dict[str, Any]]  # by family
+Results = dict[str, dict[str, Any]]  # by the names of ranks.train_all
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +32,7 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 @pytest.mark.slow
 def test_two_ranks_match_one_rank(
-    compose: Callable[..., Run],
-    forks: Forks,
-    arguments: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    compose: Callable[..., Run], forks: Forks, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", "hydra.run.dir=two"]
     monkeypatch.setattr(pipeline, "EMBED_BATCH", 1)
@@ -45,11 +41,9 @@ def test_two_ranks_match_one_rank(
     assert not any("sync_dist" in each.output for each in ended)
     alone: Results = ranks.train_all(compose("trainer=cpu", *arguments))
     of_ranks: list[Results] = [torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
-    assert alone.keys() == {*ranks.FAMILIES, "sharded"}
-    for family, expected in alone.items():
-        check(expected, [results[family] for results in of_ranks])
-        share = 2 if family == "sharded" else 1
-        assert all(results[family]["elements"] * share == expected["elements"] for results in of_ranks)
+    for name, share in {"whole": 1, "sharded": 2}.items():
+        check(alone[name], [results[name] for results in of_ranks])
+        assert all(results[name]["elements"] * share == alone[name]["elements"] for results in of_ranks)
 
 
 def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
@@ -100,12 +94,16 @@ def test_what_needs_whole_weights_is_an_error_with_shards(
         Run.of(compose(*(word for word in good if not word.startswith(f"{key}=")), argument))
 
 
+JOB = (
+    "experiment=smoke family=diffusionnft iterations=1 callbacks.sample_grid.every=0 family.pool=2 family.keep=2 "
+    "model.full_steps=2 model.eval_steps=1 trainer=ddp trainer.accelerator=cpu"
+).split()
+
+
 @pytest.mark.slow
 def test_frozen_weights_in_8_bits_train_with_ddp(forks: Forks, tmp_path: Path) -> None:
     """DDP broadcasts what it is not told to ignore, and torchao's tensors cannot be broadcast."""
-    job = ["experiment=smoke", "family=diffusionnft", "iterations=1", "callbacks.sample_grid.every=0", "~logger"]
-    job += ["family.pool=2", "family.keep=2", "model.full_steps=2", "model.eval_steps=1", "data.eval_prompts=1"]
-    job += ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=1", "base_weights=int8", "hydra.run.dir=out"]
+    job = [*JOB, "data.eval_prompts=1", "~logger", "trainer.devices=1", "base_weights=int8", "hydra.run.dir=out"]
     ended = forks.run(tmp_path, *job)
     assert ended.status == 0, ended
     assert json.loads((tmp_path / "out" / "summary.json").read_text())["status"] == "completed"
@@ -116,29 +114,20 @@ def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(forks: Forks,
     torchrun = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
     torchrun |= {"PET_MASTER_PORT": str(free_port())}
     nodes = [torchrun | {"PET_NODE_RANK": rank} for rank in "01"]
-    job = ["experiment=smoke", "family=diffusionnft", "iterations=1", "callbacks.sample_grid.every=0"]
-    job += ["family.pool=2", "family.keep=2", "model.full_steps=2", "model.eval_steps=1", "data.eval_prompts=2"]
-    job += ["trainer=ddp", "trainer.accelerator=cpu"]
-    on_nodes = [*job, "trainer.num_nodes=2", "trainer.devices=1"]
-    ended = forks.ranks(tmp_path, nodes, *on_nodes, target="forks:torchrun")
+    job = [*JOB, "data.eval_prompts=2"]
+    ended = forks.ranks(tmp_path, nodes, *job, "trainer.num_nodes=2", "trainer.devices=1", target="forks:torchrun")
     assert [each.status for each in ended] == [0, 0], ended
     (folder,) = tmp_path.glob("outputs/train/*")
-    assert {file.name for file in folder.iterdir()} == {
-        ".hydra",
-        "checkpoints",
-        "lora",
-        "solrl_lightning.log",
-        "summary.json",
-        "report.html",
-        "tensorboard",
-    }
+    files = ".hydra checkpoints lora solrl_lightning.log summary.json report.html tensorboard"
+    assert {file.name for file in folder.iterdir()} == set(files.split())
     one_node = forks.run(tmp_path, *job, "trainer.devices=2", "hydra.run.dir=one_node")  # Lightning starts rank 1
     assert one_node.status == 0, one_node
     assert list(tmp_path.glob("outputs/train/*")) == [folder]  # the second process uses the first one's folder
-    actual, expected = (json.loads((run / "summary.json").read_text()) for run in (folder, tmp_path / "one_node"))
+    runs = (folder, tmp_path / "one_node")
+    actual, expected = (json.loads((run / "summary.json").read_text()) for run in runs)
     assert actual["status"] == "completed"
     for row in (*actual["evaluations"], *expected["evaluations"]):
         row.pop("seconds")
     assert actual["evaluations"] == expected["evaluations"] and len(actual["evaluations"]) == 2
-    actual, expected = (load_file(run / "lora" / LORA_FILE) for run in (folder, tmp_path / "one_node"))
+    actual, expected = (load_file(run / "lora" / LORA_FILE) for run in runs)
     assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)

@@ -32,43 +32,41 @@ TAGS = {
 }
 
 
+def summary_of(run: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return summary
+
+
 def test_a_run_leaves_everything_that_the_readme_lists(command: Command, tmp_path: Path) -> None:
-    done = command("experiment=smoke", "hydra.run.dir=run")
+    done, run = command("experiment=smoke", "hydra.run.dir=run"), tmp_path / "run"
     assert done.status == 0, done.err
-    run = tmp_path / "run"
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["status"] == "completed" and summary["iterations"] == 2
+    summary = summary_of(run)
+    assert (summary["status"], summary["iterations"]) == ("completed", 2)
     assert summary["precision_backend"] == "nvfp4 (emulated)"
     assert 0 < summary["base_reward"] < 1 and 0 < summary["final_reward"] < 1
     assert {"explore", "regenerate", "train", "requantize"} <= summary["seconds_per_stage"].keys()
     assert -1 <= summary["rank_fidelity"]["last"]["spearman"] <= 1
     assert summary["peak_memory_bytes"] > 0
-    assert (run / "checkpoints" / "last.ckpt").is_file()
-    assert (run / "lora" / "pytorch_lora_weights.safetensors").is_file()
-    assert (run / ".hydra" / "overrides.yaml").is_file()
+    errors = summary["evaluations"][-1]
+    assert 0 < errors["change_error"]["shapes"] < errors["standard_error"]["shapes"]
+    for file in ("checkpoints/last.ckpt", "lora/pytorch_lora_weights.safetensors", ".hydra/overrides.yaml"):
+        assert (run / file).is_file()
     assert {path.suffix for path in (run / "samples").iterdir()} == {".png"}
     report = (run / "report.html").read_text()
     for name in ("train/drift", "lr", "explore/proxy_reward", "rank correlation of a probe", "data:image/png"):
         assert name in report
-    errors = summary["evaluations"][-1]
-    assert 0 < errors["change_error"]["shapes"] < errors["standard_error"]["shapes"]
-    events = EventAccumulator(str(run / "tensorboard"))
-    events.Reload()
-    assert set(events.Tags()["scalars"]) >= TAGS
-    evaluated = [row["iteration"] for row in summary["evaluations"]]
-    assert [event.step for event in events.Scalars("eval/shapes")] == evaluated == [0, 1, 2]
-    assert all([event.step for event in events.Scalars(tag)] == [1, 2] for tag in TAGS - {"eval/shapes"})
-    for tag in events.Tags()["scalars"]:  # one iteration has one number
+    events = EventAccumulator(str(run / "tensorboard")).Reload()
+    tags = set(events.Tags()["scalars"])
+    assert tags >= TAGS and "epoch" not in tags
+    assert [row["iteration"] for row in summary["evaluations"]] == [0, 1, 2]
+    for tag in tags:  # one iteration has one number
         first = 0 if tag.startswith(("eval/", "images/")) else 2 if tag.startswith("summary/") else 1
         assert [event.step for event in events.Scalars(tag)] == list(range(first, 3)), tag
     assert [event.step for event in events.Images("samples/grid")] == [1, 2]
-    assert "epoch" not in events.Tags()["scalars"]
-    lines = ("before training | shapes 0.", "NVFP4 is emulated", "with report.html")
-    for text in (*lines, "shapes reward"):
+    table, lines = "transformer_blocks.0.attn.to_q", ("before training | shapes 0.", "NVFP4 is emulated")
+    for text in (*lines, "with report.html", "shapes reward", "linear layers quantised"):
         assert text in done.out
-    table = "transformer_blocks.0.attn.to_q"
-    assert "linear layers quantised" in done.out and table not in done.out
-    assert table in (run / "solrl_lightning.log").read_text()
+    assert table not in done.out and table in (run / "solrl_lightning.log").read_text()
 
 
 LONG = (
@@ -89,8 +87,8 @@ def test_a_run_takes_over_what_a_resume_was_given_once_that_has_started(command:
     done = command("ckpt=run/checkpoints/last.ckpt", *other)
     assert done.status == 2 and "holds that of AdamW" in done.err and not (tmp_path / "other").exists()
     (tmp_path / "prompts.txt").write_text("a dog on a sofa\n")
-    refused = command("ckpt=last", "hydra.run.dir=run", "iterations=9", "data.eval=prompts.txt")
-    assert refused.status == 2 and "'a dog on a sofa'" in refused.err
+    done = command("ckpt=last", "hydra.run.dir=run", "iterations=9", "data.eval=prompts.txt")
+    assert done.status == 2 and "'a dog on a sofa'" in done.err
     assert (record / "next").is_dir()
     assert {name: (record / name).read_bytes() for name in names} == before
     assert (tmp_path / "run" / "summary.json").read_text() == summary
@@ -100,7 +98,7 @@ def test_a_run_takes_over_what_a_resume_was_given_once_that_has_started(command:
     resumed = command("ckpt=last", "hydra.run.dir=run", "iterations=2")
     assert resumed.status == 0, resumed.err
     assert "precision=auto: fp8, in which the run of the checkpoint began; a new run here" in resumed.out
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["precision_backend"] == "fp8 (emulated)"
+    assert summary_of(tmp_path / "run")["precision_backend"] == "fp8 (emulated)"
     overrides = OmegaConf.load(record / "overrides.yaml")
     assert "iterations=2" in overrides and not any("prompts.txt" in line for line in overrides)
     assert OmegaConf.load(record / "config.yaml").iterations == 2
@@ -132,38 +130,32 @@ def same(first: Any, second: Any) -> bool:
 def test_a_run_that_was_killed_and_is_given_again_ends_as_one_that_was_not(
     command: Command, forks: Forks, tmp_path: Path
 ) -> None:
-    options = [*TINY, "iterations=3", "callbacks.periodic.every=1", "callbacks.periodic.keep=2"]
-    ended = forks.run(
-        tmp_path, *LONG, *options, "ckpt=auto", "hydra.run.dir=killed", kill_at="killed/checkpoints/last.ckpt"
-    )
+    options = [*LONG, *TINY, "iterations=3", "callbacks.periodic.every=1", "callbacks.periodic.keep=2", "ckpt=auto"]
+    ended = forks.run(tmp_path, *options, "hydra.run.dir=killed", kill_at="killed/checkpoints/last.ckpt")
     assert ended.status == -signal.SIGKILL, ended.output
-    for folder in ("killed", "straight"):
-        done = command(*LONG, *options, "ckpt=auto", f"hydra.run.dir={folder}")
+    runs = [tmp_path / name for name in ("killed", "straight")]
+    for run in runs:
+        done = command(*options, f"hydra.run.dir={run.name}")
         assert done.status == 0, done.err
-    killed, straight = (tmp_path / name for name in ("killed", "straight"))
     for name in ("last", "best", "iteration_000003"):
-        states = [torch.load(run / "checkpoints" / f"{name}.ckpt", weights_only=True) for run in (killed, straight)]
+        states = [torch.load(run / "checkpoints" / f"{name}.ckpt", weights_only=True) for run in runs]
         for part in ("state_dict", "optimizer_states", "callbacks.WeightEMA", "callbacks.Guard"):
             first, second = (reduce(getitem, part.split("."), state) for state in states)
             assert same(first, second), (name, part)
-    assert sorted(path.name for path in (killed / "checkpoints").iterdir()) == [
-        *("best.ckpt", "iteration_000002.ckpt", "iteration_000003.ckpt", "last.ckpt")
-    ]
-    first, second = (json.loads((run / "summary.json").read_text()) for run in (killed, straight))
-    rewards = [row["shapes"] for row in second["evaluations"]]
-    assert [row["shapes"] for row in first["evaluations"]] == rewards
-    straight_summary = second
-    for summary in (first, second):
+    names = [f"{name}.ckpt" for name in ("best", "iteration_000002", "iteration_000003", "last")]
+    assert sorted(path.name for path in (runs[0] / "checkpoints").iterdir()) == names
+    killed, straight = map(summary_of, runs)
+    rewards = [row["shapes"] for row in straight["evaluations"]]
+    for summary in (killed, straight):
         assert (summary["status"], summary["alarms"], summary["stopped_by"]) == ("completed", [], None)
-        assert summary["best_reward"] == max(rewards[1:])
-        assert rewards[summary["best_iteration"]] == summary["best_reward"]
+        assert [row["shapes"] for row in summary["evaluations"]] == rewards
+        assert rewards[summary["best_iteration"]] == summary["best_reward"] == max(rewards[1:])
         assert summary["policy_metrics"].keys() >= {"policy/base_distance", "policy/old_distance", "train/drift"}
 
     # A new run from the LoRA of that one begins where it ended.
     done = command(*LONG, *TINY, "iterations=1", "model.init_lora=straight/lora", "hydra.run.dir=third")
     assert done.status == 0, done.err
-    third = json.loads((tmp_path / "third" / "summary.json").read_text())
-    assert third["base_reward"] == straight_summary["final_reward"]
+    assert summary_of(tmp_path / "third")["base_reward"] == straight["final_reward"]
 
 
 class CtrlC(Callback):
@@ -181,8 +173,8 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_summary(command: Command, tmp_path: Pa
     signal.signal(signal.SIGINT, before)  # Lightning ignores further ones from then on
     assert done.status == 130, done.err
     run = tmp_path / "run"
-    summary = json.loads((run / "summary.json").read_text())
-    assert summary["status"] == "interrupted" and summary["iterations"] == 1
+    summary = summary_of(run)
+    assert (summary["status"], summary["iterations"]) == ("interrupted", 1)
     assert (run / "checkpoints" / "last.ckpt").is_file()
     assert (run / "lora" / "pytorch_lora_weights.safetensors").is_file()
     assert "interrupted after" in done.out and "Traceback" not in done.out + done.err
@@ -200,5 +192,5 @@ def test_sigterm_during_the_first_evaluation_ends_the_run_as_shells_know_it(
     monkeypatch.setattr(SolRLModule, "validation_step", terminated)
     done = command(*LONG, "hydra.run.dir=run")
     assert done.status == 143 and done.err.endswith("terminated\n")
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "run")
     assert (summary["status"], summary["iterations"]) == ("interrupted", 0)

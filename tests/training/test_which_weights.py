@@ -23,15 +23,9 @@ from solrl_lightning.training.module import SolRLModule
 
 Tensors = dict[str, Tensor]
 OPTIONS = (
-    "optimizer.lr=0.02",
-    "model.full_steps=4",
-    "model.train_timestep_fraction=0.5",
-    # old <- half old, half default
-    "old_policy.decay_type=3",
-    "old_policy.start=-1",
-    "old_policy.slope=0.5",
-    "old_policy.maximum=0.5",
-)
+    "optimizer.lr=0.02 model.full_steps=4 model.train_timestep_fraction=0.5 old_policy.decay_type=3 "
+    "old_policy.start=-1 old_policy.slope=0.5 old_policy.maximum=0.5"  # old <- half old, half default
+).split()
 
 
 class Watch(Callback):
@@ -40,15 +34,14 @@ class Watch(Callback):
     def setup(self, trainer: Trainer, pl_module: Any, stage: str) -> None:
         self.pools: list[tuple[list[str], Tensor]] = []  # the prompts and seeds of each iteration
         self.batches: list[TrainingBatch] = []
-        self.seen: list[tuple[Tensor, Tensor, Tensor]] = []  # trained, old and reference velocity
-        seen = self.seen
+        self.seen = seen = []  # trained, old and reference velocity of every micro-batch
 
-        class Noting(NFT):
+        class Recording(NFT):
             def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
                 seen.append((velocity.detach(), others["old"], others["reference"]))
                 return super().__call__(velocity, batch, **others)
 
-        pl_module.objective = Noting(**vars(pl_module.objective))
+        pl_module.objective = Recording(**vars(pl_module.objective))
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         loop: Any = trainer.fit_loop
@@ -57,7 +50,7 @@ class Watch(Callback):
         if (trainer.current_epoch, batch_idx) == (1, 0):
             self.rollouts = loop.rollouts
             self.old = copy.deepcopy(pl_module.adapter_state("old"))
-            self.replicas = {name: copy.deepcopy(replica) for name, replica in pl_module.transformers.replicas.items()}
+            self.replicas = copy.deepcopy(dict(pl_module.transformers.replicas))
             self.seen.clear()
             with torch.no_grad(), pl_module.transformers.velocity_models["reference"]() as reference:
                 transformers = (pl_module.transformer, pl_module.transformers.replicas["merged"], reference)
@@ -86,22 +79,13 @@ def merged(module: SolRLModule, state: Tensors) -> Tensors:
     return dict(adapters.merged_weights(module.transformers.adapted.lora_layers, state))
 
 
-def tensors_of(layer: nn.Module) -> Tensors:
-    """Return the weights of a layer, or its codes and scales; the bias is not adapted."""
-    return {name: value for name, value in layer.state_dict().items() if name != "bias"}
-
-
-def layer_with(like: nn.Module, weight: Tensor) -> nn.Module:
-    """Return a layer of the same class made from a float32 weight."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=getattr(like, "bias", None) is not None)
-    linear.weight = nn.Parameter(weight)
-    return type(like)(linear) if isinstance(like, QuantizedLinear) else linear.bfloat16()
-
-
 def holds(layer: nn.Module, weight: Tensor) -> bool:
     """Return whether the layer's codes, or rounded weights, equal those of a float32 weight bit for bit."""
-    actual, expected = tensors_of(layer), tensors_of(layer_with(layer, weight))
-    return actual.keys() == expected.keys() and all(value.equal(expected[name]) for name, value in actual.items())
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=getattr(layer, "bias", None) is not None)
+    linear.weight = nn.Parameter(weight)
+    expected = type(layer)(linear) if isinstance(layer, QuantizedLinear) else linear.bfloat16()
+    actual, states = layer.state_dict(), expected.state_dict()  # the bias is not adapted
+    return actual.keys() == states.keys() and all(actual[name].equal(states[name]) for name in states if name != "bias")
 
 
 @pytest.mark.parametrize("replica", ["shadow", "merged"])
@@ -158,28 +142,23 @@ def test_merged_with_restores_old_policy_if_it_fails_half_way(
     assert all(holds(transformer.get_submodule(name), weight) for name, weight in old.items())
 
 
-def test_policy_samples_with_old_adapter(trained: Trained) -> None:
-    module = trained.module
-    layer = next(iter(module.transformers.adapted.lora_layers.values()))
-    assert layer.active_adapters == ["default"]
-    spec = SamplingSpec(module.policy.sigmas(1), "euler")
-    prompts, seeds = module.encode(module.evaluation.prompts[:1]), torch.tensor([[3]])
-    sampler = module.transformers.samplers["policy"]
-    for _ in sampler.sample(prompts, seeds, spec):
-        assert layer.active_adapters == ["old"]
-    assert layer.active_adapters == ["default"]
-
-
-def test_policy_samples_with_weights_of_an_evaluation_until_the_next_old_policy(trained: Trained) -> None:
+def test_policy_samples_with_old_adapter_which_holds_weights_of_an_evaluation_until_the_next_old_policy(
+    trained: Trained,
+) -> None:
     module = trained.module
     sampler, old = module.transformers.samplers["policy"], module.adapter_state("old")
     before = {name: value.clone() for name, value in old.items()}
     spec = SamplingSpec(module.policy.sigmas(2), "euler")
     prompts, seeds = module.encode(module.evaluation.prompts[:1]), torch.tensor([[3]])
 
+    layer = next(iter(module.transformers.adapted.lora_layers.values()))
+
     def sampled() -> Tensor:
-        (chunk,) = sampler.sample(prompts, seeds, spec)
-        return chunk.state.x
+        assert layer.active_adapters == ["default"]
+        for chunk in sampler.sample(prompts, seeds, spec):
+            assert layer.active_adapters == ["old"]
+            x = chunk.state.x
+        return x
 
     of_old = sampled()
     sampler.sync(module.adapter_state("default"), None)
@@ -208,21 +187,13 @@ def test_each_iteration_explores_a_different_pool(trained: Trained) -> None:
 
 
 def test_kept_samples_train_at_their_timesteps_and_advantages(trained: Trained) -> None:
-    rollouts, levels = trained.watch.rollouts, trained.module.policy.sigmas(4)
+    rollouts, batches = trained.watch.rollouts, trained.watch.batches
     seeds = rollouts.seeds.flatten()
-    actual = []
-    for batch in trained.watch.batches:
-        actual += zip(batch.seeds.tolist(), batch.sigma.tolist(), batch.advantage.tolist(), strict=True)
-    timesteps = levels[train_timesteps(seeds, 4, 0.5)].tolist()
-    advantages = rollouts.advantages.flatten().tolist()
-    expected = [
-        (seed, sigma, advantage)
-        for seed, sigmas, advantage in zip(seeds.tolist(), timesteps, advantages, strict=True)
-        for sigma in sigmas
-    ]
-    assert actual == expected and len(actual) == 2 * 3 * 2
-    weights = torch.cat([batch.weight for batch in trained.watch.batches])
-    torch.testing.assert_close(weights, torch.ones(len(actual)))
+    rows = [torch.cat([getattr(batch, name) for batch in batches]) for name in ("seeds", "sigma", "advantage")]
+    sigmas = trained.module.policy.sigmas(4)[train_timesteps(seeds, 4, 0.5)]
+    expected = (seeds.repeat_interleave(2), sigmas.flatten(), rollouts.advantages.flatten().repeat_interleave(2))
+    assert all(map(torch.equal, rows, expected)) and len(rows[0]) == 2 * 3 * 2
+    torch.testing.assert_close(torch.cat([batch.weight for batch in batches]), torch.ones(12))
 
 
 class Watched(Reward):
