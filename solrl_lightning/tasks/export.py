@@ -60,8 +60,9 @@ def export(cfg: Run) -> None:
 def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtype: str) -> None:
     """Write README.md and its picture, from the summary and the last sample grid of the checkpoint's run."""
     folder, run = Path(cfg.run_dir), ckpt.resolve().parent.parent
-    done = iterations_done(read_checkpoint(ckpt))
-    summary = read_summary(run)
+    state, summary = read_checkpoint(ckpt), read_summary(run)
+    done = iterations_done(state)
+    settings = summary.get("config") or {"reward": ", ".join(cfg.reward.members), "lora_rank": cfg.model.lora.rank}
     grid = run / "samples" / f"grid_{done:06d}.png"
     if grid.is_file():
         write_atomically(folder / PICTURE, grid.read_bytes())
@@ -71,7 +72,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         transformer=transformer,
         dtype=dtype,
         call={"num_inference_steps": cfg.model.eval_steps} | dict.fromkeys(("height", "width"), cfg.model.resolution),
-        settings=summary.get("config") or {"reward": ", ".join(cfg.reward.members), "lora_rank": cfg.model.lora.rank},
+        settings=settings | {"precision": state.get("precision_backend", "nvfp4")},  # that of the run, where the option was auto
         iterations=done,
         summary=summary if "config" in summary else None,
         with_picture=grid.is_file(),

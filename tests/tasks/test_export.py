@@ -52,6 +52,8 @@ def exported(folder: Path, pipeline: str, dtype: str) -> Exported:
     # What is not needed is not looked at: neither the run's prompts nor a compiler.
     small = ("experiment=smoke", "trainer=cpu", f"model.pretrained='{pipeline}'", f"model.dtypes.transformer={dtype}")
     checkpoint = write_checkpoint(composed(folder, *small), folder / "last.ckpt")
+    state = torch.load(checkpoint, weights_only=True)
+    torch.save(state | {"precision_backend": "fp8 (emulated)"}, checkpoint)
     cfg = composed(
         folder, *small, "task=export", f"ckpt='{checkpoint}'", "data.train=nowhere.txt", "family.compile=true"
     )
@@ -119,6 +121,7 @@ def test_merged_folder_has_exactly_the_names_and_the_dtype_of_the_base(tmp_path:
 def test_usage_lines_of_the_card_run(exact: Exported) -> None:
     card = (exact.folder / "README.md").read_text()
     assert exact.pipeline not in card and "no evaluation of the base" in card
+    assert "| precision | fp8 (emulated) |" in card
     named = card.replace("<this folder>", str(exact.folder)).replace("<folder of the base model>", exact.pipeline)
     blocks = re.findall("```python\n(.*?)```", named, flags=re.DOTALL)
     names: dict[str, Any] = {}
