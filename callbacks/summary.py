@@ -122,11 +122,11 @@ class RunSummary(Callback):
         with_report = not isinstance(exception, WriteError)
         if with_report:
             facts["paths"]["report"] = str(run.resolve() / "report.html")
-        write_atomically(run / "summary.json", (json.dumps(facts, indent=2, default=str) + "\n").encode())
-        if with_report:
             history = find_callback(trainer, MetricHistory)
             write_atomically(run / "report.html", render(run_page(facts, history.rows if history else [], run)))
         log_hyperparameters(trainer, self.hparams, self.columns, facts)
+        # The last file, as a run that has it has ended; one without it is finished by the same command.
+        write_atomically(run / "summary.json", (json.dumps(facts, indent=2, default=str) + "\n").encode())
         print(format_summary(facts), flush=True)
         file_logger.info(format_summary(facts))
         self._open = False  # a later exception must not overwrite the summary

@@ -95,6 +95,8 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     assert f"{tmp_path}, with report.html\n" in printed and "reserved" not in printed
     names = "status, shapes reward, an iteration, proxy spearman, precision, peak memory, run folder"
     assert ", ".join(line[2:].split("  ")[0] for line in printed.splitlines() if line.startswith("  ")) == names
+    written = [(tmp_path / name).stat().st_mtime_ns for name in ("report.html", "summary.json")]
+    assert written[0] < written[1], "a run that is killed between them has not ended"
 
 
 def test_interrupted_run_names_the_iterations_of_its_evaluation_and_its_checkpoint(tmp_path, run, capsys):
