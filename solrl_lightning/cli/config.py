@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -57,6 +58,8 @@ class ConfigTree:
     def __init__(self, config_name: str | None = None, config_dir: str | None = None) -> None:
         self.config_name = config_name or "config"
         self.sweeps = False
+        if find_spec(CONFIG_MODULE) is None:  # its folder is beside the package in a clone
+            raise UserError("solrl_lightning is not installed: it lacks its configuration. Run pip install -e . in the clone.")
         Plugins.instance().register(_OwnOptions)
         self._context = initialize_config_module(CONFIG_MODULE, version_base="1.3")
         if config_dir:

@@ -13,6 +13,7 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 
 import solrl_lightning.conf
+from solrl_lightning.cli import config
 from solrl_lightning.cli.config import ConfigTree, application_config, check_names
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
@@ -69,6 +70,12 @@ def test_groups_and_names_of_the_contract_exist() -> None:
     published = {"diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl"}
     assert set(options("family")) == published | {"adaptive", "prefix", "race"}
     assert set(options("scheduler")) == {"constant", "linear", "cosine"}
+
+
+def test_package_that_is_not_installed_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "CONFIG_MODULE", "solrl_lightning.nowhere")
+    with pytest.raises(UserError, match="is not installed: .*Run pip install -e"):
+        ConfigTree()
 
 
 def test_common_knobs_are_settable_by_their_names() -> None:
