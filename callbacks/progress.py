@@ -132,12 +132,11 @@ class StageProgressBar(ProgressBar):
             self._open(trainer, "evaluation", None)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn != "validate":
-            return
-        self._close()
-        if self.is_enabled and self._bar.disable:
-            module = module_of(pl_module)
-            scores = [f"{name} {module.evaluation.history[-1][name]:.4f}" for name in module.evaluation.names]
+        if trainer.state.fn == "validate":
+            self._close()
+        module = module_of(pl_module)
+        if self.is_enabled and self._bar.disable and len(module.evaluation.history) == 1:  # also of a branch
+            scores = [f"{name} {module.evaluation.history[0][name]:.4f}" for name in module.evaluation.names]
             print(" | ".join(["before training", *scores]), flush=True)
 
     def _stage_changed(self) -> None:

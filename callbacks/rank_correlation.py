@@ -28,12 +28,19 @@ class RankCorrelation(Callback):
         self.probe_every = probe_every
         self.history: list[dict[str, float]] = []  # one row per probe: iteration and the values without "rank/"
         self.last_kept: dict[str, float] = {}
+        self._reward: str | None = None  # that ranks; of the checkpoint until training starts
         self._seconds = 0.0  # of the probe
 
     @property
     def last(self) -> dict[str, float]:
         """Values of the latest probe; empty before the first."""
         return self.history[-1] if self.history else {}
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        reward = module_of(pl_module).rewards.name
+        if self._reward not in (None, reward):  # a branch into another reward
+            self.history, self.last_kept = [], {}
+        self._reward = reward
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         # optimizer_step updates the old policy, so the probe must run before the first micro-batch.
@@ -65,11 +72,12 @@ class RankCorrelation(Callback):
             log_values(pl_module, probed | {"time/probe": self._seconds})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"history": self.history, "last_kept": self.last_kept}
+        return {"history": self.history, "last_kept": self.last_kept, "reward": self._reward}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.history = list(state_dict["history"])
-        self.last_kept = dict(state_dict.get("last_kept", {}))  # an older version has none
+        self.last_kept = dict(state_dict.get("last_kept", {}))  # an older version has neither
+        self._reward = state_dict.get("reward")
 
 
 def fidelity(trainer: Trainer, proxy: Tensor, reference: Tensor) -> dict[str, float]:

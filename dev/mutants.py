@@ -637,6 +637,12 @@ MUTANTS: dict[str, list[Edit]] = {
             '.seconds["probe"]',
             "tests/callbacks/test_rank_correlation.py",
         ),
+        (
+            "probes of another reward",
+            "if self._reward not in (None, reward):",
+            "if False:",
+            "tests/callbacks/test_rank_correlation.py",
+        ),
         ("repeated probe recorded twice", 'row["iteration"] < iteration]', 'row["iteration"] <= iteration]', ADAPTIVE),
     ],
     "callbacks/rollout_stats.py": [

@@ -59,7 +59,7 @@ class ConfigTree:
         self.config_name = config_name or "config"
         self.sweeps = False
         if find_spec(CONFIG_MODULE) is None:  # its folder is beside the package in a clone
-            raise UserError("solrl_lightning is not installed: it lacks its configuration. Run pip install -e . in the clone.")
+            raise UserError("solrl_lightning is not installed: its configuration is missing. Run pip install -e .")
         Plugins.instance().register(_OwnOptions)
         self._context = initialize_config_module(CONFIG_MODULE, version_base="1.3")
         if config_dir:

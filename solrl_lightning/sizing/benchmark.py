@@ -116,9 +116,7 @@ def times_of_families(families: dict[str, Run], rounds: int, device: torch.devic
     return {name: family_times(cfg, runs[name], memory[name], device) for name, cfg in families.items()}
 
 
-def family_times(
-    cfg: Run, runs: list[list[Lap]], memory: Mapping[str, Any], device: torch.device
-) -> dict[str, Any]:
+def family_times(cfg: Run, runs: list[list[Lap]], memory: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
     """Median seconds of an iteration of ``cfg.family`` and of its stages, 0 for a stage that it lacks."""
     laps = [lap for _, *timed in runs for lap in timed]
     stages = {name: median(lap[name] for lap in laps) for name in (*STOPWATCH_STAGES, "iteration")}

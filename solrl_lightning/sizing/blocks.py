@@ -60,9 +60,7 @@ def write_short(architecture: Architecture, folder: Path) -> None:
 
 
 @torch.no_grad()
-def check_blocks(
-    cfg: Run, run: Plan, shadow: Backend | None, device: torch.device, compiled: bool
-) -> Iterator[Row]:
+def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.device, compiled: bool) -> Iterator[Row]:
     """Compile a few blocks of all samplers for both batch sizes, refresh and time the replicas, and yield the rows."""
     from torch._dynamo.testing import CompileCounterWithBackend  # takes a second to import
 

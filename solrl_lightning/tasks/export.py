@@ -72,7 +72,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         transformer=transformer,
         dtype=dtype,
         call={"num_inference_steps": cfg.model.eval_steps} | dict.fromkeys(("height", "width"), cfg.model.resolution),
-        settings=settings | {"precision": state.get("precision_backend", "nvfp4")},  # that of the run, where the option was auto
+        settings=settings | {"precision": state.get("precision_backend", "nvfp4")},  # instead of auto
         iterations=done,
         summary=summary if "config" in summary else None,
         with_picture=grid.is_file(),

@@ -44,3 +44,13 @@ def test_resume_restores_the_history_of_probes(fit):
     ranks = RankCorrelation(probe_every=1)
     fit(ranks, iterations=3, resumed=fit(RankCorrelation(probe_every=1), iterations=2))
     assert [row["iteration"] for row in ranks.history] == [1, 2, 3]
+
+
+def test_branch_into_another_reward_drops_the_probes_of_the_first(fit, stand_in):
+    class OtherReward(stand_in.Evaluated):
+        def setup(self, stage):
+            self.rewards.name = "other"
+
+    ranks = RankCorrelation(probe_every=1)
+    fit(ranks, iterations=3, resumed=fit(RankCorrelation(probe_every=1), iterations=2), module=OtherReward())
+    assert [row["iteration"] for row in ranks.history] == [3]

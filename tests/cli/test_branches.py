@@ -149,6 +149,7 @@ def test_branch_into_other_rewards_begins_its_evaluations_anew(
     assert [row["iteration"] for row in facts["evaluations"]] == [2, 3, 4]
     assert facts["base_reward"] == facts["evaluations"][0][facts["reward"]]
     assert facts["final_reward"] == facts["evaluations"][-1][facts["reward"]]
+    assert done.out.count("before training | ") == 1
     assert facts["alarms"] == [] and facts["status"] == "completed"
     assert facts["best_iteration"] in (3, 4)
     assert facts["held_out"]["digest"] != before["held_out"]["digest"]
