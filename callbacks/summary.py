@@ -146,6 +146,8 @@ class RunSummary(Callback):
         }
         run = Path(trainer.default_root_dir).resolve()
         guard, best = find_callback(trainer, Guard), find_callback(trainer, BestCheckpoint)
+        if best is not None and not best.path.is_file():  # nothing was evaluated, or the disk was full
+            best = None
         timings, last = find_callback(trainer, StageTimings), run / LAST
         held_out = {
             "prompts": len(module.evaluation.prompts),
@@ -271,7 +273,7 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     rows.append(("precision", facts["precision_backend"]))
     reserved, memory = facts["peak_memory_reserved_bytes"], gibibytes(facts["peak_memory_bytes"])
     rows.append(("peak memory", memory + ("" if reserved is None else f", {gibibytes(reserved)} reserved")))
-    rows.append(("run folder", f"{facts['paths']['run']}, with report.html"))
+    rows.append(("run folder", facts["paths"]["run"] + (", with report.html" if "report" in facts["paths"] else "")))
     width = max(len(name) for name, _ in rows)
     return "\n".join(["", *(f"  {name:<{width}}  {value}" for name, value in rows), ""])
 

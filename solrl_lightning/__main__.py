@@ -49,11 +49,14 @@ _TEXT_KEYS = "ckpt data.train data.eval model.pretrained reward.pretrained task.
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command line and returns its exit status; of a sweep, that of the worst job."""
     reported: list[Exception] = []  # by the jobs of this process
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the shell
+            setattr(sys, name, open(os.devnull, "w"))
 
     def job(cfg: DictConfig) -> Any:
         try:
             return run(cfg)
-        except EXPECTED as error:
+        except (*EXPECTED, BrokenPipeError) as error:
             reported.append(error)
             if HydraConfig.get().mode == RunMode.MULTIRUN:
                 raise  # a sweeper, and a launcher of other processes, need to know
@@ -77,12 +80,14 @@ def main(arguments: list[str] | None = None) -> int:
             raise
         print("interrupted", file=sys.stderr)
         return _INTERRUPTED
-    except BrokenPipeError:  # as of `--help | head`: Python would report it again when it flushes
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return _BROKEN_PIPE
+    except BrokenPipeError as error:
+        reported.append(error)
     except Exception as error:
         if error not in reported:
             reported.append(report_error(error))
+    if any(isinstance(error, BrokenPipeError) for error in reported):  # as of `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python reports it again when it flushes
+        return _BROKEN_PIPE
     return max((_USER_ERROR if isinstance(error, UserError) else _FAILED for error in reported), default=0)
 
 
@@ -104,6 +109,8 @@ def run(cfg: DictConfig) -> Any:
         task = _task(options.task.target)
         with isolated_sweep_job(folder) if sweeps else nullcontext():
             return task(options)
+    except BrokenPipeError:  # the reader of the output is gone
+        raise
     except Exception as error:
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
         reported = report_error(error, folder)

@@ -294,7 +294,7 @@ def check_choices(cfg: DictConfig) -> None:
     """UserError unless ``cfg``, as composed, has one option of each group that a run needs."""
     for group in _ONE_EACH:
         if not isinstance(cfg.hydra.runtime.choices.get(group), str):
-            raise UserError(f"A run needs a {group}; choose one with {group}=<option>.")
+            raise UserError(f"A run has one {group}, no list and no null. Choose it with {group}=<option>.")
 
 
 def check_root(cfg: DictConfig, overrides: Sequence[Override]) -> None:

@@ -38,7 +38,7 @@ def report_error(error: Exception, folder: Path | None = None) -> Exception:
     failure = next((e for e in causes if isinstance(e, EXPECTED)), None)
     io = next((e for e in causes if isinstance(e, OSError) and (e.filename or e.errno in _DISK_ERRORS)), None)
     if failure is None and io is not None:
-        file = io.filename or folder or "The run's folder"
+        file = io.filename or folder or "The run's folder, or what the output goes to,"
         ours = folder is not None and Path(file).absolute().is_relative_to(folder.absolute())
         if ours or io.errno in _DISK_ERRORS:  # of TensorBoard, Hydra or logging
             failure = WriteError.of(file, io)

@@ -261,7 +261,8 @@ def _read_record(file: Path, kind: type[ListConfig] | type[DictConfig], key: str
 def check_checkpoint(file: Path) -> None:
     """UserError for a file that is missing or damaged. Unpickles nothing."""
     if not file.is_file():
-        raise UserError(f"ckpt={file} is invalid: there is no file {file}. Name a checkpoint file, or use ckpt=last.")
+        kind = "it is a folder" if file.is_dir() else "there is no such file"
+        raise UserError(f"ckpt={file} is invalid: {kind}. Name a checkpoint file, or use ckpt=last.")
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()  # torch.load with mmap reads no checksums

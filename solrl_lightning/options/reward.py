@@ -106,8 +106,10 @@ class Reward(Group):
         for name, member in members.items():
             if member["_target_"] == HTTP:
                 check_url(f"reward.{name}.url", member["url"])
+        if not members:
+            raise UserError("reward=[] is invalid: a run needs a reward. Choose one with reward=<option>.")
         if all(member["weight"] == 0 for member in members.values()):
-            names = ", ".join(members) or "no reward at all"
+            names = ", ".join(members)
             raise UserError(f"At least one reward needs a weight other than 0; got 0 for {names}.")
         loaded = [name for name, member in members.items() if "pretrained" in member]
         if self.pretrained is not None and (len(members) > 1 or not loaded):

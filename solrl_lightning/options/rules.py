@@ -1,6 +1,7 @@
 """What the values of a configuration must be, and the line that says so. Imports no torch."""
 
 import math
+import re
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -13,6 +14,7 @@ from solrl_lightning.errors import UserError, did_you_mean, nearest
 MAX_SEED = 2**32 - 1
 MAX_STEPS, MAX_IMAGES = 1000, 100_000
 _DEFAULT = "Leave it out for the default."
+_OTHER_TYPE = re.compile(r"[-+.\de]*|true|false|null", re.IGNORECASE)  # of a text that needs quotes to be one
 HERE = "<here>"
 """Stands for the key of the node that is checked, in a rule and its fix."""
 
@@ -143,5 +145,7 @@ def written(value: Any) -> str:
         return f"[{', '.join(map(written, value))}]"
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key}:{written(each)}' for key, each in value.items())}}}"
+    if isinstance(value, str) and _OTHER_TYPE.fullmatch(value):
+        return f"'{value}'"
     words = {type(None): "null", bool: str(value).lower()}
-    return words.get(type(value), str(value) or "''")
+    return words.get(type(value), str(value))

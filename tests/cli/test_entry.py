@@ -270,7 +270,8 @@ def test_ctrl_c_ends_with_status_130_and_no_folder(command: Command, function: C
         ("-m seed=1,2 family.keep=97", "error: seed=1: family.keep=97 is invalid: it must be"),
         ("-m data.eval=shapes-eval,nowhere.txt", "error: data.eval=nowhere.txt: the prompt source"),
         ("-m prompts_per_iteration=2,1000000", "error: prompts_per_iteration=1000000: prompts_per_iteration=10"),
-        ("~trainer", "A run needs a trainer"),
+        ("~trainer", "A run has one trainer"),
+        ("family=[sol_rl,prefix]", "A run has one family, no list"),
         ("-m ckpt=last", "does not go with -m"),
         ("-m ckpt=a.ckpt,b.ckpt", "ckpt takes one file"),
         ("run_dir=elsewhere", "hydra.run.dir=<folder>"),
@@ -638,13 +639,24 @@ def test_ranks_that_cannot_agree_on_a_folder_need_its_name(
 # The program as a user starts it
 
 
+PRINTS = "task._target_=builtins.print"  # a task that prints its options
+
+
 @pytest.mark.slow
-def test_reader_that_closes_the_output_causes_no_message(tmp_path: Path) -> None:
-    program, pipe = [sys.executable, "-m", "solrl_lightning", "--help"], subprocess.PIPE
+@pytest.mark.parametrize("argument", ["--help", PRINTS])
+def test_reader_that_closes_the_output_causes_no_message(tmp_path: Path, argument: str) -> None:
+    program, pipe = [sys.executable, "-m", "solrl_lightning", argument], subprocess.PIPE
     with subprocess.Popen(program, stdout=pipe, stderr=pipe, cwd=tmp_path) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()  # as of `--help | head`
         assert process.stderr.read() == b"" and process.wait() == 141
+
+
+@pytest.mark.slow
+def test_command_without_an_output_runs(tmp_path: Path) -> None:
+    program = shlex.join([sys.executable, "-m", "solrl_lightning", PRINTS])
+    result = subprocess.run(["sh", "-c", f"{program} >&-"], cwd=tmp_path, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, "")
 
 
 HEAVY = {"torch", "diffusers", "transformers", "lightning"}
