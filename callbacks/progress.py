@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from shutil import get_terminal_size
 from statistics import fmean, median
 
 from lightning.pytorch import LightningModule, Trainer
@@ -22,6 +23,7 @@ from solrl_lightning.training.stopwatch import Stopwatch
 
 _REDRAW_SECONDS = 0.1
 _LINES = 50  # approximate number of lines of a run without a terminal
+_COLUMNS = 70  # of the narrowest terminal that gets a bar; a terminal of unknown width gets lines, too
 _FORMAT = "{desc} {percentage:3.0f}%|{bar:20}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
@@ -47,7 +49,7 @@ def seconds_left(
 
 
 class StageProgressBar(ProgressBar):
-    """Shows one bar for the run on rank 0; without a terminal, prints a line every few iterations.
+    """Shows one bar for the run on rank 0; without a wide terminal, prints a line every few iterations.
 
     A line has the seconds of the iteration (``time/iteration`` and the checkpoint saved before it), then those of
     evaluation, probe and grid together. Must follow the callback that draws grids.
@@ -77,7 +79,7 @@ class StageProgressBar(ProgressBar):
     def _open(self, trainer: Trainer, name: str, total: int | None, initial: int = 0) -> None:
         self._stopwatch = loop_of(trainer).stopwatch
         self._stopwatch.on_change.append(self._stage_changed)
-        show = self.is_enabled and sys.stdout.isatty()
+        show = self.is_enabled and sys.stdout.isatty() and get_terminal_size((0, 0)).columns >= _COLUMNS
         place = {"file": sys.stdout, "bar_format": _FORMAT, "dynamic_ncols": True}
         self._bar = tqdm(desc=name, total=total, initial=initial, disable=not show, **place)
 

@@ -38,11 +38,16 @@ def check_new(folder: Path) -> None:
     """UserError for a folder that already holds a run."""
     traces = [name for name in _TRACES if (folder / name).exists()]
     if traces:
-        resume = f"continue the run in it with ckpt=last hydra.run.dir={folder}"
-        fix = resume if (folder / LAST).exists() else "remove it: there is no checkpoint in it to resume from"
+        sweep = "multirun.yaml" in traces
+        if sweep:
+            fix = f"continue one of its runs with ckpt=last hydra.run.dir={folder}/<run>"
+        elif (folder / LAST).exists():
+            fix = f"continue the run in it with ckpt=last hydra.run.dir={folder}"
+        else:
+            fix = "remove it: there is no checkpoint in it to resume from"
         raise UserError(
-            f"The folder {folder} already holds a run ({', '.join(traces)}). Choose another with {_OTHER_FOLDER}, or "
-            f"{fix}."
+            f"The folder {folder} already holds a {'sweep' if sweep else 'run'} ({', '.join(traces)}). Choose another "
+            f"with {_OTHER_FOLDER}, or {fix}."
         )
 
 

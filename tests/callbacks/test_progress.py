@@ -83,6 +83,7 @@ def test_seconds_of_training_limit_the_eta_and_the_number_of_lines(fit, capsys, 
 def test_terminal_shows_one_bar_with_the_stage_that_resumes_at_its_iteration(fit, monkeypatch):
     monkeypatch.setattr("solrl_lightning.callbacks.progress._REDRAW_SECONDS", 0.0)
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    monkeypatch.setenv("COLUMNS", "200")
     bar = RolloutStats(), StageProgressBar(), HalfExplored()
     trainer = fit(*bar, iterations=3, enable_progress_bar=True)
     drawn = terminal.getvalue()
@@ -97,8 +98,8 @@ def test_terminal_shows_one_bar_with_the_stage_that_resumes_at_its_iteration(fit
     assert (counts[0], counts[-1]) == ("3", "5")
 
 
-@pytest.mark.parametrize("terminal", [False, True])
-def test_evaluation_without_training_shows_its_images(tmp_path, stand_in, monkeypatch, terminal):
+@pytest.mark.parametrize(("terminal", "columns"), [(False, 200), (True, 200), (True, 40), (True, 0)])
+def test_evaluation_without_training_shows_its_images(tmp_path, stand_in, monkeypatch, terminal, columns):
     class Chunks(stand_in.Evaluated):
         """Evaluates 6 images in chunks of 4."""
 
@@ -108,6 +109,8 @@ def test_evaluation_without_training_shows_its_images(tmp_path, stand_in, monkey
                     self.trainer.fit_loop.stopwatch.progress(done, 6)
 
     monkeypatch.setattr(sys, "stdout", output := Terminal() if terminal else io.StringIO())
+    monkeypatch.setenv("COLUMNS", str(columns))
+    terminal = columns == 200 and terminal  # in a narrow one, and where the width is not known, no bar can be read
     bar = [StageProgressBar()]
     trainer = stand_in.make_trainer(tmp_path, bar, enable_progress_bar=True, limit_val_batches=1)
     trainer.validate(Chunks(), stand_in.MicroBatches(), verbose=False)

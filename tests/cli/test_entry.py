@@ -300,7 +300,8 @@ def test_folder_that_holds_a_run_is_an_error(command: Command, tmp_path: Path, t
 
 def test_folder_that_holds_a_sweep_is_an_error(command: Command) -> None:
     assert command(RECORD, "-m", "seed=1,2", "hydra.sweep.dir=sweep").status == 0
-    assert "already holds a run" in error_of(command, RECORD, "-m", "seed=3,4", "hydra.sweep.dir=sweep")
+    message = error_of(command, RECORD, "-m", "seed=3,4", "hydra.sweep.dir=sweep")
+    assert "already holds a sweep" in message and "ckpt=last hydra.run.dir=sweep/<run>" in message
 
 
 def test_error_names_the_damage_of_a_checkpoint(command: Command, tmp_path: Path) -> None:
