@@ -95,7 +95,7 @@ def run(cfg: DictConfig) -> Any:
     """Calls the task of one job with the resolved configuration and returns what it returns.
 
     Raises:
-        UserError, NonFiniteError, WriteError, ServerError, CheckFailed: already reported and in the log of the run.
+        UserError, NonFiniteError, WriteError, ServerError, RankLost, CheckFailed: already reported and logged.
     """
     OmegaConf.resolve(cfg)
     folder, sweeps = Path(cfg.run_dir), HydraConfig.get().mode == RunMode.MULTIRUN

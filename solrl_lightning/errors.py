@@ -34,6 +34,10 @@ class ServerError(RuntimeError):
     """A server that does not answer, or not as agreed; the message names the server and the sample."""
 
 
+class RankLost(RuntimeError):
+    """Another rank has ended, for which this one would wait."""
+
+
 class CheckFailed(RuntimeError):
     """Faults found by a task that completed; its report lists them, the message counts them."""
 

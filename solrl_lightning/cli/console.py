@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import re
 import sys
 import threading
 import warnings
@@ -11,13 +12,15 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from solrl_lightning.artifacts.run_folder import LAST
-from solrl_lightning.errors import CheckFailed, NonFiniteError, ServerError, UserError, WriteError
+from solrl_lightning.errors import CheckFailed, NonFiniteError, RankLost, ServerError, UserError, WriteError
 
-EXPECTED = (UserError, NonFiniteError, WriteError, ServerError, CheckFailed)  # errors that a user can act on
+EXPECTED = (UserError, NonFiniteError, WriteError, ServerError, RankLost, CheckFailed)  # errors that a user can act on
 _CURES: dict[type[Exception], str] = {
     WriteError: "Free space or make the folder writable",
     ServerError: "Start or correct the server",
+    RankLost: "Read its message (a rank that the system kills for its memory leaves none)",
 }
+_LOST_RANK = re.compile(r"gloo.* by peer", re.DOTALL)  # closed or reset by peer
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
 
 
@@ -44,6 +47,8 @@ def report_error(error: Exception, folder: Path | None = None) -> Exception:
             failure = WriteError.of(file, io)
         else:
             failure = UserError(f"{file}: {io.strerror}. Give a path that this user can read and write.")
+    if failure is None and any(isinstance(e, RuntimeError) and _LOST_RANK.search(str(e)) for e in causes):
+        failure = RankLost("another rank of this run has ended.")
     if failure is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):
         failure = UserError(first_lines(error))  # about an option of Hydra's
     if failure is None:

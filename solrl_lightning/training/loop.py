@@ -37,6 +37,7 @@ from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES, Stopwatch
+from solrl_lightning.training.termination import Termination
 
 ENCODED_TOGETHER = 4
 """Iterations whose prompts are encoded at once, because the text encoders move to the GPU each time."""
@@ -89,6 +90,7 @@ class ExploreTrainLoop(_FitLoop):
         self.plan = plan_micro_batches(schedule.per_iteration, rows, micro_batch, ranks, optimizer_steps)
         self.loader: RolloutLoader[TrainingBatch] = RolloutLoader(optimizer_steps * self.plan.micro_batches)
         self.stopwatch = Stopwatch(synchronize=self._synchronize)
+        self.termination = Termination(trainer)
         self.iterations_done = 0
         """Iterations that have taken their last optimiser step."""
         self._steps_taken = 0  # in the current iteration

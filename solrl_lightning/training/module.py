@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from peft import LoraConfig
 from torch import Tensor, nn
@@ -232,8 +231,8 @@ class SolRLModule(LightningModule):
                 logger.log_metrics(metrics, loop.iterations_done)
 
     def on_validation_epoch_end(self) -> None:
-        if self.trainer.received_sigterm:  # fit() clears this flag, and with it a SIGTERM of the initial evaluation
-            raise SIGTERMException
+        loop: Any = self.trainer.fit_loop
+        loop.termination.raise_on_all()
 
     # Checkpoints
 

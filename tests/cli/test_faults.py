@@ -7,6 +7,8 @@ After each of them old files are intact, there are no partial files, and one lin
 import random
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +25,8 @@ from reward_servers import free_port, kill, start, started
 from small_runs import Command, checkpoint, files_of, the_line
 
 from solrl_lightning.artifacts.files import WholeCheckpointIO, write_atomically, written_whole
-from solrl_lightning.errors import WriteError
+from solrl_lightning.cli.console import report_error
+from solrl_lightning.errors import RankLost, WriteError
 
 SMALL = [*small_runs.SMALL, "iterations=4"]
 
@@ -244,3 +247,30 @@ def test_run_survives_a_restart_of_its_reward_server_and_resumes_after_its_end(
         done = command("ckpt=last", "hydra.run.dir=dead", f"reward.http.url={moved}")
     assert done.status == 0, done.err
     assert_equal_to_the_bit(tmp_path / "dead", tmp_path / "straight")
+
+
+# Ranks
+
+
+PEER = """
+import os, torch, torch.distributed as d
+d.init_process_group("gloo", init_method="{}", rank=1, world_size=2)
+d.barrier()
+os._exit(9)
+"""
+
+
+@pytest.mark.slow
+def test_rank_that_loses_another_says_so_in_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    meeting = f"tcp://127.0.0.1:{free_port()}"
+    peer = subprocess.Popen([sys.executable, "-c", PEER.format(meeting)])
+    torch.distributed.init_process_group("gloo", init_method=meeting, rank=0, world_size=2)
+    try:
+        torch.distributed.barrier()
+        with pytest.raises(RuntimeError) as caught:
+            torch.distributed.all_reduce(torch.zeros(1))
+    finally:
+        torch.distributed.destroy_process_group()
+        peer.wait()
+    assert isinstance(report_error(caught.value, tmp_path), RankLost)
+    assert the_line(capsys.readouterr().err).startswith("error: another rank of this run has ended.")

@@ -110,6 +110,15 @@ def test_frozen_weights_in_8_bits_train_with_ddp(forks: Forks, tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_sigterm_of_one_rank_ends_all(forks: Forks, tmp_path: Path) -> None:
+    job = [*JOB, "data.eval_prompts=2", "~logger", "iterations=3", "trainer.devices=2", "hydra.run.dir=out"]
+    ended = forks.ranks(tmp_path, two_ranks(), *job, "+callbacks.terminate._target_=ranks.TerminateRank1")
+    assert [each.status for each in ended] == [143, 143], ended
+    facts = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert (facts["status"], facts["iterations"]) == ("interrupted", 1)
+
+
+@pytest.mark.slow
 def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(forks: Forks, tmp_path: Path) -> None:
     torchrun = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
     torchrun |= {"PET_MASTER_PORT": str(free_port())}
