@@ -27,7 +27,7 @@ from solrl_lightning.callbacks.guard import Guard
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
-from solrl_lightning.errors import UserError, WriteError
+from solrl_lightning.errors import UserError, WriteError, sentence
 from solrl_lightning.machine.environment import machine, versions
 from solrl_lightning.machine.memory import peak_resident_bytes
 from solrl_lightning.study.report import render, run_page
@@ -89,7 +89,9 @@ class RunSummary(Callback):
         self._finish(trainer, pl_module, "completed" if whole else "stopped early")
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        # An error after SIGTERM may be of what the signal ended, too, such as a compiler.
         interrupted = isinstance(exception, KeyboardInterrupt | SIGTERMException)
+        interrupted |= loop_of(trainer).termination.requested
         self._finish(trainer, pl_module, "interrupted" if interrupted else "failed", exception)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -116,7 +118,7 @@ class RunSummary(Callback):
     ) -> None:
         if not self._open or not trainer.is_global_zero:
             return
-        error = f"{type(exception).__name__}: {exception}" if status == "failed" else None
+        error = f"{type(exception).__name__}: {sentence(exception)}" if exception and status == "failed" else None
         facts, run = finite_only(self.collect(trainer, pl_module, status, error)), Path(trainer.default_root_dir)
         # A WriteError means that the disk is full; a second one, of the large report, would hide the first.
         with_report = not isinstance(exception, WriteError)

@@ -120,8 +120,8 @@ class PromptSchedule:
         if not 1 <= per_iteration <= len(prompts):
             raise UserError(
                 f"prompts_per_iteration={per_iteration} is invalid: it must be at least 1 and at most the number of "
-                f"different prompts in data.train, which is {len(prompts)}. Lower it, or set data.train to a larger "
-                "source."
+                f"different prompts in data.train that are not in data.eval, {len(prompts)}. Lower it, or set "
+                "data.train to a larger source."
             )
         self.prompts, self.per_iteration, self.seed = list(prompts), per_iteration, seed
 

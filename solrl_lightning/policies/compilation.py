@@ -14,6 +14,7 @@ from torch import nn
 
 from solrl_lightning.errors import UserError
 
+_AT_FIRST = ", which takes minutes at first"
 _MOST_VARIANTS = 64
 """Compiled variants of a kind of block that torch.compile may keep; a 65th is an error, as one per iteration would be.
 
@@ -55,14 +56,15 @@ def should_compile(key: str, what: str, setting: bool | str, device: torch.devic
         if not on_gpu:
             return False, f"{key}=auto: {what} run eagerly on the CPU ({key}=true compiles them)"
         if can_compile(device):
-            return True, f"{key}=auto: {what} are compiled on this GPU"
+            return True, f"{key}=auto: {what} are compiled on this GPU{_AT_FIRST}"
         return False, f"{key}=auto: {what} run eagerly, because compiling needs {needed}; apt install gcc python3-dev"
     if setting and not can_compile(device):
         install = "apt install gcc python3-dev" if on_gpu else "apt install g++"
         raise UserError(
             f"{key}=true is invalid: it needs {needed}, which this machine lacks. Run {install}, or set {key}=false."
         )
-    return bool(setting), f"{key}={str(setting).lower()}: {what} {'are compiled' if setting else 'run eagerly'}"
+    how = f"are compiled{_AT_FIRST}" if setting else "run eagerly"
+    return bool(setting), f"{key}={str(setting).lower()}: {what} {how}"
 
 
 def compile_blocks(

@@ -11,6 +11,7 @@ from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import seed_everything
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning.artifacts.files import has_ended, iterations_done, loop_state, read_checkpoint
 from solrl_lightning.artifacts.finished_runs import end_of
@@ -86,6 +87,10 @@ def train(cfg: Run) -> float | None:
         trainer.fit(module, loop.loader, held_out, ckpt_path=cfg.ckpt, weights_only=True)
     except MisconfigurationException as error:  # for example, a callback of Lightning that needs a logger
         raise UserError(f"Lightning cannot run these callbacks, loggers and trainer together: {error}") from error
+    except Exception as error:
+        if not loop.termination.requested:
+            raise
+        raise SIGTERMException from error  # the signal has ended something else, too, such as a compiler
     return base_and_final(module.evaluation.history, module.rewards.name)[1]
 
 

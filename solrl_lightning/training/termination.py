@@ -14,20 +14,20 @@ class Termination:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        self._requested = False  # of this rank
+        self.requested = False  # of this rank
         trainer._signal_connector._sigterm_notifier_fn = self._request  # type: ignore[method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.raise_on_all  # type: ignore[method-assign]
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         launcher = self.trainer.strategy.launcher
-        if launcher is not None and not self._requested:
+        if launcher is not None and not self.requested:
             launcher.kill(number)  # passes it on to the ranks that this process has started
-        self._requested = True
+        self.requested = True
         # Lightning ends a rank that has this flag, so several ranks set it together.
         self.trainer._signal_connector.received_sigterm = self.trainer.world_size == 1
 
     def raise_on_all(self) -> None:
         """Raise SIGTERMException if any rank has received the signal. Collective."""
-        if self.trainer.strategy.reduce_boolean_decision(self._requested, all=False):
+        if self.trainer.strategy.reduce_boolean_decision(self.requested, all=False):
             self.trainer._signal_connector.received_sigterm = True
             raise SIGTERMException

@@ -139,7 +139,7 @@ def make_trainer(
     callbacks = [*callbacks, roll_out or RollOut()]
     of_run = dict(accelerator="cpu", default_root_dir=folder, max_epochs=iterations, callbacks=callbacks)
     trainer = Trainer(**(off | counts | of_run | options))
-    trainer.fit_loop.stopwatch = Stopwatch()
+    trainer.fit_loop.stopwatch, trainer.fit_loop.termination = Stopwatch(), SimpleNamespace(requested=False)
     trainer.fit_loop.iterations_done, trainer.fit_loop.max_seconds, trainer.fit_loop.is_time_up = 0, None, False
     trainer.fit_loop.logged_values = MethodType(ExploreTrainLoop.logged_values, trainer.fit_loop)
     return trainer

@@ -138,7 +138,7 @@ def test_every_reward_is_reported_and_one_of_weight_0_is_marked(tmp_path, run, c
 def test_failed_run_writes_its_error_and_one_that_fails_to_start_keeps_it(tmp_path, run):
     with pytest.raises(RuntimeError, match="loss is not finite"):
         run(5, RaiseIn(1, RuntimeError("loss is not finite")))
-    assert (read(tmp_path)["status"], read(tmp_path)["error"]) == ("failed", "RuntimeError: loss is not finite")
+    assert (read(tmp_path)["status"], read(tmp_path)["error"]) == ("failed", "RuntimeError: loss is not finite.")
     before = (tmp_path / "summary.json").read_bytes()
     with pytest.raises(FileNotFoundError):
         run(2, resumed=tmp_path / "missing.ckpt")

@@ -18,7 +18,7 @@ from solrl_lightning.options.run import Run
 
 Compose = Callable[..., Run]
 FLUX = ("model=flux1", "data=shapes")
-NEEDS = "model.pretrained=black-forest-labs/FLUX.1-dev needs 34 GB of disk, a GPU of 48 GB (24 GB with the options of"
+NEEDS = "model.pretrained=black-forest-labs/FLUX.1-dev needs 34 GB of disk, a GPU of 80 GB (24 GB with the options of"
 
 
 def check(cfg: Run) -> list[str]:

@@ -69,7 +69,7 @@ def test_gpu_compiles_with_a_compiler_and_headers(programs: Path) -> None:
             should_compile(*TRAINING, True, GPU)
         install(programs, "gcc")
         if missing == "compiler":
-            line = "family.compile=auto: rollouts are compiled on this GPU"
+            line = "family.compile=auto: rollouts are compiled on this GPU, which takes minutes at first"
             assert should_compile(*ROLLOUTS, "auto", GPU) == (True, line)
             (programs.parent / "include" / "Python.h").unlink()
 
@@ -80,6 +80,7 @@ def test_cpu_compiles_only_when_required(programs: Path) -> None:
     with pytest.raises(UserError, match="^compile_training=true is invalid: .*, or set compile_training=false"):
         should_compile(*TRAINING, True, CPU)
     install(programs, "g++")
-    assert should_compile(*ROLLOUTS, True, CPU) == (True, "family.compile=true: rollouts are compiled")
+    line = "family.compile=true: rollouts are compiled, which takes minutes at first"
+    assert should_compile(*ROLLOUTS, True, CPU) == (True, line)
     for device in (CPU, GPU):
         assert should_compile(*ROLLOUTS, False, device) == (False, "family.compile=false: rollouts run eagerly")
