@@ -763,8 +763,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "latents of all devices",
-            "stages_of(cfg, objective), math.ceil(cfg.prompts_per_iteration / devices)",
-            "stages_of(cfg, objective), cfg.prompts_per_iteration",
+            "levels_of(cfg, objective, sigmas)[-1], math.ceil(cfg.prompts_per_iteration / devices)",
+            "levels_of(cfg, objective, sigmas)[-1], cfg.prompts_per_iteration",
             SHARE,
         ),
         ("cards of 2^30 bytes", "(card.memory - task.reserve) * 1e9", "(card.memory - task.reserve) * 2**30", PLAN),
