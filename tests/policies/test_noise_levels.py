@@ -9,7 +9,7 @@ from sigmas import shifted_sigmas, uniform_sigmas
 from solrl_lightning.build import build_objective, levels_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
-from solrl_lightning.rollout.stage import evaluations, step_at
+from solrl_lightning.rollout.stage import evaluations, level_of, step_at
 
 Compose = Callable[..., Run]
 
@@ -20,6 +20,14 @@ def test_a_level_of_the_schedule_is_reached_in_spite_of_rounding() -> None:
     assert [step_at(tenths / 10, sigmas) for tenths in range(9, 0, -1)] == [2, 3, 4, 5, 6, 7, 8, 9, 10]
     assert [step_at(level, sigmas) for level in (0.05, 0.69, 0.71, 0.99)] == [11, 5, 4, 2]
     assert [step_at(level, shifted_sigmas(10, shift=3.0)) for level in (0.7, 0.874, 0.875)] == [7, 5, 4]
+
+
+def test_a_step_is_named_by_a_short_level_that_leads_back_to_it() -> None:
+    assert [level_of(step, uniform_sigmas(10)) for step in (1, 3, 4, 10)] == ["1.00", "0.80", "0.70", "0.10"]
+    assert [level_of(step, shifted_sigmas(10, shift=3.0)) for step in (2, 3)] == ["0.97", "0.93"]  # of 0.964, 0.923
+    fine = shifted_sigmas(50, shift=6.0)
+    assert [step_at(float(level_of(step, fine)), fine) for step in range(1, 51)] == list(range(1, 51))
+    assert len(level_of(2, fine)) > 4  # 0.9966
 
 
 def test_equal_levels_are_other_steps_of_another_schedule(compose: Compose, folder_of: Callable[[str], str]) -> None:
