@@ -35,15 +35,15 @@ def next_level(level: int, fidelities: Sequence[float], levels: int, rule: Rule)
 
 
 class AdaptiveExploration(Callback):
-    """Sets ``loop.stages`` to those of the current level, and logs ``explore/level``. Must follow ``RankCorrelation``.
+    """Sets ``loop.stages`` to one of ``loop.levels``, and logs ``explore/level``. Must follow ``RankCorrelation``.
 
     Args:
-        levels: the stages of each level, from cheap to expensive.
         start: index of the first level.
     """
 
-    def __init__(self, levels: Sequence[list[Stage]], start: int, rule: Rule) -> None:
-        self.levels, self.start, self.rule = levels, start, rule
+    def __init__(self, start: int, rule: Rule) -> None:
+        self.start, self.rule = start, rule
+        self.levels: Sequence[list[Stage]] = ()  # the stages of each level, from cheap to expensive
         self.probes: list[dict[str, Any]] = []  # iteration, level and spearman of each
 
     @property
@@ -54,6 +54,9 @@ class AdaptiveExploration(Callback):
         level = min(self.probes[-1]["level"], len(self.levels) - 1)  # a branched run may have fewer levels
         latest = takewhile(lambda probe: probe["level"] == level, reversed(self.probes))
         return next_level(level, [probe["spearman"] for probe in latest][::-1], len(self.levels), self.rule)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self.levels = loop_of(trainer).levels
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A checkpoint within an iteration has the probe of that iteration, which is repeated.

@@ -49,7 +49,7 @@ class Small(Flux1):
 def measure(seed: int) -> None:
     with ConfigTree() as tree:
         cfg = Run.of(application_config(tree.compose(["task=audit", "family.compile=false", f"seed={seed}"]), "."))
-    module = build_module(cfg, torch.device("cpu"), [])
+    module = build_module(cfg, torch.device("cpu"), ())
     prompts = module.encode(module.evaluation.prompts[:PROMPTS])
     seeds = pool_seeds(seed, 0, prompts.texts, POOL)
 

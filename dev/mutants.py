@@ -90,6 +90,7 @@ ALARMS = "tests/callbacks/test_alarms.py"
 EMA = "tests/callbacks/test_ema.py"
 PUBLISHED = "tests/cli/test_config.py::test_published_hyperparameters_are_the_defaults"
 PIPELINES = "tests/policies/test_pipelines.py"
+NOISE, WRONG = "tests/policies/test_noise_levels.py", "tests/cli/test_options.py"
 CHECKPOINTED = "test_gradients_are_the_same_with_checkpointing_and_without"
 SCHEDULES = "tests/training/test_schedules.py"
 WEIGHTED = "tests/rewards/test_reward_base.py"
@@ -287,6 +288,20 @@ MUTANTS: dict[str, list[Edit]] = {
             PREFIX,
         ),
         ("places of the survivors alone", "places.gather(1, extremes.cpu())", "extremes.cpu()", EXPLORE),
+    ],
+    "solrl_lightning/rollout/stage.py": [
+        ("noise levels without their rounding", "> level + _ROUNDING", "> level", NOISE),
+        ("noise level after the step", "sigmas[:-1].double() > level", "sigmas[1:].double() > level", NOISE),
+        ("levels rounded to the nearest", "math.ceil(sigma * 10**n - 1e-4)", "round(sigma * 10**n)", NOISE),
+    ],
+    "solrl_lightning/build.py": [
+        ("early stop at the last step", "level is not None and step == steps", "level is not None and False", NOISE),
+        ("two rungs at one step", "(step <= before or", "(step < before or", NOISE),
+    ],
+    "solrl_lightning/options/family.py": [
+        ("rung with two places", "(self.step is None) == (self.below is None)", "not (self.step or self.below)", WRONG),
+        ("noise levels that rise", "all(a > b for a, b in pairwise(levels))", "True", WRONG),
+        ("two early stops", "self.stop_after is not None and self.stop_below is not None", "False", WRONG),
     ],
     "solrl_lightning/rollout/select.py": [
         (
@@ -763,8 +778,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "latents of all devices",
-            "stages_of(cfg, objective), math.ceil(cfg.prompts_per_iteration / devices)",
-            "stages_of(cfg, objective), cfg.prompts_per_iteration",
+            "levels_of(cfg, objective, sigmas)[-1], math.ceil(cfg.prompts_per_iteration / devices)",
+            "levels_of(cfg, objective, sigmas)[-1], cfg.prompts_per_iteration",
             SHARE,
         ),
         ("cards of 2^30 bytes", "(card.memory - task.reserve) * 1e9", "(card.memory - task.reserve) * 2**30", PLAN),
@@ -784,6 +799,17 @@ MUTANTS: dict[str, list[Edit]] = {
             "decoding_bytes=decoding.peak",
             PLAN,
         ),
+    ],
+    "solrl_lightning/tasks/audit_search.py": [
+        (
+            "regeneration without its cost",
+            "evaluations([*stages, regenerate], pool)",
+            "evaluations(stages, pool)",
+            AUDIT,
+        ),
+        ("too little of the gap is enough", "stop.gap_kept >= min_gap", "stop.gap_kept <= min_gap", AUDIT),
+        ("scores of the step before", "scores[stage.stop_step or stage.steps]", "scores[min(scores)]", AUDIT),
+        ("gap of the search inverted", "truth, keep) / gap", "truth, keep) * gap", AUDIT),
     ],
     "solrl_lightning/tasks/audit.py": [
         ("seconds of a prompt under those of a candidate", "value / seeds.numel()", "value / len(seeds)", AUDIT),

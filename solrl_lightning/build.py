@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -31,13 +31,14 @@ from solrl_lightning.facts import prompt_sets
 from solrl_lightning.machine.threads import divide_threads
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.options.family import Explorer
+from solrl_lightning.options.rules import written
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
-from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
+from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Sigmas, Stage, level_of, step_at
 from solrl_lightning.targets import make
 from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.loop import ExploreTrainLoop
@@ -107,12 +108,12 @@ def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
     module.ema_state = average_in(checkpoint, module.adapter_state(TRAINED))
 
 
-def build_trainer(cfg: Run, levels: Sequence[list[Stage]]) -> Trainer:
-    """With the chosen callbacks and loggers, which ``~callbacks`` and ``~logger`` leave out, and that of ``levels``."""
+def build_trainer(cfg: Run) -> Trainer:
+    """With the chosen callbacks and loggers, which ``~callbacks`` and ``~logger`` leave out, and that of the levels."""
     callbacks = _made_each("callbacks", cfg.callbacks, Callback)
     if cfg.family.levels:
         rule = Rule(cfg.family.threshold, cfg.family.margin, cfg.family.patience)
-        callbacks.append(AdaptiveExploration(levels, cfg.family.start, rule))
+        callbacks.append(AdaptiveExploration(cfg.family.start, rule))
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))  # stable: these two follow
     loggers = _made_each("logger", cfg.logger, Logger)
     # Lightning adds a ModelCheckpoint of its own, in the logger's folder, where there is none.
@@ -126,20 +127,20 @@ def _made_each(group: str, nodes: Mapping[str, Any], kind: type) -> list[Any]:
     return [make(f"{group}.{name!s}", node, kind=kind) for name, node in nodes.items() if node is not None]
 
 
-def stages_of(cfg: Run, objective: Objective) -> list[Stage]:
-    """The family's passes over the pool: explore, where it has one, and regenerate; with levels, those of the last."""
-    return levels_of(cfg, objective)[-1]
+def levels_of(cfg: Run, objective: Objective, sigmas: Sigmas) -> list[list[Stage]]:
+    """The passes over the pool at each level of the family, from cheap to expensive; most families have one level.
 
-
-def levels_of(cfg: Run, objective: Objective) -> list[list[Stage]]:
-    """The passes over the pool at each level of the family, from cheap to expensive; most families have one level."""
+    Each explores, where the family does, and regenerates. ``sigmas``: the policy's noise levels.
+    """
     family, last = cfg.family, cfg.family.regenerate
     solver = objective.solver or last.solver
     regenerate = Stage(REGENERATE, last.sampler, last.steps, solver)
-    explorers = family.explorers.values()
-    if not explorers:
+    if not family.explorers:
         return [[regenerate._replace(keep=family.keep)]]
-    return [[*exploring_stages(explorer, last.solver, family.keep), regenerate] for explorer in explorers]
+    return [
+        [*exploring_stages(f"family.{key}", explorer, last.solver, family.keep, sigmas), regenerate]
+        for key, explorer in family.explorers.items()
+    ]
 
 
 def build_objective(cfg: Run) -> Objective:
@@ -156,17 +157,38 @@ def uses_shadow(cfg: Run) -> bool:
     return SHADOW in samplers_of(cfg)
 
 
-def exploring_stages(explorer: Explorer, solver: str, keep: int, name: str = EXPLORE) -> list[Stage]:
-    """Return a stage per rung of ``explorer``; without rungs one, which keeps ``keep``.
+def exploring_stages(
+    key: str, explorer: Explorer, solver: str, keep: int, sigmas: Sigmas, name: str = EXPLORE
+) -> list[Stage]:
+    """Return a stage per rung of ``explorer``, the value of ``key``; without rungs one, which keeps ``keep``.
 
-    ``solver``: where ``explorer`` has none. The keys ``stop_after`` and ``step`` of a rung are a stage's ``stop_step``;
-    null, or the last of ``steps``, goes to the end of the trajectory.
+    ``solver``: where ``explorer`` has none. The keys ``stop_after`` and ``step`` of a rung are a stage's ``stop_step``,
+    and so is the step of a noise level; null, or the last of ``steps``, goes to the end of the trajectory.
+
+    Raises:
+        UserError: a noise level is that of the last step, or a rung is not after the one before it.
     """
     steps = explorer.steps
     trajectory = explorer.sampler, steps, explorer.solver or solver
-    rungs: list[tuple[int | None, int]] = [(rung.step, rung.keep) for rung in explorer.rungs or ()]
-    rungs = rungs or [(explorer.stop_after, keep)]
-    return [Stage(name, *trajectory, None if step == steps else step, explorer.decoder, keep) for step, keep in rungs]
+    stops = [
+        (f"rungs.{index}={written(rung.model_dump(exclude_none=True))}", rung.step, rung.below, rung.keep)
+        for index, rung in enumerate(explorer.rungs or ())
+    ] or [(f"stop_below={explorer.stop_below}", explorer.stop_after, explorer.stop_below, keep)]
+    stages, before = [], 0
+    for stop, step, level, kept in stops:
+        if level is not None:
+            step = min(step_at(level, sigmas(steps)), steps)
+        if step is not None and (step <= before or (level is not None and step == steps)):
+            first = max(before, 1)
+            later = ", ".join(f"{m} ({level_of(m, sigmas(steps))})" for m in range(first + 1, steps))
+            raise UserError(
+                f"{key}.{stop} is invalid: it stops at step {step} of {steps}, and must stop after step "
+                f"{first} and before step {steps}. "
+                + (f"Take one of these steps, or its noise level: {later}." if later else f"Raise {key}.steps.")
+            )
+        before = step or 0
+        stages.append(Stage(name, *trajectory, None if step == steps else step, explorer.decoder, kept))
+    return stages
 
 
 def build_rewards(cfg: Run, device: torch.device, metadata: Mapping[str, Metadata] | None = None) -> WeightedRewards:
@@ -209,7 +231,7 @@ def prepare_device(device: torch.device) -> None:
 
 
 def build_module(
-    cfg: Run, device: torch.device, stages: list[Stage], objective: Objective | None = None
+    cfg: Run, device: torch.device, samplers: Collection[str], objective: Objective | None = None
 ) -> SolRLModule:
     """With rewards and held-out prompts, which are checked against each other before the model is loaded."""
     prepare_device(device)
@@ -218,18 +240,21 @@ def build_module(
     for note in prompts.notes:
         log.info("%s", note)
     rewards.check_prompts([*prompts.train, *prompts.eval])
-    return build_model(cfg, device, stages, rewards, prompts.eval[: cfg.data.eval_prompts], objective)
+    return build_model(cfg, device, samplers, rewards, prompts.eval[: cfg.data.eval_prompts], objective)
 
 
 def build_model(
     cfg: Run,
     device: torch.device,
-    stages: Sequence[Stage] = (),
+    samplers: Collection[str] = (),
     rewards: WeightedRewards = NO_REWARDS,
     eval_prompts: Sequence[str] = (),
     objective: Objective | None = None,
 ) -> SolRLModule:
-    """The module alone; without rewards it can only make pictures. ``objective``: None builds that of ``cfg``."""
+    """The module alone; without rewards it can only make pictures.
+
+    ``samplers``: names of those that rollouts use. ``objective``: None builds that of ``cfg``.
+    """
     prepare_device(device)
     hide_loading_bars()
     options: dict[str, Any] = dict(device=str(device), base_weights=cfg.base_weights, encode_on=cfg.encode_on)
@@ -242,7 +267,7 @@ def build_model(
         if choice == "auto" and (cfg.base_weights != "bfloat16" or cfg.is_sharded):
             choice = False
         compiled[key], why = should_compile(key, what, choice, device)
-        if stages or compiled[key]:
+        if samplers or compiled[key]:
             log.info("%s", why)
     if cfg.family.warning:
         log.warning("%s", cfg.family.warning)
@@ -258,7 +283,7 @@ def build_model(
             old_velocity=cfg.old_velocity,
             compile_replicas=compiled["family.compile"],
             compile_policy=compiled["compile_training"],
-            with_shadow=any(stage.sampler == SHADOW for stage in stages),
+            with_shadow=SHADOW in samplers,
             backend=resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device),
             rule=quantization_rule(cfg),
         )
@@ -291,11 +316,12 @@ def quantization_rule(cfg: Run) -> QuantizationRule:
     return QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude))
 
 
-def build_loop(cfg: Run, trainer: Trainer, objective: Objective) -> ExploreTrainLoop:
+def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas) -> ExploreTrainLoop:
+    """``sigmas``: the policy's noise levels."""
     return ExploreTrainLoop(
         trainer,
         schedule=PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed),
-        stages=stages_of(cfg, objective),
+        levels=levels_of(cfg, objective, sigmas),
         pool=cfg.family.pool,
         objective=objective,
         micro_batch=cfg.model.micro_batch,

@@ -14,7 +14,14 @@ from nano import MAX_WORDS, PROMPTS
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from solrl_lightning.build import build_loop, build_module, build_objective, instantiate_trainer, stages_of, with_option
+from solrl_lightning.build import (
+    build_loop,
+    build_module,
+    build_objective,
+    instantiate_trainer,
+    samplers_of,
+    with_option,
+)
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.data.loaders import RankPrompts
@@ -78,9 +85,9 @@ def train(cfg: Run) -> dict[str, Any]:
     options = {"strategy": "auto"} if cfg.trainer["devices"] == 1 else {}  # a single process shards nothing
     trainer = instantiate_trainer(cfg, logger=False, enable_checkpointing=False, callbacks=callbacks, **options)
     objective = build_objective(cfg)
-    module = build_module(cfg, trainer.strategy.root_device, stages_of(cfg, objective), objective)
+    module = build_module(cfg, trainer.strategy.root_device, samplers_of(cfg), objective)
     module.rewards.rewards["shapes"].score = score  # type: ignore[method-assign]
-    loop = build_loop(cfg, trainer, objective)
+    loop = build_loop(cfg, trainer, objective, module.policy.sigmas)
     held_out = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
     trainer.validate(module, held_out, verbose=False)
     trainer.fit(module, loop.loader, held_out)

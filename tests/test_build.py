@@ -13,6 +13,7 @@ from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub
 from hydra.errors import InstantiationException
 from nano import MAX_WORDS, save_nano
+from sigmas import uniform_sigmas
 from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import build
@@ -21,12 +22,11 @@ from solrl_lightning.build import (
     build_loop,
     build_model,
     build_module,
-    build_objective,
     build_rewards,
     build_trainer,
     instantiate_trainer,
     prepare_device,
-    stages_of,
+    samplers_of,
 )
 from solrl_lightning.cli.checks import check_machine
 from solrl_lightning.errors import UserError
@@ -87,7 +87,7 @@ def test_error_names_a_part_that_cannot_be_made(
     cfg = compose("trainer=cpu", argument, *(("~trainer.precision",) if argument in (PLUGIN, STRATEGY) else ()))
     makers = {"rewards": lambda: build_rewards(cfg, CPU), "machine": lambda: check_machine(cfg)}
     with pytest.raises(UserError, match=message):
-        (makers | {"trainer": lambda: build_trainer(cfg, [])})[maker]()
+        (makers | {"trainer": lambda: build_trainer(cfg)})[maker]()
 
 
 SGD = ("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.eps", "+optimizer.momentum=0.9")
@@ -101,7 +101,7 @@ def test_an_optimiser_of_ones_own_passes(compose: Compose, arguments: tuple[str,
 
 def test_loggers_are_composed_by_name(compose: Compose) -> None:
     def names(*arguments: str) -> list[str]:
-        return [type(logger).__name__ for logger in build_trainer(compose("trainer=cpu", *arguments), []).loggers]
+        return [type(logger).__name__ for logger in build_trainer(compose("trainer=cpu", *arguments)).loggers]
 
     overrides = "+logger.mine={_target_:lightning.pytorch.loggers.CSVLogger,save_dir:${run_dir}}"
     assert names() == ["TensorBoard"]
@@ -115,7 +115,7 @@ def test_a_logger_whose_package_is_missing_names_the_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(InstantiationException) as actual:
-        build_trainer(compose("trainer=cpu", f"logger=[csv,{package}]"), [])
+        build_trainer(compose("trainer=cpu", f"logger=[csv,{package}]"))
     assert f"logger={package} is invalid" in str(actual.value.__cause__)
     assert f"pip install {package}" in str(actual.value.__cause__)
 
@@ -207,9 +207,9 @@ def test_what_was_left_out_of_the_prompts_is_logged_once(
     overrides = (f"data.train='{file}'", "prompts_per_iteration=1", "trainer=cpu", f"model.pretrained='{pipeline}'")
     cfg = compose("experiment=smoke", *overrides)
     with caplog.at_level(logging.INFO, logger="solrl_lightning"):
-        trainer = build_trainer(cfg, [])
-        build_module(cfg, CPU, stages_of(cfg, build_objective(cfg)))
-        build_loop(cfg, trainer, NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5))
+        trainer = build_trainer(cfg)
+        build_module(cfg, CPU, samplers_of(cfg))
+        build_loop(cfg, trainer, NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5), uniform_sigmas)
     assert [message for message in caplog.messages if "prompts.txt" in message] == [
         f"{file}: dropped 1 repeated prompts of 2"
     ]

@@ -103,6 +103,7 @@ Finite = Annotated[float, number("a finite number", lambda value: True)]
 Positive = Annotated[float, number("a finite number above 0", lambda value: value > 0)]
 NotNegative = Annotated[float, number("a finite number of at least 0", lambda value: value >= 0)]
 Share = Annotated[float, number("a fraction above 0 and at most 1", lambda value: 0 < value <= 1)]
+Level = Annotated[float, number("a noise level above 0 and below 1", lambda value: 0 < value < 1)]
 Compile = Annotated[bool | Literal["auto"], one_of(True, False, "auto")]
 
 _KINDS = {

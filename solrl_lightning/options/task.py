@@ -78,6 +78,8 @@ class Audit(_Known, Pool):
     """Options of this command, for the recommended one."""
     proxies: list[Proxy]
     """Proxies to compare."""
+    search: bool
+    """Whether to simulate early stops on one trajectory."""
 
     def check(self) -> None:
         super().check()

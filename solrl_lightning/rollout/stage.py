@@ -1,11 +1,18 @@
 """The stages of a family: passes over the candidates, each with its sampler, steps and solver."""
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+from torch import Tensor
 
 from solrl_lightning.sampling import Solver
 
 EXPLORE, REGENERATE = "explore", "regenerate"
+
+Sigmas = Callable[[int], Tensor]
+"""Solver steps T -> the noise levels [T + 1] of a policy."""
+_ROUNDING = 1e-6  # of noise levels in float32
 
 
 class Stage(NamedTuple):
@@ -28,6 +35,21 @@ class Stage(NamedTuple):
 def with_next(stages: Sequence[Stage]) -> Iterator[tuple[Stage, Stage | None]]:
     """Yield each stage and the one that follows it, which the last one lacks."""
     yield from zip(stages, [*stages[1:], None], strict=True)
+
+
+def step_at(level: float, sigmas: Tensor) -> int:
+    """Return the number of steps after which the image is predicted from at most the noise level ``level``, below 1.
+
+    Step m predicts it from sigmas[m - 1] and moves to sigmas[m] of sigmas [T + 1]; T + 1 if no step does.
+    """
+    return 1 + int((sigmas[:-1].double() > level + _ROUNDING).sum())
+
+
+def level_of(step: int, sigmas: Tensor) -> str:
+    """Return the number with the fewest decimals, at least two, that is the level of ``step`` for ``step_at``."""
+    sigma = float(sigmas[step - 1])
+    levels = (f"{math.ceil(sigma * 10**n - 1e-4) / 10**n:.{n}f}" for n in range(2, 8))
+    return next(level for level in levels if step_at(float(level), sigmas) == step)
 
 
 def evaluations(stages: Sequence[Stage], pool: int) -> list[int]:

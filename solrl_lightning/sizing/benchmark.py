@@ -18,7 +18,6 @@ from solrl_lightning.options.task import Benchmark
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.scaled_linear import operand_dtype
-from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.sizing.timing import Lap, alternate, peak_memory, release, run_iterations
 from solrl_lightning.training.samplers import SHADOW
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
@@ -55,7 +54,7 @@ def family_configs(cfg: Run, device: torch.device) -> dict[str, Run]:
 def forward_times(cfg: Run, device: torch.device) -> dict[str, Any]:
     """Median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
     release(device)
-    module = build_module(cfg, device, [Stage(EXPLORE, SHADOW, steps=1, solver="euler")])
+    module = build_module(cfg, device, {SHADOW})
     module.sync_samplers(version=0)
     originals = {"bf16": module.transformers.replicas["merged"], "shadow": module.transformers.replicas["shadow"]}
     shadow = module.transformers.shadow_backend

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from hydra.utils import instantiate
 
-from solrl_lightning.build import build_objective, lora_config, quantization_rule, stages_of, uses_shadow, with_option
+from solrl_lightning.build import build_objective, levels_of, lora_config, quantization_rule, uses_shadow, with_option
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan as PlanOptions
 from solrl_lightning.policies import adapters
@@ -22,6 +22,7 @@ from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, LayerPlan
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.quantization.backends import PACKED_BITS, Hardware, hardware_of
+from solrl_lightning.rollout.stage import Sigmas
 from solrl_lightning.sizing.footprint import (
     OPTIONS,
     Footprint,
@@ -92,9 +93,10 @@ def plan_run(
         each: replica_bytes(weights, adapted, names, each.bits_per_weight) if uses_shadow(cfg) else 0
         for each, names in quantized.items()
     }
-    latents: dict[str | None, Latents] = {None: pool_latents(cfg, policy.latent_shape, devices)}
+    latents: dict[str | None, Latents] = {None: pool_latents(cfg, policy.latent_shape, policy.sigmas, devices)}
     if uses_shadow(cfg):
-        latents["prefix"] = pool_latents(with_option(cfg, "family", "prefix"), policy.latent_shape, devices)
+        prefix = with_option(cfg, "family", "prefix")
+        latents["prefix"] = pool_latents(prefix, policy.latent_shape, policy.sigmas, devices)
     options = {key: None if key == "family" else reduce(getattr, key.split("."), cfg) for key in OPTIONS}
     size = {
         "policy": stored[cfg.base_weights],
@@ -116,10 +118,10 @@ def plan_run(
     return Plan(policy, architecture, layers, passes, parameters, size, footprint, options, shadows)
 
 
-def pool_latents(cfg: Run, shape: Sequence[int], devices: int = 1) -> Latents:
+def pool_latents(cfg: Run, shape: Sequence[int], sigmas: Sigmas, devices: int = 1) -> Latents:
     """Bytes of the latents of an iteration of ``cfg`` on one of ``devices``; one candidate's have ``shape``."""
     objective = build_objective(cfg)
-    stages, prompts = stages_of(cfg, objective), math.ceil(cfg.prompts_per_iteration / devices)
+    stages, prompts = levels_of(cfg, objective, sigmas)[-1], math.ceil(cfg.prompts_per_iteration / devices)
     transitions = len(objective.transitions(stages[-1].steps, 0))
     return latent_bytes(stages, cfg.family.pool, cfg.family.keep, transitions, 4 * prompts * math.prod(shape))
 

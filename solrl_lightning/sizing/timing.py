@@ -10,7 +10,7 @@ import torch
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer
 
-from solrl_lightning.build import build_loop, build_module, build_objective, stages_of
+from solrl_lightning.build import build_loop, build_module, build_objective, samplers_of
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.data.loaders import RankPrompts
@@ -68,8 +68,8 @@ def run_iterations(cfg: Run, device: torch.device, *observers: Callback) -> list
         enable_progress_bar=False,
     )
     objective = build_objective(cfg)
-    module = build_module(cfg, device, stages_of(cfg, objective), objective)
-    loop = build_loop(cfg, trainer, objective)
+    module = build_module(cfg, device, samplers_of(cfg), objective)
+    loop = build_loop(cfg, trainer, objective, module.policy.sigmas)
     trainer.fit(module, loop.loader, RankPrompts([], 0, 1))
     return list(timings.history)
 

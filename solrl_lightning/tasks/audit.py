@@ -14,7 +14,7 @@ import io
 import shlex
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,18 +26,20 @@ from torch import Tensor
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_module, device_of, exploring_stages, load_adapters, with_option
-from solrl_lightning.metrics.rank import NAMES, RankFidelity
+from solrl_lightning.metrics.rank import NAMES, RankFidelity, reward_gap
 from solrl_lightning.options.family import Explorer
+from solrl_lightning.options.rules import written
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Audit
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.quantization import resolve_from
 from solrl_lightning.rollout.explore import run_family
-from solrl_lightning.rollout.records import Candidates
-from solrl_lightning.rollout.select import select_contrastive, take
-from solrl_lightning.rollout.stage import REGENERATE, Stage, evaluations, steps_label
+from solrl_lightning.rollout.records import Candidates, EncodedPrompts
+from solrl_lightning.rollout.stage import REGENERATE, Sigmas, Stage, evaluations
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
+from solrl_lightning.tasks.audit_search import cheapest, label, levels_at, score_steps, search
+from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.samplers import MERGED, SHADOW
 
 _PROXY = "proxy"  # name of an explorer's stages here, where an image that is not finite is an error
@@ -48,12 +50,14 @@ _SIDES = ((5, 3, "left", "bottom"), (-5, -3, "right", "top"), (-5, 3, "right", "
 class Scored(NamedTuple):
     """A pool scored by one explorer or, the truth, in BF16 at full steps."""
 
+    explorer: Explorer
     stages: list[Stage]  # one, or the rungs of a race; then, except for the truth, regeneration
     precision: str
     backend: str  # of the shadow
     merits: Tensor  # [P, N] on the CPU; later rungs of a race reorder them
     seconds: Mapping[str, float]  # by name of the stage, per candidate of the pool
     reward: float  # mean of the pool
+    levels: list[str]  # noise levels from which the rungs predict their images
 
     @property
     def rungs(self) -> list[Stage]:
@@ -68,16 +72,13 @@ def audit(cfg: Run) -> dict[str, Any]:
     options = cfg.task_as(Audit)
     scored: list[Scored] = []
     default_precision = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device_of(cfg)).precision
-    grouped: dict[str | None, list[list[Stage]]] = {}
-    for explorer in options.proxies:
-        requested = explorer.precision
-        group = grouped.setdefault(None if requested == default_precision else requested, [])
-        if (stages := _stages(explorer, cfg)) not in group:  # precision=auto may be one that is listed
-            group.append(stages)
+    grouped: dict[str | None, dict[str, Explorer]] = {}
+    for index, explorer in enumerate(options.proxies):
+        precision = None if explorer.precision == default_precision else explorer.precision
+        grouped.setdefault(precision, {})[f"task.proxies.{index}"] = explorer
     for precision, group in grouped.items():
         changed = cfg if precision is None else with_option(cfg, "precision", precision)
-        first = [] if scored else [[Stage(_PROXY, *_full(cfg), keep=options.keep)]]
-        scored += score_pool(changed, [*first, *group])
+        scored += score_pool(changed, group, with_truth=not scored)
     truth, *explorers = scored
     gap = reward_gap(truth.merits, truth.merits, options.keep)
     result: dict[str, Any] = {
@@ -95,11 +96,14 @@ def audit(cfg: Run) -> dict[str, Any]:
         "proxies": [describe(explorer, truth.merits, gap, cfg) for explorer in explorers],
     }
     result["recommended"] = recommend(result["proxies"], options.min_gap)
+    result["search"] = search_stops(cfg, truth.merits) if options.search and cfg.model.full_steps > 2 else []
     folder = Path(cfg.run_dir)
     write_json(folder / "audit.json", result)
     write_atomically(folder / "audit.png", draw(result))
     print(f"{format_audit(result)}\n  {folder / 'audit.json'}, {folder / 'audit.png'}")
     print(format_recommendation(result, options.min_gap))
+    if result["search"]:
+        print(format_search(result, options.min_gap))
     return result
 
 
@@ -111,13 +115,16 @@ def describe(explorer: Scored, truth: Tensor, gap: float, cfg: Run) -> dict[str,
     proxy_gap = reward_gap(explorer.merits, truth, keep)
     return {
         "name": name_of(explorer, cfg.model.solver),
-        "command": command_of(explorer, cfg),
+        "command": command_of(explorer.explorer, explorer.precision, cfg),
         "sampler": first.sampler,
         "precision": explorer.precision,
         "backend": explorer.backend,
         "steps": first.steps,
         "solver": first.solver,
-        "rungs": [{"step": stage.stop_step, "keep": stage.keep} for stage in explorer.rungs],
+        "rungs": [
+            {"step": stage.stop_step, "level": float(level), "keep": stage.keep}
+            for stage, level in zip(explorer.rungs, explorer.levels, strict=True)
+        ],
         "decoder": first.decoder,
         "evaluations": passes * sum(explored),
         "regenerate_evaluations": passes * regenerated,
@@ -130,46 +137,91 @@ def describe(explorer: Scored, truth: Tensor, gap: float, cfg: Run) -> dict[str,
     }
 
 
-def _stages(explorer: Explorer, cfg: Run) -> list[Stage]:
-    keep = cfg.task_as(Audit).keep
-    return [*exploring_stages(explorer, cfg.model.solver, keep, name=_PROXY), Stage(REGENERATE, *_full(cfg))]
+class Loaded(NamedTuple):
+    """The model and the pool."""
+
+    module: SolRLModule
+    prompts: EncodedPrompts
+    seeds: Tensor  # [P, N]
+
+    def run(self, stage: Stage, seeds: Tensor, state: SolverState | None = None) -> Candidates:
+        return self.module.run_stage(stage, self.prompts, seeds, initial_state=state)
+
+
+def load_pool(cfg: Run, samplers: Collection[str]) -> Loaded:
+    task, module = cfg.task_as(Audit), build_module(cfg, device_of(cfg), samplers)
+    if cfg.ckpt is not None:
+        load_adapters(module, cfg.ckpt)
+    module.sync_samplers(version=0)
+    prompts = module.encode(module.evaluation.prompts[: task.prompts])
+    return Loaded(module, prompts, pool_seeds(cfg.seed, 0, prompts.texts, task.pool))
 
 
 def _full(cfg: Run) -> tuple[str, int, str]:
     return MERGED, cfg.model.full_steps, cfg.model.solver
 
 
-def score_pool(cfg: Run, families: Sequence[list[Stage]]) -> list[Scored]:
-    """Sample and score the pool by each of ``families``, after a warm-up in which compiled samplers compile."""
-    task = cfg.task_as(Audit)
-    module = build_module(cfg, device_of(cfg), [stage for stages in families for stage in stages])
-    if cfg.ckpt is not None:
-        load_adapters(module, cfg.ckpt)
-    module.sync_samplers(version=0)
-    prompts = module.encode(module.evaluation.prompts[: task.prompts])
-    seeds = pool_seeds(cfg.seed, 0, prompts.texts, task.pool)
+def _stages(key: str, explorer: Explorer, cfg: Run, sigmas: Sigmas) -> list[Stage]:
+    keep = cfg.task_as(Audit).keep
+    explored = exploring_stages(key, explorer, cfg.model.solver, keep, sigmas, name=_PROXY)
+    return [*explored, Stage(REGENERATE, *_full(cfg))]
 
+
+def score_pool(cfg: Run, explorers: Mapping[str, Explorer], with_truth: bool) -> list[Scored]:
+    """Sample and score the pool by ``explorers`` by key, after a warm-up in which compiled samplers compile."""
+    loaded = load_pool(cfg, {explorer.sampler for explorer in explorers.values()})
+    module, seeds, sigmas = loaded.module, loaded.seeds, loaded.module.policy.sigmas
+    truth = Explorer(sampler="merged", steps=cfg.model.full_steps)
+    families = [(truth, _stages("", truth, cfg, sigmas)[:1])] if with_truth else []
+    for key, explorer in explorers.items():
+        stages = _stages(key, explorer, cfg, sigmas)
+        if stages not in (others for _, others in families):  # precision=auto may be one that is listed
+            families.append((explorer, stages))
     seconds_of: defaultdict[str, float] = defaultdict(float)
 
     def run(stage: Stage, seeds: Tensor, state: SolverState | None) -> Candidates:
         start = time.perf_counter()
-        candidates = module.run_stage(stage, prompts, seeds, initial_state=state)
+        candidates = loaded.run(stage, seeds, state)
         candidates.rewards.cpu()  # waits for a GPU
         seconds_of[stage.name] += time.perf_counter() - start
         return candidates
 
     scored = []
-    for stages in families:
+    for explorer, stages in families:
         for stage in (stages[0], stages[-1]):
-            module.run_stage(stage._replace(steps=1, stop_step=None), prompts, seeds[:, :1])
+            loaded.run(stage._replace(steps=1, stop_step=None), seeds[:, :1])
         seconds_of.clear()
-        pool = run_family(stages, seeds, prompts.texts, run).pool
+        pool = run_family(stages, seeds, loaded.prompts.texts, run).pool
         seconds = {name: value / seeds.numel() for name, value in seconds_of.items()}
         shadow = stages[0].sampler == SHADOW
         backend = module.transformers.precision_backend if shadow else "no shadow"
         precision = backend.partition(" ")[0] if shadow else "bf16"
-        scored.append(Scored(stages, precision, backend, pool.merits.cpu(), seconds, pool.rewards.mean().item()))
+        merits, reward = pool.merits.cpu(), pool.rewards.mean().item()
+        levels = levels_at([stage for stage in stages if stage.name == _PROXY], sigmas)
+        scored.append(Scored(explorer, stages, precision, backend, merits, seconds, reward, levels))
     return scored
+
+
+def search_stops(cfg: Run, truth: Tensor) -> list[dict[str, Any]]:
+    """The rows of ``search`` in the pool, whose merits are ``truth``; the cheapest of each family has its command."""
+    loaded, explorer = load_pool(cfg, {MERGED}), with_option(cfg, "family", "prefix").family.explore
+    assert explorer is not None
+    scores = score_steps(Stage(_PROXY, *_full(cfg), decoder=explorer.decoder), loaded.seeds, loaded.run)
+    merits, sigmas = loaded.module.rewards.for_training.merits, loaded.module.policy.sigmas
+    task, passes = cfg.task_as(Audit), forward_passes(cfg.model.guidance_scale)
+    stops = search(explorer, scores, merits, truth, sigmas, task.keep)
+    chosen = [cheapest(stops, family, task.min_gap) for family in ("prefix", "race")]
+    return [
+        {
+            "family": stop.family,
+            "name": stop.name,
+            "keep": stop.keep,
+            "evaluations": passes * stop.evaluations,
+            "gap_kept": stop.gap_kept,
+            "command": command_of(stop.explorer, "bf16", cfg) if stop in chosen else None,
+        }
+        for stop in stops
+    ]
 
 
 def fidelity(proxy: Tensor, truth: Tensor, keep: int) -> dict[str, float]:
@@ -179,48 +231,37 @@ def fidelity(proxy: Tensor, truth: Tensor, keep: int) -> dict[str, float]:
     return {name: float(value) for name, value in metric.compute().items()}
 
 
-def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
-    """Mean true merit of the best half minus the worst half of the candidates that the proxy's merits [P, N] select.
-
-    This is the contrast that training gets. It is largest if the proxy is the truth.
-    """
-    merits = take(truth, select_contrastive(proxy, keep))
-    best, worst = merits[:, : keep // 2], merits[:, keep // 2 :]
-    return (best.mean() - worst.mean()).item()
-
-
 def name_of(explorer: Scored, solver: str) -> str:
-    """The label in the table and the picture: ``nvfp4 6 steps``, ``bf16 4 of 10 steps``, ``bf16 2/4/6 of 10 steps``."""
+    """The label in the table and the picture: ``nvfp4 6 steps``, ``bf16 2/4 of 10 steps (0.90/0.70)``."""
     first = explorer.stages[0]
     options = [str(value) for value, default in ((first.solver, solver), (first.decoder, "full")) if value != default]
-    return " ".join([explorer.precision, steps_label(explorer.rungs), *options])
+    return " ".join([explorer.precision, label(explorer.rungs, explorer.levels), *options])
 
 
 # The recommendation
 
 
-def command_of(explorer: Scored, cfg: Run) -> str | None:
+def command_of(explorer: Explorer, precision: str, cfg: Run) -> str | None:
     """The command of a run with this explorer and the audit's other options; None if no family can.
 
     Exploration on merged weights that stops early continues in regeneration, so steps and solver are equal; an explorer
     that is the truth leaves nothing to regenerate.
     """
-    task, rungs, first = cfg.task_as(Audit), explorer.rungs, explorer.stages[0]
-    stops = rungs[-1].stop_step is not None
-    if first.sampler == MERGED and stops != ((first.sampler, first.steps, first.solver) == _full(cfg)):
+    task, solver = cfg.task_as(Audit), explorer.solver or cfg.model.solver
+    stops, whole = explorer.stops_early, (explorer.sampler, explorer.steps, solver) == _full(cfg)
+    to_the_end = explorer.steps in [rung.step for rung in explorer.rungs or ()]
+    if explorer.sampler == MERGED and (to_the_end or stops != whole):
         return None
-    family = "race" if len(rungs) > 1 else "prefix" if stops else "sol_rl"
-    explore: dict[str, Any] = first._asdict() | {"stop_after": first.stop_step}
-    if len(rungs) > 1:
-        explore["rungs"] = [{"step": stage.stop_step or stage.steps, "keep": stage.keep} for stage in rungs]
+    family = "race" if explorer.rungs else "prefix" if stops else "sol_rl"
+    rungs = [rung.model_dump(exclude_none=True) for rung in explorer.rungs or ()]
+    explore = explorer.model_dump() | {"solver": solver, "rungs": rungs}
     defaults = with_option(cfg, "family", family).family.model_dump(exclude_unset=True)
     counts = {"pool": task.pool, "keep": task.keep}
-    arguments = [f"family={family}"] + [f"precision={explorer.precision}"] * (first.sampler == SHADOW)
+    arguments = [f"family={family}"] + [f"precision={precision}"] * (explorer.sampler == SHADOW)
     arguments += [f"family.{key}={count}" for key, count in counts.items() if count != defaults[key]]
     for key, value in defaults["explore"].items():
         if value != explore[key]:
-            text = str(explore[key]).replace("'", "").replace(" ", "")
-            arguments.append(f"family.explore.{key}={text}")
+            arguments.append(f"family.explore.{key}={written(explore[key]).replace(' ', '')}")
     return shlex.join(["python", "-m", "solrl_lightning", *arguments, *filter(_is_kept, task.overrides)])
 
 
@@ -269,6 +310,19 @@ def format_recommendation(result: Mapping[str, Any], min_gap: float) -> str:
         f"{all_of_it:.3g} s)\n  the cheapest by measured seconds, by evaluations where the seconds agree to two digits"
         f"\n  {row['command']}"
     )
+
+
+def format_search(result: Mapping[str, Any], min_gap: float) -> str:
+    lines = ["early stops of one BF16 trajectory, simulated; the cheapest by model evaluations a prompt:"]
+    for row in (row for row in result["search"] if row["command"] is not None):
+        enough = "" if row["gap_kept"] >= min_gap else f", less than task.min_gap={min_gap}, the most"
+        kept = f", keeping {'/'.join(map(str, row['keep']))}" if row["family"] == "race" else ""
+        share = f"{100 * row['gap_kept']:.1f} % of the gap{enough}"
+        lines += [
+            f"{row['family']}, {row['name']}{kept}: {row['evaluations']} evaluations, {share}",
+            f"  {row['command']}",
+        ]
+    return "\n".join(lines)
 
 
 def format_audit(result: dict[str, Any]) -> str:

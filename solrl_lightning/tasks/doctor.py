@@ -13,7 +13,7 @@ import torch
 
 from solrl_lightning import IMPORTED
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
-from solrl_lightning.build import build_objective, device_of, stages_of, uses_shadow
+from solrl_lightning.build import device_of, uses_shadow
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.errors import CheckFailed, UserError
 from solrl_lightning.options.run import Run
@@ -58,7 +58,7 @@ def doctor(cfg: Run) -> Json:
         "model": cfg.model.pretrained,
         "weights": cfg.model.weights,
         "precision": cfg.precision.model_dump(),
-        "stages": [stage._asdict() for stage in stages_of(cfg, build_objective(cfg))],
+        "family": cfg.tree()["family"],
         "rewards": list(cfg.reward.members),
         "counts": counts,
         "rows": [row._asdict() for row in rows],

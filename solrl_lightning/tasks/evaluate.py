@@ -53,7 +53,7 @@ def evaluate(cfg: Run) -> dict[str, Any]:
     task = cfg.task_as(Evaluate)
     started = time.perf_counter()
     trainer = instantiate_trainer(cfg, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    module = build_module(cfg, trainer.strategy.root_device, [])
+    module = build_module(cfg, trainer.strategy.root_device, ())
     weights = {"base": "base"}
     if cfg.ckpt is not None:
         load_adapters(module, cfg.ckpt)

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from solrl_lightning.artifacts.files import has_ended, iterations_done, loop_state, read_checkpoint
 from solrl_lightning.artifacts.finished_runs import end_of
 from solrl_lightning.artifacts.run_folder import LOG, commit_overrides, is_resuming
-from solrl_lightning.build import build_loop, build_module, build_objective, build_trainer, levels_of
+from solrl_lightning.build import build_loop, build_module, build_objective, build_trainer, samplers_of
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.summary import base_and_final
@@ -51,15 +51,13 @@ def train(cfg: Run) -> float | None:
             check_fits(optimizer, state)
     seed_everything(cfg.seed, verbose=False)
     objective = build_objective(cfg)
-    levels = levels_of(cfg, objective)
-    trainer = build_trainer(cfg, levels)
+    trainer = build_trainer(cfg)
     folder = Path(cfg.run_dir)
     # The recorded command line changes once the checkpoint is loaded.
     if in_place and trainer.is_global_zero:
         commit = LambdaCallback(on_train_start=lambda *_: commit_overrides(folder))
         trainer.callbacks.append(commit)  # type: ignore[attr-defined]
-    stages = [stage for level in levels for stage in level]
-    module = build_module(cfg, trainer.strategy.root_device, stages, objective)
+    module = build_module(cfg, trainer.strategy.root_device, samplers_of(cfg), objective)
     if checkpoint is None and cfg.model.init_lora is not None:
         module.transformers.adapted.start_from(Path(cfg.model.init_lora).expanduser())
     if checkpoint is not None:
@@ -69,7 +67,7 @@ def train(cfg: Run) -> float | None:
     if shadow_layers := module.transformers.shadow_layers:
         file_logger.info("%s", shadow_layers)
         log.info("%s; table in %s", shadow_layers.splitlines()[-1].strip(), folder / LOG)
-    loop = build_loop(cfg, trainer, objective)
+    loop = build_loop(cfg, trainer, objective, module.policy.sigmas)
     if cfg.ckpt is not None and checkpoint is not None:
         optimizer = keep_configured(instantiate(cfg.optimizer)(module.trained_parameters()))
         _check_state(cfg.ckpt, checkpoint, optimizer, loop)

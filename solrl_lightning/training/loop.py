@@ -16,6 +16,7 @@ Only this file uses Lightning's private names; ``tests/training/test_loop.py`` d
    is repeated from its start.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -49,8 +50,9 @@ class ExploreTrainLoop(_FitLoop):
     Args:
         trainer: its fit loop is replaced by this one.
         schedule: prompts of each iteration, of all ranks together.
-        stages: passes over the candidates; a stage with ``keep`` selects the candidates of the next one. A callback may
-            replace them between iterations by others that keep as many and end with the same stage.
+        levels: passes over the candidates; a stage with ``keep`` selects the candidates of the next one. A callback may
+            set ``stages``, first those of the last level, to another's between iterations; all keep as many and end
+            with the same stage.
         pool: N, candidates per prompt.
         objective: determines the training rows.
         micro_batch: maximum number of rows (sample, noise level) in one forward and backward pass.
@@ -66,7 +68,7 @@ class ExploreTrainLoop(_FitLoop):
         self,
         trainer: Trainer,
         schedule: PromptSchedule,
-        stages: list[Stage],
+        levels: Sequence[list[Stage]],
         pool: int,
         objective: Objective,
         micro_batch: int,
@@ -82,7 +84,9 @@ class ExploreTrainLoop(_FitLoop):
                 f"there are {trainer.world_size} devices. Use prompts_per_iteration={trainer.world_size}, or lower "
                 "trainer.devices."
             )
-        self.schedule, self.stages, self.pool, self.seed = schedule, stages, pool, seed
+        self.schedule, self.pool, self.seed = schedule, pool, seed
+        self.levels = levels
+        self.stages = stages = levels[-1]
         self.objective, self.max_seconds = objective, max_seconds
         keep = next((stage.keep for stage in reversed(stages) if stage.keep is not None), pool)
         rows = keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt

@@ -1,6 +1,7 @@
 import math
 
 import pytest
+from lightning.pytorch import Callback, LightningModule, Trainer
 
 from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule, next_level
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
@@ -35,8 +36,16 @@ def test_next_level(level: int, fidelities: list[float], expected: int) -> None:
     assert next_level(level, fidelities, len(LEVELS), RULE) == expected
 
 
+class HasLevels(Callback):
+    """As the loop of a run with levels."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        trainer.fit_loop.levels = LEVELS
+
+
 def after(*probes: tuple[int, float], start: int = 0) -> int:
-    adaptive = AdaptiveExploration(LEVELS, start, RULE)
+    adaptive = AdaptiveExploration(start, RULE)
+    adaptive.levels = LEVELS
     rows = [{"iteration": i, "level": level, "spearman": value} for i, (level, value) in enumerate(probes, 1)]
     adaptive.load_state_dict({"probes": rows})
     return adaptive.level
@@ -53,9 +62,9 @@ def test_only_probes_of_the_level_since_the_last_move_count() -> None:
 
 
 def test_probes_move_the_stages_of_the_next_iteration(fit, stand_in, capsys):
-    adaptive, reversed_order = AdaptiveExploration(LEVELS, 0, RULE), lambda seeds: -stand_in.rewards_of(seeds)
+    adaptive, reversed_order = AdaptiveExploration(0, RULE), lambda seeds: -stand_in.rewards_of(seeds)
     roll_out = stand_in.RollOut(rewards_of=reversed_order)
-    trainer = fit(RankCorrelation(probe_every=1), adaptive, iterations=4, roll_out=roll_out)
+    trainer = fit(HasLevels(), RankCorrelation(probe_every=1), adaptive, iterations=4, roll_out=roll_out)
     assert [probe["level"] for probe in adaptive.probes] == [0, 1, 2, 2]
     assert [probe["spearman"] for probe in adaptive.probes] == pytest.approx([-1] * 4)
     assert trainer.fit_loop.stages == LEVELS[2]
@@ -67,17 +76,17 @@ def test_probes_move_the_stages_of_the_next_iteration(fit, stand_in, capsys):
 
 
 def test_the_probe_of_a_repeated_iteration_replaces_the_earlier_one(fit):
-    ranks, adaptive = RankCorrelation(probe_every=1), AdaptiveExploration(LEVELS, 2, RULE)
+    ranks, adaptive = RankCorrelation(probe_every=1), AdaptiveExploration(2, RULE)
     ranks.load_state_dict({"history": [{"iteration": 1, "spearman": 0.96}]})
     adaptive.load_state_dict({"probes": [{"iteration": 1, "level": 2, "spearman": 0.96}]})
-    fit(ranks, adaptive)
+    fit(HasLevels(), ranks, adaptive)
     assert [(row["iteration"], row["spearman"]) for row in ranks.history] == [(1, pytest.approx(1))]
     assert adaptive.probes == [{"iteration": 1, "level": 2, "spearman": pytest.approx(1)}]
     assert adaptive.level == 2  # two probes in a row would move down
 
 
 def test_good_probes_move_to_cheaper_levels(fit):
-    adaptive = AdaptiveExploration(LEVELS, 2, RULE)
-    trainer = fit(RankCorrelation(probe_every=2), adaptive, iterations=8)
+    adaptive = AdaptiveExploration(2, RULE)
+    trainer = fit(HasLevels(), RankCorrelation(probe_every=2), adaptive, iterations=8)
     assert [(probe["iteration"], probe["level"]) for probe in adaptive.probes] == [(1, 2), (3, 2), (5, 1), (7, 1)]
     assert trainer.fit_loop.stages == LEVELS[0]  # of iteration 8

@@ -85,6 +85,10 @@ optimizer_steps=25               | it must be at most family.keep=24
 objective=flow_grpo objective.window=6 | objective.window=6 is invalid: it must be at most 5, half of family.regen
 base_weights=int8 family.compile=true | with family.compile=true it must be bfloat16, as torch.compile does not
 ++family.explore.stop_after=6    | family.explore.stop_after=6 is invalid: it must be at least 1 and below family.ex
+family=prefix family.explore.stop_below=0.7 | stop_below=0.7 is invalid: family.explore.stop_after=4 stops the same
++family.explore.stop_below=1      | it must be a noise level above 0 and below 1
++family.explore.stop_below=0      | it must be a noise level above 0 and below 1
+++family.regenerate.stop_below=0.7 | Set family.explore.stop_below
 ++family.regenerate.stop_after=2 | Set family.explore.stop_after
 family.explore.decoder=preview   | it needs a tiny autoencoder of this model's latents
 task=audit task.proxies=[]       | task.proxies is empty
@@ -119,6 +123,7 @@ family=adaptive family.levels=[] | it must be a list of at least one way to expl
 family=adaptive family.explore={sampler:merged,steps:6} | and family.explore null
 family=adaptive family.levels=[{sampler:bf16,steps:3}] | family.levels.0.sampler=bf16 is invalid: it must be one of
 family=adaptive family.levels=[{sampler:merged,steps:3,precision:fp8}] | family.levels.0.precision=fp8 is invalid
+family=adaptive family.levels=[{sampler:merged,steps:6,stop_below:0.7}] | family.levels.0 (merged, 6, euler), which
 family=adaptive family.levels=[{sampler:merged,steps:6,stop_after:3}] | family.levels.0 (merged, 6, euler), which stops
 family=adaptive family.start=3   | it must be the index of a level, from 0 to 2
 family=adaptive family.margin=0.2 | it must be at most 1 - family.threshold=0.15
@@ -126,6 +131,10 @@ family=adaptive callbacks.rank_correlation.probe_every=0 | probe_every=0 is inva
 family=adaptive ~callbacks.rank_correlation | callbacks.rank_correlation.probe_every=null is invalid
 family=race family.explore.rungs=[] | it must be a list of rungs such as 'family.explore.rungs=[{step:2,keep:48},
 family=race family.explore.rungs=[{step:2}] | family.explore.rungs.0.keep is missing
+family=race family.explore.rungs=[{keep:24}] | rungs.0={keep:24} is invalid: it must have a step or below, a noise
+family=race family.explore.rungs=[{step:4,below:0.7,keep:24}] | and not both. For example {step:4,keep:24} or {below:0.7
+family=race family.explore.rungs=[{below:0.5,keep:60},{below:0.5,keep:24}] | below, under the one before it
+family=race family.explore.rungs=[{below:0.7,keep:60},{step:3,keep:48}] | down to 24 in the last rung
 family=race family.explore.rungs=[{step:4,keep:60},{step:2,keep:24}] | each with a step above the one before it
 family=race family.explore.rungs=[{step:2,keep:24},{step:4,keep:36}] | a keep not above the one before it
 family=race family.explore.rungs=[{step:2,keep:97},{step:4,keep:24}] | from the pool of 96

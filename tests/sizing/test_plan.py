@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from solrl_lightning.build import build_objective, lora_config, stages_of
+from solrl_lightning.build import build_objective, levels_of, lora_config
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan
@@ -27,6 +27,7 @@ from solrl_lightning.sizing.plan import Card, on_card, pool_latents
 from solrl_lightning.sizing.trace import FusedAttention, Passes, PeakBytes, count_tokens, trace
 from solrl_lightning.tasks.plan import plan
 from tests.nano import lora_config as small_lora
+from tests.sigmas import uniform_sigmas
 
 Compose = Callable[..., Run]
 
@@ -173,12 +174,12 @@ def test_run_counts_the_latents_of_its_share_of_the_prompts(compose: Compose) ->
     cfg = compose("prompts_per_iteration=9", "family.pool=8", "family.keep=4")
     one = 4 * 16 * 32
     for devices, prompts in ((1, 9), (4, 3)):
-        latents = pool_latents(cfg, (16, 32), devices)
+        latents = pool_latents(cfg, (16, 32), uniform_sigmas, devices)
         assert latents == ((8 + 4 + 4) * prompts * one, 8 * 3 * prompts * one, 4 * prompts * one)
     few = ("prompts_per_iteration=1", "family.pool=4", "family.keep=4")
     windowed = compose("objective=flow_grpo", "family=diffusionnft", *few)
     points = len(build_objective(windowed).transitions(windowed.model.full_steps, 0)) + 1
-    assert points > 2 and pool_latents(windowed, (16, 32)).kept == 4 * (1 + points) * one
+    assert points > 2 and pool_latents(windowed, (16, 32), uniform_sigmas).kept == 4 * (1 + points) * one
 
 
 def test_shadow_on_a_card_has_the_bits_of_its_capability(compose: Compose, capsys: pytest.CaptureFixture[str]) -> None:
@@ -234,7 +235,7 @@ def test_evaluations_per_prompt(compose: Compose) -> None:
     baselines = {"diffusionnft": [240], "naive_scaling": [960], "compile": [960], "naive_quant": [960]}
     for name, counts in (baselines | {"sol_rl": [384, 240], "prefix": [384, 144], "race": [288, 96, 120]}).items():
         cfg = compose(f"family={name}")
-        assert evaluations(stages_of(cfg, build_objective(cfg)), cfg.family.pool) == counts
+        assert evaluations(levels_of(cfg, build_objective(cfg), uniform_sigmas)[-1], cfg.family.pool) == counts
 
 
 def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[..., Any], tmp_path: Path) -> None:

@@ -13,12 +13,15 @@ import torch
 from matplotlib.figure import Figure
 from matplotlib.text import Annotation
 from PIL import Image
+from sigmas import uniform_sigmas
 
-from solrl_lightning.build import build_objective, stages_of
+from solrl_lightning.build import build_objective, levels_of
+from solrl_lightning.metrics.rank import reward_gap
+from solrl_lightning.options.family import Explorer
 from solrl_lightning.options.run import Run
+from solrl_lightning.rollout.stage import evaluations
 from solrl_lightning.tasks import audit as audit_module
 from solrl_lightning.tasks.audit import (
-    Scored,
     _stages,
     annotate,
     audit,
@@ -26,12 +29,12 @@ from solrl_lightning.tasks.audit import (
     fidelity,
     format_recommendation,
     recommend,
-    reward_gap,
 )
+from solrl_lightning.tasks.audit_search import EarlyStop, cheapest
 
 Compose = Callable[..., Run]
 
-SIZES = ("task.prompts=2", "task.pool=8", "task.keep=4", "model.full_steps=2")
+SIZES = ("task.prompts=2", "task.pool=8", "task.keep=4", "model.full_steps=2", "task.search=false")
 SMALL = ("task=audit", "experiment=smoke", "trainer=cpu", *SIZES)
 PERFECT = {"top_overlap": 1, "bottom_overlap": 1, "top_mean_rank": 1.5, "bottom_mean_rank": 7.5}
 PERFECT |= {"spearman": pytest.approx(1.0), "kendall": pytest.approx(1.0)}
@@ -45,13 +48,54 @@ def test_race_is_ranked_by_the_latest_rungs_and_timed_a_candidate(
     prefix = "{sampler:merged,steps:3,stop_after:1}"
     result = audit(compose(*SMALL, "task.keep=4", f"task.proxies=[{race},{prefix}]"))
     raced, stopped = result["proxies"]
-    assert (raced["name"], raced["evaluations"]) == ("bf16 1/2 of 3 steps", 8 * 1 + 6 * 1)
+    assert (raced["name"], raced["evaluations"]) == ("bf16 1/2 of 3 steps (1.00/0.67)", 8 * 1 + 6 * 1)
     assert raced["reward"] == pytest.approx(stopped["reward"])  # of the first rung, in another order
     assert raced["spearman"] != stopped["spearman"]
     # Every stage takes a second, for the 8 candidates of both prompts.
     assert (raced["seconds"], raced["regenerate_seconds"]) == (2 / 16, 1 / 16)
     assert (stopped["seconds"], stopped["regenerate_seconds"]) == (1 / 16, 1 / 16)
-    assert re.search(r"bf16 1/2 of 3 steps .* 14 +125[.]0\n", capfd.readouterr().out)
+    assert re.search(r"bf16 1/2 of 3 steps .*%.* 14 +125[.]0\n", capfd.readouterr().out)
+
+
+def test_search_gives_the_numbers_of_the_proxies_that_it_names(
+    compose: Compose, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stops = ["stop_below:0.8", "stop_after:3", "stop_below:0.4"]
+    stops += ["rungs:[{below:0.8,keep:6},{below:0.6,keep:4}]", "rungs:[{below:0.6,keep:5},{step:4,keep:4}]"]
+    proxies = ",".join(f"{{sampler:merged,steps:5,{stop}}}" for stop in stops)
+    sizes = ("model.full_steps=5", "model.explore_decoder=full", "task.min_gap=0.05")
+    result = audit(compose(*SMALL, *sizes, "task.search=true", f"task.proxies=[{proxies}]"))
+    names = ["2 of 5 steps (0.80)", "3 of 5 steps (0.60)", "4 of 5 steps (0.40)"]
+    names += ["2/3 of 5 steps (0.80/0.60)", "3/4 of 5 steps (0.60/0.40)"]
+    rows = {(row["name"], row["keep"][0]): row for row in result["search"]}
+    assert len(rows) == len(result["search"]) == 3 + 3 * 2  # 5 or 6 of 8 candidates pass the first rung
+    for proxy, name, first in zip(result["proxies"], names, (4, 4, 4, 6, 5), strict=True):
+        row = rows[name, first]
+        assert proxy["name"] == f"bf16 {name}"
+        assert row["evaluations"] == proxy["evaluations"] + proxy["regenerate_evaluations"]
+        # Products of another number of rows may round otherwise, which can swap candidates of nearly equal rewards.
+        assert row["gap_kept"] == pytest.approx(proxy["gap_kept"], abs=0.01)
+    assert len({round(row["gap_kept"], 6) for row in rows.values()}) > 2
+    costs = [row["evaluations"] for row in result["search"]]
+    assert costs == sorted(costs)
+    chosen = [row for row in result["search"] if row["command"] is not None]
+    assert {row["family"] for row in chosen} == {"prefix", "race"}
+    out = capfd.readouterr().out
+    for row in chosen:
+        enough = [other for other in result["search"] if other["gap_kept"] >= 0.05 and other["family"] == row["family"]]
+        assert row == enough[0] and f"{row['name']}" in out and row["command"] in out
+        run = compose(*shlex.split(row["command"])[3:])
+        (stages,) = levels_of(run, build_objective(run), uniform_sigmas)
+        assert run.family.pool == 8 and sum(evaluations(stages, 8)) == row["evaluations"]
+        assert [stage.keep for stage in stages[:-1]] == row["keep"]
+
+
+def test_without_enough_of_the_gap_the_search_names_the_early_stop_that_keeps_most() -> None:
+    explorer = Explorer(sampler="merged", steps=5)
+    rows = [(10, 0.5), (20, 0.8), (30, 0.7), (40, 0.9)]
+    stops = [EarlyStop(explorer, "", [4], evaluations, share) for evaluations, share in rows]
+    assert [cheapest(stops, "prefix", least).evaluations for least in (0.4, 0.6, 0.95)] == [10, 20, 40]  # type: ignore[union-attr]
+    assert cheapest(stops, "race", 0.5) is None
 
 
 def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
@@ -61,7 +105,7 @@ def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
     others = "{sampler:shadow,steps:2},{sampler:merged,steps:2,stop_after:1},{sampler:merged,steps:3,solver:dpm2}"
     listed = "{sampler:shadow,precision:nvfp4,steps:2}"  # what precision=auto is here
     result = audit(compose(*SMALL, f"task.proxies=[{same},{others},{listed}]"))
-    names = ["bf16 2 steps", "nvfp4 2 steps", "bf16 1 of 2 steps", "bf16 3 steps dpm2", "bf16 2 steps"]
+    names = ["bf16 2 steps", "nvfp4 2 steps", "bf16 1 of 2 steps (1.00)", "bf16 3 steps dpm2", "bf16 2 steps"]
     assert [proxy["name"] for proxy in result["proxies"]] == names  # in the order of their precisions
     itself, quantised, prefix, other, unquantised = result["proxies"]
     assert (result["prompts"], result["pool"], result["truth"]["steps"]) == (2, 8, 2)
@@ -80,7 +124,7 @@ def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
     assert all(proxy["seconds"] > 0 and proxy["regenerate_seconds"] > 0 for proxy in result["proxies"])
     assert json.loads((tmp_path / "audit.json").read_text()) == result
     out = capfd.readouterr().out
-    assert "nvfp4 2 steps" in out and "bf16 1 of 2 steps" in out
+    assert "nvfp4 2 steps" in out and "bf16 1 of 2 steps (1.00)" in out
     assert result["recommended"]["command"] in out
     with Image.open(tmp_path / "audit.png") as picture:
         assert min(picture.size) > 300
@@ -94,6 +138,8 @@ def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
         ("sampler:merged,steps:6,solver:dpm2", "sol_rl"),
         ("sampler:merged,steps:10,stop_after:3", "prefix"),
         ("sampler:shadow,steps:6,stop_after:3", "prefix"),
+        ("sampler:merged,steps:10,stop_below:0.7", "prefix"),
+        ("sampler:merged,steps:10,rungs:[{below:0.8,keep:48},{step:5,keep:24}]", "race"),
         ("sampler:merged,steps:10,rungs:[{step:3,keep:48},{step:5,keep:24}]", "race"),
         ("sampler:shadow,steps:6,rungs:[{step:2,keep:30},{step:6,keep:24}]", "race"),
         ("sampler:merged,steps:10", None),
@@ -105,9 +151,9 @@ def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, pro
     options = ("model.preview_decoder=tiny", "+trainer.deterministic=true", "prompts_per_iteration=3")
     options += ("family.compile=false", "family.explore.steps=3")
     cfg = compose("task=audit", *options, f"task.proxies=[{{{proxy}}}]")
-    stages = _stages(cfg.task.proxies[0], cfg)
-    precision = cfg.task.proxies[0].precision or "nvfp4"
-    written = command_of(Scored(stages, precision, "", torch.zeros(1, 96), {}, 0.0), cfg)
+    explorer = cfg.task.proxies[0]
+    stages = _stages("task.proxies.0", explorer, cfg, uniform_sigmas)
+    written = command_of(explorer, explorer.precision or "nvfp4", cfg)
     if family is None or written is None:
         assert written is None and family is None
         return
@@ -115,8 +161,8 @@ def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, pro
     run = compose(*arguments)
     assert program == "solrl_lightning" and f"family={family}" in arguments
     explored = [stage._replace(name="explore") for stage in stages[:-1]]
-    assert stages_of(run, build_objective(run)) == explored + stages[-1:]
-    named = precision if stages[0].sampler == "shadow" else "auto"
+    assert levels_of(run, build_objective(run), uniform_sigmas) == [explored + stages[-1:]]
+    named = explorer.precision or "nvfp4" if stages[0].sampler == "shadow" else "auto"
     assert (run.family.pool, run.family.keep, run.precision.name) == (96, 24, named)
     assert (run.family.compile, run.trainer["deterministic"], run.prompts_per_iteration) == (False, True, 3)
 

@@ -16,9 +16,10 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from nano import MAX_WORDS, save_nano, save_preview_decoder
+from sigmas import uniform_sigmas
 from torch import Tensor
 
-from solrl_lightning.build import build_loop, build_module, build_objective, levels_of
+from solrl_lightning.build import build_loop, build_module, build_objective, samplers_of
 from solrl_lightning.callbacks import ema
 from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
 from solrl_lightning.callbacks.ema import WeightEMA
@@ -133,9 +134,8 @@ def make(tmp_path: Path, *overrides: str, callbacks: tuple[Callback, ...] = (), 
         callbacks=[Requantize(), WeightEMA(), *callbacks, recorder],
     )
     objective = build_objective(cfg)
-    stages = [stage for level in levels_of(cfg, objective) for stage in level]
-    module = build_module(cfg, trainer.strategy.root_device, stages, objective)
-    return Run(module, trainer, build_loop(cfg, trainer, objective), recorder)
+    module = build_module(cfg, trainer.strategy.root_device, samplers_of(cfg), objective)
+    return Run(module, trainer, build_loop(cfg, trainer, objective, module.policy.sigmas), recorder)
 
 
 def fit(run: Run, ckpt: Path | None = None) -> Run:
@@ -307,6 +307,20 @@ def test_prefix_family_resumes_kept_trajectories(tmp_path: Path) -> None:
     torch.testing.assert_close(check.rollouts.x0, check.again.x0, rtol=0, atol=0.05)
     torch.testing.assert_close(check.rollouts.rewards, check.again.rewards, rtol=0, atol=0.02)
     assert not torch.equal(check.rollouts.proxy_rewards, check.rollouts.rewards)
+
+
+def test_noise_levels_give_the_run_of_their_steps(tmp_path: Path) -> None:
+    def state(family: str, *options: str) -> Tensor:
+        run = train(tmp_path, f"family={family}", "model.full_steps=5", *options)
+        explored = [candidates.merits.flatten() for candidates in run.recorder.candidates]
+        return torch.cat([weights(run.module), *explored, torch.tensor([run.loop.cost()["evaluations"]])])
+
+    explore = "family.explore"
+    prefix = state("prefix", f"{explore}.stop_after=null", f"{explore}.stop_below=0.8")
+    assert torch.equal(prefix, state("prefix", f"{explore}.stop_after=2"))
+    race = state("race", f"{explore}.rungs=[{{below:0.8,keep:4}},{{below:0.5,keep:3}}]")
+    assert torch.equal(race, state("race", f"{explore}.rungs=[{{step:2,keep:4}},{{step:4,keep:3}}]"))
+    assert not torch.equal(prefix, state("prefix", f"{explore}.stop_after=3"))
 
 
 def test_race_resumes_survivors_of_each_rung(tmp_path: Path) -> None:
@@ -734,9 +748,7 @@ LEVELS = (
 
 def make_adaptive(folder: Path, callbacks: tuple[Callback, ...] = (), max_epochs: int = 3) -> Run:
     """Every probe moves: at most this correlation up, above it down."""
-    cfg = composed(*LEVELS)
-    rule = Rule(threshold=0.85, margin=0.0, patience=1)
-    adaptive = AdaptiveExploration(levels_of(cfg, build_objective(cfg)), 1, rule)
+    adaptive = AdaptiveExploration(1, Rule(threshold=0.85, margin=0.0, patience=1))
     callbacks = (RankCorrelation(probe_every=1), adaptive, *callbacks)
     return make(folder, *LEVELS, callbacks=callbacks, max_epochs=max_epochs)
 
@@ -810,7 +822,7 @@ def test_more_devices_than_prompts_raises(tmp_path: Path) -> None:
     cfg = composed("prompts_per_iteration=1")
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match="prompts_per_iteration=.* is invalid: every device needs at least one prompt"):
-        build_loop(cfg, trainer, NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5))
+        build_loop(cfg, trainer, NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5), uniform_sigmas)
 
 
 def test_only_policy_is_trained_and_old_policy_follows(tmp_path: Path) -> None:

@@ -1,0 +1,115 @@
+"""The search of task=audit: where exploration in BF16 may stop, simulated on one trajectory of the pool.
+
+The images predicted at its steps are scored once. ``family=prefix`` with every step and ``family=race`` with pairs of
+steps select from these scores as they would in a run.
+
+Shapes: P prompts, N pool, K candidates of a stage, R rewards.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, product
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from solrl_lightning.build import exploring_stages
+from solrl_lightning.metrics.rank import reward_gap
+from solrl_lightning.options.family import Explorer, Rung
+from solrl_lightning.rollout.explore import Run as RunStage
+from solrl_lightning.rollout.explore import run_family
+from solrl_lightning.rollout.records import Candidates
+from solrl_lightning.rollout.select import take
+from solrl_lightning.rollout.stage import REGENERATE, Sigmas, Stage, evaluations, level_of, steps_label
+from solrl_lightning.sampling import SolverState
+
+_EIGHTHS = (3, 4, 5, 6)  # of the pool, that the first of two rungs keeps
+
+
+def score_steps(stage: Stage, seeds: Tensor, run: RunStage) -> dict[int, Tensor]:
+    """Return the scores [P, N, R] on the CPU by step, from the second step of ``stage`` to the last but one.
+
+    The first step predicts from pure noise, whose level is that of no early stop.
+    """
+    scores, state = {}, None
+    for step in range(2, stage.steps):
+        candidates = run(stage._replace(stop_step=step), seeds, state)
+        scores[step], state = candidates.scores.cpu(), candidates.state
+    return scores
+
+
+def simulate(stages: Sequence[Stage], scores: Mapping[int, Tensor], merits: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the merits [P, N] of the pool that ``stages`` explore, from the ``scores`` of their steps.
+
+    ``merits``: of scores [P, K, R], as those of the rewards.
+    """
+
+    def look_up(stage: Stage, places: Tensor, state: SolverState | None) -> Candidates:
+        scored = take(scores[stage.stop_step or stage.steps], places)
+        return Candidates(places, None, merits(scored), scored, merits(scored))
+
+    count, pool, _ = scores[min(scores)].shape
+    return run_family(stages, torch.arange(pool).expand(count, pool), [""] * count, look_up).pool.merits
+
+
+class EarlyStop(NamedTuple):
+    """A way to explore in BF16, and what it keeps."""
+
+    explorer: Explorer
+    name: str  # steps and noise levels
+    keep: list[int | None]  # candidates that continue after each stop
+    evaluations: int  # of the model, a prompt, with those that regenerate
+    gap_kept: float  # share of the reward gap
+
+    @property
+    def family(self) -> str:
+        return "race" if self.explorer.rungs else "prefix"
+
+
+def early_stops(explorer: Explorer, sigmas: Tensor, pool: int, keep: int) -> Iterator[Explorer]:
+    """Yield ways to explore: a stop at each noise level, and two rungs at each pair of levels."""
+    levels = [float(level_of(step, sigmas)) for step in range(2, explorer.steps)]
+    kept = [number for number in (pool * eighths // 8 for eighths in _EIGHTHS) if keep < number < pool]
+    whole = explorer.model_copy(update={"stop_after": None})
+    for level in levels:
+        yield whole.model_copy(update={"stop_below": level})
+    for (first, second), number in product(combinations(levels, 2), kept):
+        yield whole.model_copy(update={"rungs": [Rung(below=first, keep=number), Rung(below=second, keep=keep)]})
+
+
+def search(
+    explorer: Explorer,
+    scores: Mapping[int, Tensor],
+    merits: Callable[[Tensor], Tensor],
+    truth: Tensor,
+    sigmas: Sigmas,
+    keep: int,
+) -> list[EarlyStop]:
+    """Simulate the early stops of ``explorer``; the cheapest is first. ``truth``: merits [P, N]."""
+    assert explorer.solver is not None, "the families name it"
+    pool, gap, stops = truth.shape[1], reward_gap(truth, truth, keep), []
+    regenerate = Stage(REGENERATE, explorer.sampler, explorer.steps, explorer.solver)
+    for candidate in early_stops(explorer, sigmas(explorer.steps), pool, keep):
+        stages = exploring_stages("", candidate, explorer.solver, keep, sigmas)
+        name, kept = label(stages, levels_at(stages, sigmas)), [stage.keep for stage in stages]
+        share = reward_gap(simulate(stages, scores, merits), truth, keep) / gap
+        stops.append(EarlyStop(candidate, name, kept, sum(evaluations([*stages, regenerate], pool)), share))
+    return sorted(stops, key=lambda stop: (stop.evaluations, -stop.gap_kept))
+
+
+def cheapest(stops: Sequence[EarlyStop], family: str, min_gap: float) -> EarlyStop | None:
+    """Return the first of ``family`` that keeps ``min_gap`` of the gap; without one, the one that keeps most."""
+    of_family = [stop for stop in stops if stop.family == family]
+    enough = (stop for stop in of_family if stop.gap_kept >= min_gap)
+    return next(enough, max(of_family, key=lambda stop: stop.gap_kept, default=None))
+
+
+def levels_at(stages: Sequence[Stage], sigmas: Sigmas) -> list[str]:
+    """Return the noise level from which each stage predicts the images that it scores, rounded up."""
+    return [level_of(stage.stop_step or stage.steps, sigmas(stage.steps)) for stage in stages]
+
+
+def label(stages: Sequence[Stage], levels: Sequence[str]) -> str:
+    """Return the steps of exploration, and the noise levels of early stops: ``4 of 10 steps (0.70)``."""
+    text = steps_label(stages)
+    return f"{text} ({'/'.join(levels)})" if " of " in text else text
