@@ -11,6 +11,7 @@ Shapes: P prompts, N pool.
 """
 
 import io
+import logging
 import shlex
 import time
 from collections import defaultdict
@@ -41,6 +42,8 @@ from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.audit_search import cheapest, label, levels_at, score_steps, search
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.samplers import MERGED, SHADOW
+
+log = logging.getLogger(__name__)
 
 _PROXY = "proxy"  # name of an explorer's stages here, where an image that is not finite is an error
 # Of a label in the picture: offset in points, alignment.
@@ -199,6 +202,7 @@ def score_pool(cfg: Run, explorers: Mapping[str, Explorer], with_truth: bool) ->
         merits, reward = pool.merits.cpu(), pool.rewards.mean().item()
         levels = levels_at([stage for stage in stages if stage.name == _PROXY], sigmas)
         scored.append(Scored(explorer, stages, precision, backend, merits, seconds, reward, levels))
+        log.info("scored by %s in %.1f s", name_of(scored[-1], cfg.model.solver), sum(seconds_of.values()))
     return scored
 
 

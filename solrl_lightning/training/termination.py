@@ -15,7 +15,7 @@ class Termination:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.requested = False  # of this rank
-        trainer._signal_connector._sigterm_notifier_fn = self._request  # type: ignore[method-assign]
+        trainer._signal_connector._sigterm_notifier_fn = self._request  # type: ignore[assignment,method-assign]
         trainer.fit_loop.epoch_loop._broadcast_sigterm_tensor = self.raise_on_all  # type: ignore[method-assign]
 
     def _request(self, number: int, frame: FrameType | None) -> None:
