@@ -87,14 +87,6 @@ def cosine(iterations: float, warmup: float = 0) -> Factor:
     return lambda done: _risen(done, warmup) * (1 + math.cos(math.pi * _progress(done, iterations, warmup))) / 2
 
 
-def inverse(half_after: float, warmup: float = 0) -> Factor:
-    """Return the factor 1 / (1 + t / half_after), t iterations after the warm-up; it needs no end of the run.
-
-    Rates of this form let noisy gradients average out (Robbins and Monro 1951).
-    """
-    return lambda done: _risen(done, warmup) / (1 + max(done - warmup, 0.0) / half_after)
-
-
 def _risen(done: float, warmup: float) -> float:
     return (done + 1) / (warmup + 1) if done < warmup else 1.0
 
