@@ -37,19 +37,12 @@ def has_fast_bf16_products() -> bool:
 def has_fast_bf16_attention() -> bool:
     """Return whether this CPU computes attention and its gradients faster in bfloat16 than on widened operands."""
     x = torch.ones(16, 4, 32, 32, dtype=torch.bfloat16, requires_grad=True)
-    return _is_faster(lambda: _attention_step(x, nullcontext()), lambda: _attention_step(x, FP32Attention()))
 
+    def step(mode: AbstractContextManager[Any]) -> None:
+        with mode:
+            F.scaled_dot_product_attention(x, x, x).sum().backward()
 
-@cache
-def has_fast_bf16_scores() -> bool:
-    """Return whether attention and its gradients are faster by `BF16Attention` than on widened operands here."""
-    x = torch.ones(1, 4, 512, 32, dtype=torch.bfloat16, requires_grad=True)
-    return _is_faster(lambda: _attention_step(x, BF16Attention()), lambda: _attention_step(x, FP32Attention()))
-
-
-def _attention_step(x: Tensor, mode: AbstractContextManager[Any]) -> None:
-    with mode:
-        F.scaled_dot_product_attention(x, x, x).sum().backward()
+    return _is_faster(lambda: step(nullcontext()), lambda: step(FP32Attention()))
 
 
 @torch.enable_grad()
@@ -202,10 +195,10 @@ def logistic_gelu(x: Tensor) -> Tensor:
 
 
 def use_compiled_arithmetic(transformer: nn.Module) -> None:
-    """Replace what Inductor computes slowly on a CPU, in place: attention, if `BF16Attention` is faster, and GELU."""
+    """Replace what Inductor computes slowly on a CPU, in place: attention, if bfloat16 products are fast, and GELU."""
     module: Any
     for module in transformer.modules():
-        if hasattr(module, "attention_mode") and has_fast_bf16_scores():
+        if hasattr(module, "attention_mode") and has_fast_bf16_products():
             module.attention_mode = BF16Attention
         if getattr(module, "approximate", None) == "tanh":
             if type(module) is nn.GELU:

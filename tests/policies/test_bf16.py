@@ -164,7 +164,7 @@ def test_only_compiled_transformers_get_the_compiled_arithmetic(
     architecture: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bf16, "has_fast_bf16_attention", lambda: False)
-    monkeypatch.setattr(bf16, "has_fast_bf16_scores", lambda: True)
+    monkeypatch.setattr(bf16, "has_fast_bf16_products", lambda: True)
     policy = load_nano(architecture, folder)
 
     def count(kinds: Any) -> int:
