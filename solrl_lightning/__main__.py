@@ -4,7 +4,7 @@ A mistake is reported in one message without a traceback, before a model library
 written.
 """
 
-from solrl_lightning.machine import threads  # first: it measures the machine while the others are loaded
+from solrl_lightning.machine import interrupts, threads  # first: they act while the others are loaded
 
 # isort: split
 import logging
@@ -35,6 +35,8 @@ from solrl_lightning.cli.launch import check_launched, is_first, launched, ranks
 from solrl_lightning.cli.resume import check_contents, check_left, resume
 from solrl_lightning.cli.sweep_job import isolated_sweep_job
 from solrl_lightning.errors import UserError
+
+interrupts.restore()
 
 if TYPE_CHECKING:  # a mistyped name is told before pydantic is loaded
     from solrl_lightning.options.run import Run
@@ -164,6 +166,8 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
     flags = _flags(arguments)
     if flags.hydra_help or flags.version or flags.shell_completion or flags.experimental_rerun:
         return arguments, {}
+    if flags.resolve and not flags.cfg and not flags.help:
+        raise UserError("--resolve goes with --cfg or --help. Use --cfg job --resolve.")
     if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
         raise UserError(f"--config-dir must be a folder; there is none at {flags.config_dir}.")
     try:
@@ -206,7 +210,9 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         is_over = done >= iterations or seconds >= limit
         if resumed.requeued and (end == "stopped early" or (end is not None and is_over)):
             ended = f"has ended after {counted(done, 'iteration')}"
-            _print_first(f"ckpt=auto: the run in {resumed.folder} {ended}; nothing to do")
+            _print_first(
+                f"ckpt=auto: the run in {resumed.folder} {ended}; nothing to do"
+            )
             raise SystemExit(0)
         if resumed.training and (resumed.folder is None or end is not None):
             check_left(resumed.checkpoint, done, "iterations", iterations)

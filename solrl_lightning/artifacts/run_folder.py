@@ -43,6 +43,8 @@ def check_new(folder: Path) -> None:
             fix = f"continue one of its runs with ckpt=last hydra.run.dir={folder}/<run>"
         elif (folder / LAST).exists():
             fix = f"continue the run in it with ckpt=last hydra.run.dir={folder}"
+        elif (folder / BEST).exists():
+            fix = f"branch from its best evaluation with ckpt={folder / BEST}; {LAST} is missing"
         else:
             fix = "remove it: there is no checkpoint in it to resume from"
         raise UserError(

@@ -263,15 +263,20 @@ def check_checkpoint(file: Path) -> None:
     if not file.is_file():
         kind = "it is a folder" if file.is_dir() else "there is no such file"
         raise UserError(f"ckpt={file} is invalid: {kind}. Name a checkpoint file, or use ckpt=last.")
+    if file.suffix == ".safetensors":
+        rule = "it must be a checkpoint of a run. Begin a new run from this LoRA"
+        raise UserError(f"ckpt={file} is invalid: {rule} with model.init_lora={file}.")
+    others = [name for name in (BEST, LAST) if name.name != file.name and (file.parent / name.name).is_file()]
+    fix = f"Take ckpt={file.parent / others[0].name}" if others else "Take another checkpoint"
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()  # torch.load with mmap reads no checksums
     except (zipfile.BadZipFile, EOFError, OSError) as error:
         raise UserError(
-            f"The checkpoint {file} is damaged or cut short ({error}). Take another checkpoint, or start the run again."
+            f"The checkpoint {file} is damaged or cut short ({error}). {fix}, or start the run again."
         ) from error
     if damaged:
-        raise UserError(f"The checkpoint {file} is damaged at {damaged}. Take another one, or start the run again.")
+        raise UserError(f"The checkpoint {file} is damaged at {damaged}. {fix}, or start the run again.")
 
 
 def check_contents(ckpt: Path) -> tuple[int, float]:

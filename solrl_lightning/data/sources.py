@@ -111,6 +111,10 @@ def check_source(source: str) -> None:
             )
         return
     path = Path(source)
+    if not source:
+        raise UserError(
+            "the prompt source '' is invalid: it is empty. Name a file, or leave data.train or data.eval out."
+        )
     if not path.is_file():
         problem = "is not a file" if path.exists() else "does not exist"
         near = difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.7)
@@ -182,7 +186,7 @@ def _json_record(line: str) -> Record | str:
     except RecursionError:
         return f"{rule}, and this one is nested too deeply"
     except json.JSONDecodeError as error:
-        return f"{rule} ({error.msg} at character {error.pos + 1})"
+        return f"{rule} ({error.msg.removesuffix(' at')} at character {error.pos + 1})"
     if not isinstance(row, dict):
         return f"{rule}; got {line.strip()[:60]}"
     prompt, tag = row.get("prompt"), row.get("tag")

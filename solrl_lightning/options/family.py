@@ -83,6 +83,7 @@ class Explorer(Group):
                 f"level, below, under the one before it), and a keep not above the one before it, from the pool of "
                 f"{pool} down to {keep} in the last rung.",
                 f"{key}.rungs",
+                f"Set it so, or leave {HERE}.pool and {HERE}.keep out.",
             )
 
 

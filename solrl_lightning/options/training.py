@@ -1,12 +1,20 @@
 """``objective``, ``optimizer``, ``scheduler`` and ``old_policy``: what an optimiser step is made of."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from typing_extensions import Required, TypedDict
 
-from solrl_lightning.options.rules import NODE, Count, Finite, NotNegative, Positive, Share, number
+from solrl_lightning.options.rules import NODE, Count, Finite, NotNegative, Positive, Share, must_be, number
 
 _EPS = "a finite number of at least 1e-30, as float32 takes smaller ones for 0 and a step divides by it"
+
+
+def are_decays(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and len(value) >= 2
+        and all(type(decay) in (int, float) and 0 <= decay < 1 for decay in value)
+    )
 
 
 class Objective(TypedDict, total=False):
@@ -53,7 +61,9 @@ class Optimizer(TypedDict, total=False):
     """The parameters follow later."""
     lr: Positive
     """Learning rate, multiplied by the factor of the scheduler."""
-    betas: list[Finite]
+    betas: Annotated[
+        list[float], must_be("a list of two numbers of at least 0 and below 1, such as [0.9, 0.999]", are_decays)
+    ]
     """Decay of the two moments per step."""
     weight_decay: NotNegative
     """Decoupled weight decay."""

@@ -7,14 +7,17 @@ here a missing weight is an error.
 import importlib
 import pkgutil
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline
+from diffusers.utils import logging as diffusers_logging
 from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import policies
 from solrl_lightning.artifacts.hub import fetch as fetch_file
@@ -23,6 +26,20 @@ from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.policies.config_files import INDEX
 
 ONLY_TRANSFORMER_IN_BF16 = {"transformer": torch.bfloat16, "default": torch.float32}
+
+
+@contextmanager
+def errors_only() -> Iterator[None]:
+    """Hide the warnings of diffusers and transformers."""
+    libraries = diffusers_logging, transformers_logging
+    levels = [library.get_verbosity() for library in libraries]
+    for library in libraries:
+        library.set_verbosity_error()
+    try:
+        yield
+    finally:
+        for library, level in zip(libraries, levels, strict=True):
+            library.set_verbosity(level)
 
 
 def load_pipeline(

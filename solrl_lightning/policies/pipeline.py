@@ -31,7 +31,7 @@ from solrl_lightning.policies.conditioning import Conditioning, Row, stack_rows
 from solrl_lightning.policies.config_files import TINY
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
 from solrl_lightning.policies.guidance import guide
-from solrl_lightning.policies.loading import load_pipeline
+from solrl_lightning.policies.loading import errors_only, load_pipeline
 from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
 from solrl_lightning.policies.random_weights import random_pipeline, random_row
 from solrl_lightning.seeds import noise
@@ -96,7 +96,7 @@ class PipelineAdapter(ABC):
         self.decode_batch, self.variant, self.device = decode_batch, variant, torch.device(device)
         self.dtypes = {name: _dtype(name, value) for name, value in dtypes.items()}
         home = torch.device(transformer_device or self.device)
-        self.encode_on = encode_on
+        self.encode_on, self._noted_long_prompt = encode_on, False
         self.cache: EmbeddingCache | None = None
         self.random = weights == "random"
         if self.random:
@@ -218,8 +218,10 @@ class PipelineAdapter(ABC):
         device = self.device if self.encode_on == "device" else torch.device("cpu")
         for module in modules:
             module.to(device)
+        self._note_long_prompts(texts)
         chunks = [texts[first : first + EMBED_BATCH] for first in range(0, len(texts), EMBED_BATCH)]
-        parts = [self.encode_uncached(chunk, device) for chunk in chunks]
+        with errors_only():  # the pipelines print the text that a tokenizer drops, in full
+            parts = [self.encode_uncached(chunk, device) for chunk in chunks]
         if device.type != "cpu":
             for module in modules:
                 module.to("cpu")
@@ -228,6 +230,20 @@ class PipelineAdapter(ABC):
             for part, chunk in zip(parts, chunks, strict=True)
             for row in range(len(chunk))
         ]
+
+    def _note_long_prompts(self, texts: list[str]) -> None:
+        """Warn of the first prompt that a tokenizer does not read to its end."""
+        for name in self.encoders:
+            tokenizer = self.pipeline.components[name]
+            if self._noted_long_prompt or tokenizer is None or isinstance(tokenizer, nn.Module):
+                continue
+            limit = min(tokenizer.model_max_length, self.max_sequence_length)
+            counts = [len(ids) for ids in tokenizer(texts, verbose=False).input_ids]
+            if max(counts) > limit:
+                self._noted_long_prompt = True
+                text = texts[counts.index(max(counts))]
+                message = "the prompt %r... has %d tokens, of which %s reads %d; prompts as long as this are cut off"
+                log.warning(message, text[:40], max(counts), name, limit)
 
     # Images
 

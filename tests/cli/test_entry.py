@@ -294,6 +294,8 @@ def test_folder_that_holds_a_run_is_an_error(command: Command, tmp_path: Path, t
     message = error_of(command, "hydra.run.dir=old")
     assert f"already holds a run ({path.name})" in message and "no checkpoint in it" in message
     (tmp_path / "old" / "checkpoints").mkdir(exist_ok=True)
+    (tmp_path / "old" / "checkpoints" / "best.ckpt").touch()
+    assert "ckpt=old/checkpoints/best.ckpt; checkpoints/last.ckpt is missing" in error_of(command, "hydra.run.dir=old")
     (tmp_path / "old" / "checkpoints" / "last.ckpt").touch()
     assert "ckpt=last hydra.run.dir=old" in error_of(command, "hydra.run.dir=old")
 
@@ -310,6 +312,10 @@ def test_error_names_the_damage_of_a_checkpoint(command: Command, tmp_path: Path
     content = bytearray((tmp_path / "good").read_bytes())
     (tmp_path / "cut.ckpt").write_bytes(content[: len(content) // 2])
     assert "damaged or cut short" in error_of(command, "ckpt=cut.ckpt")
+    (tmp_path / "best.ckpt").touch()
+    assert "Take ckpt=best.ckpt, or start" in error_of(command, "ckpt=cut.ckpt")
+    (tmp_path / "lora.safetensors").touch()
+    assert "Begin a new run from this LoRA with model.init_lora=lora.safe" in error_of(command, "ckpt=lora.safetensors")
     content[content.index(weights.numpy().tobytes()) + 400] ^= 1
     (tmp_path / "flipped.ckpt").write_bytes(content)
     assert "is damaged at" in error_of(command, "ckpt=flipped.ckpt")
@@ -658,6 +664,24 @@ def test_command_without_an_output_runs(tmp_path: Path) -> None:
     program = shlex.join([sys.executable, "-m", "solrl_lightning", PRINTS])
     result = subprocess.run(["sh", "-c", f"{program} >&-"], cwd=tmp_path, capture_output=True, text=True)
     assert (result.returncode, result.stderr) == (0, "")
+
+
+CTRL_C_AT_AN_IMPORT = """
+import runpy, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *others):
+        if name == "hydra":
+            signal.raise_signal(signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("solrl_lightning", run_name="__main__")
+"""
+
+
+def test_ctrl_c_while_libraries_are_loaded_ends_without_a_traceback(tmp_path: Path) -> None:
+    result = subprocess.run([sys.executable, "-c", CTRL_C_AT_AN_IMPORT], cwd=tmp_path, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (-signal.SIGINT, "")
 
 
 HEAVY = {"torch", "diffusers", "transformers", "lightning"}

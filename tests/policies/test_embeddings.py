@@ -129,6 +129,21 @@ def test_encoders_are_loaded_for_the_first_new_prompt_only(architecture: str, fo
     assert longer.cache.load(PROMPTS[0]) is None
 
 
+def test_one_line_names_the_first_prompt_that_is_cut_off(
+    architecture: str, folder: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    policy = load_nano(architecture, folder)
+    policy.encode(["a red"])
+    assert not caplog.messages
+    capfd.readouterr()  # the bars of loading
+    long = " ".join(["a red square"] * 300)
+    policy.encode([PROMPTS[0], long])
+    policy.encode([f"{long} left"])
+    (message,) = caplog.messages
+    assert message.startswith(f"the prompt {long[:40]!r}... has ") and "cut off" in message and len(message) < 200
+    assert capfd.readouterr() == ("", "")
+
+
 def test_encoders_move_to_a_gpu_for_embedding_only(
     architecture: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

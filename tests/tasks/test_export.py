@@ -120,7 +120,7 @@ def test_merged_folder_has_exactly_the_names_and_the_dtype_of_the_base(tmp_path:
 
 def test_usage_lines_of_the_card_run(exact: Exported) -> None:
     card = (exact.folder / "README.md").read_text()
-    assert exact.pipeline not in card and "no evaluation of the base" in card
+    assert exact.pipeline not in card and "no evaluation of its base model" in card
     assert "| precision | fp8 (emulated) |" in card
     named = card.replace("<this folder>", str(exact.folder)).replace("<folder of the base model>", exact.pipeline)
     blocks = re.findall("```python\n(.*?)```", named, flags=re.DOTALL)
@@ -176,7 +176,9 @@ def test_card_of_an_open_and_of_an_unknown_base() -> None:
     assert ModelCard(text).data.license == "apache-2.0" and "Qwen/Qwen-Image is under the Apache-2.0" in text
     text = card_of("someone/other", iterations=41)
     assert ModelCard(text).data.license is None
-    assert "no evaluation of the base and after 41 iterations" in text and "22.0000" not in text
+    assert (
+        "no evaluation of its base model that compares with one after 41 iterations" in text and "22.0000" not in text
+    )
 
 
 def test_upload_sends_the_weights_and_the_card_only(
