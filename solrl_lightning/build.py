@@ -320,7 +320,7 @@ def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas)
     """``sigmas``: the policy's noise levels."""
     return ExploreTrainLoop(
         trainer,
-        schedule=PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed),
+        schedule=PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed, cfg.family.uses),
         levels=levels_of(cfg, objective, sigmas),
         pool=cfg.family.pool,
         objective=objective,
@@ -328,4 +328,5 @@ def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas)
         optimizer_steps=cfg.optimizer_steps,
         seed=cfg.seed,
         max_seconds=cfg.max_seconds,
+        sets=cfg.family.sets,
     )

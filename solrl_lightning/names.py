@@ -8,6 +8,7 @@ Sampler = Literal["shadow", "merged", "policy"]
 TrainingSampler = Literal["merged", "policy"]
 SolverName = Literal["euler", "dpm2"]
 Decoder = Literal["full", "bf16", "preview"]
+Reuse = Literal["same", "next"]
 Storage = Literal["bfloat16", "int8", "nf4"]
 Combination = Literal["sum", "gdpo"]
 SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)

@@ -89,7 +89,7 @@ def check_prompts(options: Run) -> None:
     if "train" in options.task.reads:
         from solrl_lightning.data.prompts import PromptSchedule  # imports torch
 
-        PromptSchedule(prompts.train, options.prompts_per_iteration, options.seed)
+        PromptSchedule(prompts.train, options.prompts_per_iteration, options.seed, options.family.uses)
     if any(member["_target_"] == GENEVAL for member in options.reward.members.values()):
         texts = [*prompts.train, *prompts.eval]
         check_metadata(texts, [prompts.metadata.get(text, {}) for text in texts])

@@ -36,6 +36,14 @@ def select_contrastive(scores: Tensor, keep: int) -> Tensor:
     return torch.cat([best, ascending[:, : keep - keep // 2]], dim=1)
 
 
+def deal(extremes: Tensor, sets: int) -> tuple[Tensor, ...]:
+    """Return S sets [P, K] of the extremes [P, S * K] of ``select_contrastive``, dealt in turn.
+
+    With an even K each set has as many of the best as of the worst.
+    """
+    return extremes.unflatten(1, (-1, sets)).unbind(2)
+
+
 def rerank(scores: Tensor, places: Tensor, rewards: Tensor) -> Tensor:
     """Return scores [P, N], permuted at ``places`` [P, K] into the order of ``rewards`` [P, K].
 

@@ -265,7 +265,7 @@ def command_of(explorer: Explorer, precision: str, cfg: Run) -> str | None:
     all_of_it = any(override.startswith("experiment=") for override in task.overrides)  # which may set them, too
     arguments += [f"family.{key}={count}" for key, count in counts.items() if all_of_it or count != defaults[key]]
     for key, value in ({"stop_below": None} | defaults["explore"]).items():
-        if value != explore[key] or (all_of_it and value is not None):
+        if key in explore and (value != explore[key] or (all_of_it and value is not None)):
             arguments.append(f"family.explore.{key}={written(explore[key]).replace(' ', '')}")
     return shlex.join(["python", "-m", "solrl_lightning", *arguments, *filter(_is_kept, task.overrides)])
 

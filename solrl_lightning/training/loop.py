@@ -30,11 +30,12 @@ from solrl_lightning.data.prompts import PromptSchedule, digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.guidance import forward_passes
-from solrl_lightning.rollout.explore import run_family
+from solrl_lightning.rollout.explore import Kept, run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
 from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates, evaluations
 from solrl_lightning.sampling import SolverState, start
 from solrl_lightning.seeds import pool_seeds
+from solrl_lightning.training.kept_seeds import KeptSeeds
 from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES, Stopwatch
@@ -59,9 +60,10 @@ class ExploreTrainLoop(_FitLoop):
         optimizer_steps: optimiser steps per iteration, each on an equal share of its rows.
         seed: seed of the candidates.
         max_seconds: of training, as in ``cost``; the run ends at the end of the iteration that reaches them.
+        sets: sets of seeds that an exploration selects; see `KeptSeeds`.
 
     Raises:
-        UserError: there are fewer prompts per iteration than ranks.
+        UserError: there are fewer new prompts per iteration than ranks.
     """
 
     def __init__(
@@ -75,21 +77,23 @@ class ExploreTrainLoop(_FitLoop):
         optimizer_steps: int,
         seed: int,
         max_seconds: float | None = None,
+        sets: int = 1,
     ) -> None:
         super().__init__(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
         self.epoch_loop = trainer.fit_loop.epoch_loop  # has the Trainer's max_steps
-        if schedule.per_iteration < trainer.world_size:
+        if schedule.new < trainer.world_size:
+            explored = f" to explore, with family.explore.every={schedule.uses}" if schedule.uses > 1 else ""
             raise UserError(
-                f"prompts_per_iteration={schedule.per_iteration} is invalid: every device needs at least one prompt; "
-                f"there are {trainer.world_size} devices. Use prompts_per_iteration={trainer.world_size}, or lower "
-                "trainer.devices."
+                f"prompts_per_iteration={schedule.per_iteration} is invalid: every device needs at least one prompt"
+                f"{explored}; there are {trainer.world_size} devices. Use prompts_per_iteration="
+                f"{trainer.world_size * schedule.uses}, or lower trainer.devices."
             )
         self.schedule, self.pool, self.seed = schedule, pool, seed
         self.levels = levels
         self.stages = stages = levels[-1]
         self.objective, self.max_seconds = objective, max_seconds
-        keep = next((stage.keep for stage in reversed(stages) if stage.keep is not None), pool)
-        rows = keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt
+        self.keep = next((stage.keep for stage in reversed(stages) if stage.keep is not None), pool)
+        rows = self.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt
         ranks = trainer.world_size
         self.plan = plan_micro_batches(schedule.per_iteration, rows, micro_batch, ranks, optimizer_steps)
         self.loader: RolloutLoader[TrainingBatch] = RolloutLoader(optimizer_steps * self.plan.micro_batches)
@@ -102,6 +106,9 @@ class ExploreTrainLoop(_FitLoop):
         self._seconds_before = 0.0  # in the runs that this one resumes
         self._training_velocities_per_prompt = rows * objective.forward_passes
         self._encoded: tuple[int, EncodedPrompts] | None = None  # first iteration of those encoded, their prompts
+        self.kept_seeds = KeptSeeds(schedule, sets)
+        self.reused_prompts = 0
+        """Prompts of all ranks, the last of the iteration, that it does not explore."""
         self.explored: Candidates | None = None
         """The whole pool with its proxy rewards; None in families of one stage."""
         self._rollouts: Rollouts | None = None
@@ -149,17 +156,44 @@ class ExploreTrainLoop(_FitLoop):
         """Explore, select and regenerate on this rank's prompts, and return the training rows."""
         iteration = self.trainer.current_epoch
         texts = self._texts(iteration)
-        seeds = pool_seeds(self.seed, iteration, texts, self.pool)
+        self.reused_prompts = self.kept_seeds.reused(iteration)
+        new = len(self._places_of_new_prompts)
+        seeds = pool_seeds(self.seed, iteration, texts[:new], self.pool)
         with self.stopwatch.stage(self.stages[0].name):
             prompts = self._encode(iteration, texts)
-        pool, samples, proxy_rewards = run_family(self.stages, seeds, texts, partial(self._run, prompts))
+        run = partial(self._run, prompts.rows(range(new)))
+        pool, samples, kept = run_family(self.stages, seeds, texts[:new], run, self.kept_seeds.sets)
         self.explored = pool if len(self.stages) > 1 else None
+        proxy_rewards = kept.merits[:, 0]
+        if reused := texts[new:]:
+            earlier = self.kept_seeds.next_set(reused)
+            run = partial(self._run, prompts.rows(range(new, len(texts))))
+            samples = samples.joined(run(self.stages[-1], earlier.seeds[:, 0]))
+            proxy_rewards = torch.cat([proxy_rewards, earlier.merits[:, 0].to(proxy_rewards)])
+        if self.schedule.uses > 1:
+            self.kept_seeds.keep(iteration, self._of_all_ranks(kept))
         merits = self._module.rewards.for_training.merits(samples.scores)  # among the samples, not in the pool
         advantages = self.objective.advantages(merits, self._sum)
         rewards = (proxy_rewards, samples.rewards, samples.scores, advantages)
-        self._rollouts = Rollouts(texts, samples.seeds, samples.x0, *rewards, samples.recorded_steps)
+        history = samples.recorded_steps, len(reused), iteration
+        self._rollouts = Rollouts(texts, samples.seeds, samples.x0, *rewards, *history)
         sigmas = self._module.policy.sigmas(self.stages[-1].steps)
         return MicroBatches(self._rollouts, prompts, sigmas, self.objective, self.plan)
+
+    @property
+    def _places_of_new_prompts(self) -> range:
+        """This rank's places among the prompts of all ranks that this iteration explores."""
+        count = self.schedule.per_iteration - self.reused_prompts
+        return range(self.trainer.global_rank, count, self.trainer.world_size)
+
+    def _of_all_ranks(self, kept: Kept) -> Kept:
+        """Return the seeds and merits of the new prompts of all ranks. Collective."""
+        count = self.schedule.per_iteration - self.reused_prompts
+        values = torch.stack([kept.seeds.double(), kept.merits.double().cpu()])
+        table = torch.zeros(2, count, *kept.seeds.shape[1:], dtype=torch.float64)
+        table[:, self._places_of_new_prompts] = values
+        seeds, merits = self._sum(table)
+        return Kept(seeds.long(), merits.float())
 
     def _texts(self, iteration: int) -> list[str]:
         """Return this rank's prompts."""
@@ -211,6 +245,8 @@ class ExploreTrainLoop(_FitLoop):
         self.iterations_done += last
         for name, number in self._each_iteration().items():
             self._counts[name] += last * number
+        if last:
+            self.kept_seeds.advance()
         if last and self.trainer.strategy.broadcast(self.is_time_up):
             self.trainer.should_stop, self.trainer.check_val_every_n_epoch = True, 1  # with a last evaluation
         return last
@@ -226,11 +262,16 @@ class ExploreTrainLoop(_FitLoop):
         return (self.iterations_done * steps + self._steps_taken % steps) / steps
 
     def _each_iteration(self) -> dict[str, int]:
-        """Return the model evaluations and the scored images of an iteration, of all ranks."""
-        prompts = self.schedule.per_iteration
-        velocities = sum(evaluations(self.stages, self.pool)) + self._training_velocities_per_prompt
-        forwards = velocities * forward_passes(self._module.policy.guidance_scale)
-        return {"evaluations": round(prompts * forwards), "samples": prompts * sum(candidates(self.stages, self.pool))}
+        """Return the model evaluations and the scored images of this iteration, of all ranks."""
+        new = self.schedule.per_iteration - self.reused_prompts
+        velocities = self.schedule.per_iteration * self._training_velocities_per_prompt
+        samples = 0
+        explored, reused = (new, self.stages, self.pool), (self.reused_prompts, self.stages[-1:], self.keep)
+        for prompts, stages, pool in (explored, reused):
+            velocities += prompts * sum(evaluations(stages, pool))
+            samples += prompts * sum(candidates(stages, pool))
+        forwards = round(velocities * forward_passes(self._module.policy.guidance_scale))
+        return {"evaluations": forwards, "samples": samples}
 
     def cost(self) -> dict[str, float]:
         """Return what the iterations have cost so far, without evaluations, probes and sample grids.
@@ -241,6 +282,13 @@ class ExploreTrainLoop(_FitLoop):
         seconds = sum(self.stopwatch.seconds.get(stage, 0.0) for stage in STOPWATCH_STAGES)
         return {"seconds": self._seconds_before + seconds, **self._counts}
 
+    @property
+    def _kept_by(self) -> str:
+        """Digest of the prompts and of what selects seeds for them."""
+        schedule, weights = self.schedule, self._module.rewards.weights
+        prompts = schedule.prompts, schedule.per_iteration, schedule.seed, schedule.uses
+        return digest(prompts, self.seed, self.keep, self.kept_seeds.sets, dict(weights))
+
     def logged_values(self) -> dict[str, Tensor]:
         """Return the values that this iteration has logged; only in ``on_train_epoch_end``. Collective."""
         return self._results.metrics(on_step=False)["log"]
@@ -248,7 +296,8 @@ class ExploreTrainLoop(_FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         state = {"iterations_done": self.iterations_done, "stopped": self.trainer.should_stop}
         prompts = {"training_prompts": digest(self.schedule.prompts)}
-        return super().on_save_checkpoint() | state | prompts | self.cost()
+        kept = {"kept_seeds": self.kept_seeds.state_dict(), "kept_by": self._kept_by}
+        return super().on_save_checkpoint() | state | prompts | kept | self.cost()
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Resume after the last finished iteration; an interrupted one is repeated."""
@@ -257,6 +306,8 @@ class ExploreTrainLoop(_FitLoop):
         self.iterations_done = state.get("iterations_done", self.trainer.global_step)
         self._counts = {name: state.get(name, 0) for name in self._counts}
         self._seconds_before = state.get("seconds", 0.0)
+        if state.get("kept_by") == self._kept_by:  # a branch may select other seeds, or for another reward
+            self.kept_seeds.load_state_dict(state["kept_seeds"])
         self.trainer.should_stop = self.ends_again and state.get("stopped", False)
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
             for counter in ("ready", "started", "processed", "completed"):

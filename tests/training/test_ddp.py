@@ -27,6 +27,9 @@ Results = dict[str, dict[str, Any]]  # by the names of ranks.train_all
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
+    (folder / "more.txt").write_text(
+        "\n".join([*PROMPTS, *(prompt.replace("blue", "cyan").replace("red", "green") for prompt in PROMPTS)])
+    )
     return [*ranks.OPTIONS, f"model.pretrained={save_nano(folder / 'nano')}", f"data.train={folder}/prompts.txt"]
 
 
