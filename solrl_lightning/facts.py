@@ -1,6 +1,5 @@
 """What the options of a run name: its prompts. Imports no torch before it is needed."""
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from solrl_lightning.errors import UserError
@@ -27,11 +26,12 @@ def prompt_sets(cfg: Run) -> "PromptSets":
     return read_prompt_sets(train, held_out, cfg.data.column)
 
 
-def check_shares(counts: Mapping[str, int], ranks: int) -> None:
-    """UserError unless all ranks of trainer=fsdp get equally many of the prompts counted by ``counts``, by key."""
-    for key, count in counts.items():
-        if count % ranks:
+def check_shares(per_iteration: int, uses: int, evaluated: int, ranks: int) -> None:
+    """UserError unless all ranks of trainer=fsdp explore, train on and evaluate equally many prompts."""
+    counts = {"prompts_per_iteration": (per_iteration, uses * ranks), "data.eval_prompts": (evaluated, ranks)}
+    for key, (count, multiple) in counts.items():
+        if count % multiple:
             raise UserError(
                 f"{key}={count} is invalid with trainer=fsdp: all ranks must have equally many prompts. Set it to a "
-                f"multiple of {ranks}."
+                f"multiple of {multiple}."
             )

@@ -95,8 +95,8 @@ def check_prompts(options: Run) -> None:
         check_metadata(texts, [prompts.metadata.get(text, {}) for text in texts])
     if options.is_sharded:
         evaluated = len(prompts.eval[: options.data.eval_prompts])
-        counts = {"prompts_per_iteration": options.prompts_per_iteration, "data.eval_prompts": evaluated}
-        check_shares(counts, devices_of(options.trainer) * options.trainer.get("num_nodes", 1))
+        ranks = devices_of(options.trainer) * options.trainer.get("num_nodes", 1)
+        check_shares(options.prompts_per_iteration, options.family.uses, evaluated, ranks)
 
 
 def downloads(options: Run) -> tuple[dict[str, str], list[str], str | None]:

@@ -37,7 +37,7 @@ def select_contrastive(scores: Tensor, keep: int) -> Tensor:
 
 
 def deal(extremes: Tensor, sets: int) -> tuple[Tensor, ...]:
-    """Return S sets [P, K] of the extremes [P, S * K] of ``select_contrastive``, dealt in turn.
+    """Return S sets [P, K] of the extremes [P, S * K] of ``select_contrastive``, dealt one by one.
 
     With an even K each set has as many of the best as of the worst.
     """

@@ -107,6 +107,7 @@ class ExploreTrainLoop(_FitLoop):
         self._training_velocities_per_prompt = rows * objective.forward_passes
         self._encoded: tuple[int, EncodedPrompts] | None = None  # first iteration of those encoded, their prompts
         self.kept_seeds = KeptSeeds(schedule, sets)
+        self._kept_by: str | None = None  # `_selection` of the kept seeds
         self.reused_prompts = 0
         """Prompts of all ranks, the last of the iteration, that it does not explore."""
         self.explored: Candidates | None = None
@@ -135,6 +136,10 @@ class ExploreTrainLoop(_FitLoop):
 
     def on_run_start(self) -> None:
         super().on_run_start()
+        selection = self._selection()
+        if self._kept_by != selection:  # a branch may select other seeds, or for another reward
+            self.kept_seeds.load_state_dict({})
+        self._kept_by = selection
         if not self._module.evaluation.comparable:  # the first of another kind, of the state that was loaded
             self.trainer.validating = True
             self.epoch_loop.val_loop.run()
@@ -282,9 +287,8 @@ class ExploreTrainLoop(_FitLoop):
         seconds = sum(self.stopwatch.seconds.get(stage, 0.0) for stage in STOPWATCH_STAGES)
         return {"seconds": self._seconds_before + seconds, **self._counts}
 
-    @property
-    def _kept_by(self) -> str:
-        """Digest of the prompts and of what selects seeds for them."""
+    def _selection(self) -> str:
+        """Return the digest of the prompts and of what selects seeds for them."""
         schedule, weights = self.schedule, self._module.rewards.weights
         prompts = schedule.prompts, schedule.per_iteration, schedule.seed, schedule.uses
         return digest(prompts, self.seed, self.keep, self.kept_seeds.sets, dict(weights))
@@ -306,8 +310,8 @@ class ExploreTrainLoop(_FitLoop):
         self.iterations_done = state.get("iterations_done", self.trainer.global_step)
         self._counts = {name: state.get(name, 0) for name in self._counts}
         self._seconds_before = state.get("seconds", 0.0)
-        if state.get("kept_by") == self._kept_by:  # a branch may select other seeds, or for another reward
-            self.kept_seeds.load_state_dict(state["kept_seeds"])
+        self.kept_seeds.load_state_dict(state.get("kept_seeds", {}))
+        self._kept_by = state.get("kept_by")
         self.trainer.should_stop = self.ends_again and state.get("stopped", False)
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
             for counter in ("ready", "started", "processed", "completed"):

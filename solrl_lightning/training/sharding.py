@@ -34,11 +34,8 @@ class ShardedBase(DDPStrategy):
 
     def setup(self, trainer: Trainer) -> None:
         module: Any = self.lightning_module
-        counts = {
-            "prompts_per_iteration": trainer.fit_loop.schedule.per_iteration,  # type: ignore[attr-defined]
-            "data.eval_prompts": len(module.evaluation.prompts),
-        }
-        check_shares(counts, self.world_size)
+        schedule = trainer.fit_loop.schedule  # type: ignore[attr-defined]
+        check_shares(schedule.per_iteration, schedule.uses, len(module.evaluation.prompts), self.world_size)
         if not isinstance(module.transformer, FSDPModule):
             shard_base(module, init_device_mesh(self.root_device.type, (self.world_size,)))
         super().setup(trainer)
