@@ -210,9 +210,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         is_over = done >= iterations or seconds >= limit
         if resumed.requeued and (end == "stopped early" or (end is not None and is_over)):
             ended = f"has ended after {counted(done, 'iteration')}"
-            _print_first(
-                f"ckpt=auto: the run in {resumed.folder} {ended}; nothing to do"
-            )
+            _print_first(f"ckpt=auto: the run in {resumed.folder} {ended}; nothing to do")
             raise SystemExit(0)
         if resumed.training and (resumed.folder is None or end is not None):
             check_left(resumed.checkpoint, done, "iterations", iterations)
