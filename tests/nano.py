@@ -28,6 +28,8 @@ from diffusers import (
     SanaTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    ZImagePipeline,
+    ZImageTransformer2DModel,
 )
 from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
@@ -47,6 +49,7 @@ from transformers import (
     Qwen2Tokenizer,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3Model,
 )
 
 from solrl_lightning.policies.flux1 import Flux1
@@ -158,12 +161,29 @@ def build_nano_qwen_image(*, seed: int = 0) -> QwenImagePipeline:
     return QwenImagePipeline(scheduler, vae, text_encoder, tokenizer, transformer)
 
 
+def build_nano_z_image(*, seed: int = 0) -> ZImagePipeline:
+    """Z-Image in float32: the next to last of three layers of Qwen3, and learned tokens that pad text and image."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        tokenizer = _qwen_tokenizer()
+        text = _text_options(tokenizer) | dict(bos_token_id=None, head_dim=16)
+        text_encoder = Qwen3Model(Qwen3Config(**text, intermediate_size=TEXT_WIDTH, num_hidden_layers=3))
+        options: dict[str, Any] = dict(dim=WIDTH, n_heads=2, n_kv_heads=2, n_layers=1, n_refiner_layers=1)
+        options |= dict(cap_feat_dim=TEXT_WIDTH, axes_dims=(4, 6, 6), axes_lens=(256, 16, 16))
+        transformer = ZImageTransformer2DModel(**options)
+        for token in (transformer.x_pad_token, transformer.cap_pad_token):
+            torch.nn.init.normal_(token)
+        vae = _autoencoder(latent_channels=16, scaling_factor=0.3611, shift_factor=0.1159)
+    return ZImagePipeline(FlowMatchEulerDiscreteScheduler(shift=6.0), vae, text_encoder, tokenizer, transformer)
+
+
 BUILDERS: dict[str, Callable[..., DiffusionPipeline]] = {
     "flux1": build_nano,
     "sd3": build_nano_sd3,
     "sana": build_nano_sana,
     "flux2": build_nano_flux2,
     "qwen_image": build_nano_qwen_image,
+    "z_image": build_nano_z_image,
 }
 DTYPES = {"transformer": "bfloat16", "default": "float32"}
 NANO: dict[str, Any] = dict(resolution=IMAGE_SIZE, max_sequence_length=MAX_WORDS, decode_batch=2, dtypes=DTYPES)

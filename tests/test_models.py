@@ -20,12 +20,14 @@ from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.tasks.train import train
 from solrl_lightning.training.transformers import replicate
 
-# FLUX has double and single; SD3's last has no text stream; SANA's first has its tokens transposed.
-KINDS_OF_BLOCKS = {"flux1": 2, "flux2": 2, "sd3": 2, "sana": 2, "qwen_image": 1}
+# FLUX has double and single; SD3's last has no text stream; SANA's first has its tokens transposed; Z-Image has those
+# of the image, of the text and of both.
+KINDS_OF_BLOCKS = {"flux1": 2, "flux2": 2, "sd3": 2, "sana": 2, "qwen_image": 1, "z_image": 3}
 FAMILIES = sorted(file.stem for file in Path(__file__).parents[1].joinpath("conf", "family").glob("*.yaml"))
 # One model in every family, every model in the default one and in another.
 CASES = [*(("flux1", family) for family in FAMILIES), *((model, "sol_rl") for model in BUILDERS if model != "flux1")]
 CASES += [("sd3", "prefix"), ("sana", "adaptive"), ("flux2", "race"), ("qwen_image", "diffusionnft")]
+CASES += [("z_image", family) for family in ("prefix", "race", "diffusionnft")]
 LEVELS = "{sampler:merged,steps:3,stop_after:1},{sampler:merged,steps:3,stop_after:2}"
 STAGES = {
     "race": ("family.explore.rungs=[{step:1,keep:4},{step:2,keep:3}]",),
@@ -100,7 +102,7 @@ def picture(pipeline: Any) -> torch.Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
-@pytest.mark.parametrize(("model", "checkpointing"), [("flux1", True), ("sd3", "selective")])
+@pytest.mark.parametrize(("model", "checkpointing"), [("flux1", True), ("sd3", "selective"), ("z_image", True)])
 def test_compiled_training_has_two_graphs_per_kind_of_block_and_the_eager_gradients(
     folders: dict[str, str], model: str, checkpointing: bool | str, graphs: list[Any]
 ) -> None:

@@ -49,7 +49,8 @@ def write_short(architecture: Architecture, folder: Path) -> None:
         short = dict(config)
         if name == "transformer":
             dual = config.get("dual_attention_layers", [])[:_BLOCKS]
-            short |= {key: min(_BLOCKS, config[key]) for key in {"num_layers", "num_single_layers"} & config.keys()}
+            counts = {"num_layers", "num_single_layers", "n_layers"} & config.keys()
+            short |= {key: min(_BLOCKS, config[key]) for key in counts}
             if dual:
                 short |= {"dual_attention_layers": dual, "num_layers": _BLOCKS + len(dual)}
         file = folder / name / ("scheduler_config.json" if name == "scheduler" else "config.json")

@@ -6,13 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FluxPipeline, QwenImagePipeline, SanaTransformer2DModel
+from diffusers import FluxPipeline, QwenImagePipeline, SanaTransformer2DModel, ZImagePipeline
 from nano import PROMPTS, build_nano_sana, load_nano, load_policy, relative_error
 from safetensors.torch import load_file
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.bf16 import BF16Linear, has_fast_bf16_products
+from solrl_lightning.policies.compilation import compile_blocks
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.qwen_image import with_conditional_norm
@@ -24,6 +26,7 @@ FolderOf = Callable[[str], str]
 SEEDS = torch.tensor([3, 4, 2**32 - 1])
 STEPS, GUIDANCE = 4, 3.5
 LATENTS = {"flux1": (8, 8, 8), "sd3": (16, 8, 8), "sana": (8, 4, 4), "flux2": (32, 4, 4), "qwen_image": (16, 8, 8)}
+LATENTS |= {"z_image": (16, 8, 8)}
 TEXTS = ["a red circle above a blue square", "a circle", "a green triangle"]
 FLOAT32 = {"default": "float32"}
 
@@ -33,12 +36,12 @@ def policy(architecture: str, folder: str) -> PipelineAdapter:
     return load_nano(architecture, folder)
 
 
-def sample(policy: PipelineAdapter, conditioning: Conditioning) -> Tensor:
+def sample(policy: PipelineAdapter, conditioning: Conditioning, steps: int = STEPS) -> Tensor:
     with torch.no_grad():
         return integrate(
             lambda x, sigma: policy.velocity(policy.transformer, x, sigma, conditioning),
             policy.noise(SEEDS),
-            policy.sigmas(STEPS),
+            policy.sigmas(steps),
         )
 
 
@@ -64,7 +67,9 @@ def autoencoder_input(architecture: str, vae: nn.Module, latents: Tensor) -> Ten
     if architecture == "qwen_image":  # a video of one frame
         mean, std = (torch.tensor(vae.config[name])[:, None, None] for name in ("latents_mean", "latents_std"))
         return (latents * std + mean)[:, :, None]
-    scale, shift = {"flux1": (0.3611, 0.1159), "sd3": (1.5305, 0.0609), "sana": (0.41407, 0.0)}[architecture]
+    of_flux1, of_sd3, of_sana = (0.3611, 0.1159), (1.5305, 0.0609), (0.41407, 0.0)
+    scales = {"flux1": of_flux1, "sd3": of_sd3, "sana": of_sana, "z_image": of_flux1}
+    scale, shift = scales[architecture]
     return latents / scale + shift
 
 
@@ -88,6 +93,8 @@ def expected_sigmas(architecture: str, steps: int) -> Tensor:
         smallest = float(shifted_sigmas(1000, 3.0)[-2])
         t = torch.linspace(1, smallest, steps, dtype=torch.float64)
         return torch.cat([3 * t / (1 + 2 * t), torch.zeros(1)]).float()
+    if architecture == "z_image":
+        return shifted_sigmas(steps, 6.0)
     if architecture == "flux2":  # mu is linear in the steps, and at 10 and 200 steps in the 16 tokens
         at_10, at_200 = 8.73809524e-05 * 16 + 1.89833333, 0.00016927 * 16 + 0.45666666
         return shifted_sigmas(steps, math.exp(at_10 + (at_200 - at_10) / 190 * (steps - 10)))
@@ -115,6 +122,7 @@ def test_flow_shift_of_sana(folder_of: FolderOf) -> None:
     [
         ("sana", "prompt_mask", [len(text) + 1 for text in TEXTS]),  # nano's tokens are letters
         ("qwen_image", "prompt_embeds_mask", [len(text.split()) + 5 for text in TEXTS]),  # five of the template
+        ("z_image", "prompt_embeds_mask", [len(text.split()) + 8 for text in TEXTS]),  # eight of it
     ],
 )
 def test_padding_has_no_influence(folder_of: FolderOf, model: str, mask_name: str, lengths: list[int]) -> None:
@@ -243,3 +251,43 @@ def test_qwen_image_guidance_keeps_the_norm_of_each_tokens_conditional_velocity(
 def test_qwen_image_preview_decoder_raises(folder_of: FolderOf) -> None:
     with pytest.raises(UserError, match="model.preview_decoder=mine is invalid: .* Set model.preview_decoder=null"):
         load_nano("qwen_image", folder_of("qwen_image"), preview_decoder="mine")
+
+
+# Z-Image
+
+
+LONG = "a red circle above a blue square" + " and a green triangle" * 8  # more than 32 tokens with the template
+
+
+@pytest.mark.parametrize("steps", [4, 10])
+def test_z_image_captions_of_different_lengths_paint_as_diffusers(folder_of: FolderOf, steps: int) -> None:
+    policy = load_nano("z_image", folder_of("z_image"), max_sequence_length=100, dtypes=FLOAT32)
+    texts = [TEXTS[0], LONG, TEXTS[1]]
+    conditioning = policy.encode(texts)
+    lengths = conditioning["prompt_embeds_mask"].sum(1)
+    assert lengths.tolist() == [len(text.split()) + 8 for text in texts] and lengths[1] > 32
+    pipeline = ZImagePipeline.from_pretrained(folder_of("z_image"), dtype=torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    options = dict(num_inference_steps=steps, guidance_scale=0.0, height=32, width=32, output_type="latent")
+    sampled = sample(policy, conditioning, steps)
+    assert policy.transformer.caption_tokens == 128  # to which captions are padded here; to 64 there
+    for rows in ([0, 1, 2], [0], [1], [2]):
+        x, prompts = policy.noise(SEEDS)[rows], [texts[row] for row in rows]
+        expected = pipeline(prompts, latents=x, max_sequence_length=100, **options).images
+        torch.testing.assert_close(sampled[rows], expected, rtol=0, atol=1e-5)
+
+
+def test_z_image_compiles_its_blocks_once_for_captions_of_all_lengths(folder_of: FolderOf) -> None:
+    policy = load_nano("z_image", folder_of("z_image"), max_sequence_length=100, dtypes=FLOAT32)
+    batches = [TEXTS, [LONG, TEXTS[1], TEXTS[2]], [LONG] * 3, [TEXTS[2]] * 3]
+    conditionings, x, sigma = [policy.encode(texts) for texts in batches], policy.noise(SEEDS), torch.tensor(0.6)
+    torch._dynamo.reset()
+    counter = CompileCounter()
+    with torch.no_grad():
+        eager = [policy.velocity(policy.transformer, x, sigma, conditioning) for conditioning in conditionings]
+        compile_blocks(policy.transformer, backend=counter)
+        for conditioning, expected in zip(conditionings, eager, strict=True):
+            velocity = policy.velocity(policy.transformer, x, sigma, conditioning)
+            torch.testing.assert_close(velocity, expected, rtol=0, atol=1e-5)
+            assert counter.frame_count == 3  # one of the image, one of the text, one of both
+    torch._dynamo.reset()

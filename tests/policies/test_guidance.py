@@ -51,7 +51,7 @@ def test_unconditional_velocity_has_no_gradient() -> None:
     torch.testing.assert_close(gradients[1], SCALE * gradients[0])
 
 
-@pytest.mark.parametrize("model", ["sd3", "sana", "flux2", "qwen_image"])
+@pytest.mark.parametrize("model", ["sd3", "sana", "flux2", "qwen_image", "z_image"])
 def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], str], model: str) -> None:
     policy = load_nano(model, folder_of(model), dtypes={"default": "float32"}, guidance_scale=SCALE)
     theirs = policy.pipeline_class.from_pretrained(folder_of(model), dtype=torch.float32)
@@ -64,11 +64,11 @@ def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], s
 
     if model == "qwen_image":  # whose pipeline has no guidance without a negative prompt
         options |= dict(true_cfg_scale=SCALE, negative_prompt=[""] * 3)
-    else:
-        options |= dict(guidance_scale=SCALE)
+    else:  # Z-Image's pipeline adds (scale) (v_prompt - v_empty) to v_prompt
+        options |= dict(guidance_scale=SCALE - 1 if model == "z_image" else SCALE)
 
     def paint(kind: str) -> Tensor:
-        return theirs(prompt=PROMPTS, latents=policy.noise(SEEDS), output_type=kind, **options).images
+        return theirs(prompt=list(PROMPTS), latents=policy.noise(SEEDS), output_type=kind, **options).images
 
     spec, prompts = SamplingSpec(policy.sigmas(STEPS), "euler"), EncodedPrompts(PROMPTS, policy.encode(PROMPTS))
     batch = BatchSize(2, pad_to_size=False)

@@ -30,16 +30,34 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     ),
     "flux2": dict(resolution=512, max_sequence_length=512, eval_steps=28, micro_batch=12),  # as FLUX.1: unpublished
     "qwen_image": dict(resolution=512, max_sequence_length=128, eval_steps=28, micro_batch=4),  # likewise
+    "z_image": dict(
+        resolution=512, max_sequence_length=128, eval_steps=28, micro_batch=12, kl_weight=0.05,  # and with an anchor
+    ),
 }  # fmt: skip
 COMMON = dict(learning_rate=3e-4, kl_weight=1e-4, rollout_batch=24, prompts_per_iteration=48, evaluation_every=20)
 COMMON |= dict(solver="dpm2", preview_steps=6, full_steps=10, train_timestep_fraction=0.4, max_grad_norm=1.0)
 LORA_LAYERS = {"flux1": 19 * 4 + 38 * 3, "sd3": 38 * 8 - 1, "sana": 20 * 8, "flux2": 5 * 4 + 20, "qwen_image": 60 * 4}
-QUANTISED = {"flux1": 0.72, "sd3": 0.66, "sana": 0.97, "flux2": 0.95, "qwen_image": 0.67}  # of the linear weights
+LORA_LAYERS |= {"z_image": (30 + 2 + 2) * 4}
+QUANTISED = {
+    "flux1": 0.72,
+    "sd3": 0.66,
+    "sana": 0.97,
+    "flux2": 0.95,
+    "qwen_image": 0.67,
+    "z_image": 0.98,
+}  # of the linear weights
 KEPT = {  # what the rule must not touch
     "flux1": {"x_embedder", "context_embedder", "norm_out.linear", "proj_out", "transformer_blocks.0.norm1.linear"},
     "sd3": {"context_embedder", "norm_out.linear", "proj_out", "transformer_blocks.0.norm1_context.linear"},
     "flux2": {"x_embedder", "context_embedder", "norm_out.linear", "proj_out", "single_stream_modulation.linear"},
     "qwen_image": {"img_in", "txt_in", "norm_out.linear", "proj_out", "transformer_blocks.0.img_mod.1"},
+    "z_image": {
+        "all_x_embedder.2-1",
+        "cap_embedder.1",
+        "t_embedder.mlp.0",
+        "all_final_layer.2-1.linear",
+        "layers.0.adaLN_modulation.0",
+    },
     "sana": {"proj_out", "time_embed.linear", "caption_projection.linear_1", "patch_embed.proj"},
 }
 
@@ -64,7 +82,7 @@ def test_lora_adapts_the_attention_of_every_block_and_nothing_else(
     config = LoraConfig(target_modules=list(compose(f"model={architecture}").model.lora.target_modules))
     adapted = {name for name, _ in real.named_modules() if check_target_module_exists(config, name)}
     assert len(adapted) == LORA_LAYERS[architecture]
-    assert all(".attn" in name and isinstance(real.get_submodule(name), nn.Linear) for name in adapted)
+    assert all(".att" in name and isinstance(real.get_submodule(name), nn.Linear) for name in adapted)
 
 
 def test_shadow_covers_attention_and_mlp_of_every_block(architecture: str, real: nn.Module, compose: Compose) -> None:
@@ -75,8 +93,9 @@ def test_shadow_covers_attention_and_mlp_of_every_block(architecture: str, real:
     quantized = {p.name for p in plans if p.quantized}
     share = sum(weights[name] for name in quantized) / sum(weights.values())
     assert share == pytest.approx(QUANTISED[architecture], abs=0.01)
-    modulations = (".norm", "_mod.")
-    in_blocks = {name for name in weights if "blocks." in name and not any(part in name for part in modulations)}
+    modulations = (".norm", "_mod.", "_modulation.")
+    lists = tuple(name for name, part in real.named_children() if isinstance(part, nn.ModuleList))
+    in_blocks = {name for name in weights if name.startswith(lists) and not any(part in name for part in modulations)}
     assert quantized == in_blocks  # and so no embedder, no modulation, no output projection
     assert KEPT[architecture] <= weights.keys() - quantized
     assert all(p.reason != "not included by the rule" for p in plans)

@@ -18,6 +18,7 @@ from solrl_lightning.policies.flux2 import Flux2
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.qwen_image import QwenImage
 from solrl_lightning.policies.sana import Sana
+from solrl_lightning.policies.z_image import ZImage
 from solrl_lightning.sampling import integrate
 
 SEEDS = torch.tensor([3, 4, 2**32 - 1])
@@ -70,9 +71,14 @@ def paint(
         if isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
             options |= {"sigmas": policy.sigmas(STEPS)[:-1].tolist()}
     options = {"output_type": "latent", "num_inference_steps": STEPS} | options
-    scale = "true_cfg_scale" if isinstance(policy, QwenImage) else "guidance_scale"
-    options |= {"height": 32, "width": 32, "max_sequence_length": policy.max_sequence_length, scale: 1.0}
-    return pipeline(prompt=texts, latents=policy.noise(SEEDS), **options).images
+    if isinstance(policy, ZImage):
+        options |= {"guidance_scale": 0.0}  # which is 1 more
+        if texts is None:
+            options["prompt_embeds"] = list(options["prompt_embeds"])  # of equal lengths
+    else:
+        options |= {"true_cfg_scale" if isinstance(policy, QwenImage) else "guidance_scale": 1.0}
+    options |= {"height": 32, "width": 32, "max_sequence_length": policy.max_sequence_length}
+    return pipeline(prompt=texts and list(texts), latents=policy.noise(SEEDS), **options).images
 
 
 def as_painted(policy: PipelineAdapter, latents: Tensor) -> Tensor:
@@ -101,7 +107,7 @@ def test_images_match_the_diffusers_pipeline(
     assert 0 < relative_error(in_bfloat16, painted) < 2**-5
 
 
-@pytest.mark.parametrize("architecture", ["flux1", "sd3", "sana"], indirect=True, scope="session")
+@pytest.mark.parametrize("architecture", ["flux1", "sd3", "sana", "z_image"], indirect=True, scope="session")
 def test_previews_match_the_diffusers_pipeline_with_the_tiny_autoencoder(
     policy: PipelineAdapter, theirs: DiffusionPipeline, architecture: str, folder: str, tmp_path: Path
 ) -> None:
@@ -118,7 +124,7 @@ def test_previews_match_the_diffusers_pipeline_with_the_tiny_autoencoder(
     assert torch.equal(previewing.decode(latents), policy.decode(latents))  # still by the model's own
 
 
-# Qwen-Image's pipeline gives its scheduler noise levels, which that one does not take.
+# The pipelines of Qwen-Image and Z-Image give their scheduler noise levels, which that one does not take.
 @pytest.mark.parametrize("architecture", ["flux1", "flux2", "sana", "sd3"], indirect=True, scope="session")
 # numpy asks for an argument that torch's tensors do not take yet
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")

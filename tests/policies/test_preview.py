@@ -130,4 +130,4 @@ def test_option_reaches_the_policies_that_have_it(
     cfg = compose("model=flux1", "model.max_sequence_length=10", *(f"model.{option}" for option in options))
     assert instantiate(cfg.model.policy, device="cpu").preview_decoder is not None
     names = {name for name in (*BUILDERS, "tiny") if "preview_decoder" in compose(f"model={name}").model.policy}
-    assert names == {"flux1", "sd3", "tiny"}
+    assert names == {"flux1", "sd3", "tiny", "z_image"}

@@ -1,0 +1,95 @@
+"""Z-Image.
+
+The transformer takes lists of latents and of captions. It appends a learned token to every caption up to a multiple of
+32 and attends to these tokens, so a caption is not padded before.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from diffusers import ZImagePipeline, ZImageTransformer2DModel
+from diffusers.models.transformers.transformer_z_image import SEQ_MULTI_OF
+from diffusers.pipelines.z_image.pipeline_z_image import get_default_z_image_sigmas
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.pipeline import PipelineAdapter
+
+
+class ZImage(PipelineAdapter):
+    """Adapter of ``ZImagePipeline``; arguments are those of `PipelineAdapter`.
+
+    Its ``guidance_scale`` is the usual one, 1 more than that of the pipeline, which disables guidance with 0.
+    """
+
+    pipeline_class = ZImagePipeline
+    encoders = ("text_encoder", "tokenizer")
+
+    def __init__(self, pretrained: str, resolution: int, max_sequence_length: int, **others: Any) -> None:
+        super().__init__(pretrained, resolution, max_sequence_length, **others)
+        self.transformer.__class__ = FixedLengthTransformer
+        self.transformer.caption_tokens = max_sequence_length + -max_sequence_length % SEQ_MULTI_OF
+
+    @property
+    def pixels_per_token(self) -> int:
+        return self.pipeline.vae_scale_factor * 2
+
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> dict[str, list[Tensor]]:
+        """``prompt_embeds`` of Qwen3, P tensors [L_i, D] without padding."""
+        embeds, _ = self.pipeline.encode_prompt(
+            prompt=list(prompts),  # the pipeline writes its template into this list
+            device=device,
+            do_classifier_free_guidance=False,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"prompt_embeds": embeds}
+
+    def embedding_like(self) -> Conditioning:
+        width = self.transformer.config.cap_feat_dim
+        return {"prompt_embeds": torch.empty(self.max_sequence_length, width, device="meta")}
+
+    def sigmas(self, steps: int) -> Tensor:
+        """Levels of the pipeline's scheduler, whose shift is a number."""
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        scheduler.set_timesteps(sigmas=get_default_z_image_sigmas(steps))  # uniform ones, rounded to float32
+        return scheduler.sigmas.float()
+
+    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        embeds, mask = conditioning["prompt_embeds"], conditioning.get("prompt_embeds_mask")
+        lengths = [embeds.shape[1]] * len(x) if mask is None else mask.sum(1).tolist()
+        output = transformer(
+            x=list(x.to(embeds.dtype)[:, :, None]),  # videos of one frame
+            t=((1000 - 1000 * sigma.to(self.device)) / 1000).expand(len(x)),  # rounded as the pipeline does
+            cap_feats=[row[:length] for row, length in zip(embeds, lengths, strict=True)],
+            return_dict=False,
+        )
+        return -torch.stack(output[0]).float()[:, :, 0]  # its time is that of the image, 0 at the noise
+
+
+class FixedLengthTransformer(ZImageTransformer2DModel):
+    """The transformer with the captions of every batch padded to ``caption_tokens``, and masked.
+
+    The published one pads to the longest caption of the batch: another shape for compiled blocks in most batches, with
+    a mask or without.
+    """
+
+    caption_tokens: int
+
+    def _prepare_sequence(self, feats: Any, pos_ids: Any, inner_pad_mask: Any, pad_token: Tensor, *others: Any) -> Any:
+        sequence = super()._prepare_sequence(feats, pos_ids, inner_pad_mask, pad_token, *others)
+        if pad_token is not self.cap_pad_token:  # image tokens, of which all rows have the same number
+            return sequence
+        return *lengthen(*sequence[:3], self.caption_tokens), *sequence[3:]
+
+    def _build_unified_sequence(self, x: Tensor, *others: Any) -> Any:
+        *sequence, noise_mask = super()._build_unified_sequence(x, *others)
+        return *lengthen(*sequence, x.shape[1] + self.caption_tokens), noise_mask
+
+
+def lengthen(x: Tensor, rotations: Tensor, mask: Tensor | None, length: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pads tokens [B, S, D], their rotations [B, S, ...] and the mask [B, S], None if all are real, to ``length``."""
+    missing = length - x.shape[1]
+    mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
+    return F.pad(x, (0, 0, 0, missing)), F.pad(rotations, (0, 0, 0, missing)), F.pad(mask, (0, missing))
