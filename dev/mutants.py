@@ -562,6 +562,16 @@ MUTANTS: dict[str, list[Edit]] = {
         ("norm of the guided velocity", "combined.norm(dim=-1", "combined.norm(dim=1", ARCHITECTURES),
         ("padding unmasked", "F.pad(mask, (0, missing))", "F.pad(mask, (0, missing), value=True)", ARCHITECTURES),
     ],
+    "solrl_lightning/policies/z_image.py": [
+        ("velocity towards the image", "return -torch.stack", "return torch.stack", ARCHITECTURES),
+        (
+            "padding of captions unmasked",
+            "F.pad(mask, (0, missing))",
+            "F.pad(mask, (0, missing), value=True)",
+            ARCHITECTURES,
+        ),
+        ("captions of the batch's length", "if pad_token is self.cap_pad_token:", "if False:", ARCHITECTURES),
+    ],
     "solrl_lightning/policies/base_weights.py": [
         ("stored gradient transposed", "@ dense(weight).to", "@ dense(weight).T.to", BASE_WEIGHTS),
     ],

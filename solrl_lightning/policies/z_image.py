@@ -78,14 +78,14 @@ class FixedLengthTransformer(ZImageTransformer2DModel):
     caption_tokens: int
 
     def _prepare_sequence(self, feats: Any, pos_ids: Any, inner_pad_mask: Any, pad_token: Tensor, *others: Any) -> Any:
-        sequence = super()._prepare_sequence(feats, pos_ids, inner_pad_mask, pad_token, *others)
-        if pad_token is not self.cap_pad_token:  # image tokens, of which all rows have the same number
-            return sequence
-        return *lengthen(*sequence[:3], self.caption_tokens), *sequence[3:]
+        tokens, rotations, mask, *rest = super()._prepare_sequence(feats, pos_ids, inner_pad_mask, pad_token, *others)
+        if pad_token is self.cap_pad_token:  # others are image tokens, of which all rows have the same number
+            tokens, rotations, mask = lengthen(tokens, rotations, mask, self.caption_tokens)
+        return tokens, rotations, mask, *rest
 
     def _build_unified_sequence(self, x: Tensor, *others: Any) -> Any:
-        *sequence, noise_mask = super()._build_unified_sequence(x, *others)
-        return *lengthen(*sequence, x.shape[1] + self.caption_tokens), noise_mask
+        tokens, rotations, mask, noise_mask = super()._build_unified_sequence(x, *others)
+        return *lengthen(tokens, rotations, mask, x.shape[1] + self.caption_tokens), noise_mask
 
 
 def lengthen(x: Tensor, rotations: Tensor, mask: Tensor | None, length: int) -> tuple[Tensor, Tensor, Tensor]:
