@@ -24,7 +24,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     "sana": {"num_layers": 3},
     "flux2": {"num_layers": 1, "num_single_layers": 3},
     "qwen_image": {"num_layers": 3},
-    "z_image": {"n_layers": 3, "n_refiner_layers": 3},
+    "z_image": {"n_layers": 3},
 }
 SMALL = (
     "family.compile=true compile_training=true model.rollout_batch=6 model.micro_batch=2 reward=shapes "
