@@ -1,6 +1,6 @@
 """Names that a configuration is checked against before torch loads. The modules that implement them import them."""
 
-from typing import Literal, get_args
+from typing import Final, Literal
 
 from solrl_lightning.errors import UserError
 
@@ -11,8 +11,9 @@ Decoder = Literal["full", "bf16", "preview"]
 Reuse = Literal["same", "next"]
 Storage = Literal["bfloat16", "int8", "nf4"]
 Combination = Literal["sum", "gdpo"]
-SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)
-SHADOW, MERGED, POLICY = SAMPLERS
+SHADOW: Final = "shadow"
+MERGED: Final = "merged"
+POLICY: Final = "policy"
 
 AUTO = "auto"
 """The precision that is chosen for the hardware, by ``quantization.choose_precision``; and the fastest backend."""

@@ -1,6 +1,6 @@
 """What samples candidates: one interface, whichever transformer computes and wherever it runs.
 
-A stage names its sampler: "policy", "merged" or "shadow" (see ``transformers``).
+A stage names its sampler, one of ``names.Sampler``; ``transformers`` and ``sharding`` make them.
 """
 
 from collections.abc import Callable, Generator
@@ -15,8 +15,6 @@ from solrl_lightning.policies.adapters import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.chunks import BatchSize, Chunk, SamplingSpec, iter_sampled_chunks
 from solrl_lightning.rollout.records import EncodedPrompts
-
-POLICY, MERGED, SHADOW = "policy", "merged", "shadow"
 
 
 class Sampler(Protocol):

@@ -25,6 +25,7 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from solrl_lightning.names import MERGED, POLICY, SHADOW
 from solrl_lightning.policies import adapters, replica
 from solrl_lightning.policies.adapters import OLD, TRAINED, State
 from solrl_lightning.policies.compilation import compile_blocks
@@ -32,7 +33,7 @@ from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table
 from solrl_lightning.quantization import plan as plan_quantization
 from solrl_lightning.rollout.chunks import BatchSize
-from solrl_lightning.training.samplers import MERGED, POLICY, SHADOW, PolicySampler, ReplicaSampler, Sampler
+from solrl_lightning.training.samplers import PolicySampler, ReplicaSampler, Sampler
 
 log = logging.getLogger(__name__)
 
