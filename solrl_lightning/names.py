@@ -1,5 +1,6 @@
 """Names that a configuration is checked against before torch loads. The modules that implement them import them."""
 
+from itertools import chain
 from typing import Final, Literal
 
 from solrl_lightning.errors import UserError
@@ -31,7 +32,7 @@ def check_backend(precision: str, backend: str) -> None:
     """UserError for an unknown precision, or a backend that it does not have."""
     if precision not in (AUTO, *BACKENDS):
         raise UserError(f"precision={precision} is invalid: it must be one of {', '.join((AUTO, *BACKENDS))}.")
-    names = BACKENDS[precision] if precision != AUTO else BACKENDS["nvfp4"]  # which has them all
+    names = BACKENDS[precision] if precision != AUTO else dict.fromkeys(chain.from_iterable(BACKENDS.values()))
     if backend not in names:
         known = ", ".join(names)
         raise UserError(

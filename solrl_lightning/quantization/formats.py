@@ -27,6 +27,7 @@ class NativeBackend(NamedTuple):
     capability: tuple[int, int]  # minimum compute capability of an NVIDIA GPU
     cpu: bool = False  # also runs on a CPU with INT8 units
     fullgraph: bool = True
+    transformer_engine: bool = False  # needs it, with its extension for PyTorch
 
 
 class Format(NamedTuple):
@@ -45,7 +46,9 @@ NVFP4 = Format(
     NVFP4Linear,
     2**-6,
     {
-        "transformer_engine": NativeBackend(TransformerEngineLinear, 4.5, (10, 0), fullgraph=False),
+        "transformer_engine": NativeBackend(
+            TransformerEngineLinear, 4.5, (10, 0), fullgraph=False, transformer_engine=True
+        ),
         "torch": NativeBackend(PackedNVFP4Linear, 4.5, (10, 0)),
     },
 )
