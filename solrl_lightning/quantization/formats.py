@@ -1,4 +1,6 @@
-"""The number formats of the shadow: a record for each. A new format is a file with its layers and a record here.
+"""The number formats of the shadow: a record for each.
+
+A new format is a quantiser (in ``rowwise`` if it scales rows), its layers in ``scaled_linear`` and a record here.
 
 ``solrl_lightning.names.BACKENDS`` has the same names, for checks that run before torch is loaded.
 """
@@ -7,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from solrl_lightning.quantization.linear import QuantizedLinear
-from solrl_lightning.quantization.packed import PackedNVFP4Linear
+from solrl_lightning.quantization.nvfp4_packed import PackedNVFP4Linear
 from solrl_lightning.quantization.scaled_linear import (
     EmulatedFP8Linear,
     EmulatedINT8Linear,
