@@ -86,7 +86,7 @@ NVFP4 = "tests/quantization/test_nvfp4.py"
 EMULATED = "tests/quantization/test_scaled_linear.py"
 REFRESH = "tests/quantization/test_shadow.py::test_requantize_does_not_recompile"
 CODES = f"{EMULATED}::test_rowwise_codes_and_scales_match_definition"
-ADAPTERS = "tests/policies/test_adapters.py"
+LORA = "tests/policies/test_lora.py"
 REPLICA = "tests/policies/test_replica.py"
 CHARTS = "tests/study/test_charts.py"
 REACHED = "tests/study/test_time_to_reward.py"
@@ -195,7 +195,7 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/training/transformers.py": [
         ("default samples", "self.lora_layers, OLD) as", "self.lora_layers, TRAINED) as", WEIGHTS),
-        ("old policy stays", "adapters.update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
+        ("old policy stays", "update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
         ("old velocity is the base's", '{"old": old,', '{"old": as_it_is(reference),', WEIGHTS),
         ("reference is the old policy", "REFERENCE: as_it_is(reference)}", "REFERENCE: old}", WEIGHTS),
     ],
@@ -542,14 +542,14 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/quantization/rules.py": [
         ("excluded layers quantised", "layer.quantized and", "", "tests/quantization/test_rules.py"),
     ],
-    "solrl_lightning/policies/adapters.py": [
-        ("LoRA's gradient without its scale", "(g @ up) * ctx.scale", "g @ up", ADAPTERS),
-        ("LoRA's input gradient left out", ".addmm_(low_gradient, down)", "", ADAPTERS),
-        ("merge without alpha / r", "alpha=layer.scaling[TRAINED]", "alpha=1.0", ADAPTERS),
-        ("old decay inverted", "1.0 - decay", "decay", ADAPTERS),
-        ("adapters in BF16", "            weights.float()", "            weights", ADAPTERS),
-        ("weights of an evaluation stay", "parameter.data = former[name]", "pass", ADAPTERS),
-        ("old policy trains", "inference_mode=adapter != TRAINED", "inference_mode=False", ADAPTERS),
+    "solrl_lightning/policies/lora.py": [
+        ("LoRA's gradient without its scale", "(g @ up) * ctx.scale", "g @ up", LORA),
+        ("LoRA's input gradient left out", ".addmm_(low_gradient, down)", "", LORA),
+        ("merge without alpha / r", "alpha=layer.scaling[TRAINED]", "alpha=1.0", LORA),
+        ("old decay inverted", "1.0 - decay", "decay", LORA),
+        ("adapters in BF16", "            weights.float()", "            weights", LORA),
+        ("weights of an evaluation stay", "parameter.data = former[name]", "pass", LORA),
+        ("old policy trains", "inference_mode=adapter != TRAINED", "inference_mode=False", LORA),
     ],
     "solrl_lightning/policies/guidance.py": [
         ("unconditional velocity trained", "with torch.no_grad():", "with torch.enable_grad():", GUIDANCE),

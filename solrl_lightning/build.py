@@ -34,8 +34,8 @@ from solrl_lightning.objectives.base import Objective
 from solrl_lightning.options.family import Explorer
 from solrl_lightning.options.rules import written
 from solrl_lightning.options.run import Run
-from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.compilation import should_compile
+from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards

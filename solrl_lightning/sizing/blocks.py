@@ -15,10 +15,10 @@ from solrl_lightning.artifacts.tables import OK, WRONG, Row
 from solrl_lightning.build import lora_config, quantization_rule, samplers_of
 from solrl_lightning.names import MERGED, POLICY, SHADOW
 from solrl_lightning.options.run import Run
-from solrl_lightning.policies.adapters import OLD
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.lora import OLD
 from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.sizing.layers import judge_speed

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from solrl_lightning import names
 from solrl_lightning.objectives.base import Loss
 from solrl_lightning.objectives.nft import NFT
-from solrl_lightning.policies import adapters
+from solrl_lightning.policies import lora
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -77,7 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def merged(module: SolRLModule, state: Tensors) -> Tensors:
-    return dict(adapters.merged_weights(module.transformers.adapted.lora_layers, state))
+    return dict(lora.merged_weights(module.transformers.adapted.lora_layers, state))
 
 
 def holds(layer: nn.Module, weight: Tensor) -> bool:
