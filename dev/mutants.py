@@ -99,6 +99,7 @@ CHECKPOINTED = "test_gradients_are_the_same_with_checkpointing_and_without"
 SCHEDULES = "tests/training/test_schedules.py"
 WEIGHTED = "tests/rewards/test_reward_base.py"
 GUARD = "tests/callbacks/test_guard.py"
+CHECKPOINTS = "tests/callbacks/test_checkpoints.py"
 GUIDANCE = "tests/policies/test_guidance.py"
 ADAPTIVE, PROGRESS, ROLLOUT_STATS, SUMMARY, TIMINGS = (
     f"tests/callbacks/test_{name}.py" for name in "adaptive_exploration progress rollout_stats summary timings".split()
@@ -653,9 +654,10 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
     ],
     "callbacks/checkpoints.py": [
-        ("best is the newest", "reward > self.reward", "reward is not None", GUARD),
-        ("a branch keeps the best of the other run", "self.reward = self.iteration = None", "pass", GUARD),
-        ("best of the trained reward", "self.monitor or module.rewards.name", "module.rewards.name", GUARD),
+        ("best is the newest", "reward > self.reward", "reward is not None", CHECKPOINTS),
+        ("a branch keeps the best of the other run", "self.reward = self.iteration = None", "pass", CHECKPOINTS),
+        ("best of the trained reward", "self.monitor or module.rewards.name", "module.rewards.name", CHECKPOINTS),
+        ("oldest of the periodic ones kept", "[: -self.keep]", "[self.keep :]", CHECKPOINTS),
     ],
     "callbacks/requantize.py": [
         (
@@ -670,7 +672,7 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "callbacks/export.py": [
         ("a diverged LoRA is exported", "WriteError | NonFiniteError", "WriteError", DIVERGED),
-        ("best exported after every run", " and stop_reason(trainer) is not None", "", GUARD),
+        ("best exported after every run", " and stop_reason(trainer) is not None", "", CHECKPOINTS),
     ],
     "callbacks/adaptive_exploration.py": [
         ("newest probe first", "for probe in latest][::-1]", "for probe in latest]", ADAPTIVE),
