@@ -14,7 +14,7 @@ from torch import Tensor
 
 from solrl_lightning.callbacks.common import module_of
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies.adapters import State
+from solrl_lightning.policies.lora import State
 from solrl_lightning.training.schedules import ema_decay
 
 log = logging.getLogger(__name__)

@@ -86,7 +86,7 @@ NVFP4 = "tests/quantization/test_nvfp4.py"
 EMULATED = "tests/quantization/test_scaled_linear.py"
 REFRESH = "tests/quantization/test_shadow.py::test_requantize_does_not_recompile"
 CODES = f"{EMULATED}::test_rowwise_codes_and_scales_match_definition"
-ADAPTERS = "tests/policies/test_adapters.py"
+LORA = "tests/policies/test_lora.py"
 REPLICA = "tests/policies/test_replica.py"
 CHARTS = "tests/study/test_charts.py"
 REACHED = "tests/study/test_time_to_reward.py"
@@ -99,6 +99,7 @@ CHECKPOINTED = "test_gradients_are_the_same_with_checkpointing_and_without"
 SCHEDULES = "tests/training/test_schedules.py"
 WEIGHTED = "tests/rewards/test_reward_base.py"
 GUARD = "tests/callbacks/test_guard.py"
+CHECKPOINTS = "tests/callbacks/test_checkpoints.py"
 GUIDANCE = "tests/policies/test_guidance.py"
 ADAPTIVE, PROGRESS, ROLLOUT_STATS, SUMMARY, TIMINGS = (
     f"tests/callbacks/test_{name}.py" for name in "adaptive_exploration progress rollout_stats summary timings".split()
@@ -195,7 +196,7 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/training/transformers.py": [
         ("default samples", "self.lora_layers, OLD) as", "self.lora_layers, TRAINED) as", WEIGHTS),
-        ("old policy stays", "adapters.update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
+        ("old policy stays", "update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
         ("old velocity is the base's", '{"old": old,', '{"old": as_it_is(reference),', WEIGHTS),
         ("reference is the old policy", "REFERENCE: as_it_is(reference)}", "REFERENCE: old}", WEIGHTS),
     ],
@@ -542,14 +543,14 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/quantization/rules.py": [
         ("excluded layers quantised", "layer.quantized and", "", "tests/quantization/test_rules.py"),
     ],
-    "solrl_lightning/policies/adapters.py": [
-        ("LoRA's gradient without its scale", "(g @ up) * ctx.scale", "g @ up", ADAPTERS),
-        ("LoRA's input gradient left out", ".addmm_(low_gradient, down)", "", ADAPTERS),
-        ("merge without alpha / r", "alpha=layer.scaling[TRAINED]", "alpha=1.0", ADAPTERS),
-        ("old decay inverted", "1.0 - decay", "decay", ADAPTERS),
-        ("adapters in BF16", "            weights.float()", "            weights", ADAPTERS),
-        ("weights of an evaluation stay", "parameter.data = former[name]", "pass", ADAPTERS),
-        ("old policy trains", "inference_mode=adapter != TRAINED", "inference_mode=False", ADAPTERS),
+    "solrl_lightning/policies/lora.py": [
+        ("LoRA's gradient without its scale", "(g @ up) * ctx.scale", "g @ up", LORA),
+        ("LoRA's input gradient left out", ".addmm_(low_gradient, down)", "", LORA),
+        ("merge without alpha / r", "alpha=layer.scaling[TRAINED]", "alpha=1.0", LORA),
+        ("old decay inverted", "1.0 - decay", "decay", LORA),
+        ("adapters in BF16", "            weights.float()", "            weights", LORA),
+        ("weights of an evaluation stay", "parameter.data = former[name]", "pass", LORA),
+        ("old policy trains", "inference_mode=adapter != TRAINED", "inference_mode=False", LORA),
     ],
     "solrl_lightning/policies/guidance.py": [
         ("unconditional velocity trained", "with torch.no_grad():", "with torch.enable_grad():", GUIDANCE),
@@ -663,9 +664,10 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
     ],
     "callbacks/checkpoints.py": [
-        ("best is the newest", "reward > self.reward", "reward is not None", GUARD),
-        ("a branch keeps the best of the other run", "self.reward = self.iteration = None", "pass", GUARD),
-        ("best of the trained reward", "self.monitor or module.rewards.name", "module.rewards.name", GUARD),
+        ("best is the newest", "reward > self.reward", "reward is not None", CHECKPOINTS),
+        ("a branch keeps the best of the other run", "self.reward = self.iteration = None", "pass", CHECKPOINTS),
+        ("best of the trained reward", "self.monitor or module.rewards.name", "module.rewards.name", CHECKPOINTS),
+        ("oldest of the periodic ones kept", "[: -self.keep]", "[self.keep :]", CHECKPOINTS),
     ],
     "callbacks/requantize.py": [
         (
@@ -680,7 +682,7 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "callbacks/export.py": [
         ("a diverged LoRA is exported", "WriteError | NonFiniteError", "WriteError", DIVERGED),
-        ("best exported after every run", " and stop_reason(trainer) is not None", "", GUARD),
+        ("best exported after every run", " and stop_reason(trainer) is not None", "", CHECKPOINTS),
     ],
     "callbacks/adaptive_exploration.py": [
         ("newest probe first", "for probe in latest][::-1]", "for probe in latest]", ADAPTIVE),

@@ -29,12 +29,13 @@ from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
 from solrl_lightning.facts import prompt_sets
 from solrl_lightning.machine.threads import divide_threads
+from solrl_lightning.names import SHADOW
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.options.family import Explorer
 from solrl_lightning.options.rules import written
 from solrl_lightning.options.run import Run
-from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.compilation import should_compile
+from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
@@ -43,7 +44,6 @@ from solrl_lightning.targets import make
 from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import SolRLModule
-from solrl_lightning.training.samplers import SHADOW
 from solrl_lightning.training.sharding import shard_transformers
 from solrl_lightning.training.transformers import replicate
 

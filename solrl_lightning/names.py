@@ -1,6 +1,7 @@
 """Names that a configuration is checked against before torch loads. The modules that implement them import them."""
 
-from typing import Literal, get_args
+from itertools import chain
+from typing import Final, Literal
 
 from solrl_lightning.errors import UserError
 
@@ -11,8 +12,9 @@ Decoder = Literal["full", "bf16", "preview"]
 Reuse = Literal["same", "next"]
 Storage = Literal["bfloat16", "int8", "nf4"]
 Combination = Literal["sum", "gdpo"]
-SAMPLERS: tuple[Sampler, ...] = get_args(Sampler)
-SHADOW, MERGED, POLICY = SAMPLERS
+SHADOW: Final = "shadow"
+MERGED: Final = "merged"
+POLICY: Final = "policy"
 
 AUTO = "auto"
 """The precision that is chosen for the hardware, by ``quantization.choose_precision``; and the fastest backend."""
@@ -30,7 +32,7 @@ def check_backend(precision: str, backend: str) -> None:
     """UserError for an unknown precision, or a backend that it does not have."""
     if precision not in (AUTO, *BACKENDS):
         raise UserError(f"precision={precision} is invalid: it must be one of {', '.join((AUTO, *BACKENDS))}.")
-    names = BACKENDS[precision] if precision != AUTO else BACKENDS["nvfp4"]  # which has them all
+    names = BACKENDS[precision] if precision != AUTO else dict.fromkeys(chain.from_iterable(BACKENDS.values()))
     if backend not in names:
         known = ", ".join(names)
         raise UserError(

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
 
 from solrl_lightning.options.run import Run
-from solrl_lightning.policies import adapters
+from solrl_lightning.policies import lora
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.tasks.train import train
 from solrl_lightning.training.transformers import replicate
@@ -117,7 +117,7 @@ def test_compiled_training_has_two_graphs_per_kind_of_block_and_the_eager_gradie
         options |= dict(rule=QuantizationRule([], {}), backend=resolve("bf16", "auto", policy.device))
         transformers = replicate(policy, lora_config(), compile_policy=compiled, **options)
         adapted = transformers.adapted
-        adapters.load_state(adapted.lora_layers, "default", random_state(adapted.state("default"), seed=1))
+        lora.load_state(adapted.lora_layers, "default", random_state(adapted.state("default"), seed=1))
         x, conditioning = policy.noise(torch.tensor([1, 2, 3])), policy.encode(PROMPTS)
         for step in range(2):
             sigma = torch.tensor([0.9, 0.5, 0.1 + 0.1 * step])

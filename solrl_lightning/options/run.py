@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.names import Storage, TrainingSampler
+from solrl_lightning.names import SHADOW, Storage, TrainingSampler
 from solrl_lightning.options.callbacks import Callbacks, InOrder
 from solrl_lightning.options.data import Data
 from solrl_lightning.options.family import Explorer, Family
@@ -238,7 +238,7 @@ class Run(Group):
             return
         if type(self.task) is not Task:
             raise UserError("trainer=fsdp is invalid: only task=train shards the weights. Set trainer=auto.")
-        shadow = any(explorer.sampler == "shadow" for explorer in self.family.explorers.values())
+        shadow = any(explorer.sampler == SHADOW for explorer in self.family.explorers.values())
         grid = self.callback("sample_grid").get("every")
         rules = {
             "family.explore.sampler=shadow": (shadow, "family=prefix"),

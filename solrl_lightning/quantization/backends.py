@@ -19,7 +19,6 @@ from solrl_lightning.quantization import transformer_engine
 from solrl_lightning.quantization.formats import FORMATS, NativeBackend
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.scaled_linear import operand_dtype
-from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear
 
 
 class Backend(NamedTuple):
@@ -49,7 +48,7 @@ PACKED_BITS |= {"bf16": 16}  # bits per weight where the hardware multiplies the
 
 
 def choose_precision(hardware: Hardware) -> str:
-    """Return what ``precision=auto`` is: the first of nvfp4, fp8 and int8 that ``hardware`` multiplies, else bf16.
+    """Return what ``precision=auto`` is: the first of ``FORMATS`` that ``hardware`` multiplies, else bf16.
 
     On a CPU it is nvfp4, emulated, so that a run of the embedded model ranks as NVFP4 does and is the same on each.
     """
@@ -139,7 +138,7 @@ def has_int8_units() -> bool:
 
 
 def _runs(candidate: NativeBackend, hardware: Hardware) -> bool:
-    if candidate.linear_cls is TransformerEngineLinear and not hardware.transformer_engine:
+    if candidate.transformer_engine and not hardware.transformer_engine:
         return False
     if hardware.type == "cuda":
         return hardware.capability >= candidate.capability
@@ -170,7 +169,7 @@ def _refusal(precision: str, backend: str, hardware: Hardware) -> str:
     if refused.cpu:
         needs[0] += " or a CPU with INT8 units (AVX512-VNNI)"
     present = hardware.name
-    if refused.linear_cls is TransformerEngineLinear:
+    if refused.transformer_engine:
         needs.append(f"Transformer Engine with its extension for PyTorch ({transformer_engine.INSTALL}, with nvcc)")
         present += f", Transformer Engine {'' if hardware.transformer_engine else 'not '}installed"
     other = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "")

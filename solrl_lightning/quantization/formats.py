@@ -1,4 +1,6 @@
-"""The number formats of the shadow: a record for each. A new format is a file with its layers and a record here.
+"""The number formats of the shadow: a record for each.
+
+A new format is a quantiser (in ``rowwise`` if it scales rows), its layers in ``scaled_linear`` and a record here.
 
 ``solrl_lightning.names.BACKENDS`` has the same names, for checks that run before torch is loaded.
 """
@@ -7,7 +9,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from solrl_lightning.quantization.linear import QuantizedLinear
-from solrl_lightning.quantization.packed import PackedNVFP4Linear
+from solrl_lightning.quantization.nvfp4_packed import PackedNVFP4Linear
 from solrl_lightning.quantization.scaled_linear import (
     EmulatedFP8Linear,
     EmulatedINT8Linear,
@@ -27,6 +29,7 @@ class NativeBackend(NamedTuple):
     capability: tuple[int, int]  # minimum compute capability of an NVIDIA GPU
     cpu: bool = False  # also runs on a CPU with INT8 units
     fullgraph: bool = True
+    transformer_engine: bool = False  # needs it, with its extension for PyTorch
 
 
 class Format(NamedTuple):
@@ -45,7 +48,9 @@ NVFP4 = Format(
     NVFP4Linear,
     2**-6,
     {
-        "transformer_engine": NativeBackend(TransformerEngineLinear, 4.5, (10, 0), fullgraph=False),
+        "transformer_engine": NativeBackend(
+            TransformerEngineLinear, 4.5, (10, 0), fullgraph=False, transformer_engine=True
+        ),
         "torch": NativeBackend(PackedNVFP4Linear, 4.5, (10, 0)),
     },
 )

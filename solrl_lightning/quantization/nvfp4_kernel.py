@@ -18,13 +18,13 @@ from torch.library import triton_op, wrap_triton
 
 from solrl_lightning.quantization.nvfp4 import BLOCK
 
-TILE_ROWS, TILE_COLUMNS = 128, 4  # block scales of a tile; packed.swizzle
+TILE_ROWS, TILE_COLUMNS = 128, 4  # block scales of a tile; nvfp4_packed.swizzle
 _VALUES_PER_WARP = 1024  # 32 of them in the registers of a thread
 
 
 @triton_op("solrl_lightning::encode_rows", mutates_args=())
 def encode_rows(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return uint8 codes [M, D / 2], E4M3 block scales in the order of ``packed.swizzle``, and FP32 scales [M, 1]."""
+    """Return uint8 codes [M, D / 2], E4M3 block scales in the order of ``swizzle``, and FP32 scales [M, 1]."""
     x = x.contiguous()
     rows, width = x.shape
     padded_rows = triton.cdiv(rows, TILE_ROWS) * TILE_ROWS

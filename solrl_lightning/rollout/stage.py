@@ -19,7 +19,7 @@ class Stage(NamedTuple):
     """One pass over the candidates."""
 
     name: str  # a non-finite image scores NaN in EXPLORE and is an error in REGENERATE
-    sampler: str  # see `Samplers`
+    sampler: str  # see `Transformers.samplers`
     steps: int
     solver: str | Solver
     stop_step: int | None = None  # stop here and score the predicted image

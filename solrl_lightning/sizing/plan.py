@@ -14,10 +14,9 @@ from hydra.utils import instantiate
 from solrl_lightning.build import build_objective, levels_of, lora_config, quantization_rule, uses_shadow, with_option
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan as PlanOptions
-from solrl_lightning.policies import adapters
-from solrl_lightning.policies.adapters import TRAINED
 from solrl_lightning.policies.architectures import Architecture, find_architecture
 from solrl_lightning.policies.base_weights import block_linears
+from solrl_lightning.policies.lora import TRAINED, adapter_state
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, LayerPlan
 from solrl_lightning.quantization import plan as plan_layers
@@ -86,7 +85,7 @@ def plan_run(
     parameters = sum(p.numel() for p in policy.transformer.parameters())
     stored = stored_bytes(bytes_of(policy.transformer), block_linears(policy.transformer).values())
     passes, adapted = trace(policy, lora_config(cfg), recomputed)
-    lora = 4 * sum(weight.numel() for weight in adapters.adapter_state(adapted, TRAINED).values())
+    lora = 4 * sum(weight.numel() for weight in adapter_state(adapted, TRAINED).values())
     quantized = {each: [layer.name for layer in layers if layer.quantized] for each, layers in plans.items()}
     packed = replica_bytes(weights, adapted, quantized[backend], PACKED_BITS[backend.precision])
     shadows = {

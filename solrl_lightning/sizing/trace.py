@@ -15,8 +15,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from solrl_lightning.policies import adapters
 from solrl_lightning.policies.checkpointing import checkpoint_blocks
+from solrl_lightning.policies.lora import add_adapters
 from solrl_lightning.policies.pipeline import PipelineAdapter
 
 CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
@@ -109,7 +109,7 @@ def trace(
         with PeakBytes(vae) as decoding:
             policy.decode_latents(x, vae)
     with torch.device(policy.device):  # without it, PEFT creates the adapters on the CPU
-        adapted_layers = adapters.add_adapters(transformer, lora, seed=0)
+        adapted_layers = add_adapters(transformer, lora, seed=0)
     transformer.train()
     peaks: dict[bool | str, int] = {}
     for blocks in recomputed:

@@ -28,6 +28,7 @@ from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_module, device_of, exploring_stages, load_adapters, with_option
 from solrl_lightning.metrics.rank import NAMES, RankFidelity, reward_gap
+from solrl_lightning.names import MERGED, SHADOW
 from solrl_lightning.options.family import Explorer
 from solrl_lightning.options.rules import written
 from solrl_lightning.options.run import Run
@@ -41,7 +42,6 @@ from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.audit_search import cheapest, label, levels_at, score_steps, search
 from solrl_lightning.training.module import SolRLModule
-from solrl_lightning.training.samplers import MERGED, SHADOW
 
 log = logging.getLogger(__name__)
 

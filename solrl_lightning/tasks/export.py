@@ -13,11 +13,11 @@ from solrl_lightning.artifacts.finished_runs import read_summary
 from solrl_lightning.artifacts.hub import create_repository, upload
 from solrl_lightning.artifacts.model_card import PICTURE, model_card
 from solrl_lightning.build import build_model, load_adapters
+from solrl_lightning.names import MERGED
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Export
 from solrl_lightning.tasks.generate import without_training
 from solrl_lightning.training.module import SolRLModule
-from solrl_lightning.training.samplers import MERGED
 
 _LORAS = {"lora_ema": "ema", "lora_trained": "default"}
 _MERGED = "transformer"

@@ -25,7 +25,7 @@ from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
-from solrl_lightning.policies.adapters import TRAINED
+from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
 

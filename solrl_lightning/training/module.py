@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.names import MERGED
 from solrl_lightning.objectives.base import Objective, check_loss
-from solrl_lightning.policies.adapters import OLD, TRAINED, State
+from solrl_lightning.policies.lora import OLD, TRAINED, State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.chunks import STOPPED, Progress, SamplingSpec, check_finite, score_chunks, score_images
@@ -31,7 +32,7 @@ from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, keep_configured
-from solrl_lightning.training.samplers import MERGED, Sampler
+from solrl_lightning.training.samplers import Sampler
 from solrl_lightning.training.transformers import Transformers
 
 _LOWER_RATE = "Lower optimizer.lr, or correct the objective."

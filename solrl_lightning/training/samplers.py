@@ -1,6 +1,6 @@
 """What samples candidates: one interface, whichever transformer computes and wherever it runs.
 
-A stage names its sampler: "policy", "merged" or "shadow" (see ``transformers``).
+A stage names its sampler, one of ``names.Sampler``; ``transformers`` and ``sharding`` make them.
 """
 
 from collections.abc import Callable, Generator
@@ -10,13 +10,11 @@ from typing import Protocol
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from solrl_lightning.policies import adapters, replica
-from solrl_lightning.policies.adapters import State
+from solrl_lightning.policies import lora, replica
+from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.chunks import BatchSize, Chunk, SamplingSpec, iter_sampled_chunks
 from solrl_lightning.rollout.records import EncodedPrompts
-
-POLICY, MERGED, SHADOW = "policy", "merged", "shadow"
 
 
 class Sampler(Protocol):
@@ -89,5 +87,5 @@ class ReplicaSampler:
 
     def sync(self, state: State, version: int | None) -> None:
         """Write the base weights merged with ``state`` into the replica in place."""
-        replica.refresh(self.transformer, adapters.merged_weights(self.lora_layers, state))
+        replica.refresh(self.transformer, lora.merged_weights(self.lora_layers, state))
         self.version = version

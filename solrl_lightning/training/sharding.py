@@ -17,9 +17,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.facts import check_shares
+from solrl_lightning.names import MERGED, POLICY
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.chunks import BatchSize
-from solrl_lightning.training.samplers import MERGED, POLICY, PolicySampler
+from solrl_lightning.training.samplers import PolicySampler
 from solrl_lightning.training.transformers import REFERENCE, AdaptedTransformer, Transformers, VelocityModel
 
 T = TypeVar("T")

@@ -25,14 +25,28 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from solrl_lightning.policies import adapters, replica
-from solrl_lightning.policies.adapters import OLD, TRAINED, State
+from solrl_lightning.names import MERGED, POLICY, SHADOW
+from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import compile_blocks
+from solrl_lightning.policies.lora import (
+    OLD,
+    TRAINED,
+    State,
+    active_adapter,
+    adapter_state,
+    add_adapters,
+    base_norm,
+    load_state,
+    read_lora,
+    update_norms,
+    update_old_adapter,
+    with_weights,
+)
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table
 from solrl_lightning.quantization import plan as plan_quantization
 from solrl_lightning.rollout.chunks import BatchSize
-from solrl_lightning.training.samplers import MERGED, POLICY, SHADOW, PolicySampler, ReplicaSampler, Sampler
+from solrl_lightning.training.samplers import PolicySampler, ReplicaSampler, Sampler
 
 log = logging.getLogger(__name__)
 
@@ -53,14 +67,14 @@ class AdaptedTransformer:
 
     def __init__(self, transformer: ModelMixin, lora: LoraConfig, seed: int) -> None:
         self.transformer: ModelMixin = transformer.train()  # none of these models has dropout
-        self.lora_layers: dict[str, LoraLayer] = adapters.add_adapters(transformer, lora, seed)
-        self._base_norm = adapters.base_norm(self.lora_layers)  # before a strategy shards the weights
+        self.lora_layers: dict[str, LoraLayer] = add_adapters(transformer, lora, seed)
+        self._base_norm = base_norm(self.lora_layers)  # before a strategy shards the weights
 
     def state(self, name: str) -> State:
         """Return adapter "default" or "old", the tensors themselves, or zeros for "base"."""
         if name == "base":
             return {key: torch.zeros_like(value) for key, value in self.state(TRAINED).items()}
-        return adapters.adapter_state(self.lora_layers, name)
+        return adapter_state(self.lora_layers, name)
 
     @contextmanager
     def old(self, state: State | None = None) -> Iterator[nn.Module]:
@@ -68,23 +82,23 @@ class AdaptedTransformer:
 
         Restores "default" as the active adapter, and the weights.
         """
-        weights = nullcontext() if state is None else adapters.with_weights(self.lora_layers, OLD, state)
-        with weights, adapters.active_adapter(self.transformer, self.lora_layers, OLD) as transformer:
+        weights = nullcontext() if state is None else with_weights(self.lora_layers, OLD, state)
+        with weights, active_adapter(self.transformer, self.lora_layers, OLD) as transformer:
             yield transformer
 
     def start_from(self, lora: Path) -> None:
         """Load a LoRA of diffusers' format into both adapters; raises ``UserError`` if it does not fit."""
-        state = adapters.read_lora(lora, self.lora_layers)
+        state = read_lora(lora, self.lora_layers)
         for name in (TRAINED, OLD):
-            adapters.load_state(self.lora_layers, name, state)
+            load_state(self.lora_layers, name, state)
 
     def update_old(self, decay: float) -> None:
         """Update the old adapter in place: old <- decay * old + (1 - decay) * trained."""
-        adapters.update_old_adapter(self.lora_layers, decay)
+        update_old_adapter(self.lora_layers, decay)
 
     def distances(self) -> dict[str, Tensor]:
         """Distances of the trained weights from the base and from the old policy, relative to the norm of the base."""
-        update, difference = adapters.update_norms(self.lora_layers)
+        update, difference = update_norms(self.lora_layers)
         return {"base_distance": update / self._base_norm, "old_distance": difference / self._base_norm}
 
 

@@ -82,34 +82,12 @@ def test_a_resumed_run_counts_the_iterations_with_constant_rewards_before_it(gua
 
 
 LIMITS = OFF | {"fall": 3.0}
-MEANS = (0.4, 0.5, 0.6, 0.3, 0.3)  # of a held-out reward by iteration
 
 
 @pytest.fixture
-def falling(stand_in):
-    """Makes modules with these evaluations, ``bright`` being their negative."""
-
-    class Falling(stand_in.Evaluated):
-        def on_validation_epoch_end(self):
-            super().on_validation_epoch_end()
-            row = self.evaluation.history[-1]
-            done = self.trainer.fit_loop.iterations_done = row["iteration"]
-            row |= {"shapes": MEANS[done], "bright": -MEANS[done]}
-            self.log("eval/shapes", MEANS[done])
-            rewards = [MEANS[done]] * (len(self.evaluation.columns) - 4)
-            spread = torch.linspace(-0.1, 0.1, 16, dtype=torch.float64)[:, None]
-            self.evaluation.table = torch.tensor([[*rewards, 0.5, 0.5, 0.5, 0.5]], dtype=torch.float64) + spread
-
-        def save_lora(self, folder, weights):
-            self.exported = self.ema_state["lora"]
-
-    return Falling
-
-
-@pytest.fixture
-def run(fit, falling):
+def run(fit, stand_in):
     def run(stop=False, iterations=4, comparable=True, rewards=None, resumed=None):
-        guard, module = Guard(stop, 3, LIMITS), falling()
+        guard, module = Guard(stop, 3, LIMITS), stand_in.Falling()
         module.rewards = module.evaluation.rewards = rewards or module.rewards
         module.evaluation.comparable = comparable
         guard.trainer = fit(RolloutStats(), guard, module=module, iterations=iterations, resumed=resumed)
@@ -144,8 +122,8 @@ def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(run):
     assert [row["iteration"] for row in resumed.history.rows] == [1, 2, 3, 4]
 
 
-def test_a_run_that_the_guard_ends_exports_the_best_weights_and_says_so(tmp_path, fit, falling, capsys):
-    checkpoints, module = tmp_path / "checkpoints", falling()
+def test_a_run_that_the_guard_ends_exports_the_best_weights_and_says_so(tmp_path, fit, stand_in, capsys):
+    checkpoints, module = tmp_path / "checkpoints", stand_in.Falling()
     best, periodic = BestCheckpoint(str(checkpoints)), PeriodicCheckpoints(str(checkpoints), every=1, keep=2)
     callbacks = WeightEMA(), RolloutStats(), Guard(True, 3, LIMITS), best, periodic, ExportLoRA()
     fit(*callbacks, RunSummary({"seed": 1}, ["seed"]), module=module, iterations=4, enable_checkpointing=True)
@@ -167,28 +145,8 @@ def test_a_run_that_the_guard_ends_exports_the_best_weights_and_says_so(tmp_path
     assert re.search(r"alarm +after iteration 3, since iteration 2: the held-out shapes reward fell from 0.6", printed)
 
 
-def test_a_completed_run_exports_the_last_weights(tmp_path, fit, falling):
-    module, best, average = falling(), BestCheckpoint(str(tmp_path)), WeightEMA()
-    fit(average, best, ExportLoRA(), module=module, iterations=3, enable_checkpointing=True)
-    assert (best.iteration, average.updates) == (2, 3) and torch.equal(module.exported, average.average["lora"])
-
-
-def test_a_resumed_run_keeps_the_best_checkpoint_and_a_branch_begins_its_own(tmp_path, fit, falling):
-    def best_of(folder, iterations, monitor=None, resumed=None):
-        best, options = BestCheckpoint(str(tmp_path / folder), monitor), dict(enable_checkpointing=True)
-        fit(best, module=falling(), iterations=iterations, resumed=resumed, **options)
-        return best.state_dict()
-
-    checkpoint = tmp_path / "run" / "best.ckpt"
-    assert best_of("run", 2) == {"reward": 0.6, "iteration": 2}
-    assert best_of("branch", 3, resumed=checkpoint) == {"reward": 0.3, "iteration": 3}
-    assert (tmp_path / "branch" / "best.ckpt").is_file()
-    assert best_of("run", 3, resumed=checkpoint) == {"reward": 0.6, "iteration": 2}
-    assert best_of("other", 4, monitor="bright") == {"reward": -0.3, "iteration": 3}
-
-
-def test_early_stopping_is_the_reason_of_a_stop(fit, falling):
+def test_early_stopping_is_the_reason_of_a_stop(fit, stand_in):
     stopping = EarlyStopping("eval/shapes", patience=2, mode="max", check_on_train_epoch_end=False)
-    trainer = fit(stopping, module=falling(), iterations=4)
+    trainer = fit(stopping, module=stand_in.Falling(), iterations=4)
     assert trainer.current_epoch == 4
     assert stop_reason(trainer) == "early stopping: eval/shapes did not improve in 2 evaluations"

@@ -18,7 +18,6 @@ from solrl_lightning.options.rules import is_whole
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.weighted import COMBINATIONS
 from solrl_lightning.sampling import SOLVERS
-from solrl_lightning.training import samplers
 
 Compose = Callable[..., Run]
 
@@ -200,7 +199,6 @@ def test_options_hold_what_the_files_say() -> None:
 def test_names_are_those_of_the_code_that_implements_them() -> None:
     assert set(SOLVERS) == set(get_args(names.SolverName))
     assert set(COMBINATIONS) == set(get_args(names.Combination))
-    assert (samplers.SHADOW, samplers.MERGED, samplers.POLICY) == names.SAMPLERS
 
 
 def test_every_key_has_a_sentence() -> None:

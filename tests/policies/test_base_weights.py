@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
-from solrl_lightning.policies import adapters, base_weights
-from solrl_lightning.policies.adapters import OLD, TRAINED
+from solrl_lightning.policies import base_weights, lora
 from solrl_lightning.policies.base_weights import block_linears, dense
 from solrl_lightning.policies.flux1 import Flux1
+from solrl_lightning.policies.lora import OLD, TRAINED
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.sizing.footprint import stored_bytes
 from solrl_lightning.training.transformers import Transformers, replicate
@@ -28,7 +28,7 @@ def make_transformers(policy: Flux1) -> Transformers:
     adapted = transformers.adapted
     for seed, name in enumerate((TRAINED, OLD)):
         state = random_state(adapted.state(name), seed, size=0.05)
-        adapters.load_state(adapted.lora_layers, name, state)
+        lora.load_state(adapted.lora_layers, name, state)
     for sampler in transformers.samplers.values():
         sampler.sync(adapted.state(OLD), version=0)
     return transformers

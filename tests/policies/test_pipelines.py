@@ -12,9 +12,9 @@ from nano import ATTENTION, PROMPTS, load_nano, lora_config, random_state, relat
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies import adapters, replica
-from solrl_lightning.policies.adapters import TRAINED
+from solrl_lightning.policies import lora, replica
 from solrl_lightning.policies.flux2 import Flux2
+from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.qwen_image import QwenImage
 from solrl_lightning.policies.sana import Sana
@@ -155,10 +155,10 @@ def test_diffusers_paints_the_merged_replicas_images_with_the_saved_lora(
     merged = replica.clone_sharing_weights(adapted.transformer)
     fused = ("to_qkv_mlp_proj",) if architecture == "flux2" else ()  # in its single blocks
     config = lora_config(rank=4, alpha=12, targets=(*ATTENTION, *fused))
-    layers = adapters.add_adapters(adapted.transformer, config, seed=0)
-    state = random_state(adapters.adapter_state(layers, TRAINED), seed=6)
+    layers = lora.add_adapters(adapted.transformer, config, seed=0)
+    state = random_state(lora.adapter_state(layers, TRAINED), seed=6)
     replica.untie_weights(merged, layers)
-    replica.refresh(merged, adapters.merged_weights(layers, state))
+    replica.refresh(merged, lora.merged_weights(layers, state))
     adapted.save_lora(tmp_path, state, config)
     images, without = (policy.decode(sample(policy, transformer=module)) for module in (merged, None))
     theirs.load_lora_weights(tmp_path)
@@ -170,8 +170,8 @@ def test_gradients_are_the_same_with_checkpointing_and_without(architecture: str
     gradients = {}
     for checkpointing in (False, True, "selective"):
         policy = load_nano(architecture, folder, gradient_checkpointing=checkpointing)
-        layers = adapters.add_adapters(policy.transformer.train(), lora_config(), seed=0)
-        adapters.load_state(layers, TRAINED, random_state(adapters.adapter_state(layers, TRAINED), seed=1))
+        layers = lora.add_adapters(policy.transformer.train(), lora_config(), seed=0)
+        lora.load_state(layers, TRAINED, random_state(lora.adapter_state(layers, TRAINED), seed=1))
         blocks = [b for part in policy.transformer.children() if isinstance(part, nn.ModuleList) for b in part]
         calls = [counted(block) for block in blocks]
         velocity = policy.velocity(policy.transformer, policy.noise(SEEDS), torch.tensor(0.5), policy.encode(PROMPTS))

@@ -18,7 +18,7 @@ import solrl_lightning.training.module
 from solrl_lightning.names import BACKENDS
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, resolve
-from solrl_lightning.quantization.packed import PackedNVFP4Linear
+from solrl_lightning.quantization.nvfp4_packed import PackedNVFP4Linear
 from solrl_lightning.quantization.scaled_linear import FP8Linear
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.chunks import SamplingSpec

@@ -15,7 +15,7 @@ from solrl_lightning.build import build_objective, levels_of, lora_config
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan
-from solrl_lightning.policies import adapters
+from solrl_lightning.policies import lora
 from solrl_lightning.policies.architectures import build_component, find_architecture
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import QuantizationRule, resolve
@@ -69,7 +69,7 @@ def test_activations_are_those_of_one_image_of_a_batch(passes: Passes) -> None:
         policy.decode_latents(x, policy.pipeline.vae)
     assert passes.decoding_bytes == pytest.approx(decoding.peak / images, rel=0.05)
     with torch.device("meta"):
-        adapters.add_adapters(policy.transformer, small_lora(), seed=0)
+        lora.add_adapters(policy.transformer, small_lora(), seed=0)
     policy.transformer.train()
     with FusedAttention(), PeakBytes(policy.transformer) as training:
         loss = policy.velocity(policy.transformer, x, torch.ones(images, device="meta"), conditioning).sum()
@@ -225,7 +225,7 @@ def test_weights_of_flux1_under_sol_rl_take_at_most_half_more_than_one_copy(comp
     weights = {layer.name: transformer.get_submodule(layer.name).weight for layer in layers}
     quantized = [layer.name for layer in layers if layer.quantized]
     with torch.device("meta"):
-        adapted = adapters.add_adapters(transformer, lora_config(cfg), seed=0)
+        adapted = lora.add_adapters(transformer, lora_config(cfg), seed=0)
     replicas = replica_bytes(weights, adapted) + replica_bytes(weights, adapted, quantized, PACKED_BITS["nvfp4"])
     assert copy == 2 * 11_901_408_320
     assert 1.2 < (copy + replicas) / copy <= 1.5

@@ -1,7 +1,7 @@
 """Weights used to sample, train and evaluate; "default", "old" and the average differ clearly in these runs."""
 
 import copy
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import pytest
 import torch
@@ -9,9 +9,10 @@ from lightning.pytorch import Callback, Trainer
 from test_loop import train
 from torch import Tensor, nn
 
+from solrl_lightning import names
 from solrl_lightning.objectives.base import Loss
 from solrl_lightning.objectives.nft import NFT
-from solrl_lightning.policies import adapters
+from solrl_lightning.policies import lora
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -76,7 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def merged(module: SolRLModule, state: Tensors) -> Tensors:
-    return dict(adapters.merged_weights(module.transformers.adapted.lora_layers, state))
+    return dict(lora.merged_weights(module.transformers.adapted.lora_layers, state))
 
 
 def holds(layer: nn.Module, weight: Tensor) -> bool:
@@ -86,6 +87,10 @@ def holds(layer: nn.Module, weight: Tensor) -> bool:
     expected = type(layer)(linear) if isinstance(layer, QuantizedLinear) else linear.bfloat16()
     actual, states = layer.state_dict(), expected.state_dict()  # the bias is not adapted
     return actual.keys() == states.keys() and all(actual[name].equal(states[name]) for name in states if name != "bias")
+
+
+def test_samplers_are_those_that_the_options_name(trained: Trained) -> None:
+    assert trained.module.transformers.samplers.keys() == set(get_args(names.Sampler))
 
 
 @pytest.mark.parametrize("replica", ["shadow", "merged"])

@@ -10,9 +10,9 @@ from exact_formats import linear, random
 from torch import Tensor
 from torchao.prototype.mx_formats.utils import to_blocked
 
-from solrl_lightning.quantization import packed
+from solrl_lightning.quantization import nvfp4_packed
 from solrl_lightning.quantization.nvfp4 import NVFP4Tensor, quantize
-from solrl_lightning.quantization.packed import PackedNVFP4Linear, swizzle
+from solrl_lightning.quantization.nvfp4_packed import PackedNVFP4Linear, swizzle
 from solrl_lightning.quantization.scaled_linear import NVFP4Linear
 
 
@@ -39,7 +39,7 @@ def product(x: Tensor, scales: Tensor, codes: Tensor, weight_scales: Tensor) -> 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_packed_layer_equals_emulation_up_to_product(monkeypatch: pytest.MonkeyPatch, bias: bool) -> None:
-    monkeypatch.setattr(packed, "scaled_product", product)
+    monkeypatch.setattr(nvfp4_packed, "scaled_product", product)
     layer, other, x = PackedNVFP4Linear(linear(bias)), linear(bias, seed=7), random(2, 20, 128)
     codes = quantize(linear(bias).weight)
     assert layer.packed.equal(codes.packed) and layer.weight_scale.equal(codes.global_scale)
@@ -57,7 +57,7 @@ def test_packed_layer_equals_emulation_up_to_product(monkeypatch: pytest.MonkeyP
 INTERPRETED = """
 import torch
 from solrl_lightning.quantization.nvfp4_kernel import encode_rows
-from solrl_lightning.quantization.packed import encode_rows as expected
+from solrl_lightning.quantization.nvfp4_packed import encode_rows as expected
 
 torch.manual_seed(0)
 ties = torch.tensor([0.0, -0.0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 6.0, -0.25, -0.75, -1.25, -2.5, -5.0, -6.0])

@@ -16,10 +16,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies import adapters
-from solrl_lightning.policies.adapters import OLD, TRAINED, State
+from solrl_lightning.policies import lora
 from solrl_lightning.policies.bf16 import use_fp32_products
 from solrl_lightning.policies.flux1 import Flux1
+from solrl_lightning.policies.lora import OLD, TRAINED, State
 from solrl_lightning.training.transformers import AdaptedTransformer
 
 ATTENTION = [f"transformer_blocks.0.attn.to_{part}" for part in ("k", "out.0", "q", "v")]
@@ -36,13 +36,13 @@ class Adapted(NamedTuple):
         return self.policy.velocity(self.policy.transformer, x, torch.tensor(0.7), self.conditioning)
 
     def state(self, adapter: str) -> State:
-        return adapters.adapter_state(self.layers, adapter)
+        return lora.adapter_state(self.layers, adapter)
 
     def load(self, **seeds: int) -> dict[str, State]:
         """Gives the named adapters random weights and returns copies of them."""
         states = {adapter: random_state(self.state(adapter), seed) for adapter, seed in seeds.items()}
         for adapter, state in states.items():
-            adapters.load_state(self.layers, adapter, state)
+            lora.load_state(self.layers, adapter, state)
         return states
 
     def trained(self) -> set[str]:
@@ -52,7 +52,7 @@ class Adapted(NamedTuple):
 @pytest.fixture
 def adapted(nano_folder: str) -> Adapted:
     policy = load_policy(nano_folder)
-    layers = adapters.add_adapters(policy.transformer, lora_config(), seed=5)
+    layers = lora.add_adapters(policy.transformer, lora_config(), seed=5)
     return Adapted(policy, layers, policy.encode(PROMPTS))
 
 
@@ -69,14 +69,14 @@ def test_adapters_start_equal_in_float32_and_without_effect(adapted: Adapted, na
     with torch.no_grad():
         base = adapted._replace(policy=load_policy(nano_folder)).velocity()
         assert torch.equal(adapted.velocity(), base)
-        with adapters.active_adapter(adapted.policy.transformer, adapted.layers, OLD):
+        with lora.active_adapter(adapted.policy.transformer, adapted.layers, OLD):
             assert torch.equal(adapted.velocity(), base)
 
 
 def test_initial_weights_depend_on_the_seed_only(nano_folder: str) -> None:
     def first(seed: int) -> Tensor:
-        layers = adapters.add_adapters(load_policy(nano_folder).transformer, lora_config(), seed)
-        return adapters.adapter_state(layers, TRAINED)[f"{ADAPTED[0]}.lora_A.weight"]
+        layers = lora.add_adapters(load_policy(nano_folder).transformer, lora_config(), seed)
+        return lora.adapter_state(layers, TRAINED)[f"{ADAPTED[0]}.lora_A.weight"]
 
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -93,11 +93,11 @@ def test_active_adapter_lasts_as_long_as_the_block_and_only_default_trains(adapt
         base = adapted.velocity()
         adapted.load(default=1, old=2)
         trained = adapted.velocity()
-        with adapters.active_adapter(transformer, adapted.layers, OLD) as active:
+        with lora.active_adapter(transformer, adapted.layers, OLD) as active:
             old = adapted.velocity()
             assert active is transformer and adapted.trained() <= expected
         assert torch.equal(adapted.velocity(), trained) and adapted.trained() == expected
-        with pytest.raises(KeyError), adapters.active_adapter(transformer, adapted.layers, OLD):
+        with pytest.raises(KeyError), lora.active_adapter(transformer, adapted.layers, OLD):
             raise KeyError
         assert torch.equal(adapted.velocity(), trained) and adapted.trained() == expected
     for one, other in ((trained, old), (trained, base), (old, base)):
@@ -111,7 +111,7 @@ def test_active_adapter_lasts_as_long_as_the_block_and_only_default_trains(adapt
 def test_old_adapter_moves_towards_the_trained_one(adapted: Adapted, decay: float) -> None:
     states = adapted.load(default=1, old=2)
     places = {name: value.data_ptr() for name, value in adapted.state(OLD).items()}
-    adapters.update_old_adapter(adapted.layers, decay)
+    lora.update_old_adapter(adapted.layers, decay)
     for name, value in adapted.state(OLD).items():
         expected = decay * states[OLD][name].double() + (1 - decay) * states[TRAINED][name].double()
         torch.testing.assert_close(value.double(), expected, rtol=0, atol=1e-6)
@@ -128,7 +128,7 @@ def update(state: State, name: str) -> Tensor:
 def test_merged_weights_are_base_plus_update_as_in_peft(adapted: Adapted) -> None:
     states = adapted.load(default=1, old=2)
     for adapter, state in states.items():
-        merged = dict(adapters.merged_weights(adapted.layers, state))
+        merged = dict(lora.merged_weights(adapted.layers, state))
         assert sorted(merged) == ADAPTED
         for name, weight in merged.items():
             layer = adapted.layers[name]
@@ -147,18 +147,18 @@ def test_norms_of_updates_are_those_of_the_dense_matrices(adapted: Adapted) -> N
         state = adapted.state(adapter)
         return torch.cat([update(state, name).flatten() for name in adapted.layers])
 
-    norm, difference = adapters.update_norms(adapted.layers)
+    norm, difference = lora.update_norms(adapted.layers)
     assert float(norm) == pytest.approx(float(dense(TRAINED).norm()), rel=1e-5)
     assert float(difference) == pytest.approx(float((dense(TRAINED) - dense(OLD)).norm()), rel=5e-3)
     base = torch.cat([layer.get_base_layer().weight.flatten() for layer in adapted.layers.values()])
-    assert float(adapters.base_norm(adapted.layers)) == pytest.approx(float(base.double().norm()), rel=1e-5)
+    assert float(lora.base_norm(adapted.layers)) == pytest.approx(float(base.double().norm()), rel=1e-5)
 
 
 def test_saved_lora_is_read_from_its_folder_and_its_file(adapted: Adapted, tmp_path: Path) -> None:
     (state,) = adapted.load(default=1).values()
     adapted.policy.save_lora(tmp_path, state, lora_config())
     for path in (tmp_path, tmp_path / "pytorch_lora_weights.safetensors"):
-        saved = adapters.read_lora(path, adapted.layers)
+        saved = lora.read_lora(path, adapted.layers)
         assert saved.keys() == state.keys() and all(torch.equal(saved[name], state[name]) for name in state)
 
 
@@ -174,10 +174,10 @@ def test_lora_of_another_kind_raises(
     adapted: Adapted, nano_folder: str, tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     policy, config = load_policy(nano_folder), lora_config(**change)
-    layers = adapters.add_adapters(policy.transformer, config, seed=0)
-    policy.save_lora(tmp_path, adapters.adapter_state(layers, TRAINED), config)
+    layers = lora.add_adapters(policy.transformer, config, seed=0)
+    policy.save_lora(tmp_path, lora.adapter_state(layers, TRAINED), config)
     with pytest.raises(UserError, match=f"model.init_lora={tmp_path} is invalid: .*{message}"):
-        adapters.read_lora(tmp_path, adapted.layers)
+        lora.read_lora(tmp_path, adapted.layers)
 
 
 @pytest.mark.parametrize(
@@ -202,17 +202,17 @@ def test_lora_file_with_other_contents_raises(
     tensors = {name: value if change is None else change(value) for name, value in tensors.items()}
     save_file(tensors, file, known if metadata is None else known | {"lora_adapter_metadata": metadata})
     with pytest.raises(UserError, match=f"model.init_lora={tmp_path} is invalid: .*{message}"):
-        adapters.read_lora(tmp_path, adapted.layers)
+        lora.read_lora(tmp_path, adapted.layers)
     file.write_bytes(b"x" * 100)
     with pytest.raises(UserError, match=f"{file.name} cannot be read"):
-        adapters.read_lora(file, adapted.layers)
+        lora.read_lora(file, adapted.layers)
 
 
 def test_rank_above_the_width_of_a_layer_raises(nano_folder: str) -> None:
     transformer, message = load_policy(nano_folder).transformer, "rank=33 is invalid: .* Set model.lora.rank=32 or less"
     with pytest.raises(UserError, match=message):
-        adapters.add_adapters(transformer, lora_config(33), seed=0)
-    assert adapters.add_adapters(transformer, lora_config(32), seed=0)
+        lora.add_adapters(transformer, lora_config(33), seed=0)
+    assert lora.add_adapters(transformer, lora_config(32), seed=0)
 
 
 def test_old_adapter_has_other_weights_for_a_block_only(nano_folder: str) -> None:
@@ -225,7 +225,7 @@ def test_old_adapter_has_other_weights_for_a_block_only(nano_folder: str) -> Non
     with pytest.raises(KeyError), adapted.old(state):
         pass
     with pytest.raises(KeyError):
-        adapters.load_state(adapted.lora_layers, TRAINED, state)
+        lora.load_state(adapted.lora_layers, TRAINED, state)
     assert all(torch.equal(value, old[name]) for name, value in adapted.state(OLD).items())
 
 
@@ -242,8 +242,8 @@ def test_fused_layer_matches_peft_in_value_and_gradients_up_to_rounding(bias: bo
     model = Model().bfloat16().requires_grad_(False)
     if fp32_products:
         use_fp32_products(model)
-    layer = adapters.add_adapters(model, LoraConfig(r=4, lora_alpha=8, target_modules=["to_q"]), seed=0)["to_q"]
-    assert type(layer) is adapters.FusedLoRALinear
+    layer = lora.add_adapters(model, LoraConfig(r=4, lora_alpha=8, target_modules=["to_q"]), seed=0)["to_q"]
+    assert type(layer) is lora.FusedLoRALinear
     nn.init.normal_(layer.lora_B[TRAINED].weight)
     inputs, upstream = torch.randn(3, 5, 24).bfloat16(), torch.randn(3, 5, 40).bfloat16()
     tolerance = 2**-8 if fp32_products else 2**-6
@@ -255,12 +255,12 @@ def test_fused_layer_matches_peft_in_value_and_gradients_up_to_rounding(bias: bo
         weights = [layer.lora_A[TRAINED].weight, layer.lora_B[TRAINED].weight]
         return [y.detach(), *torch.autograd.grad(y, [x, *weights], upstream.to(y))]
 
-    fused, expected = (outputs(cls, inputs) for cls in (adapters.FusedLoRALinear, peft_lora.Linear))
+    fused, expected = (outputs(cls, inputs) for cls in (lora.FusedLoRALinear, peft_lora.Linear))
     assert [value.dtype for value in fused] == [torch.bfloat16, torch.bfloat16, torch.float32, torch.float32]
     for ours, theirs in zip(fused, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance * theirs.abs().max().item())
     if not fp32_products:  # in float32 the two differ in the order of sums only
         model.float()
-        fused, expected = (outputs(cls, inputs.float()) for cls in (adapters.FusedLoRALinear, peft_lora.Linear))
+        fused, expected = (outputs(cls, inputs.float()) for cls in (lora.FusedLoRALinear, peft_lora.Linear))
         for ours, theirs in zip(fused, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,33 @@
+import torch
+
+from solrl_lightning.callbacks.checkpoints import BestCheckpoint, PeriodicCheckpoints
+from solrl_lightning.callbacks.ema import WeightEMA
+from solrl_lightning.callbacks.export import ExportLoRA
+
+
+def test_a_completed_run_exports_the_last_weights(tmp_path, fit, stand_in):
+    module, best, average = stand_in.Falling(), BestCheckpoint(str(tmp_path)), WeightEMA()
+    fit(average, best, ExportLoRA(), module=module, iterations=3, enable_checkpointing=True)
+    assert (best.iteration, average.updates) == (2, 3) and torch.equal(module.exported, average.average["lora"])
+
+
+def test_a_resumed_run_keeps_the_best_checkpoint_and_a_branch_begins_its_own(tmp_path, fit, stand_in):
+    def best_of(folder, iterations, monitor=None, resumed=None):
+        best, options = BestCheckpoint(str(tmp_path / folder), monitor), dict(enable_checkpointing=True)
+        fit(best, module=stand_in.Falling(), iterations=iterations, resumed=resumed, **options)
+        return best.state_dict()
+
+    checkpoint = tmp_path / "run" / "best.ckpt"
+    assert best_of("run", 2) == {"reward": 0.6, "iteration": 2}
+    assert best_of("branch", 3, resumed=checkpoint) == {"reward": 0.3, "iteration": 3}
+    assert (tmp_path / "branch" / "best.ckpt").is_file()
+    assert best_of("run", 3, resumed=checkpoint) == {"reward": 0.6, "iteration": 2}
+    assert best_of("other", 4, monitor="bright") == {"reward": -0.3, "iteration": 3}
+
+
+def test_the_newest_checkpoints_of_every_few_iterations_are_kept(tmp_path, fit):
+    for every, keep, iterations in ((2, None, [2, 4, 6]), (2, 2, [4, 6]), (4, 1, [4]), (0, None, [])):
+        folder = tmp_path / f"{every}-{keep}"
+        fit(PeriodicCheckpoints(str(folder), every, keep), iterations=6, enable_checkpointing=True)
+        names = [f"iteration_{iteration:06d}.ckpt" for iteration in iterations]
+        assert sorted(file.name for file in folder.glob("*")) == names
