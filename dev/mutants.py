@@ -765,7 +765,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ("first column of a table", "place = names.index(column)", "place = 0", SOURCES),
     ],
     "solrl_lightning/data/prompts.py": [
-        ("iterations that share prompts", "position * self.per_iteration", "position", PROMPTS),
+        (
+            "iterations that share prompts",
+            "order[slice * self.new : (slice + 1) * self.new]",
+            "order[slice : slice + self.new]",
+            PROMPTS,
+        ),
         ("metadata of the last of equal rows", "in reversed(rows)", "in rows", PROMPTS),
     ],
     "solrl_lightning/tasks/compare.py": [

@@ -54,7 +54,7 @@ ERRORS = {  # maker -> arguments and message
     "machine": [
         ("optimizer._target_=torch.optim.Foo", "Foo could not be made: No module named 'torch.optim.Foo'. Name"),
         ("optimizer._target_=torch.optim.SGD", "unexpected keyword argument 'betas'.* with ~optimizer.<name>"),
-        ("optimizer.betas=[0.9,2]", "Invalid beta parameter"),
+        ("+optimizer.rho=2", "unexpected keyword argument"),
         (f"optimizer._target_={IDENTITY}", "it must be a torch.optim.optimizer.Optimizer"),
         ("+objective.momentum=0.9", "objective: .*nft.NFT could not be made: .*'momentum'"),
         ("objective._target_=nowhere.loss", "objective: nowhere.loss could not be made: No module named 'nowhere'"),

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies import bf16
 
 _AT_FIRST = ", which takes minutes at first"
 _MOST_VARIANTS = 64
@@ -79,7 +78,9 @@ def compile_blocks(
     from torch._dynamo import config  # takes a second to import
 
     if next(transformer.parameters()).device.type == "cpu":
-        bf16.use_compiled_arithmetic(transformer)
+        from solrl_lightning.policies.compiled_arithmetic import use_compiled_arithmetic  # imports diffusers
+
+        use_compiled_arithmetic(transformer)
     config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)  # 8 by default; of this thread in torch 2.15
     for blocks in transformer.children():
         if isinstance(blocks, nn.ModuleList):
