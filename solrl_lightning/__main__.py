@@ -164,6 +164,12 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
         UserError: for the first mistake.
     """
     flags = _flags(arguments)
+    if flags.experimental_rerun and not Path(flags.experimental_rerun).is_file():
+        raise UserError(f"--experimental-rerun must be a file; there is none at {flags.experimental_rerun}.")
+    if flags.shell_completion and not {"install", "uninstall", "query"} & {
+        o.partition("=")[0] for o in flags.overrides
+    }:
+        raise UserError("--shell-completion needs a subcommand. Use --shell-completion install=bash.")
     if flags.hydra_help or flags.version or flags.shell_completion or flags.experimental_rerun:
         return arguments, {}
     if flags.resolve and not flags.cfg and not flags.help:

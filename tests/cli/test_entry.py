@@ -666,6 +666,18 @@ def test_command_without_an_output_runs(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (0, "")
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--resolve", "--resolve goes with --cfg or --help. Use --cfg job --resolve."),
+        ("--experimental-rerun x", "--experimental-rerun must be a file; there is none at x."),
+        ("--shell-completion", "needs a subcommand. Use --shell-completion install=bash."),
+    ],
+)
+def test_flag_of_hydra_that_lacks_something_is_an_error(command: Command, flags: str, message: str) -> None:
+    assert message in error_of(command, *flags.split())
+
+
 CTRL_C_AT_AN_IMPORT = """
 import runpy, signal, sys
 
