@@ -22,7 +22,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.types import RunMode
 from hydra.utils import get_method
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from solrl_lightning.artifacts.finished_runs import end_of
@@ -170,6 +170,11 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
         o.partition("=")[0] for o in flags.overrides
     }:
         raise UserError("--shell-completion needs a subcommand. Use --shell-completion install=bash.")
+    modes = flags.run, flags.multirun, flags.cfg, flags.info, flags.shell_completion
+    if sum(map(bool, modes)) > 1:
+        raise UserError(
+            "only one of --run, --multirun, --cfg, --info and --shell-completion can be used."
+        )
     if flags.hydra_help or flags.version or flags.shell_completion or flags.experimental_rerun:
         return arguments, {}
     if flags.resolve and not flags.cfg and not flags.help:
@@ -244,6 +249,9 @@ def _jobs(
         check_choices(cfg)
         home = cfg.hydra.sweep if tree.sweeps else cfg.hydra.run
         check_launched(OmegaConf.to_yaml(home), OmegaConf.select(cfg, "trainer.num_nodes"))
+        if not isinstance(cfg.hydra.verbose, bool | str | ListConfig):
+            rule = "it must be true, false, or the name of a logger or several"
+            raise UserError(f"hydra.verbose={cfg.hydra.verbose} is invalid: {rule}. Leave it out for the default.")
         if Path(home.dir) == Path():
             raise UserError("A run needs a folder of its own; hydra.run.dir is empty. Name one, or leave it out.")
         overrides = " ".join(override for override in cfg.hydra.overrides.task if override not in common)

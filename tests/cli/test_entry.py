@@ -670,6 +670,8 @@ def test_command_without_an_output_runs(tmp_path: Path) -> None:
     ("flags", "message"),
     [
         ("--resolve", "--resolve goes with --cfg or --help. Use --cfg job --resolve."),
+        ("--multirun --cfg job", "only one of --run, --multirun, --cfg, --info"),
+        ("hydra.verbose=5", "hydra.verbose=5 is invalid: it must be true, false, or the name of a logger"),
         ("--experimental-rerun x", "--experimental-rerun must be a file; there is none at x."),
         ("--shell-completion", "needs a subcommand. Use --shell-completion install=bash."),
     ],
