@@ -172,13 +172,15 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
         raise UserError("--shell-completion needs a subcommand. Use --shell-completion install=bash.")
     modes = flags.run, flags.multirun, flags.cfg, flags.info, flags.shell_completion
     if sum(map(bool, modes)) > 1:
-        raise UserError(
-            "only one of --run, --multirun, --cfg, --info and --shell-completion can be used."
-        )
+        raise UserError("only one of --run, --multirun, --cfg, --info and --shell-completion can be used.")
     if flags.hydra_help or flags.version or flags.shell_completion or flags.experimental_rerun:
         return arguments, {}
     if flags.resolve and not flags.cfg and not flags.help:
         raise UserError("--resolve goes with --cfg or --help. Use --cfg job --resolve.")
+    if flags.resolve and flags.cfg == "hydra":
+        raise UserError("--resolve needs the keys that Hydra's refer to. Use --cfg all --resolve.")
+    if flags.package is not None and not flags.cfg:
+        raise UserError(f"--package goes with --cfg. Use --cfg job --package {flags.package}.")
     if flags.config_dir is not None and not Path(flags.config_dir).is_dir():
         raise UserError(f"--config-dir must be a folder; there is none at {flags.config_dir}.")
     try:
@@ -253,8 +255,11 @@ def _jobs(
             rule = "it must be true, false, or the name of a logger or several"
             raise UserError(f"hydra.verbose={cfg.hydra.verbose} is invalid: {rule}. Leave it out for the default.")
         if Path(home.dir) == Path():
-            raise UserError("A run needs a folder of its own; hydra.run.dir is empty. Name one, or leave it out.")
+            key = f"hydra.{'sweep' if tree.sweeps else 'run'}.dir"
+            raise UserError(f"{key}={home.dir} is invalid: runs need a folder of their own. Name one, or leave it out.")
         overrides = " ".join(override for override in cfg.hydra.overrides.task if override not in common)
+        if overrides in jobs:
+            raise UserError(f"The sweep has the run {overrides or 'of all its values'} twice. Give each value once.")
         with _named(overrides):
             jobs[overrides] = options_of(cfg, home.dir)
     if len(jobs) > 1 and not OmegaConf.is_interpolation(home, "subdir"):

@@ -102,7 +102,10 @@ class ConfigTree:
             try:
                 overrides += parser.parse_overrides([argument])
             except OverrideParseException as error:
-                raise UserError(self._unreadable(argument)) from error
+                reason = next((line for line in str(error).splitlines() if " while evaluating " in line), None)
+                raise UserError(
+                    f"Cannot read {argument!r}: {reason}." if reason else self._unreadable(argument)
+                ) from error
             if not overrides[-1].key_or_group:
                 raise UserError(self._unreadable(argument))
         return overrides
@@ -146,6 +149,10 @@ class ConfigTree:
         overrides = self.parse(arguments)
         if any(override.key_or_group == "run_dir" for override in overrides):
             raise UserError("run_dir follows from the folder of the run. Set that with hydra.run.dir=<folder>.")
+        for override in overrides:
+            options = override.value() if self.options(override.key_or_group) else None
+            if isinstance(options, list) and any(options.count(option) > 1 for option in options):
+                raise UserError(f"{override.input_line} is invalid: it names an option twice. Name each once.")
         swept = [override for override in overrides if override.is_sweep_override()]
         cfg = self.compose([str(override.input_line) for override in overrides if not override.is_sweep_override()])
         self.sweeps = multirun or cfg.hydra.mode == RunMode.MULTIRUN
@@ -172,7 +179,14 @@ def _swept(override: Override, every: bool) -> list[str]:
     if not override.is_sweep_override():
         return [str(override.input_line)]
     if not isinstance(value, IntervalSweep):
-        return [f"{key}={each}" for each in override.sweep_string_iterator()][: None if every else 1]
+        try:
+            values = list(override.sweep_string_iterator())
+        except ValueError as error:
+            rule = "choice(...), range(...) or a list is the whole value, and the step of a range is not 0"
+            raise UserError(
+                f"{override.input_line} is invalid: {rule}. Write {key}=choice(1,2) or {key}=1,2."
+            ) from error
+        return [f"{key}={each}" for each in values][: None if every else 1]
     if every:
         raise UserError(
             f"{override.input_line} is invalid: Hydra's basic sweeper needs a list. Give one, as in {key}=1,2."
@@ -250,7 +264,8 @@ def _check_option(override: Override, options: list[str]) -> None:
     group, value = override.key_or_group, override.value()
     for option in value if isinstance(value, list) else [value]:
         if option is None and not override.is_delete():
-            fix = f"Leave the group out with ~{group}, or use {' or '.join(options)}."
+            leave = "" if group in (*_ONE_EACH, "reward") else f"Leave the group out with ~{group}, or use "
+            fix = f"{leave or 'A run needs one: '}{' or '.join(options)}."
             raise UserError(f"{group}=null is invalid. {fix}")
         if option is not None and str(option) not in options:
             near = did_you_mean([f"{group}={name}" for name in nearest(str(option), options)])

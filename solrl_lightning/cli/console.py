@@ -5,6 +5,7 @@ import logging
 import re
 import sys
 import threading
+import traceback
 import warnings
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from solrl_lightning.artifacts.run_folder import LAST
-from solrl_lightning.errors import CheckFailed, NonFiniteError, RankLost, ServerError, UserError, WriteError
+from solrl_lightning.errors import CheckFailed, NonFiniteError, RankLost, ServerError, UserError, WriteError, sentence
 
 EXPECTED = (UserError, NonFiniteError, WriteError, ServerError, RankLost, CheckFailed)  # errors that a user can act on
 _CURES: dict[type[Exception], str] = {
@@ -22,15 +23,23 @@ _CURES: dict[type[Exception], str] = {
 }
 _LOST_RANK = re.compile(r"gloo.* by peer", re.DOTALL)  # closed or reset by peer
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-
-
 _NOTES = ("object_type=", "Config search path:", "provider=")  # of OmegaConf and Hydra
 
 
 def first_lines(error: Exception) -> str:
     """A message of Hydra or OmegaConf in one line, without its notes on object types."""
-    lines = [line.strip() for line in (str(error) or str(error.__cause__)).splitlines()]
+    text = str(error) or str(error.__cause__)
+    if text.startswith("Error merging override") and error.__cause__ is not None:
+        text += f": {error.__cause__}"
+    lines = [line.strip() for line in text.splitlines()]
     return " ".join(line for line in lines if line and not line.startswith(_NOTES))
+
+
+def _is_raised_by_hydra(error: Exception) -> bool:
+    """Whether ``error`` comes from the code of Hydra or of a library that reads its files and values."""
+    names = [frame.f_globals["__name__"].partition(".")[0] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    *_, library = [name for name in names if name not in sys.stdlib_module_names]
+    return library in {"hydra", "omegaconf", "yaml", "antlr4"}
 
 
 def report_error(error: Exception, folder: Path | None = None) -> Exception:
@@ -51,6 +60,11 @@ def report_error(error: Exception, folder: Path | None = None) -> Exception:
         failure = RankLost("another rank of this run has ended.")
     if failure is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):
         failure = UserError(first_lines(error))  # about an option of Hydra's
+    elif failure is None and folder is None and _is_raised_by_hydra(error):  # which does not check all that it is given
+        reason = f"{type(error).__name__}: {sentence(error)}" if str(error) else f"{type(error).__name__}."
+        failure = UserError(
+            f"Hydra cannot use this command line: {reason} Correct the value or the hydra.* option that causes it."
+        )
     if failure is None:
         raise error
     fix = ""
