@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from solrl_lightning.data.sources import file_of_split
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Generate
@@ -18,12 +19,17 @@ def requested_prompts(cfg: Run) -> list[str]:
     return task.prompts if task.prompt_file is None else read_prompts(task.prompt_file, cfg.data.column)
 
 
+def sources(cfg: Run) -> dict[str, str]:
+    """The sources of the prompts that the task reads (``task.reads``): "train", "eval"."""
+    files = {"train": file_of_split(cfg.data.train, "train"), "eval": file_of_split(cfg.data.eval, "test")}
+    return {name: source for name, source in files.items() if name in cfg.task.reads}
+
+
 def prompt_sets(cfg: Run) -> "PromptSets":
     """The prompts that the task reads (``task.reads``); the other sets are empty."""
     from solrl_lightning.data.prompts import read_prompt_sets  # imports torch
 
-    train, held_out = (getattr(cfg.data, name) if name in cfg.task.reads else None for name in ("train", "eval"))
-    return read_prompt_sets(train, held_out, cfg.data.column)
+    return read_prompt_sets(sources(cfg).get("train"), sources(cfg).get("eval"), cfg.data.column)
 
 
 def check_shares(per_iteration: int, uses: int, evaluated: int, ranks: int) -> None:

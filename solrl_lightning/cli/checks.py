@@ -13,7 +13,7 @@ from solrl_lightning.cli.config import without_hydra
 from solrl_lightning.cli.hub import check_push
 from solrl_lightning.data.sources import check_source, dataset_of
 from solrl_lightning.errors import UserError
-from solrl_lightning.facts import check_shares, prompt_sets, requested_prompts
+from solrl_lightning.facts import check_shares, prompt_sets, requested_prompts, sources
 from solrl_lightning.options.reward import GENEVAL, HTTP, REWARD_FILES
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Compare, Export, Generate, Serve
@@ -75,7 +75,7 @@ def check_needs(options: Run) -> None:
         check_push(task.push)
     if any(member["_target_"] == HTTP for member in options.reward.members.values()):
         read_token()
-    for source in options.sources:
+    for source in sources(options).values():
         check_source(source)
 
 
@@ -108,7 +108,7 @@ def downloads(options: Run) -> tuple[dict[str, str], list[str], str | None]:
     if not {"train", "eval", "reward"}.isdisjoint(reads):  # only these tasks load rewards
         replaced = ".pretrained" if options.reward.pretrained else " "
         models |= {k: file for k, file in _reward_files(options) if k.count(".") == 1 or not k.endswith(replaced)}
-    datasets = [dataset_of(source) for source in options.sources]
+    datasets = [dataset_of(source) for source in sources(options).values()]
     return {key: str(name) for key, name in models.items()}, [name for name in datasets if name], model.needs
 
 

@@ -98,6 +98,14 @@ def read_records(source: str | Path, column: str) -> list[Record]:
     return _read_text(path, path.suffix)
 
 
+def file_of_split(source: str, split: str) -> str:
+    """``<split>.jsonl`` or ``<split>.txt`` of a source that is a folder with it, as Flow-Factory's; else ``source``."""
+    if not source or source in SOURCES:
+        return source
+    files = [Path(source) / f"{split}{suffix}" for suffix in (".jsonl", ".txt")]
+    return next((str(file) for file in files if file.is_file()), source)
+
+
 def check_source(source: str) -> None:
     """Raise UserError unless ``source`` names a named source, a data set of the hub or a file. Reads no prompts."""
     if source in SOURCES:
@@ -116,7 +124,8 @@ def check_source(source: str) -> None:
             "the prompt source '' is invalid: it is empty. Name a file, or leave data.train or data.eval out."
         )
     if not path.is_file():
-        problem = "is not a file" if path.exists() else "does not exist"
+        folder = "is a folder without the file of this split: train.jsonl or train.txt, test.jsonl or test.txt"
+        problem = folder if path.is_dir() else "is not a file" if path.exists() else "does not exist"
         near = difflib.get_close_matches(source, SOURCES, n=1, cutoff=0.7)
         hint = f" Did you mean {near[0]}?" if near else ""
         raise UserError(

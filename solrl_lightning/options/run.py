@@ -152,11 +152,6 @@ class Run(Group):
         return is_sharded(self.trainer)
 
     @property
-    def sources(self) -> list[str]:
-        """The prompt sources that the task reads."""
-        return [getattr(self.data, name) for name in ("train", "eval") if name in self.task.reads]
-
-    @property
     def weights(self) -> dict[str, str]:
         """The name of each model in task=generate, and its name in ``SolRLModule.sample``."""
         base = {"base": "base"} if isinstance(self.task, Generate) and self.task.base else {}

@@ -28,6 +28,7 @@ from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_module, instantiate_trainer, load_adapters
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import read_tags
+from solrl_lightning.facts import sources
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Evaluate
 from solrl_lightning.seeds import evaluation_seeds
@@ -69,7 +70,7 @@ def evaluate(cfg: Run) -> dict[str, Any]:
     def by_reward(rows: Sequence[int]) -> dict[str, dict[str, Any]]:
         return {name: compare_models(list(weights), scores[:, rows, :, i]) for i, name in enumerate(names)}
 
-    tags, prompts = read_tags(cfg.data.eval, cfg.data.column), module.evaluation.prompts
+    tags, prompts = read_tags(sources(cfg)["eval"], cfg.data.column), module.evaluation.prompts
     kinds: defaultdict[str, list[int]] = defaultdict(list)
     for row, prompt in enumerate(prompts):
         if prompt in tags:

@@ -24,6 +24,7 @@ from solrl_lightning.data.sources import (
     SOURCES,
     Record,
     dataset_of,
+    file_of_split,
     read_records,
 )
 from solrl_lightning.errors import UserError
@@ -50,6 +51,16 @@ def test_json_lines_in_the_layout_of_geneval_give_prompts_and_metadata(tmp_path:
     path = write(tmp_path / "prompts.jsonl", row, "", '{"prompt": "fog", "seed": 3}')
     records = [Record("three owls – drei Käuze", metadata), Record("fog", {"seed": 3})]
     assert read_records(path, "prompt") == read_records(path, "caption") == records  # data.column is for tables
+
+
+def test_folder_of_flow_factory_has_a_file_for_each_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train, test = write(tmp_path / "mine/train.jsonl", '{"prompt": "a cat"}'), write(tmp_path / "mine/test.txt", "fog")
+    write(tmp_path / "mine/train.txt", "an owl")  # .jsonl comes first there
+    assert file_of_split(str(tmp_path / "mine"), "train") == str(train)
+    assert file_of_split(str(tmp_path / "mine"), "test") == str(test)
+    monkeypatch.chdir(tmp_path / "mine")
+    for source in ("", "compositional", "train.txt", "hf://owner/name/train", str(tmp_path)):
+        assert file_of_split(source, "train") == source
 
 
 @pytest.mark.parametrize(
