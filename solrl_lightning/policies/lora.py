@@ -6,6 +6,7 @@ Adapter weights are float32, because a step of 3e-4 would be rounded away in bfl
 
 import json
 import math
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import ModelMixin
+from diffusers import DiffusionPipeline, ModelMixin
 from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from peft import LoraConfig
 from peft.tuners.lora import Linear as PeftLinear
@@ -22,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.policies.base_weights import dense
 
 TRAINED, OLD = "default", "old"
@@ -141,10 +142,14 @@ def load_state(layers: dict[str, LoraLayer], adapter: str, state: State) -> None
 
 
 _PREFIX = "transformer."
+_BLOCK = re.compile(r"^\w*?\.\d+\.")  # such as transformer_blocks.0.
 
 
-def read_lora(path: Path, layers: dict[str, LoraLayer]) -> State:
-    """The state in a LoRA of diffusers' format, a file or a folder, for these adapted layers.
+def read_lora(path: Path, layers: dict[str, LoraLayer], pipeline_class: type[DiffusionPipeline]) -> State:
+    """The state in a LoRA for these adapted layers: a file or folder of diffusers, or a file of another trainer.
+
+    ``pipeline_class.lora_state_dict`` converts the names of other trainers (ai-toolkit, kohya) where it knows them. An
+    alpha that such a file has for each layer is multiplied into B, so the alpha of the file is then its rank.
 
     Raises:
         UserError: the file is damaged, its weights are no finite floats, or its alpha, rank or layers are others.
@@ -153,10 +158,22 @@ def read_lora(path: Path, layers: dict[str, LoraLayer]) -> State:
     file = path / LORA_WEIGHT_NAME_SAFE if path.is_dir() else path
     try:
         with safe_open(file, framework="pt") as opened:
-            state = {name.removeprefix(_PREFIX): opened.get_tensor(name) for name in opened.keys()}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
             metadata = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
     except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise UserError(f"{named}: {file} cannot be read ({error}). {saved}") from error
+    if any("dora_scale" in name for name in tensors):
+        raise UserError(f"{named}: it is a DoRA, which has a scale beside A and B. Name a LoRA.")
+    _fold_alphas(tensors)
+    if not all(name.startswith(_PREFIX) for name in tensors):
+        try:
+            tensors = pipeline_class.lora_state_dict(tensors)
+        except (ValueError, KeyError, AssertionError) as error:
+            fix = "Convert the file to the names of diffusers."
+            raise UserError(f"{named}: diffusers does not know its names ({sentence(error)}) {fix}") from error
+        if not tensors:
+            raise UserError(f"{named}: diffusers finds no LoRA of {pipeline_class.__name__} in it. {saved}")
+    state = {name.removeprefix(_PREFIX): value for name, value in tensors.items()}
     if not isinstance(metadata, dict):
         raise UserError(f"{named}: its lora_adapter_metadata must be a JSON object. {saved}")
     for name, value in state.items():
@@ -167,7 +184,9 @@ def read_lora(path: Path, layers: dict[str, LoraLayer]) -> State:
     if expected.keys() != in_file.keys():
         name = min(expected.keys() ^ in_file.keys())
         where = "in the file" if name in in_file else "in the run"
-        raise UserError(f"{named}: it adapts other layers; {name} is only {where}. Set model.lora.target_modules so.")
+        targets = ",".join(sorted({_BLOCK.sub("", name.partition(".lora_")[0]) for name in in_file}))
+        fix = f"Set model.lora.target_modules=[{targets}]."
+        raise UserError(f"{named}: it adapts other layers; {name} is only {where}. {fix}")
     (rank, run_rank) = (shapes[next(n for n in expected if "lora_A" in n)][0] for shapes in (in_file, expected))
     if rank != run_rank:
         raise UserError(f"{named}: its rank is {rank}, and that of the run {run_rank}. Set model.lora.rank={rank}.")
@@ -185,6 +204,14 @@ def read_lora(path: Path, layers: dict[str, LoraLayer]) -> State:
             f"{named}: its alpha is {alpha}, and that of the run {run_alpha}. Set model.lora.alpha={alpha}."
         )
     return state
+
+
+def _fold_alphas(tensors: State) -> None:
+    """Replace the entries <layer>.alpha by a factor alpha / rank of <layer>.lora_B.weight, in place."""
+    for name in [name for name in tensors if name.endswith(".lora_B.weight")]:
+        alpha = tensors.pop(name.replace(".lora_B.weight", ".alpha"), None)
+        if alpha is not None:
+            tensors[name] = tensors[name] * (alpha / tensors[name].shape[1])
 
 
 def update_old_adapter(layers: dict[str, LoraLayer], decay: float) -> None:

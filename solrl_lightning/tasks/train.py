@@ -59,7 +59,8 @@ def train(cfg: Run) -> float | None:
         trainer.callbacks.append(commit)  # type: ignore[attr-defined]
     module = build_module(cfg, trainer.strategy.root_device, samplers_of(cfg), objective)
     if checkpoint is None and cfg.model.init_lora is not None:
-        module.transformers.adapted.start_from(Path(cfg.model.init_lora).expanduser())
+        file = Path(cfg.model.init_lora).expanduser()
+        module.transformers.adapted.start_from(file, module.policy.pipeline_class)
     if checkpoint is not None:
         # An error about other adapters must precede the loggers' first write.
         module.on_load_checkpoint(checkpoint)

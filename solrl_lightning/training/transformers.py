@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from diffusers import ModelMixin
+from diffusers import DiffusionPipeline, ModelMixin
 from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
@@ -86,9 +86,9 @@ class AdaptedTransformer:
         with weights, active_adapter(self.transformer, self.lora_layers, OLD) as transformer:
             yield transformer
 
-    def start_from(self, lora: Path) -> None:
-        """Load a LoRA of diffusers' format into both adapters; raises ``UserError`` if it does not fit."""
-        state = read_lora(lora, self.lora_layers)
+    def start_from(self, lora: Path, pipeline_class: type[DiffusionPipeline]) -> None:
+        """Load a LoRA into both adapters; raises ``UserError`` if it does not fit (`read_lora`)."""
+        state = read_lora(lora, self.lora_layers, pipeline_class)
         for name in (TRAINED, OLD):
             load_state(self.lora_layers, name, state)
 

@@ -1,5 +1,6 @@
 """Two adapters on one transformer: which one acts, which one trains, and what the merged weights are."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from diffusers import ModelMixin
 from diffusers.loaders import PeftAdapterMixin
-from nano import PROMPTS, load_policy, lora_config, random_state
+from nano import PROMPTS, WIDTH, load_nano, load_policy, lora_config, random_state
 from peft import LoraConfig
 from peft.tuners import lora as peft_lora
 from peft.tuners.lora import LoraLayer
@@ -47,6 +48,10 @@ class Adapted(NamedTuple):
 
     def trained(self) -> set[str]:
         return {name for name, parameter in self.policy.transformer.named_parameters() if parameter.requires_grad}
+
+
+def same(left: State, right: State) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
 
 
 @pytest.fixture
@@ -158,8 +163,60 @@ def test_saved_lora_is_read_from_its_folder_and_its_file(adapted: Adapted, tmp_p
     (state,) = adapted.load(default=1).values()
     adapted.policy.save_lora(tmp_path, state, lora_config())
     for path in (tmp_path, tmp_path / "pytorch_lora_weights.safetensors"):
-        saved = lora.read_lora(path, adapted.layers)
-        assert saved.keys() == state.keys() and all(torch.equal(saved[name], state[name]) for name in state)
+        saved = lora.read_lora(path, adapted.layers, Flux1.pipeline_class)
+        assert same(saved, state)
+
+
+def kohya(layer: str, out_features: int, alpha: float, generator: torch.Generator, rank: int = 4) -> dict[str, Tensor]:
+    """A layer of a LoRA in the names of sd-scripts: the update is alpha / rank up @ down."""
+    down = torch.randn(rank, WIDTH, generator=generator)
+    up = torch.randn(out_features, rank, generator=generator)
+    weights = {"lora_down.weight": down, "lora_up.weight": up, "alpha": torch.tensor(alpha)}
+    return {f"lora_unet_{layer}.{part}": value for part, value in weights.items()}
+
+
+def test_lora_of_kohya_gives_its_updates(nano_folder: str, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = kohya("double_blocks_0_img_attn_qkv", 3 * WIDTH, 2.0, generator)
+    tensors |= kohya("double_blocks_0_img_attn_proj", WIDTH, 8.0, generator)
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    parts = [f"transformer_blocks.0.attn.to_{part}" for part in ("q", "k", "v", "out.0")]
+    layers = lora.add_adapters(load_policy(nano_folder).transformer, lora_config(alpha=4, targets=parts), seed=0)
+    state = lora.read_lora(tmp_path / "kohya.safetensors", layers, Flux1.pipeline_class)
+    products = [
+        factor
+        * tensors[f"lora_unet_double_blocks_0_{name}.lora_up.weight"].double()
+        @ tensors[f"lora_unet_double_blocks_0_{name}.lora_down.weight"].double()
+        for name, factor in (("img_attn_qkv", 2.0 / 4), ("img_attn_proj", 8.0 / 4))
+    ]
+    for name, expected in zip(parts, [*products[0].chunk(3), products[1]], strict=True):
+        actual = state[f"{name}.lora_B.weight"].double() @ state[f"{name}.lora_A.weight"].double()
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_lora_of_ai_toolkit_is_the_one_of_diffusers(folder_of: Callable[[str], str], tmp_path: Path) -> None:
+    policy = load_nano("z_image", folder_of("z_image"))
+    layers = lora.add_adapters(policy.transformer, lora_config(alpha=4, targets=["to_q", "to_v"]), seed=0)
+    state = random_state(lora.adapter_state(layers, TRAINED), 1)
+    save_file({f"diffusion_model.{name}": value for name, value in state.items()}, tmp_path / "a.safetensors")
+    assert same(lora.read_lora(tmp_path / "a.safetensors", layers, policy.pipeline_class), state)
+    alphas = {f"transformer.{name}.alpha": torch.tensor(8.0) for name in layers}  # an alpha of each layer
+    save_file({f"transformer.{name}": value for name, value in state.items()} | alphas, tmp_path / "b.safetensors")
+    doubled = {name: value * 2 if "lora_B" in name else value for name, value in state.items()}
+    assert same(lora.read_lora(tmp_path / "b.safetensors", layers, policy.pipeline_class), doubled)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("lora_unet_double_blocks_0_img_attn_qkv.dora_scale", "it is a DoRA"),
+        ("lora_unet_nothing.alpha", "diffusers finds no LoRA of FluxPipeline in it"),
+    ],
+)
+def test_lora_with_unknown_names_raises(adapted: Adapted, tmp_path: Path, name: str, message: str) -> None:
+    save_file({name: torch.ones(4)}, tmp_path / "other.safetensors")
+    with pytest.raises(UserError, match=message):
+        lora.read_lora(tmp_path / "other.safetensors", adapted.layers, Flux1.pipeline_class)
 
 
 @pytest.mark.parametrize(
@@ -177,7 +234,7 @@ def test_lora_of_another_kind_raises(
     layers = lora.add_adapters(policy.transformer, config, seed=0)
     policy.save_lora(tmp_path, lora.adapter_state(layers, TRAINED), config)
     with pytest.raises(UserError, match=f"model.init_lora={tmp_path} is invalid: .*{message}"):
-        lora.read_lora(tmp_path, adapted.layers)
+        lora.read_lora(tmp_path, adapted.layers, Flux1.pipeline_class)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +259,10 @@ def test_lora_file_with_other_contents_raises(
     tensors = {name: value if change is None else change(value) for name, value in tensors.items()}
     save_file(tensors, file, known if metadata is None else known | {"lora_adapter_metadata": metadata})
     with pytest.raises(UserError, match=f"model.init_lora={tmp_path} is invalid: .*{message}"):
-        lora.read_lora(tmp_path, adapted.layers)
+        lora.read_lora(tmp_path, adapted.layers, Flux1.pipeline_class)
     file.write_bytes(b"x" * 100)
     with pytest.raises(UserError, match=f"{file.name} cannot be read"):
-        lora.read_lora(file, adapted.layers)
+        lora.read_lora(file, adapted.layers, Flux1.pipeline_class)
 
 
 def test_rank_above_the_width_of_a_layer_raises(nano_folder: str) -> None:
