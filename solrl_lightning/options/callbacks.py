@@ -81,6 +81,8 @@ class Callbacks(TypedDict, total=False):
     """Pictures of the base and the current model."""
     best: Best | None
     """The checkpoint after the best evaluation."""
+    checkpoint: Callback | None
+    """The checkpoint after each iteration."""
     periodic: Periodic | None
     """Checkpoints at equal distances."""
 

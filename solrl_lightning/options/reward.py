@@ -92,7 +92,8 @@ class Reward(Group):
     @classmethod
     def check_members(cls, node: Any) -> Any:
         for name in node.keys() - {"pretrained", "combine"} if isinstance(node, dict) else ():
-            if not isinstance(node[name], dict) or not {"_target_", "weight"} <= node[name].keys():
+            member = node[name] if isinstance(node[name], dict) else {}
+            if "weight" not in member or not isinstance(member.get("_target_"), str):
                 raise Broken(
                     "it must have a _target_ and a weight.",
                     name,

@@ -4,30 +4,17 @@ Shapes: B images.
 """
 
 import base64
-import io
 import json
-import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.pool import ThreadPool
-from typing import Any
 
 import torch
-from PIL import Image
 from torch import Tensor
-from urllib3 import BaseHTTPResponse, PoolManager, Retry
-from urllib3.exceptions import HTTPError, ReadTimeoutError
 
-from solrl_lightning.errors import ServerError, UserError, sentence
+from solrl_lightning.errors import ServerError, UserError
 from solrl_lightning.rewards.addresses import check_url, read_token
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
-
-log = logging.getLogger(__name__)
-
-_RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
-_MAX_BACKOFF = 60  # seconds
-_SHOWN = 300  # characters of an answer in a message
-_CHUNK, _LONGEST = 2**16, 2**24  # bytes of an answer that are read at once, and at all
+from solrl_lightning.rewards.client import Client, shown, to_png
 
 
 class HTTPReward(Reward):
@@ -59,22 +46,10 @@ class HTTPReward(Reward):
     ) -> None:
         super().__init__(device)
         check_url("reward.http.url", url)
-        self.url, self.batch, self.concurrency, self.retries = url, batch, concurrency, retries
-        self.timeout = timeout
-        self._silent = False  # since the last answer
+        self.url, self.batch, self.concurrency = url, batch, concurrency
         token = read_token()
-        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
-        # A score has no side effects, so a POST may be repeated.
-        retry = _LoggedRetry(
-            retries,
-            failed=self._log_failure,
-            allowed_methods=None,
-            status_forcelist=_RETRIED,
-            raise_on_status=False,
-            backoff_factor=backoff,
-            backoff_max=_MAX_BACKOFF,
-        )
-        self._pool = PoolManager(maxsize=concurrency, retries=retry, timeout=timeout)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._client = Client(url, headers, concurrency, timeout, retries, backoff)
 
     def check_prompts(self, prompts: list[str], metadata: list[Metadata]) -> None:
         """Ask once for the scores of ``batch`` grey images of the first prompt, before a model is loaded.
@@ -119,71 +94,12 @@ class HTTPReward(Reward):
         body = {"images": images, "prompts": prompts, "metadata": [dict(row) for row in metadata]}
         others = f" and {len(prompts) - 1} more" if len(prompts) > 1 else ""
         server = f"the reward server {self.url}, asked about the prompt {prompts[0]!r}{others},"
-        try:
-            status, content = self._post(body, retries)
-        except HTTPError as error:
-            raise ServerError(f"{server} does not answer: {sentence(getattr(error, 'reason', error))}") from error
-        self._silent = False
-        answer = " ".join(content[:_SHOWN].decode(errors="replace").split())
-        if status != 200:
-            raise ServerError(f"{server} answered with status {status}: {answer}")
-        if len(content) > _LONGEST:
-            raise ServerError(f"{server} gave an invalid answer: it must have at most {_LONGEST} bytes; got {answer}")
+        content = self._client.ask(body, server, retries)
         scores = read_scores(content)
         if len(scores) != len(prompts):
             rule = f'it must be {{"scores": [...]}} with {len(prompts)} numbers'
-            raise ServerError(f"{server} gave an invalid answer: {rule}; got {answer}")
+            raise ServerError(f"{server} gave an invalid answer: {rule}; got {shown(content)}")
         return scores
-
-    def _post(self, body: dict[str, Any], retries: Retry | bool | None) -> tuple[int, bytearray]:
-        """Return the status and the content of the answer to a request, which is repeated if reading it fails, too."""
-        while True:
-            options: dict[str, Any] = dict(redirect=False, retries=retries, preload_content=False)
-            answer = self._pool.request("POST", self.url, json=body, headers=self._headers, **options)
-            try:
-                return answer.status, self._read(answer)
-            except HTTPError as error:  # urllib3 has repeated the request up to here
-                assert answer.retries is not None
-                retries = answer.retries.increment("POST", self.url, error=error)
-                retries.sleep()
-            finally:
-                answer.close()
-
-    def _read(self, answer: BaseHTTPResponse) -> bytearray:
-        """Return the content of an answer, decompressed; what is longer than `_LONGEST` is cut.
-
-        Raises:
-            HTTPError: the connection was lost, or the server has not sent all of it within the time-out.
-        """
-        content, end = bytearray(), time.monotonic() + self.timeout
-        while len(content) <= _LONGEST and (part := answer.read1(_CHUNK)):
-            content += part
-            if time.monotonic() > end:
-                pool = self._pool.connection_from_url(self.url)
-                raise ReadTimeoutError(pool, self.url, f"Read timed out. (no end after {self.timeout} s)")
-        return content
-
-    def _log_failure(self, reason: str) -> None:
-        if not self._silent:
-            self._silent = True
-            log.warning("%s: %s Each request is sent again, up to %d times.", self.url, reason, self.retries)
-
-
-class _LoggedRetry(Retry):
-    """A ``Retry`` that calls ``failed`` with the reason of every attempt that is repeated."""
-
-    def __init__(self, *args: Any, failed: Callable[[str], None], **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._failed = failed
-
-    def new(self, **options: Any) -> "_LoggedRetry":
-        return super().new(failed=self._failed, **options)
-
-    def increment(self, *args: Any, **options: Any) -> "_LoggedRetry":
-        following = super().increment(*args, **options)  # raises after the last attempt
-        last = following.history[-1]
-        self._failed(sentence(last.error) if last.error else f"it answered with status {last.status}.")
-        return following
 
 
 def read_scores(content: bytes | bytearray) -> list[float]:
@@ -196,17 +112,3 @@ def read_scores(content: bytes | bytearray) -> list[float]:
     except (ValueError, RecursionError, OverflowError):
         pass
     return []
-
-
-def _is_no_retry(record: logging.LogRecord) -> bool:
-    return not (isinstance(record.args, tuple) and record.args and isinstance(record.args[0], _LoggedRetry))
-
-
-logging.getLogger("urllib3.connectionpool").addFilter(_is_no_retry)  # its "Retrying" for each attempt of each thread
-
-
-def to_png(levels: Tensor) -> bytes:
-    """A PNG file of a uint8 image [H, W, 3], compressed faster and less than by Pillow's default."""
-    file = io.BytesIO()
-    Image.fromarray(levels.numpy()).save(file, "PNG", compress_level=1)
-    return file.getvalue()

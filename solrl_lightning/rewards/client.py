@@ -1,0 +1,138 @@
+"""Requests to servers that score images: JSON by POST, repeated where a later answer can differ."""
+
+import io
+import logging
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+from urllib3 import BaseHTTPResponse, PoolManager, Retry
+from urllib3.exceptions import HTTPError, ReadTimeoutError
+
+from solrl_lightning.errors import ServerError, sentence
+
+log = logging.getLogger(__name__)
+
+_RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
+_MAX_BACKOFF = 60  # seconds
+_SHOWN = 300  # characters of an answer in a message
+_CHUNK, _LONGEST = 2**16, 2**24  # bytes of an answer that are read at once, and at all
+
+
+class Client:
+    """Posts JSON to an address, from several threads, and retries failed requests with back-off.
+
+    Args:
+        url: http or https address of the requests.
+        headers: of every request.
+        concurrency: connections that are kept.
+        timeout: seconds without an answer, or from its first to its last byte, after which a request has failed.
+        retries: attempts after the first one.
+        backoff: seconds; retry n waits backoff * 2 ** (n - 1), at most 60, and the first one not at all.
+    """
+
+    def __init__(
+        self, url: str, headers: Mapping[str, str], concurrency: int, timeout: float, retries: int, backoff: float
+    ) -> None:
+        self.url, self.timeout, self.retries = url, timeout, retries
+        self._silent = False  # since the last answer
+        # A score has no side effects, so a POST may be repeated.
+        retry = _LoggedRetry(
+            retries,
+            failed=self._log_failure,
+            allowed_methods=None,
+            status_forcelist=_RETRIED,
+            raise_on_status=False,
+            backoff_factor=backoff,
+            backoff_max=_MAX_BACKOFF,
+        )
+        self._pool = PoolManager(maxsize=concurrency, retries=retry, timeout=timeout, headers=headers)
+
+    def ask(self, body: dict[str, Any], server: str, retries: bool | None = None) -> bytearray:
+        """Return the content of the answer to one request; ``retries=False`` sends it once.
+
+        Raises:
+            ServerError: the request still fails after the retries; the message begins with ``server``.
+        """
+        try:
+            status, content = self._post(body, retries)
+        except HTTPError as error:
+            raise ServerError(f"{server} does not answer: {sentence(getattr(error, 'reason', error))}") from error
+        self._silent = False
+        if status != 200:
+            raise ServerError(f"{server} answered with status {status}: {shown(content)}")
+        if len(content) > _LONGEST:
+            rule = f"it must have at most {_LONGEST} bytes"
+            raise ServerError(f"{server} gave an invalid answer: {rule}; got {shown(content)}")
+        return content
+
+    def _post(self, body: dict[str, Any], retries: Retry | bool | None) -> tuple[int, bytearray]:
+        """Return the status and the content of the answer to a request, which is repeated if reading it fails, too."""
+        while True:
+            options: dict[str, Any] = dict(redirect=False, retries=retries, preload_content=False)
+            answer = self._pool.request("POST", self.url, json=body, **options)
+            try:
+                return answer.status, self._read(answer)
+            except HTTPError as error:  # urllib3 has repeated the request up to here
+                assert answer.retries is not None
+                retries = answer.retries.increment("POST", self.url, error=error)
+                retries.sleep()
+            finally:
+                answer.close()
+
+    def _read(self, answer: BaseHTTPResponse) -> bytearray:
+        """Return the content of an answer, decompressed; what is longer than `_LONGEST` is cut.
+
+        Raises:
+            HTTPError: the connection was lost, or the server has not sent all of it within the time-out.
+        """
+        content, end = bytearray(), time.monotonic() + self.timeout
+        while len(content) <= _LONGEST and (part := answer.read1(_CHUNK)):
+            content += part
+            if time.monotonic() > end:
+                pool = self._pool.connection_from_url(self.url)
+                raise ReadTimeoutError(pool, self.url, f"Read timed out. (no end after {self.timeout} s)")
+        return content
+
+    def _log_failure(self, reason: str) -> None:
+        if not self._silent:
+            self._silent = True
+            log.warning("%s: %s Each request is sent again, up to %d times.", self.url, reason, self.retries)
+
+
+class _LoggedRetry(Retry):
+    """A ``Retry`` that calls ``failed`` with the reason of every attempt that is repeated."""
+
+    def __init__(self, *args: Any, failed: Callable[[str], None], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._failed = failed
+
+    def new(self, **options: Any) -> "_LoggedRetry":
+        return super().new(failed=self._failed, **options)
+
+    def increment(self, *args: Any, **options: Any) -> "_LoggedRetry":
+        following = super().increment(*args, **options)  # raises after the last attempt
+        last = following.history[-1]
+        self._failed(sentence(last.error) if last.error else f"it answered with status {last.status}.")
+        return following
+
+
+def shown(content: bytes | bytearray) -> str:
+    """The beginning of an answer, for a message."""
+    return " ".join(content[:_SHOWN].decode(errors="replace").split())
+
+
+def _is_no_retry(record: logging.LogRecord) -> bool:
+    return not (isinstance(record.args, tuple) and record.args and isinstance(record.args[0], _LoggedRetry))
+
+
+logging.getLogger("urllib3.connectionpool").addFilter(_is_no_retry)  # its "Retrying" for each attempt of each thread
+
+
+def to_png(levels: Tensor) -> bytes:
+    """A PNG file of a uint8 image [H, W, 3], compressed faster and less than by Pillow's default."""
+    file = io.BytesIO()
+    Image.fromarray(levels.numpy()).save(file, "PNG", compress_level=1)
+    return file.getvalue()
