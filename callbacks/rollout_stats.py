@@ -9,6 +9,8 @@ from solrl_lightning.callbacks.common import log_values, loop_of, module_of, mom
 class RolloutStats(Callback):
     """Logs ``reward/mean`` and ``reward/std`` of the kept samples and ``explore/proxy_reward``, the mean of the pool.
 
+    A reward that counts what it costs, such as the tokens of reward=vlm, adds ``reward/<name>_<cost>`` so far.
+
     With several rewards these are statistics of the weighted sum, and ``reward/<name>`` is the mean of one reward over
     the kept samples. ``reward/std`` is the population standard deviation over all kept samples, which scales the
     advantages; ``reward/group_std`` is the mean over prompts of that within a prompt, and
@@ -38,6 +40,9 @@ class RolloutStats(Callback):
         if len(names) > 1:
             each = loop.rollouts.scores.flatten(0, 1)
             self.last |= {f"reward/{name}": moments(trainer, each[:, i]).mean for i, name in enumerate(names)}
+        for name, reward in module_of(pl_module).rewards.rewards.items():
+            costs = {f"reward/{name}_{kind}": torch.tensor(float(count)) for kind, count in reward.costs.items()}
+            self.last |= {key: float(trainer.strategy.reduce(cost, reduce_op="sum")) for key, cost in costs.items()}
         if loop.explored is not None:
             pool = loop.explored.rewards
             finite = pool[torch.isfinite(pool)]  # selection skips candidates whose proxy reward is not finite

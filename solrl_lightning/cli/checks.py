@@ -14,7 +14,7 @@ from solrl_lightning.cli.hub import check_push
 from solrl_lightning.data.sources import check_source, dataset_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.facts import check_shares, prompt_sets, requested_prompts, sources
-from solrl_lightning.options.reward import GENEVAL, HTTP, REWARD_FILES
+from solrl_lightning.options.reward import GENEVAL, HTTP, REWARD_FILES, VLM
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Compare, Export, Generate, Serve
 from solrl_lightning.options.trainer import Trainer
@@ -73,7 +73,7 @@ def check_needs(options: Run) -> None:
         check_served(options.reward.members, task.host, task.port)
     if isinstance(task, Export) and task.push is not None:
         check_push(task.push)
-    if any(member["_target_"] == HTTP for member in options.reward.members.values()):
+    if any(member["_target_"] in (HTTP, VLM) for member in options.reward.members.values()):
         read_token()
     for source in sources(options).values():
         check_source(source)

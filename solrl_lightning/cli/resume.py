@@ -24,9 +24,13 @@ OUTPUTS = Path("outputs")
 RESUMABLE_KEYS = (
     "iterations max_seconds evaluation callbacks trainer logger hydra task ckpt family.compile compile_training "
     "precision.backend model.rollout_batch model.micro_batch model.decode_batch model.gradient_checkpointing "
-    "model.pretrained model.embeddings data.eval data.eval_prompts data.eval_images reward.http.url "
-    "reward.http.concurrency reward.http.timeout reward.http.retries reward.http.backoff"
+    "model.pretrained model.embeddings data.eval data.eval_prompts data.eval_images"
 ).split()
+RESUMABLE_KEYS += [
+    f"reward.{name}.{key}"
+    for name in ("http", "vlm", "vlm_marks")
+    for key in ("url", "concurrency", "timeout", "retries", "backoff")
+]
 
 
 class Resumed(NamedTuple):

@@ -1,6 +1,7 @@
 """``reward``: the scores of an image, one entry for each."""
 
 import copy
+import math
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, ConfigDict, Field, TypeAdapter, model_validator
@@ -8,15 +9,44 @@ from typing_extensions import Required, TypedDict
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import Combination
-from solrl_lightning.options.rules import NODE, Broken, Count, CountOrZero, Group, NotNegative, Positive, Share, number
+from solrl_lightning.options.rules import (
+    NODE,
+    Broken,
+    Count,
+    CountOrZero,
+    Group,
+    NotNegative,
+    Positive,
+    Share,
+    must_be,
+    number,
+)
 from solrl_lightning.rewards.addresses import check_url
 
 HTTP = "solrl_lightning.rewards.http.HTTPReward"
+VLM = "solrl_lightning.rewards.vlm.VLMReward"
 GENEVAL = "solrl_lightning.rewards.GenEval"
 REWARD_FILES = ("pretrained", "processor", "tokenizer", "head", "detector")  # keys of a reward's hub ids and paths
 
 
 Weight = Annotated[float, number("a finite number; 0 for a reward that is only evaluated", lambda value: True)]
+
+
+def _are_answers(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(
+            isinstance(word, str) and word and type(mark) in (int, float) and math.isfinite(mark)
+            for word, mark in value.items()
+        )
+        and len({float(mark) for mark in value.values()}) > 1
+    )
+
+
+Answers = Annotated[
+    dict[str, float],
+    must_be('two or more answers in quotes, with numbers that differ, as in {"yes": 1, "no": 0}', _are_answers),
+]
 
 
 class Member(TypedDict, total=False):
@@ -46,6 +76,29 @@ class Server(Member, total=False):
     """Seconds before the second of them."""
 
 
+class Judge(Member, total=False):
+    """reward=vlm, vlm_marks."""
+
+    url: Required[str]
+    """Address of the API."""
+    model: Required[str]
+    """Name of the model there."""
+    question: Required[str]
+    """Text beside the image."""
+    answers: Required[Answers]
+    """Value of each answer."""
+    logprobs: bool
+    """Read the probabilities of the first word."""
+    concurrency: Count
+    """Requests at the same time."""
+    timeout: Positive
+    """Seconds without an answer."""
+    retries: CountOrZero
+    """Further attempts of a failed request."""
+    backoff: NotNegative
+    """Seconds before the second of them."""
+
+
 class Objects(Member, total=False):
     """reward=geneval."""
 
@@ -58,7 +111,7 @@ class Objects(Member, total=False):
 
 
 def _of_its_class(member: Any) -> Any:
-    kind: Any = {HTTP: Server, GENEVAL: Objects}.get(member["_target_"], Member)
+    kind: Any = {HTTP: Server, VLM: Judge, GENEVAL: Objects}.get(member["_target_"], Member)
     return TypeAdapter(kind).validate_python(member)
 
 
@@ -105,7 +158,7 @@ class Reward(Group):
     def check(self) -> None:
         members = self.members
         for name, member in members.items():
-            if member["_target_"] == HTTP:
+            if member["_target_"] in (HTTP, VLM):
                 check_url(f"reward.{name}.url", member["url"])
         if not members:
             raise UserError("reward=[] is invalid: a run needs a reward. Choose one with reward=<option>.")

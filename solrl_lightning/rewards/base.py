@@ -31,6 +31,7 @@ class Reward(ABC):
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
+        self.costs: dict[str, int] = {}  # of all scores so far, logged as reward/<name>_<cost>, summed over ranks
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[Metadata] | None = None) -> Tensor:

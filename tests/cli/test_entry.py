@@ -278,7 +278,7 @@ def test_ctrl_c_ends_with_status_130_and_no_folder(command: Command, function: C
         ("'seed=int(x)'", "Cannot read 'seed=int(x)': ValueError while evaluating"),
         ("reward=null", "reward=null is invalid. A run needs one: aesthetic or"),
         ("callbacks.checkpoint=a", "callbacks.checkpoint=a is invalid: it must be a group of keys"),
-        ("reward.shapes._target_={a:1}", "reward.shapes={'_target_': {'a': 1}"),
+        ("reward.shapes._target_={a:1}", "reward.shapes={_target_:{a:1}, weight:1.0} is invalid: it must have"),
         ("reward=[shapes,shapes]", "it names an option twice"),
         ("-m ckpt=last", "does not go with -m"),
         ("-m ckpt=a.ckpt,b.ckpt", "ckpt takes one file"),

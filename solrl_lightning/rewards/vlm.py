@@ -1,0 +1,156 @@
+"""reward=vlm, vlm_marks: a vision-language model answers a question about the image and its prompt.
+
+The reward is the expected value of the answer: the values of the possible answers, weighted by their probabilities as
+the first word. With the answers yes and no it is VQAScore (Lin et al. 2024, arXiv 2404.01291, equation 1, here without
+the probability of other words); with marks it is the weighting of G-Eval (Liu et al. 2023, arXiv 2303.16634, equation
+1).
+
+Shapes: B images.
+"""
+
+import base64
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from multiprocessing.pool import ThreadPool
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from solrl_lightning.errors import ServerError, UserError
+from solrl_lightning.rewards.addresses import check_url, read_token
+from solrl_lightning.rewards.base import Reward, check_scores
+from solrl_lightning.rewards.client import Client, shown, to_png
+
+_ALTERNATIVES = 20  # likeliest first words in an answer; the most that the API gives
+_LONGEST = 64  # tokens of an answer that is read as text
+
+
+class VLMReward(Reward):
+    """Asks a model behind an OpenAI-compatible API, such as vLLM, SGLang or a hosted one, one image a request.
+
+    An image that was scored before with the same question is not asked about again.
+
+    Args:
+        url: address of the API, to which ``/chat/completions`` is added.
+        model: name of the model there.
+        question: text beside the image; ``{prompt}`` stands for the prompt.
+        answers: value of each answer, a word without regard to case.
+        logprobs: read the probabilities of the first word; False: read the first answer in the text, for a server that
+            gives no probabilities.
+        concurrency: requests at the same time.
+        timeout, retries, backoff: of a request, as in ``Client``.
+
+    Raises:
+        UserError: ``url`` is no address, or has a password; the token in the environment has other characters.
+    """
+
+    name = "vlm"
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        question: str,
+        answers: Mapping[str, float],
+        device: str | torch.device = "cpu",
+        logprobs: bool = True,
+        concurrency: int = 16,
+        timeout: float = 120.0,
+        retries: int = 8,
+        backoff: float = 1.0,
+    ) -> None:
+        super().__init__(device)
+        check_url("url", url)
+        self.url, self.model, self.question, self.logprobs = url.rstrip("/"), model, question, logprobs
+        self.answers = {answer.lower(): float(value) for answer, value in answers.items()}
+        self.concurrency = concurrency
+        self.costs = {"requests": 0, "tokens": 0}
+        token = read_token()
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._client = Client(f"{self.url}/chat/completions", headers, concurrency, timeout, retries, backoff)
+        self._scored: dict[bytes, float] = {}
+
+    def check_prompts(self, prompts: list[str]) -> None:
+        """Ask once about a grey image and the first prompt, before a model is loaded.
+
+        Raises:
+            UserError: the server does not answer, or not as agreed.
+        """
+        grey = to_png(torch.full((64, 64, 3), 128, dtype=torch.uint8))
+        try:
+            self._ask((grey, prompts[0]), retries=False)
+        except ServerError as error:
+            raise UserError(
+                f"url={self.url} model={self.model} is invalid: {error} Start or correct the server, or set "
+                "reward.<name>.url=<its address> and reward.<name>.model=<the name of its model>."
+            ) from error
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """Expected values, float32 [B], of the answers about the images rounded to 8 bits.
+
+        Raises:
+            ServerError: a request still fails after the retries, or has an invalid answer.
+            NonFiniteError: none of the answers is in the answer about an image.
+        """
+        levels = (images.float() * 255).round().byte().permute(0, 2, 3, 1).cpu()
+        pairs = [(to_png(image), prompt) for image, prompt in zip(levels, prompts, strict=True)]
+        keys = [hashlib.sha256(png + prompt.encode()).digest() for png, prompt in pairs]
+        missing = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in self._scored}
+        with ThreadPool(self.concurrency) as threads:  # daemons, which Ctrl-C does not wait for
+            for key, answer in zip(missing, threads.imap(self._ask, missing.values()), strict=True):
+                self._scored[key] = answer.score
+                self.costs["requests"] += 1
+                self.costs["tokens"] += answer.tokens
+        scores = torch.tensor([self._scored[key] for key in keys], dtype=torch.float32, device=images.device)
+        check_scores(f"{self.name} of {self.model}", scores, prompts)
+        return scores
+
+    def _ask(self, pair: tuple[bytes, str], retries: bool | None = None) -> "_Answer":
+        """The score of an image, a PNG file, with its prompt; ``retries=False`` sends the request once."""
+        png, prompt = pair
+        picture = {"url": f"data:image/png;base64,{base64.b64encode(png).decode()}"}
+        text = self.question.replace("{prompt}", prompt)
+        content = [{"type": "image_url", "image_url": picture}, {"type": "text", "text": text}]
+        body: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": content}]}
+        body |= {"temperature": 0, "max_tokens": 1 if self.logprobs else _LONGEST}
+        if self.logprobs:
+            body |= {"logprobs": True, "top_logprobs": _ALTERNATIVES}
+        server = f"the server {self.url}, asked about the prompt {prompt!r},"
+        answer = self._client.ask(body, server, retries)
+        read = _by_probability if self.logprobs else _by_text
+        try:
+            tree = json.loads(answer)
+            return _Answer(read(tree["choices"][0], self.answers), int((tree.get("usage") or {})["total_tokens"]))
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            rule = "it must be a chat completion with its usage"
+            fix = ""
+            if self.logprobs:
+                rule += " and the log probabilities of the first word"
+                fix = ". For a server without them set reward.<name>.logprobs=false"
+            raise ServerError(f"{server} gave an invalid answer: {rule}; got {shown(answer)}{fix}.") from error
+
+
+class _Answer(NamedTuple):
+    score: float
+    tokens: int
+
+
+def _by_probability(choice: Mapping[str, Any], answers: Mapping[str, float]) -> float:
+    """Expected value of the answers under the probabilities of the first word; NaN if it can be none of them."""
+    weights = dict.fromkeys(answers, 0.0)
+    for alternative in choice["logprobs"]["content"][0]["top_logprobs"]:
+        word = alternative["token"].strip().rstrip(".").lower()
+        if word in weights:
+            weights[word] += math.exp(alternative["logprob"])
+    total = sum(weights.values())
+    return sum(weights[word] * value for word, value in answers.items()) / total if total else math.nan
+
+
+def _by_text(choice: Mapping[str, Any], answers: Mapping[str, float]) -> float:
+    """Value of the first answer in the text; NaN without one."""
+    words = re.findall(r"[\w.+-]*\w", choice["message"]["content"].lower())
+    return next((answers[word] for word in words if word in answers), math.nan)

@@ -1,0 +1,138 @@
+"""reward=vlm and vlm_marks against a server with the answers of an OpenAI-compatible API."""
+
+import io
+import json
+import math
+from base64 import b64decode
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from reward_servers import in_thread
+
+from solrl_lightning.errors import NonFiniteError, ServerError, UserError
+from solrl_lightning.rewards.addresses import TOKEN
+from solrl_lightning.rewards.vlm import VLMReward
+
+IMAGES = torch.rand(3, 3, 6, 8, generator=torch.Generator().manual_seed(0))
+PROMPTS = ["a cat", "a {dog}", "a cat"]
+QUESTION = 'Does it show "{prompt}"? Answer yes or no.'
+
+
+def choice(text: str, **probabilities: float) -> dict[str, Any]:
+    """A choice of a chat completion with the probabilities of first words, as vLLM and OpenAI give it."""
+    words = [{"token": word, "logprob": math.log(p), "bytes": None} for word, p in probabilities.items()]
+    first = {"token": text, "logprob": 0.0, "top_logprobs": words}
+    return {"index": 0, "message": {"role": "assistant", "content": text}, "logprobs": {"content": [first]}}
+
+
+class Server(BaseHTTPRequestHandler):
+    """Answers the requests about an image with the choice at the place of its mean level in ``choices``."""
+
+    url: str
+    choices: list[Any]
+    requests: list[dict[str, Any]]
+    tokens: list[str | None]
+    failures: int
+
+    def do_POST(self) -> None:
+        cls = type(self)
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        picture, _ = body["messages"][0]["content"]
+        png = Image.open(io.BytesIO(b64decode(picture["image_url"]["url"].removeprefix("data:image/png;base64,"))))
+        places = [np.array_equal(np.asarray(png), row) for row in (IMAGES * 255).round().byte().permute(0, 2, 3, 1)]
+        cls.requests.append(body | {"path": self.path, "place": places.index(True) if True in places else None})
+        cls.tokens.append(self.headers["Authorization"])
+        cls.failures -= 1
+        answer = cls.choices[places.index(True) if True in places else 0]
+        self.send_response(503 if cls.failures >= 0 else 200)
+        self.end_headers()
+        self.wfile.write(json.dumps({"choices": [answer], "usage": {"total_tokens": 10}}).encode())
+
+    def log_message(self, *args: Any) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[type[Server]]:
+    class Fresh(Server):
+        choices = [choice("Yes", Yes=0.6, No=0.2, Maybe=0.1)] * 3
+        requests: list[dict[str, Any]] = []
+        tokens: list[str | None] = []
+        failures = 0
+
+    with in_thread(Fresh) as url:
+        Fresh.url = url
+        yield Fresh
+
+
+def reward(server: type[Server], **options: Any) -> VLMReward:
+    defaults = dict(model="judge", question=QUESTION, answers={"yes": 1.0, "no": 0.0}, backoff=0, timeout=5, retries=1)
+    return VLMReward(f"{server.url}/v1", **(defaults | options))
+
+
+def test_score_is_the_probability_of_yes_among_the_answers(server: type[Server]) -> None:
+    server.choices = [
+        choice("Yes", Yes=0.5, No=0.25, yes=0.125),
+        choice("No", **{" No.": 0.75, "yes": 0.125, "It": 0.125}),
+        choice("yes", yes=1.0),
+    ]
+    scores = reward(server)(IMAGES, PROMPTS)
+    torch.testing.assert_close(scores, torch.tensor([0.625 / 0.875, 0.125 / 0.875, 1.0]))
+    by_place = {request["place"]: request for request in server.requests}
+    assert sorted(by_place) == [0, 1, 2]
+    text = {"type": "text", "text": 'Does it show "a {dog}"? Answer yes or no.'}
+    assert by_place[1]["messages"][0]["content"][1] == text and by_place[1]["path"] == "/v1/chat/completions"
+    keys = {"model": "judge", "temperature": 0, "max_tokens": 1, "logprobs": True, "top_logprobs": 20}
+    assert by_place[1].items() >= keys.items()
+
+
+def test_score_of_marks_is_their_expected_value(server: type[Server]) -> None:
+    server.choices = [choice("4", **{"4": 0.5, "5": 0.25, "1": 0.25})] * 3
+    marks = {str(mark): (mark - 1) / 4 for mark in range(1, 6)}
+    scores = reward(server, answers=marks)(IMAGES, PROMPTS)
+    torch.testing.assert_close(scores, torch.full((3,), 0.5 * 0.75 + 0.25))
+
+
+def test_answer_is_read_as_text_where_there_are_no_probabilities(server: type[Server]) -> None:
+    texts = ["I say: No, it is not. Yes?", "**Yes**", "yes."]
+    server.choices = [{"message": {"content": text}} for text in texts]
+    assert reward(server, logprobs=False)(IMAGES, PROMPTS).tolist() == [0.0, 1.0, 1.0]
+    assert "logprobs" not in server.requests[0] and server.requests[0]["max_tokens"] == 64
+    with pytest.raises(ServerError, match=r"the first word; got .* set reward.<name>.logprobs=false\.$"):
+        reward(server)(IMAGES, PROMPTS)
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_other_answer_is_no_score(server: type[Server], logprobs: bool) -> None:
+    server.choices[1] = choice("Perhaps", Perhaps=1.0)
+    with pytest.raises(NonFiniteError, match="the reward vlm of judge is nan for the prompt 'a {dog}'") as error:
+        reward(server, logprobs=logprobs)(IMAGES, PROMPTS)
+    assert error.value.row == 1
+
+
+def test_equal_images_and_prompts_are_asked_about_once_and_costs_are_counted(server: type[Server]) -> None:
+    judge = reward(server)
+    images, prompts = torch.cat([IMAGES, IMAGES[:1], IMAGES[:1]]), [*PROMPTS, PROMPTS[0], "another"]
+    scores = judge(images, prompts)
+    assert judge.costs == {"requests": 4, "tokens": 40} and scores[0] == scores[3]
+    assert judge(images, prompts).equal(scores) and len(server.requests) == 4
+
+
+def test_failed_request_is_repeated_with_the_token(server: type[Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TOKEN, "secret")
+    server.failures = 1
+    assert reward(server)(IMAGES[:1], PROMPTS[:1]) == pytest.approx(0.75)
+    assert server.tokens == ["Bearer secret"] * 2
+
+
+def test_server_that_fails_is_told_before_the_run(server: type[Server]) -> None:
+    reward(server).check_prompts(PROMPTS)
+    assert len(server.requests) == 1
+    server.failures = 1
+    with pytest.raises(UserError, match="url=http://.*/v1 model=judge is invalid: .* status 503"):
+        reward(server).check_prompts(PROMPTS)
+    assert len(server.requests) == 2  # no retries
