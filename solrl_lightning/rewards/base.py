@@ -31,7 +31,11 @@ class Reward(ABC):
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
-        self.costs: dict[str, int] = {}  # of all scores so far, logged as reward/<name>_<cost>, summed over ranks
+
+    @property
+    def costs(self) -> Mapping[str, int]:
+        """What all scores so far have cost, by kind; logged as ``reward/<name>_<kind>``, summed over ranks."""
+        return {}
 
     @torch.no_grad()
     def __call__(self, images: Tensor, prompts: list[str], metadata: list[Metadata] | None = None) -> Tensor:

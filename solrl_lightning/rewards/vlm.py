@@ -68,11 +68,15 @@ class VLMReward(Reward):
         self.url, self.model, self.question, self.logprobs = url.rstrip("/"), model, question, logprobs
         self.answers = {answer.lower(): float(value) for answer, value in answers.items()}
         self.concurrency = concurrency
-        self.costs = {"requests": 0, "tokens": 0}
+        self._costs = {"requests": 0, "tokens": 0}
         token = read_token()
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = Client(f"{self.url}/chat/completions", headers, concurrency, timeout, retries, backoff)
         self._scored: dict[bytes, float] = {}
+
+    @property
+    def costs(self) -> Mapping[str, int]:
+        return self._costs
 
     def check_prompts(self, prompts: list[str]) -> None:
         """Ask once about a grey image and the first prompt, before a model is loaded.
@@ -103,8 +107,8 @@ class VLMReward(Reward):
         with ThreadPool(self.concurrency) as threads:  # daemons, which Ctrl-C does not wait for
             for key, answer in zip(missing, threads.imap(self._ask, missing.values()), strict=True):
                 self._scored[key] = answer.score
-                self.costs["requests"] += 1
-                self.costs["tokens"] += answer.tokens
+                self._costs["requests"] += 1
+                self._costs["tokens"] += answer.tokens
         scores = torch.tensor([self._scored[key] for key in keys], dtype=torch.float32, device=images.device)
         check_scores(f"{self.name} of {self.model}", scores, prompts)
         return scores
@@ -124,12 +128,14 @@ class VLMReward(Reward):
         read = _by_probability if self.logprobs else _by_text
         try:
             tree = json.loads(answer)
-            return _Answer(read(tree["choices"][0], self.answers), int((tree.get("usage") or {})["total_tokens"]))
+            return _Answer(
+                read(tree["choices"][0], self.answers), int((tree.get("usage") or {}).get("total_tokens", 0))
+            )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            rule = "it must be a chat completion with its usage"
+            rule = "it must be a chat completion"
             fix = ""
             if self.logprobs:
-                rule += " and the log probabilities of the first word"
+                rule += " with the log probabilities of the first word"
                 fix = ". For a server without them set reward.<name>.logprobs=false"
             raise ServerError(f"{server} gave an invalid answer: {rule}; got {shown(answer)}{fix}.") from error
 

@@ -114,7 +114,7 @@ def test_other_answer_is_no_score(server: type[Server], logprobs: bool) -> None:
     assert error.value.row == 1
 
 
-def test_equal_images_and_prompts_are_asked_about_once_and_costs_are_counted(server: type[Server]) -> None:
+def test_equal_image_is_one_request_and_requests_are_counted(server: type[Server]) -> None:
     judge = reward(server)
     images, prompts = torch.cat([IMAGES, IMAGES[:1], IMAGES[:1]]), [*PROMPTS, PROMPTS[0], "another"]
     scores = judge(images, prompts)
@@ -129,7 +129,7 @@ def test_failed_request_is_repeated_with_the_token(server: type[Server], monkeyp
     assert server.tokens == ["Bearer secret"] * 2
 
 
-def test_server_that_fails_is_told_before_the_run(server: type[Server]) -> None:
+def test_error_of_the_server_comes_before_the_run(server: type[Server]) -> None:
     reward(server).check_prompts(PROMPTS)
     assert len(server.requests) == 1
     server.failures = 1
