@@ -75,7 +75,8 @@ def test_documented_command_runs(
         shutil.copytree(tmp_path / "outputs" / "train" / "done", tmp_path / "outputs" / "multirun" / "study" / "0")
         shutil.move(tmp_path / "outputs", outputs)
     shutil.copytree(outputs, tmp_path / "outputs")
-    for name in ("mine.txt", "prompts.txt"):
+    (tmp_path / "dataset" / "pickscore").mkdir(parents=True)
+    for name in ("mine.txt", "prompts.txt", "dataset/pickscore/train.txt", "dataset/pickscore/test.txt"):
         (tmp_path / name).write_text("a red circle above a blue square\na blue circle\n")
     checked_only = COMMANDS[text].startswith("conf/") or COMMANDS[text].endswith("measurements.md")
     for placeholder, value in PLACEHOLDERS.items():
