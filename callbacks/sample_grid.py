@@ -41,7 +41,7 @@ class SampleGrid(Callback):
             return
         with loop_of(trainer).stopwatch.stage("grid"), torch.no_grad():
             rewards = rollouts.rewards[0]
-            shown = min(self.seeds_per_prompt, len(rewards))
+            shown = min(self.seeds_per_prompt, len(rewards) // 2)  # no sample is in both rows
             order = rewards.argsort(descending=True, stable=True)
             rows = []
             for name, chosen in (("best", order[:shown]), ("worst", order[-shown:])):

@@ -10,8 +10,8 @@ from solrl_lightning.callbacks.sample_grid import SampleGrid
 from solrl_lightning.errors import UserError
 
 
-def grid(every=1):
-    return SampleGrid(every=every, prompts=2, seeds_per_prompt=2, steps=4, seed=0)
+def grid(every=1, seeds=2):
+    return SampleGrid(every=every, prompts=2, seeds_per_prompt=seeds, steps=4, seed=0)
 
 
 def files(tmp_path):
@@ -54,6 +54,8 @@ def test_second_grid_shows_the_images_that_were_scored(tmp_path, fit, monkeypatc
     assert {(grey, grey, grey) for grey in greys} <= colours
     labels = [f"{reward:.3f}" for reward in rewards.tolist()]
     assert (drawn["best"], drawn["worst"]) == (labels[:2], labels[-2:])
+    fit(grid(seeds=8))  # more than half of the samples: none is in both rows
+    assert (drawn["best"], drawn["worst"]) == (labels[: len(labels) // 2], labels[len(labels) // 2 :])
 
 
 def test_rank_without_prompts_draws_no_pool_and_every_zero_nothing(tmp_path, fit, stand_in):
