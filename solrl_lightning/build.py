@@ -286,6 +286,7 @@ def build_model(
             with_shadow=SHADOW in samplers,
             backend=resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device),
             rule=quantization_rule(cfg),
+            low_rank=cfg.precision.low_rank,
         )
     )
     return SolRLModule(

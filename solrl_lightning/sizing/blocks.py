@@ -82,6 +82,7 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
         with_shadow=shadow is not None,
         backend=shadow or resolve("bf16", "auto", device),
         rule=quantization_rule(cfg),
+        low_rank=cfg.precision.low_rank,
         compiler=compiler,
     )
 

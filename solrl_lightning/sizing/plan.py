@@ -87,9 +87,16 @@ def plan_run(
     passes, adapted = trace(policy, lora_config(cfg), recomputed)
     lora = 4 * sum(weight.numel() for weight in adapter_state(adapted, TRAINED).values())
     quantized = {each: [layer.name for layer in layers if layer.quantized] for each, layers in plans.items()}
-    packed = replica_bytes(weights, adapted, quantized[backend], PACKED_BITS[backend.precision])
+    rank = cfg.precision.low_rank
+    branches = {
+        each: sum(2 * (rank + cfg.model.lora.rank * (name in adapted)) * sum(weights[name].shape[:2]) for name in names)
+        if rank
+        else 0
+        for each, names in quantized.items()
+    }
+    packed = replica_bytes(weights, adapted, quantized[backend], PACKED_BITS[backend.precision]) + branches[backend]
     shadows = {
-        each: replica_bytes(weights, adapted, names, each.bits_per_weight) if uses_shadow(cfg) else 0
+        each: branches[each] + replica_bytes(weights, adapted, names, each.bits_per_weight) if uses_shadow(cfg) else 0
         for each, names in quantized.items()
     }
     latents: dict[str | None, Latents] = {None: pool_latents(cfg, policy.latent_shape, policy.sigmas, devices)}

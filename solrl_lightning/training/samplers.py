@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from solrl_lightning.policies import lora, replica
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.quantization.low_rank import low_rank_branch
 from solrl_lightning.rollout.chunks import BatchSize, Chunk, SamplingSpec, iter_sampled_chunks
 from solrl_lightning.rollout.records import EncodedPrompts
 
@@ -66,7 +67,7 @@ class PolicySampler:
 
 
 class ReplicaSampler:
-    """A transformer without LoRA branches, whose weights are merged in float32 and then rounded or quantised.
+    """A transformer without LoRA layers. Weights are merged in float32 and then rounded or quantised.
 
     Args:
         policy: architecture.
@@ -86,6 +87,10 @@ class ReplicaSampler:
         yield from iter_sampled_chunks(self.policy, self.transformer, self.batch_size, prompts, seeds, spec)
 
     def sync(self, state: State, version: int | None) -> None:
-        """Write the base weights merged with ``state`` into the replica in place."""
-        replica.refresh(self.transformer, lora.merged_weights(self.lora_layers, state))
+        """Write ``state`` into the replica in place: into its low-rank branches, or merged with the base weights."""
+        branches = {name: branch for name in self.lora_layers if (branch := low_rank_branch(self.transformer, name))}
+        for name, branch in branches.items():
+            branch.set_lora(*lora.factors(self.lora_layers[name], state, name))
+        others = {name: layer for name, layer in self.lora_layers.items() if name not in branches}
+        replica.refresh(self.transformer, lora.merged_weights(others, state))
         self.version = version

@@ -45,6 +45,7 @@ from solrl_lightning.policies.lora import (
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table
 from solrl_lightning.quantization import plan as plan_quantization
+from solrl_lightning.quantization.low_rank import convert_with_low_rank
 from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.training.samplers import PolicySampler, ReplicaSampler, Sampler
 
@@ -140,6 +141,7 @@ def replicate(
     with_shadow: bool,
     backend: Backend,
     rule: QuantizationRule,
+    low_rank: int = 0,
     compiler: str | Callable[..., Any] = "inductor",
 ) -> Transformers:
     """Return the transformers of a device that holds the whole model.
@@ -153,18 +155,22 @@ def replicate(
         compile_replicas, compile_policy: compile the blocks of the replicas, and those of the trained transformer.
         with_shadow: make the quantised replica.
         backend, rule: arithmetic of the shadow, and the layers to quantise.
+        low_rank: rank of the base weights' part in a 16-bit branch beside the quantised layers; 0: no branch.
         compiler: backend of torch.compile.
     """
     clone = replica.clone_sharing_weights
     reference = clone(policy.transformer).eval()
     replicas = {name: clone(policy.transformer).eval() for name in ([MERGED, SHADOW] if with_shadow else [MERGED])}
+    adapted = AdaptedTransformer(policy.transformer, lora, seed)
     shadow_layers = ""
     if with_shadow:
         plans = plan_quantization(replicas[SHADOW], rule, backend)
         log.info("%s", backend.description)
         shadow_layers = format_table(plans)
-        convert(replicas[SHADOW], plans, backend)
-    adapted = AdaptedTransformer(policy.transformer, lora, seed)
+        if low_rank:
+            convert_with_low_rank(replicas[SHADOW], plans, backend, low_rank, adapted.lora_layers, lora.r)
+        else:
+            convert(replicas[SHADOW], plans, backend)
     for module in replicas.values():
         replica.untie_weights(module, adapted.lora_layers)
     if compile_replicas:
