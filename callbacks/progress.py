@@ -163,7 +163,8 @@ class StageProgressBar(ProgressBar):
         facts = []
         if stats is not None and stats.last:
             facts.append(f"reward {stats.last['reward/mean']:.4f}")
-        if ranks is not None and ranks.last.get("iteration") == done:  # probed every few iterations
+        # Probed every few iterations; equal rewards have no correlation.
+        if ranks is not None and ranks.last.get("iteration") == done and not math.isnan(ranks.last["spearman"]):
             facts.append(f"spearman {ranks.last['spearman']:.3f}")
         return facts
 
