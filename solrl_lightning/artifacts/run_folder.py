@@ -42,7 +42,9 @@ def check_new(folder: Path) -> None:
         if sweep:
             fix = f"continue one of its runs with ckpt=last hydra.run.dir={folder}/<run>"
         elif (folder / LAST).exists():
-            fix = f"continue the run in it with ckpt=last hydra.run.dir={folder}, or take its weights into another with "
+            fix = (
+                f"continue the run in it with ckpt=last hydra.run.dir={folder}, or take its weights into another with "
+            )
             fix += f"ckpt={folder / LAST}"
         elif (folder / BEST).exists():
             fix = f"branch from its best evaluation with ckpt={folder / BEST}; {LAST} is missing"

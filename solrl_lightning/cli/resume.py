@@ -253,8 +253,8 @@ def _read_record(file: Path, kind: type[ListConfig] | type[DictConfig], key: str
         damaged = " ".join(str(error).split())
     if damaged:
         raise UserError(
-            f"{file}, the record of the run's command line, is damaged: {damaged}. Restore it; or remove it, and give "
-            "all of that command line beside ckpt."
+            f"{file}, the record of the run's command line, is damaged: {damaged}. Restore it. Tasks other than "
+            "training take a copy of the checkpoint outside of that folder, with all of that command line beside ckpt."
         )
     return record
 

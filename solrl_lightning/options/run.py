@@ -165,8 +165,20 @@ class Run(Group):
     # Rules over several groups
 
     def check(self) -> None:
-        for check in (self.check_training, self.check_exploration, self.check_compilation, self.check_sharded):
+        for check in (
+            self.check_policy,
+            self.check_training,
+            self.check_exploration,
+            self.check_compilation,
+            self.check_sharded,
+        ):
             check()
+
+    def check_policy(self) -> None:
+        known = self.model.model_dump(exclude={"policy"})
+        for key, value in self.model.policy.items():
+            if key in known and known[key] != value:
+                raise Broken(f"it is model.{key}.", f"model.policy.{key}", f"Set model.{key}, which is checked.")
 
     def check_training(self) -> None:
         family, window = self.family, self.objective.get("window")

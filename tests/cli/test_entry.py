@@ -306,7 +306,9 @@ def test_folder_that_holds_a_run_is_an_error(command: Command, tmp_path: Path, t
     assert "ckpt=old/checkpoints/best.ckpt; checkpoints/last.ckpt is missing" in error_of(command, "hydra.run.dir=old")
     (tmp_path / "old" / "checkpoints" / "last.ckpt").touch()
     message = error_of(command, "hydra.run.dir=old")
-    assert "ckpt=last hydra.run.dir=old, or take its weights into another with ckpt=old/checkpoints/last.ckpt" in message
+    assert (
+        "ckpt=last hydra.run.dir=old, or take its weights into another with ckpt=old/checkpoints/last.ckpt" in message
+    )
 
 
 def test_folder_that_holds_a_sweep_is_an_error(command: Command) -> None:

@@ -67,7 +67,7 @@ model.data=null                  | model.data=null is invalid: it must be a grou
 ~model.lora                      | model.lora is missing: a run needs it. Leave ~model.lora out
 ~family.pool                     | family.pool is missing
 +evaluation.ever=5               | evaluation.ever=5 is invalid: nothing reads that key. Did you mean every?
-+precision.x=5                   | precision.x=5 is invalid: nothing reads that key. The keys here are name, backend, low_rank.
++precision.x=5                   | nothing reads that key. The keys here are name, backend, low_rank.
 +model.ful_steps=8               | model.ful_steps=8 is invalid: nothing reads that key. Did you mean full_steps?
 reward.combine=mean              | it must be one of sum, gdpo
 ++reward.shapes=3                | it must have a _target_ and a weight. Begin the reward's file
@@ -120,6 +120,7 @@ task=serve task.max_images=0      | task.max_images=0 is invalid: it must be
 task=serve task.max_pixels=none   | task.max_pixels=none is invalid: it must be
 task=serve task.port=70000       | it must be a whole number from 0 to 65535; 0 takes a free port
 task=plan task.reserve=nan        | it must be a finite number of at least 0
+model.policy.decode_batch=[]     | model.policy.decode_batch=[] is invalid: it is model.decode_batch. Set model.decode_batch
 callbacks.checkpoint.filename=x  | it must be last, as ckpt=last reads that file
 family=adaptive family.levels=[] | it must be a list of at least one way to explore
 family=adaptive family.explore={sampler:merged,steps:6} | and family.explore null
