@@ -54,7 +54,7 @@ class RankCorrelation(Callback):
         before = loop.stopwatch.seconds.get("probe", 0.0)
         with loop.stopwatch.stage("probe"), torch.no_grad():
             if prompts:
-                reference = loop.regenerate(prompts, seeds).merits
+                reference = loop.probe(prompts, seeds).merits
         self._seconds = loop.stopwatch.seconds["probe"] - before
         # A checkpoint within an iteration has the probe of that iteration, which is repeated.
         self.history = [row for row in self.history if row["iteration"] < iteration]

@@ -51,13 +51,13 @@ _TEXT_KEYS = "ckpt data.train data.eval model.pretrained reward.pretrained task.
 def main(arguments: list[str] | None = None) -> int:
     """Runs a command line and returns its exit status; of a sweep, that of the worst job."""
     reported: list[Exception] = []  # by the jobs of this process
-    begun: list[DictConfig] = []  # jobs of this process
+    jobs: list[DictConfig] = []  # of this process, so far
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by the shell
             setattr(sys, name, open(os.devnull, "w"))
 
     def job(cfg: DictConfig) -> Any:
-        begun.append(cfg)
+        jobs.append(cfg)
         try:
             return run(cfg)
         except (*EXPECTED, BrokenPipeError) as error:
@@ -88,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
         reported.append(error)
     except Exception as error:
         if error not in reported:
-            reported.append(report_error(error, begun=bool(begun)))
+            reported.append(report_error(error, in_job=bool(jobs)))
     if any(isinstance(error, BrokenPipeError) for error in reported):  # as of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python reports it again when it flushes
         return _BROKEN_PIPE

@@ -42,10 +42,10 @@ def _is_raised_by_hydra(error: Exception) -> bool:
     return library in {"hydra", "omegaconf", "yaml", "antlr4"}
 
 
-def report_error(error: Exception, folder: Path | None = None, *, begun: bool = True) -> Exception:
+def report_error(error: Exception, folder: Path | None = None, *, in_job: bool = True) -> Exception:
     """Prints and returns the cause that a user can act on, of the run in ``folder``; raises an error without one.
 
-    Before a job has ``begun``, what Hydra itself raises is about the command line.
+    Outside of a job, what Hydra itself raises is about the command line.
     """
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__) is not None:
@@ -63,7 +63,7 @@ def report_error(error: Exception, folder: Path | None = None, *, begun: bool = 
         failure = RankLost("another rank of this run has ended.")
     if failure is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):
         failure = UserError(first_lines(error))  # about an option of Hydra's
-    elif failure is None and not begun and _is_raised_by_hydra(error):  # which does not check all that it is given
+    elif failure is None and not in_job and _is_raised_by_hydra(error):  # which does not check all that it is given
         reason = f"{type(error).__name__}: {sentence(error)}" if str(error) else f"{type(error).__name__}."
         failure = UserError(
             f"Hydra cannot use this command line: {reason} Correct the value or the hydra.* option that causes it."

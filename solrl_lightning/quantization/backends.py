@@ -43,7 +43,7 @@ class Hardware(NamedTuple):
     emulation_dtype: torch.dtype = torch.bfloat16  # of the operands of emulated products
 
 
-PACKED_BITS = {name: next(iter(each.native.values())).bits_per_weight for name, each in FORMATS.items()}
+PACKED_BITS = {name: next((n.bits_per_weight for n in each.native.values()), 16) for name, each in FORMATS.items()}
 PACKED_BITS |= {"bf16": 16}  # bits per weight where the hardware multiplies the format
 
 

@@ -1,6 +1,6 @@
 """The number formats of the shadow: a record for each.
 
-A new format is a quantiser (in ``rowwise`` if it scales rows), its layers in ``scaled_linear`` and a record here.
+A new format is a quantiser (``rowwise`` scales rows, ``nvfp4`` blocks), layers in ``scaled_linear``, a record here.
 
 ``solrl_lightning.names.BACKENDS`` has the same names, for checks that run before torch is loaded.
 """
@@ -38,7 +38,7 @@ class Format(NamedTuple):
     name: str  # of ``precision``
     emulated: type[ScaledLinear]  # with the quantisers of weight and input
     tolerance: float  # of a layer's largest error, as a share of the largest output
-    native: Mapping[str, NativeBackend]  # by name, best first
+    native: Mapping[str, NativeBackend]  # by name, best first; empty where no hardware multiplies it
 
 
 # Tolerances: BF16 rounds an output by 2^-9, and twice on a CPU with BF16 units. Compiled code may round a value between

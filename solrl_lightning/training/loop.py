@@ -170,10 +170,10 @@ class ExploreTrainLoop(_FitLoop):
         pool, samples, kept = run_family(self.stages, seeds, texts[:new], run, self.kept_seeds.sets)
         self.explored = pool if len(self.stages) > 1 else None
         proxy_rewards = kept.merits[:, 0]
-        if reused := texts[new:]:
+        if reused := texts[new:]:  # explored in an earlier iteration: only regenerated
             earlier = self.kept_seeds.next_set(reused)
-            run = partial(self._run, prompts.rows(range(new, len(texts))))
-            samples = samples.joined(run(self.stages[-1], earlier.seeds[:, 0]))
+            again = self._run(prompts.rows(range(new, len(texts))), self.stages[-1], earlier.seeds[:, 0])
+            samples = samples.joined(again)
             proxy_rewards = torch.cat([proxy_rewards, earlier.merits[:, 0].to(proxy_rewards)])
         if self.schedule.uses > 1:
             self.kept_seeds.keep(iteration, self._of_all_ranks(kept))
@@ -213,7 +213,7 @@ class ExploreTrainLoop(_FitLoop):
         encoded = self._encoded[1]
         return EncodedPrompts(*encoded.gather(torch.tensor([encoded.texts.index(text) for text in texts])))
 
-    def regenerate(self, texts: list[str], seeds: Tensor) -> Candidates:
+    def probe(self, texts: list[str], seeds: Tensor) -> Candidates:
         """Return the candidates of seeds [P, n] sampled by the last stage from their noise, and scored.
 
         The prompts are some of this iteration, with its encodings: a prompt that is encoded alone gets other rounding.

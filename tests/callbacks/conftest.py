@@ -118,11 +118,11 @@ class RollOut(Callback):
         self.regenerated: list[tuple[list[str], float]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        def regenerate(prompts: list[str], seeds: Tensor) -> Candidates:
+        def probe(prompts: list[str], seeds: Tensor) -> Candidates:
             self.regenerated.append((prompts, float(pl_module.weight[0])))
             return self.candidates(seeds, self.rewards_of(seeds))
 
-        trainer.fit_loop.regenerate = regenerate
+        trainer.fit_loop.probe = probe
 
     def candidates(self, seeds: Tensor, rewards: Tensor) -> Candidates:
         latents = self.latents(seeds)

@@ -120,7 +120,7 @@ task=serve task.max_images=0      | task.max_images=0 is invalid: it must be
 task=serve task.max_pixels=none   | task.max_pixels=none is invalid: it must be
 task=serve task.port=70000       | it must be a whole number from 0 to 65535; 0 takes a free port
 task=plan task.reserve=nan        | it must be a finite number of at least 0
-model.policy.decode_batch=[]     | model.policy.decode_batch=[] is invalid: it is model.decode_batch. Set model.decode_batch
+model.policy.decode_batch=[]     | it is model.decode_batch. Set model.decode_batch, which
 callbacks.checkpoint.filename=x  | it must be last, as ckpt=last reads that file
 family=adaptive family.levels=[] | it must be a list of at least one way to explore
 family=adaptive family.explore={sampler:merged,steps:6} | and family.explore null
