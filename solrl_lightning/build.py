@@ -100,6 +100,13 @@ def with_option(cfg: Run, group: str, option: str) -> Run:
     return cfg.with_group(group, OmegaConf.to_container(tree[group]))
 
 
+def with_precision(cfg: Run, precision: str) -> Run:
+    """A copy of the options with another precision and the same ``precision.low_rank``, which bf16 does not have."""
+    changed = with_option(cfg, "precision", precision)
+    changed.precision.low_rank = 0 if precision == "bf16" else cfg.precision.low_rank
+    return changed
+
+
 def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
     """The adapters and their evaluation average, from a checkpoint of a training run."""
     checkpoint = read_checkpoint(ckpt, module.policy.device)
