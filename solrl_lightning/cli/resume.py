@@ -4,6 +4,7 @@ A run records its overrides in ``.hydra/overrides.yaml``. In its own folder only
 record is replaced once training has started (``run_folder.commit_overrides``).
 """
 
+import shlex
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -66,7 +67,7 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         if not (folder / LAST).is_file():
             return _begin(tree, overrides, folder)
     if value in ("last", "auto") and training and folder is not None:
-        checkpoint = _last_checkpoint(folder)
+        checkpoint = _last_checkpoint(tree, folder)
     elif value in ("last", "best"):
         checkpoint = _newest_checkpoint(LAST if value == "last" else BEST)
     else:
@@ -133,12 +134,15 @@ def _begin(tree: ConfigTree, overrides: list[Override], folder: Path) -> Resumed
     return Resumed(lines, folder=folder.resolve() if same else None, training=True, message=message)
 
 
-def _last_checkpoint(folder: Path) -> Path:
+def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
     if not (folder / LAST).is_file():
         check_free(folder)
+        overrides = [override for override in _recorded_overrides(tree, folder) if override.key_or_group != "ckpt"]
+        again = shlex.join([*(str(o.input_line) for o in overrides), "ckpt=auto", f"hydra.run.dir={folder}"])
+        fix = f"Begin it again with {again}" if overrides else f"Remove {folder}, and give its command again"
         raise UserError(
             f"ckpt=last continues the run in {folder}, which has no {LAST}: it was stopped before its first "
-            f"checkpoint. Remove {folder} and give the command that started it again."
+            f"checkpoint. {fix}."
         )
     return folder / LAST
 

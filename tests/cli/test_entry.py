@@ -344,7 +344,12 @@ def test_error_names_the_damage_of_a_checkpoint(command: Command, tmp_path: Path
 def test_run_in_progress_without_a_checkpoint_is_in_use(command: Command, tmp_path: Path) -> None:
     with claimed(tmp_path / "run", new=True):
         assert "in use" in error_of(command, "ckpt=last", "hydra.run.dir=run")
-    assert "it was stopped before its first checkpoint" in error_of(command, "ckpt=last", "hydra.run.dir=run")
+    message = error_of(command, "ckpt=last", "hydra.run.dir=run")
+    assert message.endswith("it was stopped before its first checkpoint. Remove run, and give its command again.\n")
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text("[seed=3, 'data.train=a b.txt']")
+    message = error_of(command, "ckpt=last", "hydra.run.dir=run")
+    assert message.endswith("Begin it again with seed=3 'data.train=a b.txt' ckpt=auto hydra.run.dir=run.\n")
 
 
 # Resuming
