@@ -297,19 +297,27 @@ def _read_hub(dataset: str, split: str, column: str, file: str | None = None, ta
 
 
 def _read_github(repository: str, file: str) -> list[Record]:
-    """Records of a file in the folder ``repository`` of the working directory or, downloaded once, on GitHub."""
+    return _read_text(github_file(repository, file), Path(file).suffix)
+
+
+def github_file(repository: str, file: str) -> Path:
+    """Path of a file in the folder ``repository`` of the working directory or, downloaded once, on GitHub.
+
+    Raises:
+        UserError: it is in neither place.
+    """
     import datasets
 
     path, url = Path(repository, file), f"{GITHUB}/{repository}/main/{file}"
-    if not path.is_file():
-        # Without etag a file in the cache needs no network.
-        manager = datasets.DownloadManager(download_config=datasets.DownloadConfig(use_etag=False))
-        try:
-            path = Path(manager.download(url))
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"{url} cannot be downloaded: {sentence(error.__cause__ or error)} Check the network and "
-                f"HF_HUB_OFFLINE. Or run `git clone https://github.com/{repository} {repository}` where there is a "
-                f"network, and copy the folder {repository} into the working directory."
-            ) from error
-    return _read_text(path, Path(file).suffix)
+    if path.is_file():
+        return path
+    # Without etag a file in the cache needs no network.
+    manager = datasets.DownloadManager(download_config=datasets.DownloadConfig(use_etag=False))
+    try:
+        return Path(manager.download(url))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{url} cannot be downloaded: {sentence(error.__cause__ or error)} Check the network and "
+            f"HF_HUB_OFFLINE. Or run `git clone https://github.com/{repository} {repository}` where there is a "
+            f"network, and copy the folder {repository} into the working directory."
+        ) from error

@@ -11,11 +11,12 @@ if TYPE_CHECKING:
     from solrl_lightning.rewards.clipscore import CLIPScore
     from solrl_lightning.rewards.geneval import GenEval
     from solrl_lightning.rewards.hpsv2 import HPSv2
+    from solrl_lightning.rewards.hpsv3 import HPSv3
     from solrl_lightning.rewards.imagereward import ImageReward
     from solrl_lightning.rewards.ocr import OCR
     from solrl_lightning.rewards.pickscore import PickScore
 
-__all__ = ["OCR", "Aesthetic", "CLIPScore", "GenEval", "HPSv2", "ImageReward", "PickScore"]
+__all__ = ["OCR", "Aesthetic", "CLIPScore", "GenEval", "HPSv2", "HPSv3", "ImageReward", "PickScore"]
 
 
 def __getattr__(name: str) -> object:

@@ -1,0 +1,176 @@
+"""HPSv3: human preference by Qwen2-VL 7B with a head of three layers (Ma et al. 2025, arXiv 2508.03789).
+
+    reward = head(last hidden state at the token <|Reward|>)[0]
+
+The head gives the mean and the spread of a preference; the reward is the mean, as in the authors' inference code. The
+model reads a chat of one message: the image at about 448 x 448 pixels, and the authors' instruction with the prompt.
+That text is part of the trained model and is read from their repository, as are its weights.
+
+Shapes: B images, S tokens.
+"""
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessor, Qwen2VLModel
+from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
+
+from solrl_lightning.artifacts.hub import fetch
+from solrl_lightning.data.sources import github_file
+from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.rewards.base import Reward
+from solrl_lightning.rewards.loading import check_state_dict_keys, floating_dtype
+
+WEIGHTS, REPOSITORY, SOURCE = "HPSv3.safetensors", "MizzenAI/HPSv3", "hpsv3/dataset/data_collator_qwen.py"
+TOKEN = "<|Reward|>"
+_PIXELS = 256 * 28 * 28  # of every image, whose sides become multiples of 28
+_HINT = f"`hf download {REPOSITORY} --local-dir <folder>` makes a folder with it."
+
+
+class HPSv3(Reward):
+    """HPSv3.
+
+    Args:
+        pretrained: hub id or folder with ``WEIGHTS``.
+        processor: hub id or folder of Qwen2-VL 7B Instruct: configuration, tokenizer and image processor.
+        device: where to score.
+        dtype: of weights and activations; the head stays in float32.
+        batch: images per forward pass.
+
+    Raises:
+        UserError: a file is missing, is damaged, is not HPSv3's, or does not fit the others.
+    """
+
+    name = "hpsv3"
+
+    def __init__(
+        self,
+        pretrained: str,
+        processor: str,
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = torch.bfloat16,
+        batch: int = 4,
+    ) -> None:
+        super().__init__(device)
+        self.dtype, self.batch = floating_dtype(self.name, dtype), batch
+        self.instruction = read_instruction(github_file(REPOSITORY, SOURCE))
+        config, self.tokenizer, self.images = _read_processor(processor)
+        self.tokenizer.add_special_tokens({"additional_special_tokens": [TOKEN]})
+        self._token, self._image_token = self.tokenizer.convert_tokens_to_ids([TOKEN, "<|image_pad|>"])
+        weights = _read_weights(pretrained)
+        config.text_config.vocab_size = weights["language_model.embed_tokens.weight"].shape[0]
+        if len(self.tokenizer) > config.text_config.vocab_size:
+            raise UserError(
+                f"reward.hpsv3.processor={processor} is invalid: its tokenizer has {len(self.tokenizer)} tokens with "
+                f"{TOKEN}, and {pretrained} embeds {config.text_config.vocab_size}. Set it to the processor of the "
+                "model's training."
+            )
+        head = {name.removeprefix("rm_head."): weights.pop(name) for name in sorted(weights) if "rm_head." in name}
+        self.head = _head(head).to(self.device)
+        model, loading = Qwen2VLModel.from_pretrained(
+            None, config=config, state_dict=weights, dtype=self.dtype, output_loading_info=True
+        )
+        key = "reward.hpsv3.pretrained"
+        check_state_dict_keys(key, pretrained, loading["missing_keys"], loading["unexpected_keys"])
+        self.model = model.eval().requires_grad_(False).to(self.device)
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        levels = (images.float() * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+        parts = range(0, len(prompts), self.batch)
+        pictures = [Image.fromarray(image) for image in levels]
+        return torch.cat([self._score(pictures[i : i + self.batch], prompts[i : i + self.batch]) for i in parts])
+
+    def _score(self, pictures: list[Image.Image], prompts: list[str]) -> Tensor:
+        pixels = self.images(list(map(_resized, pictures)), do_resize=False, return_tensors="pt")
+        grid = pixels["image_grid_thw"]
+        counts = (grid.prod(dim=1) // self.images.merge_size**2).tolist()
+        texts = [self._chat(prompt, count) for prompt, count in zip(prompts, counts, strict=True)]
+        tokens = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.device)
+        states = self.model(
+            **tokens,
+            pixel_values=pixels["pixel_values"].to(self.device, self.dtype),
+            image_grid_thw=grid.to(self.device),
+            mm_token_type_ids=(tokens["input_ids"] == self._image_token).int(),
+        ).last_hidden_state  # [B, S, width]
+        rows, places = (tokens["input_ids"] == self._token).nonzero(as_tuple=True)
+        assert rows.tolist() == list(range(len(prompts)))  # one in each text
+        score: Tensor = self.head(states[rows, places].float())[:, 0]
+        return score
+
+    def _chat(self, prompt: str, count: int) -> str:
+        """The chat of an image of ``count`` tokens with a prompt, whose own special tokens are taken apart."""
+        text = self.instruction.replace("{text_prompt}", prompt.replace("<|", "< |"))
+        content = [{"type": "image"}, {"type": "text", "text": text}]
+        chat = [{"role": "user", "content": content}]
+        whole: str = self.tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        return whole.replace("<|image_pad|>", "<|image_pad|>" * count)
+
+
+def _resized(picture: Image.Image) -> Image.Image:
+    height, width = smart_resize(picture.height, picture.width, min_pixels=_PIXELS, max_pixels=_PIXELS)
+    return picture.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def read_instruction(file: Path) -> str:
+    """The text beside the image, with ``{text_prompt}`` and ``TOKEN``, from the source of the authors' data loader.
+
+    Raises:
+        UserError: the file has no such text.
+    """
+    values: dict[str, Any] = {}
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            values[node.targets[0].id] = node.value.value if isinstance(node.value, ast.Constant) else None
+    text = f"{values.get('INSTRUCTION')}{values.get('prompt_with_special_token')}"
+    if text.count("{text_prompt}") != 1 or text.count(TOKEN) != 1:
+        raise UserError(
+            f"{file} is invalid: it must assign INSTRUCTION and prompt_with_special_token, as {SOURCE} of "
+            f"https://github.com/{REPOSITORY} does. Delete it, or clone that repository into {REPOSITORY}."
+        )
+    return text
+
+
+def _read_processor(processor: str) -> tuple[Any, Any, Any]:
+    key = "reward.hpsv3.processor"
+    fetch(processor, "preprocessor_config.json", key=key, kind="Qwen2-VL model")
+    source = str(Path(processor).expanduser()) if Path(processor).expanduser().is_dir() else processor
+    try:
+        config = Qwen2VLConfig.from_pretrained(source)
+        return config, AutoTokenizer.from_pretrained(source), Qwen2VLImageProcessor.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}={processor} is invalid: {sentence(error)} Give Qwen/Qwen2-VL-7B-Instruct.") from error
+
+
+def _read_weights(pretrained: str) -> dict[str, Tensor]:
+    """Tensors by their names in ``Qwen2VLModel``; those of the head begin with rm_head."""
+    key = "reward.hpsv3.pretrained"
+    file = fetch(pretrained, WEIGHTS, key=key, kind="HPSv3 model", hint=_HINT)
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        fix = "Delete it and download it again."
+        raise UserError(f"the file {file} of {key}={pretrained} is damaged: {sentence(error)} {fix}") from error
+    renamed = {}
+    for name, value in tensors.items():
+        if not name.startswith("lm_head."):  # of generation
+            inner = name.removeprefix("model.")
+            text = name.startswith("model.") and not inner.startswith(("language_model.", "visual."))
+            renamed[f"language_model.{inner}" if text else inner] = value
+    if "language_model.embed_tokens.weight" not in renamed or "rm_head.0.weight" not in renamed:
+        raise UserError(f"{key}={pretrained} is invalid: {file} is not HPSv3's. Give {REPOSITORY}.")
+    return renamed
+
+
+def _head(weights: dict[str, Tensor]) -> nn.Sequential:
+    """The head with the authors' names of layers, of which the dropout does nothing here."""
+    shapes = [weights[f"{layer}.weight"].shape for layer in (0, 3, 5)]
+    first, second, last = (nn.Linear(inputs, outputs) for outputs, inputs in shapes)
+    head = nn.Sequential(first, nn.ReLU(), nn.Identity(), second, nn.ReLU(), last)
+    head.load_state_dict(weights)
+    return head.requires_grad_(False)
