@@ -44,7 +44,7 @@ def before(prompt: str, tokens: int) -> str:
 
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen2VLForConditionalGeneration]:
-    """Files of Qwen2-VL and of HPSv3 in the published layout, with small random weights, and the model that they hold."""
+    """Files of Qwen2-VL and of HPSv3 in the published layout, with small random weights, and their model."""
     root = tmp_path_factory.mktemp("hpsv3")
     (root / REPOSITORY / SOURCE).parent.mkdir(parents=True)
     (root / REPOSITORY / SOURCE).write_text(CODE)
