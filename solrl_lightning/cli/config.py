@@ -112,6 +112,8 @@ class ConfigTree:
 
     def _unreadable(self, argument: str) -> str:
         key, equals, value = argument.partition("=")
+        if equals and not key:
+            return f"Cannot read {argument!r}: an option is written key=value, and its key is missing."
         if not equals:
             homes = [f"{group}={argument}" for group in self.groups() if argument in self.options(group)]
             return f"Cannot read {argument!r}: an option is written key=value.{did_you_mean(homes)}"
