@@ -87,6 +87,8 @@ EMULATED = "tests/quantization/test_scaled_linear.py"
 REFRESH = "tests/quantization/test_shadow.py::test_requantize_does_not_recompile"
 CODES = f"{EMULATED}::test_rowwise_codes_and_scales_match_definition"
 LORA = "tests/policies/test_lora.py"
+LOW_RANK = "tests/quantization/test_low_rank.py"
+HPSV3, VLM = (f"tests/rewards/test_{name}.py" for name in ("hpsv3", "vlm"))
 REPLICA = "tests/policies/test_replica.py"
 CHARTS = "tests/study/test_charts.py"
 REACHED = "tests/study/test_time_to_reward.py"
@@ -550,6 +552,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("old decay inverted", "1.0 - decay", "decay", LORA),
         ("adapters in BF16", "            weights.float()", "            weights", LORA),
         ("weights of an evaluation stay", "parameter.data = former[name]", "pass", LORA),
+        ("alpha of a file for its share of the rank", "(alpha / tensors[name].shape[1])", "alpha", LORA),
+        ("branch with the LoRA's scale left out", ' * layer.scaling[TRAINED]\n', "\n", LOW_RANK),
         ("old policy trains", "inference_mode=adapter != TRAINED", "inference_mode=False", LORA),
     ],
     "solrl_lightning/policies/guidance.py": [
@@ -757,11 +761,27 @@ MUTANTS: dict[str, list[Edit]] = {
             "tests/rewards/test_imagereward.py",
         ),
     ],
+    "solrl_lightning/quantization/low_rank.py": [
+        ("whole weight beside its branch", "(weight.float() - product)", "weight.float()", LOW_RANK),
+        ("LoRA over the base's part", "weight[self.rank :] =", "weight[: len(down)] =", LOW_RANK),
+        ("generators moved by the branch", "torch.random.fork_rng(devices=devices)", "torch.no_grad()", LOW_RANK),
+    ],
+    "solrl_lightning/rewards/hpsv3.py": [
+        ("spread for mean", ".float())[:, 0]", ".float())[:, 1]", HPSV3),
+        ("tokens of a prompt as the chat's own", 'prompt.replace("<|", "< |")', "prompt", HPSV3),
+        ("images of another area", "_PIXELS = 256 * 28 * 28", "_PIXELS = 64 * 28 * 28", HPSV3),
+    ],
+    "solrl_lightning/rewards/vlm.py": [
+        ("share of all words", " / total if total else", " if total else", VLM),
+        ("likeliest word alone", "weights[word] += ", "weights[word] = ", VLM),
+        ("equal images asked about again", "if key not in self._scored}", "}", VLM),
+    ],
     "solrl_lightning/rewards/ocr.py": [
         ("red and blue swapped", "[..., ::-1]", "", "tests/rewards/test_ocr.py"),
     ],
     "solrl_lightning/data/sources.py": [
         ("prompts of seven words", ">= PICKAPIC_SPACES", "> PICKAPIC_SPACES", SOURCES),
+        ("text before JSON lines in a folder", '(".jsonl", ".txt")]', '(".txt", ".jsonl")]', SOURCES),
         ("first column of a table", "place = names.index(column)", "place = 0", SOURCES),
     ],
     "solrl_lightning/data/prompts.py": [
