@@ -2,6 +2,6 @@
 
 import time
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 IMPORTED = time.perf_counter()
 """When this process began, but for Python's own start: `python -m solrl_lightning` imports this first."""
