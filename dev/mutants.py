@@ -88,7 +88,7 @@ REFRESH = "tests/quantization/test_shadow.py::test_requantize_does_not_recompile
 CODES = f"{EMULATED}::test_rowwise_codes_and_scales_match_definition"
 LORA = "tests/policies/test_lora.py"
 LOW_RANK = "tests/quantization/test_low_rank.py"
-HPSV3, VLM = (f"tests/rewards/test_{name}.py" for name in ("hpsv3", "vlm"))
+HPSV3, VLM, VLM_LOCAL = (f"tests/rewards/test_{name}.py" for name in ("hpsv3", "vlm", "vlm_local"))
 REPLICA = "tests/policies/test_replica.py"
 CHARTS = "tests/study/test_charts.py"
 REACHED = "tests/study/test_time_to_reward.py"
@@ -553,7 +553,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("adapters in BF16", "            weights.float()", "            weights", LORA),
         ("weights of an evaluation stay", "parameter.data = former[name]", "pass", LORA),
         ("alpha of a file for its share of the rank", "(alpha / tensors[name].shape[1])", "alpha", LORA),
-        ("branch with the LoRA's scale left out", ' * layer.scaling[TRAINED]\n', "\n", LOW_RANK),
+        ("branch with the LoRA's scale left out", " * layer.scaling[TRAINED]\n", "\n", LOW_RANK),
         ("old policy trains", "inference_mode=adapter != TRAINED", "inference_mode=False", LORA),
     ],
     "solrl_lightning/policies/guidance.py": [
@@ -770,6 +770,10 @@ MUTANTS: dict[str, list[Edit]] = {
         ("spread for mean", ".float())[:, 0]", ".float())[:, 1]", HPSV3),
         ("tokens of a prompt as the chat's own", 'prompt.replace("<|", "< |")', "prompt", HPSV3),
         ("images of another area", "_PIXELS = 256 * 28 * 28", "_PIXELS = 64 * 28 * 28", HPSV3),
+    ],
+    "solrl_lightning/rewards/vlm_local.py": [
+        ("padding after the question", 'padding_side="left"', 'padding_side="right"', VLM_LOCAL),
+        ("answers not renormalised", " / answers.sum(dim=1)", "", VLM_LOCAL),
     ],
     "solrl_lightning/rewards/vlm.py": [
         ("share of all words", " / total if total else", " if total else", VLM),

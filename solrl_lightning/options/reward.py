@@ -25,6 +25,7 @@ from solrl_lightning.rewards.addresses import check_url
 
 HTTP = "solrl_lightning.rewards.http.HTTPReward"
 VLM = "solrl_lightning.rewards.vlm.VLMReward"
+VLM_LOCAL = "solrl_lightning.rewards.vlm_local.LocalVLMReward"
 GENEVAL = "solrl_lightning.rewards.GenEval"
 REWARD_FILES = ("pretrained", "processor", "tokenizer", "head", "detector")  # keys of a reward's hub ids and paths
 
@@ -99,6 +100,17 @@ class Judge(Member, total=False):
     """Seconds before the second of them."""
 
 
+class LocalJudge(Member, total=False):
+    """reward=vlm_local."""
+
+    question: Required[str]
+    """Text beside the image."""
+    answers: Required[Answers]
+    """Value of each answer."""
+    batch: Count
+    """Images per forward pass."""
+
+
 class Objects(Member, total=False):
     """reward=geneval."""
 
@@ -111,7 +123,7 @@ class Objects(Member, total=False):
 
 
 def _of_its_class(member: Any) -> Any:
-    kind: Any = {HTTP: Server, VLM: Judge, GENEVAL: Objects}.get(member["_target_"], Member)
+    kind: Any = {HTTP: Server, VLM: Judge, VLM_LOCAL: LocalJudge, GENEVAL: Objects}.get(member["_target_"], Member)
     return TypeAdapter(kind).validate_python(member)
 
 

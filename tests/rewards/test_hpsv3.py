@@ -1,6 +1,7 @@
 """HPSv3 against a computation of its own: patches by numpy, chats by hand, one image at a time, a head of matrices."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,6 +43,17 @@ def before(prompt: str, tokens: int) -> str:
     return f"<|im_start|>user\n{image}\nDescribe the image. Textual prompt - {prompt}\n\n\nRate it: {TOKEN}"
 
 
+def qwen_config(tokenizer: Any, more: int = 0) -> dict[str, Any]:
+    """Arguments of a small Qwen2-VL for the tokens of ``tokenizer`` and some ``more``."""
+    numbers = tokenizer.convert_tokens_to_ids(VISION)
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    sizes = dict(hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    rope = dict(rope_type="default", mrope_section=[1, 1, 2], rope_theta=10000.0)
+    text = sizes | dict(num_key_value_heads=2, vocab_size=len(tokenizer) + more, rope_parameters=rope)
+    vision = dict(depth=2, embed_dim=32, num_heads=2, hidden_size=WIDTH, mlp_ratio=2)
+    return dict(text_config=text, vision_config=vision, **dict(zip(names, numbers, strict=True)))
+
+
 @pytest.fixture(scope="module")
 def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen2VLForConditionalGeneration]:
     """Files of Qwen2-VL and of HPSv3 in the published layout, with small random weights, and their model."""
@@ -52,13 +64,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Qwen2VLFo
     tokenizer.add_tokens(VISION, special_tokens=True)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(root / "qwen")
-    numbers = tokenizer.convert_tokens_to_ids(VISION)
-    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
-    sizes = dict(hidden_size=WIDTH, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-    rope = dict(rope_type="default", mrope_section=[1, 1, 2], rope_theta=10000.0)
-    text = sizes | dict(num_key_value_heads=2, vocab_size=len(tokenizer) + 1, rope_parameters=rope)
-    vision = dict(depth=2, embed_dim=32, num_heads=2, hidden_size=WIDTH, mlp_ratio=2)
-    config = Qwen2VLConfig(text_config=text, vision_config=vision, **dict(zip(names, numbers, strict=True)))
+    config = Qwen2VLConfig(**qwen_config(tokenizer, more=1))
     config.save_pretrained(root / "qwen")
     Qwen2VLImageProcessor().save_pretrained(root / "qwen")
     with torch.random.fork_rng(devices=[]):
@@ -90,14 +96,14 @@ def reward(folder: Path, monkeypatch: pytest.MonkeyPatch) -> HPSv3:
     return HPSv3("./model", "./qwen", dtype="float32", batch=2)
 
 
-def patches(image: Tensor) -> tuple[Tensor, Tensor]:
-    """[1024, 1176]: squares of 14 pixels in groups of 2 x 2, each for two frames, channels first; and the grid."""
-    levels = (image * 255).round().byte().permute(1, 2, 0).numpy()
-    pixels = np.asarray(Image.fromarray(levels).resize((448, 448), Image.Resampling.BICUBIC), np.float64) / 255
+def patches(image: Tensor, side: int = 448) -> tuple[Tensor, Tensor]:
+    """[n, 1176]: squares of 14 pixels in groups of 2 x 2, each for two frames, channels first; and the grid."""
+    levels, n = (image * 255).round().byte().permute(1, 2, 0).numpy(), side // 28
+    pixels = np.asarray(Image.fromarray(levels).resize((side, side), Image.Resampling.BICUBIC), np.float64) / 255
     mean, std = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-    pixels = ((pixels - mean) / std).reshape(16, 2, 14, 16, 2, 14, 3).transpose(0, 3, 1, 4, 6, 2, 5)
-    rows = np.repeat(pixels.reshape(1024, 3, 1, 14 * 14), 2, axis=2).reshape(1024, -1)
-    return torch.tensor(rows, dtype=torch.float32), torch.tensor([[1, 32, 32]])
+    pixels = ((pixels - mean) / std).reshape(n, 2, 14, n, 2, 14, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    rows = np.repeat(pixels.reshape(4 * n * n, 3, 1, 14 * 14), 2, axis=2).reshape(4 * n * n, -1)
+    return torch.tensor(rows, dtype=torch.float32), torch.tensor([[1, 2 * n, 2 * n]])
 
 
 def reference(published: tuple[Path, Qwen2VLForConditionalGeneration], image: Tensor, prompt: str) -> float:

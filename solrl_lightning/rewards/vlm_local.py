@@ -1,0 +1,104 @@
+"""reward=vlm_local: a vision-language model of transformers answers a question, as in ``vlm``, in this process.
+
+The reward is the expected value of the answer under the probabilities of the first token (VQAScore, arXiv 2404.01291,
+equation 1, here without the probability of other tokens).
+
+Shapes: B images, V tokens of the vocabulary.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from solrl_lightning.artifacts.hub import fetch
+from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.rewards.base import Reward
+from solrl_lightning.rewards.loading import floating_dtype
+
+
+class LocalVLMReward(Reward):
+    """Scores by any model that ``AutoModelForImageTextToText`` loads and whose processor has a chat template.
+
+    Args:
+        pretrained: hub id or folder of the model and its processor.
+        question: text beside the image; ``{prompt}`` stands for the prompt.
+        answers: value of each answer, a word without regard to case.
+        device: where to score.
+        dtype: of weights and activations.
+        batch: images per forward pass.
+
+    Raises:
+        UserError: a file is missing or damaged, or two answers begin with the same token.
+    """
+
+    name = "vlm_local"
+
+    def __init__(
+        self,
+        pretrained: str,
+        question: str,
+        answers: Mapping[str, float],
+        device: str | torch.device = "cpu",
+        dtype: str | torch.dtype = torch.bfloat16,
+        batch: int = 4,
+    ) -> None:
+        super().__init__(device)
+        self.dtype, self.batch, self.question = floating_dtype(self.name, dtype), batch, question
+        key = "reward.vlm_local.pretrained"
+        fetch(pretrained, "config.json", key=key, kind="vision-language model")
+        source = str(Path(pretrained).expanduser()) if Path(pretrained).expanduser().is_dir() else pretrained
+        try:
+            self.processor = AutoProcessor.from_pretrained(source, padding_side="left")
+            model = AutoModelForImageTextToText.from_pretrained(source, dtype=self.dtype)
+        except (OSError, ValueError) as error:
+            fix = "Give a vision-language model of transformers, such as Qwen/Qwen2.5-VL-7B-Instruct."
+            raise UserError(f"{key}={pretrained} is invalid: {sentence(error)} {fix}") from error
+        self.model: Any = model.eval().requires_grad_(False).to(self.device)
+        self.tokens = first_tokens(self.processor.tokenizer, answers)
+        self.values = torch.tensor([float(value) for value in answers.values()], device=self.device)
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        levels = (images.float() * 255).round().byte().cpu()
+        parts = range(0, len(prompts), self.batch)
+        return torch.cat([self._score(levels[i : i + self.batch], prompts[i : i + self.batch]) for i in parts])
+
+    def _score(self, levels: Tensor, prompts: list[str]) -> Tensor:
+        chats = []
+        for image, prompt in zip(levels, prompts, strict=True):
+            text = self.question.replace("{prompt}", prompt.replace("<|", "< |"))  # no special tokens of the chat
+            content = [{"type": "image", "image": image}, {"type": "text", "text": text}]
+            chats.append([{"role": "user", "content": content}])
+        inputs = self.processor.apply_chat_template(
+            chats, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
+        )
+        logits = self.model(**inputs.to(self.device, self.dtype), logits_to_keep=1).logits[:, -1].float()  # [B, V]
+        likelihoods = logits.softmax(dim=-1)
+        answers = torch.stack([likelihoods[:, numbers].sum(dim=1) for numbers in self.tokens], dim=1)
+        score: Tensor = (answers * self.values).sum(dim=1) / answers.sum(dim=1)
+        return score
+
+
+def first_tokens(tokenizer: Any, answers: Mapping[str, float]) -> list[list[int]]:
+    """The tokens that each answer can begin with: as written, lower, capitalised, and after a space.
+
+    Raises:
+        UserError: two answers begin with the same token.
+    """
+    tokens = []
+    for answer in answers:
+        forms = {space + word for word in (answer, answer.lower(), answer.capitalize()) for space in ("", " ")}
+        ids = (tokenizer(form, add_special_tokens=False).input_ids for form in sorted(forms))
+        tokens.append(sorted({numbers[0] for numbers in ids if tokenizer.decode(numbers[:1]).strip()}))
+    for index, (answer, numbers) in enumerate(zip(answers, tokens, strict=True)):
+        for other, others in list(zip(answers, tokens, strict=True))[:index]:
+            if shared := set(numbers) & set(others):
+                token = tokenizer.decode(sorted(shared)[:1])
+                raise UserError(
+                    f"reward.vlm_local.answers is invalid: {other!r} and {answer!r} begin with the same token, "
+                    f"{token!r}. Use answers that differ in their first letters, such as digits."
+                )
+    return tokens

@@ -1,0 +1,85 @@
+"""reward=vlm_local against transformers' model, one image at a time, with the chat and the patches made by hand."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from nano import _qwen_tokenizer
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
+)
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.rewards.vlm_local import LocalVLMReward
+from tests.rewards.test_hpsv3 import TEMPLATE, VISION, patches, qwen_config
+
+QUESTION = 'Does it show "{prompt}"?'
+PROMPTS = ["a red circle above a blue square", "a circle", "a square"]
+IMAGES = torch.rand(3, 3, 56, 56, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Qwen2-VL in the published layout with small random weights; its vocabulary spells most words in letters."""
+    root = tmp_path_factory.mktemp("qwen2vl")
+    tokenizer = _qwen_tokenizer()
+    tokenizer.add_tokens(VISION, special_tokens=True)
+    tokenizer.add_tokens([" yes"])  # other words after a space begin with a token of the space alone
+    processor = Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor(), chat_template=TEMPLATE)
+    processor.save_pretrained(root)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen2VLForConditionalGeneration(Qwen2VLConfig(**qwen_config(tokenizer)))
+        for parameter in model.parameters():
+            parameter.data.mul_(3)  # so that images and prompts tell
+    model.save_pretrained(root)
+    return str(root)
+
+
+def reference(folder: str, image: Tensor, prompt: str, words: list[list[str]]) -> Tensor:
+    """Probabilities [A] of the first token of each answer, among all that any answer has."""
+    model, tokenizer = Qwen2VLForConditionalGeneration.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    image_text = f"<|vision_start|>{'<|image_pad|>' * 4}<|vision_end|>"
+    question = QUESTION.replace("{prompt}", prompt)
+    text = f"<|im_start|>user\n{image_text}{question}<|im_end|>\n<|im_start|>assistant\n"
+    tokens = torch.tensor([tokenizer(text).input_ids])
+    pixels, grid = patches(image, 56)
+    kinds = (tokens == model.config.image_token_id).int()
+    with torch.no_grad():
+        logits = model(input_ids=tokens, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=kinds).logits
+    likelihoods = logits[0, -1].double().softmax(dim=-1)
+    firsts = [{tokenizer(word).input_ids[0] for word in forms} for forms in words]
+    shares = torch.stack([likelihoods[sorted(numbers)].sum() for numbers in firsts])
+    return shares / shares.sum()
+
+
+def test_score_is_the_expected_answer(folder: str) -> None:
+    reward = LocalVLMReward(folder, QUESTION, {"yes": 1.0, "No": 0.0}, dtype="float32", batch=2)
+    words = [["yes", "Yes", " yes"], ["no", "No"]]
+    expected = [reference(folder, image, prompt, words)[0] for image, prompt in zip(IMAGES, PROMPTS, strict=True)]
+    scores = reward(IMAGES, PROMPTS)
+    torch.testing.assert_close(scores.double(), torch.stack(expected), rtol=1e-4, atol=1e-4)
+    assert scores.std() > 1e-3
+    marks = LocalVLMReward(folder, QUESTION, {"1": 0.0, "2": 0.5, "3": 1.0}, dtype="float32")
+    shares = reference(folder, IMAGES[0], PROMPTS[0], ["1", "2", "3"])
+    assert marks.tokens[0] != marks.tokens[1] and len(shares) == 3
+    assert float(marks(IMAGES[:1], PROMPTS[:1])) == pytest.approx(float(shares @ torch.tensor([0, 0.5, 1.0]).double()))
+
+
+def test_answers_with_the_same_first_token_raise(folder: str) -> None:
+    with pytest.raises(UserError, match="'1' and '10' begin with the same token, '1'. Use answers that differ"):
+        LocalVLMReward(folder, QUESTION, {"1": 0.0, "10": 1.0})
+
+
+def test_folder_without_a_model_raises(folder: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="it holds no config.json"):
+        LocalVLMReward(str(tmp_path), QUESTION, {"yes": 1.0, "no": 0.0})
+    (tmp_path / "config.json").write_text((Path(folder) / "config.json").read_text())
+    with pytest.raises(UserError, match=r"vlm_local.pretrained=.* is invalid: .* Give a vision-language model"):
+        LocalVLMReward(str(tmp_path), QUESTION, {"yes": 1.0, "no": 0.0})
