@@ -78,7 +78,8 @@ def report_error(error: Exception, folder: Path | None = None, *, in_job: bool =
         elif folder is not None:
             again = f"remove {folder} and {again}"
         fix = f" {_CURES[type(failure)]}, then {again}."
-    print(f"error: {failure}{fix}", file=sys.stderr)
+    end = "" if str(failure).endswith((".", "?")) or not fix else "."
+    print(f"error: {failure}{end}{fix}", file=sys.stderr)
     return failure
 
 

@@ -11,7 +11,7 @@ from multiprocessing.pool import ThreadPool
 import torch
 from torch import Tensor
 
-from solrl_lightning.errors import ServerError, UserError
+from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.rewards.addresses import check_url, read_token
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
 from solrl_lightning.rewards.client import Client, shown, to_png
@@ -62,7 +62,7 @@ class HTTPReward(Reward):
             self._ask(grey, prompts[:1] * self.batch, metadata[:1] * self.batch, retries=False)
         except ServerError as error:
             raise UserError(
-                f"reward.http.url={self.url} is invalid: {error} Start or correct the server, or set "
+                f"reward.http.url={self.url} is invalid: {sentence(error)} Start or correct the server, or set "
                 f"reward.http.url=<its address>; if it takes fewer than {self.batch} images, set reward.http.batch=<n>."
             ) from error
 

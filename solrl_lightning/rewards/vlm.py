@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from solrl_lightning.errors import ServerError, UserError
+from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.rewards.addresses import check_url, read_token
 from solrl_lightning.rewards.base import Reward, check_scores
 from solrl_lightning.rewards.client import Client, shown, to_png
@@ -89,7 +89,7 @@ class VLMReward(Reward):
             self._ask((grey, prompts[0]), retries=False)
         except ServerError as error:
             raise UserError(
-                f"url={self.url} model={self.model} is invalid: {error} Start or correct the server, or set "
+                f"url={self.url} model={self.model} is invalid: {sentence(error)} Start or correct the server, or set "
                 "reward.<name>.url=<its address> and reward.<name>.model=<the name of its model>."
             ) from error
 

@@ -272,7 +272,7 @@ def test_server_is_requested_once_before_a_model_is_loaded(server: type[Server])
     assert (request["prompts"], request["metadata"]) == (["a cat"] * 2, [{"tag": "one"}] * 2)
     assert len(request["images"]) == 2
     server.will_reply(BUSY)
-    message = f"reward.http.url={server.url} is invalid: .* status 503: busy.* Start or correct"
+    message = f"reward.http.url={server.url} is invalid: .* status 503: busy\\. Start or correct"
     with pytest.raises(UserError, match=message):
         server.reward(retries=5).check_prompts(["a cat"], [{}])
     assert len(server.requests) == 2
