@@ -27,11 +27,9 @@ RESUMABLE_KEYS = (
     "precision.backend model.rollout_batch model.micro_batch model.decode_batch model.gradient_checkpointing "
     "model.pretrained model.embeddings data.eval data.eval_prompts data.eval_images"
 ).split()
-RESUMABLE_KEYS += [
-    f"reward.{name}.{key}"
-    for name in ("http", "vlm", "vlm_marks")
-    for key in ("url", "concurrency", "timeout", "retries", "backoff")
-]
+_SERVERS, _SERVER_KEYS = ("http", "vlm", "vlm_marks"), ("url", "concurrency", "timeout", "retries", "backoff")
+_LISTED_KEYS = ", ".join([*RESUMABLE_KEYS, f"reward.<{'|'.join(_SERVERS)}>.<{'|'.join(_SERVER_KEYS)}>"])
+RESUMABLE_KEYS += [f"reward.{name}.{key}" for name in _SERVERS for key in _SERVER_KEYS]
 
 
 class Resumed(NamedTuple):
@@ -189,7 +187,7 @@ def _check_resumable(
         )
     raise UserError(
         f"Cannot resume {folder}: {_listed(culprits)} changes {examples}. Leave it out, or start a new folder from "
-        f"that state: ckpt={checkpoint} {_listed(culprits)}. Keys that may change: {', '.join(RESUMABLE_KEYS)}."
+        f"that state: ckpt={checkpoint} {_listed(culprits)}. Keys that may change: {_LISTED_KEYS}."
     )
 
 
