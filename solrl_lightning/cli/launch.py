@@ -51,7 +51,16 @@ def launched(pattern: str) -> str:
 
 
 def check_launched(folders: str, num_nodes: object) -> None:
-    """UserError if ``folders``, uninterpolated, have a name on which the ranks cannot agree."""
+    """UserError if nothing starts the ranks of other nodes, or they cannot agree on a name in ``folders``.
+
+    ``folders`` are uninterpolated. Without a launcher, Lightning finds the other nodes by MASTER_ADDR and NODE_RANK.
+    """
+    alone = not (_torchrun() or _srun() or _others())
+    if alone and isinstance(num_nodes, int) and num_nodes > 1 and "MASTER_ADDR" not in os.environ:
+        raise UserError(
+            f"trainer.num_nodes={num_nodes} is invalid here: no launcher has started this process, so it would wait "
+            "for the other nodes. Start it by torchrun or srun on every node, or set trainer.num_nodes=1."
+        )
     if "${launched:" not in folders:
         return
     way_out = "Name one for all with hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>."

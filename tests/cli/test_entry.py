@@ -640,7 +640,7 @@ def test_first_process_is_rank_0_of_the_launcher_that_lightning_sees(
 @pytest.mark.parametrize(
     ("environment", "rank", "message"),
     [
-        ({}, "NODE_RANK", "Name one for all with hydra.run.dir=<folder>"),
+        ({"MASTER_ADDR": "10.0.0.1"}, "NODE_RANK", "Name one for all with hydra.run.dir=<folder>"),
         (JSRUN, "JSM_NAMESPACE_RANK", "jsrun and mpirun let the ranks"),
         (OPEN_MPI, "OMPI_COMM_WORLD_RANK", "jsrun and mpirun let the ranks"),
         (MPICH, "PMI_RANK", "jsrun and mpirun let the ranks"),
@@ -657,6 +657,12 @@ def test_ranks_that_cannot_agree_on_a_folder_need_its_name(
         monkeypatch.setenv(rank, number)
         assert command(task(show_folder), *ON_TWO_NODES, "hydra.run.dir=run").status == 0
         assert files(Path("run")) == (OF_RANK_0 if number == "0" else set())
+
+
+def test_several_nodes_without_a_launcher_are_an_error(command: Command) -> None:
+    for folder in ([], ["hydra.run.dir=run"]):
+        message = error_of(command, task(show_folder), *ON_TWO_NODES, *folder)
+        assert "trainer.num_nodes=2 is invalid here: no launcher" in message and "set trainer.num_nodes=1." in message
 
 
 # The program as a user starts it
