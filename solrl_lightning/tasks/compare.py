@@ -127,12 +127,14 @@ def describe(group: Group, reference: Group) -> dict[str, Any]:
 
 
 def describe_cost(group: Group, reference: Group, cost: str) -> dict[str, Any]:
-    """Cost at which a group reaches each of ``POINTS`` of the reference's progress; no points if no run records it.
+    """Cost at which a group reaches each of ``POINTS`` of the reference's progress.
 
-    It is None where it is beyond ``spent``, that of the last evaluation.
+    There are no points if no run records the cost, or the reference made no progress. A cost is None where it is beyond
+    ``spent``, that of the last evaluation.
     """
     points, plateaus = {}, reference.plateaus
-    for percent in POINTS if cost in group.curves else ():
+    progress = fmean(each.level - each.base for each in plateaus.values())
+    for percent in POINTS if cost in group.curves and progress > 0 else ():
         targets = {seed: each.reward_at(percent) for seed, each in plateaus.items()}
         reached, factor = cost_to_reach(group.curves[cost], targets), None
         if group is not reference and cost in reference.curves:
@@ -171,8 +173,9 @@ def tables(result: Mapping[str, Any]) -> list[Section]:
     sections = [Section("Final rewards", notes, tables=[final_rewards(groups)])]
     if several:
         known = [cost for cost in COSTS if any(group["to_reference"][cost]["points"] for group in groups)]
-        first, *others = (costs_to_plateau(result, cost) for cost in known[1:] or known)  # iterations if nothing else
-        sections += [first._replace(text=[*first.text, *plateau_notes(result)]), *others]
+        tables = [costs_to_plateau(result, cost) for cost in known[1:] or known]  # iterations if nothing else
+        first = tables[0] if tables else sections.pop()
+        sections += [first._replace(text=[*first.text, *plateau_notes(result)]), *tables[1:]]
     return sections
 
 

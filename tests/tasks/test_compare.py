@@ -233,6 +233,8 @@ def test_what_hides_a_plateau_is_reported(
     assert result["levelled_off"] == (True if note is None else None)
     assert "still rises" not in shown and [text in shown for text in ("no higher", "unknown")].count(True) == bool(note)
     assert note is None or note in shown
+    progress = rewards[-1] > rewards[0]
+    assert ("to the plateau of the reference" in (tmp_path / "report.html").read_text()) == progress
 
 
 def test_an_interval_that_ends_after_the_run_is_open(
