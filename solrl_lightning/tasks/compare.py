@@ -173,9 +173,9 @@ def tables(result: Mapping[str, Any]) -> list[Section]:
     sections = [Section("Final rewards", notes, tables=[final_rewards(groups)])]
     if several:
         known = [cost for cost in COSTS if any(group["to_reference"][cost]["points"] for group in groups)]
-        tables = [costs_to_plateau(result, cost) for cost in known[1:] or known]  # iterations if nothing else
-        first = tables[0] if tables else sections.pop()
-        sections += [first._replace(text=[*first.text, *plateau_notes(result)]), *tables[1:]]
+        costs = [costs_to_plateau(result, cost) for cost in known[1:] or known]  # iterations if nothing else
+        first = costs[0] if costs else sections.pop()
+        sections += [first._replace(text=[*first.text, *plateau_notes(result)]), *costs[1:]]
     return sections
 
 
