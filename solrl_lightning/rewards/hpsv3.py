@@ -10,6 +10,7 @@ Shapes: B images, S tokens.
 """
 
 import ast
+from os.path import expanduser
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,7 @@ def read_instruction(file: Path) -> str:
 def _read_processor(processor: str) -> tuple[Any, Any, Any]:
     key = "reward.hpsv3.processor"
     fetch(processor, "preprocessor_config.json", key=key, kind="Qwen2-VL model")
-    source = str(Path(processor).expanduser()) if Path(processor).expanduser().is_dir() else processor
+    source = expanduser(processor)
     try:
         config = Qwen2VLConfig.from_pretrained(source)
         return config, AutoTokenizer.from_pretrained(source), Qwen2VLImageProcessor.from_pretrained(source)

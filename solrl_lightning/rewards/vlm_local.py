@@ -7,7 +7,7 @@ Shapes: B images, V tokens of the vocabulary.
 """
 
 from collections.abc import Mapping
-from pathlib import Path
+from os.path import expanduser
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ class LocalVLMReward(Reward):
         self.dtype, self.batch, self.question = floating_dtype(self.name, dtype), batch, question
         key = "reward.vlm_local.pretrained"
         fetch(pretrained, "config.json", key=key, kind="vision-language model")
-        source = str(Path(pretrained).expanduser()) if Path(pretrained).expanduser().is_dir() else pretrained
+        source = expanduser(pretrained)
         try:
             self.processor = AutoProcessor.from_pretrained(source, padding_side="left")
             model = AutoModelForImageTextToText.from_pretrained(source, dtype=self.dtype)
