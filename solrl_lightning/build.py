@@ -3,6 +3,7 @@
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from omegaconf import OmegaConf
 from peft import LoraConfig
 from transformers.utils import logging as transformers_logging
 
+from solrl_lightning import __version__
 from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint
 from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
 from solrl_lightning.callbacks.ema import average_in
@@ -27,6 +29,8 @@ from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
+from solrl_lightning.explorers.facts import SAMPLERS, Facts
+from solrl_lightning.explorers.sampler import Connection, Fleet, Lost, RemoteSampler
 from solrl_lightning.facts import prompt_sets
 from solrl_lightning.machine.threads import divide_threads
 from solrl_lightning.names import SHADOW
@@ -37,8 +41,10 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.quantization import QuantizationRule, resolve_from
+from solrl_lightning.rewards.addresses import read_token
 from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
+from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Sigmas, Stage, level_of, step_at
 from solrl_lightning.targets import make
 from solrl_lightning.training.evaluation import Evaluation
@@ -155,9 +161,14 @@ def build_objective(cfg: Run) -> Objective:
     return objective
 
 
+def exploring_samplers(cfg: Run) -> set[str]:
+    """Names of the samplers that the family explores with, at all levels."""
+    return {explorer.sampler for explorer in cfg.family.explorers.values()}
+
+
 def samplers_of(cfg: Run) -> set[str]:
-    """Names of the samplers of the family's stages, at all levels."""
-    return {cfg.family.regenerate.sampler, *(explorer.sampler for explorer in cfg.family.explorers.values())}
+    """Names of the samplers of the family's stages in this process."""
+    return {cfg.family.regenerate.sampler} | (set() if cfg.explores_elsewhere else exploring_samplers(cfg))
 
 
 def uses_shadow(cfg: Run) -> bool:
@@ -324,6 +335,65 @@ def quantization_rule(cfg: Run) -> QuantizationRule:
     return QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude))
 
 
+def facts_of(cfg: Run, module: SolRLModule, samplers: Collection[str]) -> Facts:
+    """Return what an explorer and a run must have in common.
+
+    Its precision, batch sizes and compilation are the explorer's own, and files may lie elsewhere: the norm of the base
+    weights tells another model.
+    """
+    return {
+        "solrl_lightning": __version__,
+        "model": type(module.policy).__name__,
+        "the norm of the weights of model.pretrained": f"{float(module.transformers.adapted.base_norm):.3g}",
+        "model.resolution": cfg.model.resolution,
+        "model.guidance_scale": cfg.model.guidance_scale,
+        "model.lora": [cfg.model.lora.rank, cfg.model.lora.alpha, sorted(cfg.model.lora.target_modules)],
+        "reward": list(module.rewards.for_training.rewards),
+        SAMPLERS: sorted(samplers),
+    }
+
+
+def connect(cfg: Run) -> list[Connection]:
+    """Return connections to the explorers of the run, if it has any.
+
+    Raises:
+        UserError: none of them answers.
+    """
+    if not cfg.explores_elsewhere:
+        return []
+    connections = [Connection(url, read_token(), cfg.explorers.timeout) for url in cfg.explorers.urls]
+    lost = {}
+    for connection in connections:
+        try:
+            connection.check()
+        except Lost as error:
+            lost[connection.url] = str(error)
+            log.warning("the explorer %s does not answer: %s", connection.url, error)
+    if len(lost) == len(connections):
+        raise UserError(
+            f"explorers.urls=[{','.join(lost)}] is invalid: none of them answers. Start one with task=explore and the "
+            "options of this run."
+        )
+    return connections
+
+
+def build_explorers(cfg: Run, module: SolRLModule, connections: Sequence[Connection]) -> dict[str, RemoteSampler]:
+    """What the exploring stages sample with if other processes explore; nothing without ``connections``.
+
+    Raises:
+        UserError: an explorer that answers was started with other options.
+    """
+    if not connections:
+        return {}
+    for connection in connections:
+        connection.facts = facts_of(cfg, module, exploring_samplers(cfg))
+        with suppress(Lost):
+            connection.check()
+    fleet = Fleet(connections, cfg.explorers.max_lag, cfg.explorers.timeout)
+    size, metadata = BatchSize(cfg.model.rollout_batch, pad_to_size=False), module.rewards.metadata
+    return {name: RemoteSampler(module.policy, size, name, fleet, metadata) for name in exploring_samplers(cfg)}
+
+
 def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas) -> ExploreTrainLoop:
     """``sigmas``: the policy's noise levels."""
     return ExploreTrainLoop(
@@ -337,4 +407,5 @@ def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas)
         seed=cfg.seed,
         max_seconds=cfg.max_seconds,
         sets=cfg.family.sets,
+        ahead=cfg.explorers.max_lag if cfg.explores_elsewhere else 0,
     )

@@ -16,9 +16,9 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.facts import check_shares, prompt_sets, requested_prompts, sources
 from solrl_lightning.options.reward import GENEVAL, HTTP, REWARD_FILES, VLM
 from solrl_lightning.options.run import Run
-from solrl_lightning.options.task import Compare, Export, Generate, Serve
+from solrl_lightning.options.task import Compare, Explore, Export, Generate, Serve
 from solrl_lightning.options.trainer import Trainer
-from solrl_lightning.rewards.addresses import check_served, read_token
+from solrl_lightning.rewards.addresses import check_served, check_server, read_token
 from solrl_lightning.rewards.geneval_metadata import check_metadata
 
 LORA_FILE = "pytorch_lora_weights.safetensors"  # of diffusers' save_lora_weights
@@ -71,9 +71,11 @@ def check_needs(options: Run) -> None:
         finished_runs(task.runs)
     if isinstance(task, Serve):
         check_served(options.reward.members, task.host, task.port)
+    if isinstance(task, Explore):
+        check_server("explore", task.host, task.port)
     if isinstance(task, Export) and task.push is not None:
         check_push(task.push)
-    if any(member["_target_"] in (HTTP, VLM) for member in options.reward.members.values()):
+    if any(member["_target_"] in (HTTP, VLM) for member in options.reward.members.values()) or options.explorers.urls:
         read_token()
     for source in sources(options).values():
         check_source(source)
@@ -140,7 +142,8 @@ def check_machine(options: Run) -> None:
             f"trainer.accelerator={accelerator} trainer.devices={devices} is invalid: torch finds "
             f"{torch.cuda.device_count()} GPUs on this machine. Use trainer=auto."
         )
-    if not {"train", "eval"}.isdisjoint(options.task.reads):  # a task that samples
+    samples = not {"train", "eval"}.isdisjoint(options.task.reads) or isinstance(options.task, Explore)
+    if samples and not options.explores_elsewhere:
         gpu = accelerator != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda", 0) if gpu else torch.device("cpu")
         resolve(options.precision.name, options.precision.backend, device)

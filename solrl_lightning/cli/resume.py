@@ -23,9 +23,9 @@ OUTPUTS = Path("outputs")
 # In the folder of a run these keys and those below them may change: its length, what watches it, and how it is
 # computed. Another change makes it another experiment.
 RESUMABLE_KEYS = (
-    "iterations max_seconds evaluation callbacks trainer logger hydra task ckpt family.compile compile_training "
-    "precision.backend model.rollout_batch model.micro_batch model.decode_batch model.gradient_checkpointing "
-    "model.pretrained model.embeddings data.eval data.eval_prompts data.eval_images"
+    "iterations max_seconds evaluation callbacks trainer logger hydra task ckpt explorers family.compile "
+    "compile_training precision.backend model.rollout_batch model.micro_batch model.decode_batch "
+    "model.gradient_checkpointing model.pretrained model.embeddings data.eval data.eval_prompts data.eval_images"
 ).split()
 _SERVERS, _SERVER_KEYS = ("http", "vlm", "vlm_marks"), ("url", "concurrency", "timeout", "retries", "backoff")
 _LISTED_KEYS = ", ".join([*RESUMABLE_KEYS, f"reward.<{'|'.join(_SERVERS)}>.<{'|'.join(_SERVER_KEYS)}>"])

@@ -12,6 +12,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.names import SHADOW, Storage, TrainingSampler
 from solrl_lightning.options.callbacks import Callbacks, InOrder
 from solrl_lightning.options.data import Data
+from solrl_lightning.options.explorers import Explorers
 from solrl_lightning.options.family import Explorer, Family
 from solrl_lightning.options.model import Model
 from solrl_lightning.options.precision import Precision
@@ -28,7 +29,7 @@ from solrl_lightning.options.rules import (
     is_reference,
     written,
 )
-from solrl_lightning.options.task import AnyTask, Audit, Generate, Task
+from solrl_lightning.options.task import AnyTask, Audit, Explore, Generate, Task
 from solrl_lightning.options.trainer import Trainer, is_sharded
 from solrl_lightning.options.training import Objective, OldPolicy, Optimizer, Scheduler
 
@@ -73,6 +74,8 @@ class Run(Group):
     """What is done."""
     family: Family
     """How training samples are chosen."""
+    explorers: Explorers
+    """Processes elsewhere that explore."""
     objective: Objective
     """Loss."""
     optimizer: Optimizer
@@ -144,7 +147,12 @@ class Run(Group):
 
     @property
     def uses_model(self) -> bool:
-        return not {"train", "eval", "ckpt"}.isdisjoint(self.task.reads) or isinstance(self.task, Generate)
+        return not {"train", "eval", "ckpt"}.isdisjoint(self.task.reads) or isinstance(self.task, Generate | Explore)
+
+    @property
+    def explores_elsewhere(self) -> bool:
+        """Whether other processes explore for the training."""
+        return bool(self.explorers.urls) and type(self.task) is Task
 
     @property
     def is_sharded(self) -> bool:
@@ -171,6 +179,7 @@ class Run(Group):
             self.check_exploration,
             self.check_compilation,
             self.check_sharded,
+            self.check_explorers,
         ):
             check()
 
@@ -260,3 +269,16 @@ class Run(Group):
                     f"{option} is invalid with trainer=fsdp: ranks have no copy of the weights and compute each "
                     f"forward pass together. Set {fix}."
                 )
+
+    def check_explorers(self) -> None:
+        """With explorers.urls a family explores; ahead of its time only what no training decides."""
+        if not self.explorers.urls:
+            return
+        fix = "Leave explorers out."
+        if not self.family.explorers:
+            raise Broken("this family does not explore.", "explorers.urls", fix)
+        if self.is_sharded:
+            raise Broken("trainer=fsdp explores with its own ranks.", "explorers.urls", fix)
+        if self.explorers.max_lag and (self.family.levels or self.family.uses > 1):
+            rule = "with family.levels or family.explore.every it must be 0, as the last iteration decides the next."
+            raise Broken(rule, "explorers.max_lag")

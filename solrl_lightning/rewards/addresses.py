@@ -1,4 +1,4 @@
-"""Addresses and the token of reward servers. Imports no torch: the configuration is checked with it."""
+"""Addresses and the token of the servers of this package. Imports no torch: the configuration is checked with it."""
 
 import errno
 import ipaddress
@@ -22,34 +22,39 @@ def read_token() -> str:
     return token
 
 
-def check_url(key: str, url: object) -> None:
+def check_url(key: str, url: object, path: str = "/score") -> None:
     """Raise ``UserError`` unless ``url``, the value of ``key``, is an address of http or https without a password."""
     if not _URL.match(str(url)):
         shown = "<hidden>" if "@" in str(url) else url
         raise UserError(
             f"{key}={shown} is invalid: it must begin with http:// or https:// and have no user or password. Set "
-            f"{key}=http://<host>:<port>/score, and the token with export {TOKEN}=<token>."
+            f"{key}=http://<host>:<port>{path}, and the token with export {TOKEN}=<token>."
         )
 
 
 def check_served(rewards: Container[str], host: str, port: int) -> None:
     """Raise ``UserError`` if task=serve cannot serve the rewards at its address, or must not without a token."""
-    for package in ("fastapi", "uvicorn"):
-        if find_spec(package) is None:
-            raise UserError(
-                f"task=serve is invalid: the package {package} is not installed. Install it with "
-                'pip install "solrl-lightning[serve]".'
-            )
     if "http" in rewards:
         raise UserError(
             "reward=http is invalid with task=serve: a server of its own scores that reward. Choose another reward."
         )
+    check_server("serve", host, port)
+
+
+def check_server(task: str, host: str, port: int) -> None:
+    """Raise ``UserError`` if the server of ``task`` cannot listen at its address, or must not without a token."""
+    for package in ("fastapi", "uvicorn"):
+        if find_spec(package) is None:
+            raise UserError(
+                f"task={task} is invalid: the package {package} is not installed. Install it with "
+                'pip install "solrl-lightning[serve]".'
+            )
     token = read_token()
     bound(host, 0).close()  # on any port: a misspelt name needs no token
     if not token and not is_loopback(host):
         raise UserError(
             f"task.host={host} is invalid without a token: other machines can reach it. Set one with "
-            f"export {TOKEN}=<token>, here and where reward=http runs, or leave task.host out."
+            f"export {TOKEN}=<token>, here and where the run is, or leave task.host out."
         )
     bound(host, port).close()
 

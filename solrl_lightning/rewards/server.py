@@ -53,16 +53,9 @@ def create_app(rewards: WeightedRewards, device: torch.device, token: str, max_i
 
     @app.post("/score")
     async def score(request: Request) -> dict[str, list[float]]:
-        authorization = request.headers.get("authorization", "")
-        if token and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
-            raise HTTPException(401, "the token is missing or wrong")
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > max_bytes:
-                raise HTTPException(413, f"a request must have at most {max_bytes} bytes")
+        body = await read_body(request, token, max_bytes)
         try:
-            images, batch = await asyncio.to_thread(decode, bytes(body), max_images, max_pixels)
+            images, batch = await asyncio.to_thread(decode, body, max_images, max_pixels)
             async with turn:
                 scores = await asyncio.to_thread(score_batch, rewards, images.to(device), batch)
         except (UserError, NonFiniteError) as error:
@@ -70,6 +63,23 @@ def create_app(rewards: WeightedRewards, device: torch.device, token: str, max_i
         return {"scores": scores.tolist()}
 
     return app
+
+
+async def read_body(request: Request, token: str, max_bytes: int) -> bytes:
+    """Return the body of a request.
+
+    Raises:
+        HTTPException: the request is without ``token``, unless that is empty, or longer than ``max_bytes``.
+    """
+    authorization = request.headers.get("authorization", "")
+    if token and not hmac.compare_digest(authorization.encode(), f"Bearer {token}".encode()):
+        raise HTTPException(401, "the token is missing or wrong")
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > max_bytes:
+            raise HTTPException(413, f"a request must have at most {max_bytes} bytes")
+    return bytes(body)
 
 
 def decode(body: bytes, max_images: int, max_pixels: int) -> tuple[Tensor, Batch]:
@@ -115,7 +125,9 @@ class Server(uvicorn.Server):
     """Prints ``announcement`` when it listens."""
 
     def __init__(self, app: FastAPI, announcement: str) -> None:
-        super().__init__(uvicorn.Config(app, log_config=None, log_level="warning", access_log=False))
+        super().__init__(
+            uvicorn.Config(app, log_config=None, log_level="warning", access_log=False, timeout_keep_alive=75)
+        )
         self.announcement = announcement
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:

@@ -70,14 +70,17 @@ class SamplingSpec(NamedTuple):
     initial_state: SolverState | None = None  # [P, N, ...]; None: the seeds' noise
     stop_step: int | None = None  # None: T
     transitions: range = range(0)  # steps that are recorded, and to which a stochastic solver adds noise
+    decoder: str | None = None  # as `Stage.decoder`, for a sampler elsewhere, which scores what it samples
+    scores_only: bool = False  # such a sampler returns no state
 
 
 class Chunk(NamedTuple):
     """Sampled candidates."""
 
     candidates: Tensor  # int64 [B], indices into the flattened seeds
-    state: SolverState  # [B, ...]
+    state: SolverState | None  # [B, ...]; None: elsewhere
     recorded_steps: RecordedSteps | None
+    scores: Tensor | None = None  # float32 [B, R], if they were scored elsewhere
 
 
 @torch.no_grad()  # autograd does not accept tensors of inference_mode, and training reads the latents
@@ -156,10 +159,13 @@ def score_chunks(
     trajectories, scores = [], []
     progress(0, seeds.numel())
     with worker() as submit:
-        for index, state, recorded in chunks:
-            assert state.x0 is not None, "a stage takes at least one step"
-            texts = [prompts.texts[i] for i in owner[index].tolist()]
-            scores.append(submit(partial(score, rewards, state.x0, texts, seeds.flatten()[index])))
+        for index, state, recorded, scored in chunks:
+            if scored is None:
+                assert state is not None and state.x0 is not None, "a stage takes at least one step"
+                texts = [prompts.texts[i] for i in owner[index].tolist()]
+                scores.append(submit(partial(score, rewards, state.x0, texts, seeds.flatten()[index])))
+            else:
+                scores.append(submit(scored.clone))
             trajectories.append((state, recorded))
             progress(int(index[-1]) + 1, seeds.numel())
         each = torch.cat([scored.result() for scored in scores]).unflatten(0, seeds.shape)
@@ -168,7 +174,7 @@ def score_chunks(
         return torch.cat([first, *others]).unflatten(0, seeds.shape) if isinstance(first, Tensor) else first
 
     whole, recorded = tree_map(join, *trajectories)
-    if whole.finished:
+    if whole is not None and whole.finished:
         whole = whole._replace(x=whole.x0)  # one tensor, as the solver returns it
     return Candidates(seeds, whole, rewards.total(each), each, rewards.merits(each), recorded)
 

@@ -16,7 +16,15 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from solrl_lightning.artifacts.files import has_ended, iterations_done, loop_state, read_checkpoint
 from solrl_lightning.artifacts.finished_runs import end_of
 from solrl_lightning.artifacts.run_folder import LOG, commit_overrides, is_resuming
-from solrl_lightning.build import build_loop, build_module, build_objective, build_trainer, samplers_of
+from solrl_lightning.build import (
+    build_explorers,
+    build_loop,
+    build_module,
+    build_objective,
+    build_trainer,
+    connect,
+    samplers_of,
+)
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.summary import base_and_final
@@ -57,7 +65,9 @@ def train(cfg: Run) -> float | None:
     if in_place and trainer.is_global_zero:
         commit = LambdaCallback(on_train_start=lambda *_: commit_overrides(folder))
         trainer.callbacks.append(commit)  # type: ignore[attr-defined]
+    connections = connect(cfg)
     module = build_module(cfg, trainer.strategy.root_device, samplers_of(cfg), objective)
+    module.transformers.explorers.update(build_explorers(cfg, module, connections))
     if checkpoint is None and cfg.model.init_lora is not None:
         file = Path(cfg.model.init_lora).expanduser()
         module.transformers.adapted.start_from(file, module.policy.pipeline_class)

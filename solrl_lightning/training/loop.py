@@ -61,6 +61,7 @@ class ExploreTrainLoop(_FitLoop):
         seed: seed of the candidates.
         max_seconds: of training, as in ``cost``; the run ends at the end of the iteration that reaches them.
         sets: sets of seeds that an exploration selects; see `KeptSeeds`.
+        ahead: iterations whose exploration begins in other processes while this one trains.
 
     Raises:
         UserError: there are fewer new prompts per iteration than ranks.
@@ -78,6 +79,7 @@ class ExploreTrainLoop(_FitLoop):
         seed: int,
         max_seconds: float | None = None,
         sets: int = 1,
+        ahead: int = 0,
     ) -> None:
         super().__init__(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
         self.epoch_loop = trainer.fit_loop.epoch_loop  # has the Trainer's max_steps
@@ -88,7 +90,7 @@ class ExploreTrainLoop(_FitLoop):
                 f"{explored}; there are {trainer.world_size} devices. Use prompts_per_iteration="
                 f"{trainer.world_size * schedule.uses}, or lower trainer.devices."
             )
-        self.schedule, self.pool, self.seed = schedule, pool, seed
+        self.schedule, self.pool, self.seed, self.ahead = schedule, pool, seed, ahead
         self.levels = levels
         self.stages = stages = levels[-1]
         self.objective, self.max_seconds = objective, max_seconds
@@ -182,8 +184,18 @@ class ExploreTrainLoop(_FitLoop):
         rewards = (proxy_rewards, samples.rewards, samples.scores, advantages)
         history = samples.recorded_steps, len(reused), iteration
         self._rollouts = Rollouts(texts, samples.seeds, samples.x0, *rewards, *history)
+        self._explore_ahead(iteration)
         sigmas = self._module.policy.sigmas(self.stages[-1].steps)
         return MicroBatches(self._rollouts, prompts, sigmas, self.objective, self.plan)
+
+    def _explore_ahead(self, iteration: int) -> None:
+        """Begin the next iterations, as far as they may be explored with the weights of this one."""
+        stage, end = self.stages[0], cast(int, self.max_epochs)
+        for later in range(iteration + 1, min(iteration + self.ahead + 1, end)):
+            texts = self._texts(later)
+            seeds = pool_seeds(self.seed, later, texts, self.pool)
+            explorer = self._module.transformers.explorers[stage.sampler]
+            explorer.explore_ahead(self._encode(later, texts), seeds, self._module.spec(stage))
 
     @property
     def _places_of_new_prompts(self) -> range:

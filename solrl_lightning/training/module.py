@@ -99,18 +99,27 @@ class SolRLModule(LightningModule):
 
         The steps ``transitions`` are recorded and, with a stochastic solver, take noise.
         """
-        sigmas = self.policy.sigmas(stage.steps)
-        spec = SamplingSpec(sigmas, stage.solver, initial_state, stage.stop_step, transitions)
-        policy = self.policy
-        decode = {"full": policy.decode, "bf16": policy.decode_in_bf16, "preview": policy.preview}[stage.decoder]
-        score = partial(score_images, decode, or_nan=stage.name == EXPLORE)
-        with closing(self.transformers.samplers[stage.sampler].sample(prompts, seeds, spec)) as chunks:
+        spec = self.spec(stage, initial_state, transitions)
+        score = partial(score_images, self.decoder(stage.decoder), or_nan=stage.name == EXPLORE)
+        with closing(self.transformers.sampler(stage).sample(prompts, seeds, spec)) as chunks:
             rewards = self.rewards.for_training
             return score_chunks(chunks, prompts, seeds, rewards, score, progress, self.scoring_worker)
 
+    def spec(
+        self, stage: Stage, initial_state: SolverState | None = None, transitions: range = range(0)
+    ) -> SamplingSpec:
+        """Return how ``stage`` samples."""
+        sigmas = self.policy.sigmas(stage.steps)
+        return SamplingSpec(sigmas, stage.solver, initial_state, stage.stop_step, transitions, stage.decoder)
+
+    def decoder(self, name: str) -> Callable[[Tensor], Tensor]:
+        """Return what decodes latents for `Stage.decoder`."""
+        policy = self.policy
+        return {"full": policy.decode, "bf16": policy.decode_in_bf16, "preview": policy.preview}[name]
+
     def sync_samplers(self, version: int) -> None:
         """Give the old policy, that after ``version`` iterations, to everything that samples."""
-        for sampler in self.transformers.samplers.values():
+        for sampler in (*self.transformers.samplers.values(), *self.transformers.explorers.values()):
             sampler.sync(self.adapter_state(OLD), version)
 
     @contextmanager
@@ -151,7 +160,7 @@ class SolRLModule(LightningModule):
         spec = SamplingSpec(self.policy.sigmas(steps), self.evaluation.solver)
         encoded = self.encode(prompts)
         with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, spec)) as chunks:
-            images = [self.policy.decode(chunk.state.x).cpu() for chunk in chunks]
+            images = [self.policy.decode(chunk.state.x).cpu() for chunk in chunks if chunk.state is not None]
         return torch.cat(images).unflatten(0, tuple(seeds.shape))
 
     def adapter_state(self, name: str) -> State:

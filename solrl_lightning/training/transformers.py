@@ -25,6 +25,7 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
+from solrl_lightning.explorers.sampler import RemoteSampler
 from solrl_lightning.names import MERGED, POLICY, SHADOW
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import compile_blocks
@@ -47,6 +48,7 @@ from solrl_lightning.quantization import Backend, QuantizationRule, convert, for
 from solrl_lightning.quantization import plan as plan_quantization
 from solrl_lightning.quantization.low_rank import convert_with_low_rank
 from solrl_lightning.rollout.chunks import BatchSize
+from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.training.samplers import PolicySampler, ReplicaSampler, Sampler
 
 log = logging.getLogger(__name__)
@@ -69,7 +71,7 @@ class AdaptedTransformer:
     def __init__(self, transformer: ModelMixin, lora: LoraConfig, seed: int) -> None:
         self.transformer: ModelMixin = transformer.train()  # none of these models has dropout
         self.lora_layers: dict[str, LoraLayer] = add_adapters(transformer, lora, seed)
-        self._base_norm = base_norm(self.lora_layers)  # before a strategy shards the weights
+        self.base_norm = base_norm(self.lora_layers)  # of all adapted layers; before a strategy shards the weights
 
     def state(self, name: str) -> State:
         """Return adapter "default" or "old", the tensors themselves, or zeros for "base"."""
@@ -100,7 +102,7 @@ class AdaptedTransformer:
     def distances(self) -> dict[str, Tensor]:
         """Distances of the trained weights from the base and from the old policy, relative to the norm of the base."""
         update, difference = update_norms(self.lora_layers)
-        return {"base_distance": update / self._base_norm, "old_distance": difference / self._base_norm}
+        return {"base_distance": update / self.base_norm, "old_distance": difference / self.base_norm}
 
 
 @dataclass(frozen=True)
@@ -117,6 +119,14 @@ class Transformers:
     shadow_backend: Backend | None = None
     shadow_layers: str = ""
     """Table of the shadow's linear layers."""
+    explorers: dict[str, RemoteSampler] = field(default_factory=dict)
+    """What stages explore with instead, if other processes explore."""
+
+    def sampler(self, stage: Stage) -> Sampler:
+        """Return what samples ``stage``."""
+        if stage.name == EXPLORE and self.explorers:
+            return self.explorers[stage.sampler]
+        return self.samplers[stage.sampler]
 
     @property
     def precision_backend(self) -> str:
