@@ -17,6 +17,8 @@ class RolloutStats(Callback):
     ``reward/zero_std_fraction`` the share of prompts whose kept rewards are all equal. Families of one stage log no
     ``explore/proxy_reward``.
 
+    ``explore/lag`` is by how many iterations the weights of explorers elsewhere were older than the policy's.
+
     ``policy/base_distance`` and ``policy/old_distance`` are the L2 norms of the trained LoRA update and of its
     difference from the old policy's, relative to the norm of the adapted base weights, after the optimiser step and
     before the old policy follows it.
@@ -47,5 +49,8 @@ class RolloutStats(Callback):
             pool = loop.explored.rewards
             finite = pool[torch.isfinite(pool)]  # selection skips candidates whose proxy reward is not finite
             self.last["explore/proxy_reward"] = moments(trainer, finite).mean
+        lags = [lag for explorer in module_of(pl_module).transformers.explorers.values() for lag in explorer.lags]
+        if lags:
+            self.last["explore/lag"] = moments(trainer, torch.tensor(lags)).mean
         self.last |= {f"policy/{name}": float(value) for name, value in module_of(pl_module).distances.items()}
         log_values(pl_module, self.last)

@@ -390,8 +390,11 @@ def build_explorers(cfg: Run, module: SolRLModule, connections: Sequence[Connect
         with suppress(Lost):
             connection.check()
     fleet = Fleet(connections, cfg.explorers.max_lag, cfg.explorers.timeout)
+    precision = " and ".join(sorted({connection.precision for connection in connections} - {""}))
     size, metadata = BatchSize(cfg.model.rollout_batch, pad_to_size=False), module.rewards.metadata
-    return {name: RemoteSampler(module.policy, size, name, fleet, metadata) for name in exploring_samplers(cfg)}
+    return {
+        name: RemoteSampler(module.policy, size, name, fleet, metadata, precision) for name in exploring_samplers(cfg)
+    }
 
 
 def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas) -> ExploreTrainLoop:

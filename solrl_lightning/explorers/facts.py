@@ -5,6 +5,8 @@ from typing import Any
 
 SAMPLERS = "family.explore.sampler"
 """Of these an explorer may have more than a run needs."""
+PRECISION = "precision"
+"""An explorer's own; a run only records it."""
 
 Facts = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""Samples and scores candidates by explorers: seeds go out, scores come back, and latents where they go on.
+"""Samples and scores candidates by explorers: seeds are sent; scores come back, and latents if a stage continues.
 
 A *chunk*, as many candidates as one process would put into a forward pass, is a request of its own, so equal machines
 give equal bits, whoever answers. An explorer holds nothing but adapter weights: a chunk whose explorer is lost goes to
@@ -23,7 +23,7 @@ from urllib3.exceptions import HTTPError
 
 from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.explorers import messages
-from solrl_lightning.explorers.facts import Facts, differences, read_facts
+from solrl_lightning.explorers.facts import PRECISION, Facts, differences, read_facts
 from solrl_lightning.explorers.messages import Request
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
@@ -67,6 +67,8 @@ class Connection:
         self.url = url.rstrip("/")
         self.facts: Facts = {}
         """What it must have in common with the run, once that is known."""
+        self.precision = ""
+        """Of its shadow, once it has answered."""
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._pool = PoolManager(maxsize=REQUESTS, headers=headers, socket_options=_ALIVE, retries=False)
         self._timeout = timeout
@@ -77,10 +79,11 @@ class Connection:
         """Raises `Lost` if the explorer does not answer, ``UserError`` if it was started with other options."""
         status, content = self._ask("GET", "/health", timeout=_CONNECT)
         try:
-            differing = differences(read_facts(content), self.facts)
+            facts = read_facts(content)
         except ValueError as error:
             raise Lost(f"it is no explorer; it answered with status {status}: {shown(content)}") from error
-        if differing:
+        self.precision = str(facts.get(PRECISION))
+        if differing := differences(facts, self.facts):
             raise UserError(
                 f"explorers.urls={self.url} is invalid: {differing[0]}. Start it with the options of this run and "
                 "task=explore."
@@ -91,7 +94,7 @@ class Connection:
 
         Raises:
             Lost: the explorer does not answer, or has other options.
-            ServerError: it has answered that it cannot.
+            ServerError: it has answered that it cannot sample it, or with these weights.
         """
         body = messages.pack_request(request, identity)
         for _ in range(2):  # an explorer that was started again has no weights
@@ -116,6 +119,8 @@ class Connection:
                 except UserError as error:
                     raise Lost(str(error)) from error
             status, content = self._ask("PUT", f"/weights/{identity}", weights)
+            if status == 422:
+                raise ServerError(f"the explorer {self.url} cannot take the weights: {shown(content)}")
             if status != 200:
                 raise Lost(f"it answered to the weights with status {status}: {shown(content)}")
             self._weights = identity
@@ -194,23 +199,21 @@ class Fleet:
                 if task.error is not None:
                     raise task.error
                 if task.answer is not None:
-                    if self._is_recent(task):
+                    if self.lag(task) <= self.max_lag:
                         return task.answer
                     task.answer = None
                     self._waiting.appendleft(task)
                     self._changed.notify_all()
                 silent = time.monotonic() - max(self._last_answer, begin)
                 if silent > self._timeout:
-                    reasons = "; ".join(f"{url}: {why}" for url, why in self._complaints.items()) or "all are silent"
-                    raise ServerError(
-                        f"no explorer of explorers.urls has answered for {silent:.0f} s ({reasons}). Start one again, "
-                        "and continue with ckpt=last."
-                    )
+                    why = next(iter(self._complaints.values()), "they are silent")
+                    raise ServerError(f"no explorer of explorers.urls has answered for {silent:.0f} s: {why}")
                 self._changed.wait(1.0)
 
-    def _is_recent(self, task: Task) -> bool:
+    def lag(self, task: Task) -> int:
+        """Return by how many iterations the weights of an answer are older than those of the last `sync`."""
         assert self._version is not None and task.version is not None, "sync precedes sampling"
-        return self._version - task.version <= self.max_lag
+        return self._version - task.version
 
     def _work(self, connection: Connection) -> None:
         """Send chunks to an explorer for as long as the process lives; the thread of one request."""
@@ -255,6 +258,7 @@ class RemoteSampler:
         name: of the explorers' sampler, as in `Stage.sampler`.
         fleet: the explorers.
         metadata: of the prompts that have any, for the rewards.
+        precision: of the explorers' shadows, as text.
     """
 
     def __init__(
@@ -264,16 +268,20 @@ class RemoteSampler:
         name: str,
         fleet: Fleet,
         metadata: Mapping[str, Metadata],
+        precision: str = "",
     ) -> None:
         self.policy, self.batch_size, self.name, self.fleet, self.metadata = policy, batch_size, name, fleet, metadata
+        self.precision = precision
         self.version: int | None = 0
+        self.lags: list[int] = []
+        """Of the chunks since the last `sync`: iterations by which their weights were older."""
         self._ahead: dict[bytes, list[Task]] = {}  # by the seeds
 
     def sync(self, state: State, version: int | None) -> None:
         """Sample with ``state`` from now on."""
         assert version is not None, "explorers sample with the old policy"
         self.fleet.sync(state, version)
-        self.version = version
+        self.version, self.lags = version, []
 
     def explore_ahead(self, prompts: EncodedPrompts, seeds: Tensor, spec: SamplingSpec) -> None:
         """Begin chunks that a later `sample` of the same seeds takes, if their weights are not too old by then."""
@@ -295,6 +303,7 @@ class RemoteSampler:
         try:
             for task in tasks:
                 scores, state = messages.unpack_answer(self.fleet.result(task), self.policy.device)
+                self.lags.append(self.fleet.lag(task))
                 task.answer = b""  # is freed while others are awaited
                 yield Chunk(task.index, state, None, scores)
         finally:

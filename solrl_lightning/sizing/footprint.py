@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from solrl_lightning.policies.architectures import Architecture, build_component
-from solrl_lightning.rollout.stage import Stage, candidates
+from solrl_lightning.rollout.stage import Stage, candidates, continues
 from solrl_lightning.sizing.trace import CHECKPOINTING
 
 STORAGE_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4.127}
@@ -108,21 +108,20 @@ def latent_bytes(stages: Sequence[Stage], pool: int, keep: int, transitions: int
     """Bytes of all candidates' latents in an iteration, if one candidate's are ``one``.
 
     A stage holds x and x0 of each candidate, which are one tensor at the end of a trajectory without noise, and the
-    path of ``transitions`` recorded steps. It joins the chunks of each into a new tensor. The first stage's pool stays
-    until the last selection, and a stage's kept candidates during the next one.
+    path of ``transitions`` recorded steps. It joins the chunks of each into a new tensor. Its kept candidates stay
+    during the next stage if that continues them; otherwise it holds no latents.
     """
     path = transitions + 1 if transitions else 0
     counts = candidates(stages, pool)
-    sampling = joining = pool_held = previous = 0
-    for number, (stage, count) in enumerate(zip(stages, counts, strict=True)):
+    sampling = joining = previous = 0
+    for stage, count in zip(stages, counts, strict=True):
         recorded = path if stage is stages[-1] else 0
         tensors = recorded + (1 if stage.stop_step is None and not recorded else 2)
-        before = pool_held + previous * count
-        sampling = max(sampling, before + count * tensors)
-        joining = max(joining, before + count * (tensors + 2 + recorded))
+        if stage is not stages[-1] and not continues(stage, stages):
+            tensors = 0
+        sampling = max(sampling, (previous + tensors) * count)
+        joining = max(joining, (previous + tensors + (2 + recorded if tensors else 0)) * count)
         previous = tensors
-        if number == 0:
-            pool_held = count * tensors
     return Latents(sampling * one, joining * one, keep * (1 + path) * one)
 
 

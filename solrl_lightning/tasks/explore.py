@@ -17,17 +17,18 @@ def explore(cfg: Run) -> None:
     """
     task = cfg.task_as(Explore)
     check_server("explore", task.host, task.port)
+    from solrl_lightning.explorers.facts import PRECISION
     from solrl_lightning.explorers.server import Explorer, create_app  # fastapi and uvicorn are optional
     from solrl_lightning.rewards.server import Server
 
     with bound(task.host, task.port) as listener:
         device = device_of(cfg)
         module = build_model(cfg, device, samplers_of(cfg), build_rewards(cfg, device))
-        facts = facts_of(cfg, module, module.transformers.samplers)
+        precision = module.transformers.precision_backend
+        facts = facts_of(cfg, module, module.transformers.samplers) | {PRECISION: precision}
         address = f"[{task.host}]" if ":" in task.host else task.host
         url = f"http://{address}:{listener.getsockname()[1]}"
         with module.scoring_worker() as submit:
             app = create_app(Explorer(module), submit, facts, read_token())
-            announcement = f"explores in {module.transformers.precision_backend} on {device}: {url} (Ctrl-C ends)"
-            Server(app, announcement).run_until_signal(listener)
+            Server(app, f"explores on {device}, {precision}: {url} (Ctrl-C ends)").run_until_signal(listener)
     remove_unused(Path(cfg.run_dir))

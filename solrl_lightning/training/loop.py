@@ -32,7 +32,7 @@ from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.rollout.explore import Kept, run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
-from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates, evaluations
+from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates, continues, evaluations
 from solrl_lightning.sampling import SolverState, start
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.kept_seeds import KeptSeeds
@@ -195,7 +195,8 @@ class ExploreTrainLoop(_FitLoop):
             texts = self._texts(later)
             seeds = pool_seeds(self.seed, later, texts, self.pool)
             explorer = self._module.transformers.explorers[stage.sampler]
-            explorer.explore_ahead(self._encode(later, texts), seeds, self._module.spec(stage))
+            spec = self._module.spec(stage, keep_state=continues(stage, self.stages))
+            explorer.explore_ahead(self._encode(later, texts), seeds, spec)
 
     @property
     def _places_of_new_prompts(self) -> range:
@@ -245,7 +246,15 @@ class ExploreTrainLoop(_FitLoop):
                 if self.objective.shared_noise and len(self.stages) == 1:
                     first = module.policy.noise(seeds[:, 0])
                     initial_state = start(first[:, None].expand(*seeds.shape, *first.shape[1:]))
-            return module.run_stage(stage, prompts, seeds, self.stopwatch.progress, initial_state, transitions)
+            return module.run_stage(
+                stage,
+                prompts,
+                seeds,
+                self.stopwatch.progress,
+                initial_state,
+                transitions,
+                keep_state=stage.name != EXPLORE or continues(stage, self.stages),
+            )
 
     def _sum(self, value: Tensor) -> Tensor:
         total = self.trainer.strategy.reduce(value.to(self.trainer.strategy.root_device), reduce_op="sum")

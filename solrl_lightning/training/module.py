@@ -94,23 +94,29 @@ class SolRLModule(LightningModule):
         progress: Progress = lambda done, total: None,
         initial_state: SolverState | None = None,
         transitions: range = range(0),
+        keep_state: bool = True,
     ) -> Candidates:
         """Return the candidates of seeds [P, n], sampled from their noise or from ``initial_state``, and scored.
 
-        The steps ``transitions`` are recorded and, with a stochastic solver, take noise.
+        The steps ``transitions`` are recorded and, with a stochastic solver, take noise. Without ``keep_state`` the
+        latents are freed when they are scored.
         """
-        spec = self.spec(stage, initial_state, transitions)
+        spec = self.spec(stage, initial_state, transitions, keep_state)
         score = partial(score_images, self.decoder(stage.decoder), or_nan=stage.name == EXPLORE)
         with closing(self.transformers.sampler(stage).sample(prompts, seeds, spec)) as chunks:
-            rewards = self.rewards.for_training
-            return score_chunks(chunks, prompts, seeds, rewards, score, progress, self.scoring_worker)
+            scoring = self.rewards.for_training, score, progress, self.scoring_worker
+            return score_chunks(chunks, prompts, seeds, *scoring, keep_state)
 
     def spec(
-        self, stage: Stage, initial_state: SolverState | None = None, transitions: range = range(0)
+        self,
+        stage: Stage,
+        initial_state: SolverState | None = None,
+        transitions: range = range(0),
+        keep_state: bool = True,
     ) -> SamplingSpec:
         """Return how ``stage`` samples."""
-        sigmas = self.policy.sigmas(stage.steps)
-        return SamplingSpec(sigmas, stage.solver, initial_state, stage.stop_step, transitions, stage.decoder)
+        steps = self.policy.sigmas(stage.steps), stage.solver
+        return SamplingSpec(*steps, initial_state, stage.stop_step, transitions, stage.decoder, keep_state)
 
     def decoder(self, name: str) -> Callable[[Tensor], Tensor]:
         """Return what decodes latents for `Stage.decoder`."""

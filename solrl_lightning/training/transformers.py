@@ -130,7 +130,9 @@ class Transformers:
 
     @property
     def precision_backend(self) -> str:
-        """The shadow's precision and backend as text."""
+        """The shadow's precision and backend as text, or those of the explorers' shadows."""
+        for explorer in self.explorers.values():
+            return explorer.precision
         shadow = self.shadow_backend
         return "no shadow" if shadow is None else f"{shadow.precision} ({shadow.name})"
 

@@ -35,6 +35,11 @@ def test_server_that_cannot_start_is_an_error(compose: Compose, argument: str, m
         check_needs(compose("task=serve", argument))
 
 
+def test_explorer_needs_a_token_for_other_machines(compose: Compose) -> None:
+    with pytest.raises(UserError, match="task.host=0.0.0.0 is invalid without a token: other machines can reach it"):
+        check_needs(compose("task=explore", "task.host=0.0.0.0"))
+
+
 def test_port_in_use_is_an_error(compose: Compose) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]

@@ -56,6 +56,12 @@ callbacks.guard.stop=5           | it must be true or false
 callbacks.guard.limits.drift=0   | it must be a whole number of at least 1
 callbacks.guard.limits=null      | it must be a group of keys
 +callbacks.guard.limits.jump=5   | nothing reads that key. The keys here are fall, diversity, kl, drift.
+explorers.urls=[here]            | explorers.urls.0=here is invalid: it must begin with http:// or https://
+explorers.urls=["http://a:1","http://a:1"] | an address stands there twice. Name each once.
+explorers.urls=["http://a:1"] family=diffusionnft | this family does not explore. Leave explorers out.
+explorers.urls=["http://a:1"] trainer=fsdp family=prefix ~callbacks | trainer=fsdp explores with its own ranks
+explorers.max_lag=1              | only explorers elsewhere lag behind. Set explorers.urls
+explorers.max_lag=1 explorers.urls=["http://a:1"] family=adaptive | with family.levels or family.explore.every
 callbacks.guard=5                | it must be a group of keys
 callbacks.best.monitor=nothing   | it must be one of the run's rewards, shapes, or null
 data.column=5                    | it must be a text; a number needs quotes

@@ -173,10 +173,10 @@ def test_chunks_are_yielded_one_at_a_time(policy: Recorder) -> None:
     prompts = EncodedPrompts(PROMPTS, policy.encode(PROMPTS))
     spec = SamplingSpec(policy.sigmas(1), "euler")
     chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(6, True), prompts, SEEDS, spec)
-    index, state, _ = next(chunks)
+    index, state, *_ = next(chunks)
     assert index.tolist() == list(range(6)) and len(state.x) == 6 and len(policy.seeds) == 1
     assert torch.is_grad_enabled()  # also between two chunks
-    rest = [(index.tolist(), len(state.x)) for index, state, _ in chunks]
+    rest = [(index.tolist(), len(state.x)) for index, state, *_ in chunks]
     assert rest == [(list(range(6, 12)), 6), (list(range(12, 15)), 3)]
 
 

@@ -147,14 +147,13 @@ def test_latents_of_a_pool_by_hand() -> None:
     one = 4 * 2 * 16  # float32, of two prompts
     # One tensor a candidate at the end of a trajectory; while chunks are joined, the chunks and new x and x0.
     assert latent_bytes([full._replace(keep=24)], 96, 24, 0, one) == (96 * one, 96 * 3 * one, 24 * one)
-    # The pool, its 24 kept candidates and their regenerated images at once are more than the pool alone.
-    two = latent_bytes([explore, full], 96, 24, 0, one)
-    assert two == ((96 + 24 + 24) * one, 96 * 3 * one, 24 * one)
-    # x and x0 of an early stop are two tensors.
-    prefix = latent_bytes([explore._replace(stop_step=4), full], 96, 24, 0, one)
-    assert prefix == ((96 * 2 + 24 * 2 + 24) * one, 96 * 4 * one, 24 * one)
-    rungs = [explore._replace(stop_step=3, keep=48), explore._replace(stop_step=5), full]
-    assert latent_bytes(rungs, 96, 24, 0, one).sampling == (96 * 2 + 48 * 2 + 48 * 2) * one
+    # Exploration by other weights holds no latents.
+    assert latent_bytes([explore, full], 96, 24, 0, one) == (24 * one, 24 * 3 * one, 24 * one)
+    # x and x0 of an early stop are two tensors; the kept ones stay while the next stage continues them.
+    first = full._replace(name="explore", stop_step=4, keep=24)
+    assert latent_bytes([first, full], 96, 24, 0, one) == (96 * 2 * one, 96 * 4 * one, 24 * one)
+    rungs = [first._replace(keep=64), first._replace(stop_step=6), full]
+    assert latent_bytes(rungs, 96, 24, 0, one).sampling == (64 * 2 + 64 * 2) * one
     # 3 transitions have a path of 4 points beside x and x0, twice while they are joined.
     assert latent_bytes([full], 24, 24, 3, one) == (24 * 6 * one, 24 * 12 * one, 24 * 5 * one)
 
@@ -175,7 +174,7 @@ def test_run_counts_the_latents_of_its_share_of_the_prompts(compose: Compose) ->
     one = 4 * 16 * 32
     for devices, prompts in ((1, 9), (4, 3)):
         latents = pool_latents(cfg, (16, 32), uniform_sigmas, devices)
-        assert latents == ((8 + 4 + 4) * prompts * one, 8 * 3 * prompts * one, 4 * prompts * one)
+        assert latents == (4 * prompts * one, 4 * 3 * prompts * one, 4 * prompts * one)
     few = ("prompts_per_iteration=1", "family.pool=4", "family.keep=4")
     windowed = compose("objective=flow_grpo", "family=diffusionnft", *few)
     points = len(build_objective(windowed).transitions(windowed.model.full_steps, 0)) + 1
