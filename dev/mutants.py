@@ -38,6 +38,7 @@ CARDS = f"{PLAN}::test_shadow_on_a_card_has_the_bits_of_its_capability"
 SHARE = f"{PLAN}::test_run_counts_the_latents_of_its_share_of_the_prompts"
 LATENTS = f"{PLAN}::test_latents_of_a_pool_by_hand"
 LOOP = "tests/training/test_loop.py"
+EXPLORERS = "tests/explorers/test_sampler.py"
 THREADS = "tests/machine/test_threads.py"
 KEPT = "tests/training/test_kept_seeds.py"
 OTHERWISE = f"{LOOP}::test_branch_that_selects_otherwise_explores_all_prompts_first"
@@ -227,20 +228,20 @@ MUTANTS: dict[str, list[Edit]] = {
         ("evaluation of one rank", 'self.trainer.strategy.reduce(table, reduce_op="sum").cpu()', "table.cpu()", RANKS),
         (
             "stale shadow",
-            "in self.transformers.samplers.values():",
-            "in list(self.transformers.samplers.values())[:1]:",
+            "in (*self.transformers.samplers.values(), *",
+            "in (*list(self.transformers.samplers.values())[:1], *",
             WEIGHTS,
         ),
         (
             "stale merged replica",
-            "in self.transformers.samplers.values():",
-            "in list(self.transformers.samplers.values())[1:]:",
+            "in (*self.transformers.samplers.values(), *",
+            "in (*list(self.transformers.samplers.values())[1:], *",
             WEIGHTS,
         ),
         (
             "shadow of the trained adapter",
-            "values():\n            sampler.sync(self.adapter_state(OLD)",
-            "values():\n            sampler.sync(self.adapter_state(TRAINED)",
+            "values()):\n            sampler.sync(self.adapter_state(OLD)",
+            "values()):\n            sampler.sync(self.adapter_state(TRAINED)",
             WEIGHTS,
         ),
         (
@@ -262,7 +263,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("schedule of the steps", "self.rate_factor(loop.iterations_taken())", "self.rate_factor(_)", BRANCH),
         ("old policy moves at every step", "if loop.count_step():", "if loop.count_step() or True:", STEPS),
         ("old policy not saved", 'if ".lora_" in name', 'if ".default." in name', CHECKPOINT),
-        ("watched rewards explored", "rewards = self.rewards.for_training", "rewards = self.rewards", WEIGHTS),
+        ("watched rewards explored", "scoring = self.rewards.for_training", "scoring = self.rewards", WEIGHTS),
         (
             "distances to the old policy that follows",
             "self.distances = self.transformers.adapted",
@@ -311,6 +312,19 @@ MUTANTS: dict[str, list[Edit]] = {
             "reseeded(self.seeds[new:], self.iteration)",
             "self.seeds[new:]",
             RESEEDED,
+        ),
+    ],
+    "solrl_lightning/explorers/sampler.py": [
+        ("late chunks accepted", "self.lag(task) <= self.max_lag", "self.lag(task) <= 1", EXPLORERS),
+        ("lag of no chunk", "self.lags.append(self.fleet.lag(task))", "pass", EXPLORERS),
+        ("weights of the first version", "if self._weights == identity:", "if self._weights:", EXPLORERS),
+    ],
+    "solrl_lightning/explorers/server.py": [
+        (
+            "explorer keeps the first weights",
+            "if self._synchronised.get(request.sampler) != weights:",
+            "if request.sampler not in self._synchronised:",
+            EXPLORERS,
         ),
     ],
     "solrl_lightning/training/kept_seeds.py": [
@@ -375,7 +389,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", CHUNKS),
         ("texts of candidates scored alone", "[row : row + 1], [text]", "[row : row + 1], [texts[0]]", CHUNKS),
         ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", CHUNKS),
-        ("prefix loses its place", "if whole.finished:", "if True:", CHUNKS),
+        ("prefix loses its place", "if whole is not None and whole.finished:", "if whole is not None:", CHUNKS),
         ("no second try", "return retry_with_empty_cache(chunk)", "return chunk()", CHUNKS),
         ("chunk without its own noise", "policy.noise(flat[index])", "policy.noise(flat[: len(index)])", CHUNKS),
     ],
@@ -596,10 +610,14 @@ MUTANTS: dict[str, list[Edit]] = {
         ("a clause of partly coloured objects holds", "holds = share == 1", "holds = share > 0", GENEVAL),
         ("metadata by the number of the prompt", "metadata[int(rows[0])]", "metadata[number]", GENEVAL),
     ],
+    "solrl_lightning/rewards/client.py": [
+        ("posts not repeated", "allowed_methods=None", "allowed_methods={'GET'}", HTTP),
+        ("answers without an end", "if time.monotonic() > end:", "if False:", HTTP),
+        ("answers of any length", "len(content) <= _LONGEST and ", "", HTTP),
+    ],
     "solrl_lightning/rewards/http.py": [
         ("metadata of the first request", "metadata[part]", "metadata[: self.batch]", HTTP),
         ("scores in the order of answers", "threads.imap(", "threads.imap_unordered(", HTTP),
-        ("posts not repeated", "allowed_methods=None", "allowed_methods={'GET'}", HTTP),
         ("any answer is a list of scores", "isinstance(scores, list) and", "", HTTP),
         (
             "true and false are scores",
@@ -607,8 +625,6 @@ MUTANTS: dict[str, list[Edit]] = {
             "isinstance(score, float | int | None)",
             HTTP,
         ),
-        ("answers without an end", "if time.monotonic() > end:", "if False:", HTTP),
-        ("answers of any length", "len(content) <= _LONGEST and ", "", HTTP),
     ],
     "solrl_lightning/policies/replica.py": [
         ("base overwritten", "dense(layer.weight).detach().clone()", "dense(layer.weight).detach()", REPLICA),
@@ -915,7 +931,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("a chosen backend that fails is ok", "if chosen in failures:", "if False:", "tests/sizing/test_layers.py"),
     ],
     "solrl_lightning/sizing/footprint.py": [
-        ("chunks are joined in place", "count * (tensors + 2 + recorded)", "count * tensors", LATENTS),
+        ("chunks are joined in place", "tensors + (2 + recorded if tensors else 0)", "tensors", LATENTS),
     ],
     "conf/trainer/auto.yaml": [
         (

@@ -347,7 +347,9 @@ def facts_of(cfg: Run, module: SolRLModule, samplers: Collection[str]) -> Facts:
         "the norm of the weights of model.pretrained": f"{float(module.transformers.adapted.base_norm):.3g}",
         "model.resolution": cfg.model.resolution,
         "model.guidance_scale": cfg.model.guidance_scale,
-        "model.lora": [cfg.model.lora.rank, cfg.model.lora.alpha, sorted(cfg.model.lora.target_modules)],
+        "model.lora.rank": cfg.model.lora.rank,
+        "model.lora.alpha": cfg.model.lora.alpha,
+        "model.lora.target_modules": sorted(cfg.model.lora.target_modules),
         "reward": list(module.rewards.for_training.rewards),
         SAMPLERS: sorted(samplers),
     }

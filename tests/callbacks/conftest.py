@@ -46,7 +46,7 @@ class StandIn(LightningModule):
         self.weight = nn.Parameter(torch.zeros(2))
         self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1))
         self.rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
-        self.transformers = SimpleNamespace(precision_backend="nvfp4 (emulated)")
+        self.transformers = SimpleNamespace(precision_backend="nvfp4 (emulated)", explorers={})
         prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
         self.evaluation = Evaluation(prompts, self.rewards, "euler", steps=4, images=2, seed=0)
         self.ema_state: dict[str, Tensor] | None = None

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -41,6 +43,12 @@ def test_family_of_one_stage_logs_no_proxy_reward(fit, stand_in):
     trainer = fit(RolloutStats(), roll_out=stand_in.RollOut(two_stages=False))
     names = ("mean", "std", "group_std", "zero_std_fraction")
     assert set(trainer.callback_metrics) == {f"reward/{name}" for name in names}
+
+
+def test_lag_of_explorers_is_the_mean_over_chunks(fit, stand_in):
+    module = stand_in.StandIn()
+    module.transformers.explorers["shadow"] = SimpleNamespace(lags=[0, 1, 1, 1])
+    assert float(fit(RolloutStats(), module=module).callback_metrics["explore/lag"]) == 0.75
 
 
 def test_spread_within_prompts_and_prompts_without_spread_are_logged(fit, stand_in):
