@@ -174,7 +174,7 @@ def test_without_any_explorer_the_run_ends(module: SolRLModule, vanishing: str) 
         with_remote(module, sampler(module, vanishing, timeout=0.2))
 
 
-def test_an_explorer_of_another_run_is_refused(module: SolRLModule, explorer: Explorer, cfg: Run, url: str) -> None:
+def test_an_explorer_of_another_run_is_an_error(module: SolRLModule, explorer: Explorer, cfg: Run, url: str) -> None:
     facts = facts_of(cfg, module, ["merged"])
     connection = Connection(url, "", 5.0)
     connection.facts = facts
