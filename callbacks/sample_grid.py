@@ -15,6 +15,7 @@ from solrl_lightning.artifacts.formatting import counted
 from solrl_lightning.artifacts.loggers import log_picture
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png
 from solrl_lightning.callbacks.common import loop_of, module_of
+from solrl_lightning.frames import filmstrip
 from solrl_lightning.seeds import evaluation_seeds
 
 
@@ -46,7 +47,7 @@ class SampleGrid(Callback):
             rows = []
             for name, chosen in (("best", order[:shown]), ("worst", order[-shown:])):
                 latents = rollouts.x0[0][chosen.to(rollouts.x0.device)].to(pl_module.device)
-                images = torch.cat([module_of(pl_module).policy.decode(x[None]) for x in latents])
+                images = torch.cat([filmstrip(module_of(pl_module).policy.decode(x[None])) for x in latents])
                 rows.append(Row(name, [images], [f"{value:.3f}" for value in rewards[chosen].tolist()]))
             title = f"Best and worst samples of iteration {trainer.current_epoch + 1}"
             self._pool = draw_grid(title, [rollouts.prompts[0]], rows)

@@ -14,6 +14,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLQwenImage,
+    AutoencoderKLWan,
     AutoencoderTiny,
     DiffusionPipeline,
     DPMSolverMultistepScheduler,
@@ -28,6 +29,9 @@ from diffusers import (
     SanaTransformer2DModel,
     SD3Transformer2DModel,
     StableDiffusion3Pipeline,
+    UniPCMultistepScheduler,
+    WanPipeline,
+    WanTransformer3DModel,
     ZImagePipeline,
     ZImageTransformer2DModel,
 )
@@ -50,6 +54,8 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
+    UMT5Config,
+    UMT5EncoderModel,
 )
 
 from solrl_lightning.policies.flux1 import Flux1
@@ -177,6 +183,20 @@ def build_nano_z_image(*, seed: int = 0) -> ZImagePipeline:
     return ZImagePipeline(FlowMatchEulerDiscreteScheduler(shift=6.0), vae, text_encoder, tokenizer, transformer)
 
 
+def build_nano_wan(*, seed: int = 0) -> WanPipeline:
+    """Wan 2.1 in float32: UMT5, a causal autoencoder of videos with statistics, and the published UniPC."""
+    with torch.random.fork_rng(devices=[]):
+        tokenizer = build_pipeline(seed).tokenizer_2  # FLUX.1's T5
+        text = dict(vocab_size=len(tokenizer), d_model=TEXT_WIDTH, d_kv=16, d_ff=64, num_layers=1, num_heads=4)
+        text_encoder = UMT5EncoderModel(UMT5Config(**text, dropout_rate=0.0, relative_attention_num_buckets=16))
+        options = dict(text_dim=TEXT_WIDTH, freq_dim=WIDTH, ffn_dim=2 * WIDTH, num_layers=1, rope_max_seq_len=16)
+        transformer = WanTransformer3DModel(**_HEADS, **options)
+        blocks: dict[str, Any] = dict(dim_mult=[1, 1, 1], num_res_blocks=1, temperal_downsample=[True, True])
+        vae = AutoencoderKLWan(base_dim=8, z_dim=16, **blocks, scale_factor_spatial=4)
+    scheduler = UniPCMultistepScheduler(prediction_type="flow_prediction", use_flow_sigmas=True, flow_shift=3.0)
+    return WanPipeline(tokenizer, text_encoder, vae, scheduler, transformer)
+
+
 BUILDERS: dict[str, Callable[..., DiffusionPipeline]] = {
     "flux1": build_nano,
     "sd3": build_nano_sd3,
@@ -184,7 +204,21 @@ BUILDERS: dict[str, Callable[..., DiffusionPipeline]] = {
     "flux2": build_nano_flux2,
     "qwen_image": build_nano_qwen_image,
     "z_image": build_nano_z_image,
+    "wan": build_nano_wan,
 }
+
+
+class LevelsOf(FlowMatchEulerDiscreteScheduler):
+    """At the noise levels of a policy, for a pipeline whose call takes none."""
+
+    def __init__(self, policy: PipelineAdapter) -> None:
+        super().__init__()
+        self.policy = policy
+
+    def set_timesteps(self, num_inference_steps: int, device: Any = None) -> None:
+        super().set_timesteps(sigmas=self.policy.sigmas(num_inference_steps)[:-1].tolist(), device=device)
+
+
 DTYPES = {"transformer": "bfloat16", "default": "float32"}
 NANO: dict[str, Any] = dict(resolution=IMAGE_SIZE, max_sequence_length=MAX_WORDS, decode_batch=2, dtypes=DTYPES)
 NANO |= dict(embeddings=None, gradient_checkpointing=False, variant=None)
@@ -224,7 +258,10 @@ def load_policy(
 
 def load_nano(architecture: str, folder: str, **options: Any) -> PipelineAdapter:
     """The policy of any architecture in a folder that ``save_nano`` wrote, by the options of ``conf/model``."""
-    return policy_class(architecture)(**policy_options(architecture) | NANO | dict(pretrained=folder) | options)
+    options = NANO | dict(pretrained=folder) | options
+    if architecture == "wan":
+        options = dict(num_frames=5) | options
+    return policy_class(architecture)(**policy_options(architecture) | options)
 
 
 def policy_class(architecture: str) -> type[PipelineAdapter]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, SanaPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, SanaPipeline, WanPipeline
 from nano import BUILDERS, MAX_WORDS, PROMPTS, load_nano, lora_config, random_state, save_nano
 from safetensors.torch import load_file
 from torch import Tensor
@@ -26,8 +26,9 @@ FAMILIES = sorted(file.stem for file in Path(__file__).parents[1].joinpath("conf
 # One model in every family, every model in the default one and in another.
 CASES = [*(("flux1", family) for family in FAMILIES), *((model, "sol_rl") for model in BUILDERS if model != "flux1")]
 CASES += [("sd3", "prefix"), ("sana", "adaptive"), ("flux2", "race"), ("qwen_image", "diffusionnft")]
-CASES += [("z_image", family) for family in ("prefix", "race", "diffusionnft")]
+CASES += [(model, family) for model in ("z_image", "wan") for family in ("prefix", "race", "diffusionnft")]
 LEVELS = "{sampler:merged,steps:3,stop_after:1},{sampler:merged,steps:3,stop_after:2}"
+VIDEO = "model.num_frames=5", "model.frames=2"
 STAGES = {
     "race": ("family.explore.rungs=[{step:1,keep:4},{step:2,keep:3}]",),
     "adaptive": (f"family.levels=[{LEVELS}]", "family.start=0"),
@@ -71,6 +72,7 @@ def test_a_model_trains_in_a_family(
     family: str,
 ) -> None:
     job = (f"model={model}", f"model.pretrained={folders[model]}", f"model.embeddings={tmp_path / 'embeddings'}")
+    job += VIDEO if model == "wan" else ()
     reward = train(compose(*job, *SMALL, f"family={family}", "family.compile=false", *STAGES.get(family, ())))
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert summary["status"] == "completed" and reward == summary["final_reward"]
@@ -97,7 +99,9 @@ def picture(pipeline: Any) -> torch.Tensor:
     if isinstance(pipeline, SanaPipeline):
         options["use_resolution_binning"] = False  # to one of the real model's sizes
         pipeline.scheduler = FlowMatchEulerDiscreteScheduler()  # numpy warns about its own one
-    return pipeline(prompt=PROMPTS[0], generator=generator, max_sequence_length=MAX_WORDS, **options).images
+    if isinstance(pipeline, WanPipeline):
+        options["num_frames"] = 5
+    return pipeline(prompt=PROMPTS[0], generator=generator, max_sequence_length=MAX_WORDS, **options)[0]
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access

@@ -45,13 +45,14 @@ def model_card(
     on_hub, facts = base != "tiny" and not is_path(base), summary or {}
     licence, page = (licence_of(base), f"https://huggingface.co/{base}") if on_hub else (None, None)
     place = repr(base) if on_hub else '"<folder of the base model>"'
+    made = "text-to-video" if "num_frames" in call else "text-to-image"
     used = {"solrl_lightning": __version__} | (facts.get("versions") or {})
     card = ModelCard.from_template(
         ModelCardData(
             base_model=base if on_hub else None,
             library_name="diffusers",
-            pipeline_tag="text-to-image",
-            tags=["text-to-image", "diffusers", "lora", "reinforcement-learning", "solrl_lightning"],
+            pipeline_tag=made,
+            tags=[made, "diffusers", "lora", "reinforcement-learning", "solrl_lightning"],
             **licence_metadata(licence, page),
         ),
         template_str=(files("solrl_lightning") / "assets" / "model_card.md.jinja").read_text(encoding="utf-8"),

@@ -44,6 +44,14 @@ def to_png(image: Image.Image, facts: Mapping[str, Any] | None = None) -> bytes:
     return buffer.getvalue()
 
 
+def to_animation(video: Tensor, rate: int = 16) -> bytes:
+    """Return a WebP file of a video [F, 3, H, W] in [0, 1], with ``rate`` frames a second, that of Wan."""
+    first, *others = map(to_image, video)
+    buffer = io.BytesIO()
+    first.save(buffer, format="WEBP", save_all=True, append_images=others, duration=round(1000 / rate), loop=0)
+    return buffer.getvalue()
+
+
 def to_cell(image: Tensor) -> Image.Image:
     """Return image [3, H, W] in [0, 1] with sides of at least 128 (by an integer factor) and at most 512 pixels."""
     picture = to_image(image)

@@ -1,6 +1,6 @@
 """Statistics of pictures, which tell a policy that exploits its reward from one that serves it.
 
-Shapes: images [B, 3, H, W] in [0, 1]; P prompts with n images each.
+Shapes: images [B, 3, H, W] in [0, 1], or videos [B, F, 3, H, W]; P prompts with n images each.
 """
 
 import torch
@@ -17,7 +17,10 @@ def describe(images: Tensor) -> Tensor:
 
     Brightness is the mean luma. Saturation is the mean difference of the largest and the smallest channel of a pixel.
     Edges is the mean absolute difference of the luma of adjacent pixels, horizontally and vertically.
+    Those of a video are the means over its frames.
     """
+    if images.ndim == 5:
+        return describe(images.flatten(0, 1)).unflatten(0, images.shape[:2]).mean(1)
     images = images.float()
     luma = torch.einsum("bchw,c->bhw", images, images.new_tensor(_LUMA))
     saturation = images.amax(1) - images.amin(1)

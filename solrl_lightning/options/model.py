@@ -8,6 +8,7 @@ from typing_extensions import Required, TypedDict
 from solrl_lightning.names import Decoder, SolverName
 from solrl_lightning.options.rules import (
     NODE,
+    Broken,
     Count,
     CountOrZero,
     Finite,
@@ -16,11 +17,18 @@ from solrl_lightning.options.rules import (
     Positive,
     Share,
     Steps,
+    is_whole,
+    must_be,
     number,
     one_of,
 )
 
 Guidance = Annotated[float, number("a finite number of at least 1; 1 is without guidance", lambda value: value >= 1)]
+Frames = Annotated[int, must_be("1 more than a multiple of 4", lambda value: is_whole(value) and value % 4 == 1)]
+Scored = Annotated[
+    int | str,
+    must_be("first, middle, all, or a whole number", lambda v: v in ("first", "middle", "all") or is_whole(v)),
+]
 Alpha = Annotated[float, number("a number above 0 and at most 1000000", lambda value: 0 < value <= 1_000_000)]
 Checkpointing = Annotated[bool | Literal["selective"], one_of(True, False, "selective")]
 
@@ -86,6 +94,10 @@ class Model(Group):
     """Random ones have the same shapes, for plans and timings."""
     resolution: Count
     """Width and height in pixels."""
+    num_frames: Frames | None = None
+    """Frames of a video."""
+    frames: Scored | None = None
+    """Frames of a video that the rewards score."""
     max_sequence_length: Count
     """Tokens of a prompt."""
     guidance: NotNegative | None = None
@@ -153,3 +165,7 @@ class Model(Group):
     """Low-rank update that is trained."""
     quantization: Quantization
     """Layers of the shadow that are quantised."""
+
+    def check(self) -> None:
+        if isinstance(self.frames, int) and self.frames > (self.num_frames or 1):
+            raise Broken(f"a video has model.num_frames={self.num_frames}.", "frames", "Set model.frames=all.")

@@ -25,6 +25,7 @@ from solrl_lightning.artifacts.hub import is_path
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.policies.config_files import INDEX
 
+_OF_WAN_22 = ("transformer_2", "boundary_ratio", "expand_timesteps")  # in the index of a WanPipeline
 ONLY_TRANSFORMER_IN_BF16 = {"transformer": torch.bfloat16, "default": torch.float32}
 
 
@@ -108,15 +109,22 @@ def fetch(
 
 def check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path) -> None:
     try:
-        name = pipeline_class.load_config(str(folder)).get("_class_name", "pipeline of no class")
+        index = pipeline_class.load_config(str(folder))
     except OSError as error:
         raise UserError(
             f"model.pretrained={pretrained} could not be read: {sentence(error)} Download or save the pipeline again."
         ) from error
+    name = index.get("_class_name", "pipeline of no class")
     if name != pipeline_class.__name__:
         model = _model_of(name)
         advice = f"Use model={model} with it" if model else "Give another folder or hub id"
         raise UserError(f"this model needs a {pipeline_class.__name__}; {pretrained} is a {name}. {advice}.")
+    for key in _OF_WAN_22:
+        if index.get(key) not in (None, False, [None, None]):
+            raise UserError(
+                f"model.pretrained={pretrained} is invalid: it has {key}, of Wan 2.2, and this model trains one "
+                "transformer that gets one time. Set model.pretrained=Wan-AI/Wan2.1-T2V-1.3B-Diffusers."
+            )
 
 
 def _model_of(pipeline_class: str) -> str | None:

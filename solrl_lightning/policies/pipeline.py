@@ -126,7 +126,7 @@ class PipelineAdapter(ABC):
                 f"model.resolution must be a multiple of {self.pixels_per_token}, the pixels of one image token of "
                 f"this model; got {resolution}"
             )
-        side = resolution // self.pipeline.vae_scale_factor
+        side = resolution // self.pixels_per_latent
         self.latent_shape = (self.transformer.config.in_channels, side, side)
         self.preview_decoder = None if preview_decoder is None else self._preview_decoder(preview_decoder)
         self.guidance_scale = guidance_scale
@@ -167,14 +167,19 @@ class PipelineAdapter(ABC):
     @property
     def pixels_per_token(self) -> int:
         """Side in pixels of the square that one image token covers."""
-        return self.pipeline.vae_scale_factor * self.transformer.config.patch_size
+        return self.pixels_per_latent * self.transformer.config.patch_size
+
+    @property
+    def pixels_per_latent(self) -> int:
+        """Side in pixels of the square that one latent covers."""
+        return self.pipeline.vae_scale_factor
 
     def noise(self, seeds: Tensor) -> Tensor:
         """float32 [B, *latent_shape] initial latents of the candidates, each a function of its seed alone."""
         return noise(seeds, self.latent_shape).to(self.device)
 
     def decode_latents(self, x: Tensor, vae: Any) -> Tensor:
-        """[B, 3, H, W] images in [-1, 1] of latents ``x`` [B, *latent_shape].
+        """[B, 3, H, W] images in [-1, 1] of latents ``x`` [B, *latent_shape], or videos [B, F, 3, H, W].
 
         Args:
             vae: the pipeline's autoencoder, or the preview decoder.
@@ -248,7 +253,7 @@ class PipelineAdapter(ABC):
     # Images
 
     def decode(self, x: Tensor) -> Tensor:
-        """float32 [B, 3, H, W] images in [0, 1] of latents ``x`` [B, *latent_shape]."""
+        """float32 [B, 3, H, W] images in [0, 1] of latents ``x`` [B, *latent_shape], or videos [B, F, 3, H, W]."""
         return self._images(x, self.pipeline.vae)
 
     def decode_in_bf16(self, x: Tensor) -> Tensor:
@@ -297,7 +302,7 @@ class PipelineAdapter(ABC):
 
         The default of diffusers is as large as the image.
         """
-        vae, factor = self.pipeline.vae, self.pipeline.vae_scale_factor
+        vae, factor = self.pipeline.vae, self.pixels_per_latent
         side = max(self.resolution // 2 // factor, 1) * factor
         if hasattr(vae, "tile_sample_min_size"):  # AutoencoderKL and AutoencoderKLFlux2, which take no arguments
             vae.enable_tiling()

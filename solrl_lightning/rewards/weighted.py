@@ -4,7 +4,7 @@ What is logged is the weighted sum of raw scores. A prompt's candidates are comp
 (`reward.combine`): that sum, as in Flow-GRPO and DiffusionNFT, whose weights must also equalise the scales (ImageReward
 spans several units, the others some tenths), or `gdpo`, which does not depend on the scales.
 
-Shapes: B images, P prompts, N candidates, R rewards.
+Shapes: B images or videos of F frames, P prompts, N candidates, R rewards.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from solrl_lightning.errors import NonFiniteError
+from solrl_lightning.frames import choose_frames
 from solrl_lightning.rewards.base import Metadata, Reward, call_with_metadata
 
 Combine = Callable[[Tensor, Tensor], Tensor]
@@ -49,6 +51,7 @@ class WeightedRewards:
     """R rewards by name, with their weights, what combines them, and the metadata of the prompts that have any.
 
     ``name`` labels the sum in curves and tables: "weighted_sum", or the name of the only reward.
+    ``frames``: those of a video that are scored, as in ``choose_frames``.
     """
 
     def __init__(
@@ -57,7 +60,9 @@ class WeightedRewards:
         weights: Mapping[str, float],
         metadata: Mapping[str, Metadata] | None = None,
         combine: Combine = weighted_sum,
+        frames: str | int | None = None,
     ) -> None:
+        self.frames = frames
         self.rewards, self.metadata, self.combine = dict(rewards), metadata or {}, combine
         self.weights = {name: float(weights[name]) for name in rewards}
         self.name = next(iter(self.rewards)) if len(self.rewards) == 1 else "weighted_sum"
@@ -66,7 +71,7 @@ class WeightedRewards:
     def for_training(self) -> "WeightedRewards":
         """The rewards that rollouts score: all whose weight is not 0."""
         rewards = {name: self.rewards[name] for name, weight in self.weights.items() if weight != 0}
-        trained = WeightedRewards(rewards, self.weights, self.metadata, self.combine)
+        trained = WeightedRewards(rewards, self.weights, self.metadata, self.combine, self.frames)
         trained.name = self.name
         return trained
 
@@ -78,11 +83,23 @@ class WeightedRewards:
     def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
         """Raw scores, float32 [B, R], in the order of ``rewards``; raises as ``Reward.__call__`` does.
 
-        Each of several rewards gets its own copy of the images, which it may change in place.
+        Each of several rewards gets its own copy of the images, which it may change in place. The scores of videos
+        [B, F, 3, H, W] are the means of those of their ``frames``.
         """
+        if images.ndim == 5:
+            return self._of_videos(images, prompts)
         metadata, several = self._metadata_of(prompts), len(self.rewards) > 1
         scores = [reward(images.clone() if several else images, prompts, metadata) for reward in self.rewards.values()]
         return torch.stack(scores, dim=-1)
+
+    def _of_videos(self, videos: Tensor, prompts: list[str]) -> Tensor:
+        scored = choose_frames(videos, "all" if self.frames is None else self.frames)
+        each = scored.shape[1]
+        try:
+            scores = self(scored.flatten(0, 1), [prompt for prompt in prompts for _ in range(each)])
+        except NonFiniteError as error:
+            raise NonFiniteError(str(error), error.row // each) from error
+        return scores.unflatten(0, (len(videos), each)).mean(1)
 
     def _metadata_of(self, prompts: list[str]) -> list[Metadata]:
         return [self.metadata.get(prompt, {}) for prompt in prompts]

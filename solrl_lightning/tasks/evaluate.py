@@ -29,6 +29,7 @@ from solrl_lightning.build import build_module, instantiate_trainer, load_adapte
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import read_tags
 from solrl_lightning.facts import sources
+from solrl_lightning.frames import filmstrip
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Evaluate
 from solrl_lightning.seeds import evaluation_seeds
@@ -126,7 +127,8 @@ class Scorer(LightningModule):
 
     def pictures(self, x0: Tensor) -> Tensor:
         """Return uint8 [M, n', 3, H, W] of latents [M, n', ...]."""
-        return torch.stack([(self.module.policy.decode(latents) * 255).round().byte().cpu() for latents in x0])
+        images = (filmstrip(self.module.policy.decode(latents)) for latents in x0)
+        return torch.stack([(each * 255).round().byte().cpu() for each in images])
 
     def progress(self, name: str, done: int, total: int) -> None:
         if sys.stderr.isatty() and self.trainer.is_global_zero:

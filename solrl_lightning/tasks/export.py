@@ -71,7 +71,9 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         pipeline=module.policy.pipeline_class.__name__,
         transformer=transformer,
         dtype=dtype,
-        call={"num_inference_steps": cfg.model.eval_steps} | dict.fromkeys(("height", "width"), cfg.model.resolution),
+        call={"num_inference_steps": cfg.model.eval_steps}
+        | dict.fromkeys(("height", "width"), cfg.model.resolution)
+        | ({"num_frames": cfg.model.num_frames} if cfg.model.num_frames else {}),
         settings=settings | {"precision": state.get("precision_backend", "nvfp4")},  # instead of auto
         iterations=done,
         summary=summary if "config" in summary else None,

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
-from solrl_lightning.artifacts.pictures import Row, draw_grid, to_image, to_png
+from solrl_lightning.artifacts.pictures import Row, draw_grid, to_animation, to_image, to_png
 from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_model, device_of, load_adapters, with_option
 from solrl_lightning.facts import requested_prompts
+from solrl_lightning.frames import filmstrip
 from solrl_lightning.names import MERGED
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Generate
@@ -28,7 +29,10 @@ from solrl_lightning.training.module import SolRLModule
 
 
 def generate(cfg: Run) -> dict[str, Any]:
-    """Write images/*.png with their settings as text chunks, their list generate.json, and the grid generate.png."""
+    """Write images/*.png with their settings as text chunks, their list generate.json, and the grid generate.png.
+
+    A video is a filmstrip, with a *.webp of all frames beside it.
+    """
     task = cfg.task_as(Generate)
     started = time.perf_counter()
     prompts = requested_prompts(cfg)
@@ -46,11 +50,13 @@ def generate(cfg: Run) -> dict[str, Any]:
         made_by |= {"checkpoint": cfg.ckpt} if name == "trained" else {}
         for index, pictures in enumerate(sample_images(module, prompts, seeds, name, state)):
             if index < task.grid_prompts:
-                shown[name].append(pictures[: task.grid_images])
-            for seed, picture in zip(seeds[index].tolist(), pictures, strict=True):
+                shown[name].append(filmstrip(pictures[: task.grid_images]))
+            for seed, picture, strip in zip(seeds[index].tolist(), pictures, filmstrip(pictures), strict=True):
                 facts = {"prompt": prompts[index], "seed": seed, "weights": name, **made_by}
                 file = f"images/{index:04d}_{seed:010d}_{name}.png"
-                write_atomically(folder / file, to_png(to_image(picture), facts))
+                write_atomically(folder / file, to_png(to_image(strip), facts))
+                if picture.ndim == 4:
+                    write_atomically((folder / file).with_suffix(".webp"), to_animation(picture))
                 images.append({"file": file, **facts})
 
     rows = [Row(prompt, group) for prompt, *group in zip(prompts, *shown.values(), strict=False)]  # the first ones
@@ -79,11 +85,15 @@ def without_training(cfg: Run) -> Run:
 
 
 def sample_images(module: SolRLModule, prompts: list[str], seeds: Tensor, name: str, state: str) -> Iterator[Tensor]:
-    """Yield each prompt's images [n, 3, H, W] in [0, 1]. Samples as many prompts at once as fill a forward pass."""
+    """Yield each prompt's images [n, 3, H, W] in [0, 1], or videos [n, F, 3, H, W].
+
+    Samples as many prompts at once as fill a forward pass.
+    """
     at_once = max(1, module.transformers.samplers[MERGED].batch_size.size // seeds.shape[1])
     for first in range(0, len(prompts), at_once):
         part = slice(first, first + at_once)
-        yield from module.sample(prompts[part], seeds[part], weights=state, steps=module.evaluation.steps)
+        steps = module.evaluation.steps
+        yield from module.sample(prompts[part], seeds[part], weights=state, steps=steps, shown=lambda images: images)
         if sys.stderr.isatty():
             done = min(first + at_once, len(prompts))
             print(f"{name}: {done} of {len(prompts)} prompts", file=sys.stderr, flush=True)

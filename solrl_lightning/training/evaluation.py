@@ -63,7 +63,8 @@ class Evaluation:
     @property
     def digest(self) -> str:
         """Digest of what is measured: held-out prompts, their sampling, and the rewards with weights."""
-        sampling = self.solver, self.steps, self.images
+        frames = () if self.rewards.frames is None else (self.rewards.frames,)
+        sampling = self.solver, self.steps, self.images, *frames
         return digest(self.prompts, sampling, self.columns, dict(self.rewards.weights))
 
     @property

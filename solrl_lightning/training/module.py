@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.frames import filmstrip
 from solrl_lightning.names import MERGED
 from solrl_lightning.objectives.base import Objective, check_loss
 from solrl_lightning.policies.lora import OLD, TRAINED, State
@@ -161,12 +162,23 @@ class SolRLModule(LightningModule):
             return score_chunks(chunks, encoded, seeds, self.rewards, score, progress, self.scoring_worker)
 
     @torch.no_grad()
-    def sample(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int) -> Tensor:
-        """Return images [P, n, 3, H, W] in [0, 1] on the CPU; ``weights`` as in ``score``."""
+    def sample(
+        self,
+        prompts: list[str],
+        seeds: Tensor,
+        *,
+        weights: str,
+        steps: int,
+        shown: Callable[[Tensor], Tensor] = filmstrip,
+    ) -> Tensor:
+        """Return what is ``shown`` of decoded images, [P, n, 3, H, W] in [0, 1], on the CPU.
+
+        ``weights`` as in ``score``.
+        """
         spec = SamplingSpec(self.policy.sigmas(steps), self.evaluation.solver)
         encoded = self.encode(prompts)
         with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, spec)) as chunks:
-            images = [self.policy.decode(chunk.state.x).cpu() for chunk in chunks if chunk.state is not None]
+            images = [shown(self.policy.decode(chunk.state.x)).cpu() for chunk in chunks if chunk.state is not None]
         return torch.cat(images).unflatten(0, tuple(seeds.shape))
 
     def adapter_state(self, name: str) -> State:

@@ -1,12 +1,20 @@
 """What is each architecture's own: noise levels, layout and statistics of the latents, embeddings, masks."""
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FluxPipeline, QwenImagePipeline, SanaTransformer2DModel, ZImagePipeline
+from diffusers import (
+    FlowMatchEulerDiscreteScheduler,
+    FluxPipeline,
+    QwenImagePipeline,
+    SanaTransformer2DModel,
+    WanPipeline,
+    ZImagePipeline,
+)
 from nano import PROMPTS, build_nano_sana, load_nano, load_policy, relative_error
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -26,7 +34,7 @@ FolderOf = Callable[[str], str]
 SEEDS = torch.tensor([3, 4, 2**32 - 1])
 STEPS, GUIDANCE = 4, 3.5
 LATENTS = {"flux1": (8, 8, 8), "sd3": (16, 8, 8), "sana": (8, 4, 4), "flux2": (32, 4, 4), "qwen_image": (16, 8, 8)}
-LATENTS |= {"z_image": (16, 8, 8)}
+LATENTS |= {"z_image": (16, 8, 8), "wan": (16, 2, 8, 8)}
 TEXTS = ["a red circle above a blue square", "a circle", "a green triangle"]
 FLOAT32 = {"default": "float32"}
 
@@ -60,13 +68,14 @@ def unpatched(latents: Tensor) -> Tensor:
 
 
 def autoencoder_input(architecture: str, vae: nn.Module, latents: Tensor) -> Tensor:
-    """Latents [B, C, H, W] on the scale and in the layout of the autoencoder."""
+    """Latents [B, C, ...] on the scale and in the layout of the autoencoder."""
     if architecture == "flux2":
         mean, std = vae.bn.running_mean, (vae.bn.running_var + 1e-4).sqrt()
         return unpatched(latents * std[:, None, None] + mean[:, None, None])
-    if architecture == "qwen_image":  # a video of one frame
-        mean, std = (torch.tensor(vae.config[name])[:, None, None] for name in ("latents_mean", "latents_std"))
-        return (latents * std + mean)[:, :, None]
+    if architecture in ("qwen_image", "wan"):
+        video = latents if architecture == "wan" else latents[:, :, None]  # or one of one frame
+        mean, std = (torch.tensor(vae.config[name])[:, None, None, None] for name in ("latents_mean", "latents_std"))
+        return video * std + mean
     of_flux1, of_sd3, of_sana = (0.3611, 0.1159), (1.5305, 0.0609), (0.41407, 0.0)
     scales = {"flux1": of_flux1, "sd3": of_sd3, "sana": of_sana, "z_image": of_flux1}
     scale, shift = scales[architecture]
@@ -79,10 +88,12 @@ def test_noise_layout_and_decode(architecture: str, policy: PipelineAdapter) -> 
     assert policy.latent_shape == latents.shape[1:] and torch.equal(policy.noise(SEEDS), latents)
     with torch.no_grad():
         decoded = vae.decode(autoencoder_input(architecture, vae, spatial)).sample
-    assert decoded.shape == ((3, 3, 1, 32, 32) if architecture == "qwen_image" else (3, 3, 32, 32))
-    expected = (decoded.reshape(3, 3, 32, 32) / 2 + 0.5).clamp(0, 1)
+    frames = {"qwen_image": (1,), "wan": (5,)}.get(architecture, ())
+    assert decoded.shape == (3, 3, *frames, 32, 32)
+    images = decoded.transpose(1, 2) if architecture == "wan" else decoded.reshape(3, 3, 32, 32)
+    expected = (images / 2 + 0.5).clamp(0, 1)
     torch.testing.assert_close(policy.decode(latents), expected, rtol=0, atol=1e-5)
-    if architecture != "qwen_image":  # whose decoder normalises the latents
+    if architecture not in ("qwen_image", "wan"):  # whose decoders normalise the latents
         beyond = policy.decode(1e3 * latents)
         assert beyond.min() == 0 and beyond.max() == 1
 
@@ -95,6 +106,9 @@ def expected_sigmas(architecture: str, steps: int) -> Tensor:
         return torch.cat([3 * t / (1 + 2 * t), torch.zeros(1)]).float()
     if architecture == "z_image":
         return shifted_sigmas(steps, 6.0)
+    if architecture == "wan":  # UniPC's are uniform from 1 to 0.001, which it leaves out
+        t = torch.linspace(1, 0.001, steps + 1, dtype=torch.float64)[:-1]
+        return torch.cat([3 * t / (1 + 2 * t), torch.zeros(1)]).float()
     if architecture == "flux2":  # mu is linear in the steps, and at 10 and 200 steps in the 16 tokens
         at_10, at_200 = 8.73809524e-05 * 16 + 1.89833333, 0.00016927 * 16 + 0.45666666
         return shifted_sigmas(steps, math.exp(at_10 + (at_200 - at_10) / 190 * (steps - 10)))
@@ -291,3 +305,54 @@ def test_z_image_compiles_its_blocks_once_for_captions_of_all_lengths(folder_of:
             torch.testing.assert_close(velocity, expected, rtol=0, atol=1e-5)
             assert counter.frame_count == 3  # one of the image, one of the text, one of both
     torch._dynamo.reset()
+
+
+# Wan
+
+
+def test_wan_samples_at_the_levels_of_its_unipc_and_a_causal_autoencoder_decodes(folder_of: FolderOf) -> None:
+    policy = load_nano("wan", folder_of("wan"), dtypes=FLOAT32)
+    theirs = policy.pipeline.scheduler
+    for steps in (1, 10):
+        theirs.set_timesteps(steps)
+        torch.testing.assert_close(policy.sigmas(steps), theirs.sigmas, rtol=0, atol=2e-6)
+        assert policy.sigmas(steps)[0] == 1  # which a stochastic step needs
+    latents = policy.noise(SEEDS)
+    changed = latents.clone()
+    changed[:, :, 1] += 1  # of the later four frames
+    frames, others = policy.decode(latents), policy.decode(changed)
+    assert torch.equal(frames[:, 0], others[:, 0]) and (frames[:, 1:] != others[:, 1:]).flatten(2).any(-1).all()
+
+
+def test_wan_with_the_euler_scheduler_in_its_folder_paints_as_diffusers(folder_of: FolderOf) -> None:
+    policy = load_nano("wan", folder_of("wan"), dtypes=FLOAT32)
+    theirs = WanPipeline.from_pretrained(folder_of("wan"), dtype=torch.float32)
+    theirs.set_progress_bar_config(disable=True)
+    policy.pipeline.scheduler = theirs.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
+    options = dict(num_inference_steps=STEPS, guidance_scale=1.0, height=32, width=32, num_frames=5)
+    expected = theirs(PROMPTS, latents=policy.noise(SEEDS), output_type="latent", max_sequence_length=10, **options)[0]
+    assert torch.equal(sample(policy, policy.encode(PROMPTS)), expected)
+
+
+def test_wan_stores_embeddings_without_padding(folder_of: FolderOf, tmp_path: Path) -> None:
+    policy = load_nano("wan", folder_of("wan"), dtypes=FLOAT32, embeddings=str(tmp_path), max_sequence_length=12)
+    embeds = policy.encode(TEXTS)["prompt_embeds"]
+    stored = [load_file(file)["prompt_embeds"].shape for file in tmp_path.glob("*.safetensors")]
+    assert sorted(stored) == [(3, 64), (4, 64), (8, 64)] and embeds.shape == (3, 12, 64)
+    assert embeds.any(-1).sum(1).tolist() == [8, 3, 4]
+    expected, _ = policy.pipeline.encode_prompt(TEXTS, do_classifier_free_guidance=False, max_sequence_length=12)
+    assert torch.equal(policy.encode(TEXTS)["prompt_embeds"], expected)
+
+
+def test_wan_22_and_other_numbers_of_frames_raise(folder_of: FolderOf, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="model.num_frames=6 is invalid: .* Set model.num_frames=5."):
+        load_nano("wan", folder_of("wan"), num_frames=6)
+    with pytest.raises(UserError, match="model.preview_decoder=mine is invalid: .* Set model.preview_decoder=null"):
+        load_nano("wan", folder_of("wan"), preview_decoder="mine")
+    index = json.loads((Path(folder_of("wan")) / "model_index.json").read_text())
+    second = ["diffusers", "WanTransformer3DModel"]
+    for key, value in {"transformer_2": second, "boundary_ratio": 0.875, "expand_timesteps": True}.items():
+        (tmp_path / "model_index.json").write_text(json.dumps(index | {key: value}))
+        for weights in ("pretrained", "random"):
+            with pytest.raises(UserError, match=f"model.pretrained={tmp_path} is invalid: it has {key}, of Wan 2.2"):
+                load_nano("wan", str(tmp_path), weights=weights)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from nano import PROMPTS, load_nano, policy_class
+from nano import PROMPTS, LevelsOf, load_nano, policy_class
 from torch import Tensor, nn
 
 from solrl_lightning.cli.checks import check_machine
@@ -51,7 +51,7 @@ def test_unconditional_velocity_has_no_gradient() -> None:
     torch.testing.assert_close(gradients[1], SCALE * gradients[0])
 
 
-@pytest.mark.parametrize("model", ["sd3", "sana", "flux2", "qwen_image", "z_image"])
+@pytest.mark.parametrize("model", ["sd3", "sana", "flux2", "qwen_image", "z_image", "wan"])
 def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], str], model: str) -> None:
     policy = load_nano(model, folder_of(model), dtypes={"default": "float32"}, guidance_scale=SCALE)
     theirs = policy.pipeline_class.from_pretrained(folder_of(model), dtype=torch.float32)
@@ -61,6 +61,9 @@ def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], s
         theirs.scheduler = FlowMatchEulerDiscreteScheduler()
         options |= dict(use_resolution_binning=False, complex_human_instruction=None)
         options |= dict(sigmas=policy.sigmas(STEPS)[:-1].tolist())
+    if model == "wan":
+        theirs.scheduler = LevelsOf(policy)
+        options |= dict(num_frames=5)
 
     if model == "qwen_image":  # whose pipeline has no guidance without a negative prompt
         options |= dict(true_cfg_scale=SCALE, negative_prompt=[""] * 3)
@@ -68,7 +71,7 @@ def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], s
         options |= dict(guidance_scale=SCALE - 1 if model == "z_image" else SCALE)
 
     def paint(kind: str) -> Tensor:
-        return theirs(prompt=list(PROMPTS), latents=policy.noise(SEEDS), output_type=kind, **options).images
+        return theirs(prompt=list(PROMPTS), latents=policy.noise(SEEDS), output_type=kind, **options)[0]
 
     spec, prompts = SamplingSpec(policy.sigmas(STEPS), "euler"), EncodedPrompts(PROMPTS, policy.encode(PROMPTS))
     batch = BatchSize(2, pad_to_size=False)

@@ -33,11 +33,14 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "z_image": dict(
         resolution=512, max_sequence_length=128, eval_steps=28, micro_batch=12, kl_weight=0.05,  # and with an anchor
     ),
+    "wan": dict(
+        resolution=320, num_frames=33, frames=4, max_sequence_length=512, eval_steps=28, micro_batch=4, rollout_batch=8,
+    ),
 }  # fmt: skip
 COMMON = dict(learning_rate=3e-4, kl_weight=1e-4, rollout_batch=24, prompts_per_iteration=48, evaluation_every=20)
 COMMON |= dict(solver="dpm2", preview_steps=6, full_steps=10, train_timestep_fraction=0.4, max_grad_norm=1.0)
 LORA_LAYERS = {"flux1": 19 * 4 + 38 * 3, "sd3": 38 * 8 - 1, "sana": 20 * 8, "flux2": 5 * 4 + 20, "qwen_image": 60 * 4}
-LORA_LAYERS |= {"z_image": (30 + 2 + 2) * 4}
+LORA_LAYERS |= {"z_image": (30 + 2 + 2) * 4, "wan": 30 * 8}
 QUANTISED = {
     "flux1": 0.72,
     "sd3": 0.66,
@@ -45,6 +48,7 @@ QUANTISED = {
     "flux2": 0.95,
     "qwen_image": 0.67,
     "z_image": 0.98,
+    "wan": 0.98,
 }  # of the linear weights
 KEPT = {  # what the rule must not touch
     "flux1": {"x_embedder", "context_embedder", "norm_out.linear", "proj_out", "transformer_blocks.0.norm1.linear"},
@@ -58,6 +62,7 @@ KEPT = {  # what the rule must not touch
         "all_final_layer.2-1.linear",
         "layers.0.adaLN_modulation.0",
     },
+    "wan": {"condition_embedder.time_proj", "condition_embedder.text_embedder.linear_1", "proj_out"},
     "sana": {"proj_out", "time_embed.linear", "caption_projection.linear_1", "patch_embed.proj"},
 }
 

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from diffusers import AutoencoderTiny, DiffusionPipeline, DPMSolverMultistepScheduler, FlowMatchEulerDiscreteScheduler
-from nano import ATTENTION, PROMPTS, load_nano, lora_config, random_state, relative_error, save_preview_decoder
+from nano import (
+    ATTENTION,
+    PROMPTS,
+    LevelsOf,
+    load_nano,
+    lora_config,
+    random_state,
+    relative_error,
+    save_preview_decoder,
+)
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
@@ -18,6 +27,7 @@ from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.qwen_image import QwenImage
 from solrl_lightning.policies.sana import Sana
+from solrl_lightning.policies.wan import Wan
 from solrl_lightning.policies.z_image import ZImage
 from solrl_lightning.sampling import integrate
 
@@ -38,6 +48,8 @@ def theirs(policy: PipelineAdapter, folder: str) -> DiffusionPipeline:
     pipeline.set_progress_bar_config(disable=True)
     if isinstance(policy, Sana):  # whose own is a multistep scheduler with another shift
         pipeline.scheduler = FlowMatchEulerDiscreteScheduler()
+    if isinstance(policy, Wan):  # whose own is another solver
+        pipeline.scheduler = LevelsOf(policy)
     return pipeline
 
 
@@ -78,7 +90,9 @@ def paint(
     else:
         options |= {"true_cfg_scale" if isinstance(policy, QwenImage) else "guidance_scale": 1.0}
     options |= {"height": 32, "width": 32, "max_sequence_length": policy.max_sequence_length}
-    return pipeline(prompt=texts and list(texts), latents=policy.noise(SEEDS), **options).images
+    if isinstance(policy, Wan):
+        options |= {"num_frames": 5}
+    return pipeline(prompt=texts and list(texts), latents=policy.noise(SEEDS), **options)[0]
 
 
 def as_painted(policy: PipelineAdapter, latents: Tensor) -> Tensor:
@@ -125,7 +139,7 @@ def test_previews_match_the_diffusers_pipeline_with_the_tiny_autoencoder(
 
 
 # The pipelines of Qwen-Image and Z-Image give their scheduler noise levels, which that one does not take.
-@pytest.mark.parametrize("architecture", ["flux1", "flux2", "sana", "sd3"], indirect=True, scope="session")
+@pytest.mark.parametrize("architecture", ["flux1", "flux2", "sana", "sd3", "wan"], indirect=True, scope="session")
 # numpy asks for an argument that torch's tensors do not take yet
 @pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning")
 def test_dpm2_matches_the_multistep_scheduler_of_diffusers(
@@ -221,11 +235,17 @@ def test_invalid_resolution_and_dtype_raise(architecture: str, folder: str) -> N
         load_nano(architecture, folder, dtypes={"vae": "half an int", "default": "float32"})
 
 
+def is_kept_in_float32(module: nn.Module, parameter: str) -> bool:
+    """Whether diffusers does so, as with Wan's modulation."""
+    return any(part in parameter.split(".") for part in getattr(module, "_keep_in_fp32_modules", None) or ())
+
+
 def test_components_and_embeddings_have_the_configured_dtypes(architecture: str, folder: str) -> None:
     policy = load_nano(architecture, folder, dtypes={"vae": "float32", "default": "bfloat16"})
     modules = {name: part for name, part in policy.pipeline.components.items() if isinstance(part, nn.Module)}
     for name, module in modules.items():
-        assert {value.dtype for value in module.parameters()} == {torch.float32 if name == "vae" else torch.bfloat16}
+        parts = {key: value for key, value in module.named_parameters() if not is_kept_in_float32(module, key)}
+        assert {value.dtype for value in parts.values()} == {torch.float32 if name == "vae" else torch.bfloat16}
         assert not any(parameter.requires_grad for parameter in module.parameters())
     assert len(modules) >= 3
     assert policy.decode(policy.noise(SEEDS)).isfinite().all()
@@ -256,14 +276,16 @@ def test_decoding_halves_its_batch_when_memory_runs_out(
     policy: PipelineAdapter, architecture: str, folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tight = load_nano(architecture, folder, decode_batch=8)
+    calls = 2 if architecture == "wan" else 1  # of the decoder: it decodes each latent frame alone
     sizes, latents = limited(tight, images=2, side=99), tight.noise(torch.arange(5))
     with caplog.at_level(logging.WARNING):
         torch.testing.assert_close(tight.decode(latents), policy.decode(latents), rtol=0, atol=1e-5)
-    assert [images for images, _ in sizes] == [5, 5, 4, 4, 2, 2, 1]  # each size that fails, again with an empty cache
+    whole = [images for images in (2, 2, 1) for _ in range(calls)]
+    assert [images for images, _ in sizes] == [5, 5, 4, 4, *whole]  # each size that fails, again with an empty cache
     assert caplog.text.count("ran out of memory") == 2 and "model.decode_batch=2 from now on" in caplog.text
     sizes.clear()
     tight.decode(latents)
-    assert [images for images, _ in sizes] == [2, 2, 1]
+    assert [images for images, _ in sizes] == whole
 
 
 def test_image_that_does_not_fit_is_decoded_in_tiles(policy: PipelineAdapter, architecture: str, folder: str) -> None:

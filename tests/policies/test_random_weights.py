@@ -23,6 +23,7 @@ SD3_MEDIUM = "stabilityai/stable-diffusion-3.5-medium"
 SANA = "Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers"
 FLUX2, QWEN_IMAGE = "black-forest-labs/FLUX.2-klein-base-4B", "Qwen/Qwen-Image"
 Z_IMAGE = "Tongyi-MAI/Z-Image"
+WAN, WAN_14B = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers", "Wan-AI/Wan2.1-T2V-14B-Diffusers"
 # Parameters as the model cards and the weight files have them, in millions.
 PUBLISHED: dict[str, dict[str, float]] = {
     FLUX1: dict(transformer=11901.4, vae=83.8, text_encoder=123.1, text_encoder_2=4762.3),
@@ -32,6 +33,8 @@ PUBLISHED: dict[str, dict[str, float]] = {
     FLUX2: dict(transformer=3875.5, vae=84.0, text_encoder=4022.5),
     QWEN_IMAGE: dict(transformer=20430.4, vae=126.9, text_encoder=8292.2),
     Z_IMAGE: dict(transformer=6154.9, vae=83.8, text_encoder=4022.5),
+    WAN: dict(transformer=1419.0, vae=126.9, text_encoder=5680.9),
+    WAN_14B: dict(transformer=14288.5),
 }
 EMBEDDINGS = {  # of random weights: tokens and width
     "flux1": {"prompt_embeds": (10, 64), "pooled": (64,)},
@@ -40,6 +43,7 @@ EMBEDDINGS = {  # of random weights: tokens and width
     "flux2": {"prompt_embeds": (10, 96)},
     "qwen_image": {"prompt_embeds": (10, 64), "prompt_embeds_mask": (10,)},
     "z_image": {"prompt_embeds": (10, 64)},
+    "wan": {"prompt_embeds": (10, 64)},
 }
 
 
@@ -61,14 +65,15 @@ def test_shipped_architecture_has_the_published_number_of_parameters(name: str) 
 
 
 def test_shipped_schedulers_are_those_of_the_checkpoints() -> None:
-    names = (FLUX1, SD3_LARGE, SANA, FLUX2, QWEN_IMAGE, Z_IMAGE)
-    flux1, sd3, sana, flux2, qwen, z_image = (
+    names = (FLUX1, SD3_LARGE, SANA, FLUX2, QWEN_IMAGE, Z_IMAGE, WAN)
+    flux1, sd3, sana, flux2, qwen, z_image, wan = (
         build_component(shipped(name)["scheduler"], "cpu").config for name in names
     )
     assert (flux1.use_dynamic_shifting, flux1.base_shift, flux1.max_shift) == (True, 0.5, 1.15)
     assert (sd3.use_dynamic_shifting, sd3.shift) == (False, 3.0)
     assert (sana.prediction_type, sana.flow_shift) == ("flow_prediction", 3.0)
     assert (z_image.use_dynamic_shifting, z_image.shift) == (False, 6.0)
+    assert (wan.prediction_type, wan.use_flow_sigmas, wan.flow_shift) == ("flow_prediction", True, 3.0)
     assert flux2.use_dynamic_shifting and qwen.use_dynamic_shifting
     assert (qwen.max_image_seq_len, qwen.max_shift, qwen.shift_terminal) == (8192, 0.9, 0.02)
 
@@ -147,7 +152,8 @@ def test_random_policy_samples_and_decodes(policy: PipelineAdapter) -> None:
             policy.sigmas(2),
         )
     images = policy.decode(latents)
-    assert images.shape == (2, 3, 32, 32) and images.isfinite().all() and float(images.std()) > 0.01
+    assert (len(images), *images.shape[-3:]) == (2, 3, 32, 32)
+    assert images.isfinite().all() and float(images.std()) > 0.01
 
 
 def test_random_embedding_depends_on_its_prompt_alone(policy: PipelineAdapter, architecture: str) -> None:

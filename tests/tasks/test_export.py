@@ -144,13 +144,13 @@ SUMMARY: dict[str, Any] = {
 }
 
 
-def card_of(base: str, iterations: int = 40) -> str:
+def card_of(base: str, iterations: int = 40, **call: int) -> str:
     return model_card(
         base=base,
         pipeline="FluxPipeline",
         transformer="FluxTransformer2DModel",
         dtype="bfloat16",
-        call={"num_inference_steps": 28},
+        call={"num_inference_steps": 28} | call,
         settings={"model": "flux1", "reward": "pickscore", "family": "a|b", "objective": "nft"},
         iterations=iterations,
         summary=SUMMARY,
@@ -174,6 +174,9 @@ def test_card_has_the_results_of_its_checkpoint_and_the_base_with_its_licence() 
 def test_card_of_an_open_and_of_an_unknown_base() -> None:
     text = card_of("Qwen/Qwen-Image")
     assert ModelCard(text).data.license == "apache-2.0" and "Qwen/Qwen-Image is under the Apache-2.0" in text
+    text = card_of("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", num_frames=33)
+    assert ModelCard(text).data.pipeline_tag == "text-to-video"
+    assert 'video = pipe(prompt="a prompt", num_inference_steps=28, num_frames=33).frames[0]' in text
     text = card_of("someone/other", iterations=41)
     assert ModelCard(text).data.license is None
     assert (

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
-from nano import BUILDERS, MAX_WORDS, save_nano
+from nano import MAX_WORDS, save_nano
 
 from solrl_lightning.options.run import Run
 from solrl_lightning.rollout import chunks
@@ -50,7 +50,7 @@ class GraphsOfIterations(Callback):
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    folders = {name: save_nano(tmp_path_factory.mktemp(name), name) for name in BUILDERS}
+    folders = {name: save_nano(tmp_path_factory.mktemp(name), name) for name in BLOCKS}
     for name, folder in folders.items():
         file = Path(folder) / "transformer" / "config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | BLOCKS[name]))

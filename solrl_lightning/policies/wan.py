@@ -1,0 +1,106 @@
+"""Wan 2.1, text to video.
+
+Latents are [B, C, F', H / 8, W / 8]: the autoencoder is causal, so the first of F' latent frames is the first frame of
+the video, and each other one is four frames. ``decode`` returns [B, F, 3, H, W] with F = 4 (F' - 1) + 1.
+"""
+
+import copy
+from typing import Any
+
+import numpy as np
+import torch
+from diffusers import AutoencoderTiny, FlowMatchEulerDiscreteScheduler, WanPipeline
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.pipeline import PipelineAdapter
+
+
+class Wan(PipelineAdapter):
+    """Adapter of ``WanPipeline`` with one transformer.
+
+    Args:
+        num_frames: of the video, 1 more than a multiple of 4.
+        others: see ``PipelineAdapter``.
+    """
+
+    pipeline_class = WanPipeline
+    encoders = ("text_encoder", "tokenizer")
+
+    def __init__(self, pretrained: str, resolution: int, *, num_frames: int, **others: Any) -> None:
+        super().__init__(pretrained, resolution, **others)
+        latent_frames, rest = divmod(num_frames - 1, self.pipeline.vae_scale_factor_temporal)
+        if rest:
+            raise UserError(
+                f"model.num_frames={num_frames} is invalid: it must be 1 more than a multiple of "
+                f"{self.pipeline.vae_scale_factor_temporal}. Set model.num_frames={num_frames - rest}."
+            )
+        channels, height, width = self.latent_shape
+        self.latent_shape = (channels, latent_frames + 1, height, width)
+
+    @property
+    def pixels_per_latent(self) -> int:
+        return self.pipeline.vae_scale_factor_spatial
+
+    @property
+    def pixels_per_token(self) -> int:
+        return self.pixels_per_latent * self.transformer.config.patch_size[-1]
+
+    def encode_uncached(self, prompts: list[str], device: torch.device) -> dict[str, list[Tensor]]:
+        """``prompt_embeds`` of UMT5, P tensors [L_i, D] without padding, which the pipeline sets to 0."""
+        embeds, _ = self.pipeline.encode_prompt(
+            prompt=prompts,
+            do_classifier_free_guidance=False,
+            device=device,
+            max_sequence_length=self.max_sequence_length,
+        )
+        return {"prompt_embeds": [row[row.any(-1)] for row in embeds]}
+
+    def encode(self, prompts: list[str]) -> Conditioning:
+        """``prompt_embeds`` [P, L, D], with zeros up to ``max_sequence_length``, to which the transformer attends."""
+        embeds = super().encode(prompts)["prompt_embeds"]
+        return {"prompt_embeds": F.pad(embeds, (0, 0, 0, self.max_sequence_length - embeds.shape[1]))}
+
+    def embedding_like(self) -> Conditioning:
+        width = self.transformer.config.text_dim
+        return {"prompt_embeds": torch.empty(self.max_sequence_length, width, device="meta")}
+
+    def sigmas(self, steps: int) -> Tensor:
+        """Levels of the pipeline's scheduler; those of a multistep one, as UniPC, up to 1e-6: the first is 1."""
+        scheduler = copy.deepcopy(self.pipeline.scheduler)
+        if "flow_shift" in scheduler.config:
+            uniform = np.linspace(1, 1 / scheduler.config.num_train_timesteps, steps + 1)[:-1]
+            scheduler = FlowMatchEulerDiscreteScheduler(shift=scheduler.config.flow_shift)
+            scheduler.set_timesteps(sigmas=uniform)
+        else:
+            scheduler.set_timesteps(steps)
+        return scheduler.sigmas.float()
+
+    def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
+        embeds = conditioning["prompt_embeds"]
+        output = transformer(
+            hidden_states=x.to(embeds.dtype),
+            timestep=(1000 * sigma.to(self.device)).expand(len(x)),
+            encoder_hidden_states=embeds,
+            return_dict=False,
+        )
+        return output[0].float()
+
+    def decode_latents(self, x: Tensor, vae: Any) -> Tensor:
+        """[B, F, 3, H, W] frames in [-1, 1] of latents ``x`` [B, *latent_shape]."""
+        return super().decode_latents(x, vae).transpose(1, 2)
+
+    def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
+        mean, std = (
+            torch.tensor(vae.config[name], device=x.device).view(-1, 1, 1, 1)
+            for name in ("latents_mean", "latents_std")
+        )
+        return x * std + mean
+
+    def _preview_decoder(self, pretrained: str) -> AutoencoderTiny:
+        raise UserError(
+            f"model.preview_decoder={pretrained} is invalid: an AutoencoderTiny of diffusers decodes pictures, and "
+            "these latents are those of a video. Set model.preview_decoder=null."
+        )
