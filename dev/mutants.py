@@ -303,6 +303,7 @@ MUTANTS: dict[str, list[Edit]] = {
             "state = candidates.state._replace(x=candidates.x0) if",
             PREFIX,
         ),
+        ("states of a pool that nothing continues", "continued or following is None", "True", EXPLORE),
         ("places of the survivors alone", "places.gather(1, extremes[0].cpu())", "extremes[0].cpu()", EXPLORE),
         ("another set regenerated", "candidates.take(extremes[0])", "candidates.take(extremes[-1])", EXPLORE),
     ],

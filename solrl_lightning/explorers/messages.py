@@ -35,7 +35,7 @@ class Answer(NamedTuple):
     """The sampled and scored candidates of a request."""
 
     scores: Tensor  # float32 [B, R]
-    state: SolverState | None  # [B, ...]; None if the request keeps none
+    state: SolverState | None  # [B, ...]; None if the request is without states
 
 
 def pack(header: dict[str, Any], tensors: Tensors) -> bytes:
@@ -83,7 +83,7 @@ def pack_request(request: Request, weights: str) -> bytes:
         "solver": spec.solver,
         "stop_step": spec.stop_step,
         "decoder": spec.decoder,
-        "keep_state": spec.keep_state,
+        "with_states": spec.with_states,
     }
     tensors = {"owner": request.owner, "seeds": request.seeds, "sigmas": spec.sigmas} | conditioning
     if spec.initial_state is not None:
@@ -99,7 +99,7 @@ def unpack_request(message: bytes, device: torch.device) -> tuple[str, Request]:
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     conditioning = {n.removeprefix(_CONDITIONING): v for n, v in tensors.items() if n.startswith(_CONDITIONING)}
     state = _unpack_state(header["state"], tensors) if "state" in header else None
-    options = dict(decoder=header["decoder"], keep_state=header["keep_state"])
+    options = dict(decoder=header["decoder"], with_states=header["with_states"])
     spec = SamplingSpec(sigmas, header["solver"], state, header["stop_step"], **options)
     prompts = EncodedPrompts(header["texts"], conditioning)
     return header["weights"], Request(header["sampler"], prompts, header["metadata"], owner, seeds, spec)

@@ -83,7 +83,7 @@ class Explorer:
         @torch.no_grad()
         def answer() -> Answer:
             scores = score_images(decode, rewards, state.x0, prompts.texts, request.seeds, or_nan=True)
-            return Answer(scores, state if spec.keep_state else None)
+            return Answer(scores, state if spec.with_states else None)
 
         return answer
 

@@ -71,7 +71,7 @@ class SamplingSpec(NamedTuple):
     stop_step: int | None = None  # None: T
     transitions: range = range(0)  # steps that are recorded, and to which a stochastic solver adds noise
     decoder: str | None = None  # as `Stage.decoder`, for a sampler elsewhere, which scores what it samples
-    keep_state: bool = True  # False: the state of a chunk serves only to score it
+    with_states: bool = True  # False: the state of a chunk serves only to score it
 
 
 class Chunk(NamedTuple):
@@ -150,11 +150,11 @@ def score_chunks(
     score: Scorer,
     progress: Progress,
     worker: Callable[[], AbstractContextManager[Submit[Tensor]]],
-    keep_state: bool = True,
+    with_states: bool = True,
 ) -> Candidates:
     """Return the candidates of the ``chunks`` of seeds [P, N], scored in a ``worker`` while later chunks are sampled.
 
-    After an early stop the predicted x0 is scored. Without ``keep_state`` latents are freed once they are scored.
+    After an early stop the predicted x0 is scored. Without states, latents are freed once they are scored.
     """
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     trajectories, scores = [], []
@@ -167,7 +167,7 @@ def score_chunks(
                 scores.append(submit(partial(score, rewards, state.x0, texts, seeds.flatten()[index])))
             else:
                 scores.append(submit(scored.clone))
-            trajectories.append((state if keep_state else None, recorded))
+            trajectories.append((state if with_states else None, recorded))
             progress(int(index[-1]) + 1, seeds.numel())
         each = torch.cat([scored.result() for scored in scores]).unflatten(0, seeds.shape)
 

@@ -17,8 +17,8 @@ from solrl_lightning.rollout.select import deal, rerank, select_contrastive, tak
 from solrl_lightning.rollout.stage import Stage, with_next
 from solrl_lightning.sampling import SolverState
 
-Run = Callable[[Stage, Tensor, SolverState | None], Candidates]
-"""Stage, seeds [P, K], and a state (None: the seeds' noise) -> sampled and scored candidates."""
+Run = Callable[[Stage, Tensor, SolverState | None, bool], Candidates]
+"""Stage, seeds [P, K], a state (None: the seeds' noise), and whether the new states are read -> scored candidates."""
 
 
 class Kept(NamedTuple):
@@ -48,7 +48,8 @@ def run_family(stages: Sequence[Stage], seeds: Tensor, prompts: list[str], run: 
     last = max(index for index, stage in enumerate(stages) if stage.keep is not None)
     places = torch.arange(seeds.shape[1]).expand_as(seeds)  # indices into the pool
     for index, (stage, following) in enumerate(with_next(stages)):
-        candidates = run(stage, seeds, state)
+        continued = following is not None and stage.continues_in(following)
+        candidates = run(stage, seeds, state, continued or following is None)
         if pool is None:
             pool = candidates._replace(state=None)  # so that the latents are freed before the next stage runs
         elif stage.keep is not None:
@@ -61,6 +62,6 @@ def run_family(stages: Sequence[Stage], seeds: Tensor, prompts: list[str], run: 
             kept = Kept(*(torch.stack([take(each, chosen) for chosen in extremes], dim=1) for each in values))
             candidates, places = candidates.take(extremes[0]), places.gather(1, extremes[0].cpu())
         seeds = candidates.seeds
-        state = candidates.state if following is not None and stage.continues_in(following) else None
+        state = candidates.state if continued else None
     assert pool is not None and kept is not None, "a family has a stage that selects"
     return Explored(pool, candidates, kept)

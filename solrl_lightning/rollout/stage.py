@@ -37,11 +37,6 @@ def with_next(stages: Sequence[Stage]) -> Iterator[tuple[Stage, Stage | None]]:
     yield from zip(stages, [*stages[1:], None], strict=True)
 
 
-def continues(stage: Stage, stages: Sequence[Stage]) -> bool:
-    """Return whether the stage after ``stage``, one of ``stages``, resumes its trajectories."""
-    return any(each is stage and after is not None and each.continues_in(after) for each, after in with_next(stages))
-
-
 def step_at(level: float, sigmas: Tensor) -> int:
     """Return the number of steps after which the image is predicted from at most the noise level ``level``, below 1.
 

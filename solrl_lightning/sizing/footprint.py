@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from solrl_lightning.policies.architectures import Architecture, build_component
-from solrl_lightning.rollout.stage import Stage, candidates, continues
+from solrl_lightning.rollout.stage import Stage, candidates, with_next
 from solrl_lightning.sizing.trace import CHECKPOINTING
 
 STORAGE_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4.127}
@@ -107,21 +107,19 @@ def overrides(options: Options, most: Options) -> list[str]:
 def latent_bytes(stages: Sequence[Stage], pool: int, keep: int, transitions: int, one: int) -> Latents:
     """Bytes of all candidates' latents in an iteration, if one candidate's are ``one``.
 
-    A stage holds x and x0 of each candidate, which are one tensor at the end of a trajectory without noise, and the
-    path of ``transitions`` recorded steps. It joins the chunks of each into a new tensor. Its kept candidates stay
-    during the next stage if that continues them; otherwise it holds no latents.
+    The last stage, and one that the next continues, hold x and x0 of each candidate, which are one tensor at the end of
+    a trajectory without noise, and the path of ``transitions`` recorded steps. They join the chunks of each into a new
+    tensor. The kept candidates that a stage continues stay until its end. Other stages hold scores only.
     """
     path = transitions + 1 if transitions else 0
-    counts = candidates(stages, pool)
-    sampling = joining = previous = 0
-    for stage, count in zip(stages, counts, strict=True):
-        recorded = path if stage is stages[-1] else 0
-        tensors = recorded + (1 if stage.stop_step is None and not recorded else 2)
-        if stage is not stages[-1] and not continues(stage, stages):
-            tensors = 0
-        sampling = max(sampling, (previous + tensors) * count)
-        joining = max(joining, (previous + tensors + (2 + recorded if tensors else 0)) * count)
-        previous = tensors
+    sampling = joining = resumed = 0
+    for (stage, following), count in zip(with_next(stages), candidates(stages, pool), strict=True):
+        before, resumed = resumed * count, 0
+        if following is None or stage.continues_in(following):
+            recorded = path if following is None else 0
+            resumed = recorded + (1 if stage.stop_step is None and not recorded else 2)
+            joining = max(joining, before + count * (resumed + 2 + recorded))
+        sampling = max(sampling, before + count * resumed)
     return Latents(sampling * one, joining * one, keep * (1 + path) * one)
 
 

@@ -44,7 +44,7 @@ def simulate(stages: Sequence[Stage], scores: Mapping[int, Tensor], merits: Call
     ``merits``: of scores [P, K, R], as those of the rewards.
     """
 
-    def look_up(stage: Stage, places: Tensor, state: SolverState | None) -> Candidates:
+    def look_up(stage: Stage, places: Tensor, state: SolverState | None, with_states: bool) -> Candidates:
         scored = take(scores[stage.stop_step or stage.steps], places)
         return Candidates(places, None, merits(scored), scored, merits(scored))
 

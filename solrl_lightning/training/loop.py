@@ -32,7 +32,7 @@ from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.rollout.explore import Kept, run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
-from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates, continues, evaluations
+from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates, evaluations
 from solrl_lightning.sampling import SolverState, start
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.kept_seeds import KeptSeeds
@@ -190,12 +190,12 @@ class ExploreTrainLoop(_FitLoop):
 
     def _explore_ahead(self, iteration: int) -> None:
         """Begin the next iterations, as far as they may be explored with the weights of this one."""
-        stage, end = self.stages[0], cast(int, self.max_epochs)
-        for later in range(iteration + 1, min(iteration + self.ahead + 1, end)):
+        for later in range(iteration + 1, min(iteration + self.ahead + 1, cast(int, self.max_epochs))):
+            stage, following, *_ = self.stages
             texts = self._texts(later)
             seeds = pool_seeds(self.seed, later, texts, self.pool)
             explorer = self._module.transformers.explorers[stage.sampler]
-            spec = self._module.spec(stage, keep_state=continues(stage, self.stages))
+            spec = self._module.spec(stage, with_states=stage.continues_in(following))
             explorer.explore_ahead(self._encode(later, texts), seeds, spec)
 
     @property
@@ -226,17 +226,22 @@ class ExploreTrainLoop(_FitLoop):
         encoded = self._encoded[1]
         return EncodedPrompts(*encoded.gather(torch.tensor([encoded.texts.index(text) for text in texts])))
 
-    def probe(self, texts: list[str], seeds: Tensor) -> Candidates:
+    def probe(self, texts: list[str], seeds: Tensor, with_states: bool = False) -> Candidates:
         """Return the candidates of seeds [P, n] sampled by the last stage from their noise, and scored.
 
         The prompts are some of this iteration, with its encodings: a prompt that is encoded alone gets other rounding.
         The time counts as stage "probe".
         """
         prompts = self._encode(self.trainer.current_epoch, texts)
-        return self._run(prompts, self.stages[-1]._replace(name="probe"), seeds)
+        return self._run(prompts, self.stages[-1]._replace(name="probe"), seeds, with_states=with_states)
 
     def _run(
-        self, prompts: EncodedPrompts, stage: Stage, seeds: Tensor, initial_state: SolverState | None = None
+        self,
+        prompts: EncodedPrompts,
+        stage: Stage,
+        seeds: Tensor,
+        initial_state: SolverState | None = None,
+        with_states: bool = True,
     ) -> Candidates:
         """Return the candidates of seeds [P, n] after ``stage``, sampled as the objective needs them, and scored."""
         module, transitions = self._module, range(0)
@@ -246,15 +251,8 @@ class ExploreTrainLoop(_FitLoop):
                 if self.objective.shared_noise and len(self.stages) == 1:
                     first = module.policy.noise(seeds[:, 0])
                     initial_state = start(first[:, None].expand(*seeds.shape, *first.shape[1:]))
-            return module.run_stage(
-                stage,
-                prompts,
-                seeds,
-                self.stopwatch.progress,
-                initial_state,
-                transitions,
-                keep_state=stage.name != EXPLORE or continues(stage, self.stages),
-            )
+            progress = self.stopwatch.progress
+            return module.run_stage(stage, prompts, seeds, progress, initial_state, transitions, with_states)
 
     def _sum(self, value: Tensor) -> Tensor:
         total = self.trainer.strategy.reduce(value.to(self.trainer.strategy.root_device), reduce_op="sum")

@@ -95,29 +95,29 @@ class SolRLModule(LightningModule):
         progress: Progress = lambda done, total: None,
         initial_state: SolverState | None = None,
         transitions: range = range(0),
-        keep_state: bool = True,
+        with_states: bool = True,
     ) -> Candidates:
         """Return the candidates of seeds [P, n], sampled from their noise or from ``initial_state``, and scored.
 
-        The steps ``transitions`` are recorded and, with a stochastic solver, take noise. Without ``keep_state`` the
-        latents are freed when they are scored.
+        The steps ``transitions`` are recorded and, with a stochastic solver, take noise. ``with_states``: as in
+        ``score_chunks``.
         """
-        spec = self.spec(stage, initial_state, transitions, keep_state)
+        spec = self.spec(stage, initial_state, transitions, with_states)
         score = partial(score_images, self.decoder(stage.decoder), or_nan=stage.name == EXPLORE)
         with closing(self.transformers.sampler(stage).sample(prompts, seeds, spec)) as chunks:
             scoring = self.rewards.for_training, score, progress, self.scoring_worker
-            return score_chunks(chunks, prompts, seeds, *scoring, keep_state)
+            return score_chunks(chunks, prompts, seeds, *scoring, with_states)
 
     def spec(
         self,
         stage: Stage,
         initial_state: SolverState | None = None,
         transitions: range = range(0),
-        keep_state: bool = True,
+        with_states: bool = True,
     ) -> SamplingSpec:
         """Return how ``stage`` samples."""
         steps = self.policy.sigmas(stage.steps), stage.solver
-        return SamplingSpec(*steps, initial_state, stage.stop_step, transitions, stage.decoder, keep_state)
+        return SamplingSpec(*steps, initial_state, stage.stop_step, transitions, stage.decoder, with_states)
 
     def decoder(self, name: str) -> Callable[[Tensor], Tensor]:
         """Return what decodes latents for `Stage.decoder`."""

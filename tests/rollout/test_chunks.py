@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -96,6 +97,7 @@ def run(
     progress: Callable[[int, int], None] = lambda done, total: None,
     overlap: bool = False,
     only_ranks: bool = False,
+    with_states: bool = True,
     **part: Any,
 ) -> Candidates:
     """Samples ``seeds`` in batches, which are of a fixed size unless a `BatchSize` says otherwise."""
@@ -106,7 +108,7 @@ def run(
     score = partial(score_images, decode or policy.decode, or_nan=only_ranks)
     worker = partial(background_worker, policy.device) if overlap else inline_worker
     rewards = WeightedRewards({"made": Made(reward)}, {"made": 1.0})
-    return score_chunks(chunks, prompts, seeds, rewards, score, progress, worker)
+    return score_chunks(chunks, prompts, seeds, rewards, score, progress, worker, with_states)
 
 
 SIZES = [(1, False), (4, False), (4, True), (15, True), (96, False), (96, True)]
@@ -216,6 +218,29 @@ def test_check_finite_names_first_non_finite_value() -> None:
     ):
         check_finite(values, "loss", ["a", "b", "c", "d"], torch.tensor([10, 11, 12, 13]))
     check_finite(values[:2], "loss", ["a", "b"], torch.tensor([10, 11]))
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_latents_that_nothing_reads_are_freed_chunk_by_chunk(policy: Recorder, overlap: bool) -> None:
+    decoded: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def decode(x0: Tensor) -> Tensor:
+        alive.append(sum(latents() is not None for latents in decoded))
+        decoded.append(weakref.ref(x0))
+        return policy.decode(x0)
+
+    def run_with(with_states: bool) -> Candidates:
+        decoded.clear()
+        alive.clear()
+        return run(policy, BatchSize(3, False), decode=decode, overlap=overlap, with_states=with_states)
+
+    whole = run_with(True)
+    assert alive == [0, 1, 2, 3, 4]
+    scored = run_with(False)
+    assert (overlap or alive == [0] * 5) and not any(latents() is not None for latents in decoded)
+    assert scored.state is None and scored.recorded_steps is None
+    assert torch.equal(scored.rewards, whole.rewards) and torch.equal(scored.merits, whole.merits)
 
 
 @pytest.mark.parametrize("solver", ["euler", "dpm2"])

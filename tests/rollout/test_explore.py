@@ -25,9 +25,9 @@ def test_every_rung_selects_from_the_survivors_of_the_one_before() -> None:
     stages = [*rungs, Stage(REGENERATE, "merged", 10, "euler")]
     ran: list[Tensor] = []
 
-    def run(stage: Stage, seeds: Tensor, state: SolverState | None) -> Candidates:
+    def run(stage: Stage, seeds: Tensor, state: SolverState | None, with_states: bool) -> Candidates:
         number = stages.index(stage)
-        assert (state is None) == (number == 0)
+        assert (state is None) == (number == 0) and with_states
         assert state is None or torch.equal(state.x[..., 0], seeds)  # the survivors' own trajectories
         ran.append(seeds)
         rewards = scores(seeds, number)
@@ -54,7 +54,7 @@ def test_only_the_last_selection_is_of_several_sets_and_the_first_is_regenerated
     rungs = [Stage(EXPLORE, "merged", 10, "euler", stop_step=step, keep=keep) for step, keep in ((2, 12), (4, 4))]
     stages = [*rungs, Stage(REGENERATE, "merged", 10, "euler")]
 
-    def run(stage: Stage, seeds: Tensor, state: SolverState | None) -> Candidates:
+    def run(stage: Stage, seeds: Tensor, state: SolverState | None, with_states: bool) -> Candidates:
         rewards = scores(seeds, stages.index(stage))
         return Candidates(seeds, start(seeds[..., None]), rewards, rewards[..., None], rewards)
 
@@ -69,7 +69,7 @@ def test_latents_of_the_pool_are_freed_before_the_kept_candidates_are_sampled() 
     alive: list[weakref.ref[Tensor]] = []
     states = []
 
-    def run(stage: Stage, seeds: Tensor, initial_state: SolverState | None) -> Candidates:
+    def run(stage: Stage, seeds: Tensor, initial_state: SolverState | None, with_states: bool) -> Candidates:
         states.append((initial_state is not None, [latents() is not None for latents in alive]))
         state = start(torch.randn(*seeds.shape, 4))
         state = state._replace(step=1, x0=torch.randn_like(state.x))
@@ -82,3 +82,17 @@ def test_latents_of_the_pool_are_freed_before_the_kept_candidates_are_sampled() 
     assert states == [(False, []), (True, [False, False]), (True, [False, False])]
     assert pool.state is None and pool.rewards.shape == (2, 6)
     assert kept.x0.shape == (2, 2, 4) and selected.merits.shape == (2, 1, 2)
+
+
+def test_states_are_kept_where_a_stage_continues_them_and_at_the_end() -> None:
+    read = []
+
+    def run(stage: Stage, seeds: Tensor, state: SolverState | None, with_states: bool) -> Candidates:
+        read.append((state is not None, with_states))
+        state = start(torch.randn(*seeds.shape, 4)) if with_states else None
+        return Candidates(seeds, state, seeds.float(), seeds.float()[..., None], seeds.float())
+
+    rung = Stage(EXPLORE, "shadow", 3, "euler", 1, keep=4)
+    stages = [rung, rung._replace(stop_step=2, keep=2), Stage(REGENERATE, "merged", 3, "euler")]
+    run_family(stages, torch.arange(6).expand(2, 6), ["a", "b"], run)
+    assert read == [(False, True), (True, False), (False, True)]

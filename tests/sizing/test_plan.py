@@ -147,12 +147,16 @@ def test_latents_of_a_pool_by_hand() -> None:
     one = 4 * 2 * 16  # float32, of two prompts
     # One tensor a candidate at the end of a trajectory; while chunks are joined, the chunks and new x and x0.
     assert latent_bytes([full._replace(keep=24)], 96, 24, 0, one) == (96 * one, 96 * 3 * one, 24 * one)
-    # Exploration by other weights holds no latents.
-    assert latent_bytes([explore, full], 96, 24, 0, one) == (24 * one, 24 * 3 * one, 24 * one)
-    # x and x0 of an early stop are two tensors; the kept ones stay while the next stage continues them.
-    first = full._replace(name="explore", stop_step=4, keep=24)
-    assert latent_bytes([first, full], 96, 24, 0, one) == (96 * 2 * one, 96 * 4 * one, 24 * one)
-    rungs = [first._replace(keep=64), first._replace(stop_step=6), full]
+    # A pool that is regenerated from noise has no latents.
+    for stop in (None, 4):
+        two = latent_bytes([explore._replace(stop_step=stop), full], 96, 24, 0, one)
+        assert two == (24 * one, 24 * 3 * one, 24 * one)
+    # x and x0 of an early stop are two tensors.
+    prefix = latent_bytes([explore._replace(stop_step=4), explore._replace(name="regenerate")], 96, 24, 0, one)
+    assert prefix == (96 * 2 * one, 96 * 4 * one, 24 * one)
+    rungs = [explore._replace(stop_step=3, keep=64), explore._replace(stop_step=5), full]
+    assert latent_bytes(rungs, 96, 24, 0, one) == (96 * 2 * one, 96 * 4 * one, 24 * one)
+    rungs = [explore._replace(stop_step=3, keep=64), explore._replace(stop_step=5), explore]
     assert latent_bytes(rungs, 96, 24, 0, one).sampling == (64 * 2 + 64 * 2) * one
     # 3 transitions have a path of 4 points beside x and x0, twice while they are joined.
     assert latent_bytes([full], 24, 24, 3, one) == (24 * 6 * one, 24 * 12 * one, 24 * 5 * one)

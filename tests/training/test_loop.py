@@ -296,7 +296,7 @@ class Regenerated(Callback):
             pl_module.policy.velocity = self.velocity
             loop: Any = trainer.fit_loop
             self.rollouts, self.explored = loop.rollouts, loop.explored
-            self.again = loop.probe(loop.rollouts.prompts, loop.rollouts.seeds)
+            self.again = loop.probe(loop.rollouts.prompts, loop.rollouts.seeds, with_states=True)
 
 
 def test_prefix_family_resumes_kept_trajectories(tmp_path: Path) -> None:
