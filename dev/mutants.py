@@ -80,6 +80,7 @@ GRPO = "tests/objectives/test_grpo.py"
 RATIOS = f"{LOOP}::test_first_ratios_are_one_where_the_policy_samples"
 SDE = "tests/sampling/test_sde.py"
 AWM, PEPG, RAM = (f"tests/objectives/test_{name}.py" for name in ("awm", "pepg", "ram"))
+FRAMES = "tests/test_frames.py"
 COMBINE = "tests/rewards/test_combine.py"
 GDPO = f"{LOOP}::test_with_gdpo_the_unit_of_a_reward_changes_neither_selection_nor_advantages"
 SOLVERS = "tests/sampling/test_solvers.py"
@@ -472,6 +473,13 @@ MUTANTS: dict[str, list[Edit]] = {
         ("PEPG scale", "a = advantage_scale * advantage", "a = advantage", PEPG),
     ],
     "solrl_lightning/rewards/weighted.py": [
+        ("error of a frame names another video", "error.row // each", "error.row", FRAMES),
+        (
+            "prompts beside other frames",
+            "for prompt in prompts for _ in range(each)",
+            "for _ in range(each) for prompt in prompts",
+            FRAMES,
+        ),
         ("GDPO centres only", "(centred / std)", "centred", COMBINE),
         ("GDPO amplifies rounding", "std > _EQUAL * root_mean_square", "std > 0", COMBINE),
         ("GDPO counts broken candidates", "finite.sum(dim=1, keepdim=True)", "scores.shape[1]", COMBINE),
@@ -591,6 +599,16 @@ MUTANTS: dict[str, list[Edit]] = {
             ARCHITECTURES,
         ),
         ("captions of the batch's length", "if pad_token is self.cap_pad_token:", "if False:", ARCHITECTURES),
+    ],
+    "solrl_lightning/policies/wan.py": [
+        ("levels without the shift", "shift=scheduler.config.flow_shift", "shift=1.0", ARCHITECTURES),
+        ("levels down to 0", "1 / scheduler.config.num_train_timesteps", "0", ARCHITECTURES),
+        ("frames among the channels", ".transpose(1, 2)", "", ARCHITECTURES),
+        ("prompts without their zeros", "self.max_sequence_length - embeds.shape[1]", "0", ARCHITECTURES),
+    ],
+    "solrl_lightning/frames.py": [
+        ("frames from the first on", "torch.linspace(0, count - 1, number", "torch.arange(number", FRAMES),
+        ("strip from top to bottom", "permute(0, 2, 3, 1, 4)", "permute(0, 2, 1, 3, 4)", FRAMES),
     ],
     "solrl_lightning/policies/base_weights.py": [
         ("stored gradient transposed", "@ dense(weight).to", "@ dense(weight).T.to", BASE_WEIGHTS),

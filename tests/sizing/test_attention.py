@@ -16,11 +16,21 @@ FAST = {"sampling": {"chosen": 1.0, "flash": 1.0}, "training": {"chosen": 3.0, "
 RIGHT = {"chosen": 1e-3, "flash": 1e-3}, {"chosen": True, "flash": True}
 
 
-def test_shapes_are_those_of_the_published_model(compose: Callable[..., Run]) -> None:
-    # FLUX.1: 24 heads of 128; 512 pixels are 32 x 32 tokens, and prompts have 128
-    options = compose("model=flux1").model.policy
+@pytest.mark.parametrize(
+    ("model", "shapes"),
+    [
+        # 24 heads of 128; 512 pixels are 32 x 32 tokens, and prompts have 128
+        ("flux1", [(24, 1152, 1152, 128)]),
+        # 12 heads; 33 frames are 9 of 20 x 20 tokens, which attend to each other and to the 512 of a prompt
+        ("wan", [(12, 3600, 3600, 128), (12, 3600, 512, 128)]),
+    ],
+)
+def test_shapes_are_those_of_the_published_model(
+    compose: Callable[..., Run], model: str, shapes: list[tuple[int, int, int, int]]
+) -> None:
+    options = compose(f"model={model}").model.policy
     policy = instantiate(options, weights="random", embeddings=None, device="meta")
-    assert attention_shapes(policy) == [(24, 1152, 1152, 128)]
+    assert attention_shapes(policy) == shapes
 
 
 def test_kernels_are_compared_and_their_errors_are_those_of_bf16() -> None:
