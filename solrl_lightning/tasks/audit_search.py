@@ -33,7 +33,7 @@ def score_steps(stage: Stage, seeds: Tensor, run: RunStage) -> dict[int, Tensor]
     """
     scores, state = {}, None
     for step in range(2, stage.steps):
-        candidates = run(stage._replace(stop_step=step), seeds, state)
+        candidates = run(stage._replace(stop_step=step), seeds, state, True)
         scores[step], state = candidates.scores.cpu(), candidates.state
     return scores
 
