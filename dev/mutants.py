@@ -491,8 +491,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "rollouts forget the combination",
-            "self.metadata, self.combine)\n        trained",
-            "self.metadata)\n        trained",
+            "self.metadata, self.combine, self.frames)",
+            "self.metadata, frames=self.frames)",
             GDPO,
         ),
         ("negative weights not trained on", "if weight != 0", "if weight > 0", WEIGHTED),
@@ -950,7 +950,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("a chosen backend that fails is ok", "if chosen in failures:", "if False:", "tests/sizing/test_layers.py"),
     ],
     "solrl_lightning/sizing/footprint.py": [
-        ("chunks are joined in place", "tensors + (2 + recorded if tensors else 0)", "tensors", LATENTS),
+        ("chunks are joined in place", "count * (resumed + 2 + recorded)", "count * resumed", LATENTS),
     ],
     "conf/trainer/auto.yaml": [
         (

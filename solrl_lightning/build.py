@@ -345,7 +345,7 @@ def facts_of(cfg: Run, module: SolRLModule, samplers: Collection[str]) -> Facts:
         "solrl_lightning": __version__,
         "model": type(module.policy).__name__,
         "the norm of the weights of model.pretrained": f"{float(module.transformers.adapted.base_norm):.3g}",
-        "model.resolution": cfg.model.resolution,
+        "the shape of latents (model.resolution)": list(module.policy.latent_shape),
         "model.guidance_scale": cfg.model.guidance_scale,
         "model.lora.rank": cfg.model.lora.rank,
         "model.lora.alpha": cfg.model.lora.alpha,

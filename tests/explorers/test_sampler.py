@@ -179,8 +179,9 @@ def test_an_explorer_of_another_run_is_an_error(module: SolRLModule, explorer: E
     connection = Connection(url, "", 5.0)
     connection.facts = facts
     connection.check()
-    connection.facts = facts | {"model.resolution": 64}
-    with pytest.raises(UserError, match=f"explorers.urls={url} is invalid: model.resolution is 32 there and 64 here"):
+    connection.facts = facts | {"reward": ["ocr"]}
+    rule = f"explorers.urls={url} is invalid: reward is .'shapes'. there and .'ocr'. here. Start it with"
+    with pytest.raises(UserError, match=rule):
         connection.check()
     connection.facts = facts | {"family.explore.sampler": ["shadow"]}
     with pytest.raises(UserError, match="family.explore.sampler is .* there and .'shadow'. here"):
