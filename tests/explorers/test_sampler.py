@@ -2,6 +2,7 @@
 
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Thread
@@ -58,6 +59,8 @@ def serving(explorer: Explorer, facts: dict[str, object], token: str = "") -> It
         server = Server(create_app(explorer, submit, facts, token), "ready")
         thread = Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
+        while not server.started:
+            time.sleep(0.005)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
         thread.join()
