@@ -1,22 +1,31 @@
 """Runs the commands of README and docs/ at small sizes; those that need a download run up to it.
 
+The cells of docs/colab.ipynb run one after the other, each command with the sizes of experiment=smoke.
+
 Those of task=benchmark, doctor and plan, which tests/tasks/ run, studies (docs/measurements.md), and those that only
 the comments of conf/ have are checked and not run.
 """
 
+import ast
+import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from matplotlib import pyplot as plt
+from PIL import Image
 
 from solrl_lightning.__main__ import prepare
 
 ROOT = Path(__file__).parents[1]
+NOTEBOOK = json.loads((ROOT / "docs" / "colab.ipynb").read_text())
 COMMAND = re.compile(r'(?:python -m solrl_lightning|main\(sys\.argv\[1:\]\)\)") ?([^\n`]*)')
 CONTINUED = re.compile(r"\s*\\\n[#\s]*")
 NOT_RUN = {
@@ -44,11 +53,18 @@ SMALL += ["model.eval_steps=2"]
 SMALL_TASK = {"train": ["iterations=1", "data.eval_images=1"], "audit": ["task.prompts=1"]}
 
 
+def cells_of(kind: str) -> list[dict[str, Any]]:
+    return [cell for cell in NOTEBOOK["cells"] if cell["cell_type"] == kind]
+
+
 def documented() -> dict[str, str]:
     """Command -> file, without options of sizes."""
     actual = {}
-    for file in sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "conf").rglob("*.yaml"), ROOT / "README.md"]):
-        for match in COMMAND.finditer(CONTINUED.sub(" ", file.read_text())):
+    files = sorted([*(ROOT / "docs").rglob("*.md"), *(ROOT / "conf").rglob("*.yaml"), ROOT / "README.md"])
+    texts = [(file, file.read_text()) for file in files]
+    texts += [(ROOT / "docs" / "colab.ipynb", "".join(cell["source"]) + "\n") for cell in cells_of("markdown")]
+    for file, content in texts:
+        for match in COMMAND.finditer(CONTINUED.sub(" ", content)):
             text = re.split(r"\s{2,}|; done", match[1])[0]  # a comment follows several spaces
             if text.count('"') % 2:
                 text = text.removesuffix('"')  # the command is in quotes
@@ -105,3 +121,49 @@ def test_documented_command_runs(
         words += [*SMALL, *SMALL_TASK.get(task, []), *sizes.format(*pool).split()]
     ended = command(*words)
     assert ended.status == 0, ended.err
+
+
+def test_notebook_has_the_format_of_version_4_and_no_outputs() -> None:
+    assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
+    assert NOTEBOOK["metadata"]["kernelspec"]["name"] == "python3"
+    cells = NOTEBOOK["cells"]
+    assert len({cell["id"] for cell in cells}) == len(cells) == len(cells_of("markdown") + cells_of("code")) > 8
+    for cell in cells:
+        assert all(re.fullmatch(r"[^\n]*\n", line) for line in cell["source"][:-1])
+        assert cell["source"][-1] and not cell["source"][-1].endswith("\n")
+        of_code = {"execution_count": None, "outputs": []} if cell["cell_type"] == "code" else {}
+        others = {key: value for key, value in cell.items() if key not in ("cell_type", "id", "source")}
+        assert others == {"metadata": {}} | of_code
+
+
+def run_python(source: str, names: dict[str, Any]) -> Any:
+    """Execute a cell and return the value of its last line, which a notebook shows."""
+    *body, last = ast.parse(source).body
+    assert isinstance(last, ast.Expr)
+    exec(compile(ast.Module(body, []), "<cell>", "exec"), names)
+    return eval(compile(ast.Expression(last.value), "<cell>", "eval"), names)
+
+
+def test_cells_of_the_notebook_run(command: Callable[..., Any]) -> None:
+    plt.switch_backend("agg")
+    names: dict[str, Any] = {}
+    pictures = []
+    for source in ("".join(cell["source"]) for cell in cells_of("code")):
+        if source.startswith("!python -m solrl_lightning"):
+            words = shlex.split(source)[3:]
+            ended = command(*words, *(["experiment=smoke"] if "smoke" not in source and "task=" not in source else []))
+            assert ended.status == 0, ended.err
+        elif source.startswith("!"):
+            assert source.startswith("!pip install ")  # of this package, which is installed
+            words = [*shlex.split(source[1:]), "--no-index", "--no-deps"]
+            subprocess.run([sys.executable, "-m", *words], check=True)
+        else:
+            shown = run_python(source, names)
+            if isinstance(shown, Image.Image):
+                pictures.append(shown.convert("L").getextrema())
+            else:
+                (line,) = shown
+                assert line.get_xydata().tolist() == [[e["iteration"], e["shapes"]] for e in names["evaluations"]]
+                assert len(names["evaluations"]) == 3
+                plt.close("all")
+    assert len(pictures) == 2 and all(low < high for low, high in pictures)
