@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-PYTHONS ?= python3.10 python3.11 python3.12
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 TORCHES ?= 2.11 newest
 
 .PHONY: help run test lint type contract docs matrix release-check clean
@@ -31,13 +31,18 @@ contract: $(VENV)/installed-dev ## Check our calls of Transformer Engine against
 docs: $(VENV)/installed-dev ## Build the documentation as a site in site/; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-release-check: $(VENV)/installed-dev ## Build wheel and sdist, install each in a new environment, run the smoke job from it
+release-check: $(VENV)/installed-dev ## Build wheel and sdist, install each in a new environment of each of PYTHONS that is installed, run the smoke job
 	rm -rf dist && $(BIN)/python -m build --outdir dist .
-	for package in dist/*.whl dist/*.tar.gz; do \
-		rm -rf .venv-release && $(PYTHON) -m venv .venv-release && .venv-release/bin/pip install -q $$package && \
-		folder=$$(mktemp -d) && (cd $$folder && $(CURDIR)/.venv-release/bin/solrl experiment=smoke) && \
-		test -s $$folder/outputs/train/*/lora/pytorch_lora_weights.safetensors && rm -rf $$folder .venv-release || exit 1; \
-	done
+	@checked=; for python in $(PYTHONS); do \
+		$$python -c "" 2>/dev/null || { echo "release-check: skipped $$python: it is not installed"; continue; }; \
+		for package in dist/*.whl dist/*.tar.gz; do \
+			echo "release-check: $$package with $$python"; \
+			rm -rf .venv-release && $$python -m venv .venv-release && .venv-release/bin/pip install -q $$package && \
+			folder=$$(mktemp -d) && (cd $$folder && $(CURDIR)/.venv-release/bin/solrl experiment=smoke) && \
+			test -s $$folder/outputs/train/*/lora/pytorch_lora_weights.safetensors && rm -rf $$folder .venv-release || exit 1; \
+		done; \
+		checked=yes; \
+	done; test $$checked
 
 matrix: ## Run the tests with every version of PYTHONS that is installed and of TORCHES (PYTHONS=python3.12 TORCHES=2.11)
 	@status=0; for python in $(PYTHONS); do \

@@ -27,5 +27,6 @@ def test_links_between_pages_hold() -> None:
 def test_pages_that_code_names_exist() -> None:
     folders = [ROOT / name for name in ("solrl_lightning", "callbacks", "conf", "dev", "tests")]
     files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".yaml")]
+    files.append(ROOT / "docs" / "colab.ipynb")
     named = {name for file in files for name in re.findall(r"docs/[\w/-]+\.md", file.read_text(encoding="utf-8"))}
     assert len(named) > 20 and not [name for name in named if not (ROOT / name).exists()]

@@ -20,7 +20,8 @@ INSTEAD = {
 @pytest.mark.parametrize("idiom", INSTEAD)
 def test_standard_terms_are_used(idiom: str) -> None:
     folders = [ROOT / name for name in ("solrl_lightning", "callbacks", "conf", "docs", "dev", "tests")]
-    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".yaml", ".md")]
+    suffixes = (".py", ".yaml", ".md", ".ipynb")
+    files = [file for folder in folders for file in folder.rglob("*") if file.suffix in suffixes]
     files.remove(Path(__file__))
     assert len(files) > 300
     lines = [

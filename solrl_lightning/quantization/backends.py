@@ -170,7 +170,7 @@ def _refusal(precision: str, backend: str, hardware: Hardware) -> str:
         needs[0] += " or a CPU with INT8 units (AVX512-VNNI)"
     present = hardware.name
     if refused.transformer_engine:
-        needs.append(f"Transformer Engine with its extension for PyTorch ({transformer_engine.INSTALL}, with nvcc)")
+        needs.append(f"Transformer Engine with its PyTorch extension (docs/precision.md: {transformer_engine.INSTALL})")
         present += f", Transformer Engine {'' if hardware.transformer_engine else 'not '}installed"
     other = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "")
     ways = [f"precision.backend={other}"] if other else []

@@ -137,10 +137,10 @@ def test_auto_selects_transformer_engine_only_with_pytorch_extension(
 
 
 NEEDS_BLACKWELL = (
-    "it needs an NVIDIA GPU of compute capability 10.0 or higher and Transformer Engine with its extension for PyTorch "
-    "(pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9', with nvcc); found: a CPU without INT8 "
-    "units, Transformer Engine not installed. Use precision.backend=emulated (the same numbers, without the speed) or "
-    "precision=bf16."
+    "it needs an NVIDIA GPU of compute capability 10.0 or higher and Transformer Engine with its PyTorch extension "
+    "(docs/precision.md: pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9'); found: a CPU without "
+    "INT8 units, Transformer Engine not installed. Use precision.backend=emulated (the same numbers, without the "
+    "speed) or precision=bf16."
 )
 
 
