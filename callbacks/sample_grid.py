@@ -13,7 +13,7 @@ from PIL import Image
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.formatting import counted
 from solrl_lightning.artifacts.loggers import log_picture
-from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png
+from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png, with_inputs
 from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.frames import filmstrip
 from solrl_lightning.seeds import evaluation_seeds
@@ -63,7 +63,8 @@ class SampleGrid(Callback):
             current = module_of(pl_module).sample(prompts, seeds, weights="ema", steps=self.steps)
             rows = [Row(prompt, images) for prompt, *images in zip(prompts, self._base, current, strict=True)]
             headings = ["base", f"after {counted(done, 'iteration')}"]
-            self._publish(trainer, "grid", draw_grid("Same held-out prompts, same noise", headings, rows))
+            columns = with_inputs(headings, rows, module_of(pl_module).policy.metadata)
+            self._publish(trainer, "grid", draw_grid("Same held-out prompts, same noise", *columns))
             if self._pool is not None:
                 self._publish(trainer, "pool", self._pool)
                 self._pool = None

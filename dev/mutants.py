@@ -73,6 +73,8 @@ CHUNKS = "tests/rollout/test_chunks.py"
 ROWS = "tests/training/test_micro_batches.py"
 LOSSES, NFT = "tests/objectives/test_losses.py", "tests/objectives/test_nft.py"
 ARCHITECTURES = "tests/policies/test_architectures.py"
+EDIT = "tests/policies/test_qwen_image_edit.py"
+INPUTS = "tests/data/test_input_images.py"
 COMPILATION, COMPILED = "tests/policies/test_compilation.py", "tests/training/test_compiled_runs.py"
 BASE_WEIGHTS = "tests/policies/test_base_weights.py"
 AESTHETIC, GENEVAL, HTTP = (f"tests/rewards/test_{name}.py" for name in ("aesthetic", "geneval", "http"))
@@ -590,6 +592,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ("norm of the guided velocity", "combined.norm(dim=-1", "combined.norm(dim=1", ARCHITECTURES),
         ("padding unmasked", "F.pad(mask, (0, missing))", "F.pad(mask, (0, missing), value=True)", ARCHITECTURES),
     ],
+    "solrl_lightning/policies/qwen_image_edit.py": [
+        ("input image before the noise", "[x, conditioning[", "[conditioning[", EDIT),
+        ("guidance without the image", 'self._embed([""] * len(prompts), images', "self._embed([''], images[:1]", EDIT),
+        ("one embedding for all images", 'return f"{self._text(prompt)} {content}"', "return self._text(prompt)", EDIT),
+        ("text with the name of the image", "return text_of(prompt, self._metadata(prompt))", "return prompt", EDIT),
+    ],
     "solrl_lightning/policies/z_image.py": [
         ("velocity towards the image", "return -torch.stack", "return torch.stack", ARCHITECTURES),
         (
@@ -810,7 +818,16 @@ MUTANTS: dict[str, list[Edit]] = {
         ("padding after the question", 'padding_side="left"', 'padding_side="right"', VLM_LOCAL),
         ("answers not renormalised", " / answers.sum(dim=1)", "", VLM_LOCAL),
     ],
+    "solrl_lightning/data/input_images.py": [
+        ("left part of the image", "(width - square) // 2", "0", INPUTS),
+        ("upper part of the image", "(height - square) // 2", "0", INPUTS),
+        ("image as the camera lay", "ImageOps.exif_transpose(opened)", "opened", INPUTS),
+    ],
+    "solrl_lightning/rewards/server.py": [
+        ("a request opens files", "if key != INPUT_IMAGE", "", "tests/rewards/test_server.py"),
+    ],
     "solrl_lightning/rewards/vlm.py": [
+        ("input image no part of the question", 'b"".join([*pngs,', 'b"".join([pngs[-1],', VLM),
         ("share of all words", " / total if total else", " if total else", VLM),
         ("likeliest word alone", "weights[word] += ", "weights[word] = ", VLM),
         ("equal images asked about again", "if key not in self._scored}", "}", VLM),

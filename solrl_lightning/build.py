@@ -307,6 +307,7 @@ def build_model(
             low_rank=cfg.precision.low_rank,
         )
     )
+    policy.metadata = rewards.metadata
     return SolRLModule(
         policy,
         transformers,

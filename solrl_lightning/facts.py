@@ -1,6 +1,7 @@
 """What the options of a run name: its prompts. Imports no torch before it is needed."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from solrl_lightning.data.sources import file_of_split
 from solrl_lightning.errors import UserError
@@ -12,11 +13,30 @@ if TYPE_CHECKING:
 
 
 def requested_prompts(cfg: Run) -> list[str]:
-    """The prompts of task=generate, from the command line or from a file."""
+    """The prompts of task=generate, from the command line or from a file.
+
+    Raises:
+        UserError: the file cannot be read, or the prompts lack the images that the model edits.
+    """
     from solrl_lightning.data.prompts import read_prompts  # imports torch, which --help and mistakes do without
 
     task = cfg.task_as(Generate)
-    return task.prompts if task.prompt_file is None else read_prompts(task.prompt_file, cfg.data.column)
+    if task.prompt_file is not None:
+        return read_prompts(task.prompt_file, cfg.data.column, cfg.model.input_image)
+    if cfg.model.input_image:
+        raise UserError(
+            f"task.prompts={task.prompts} is invalid: this model edits an image, and a text has none. Use "
+            'task.prompt_file=<file>.jsonl with a row {"prompt": ..., "image": <file>} for each image.'
+        )
+    return task.prompts
+
+
+def requested_metadata(cfg: Run) -> dict[str, Mapping[str, Any]]:
+    """The metadata of ``requested_prompts`` by prompt."""
+    from solrl_lightning.data.prompts import read_metadata
+
+    file = cfg.task_as(Generate).prompt_file
+    return {} if file is None else read_metadata(file, cfg.data.column, cfg.model.input_image)
 
 
 def sources(cfg: Run) -> dict[str, str]:
@@ -29,7 +49,7 @@ def prompt_sets(cfg: Run) -> "PromptSets":
     """The prompts that the task reads (``task.reads``); the other sets are empty."""
     from solrl_lightning.data.prompts import read_prompt_sets  # imports torch
 
-    return read_prompt_sets(sources(cfg).get("train"), sources(cfg).get("eval"), cfg.data.column)
+    return read_prompt_sets(sources(cfg).get("train"), sources(cfg).get("eval"), cfg.data.column, cfg.model.input_image)
 
 
 def check_shares(per_iteration: int, uses: int, evaluated: int, ranks: int) -> None:

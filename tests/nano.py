@@ -23,6 +23,7 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    QwenImageEditPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
     SanaPipeline,
@@ -51,6 +52,9 @@ from transformers import (
     Qwen2_5_VLConfig,
     Qwen2_5_VLForConditionalGeneration,
     Qwen2Tokenizer,
+    Qwen2VLImageProcessor,
+    Qwen2VLProcessor,
+    Qwen2VLVideoProcessor,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3Model,
@@ -149,14 +153,28 @@ def build_nano_flux2(*, seed: int = 0) -> Flux2KleinPipeline:
 
 def build_nano_qwen_image(*, seed: int = 0) -> QwenImagePipeline:
     """Qwen-Image in float32: an autoencoder of videos, and the scheduler's shift and terminal as published."""
+    return QwenImagePipeline(**_qwen_image_parts(_qwen_tokenizer(), seed))
+
+
+def build_nano_qwen_image_edit(*, seed: int = 0) -> QwenImageEditPipeline:
+    """Qwen-Image-Edit in float32: the parts of Qwen-Image, with four tokens for an image of up to 56 x 56 pixels."""
+    tokenizer = _qwen_tokenizer(_EDIT_WORDS, _EDIT_TOKENS)
+    ids = map(tokenizer.convert_tokens_to_ids, _EDIT_TOKENS)
+    names = ("vision_start_token_id", "vision_end_token_id", "image_token_id", "video_token_id")
+    numbers = dict(zip(names, ids, strict=True))
+    processor = Qwen2VLProcessor(Qwen2VLImageProcessor(), tokenizer, Qwen2VLVideoProcessor())
+    return QwenImageEditPipeline(**_qwen_image_parts(tokenizer, seed, **numbers), processor=processor)
+
+
+def _qwen_image_parts(tokenizer: Qwen2Tokenizer, seed: int, **tokens: int) -> dict[str, Any]:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        tokenizer = _qwen_tokenizer()
         text = _text_options(tokenizer) | dict(intermediate_size=TEXT_WIDTH, num_hidden_layers=2)
         text |= dict(bos_token_id=None, pad_token_id=None)
         text |= dict(rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]})
         vision = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=TEXT_WIDTH)
-        text_encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision))
+        config = Qwen2_5_VLConfig(text_config=text, vision_config=vision, **tokens)
+        text_encoder = Qwen2_5_VLForConditionalGeneration(config)
         options = dict(in_channels=64, out_channels=16, num_layers=1, axes_dims_rope=(4, 6, 6))
         transformer = QwenImageTransformer2DModel(**_HEADS, **options, joint_attention_dim=TEXT_WIDTH)
         blocks: dict[str, Any] = dict(dim_mult=[1, 1, 1], num_res_blocks=1, temperal_downsample=[False, False])
@@ -164,7 +182,8 @@ def build_nano_qwen_image(*, seed: int = 0) -> QwenImagePipeline:
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, base_image_seq_len=8, max_image_seq_len=64, max_shift=0.9, shift_terminal=0.02
     )
-    return QwenImagePipeline(scheduler, vae, text_encoder, tokenizer, transformer)
+    parts = dict(scheduler=scheduler, vae=vae, text_encoder=text_encoder, transformer=transformer)
+    return parts | {"tokenizer": tokenizer}
 
 
 def build_nano_z_image(*, seed: int = 0) -> ZImagePipeline:
@@ -206,6 +225,7 @@ BUILDERS: dict[str, Callable[..., DiffusionPipeline]] = {
     "z_image": build_nano_z_image,
     "wan": build_nano_wan,
 }
+EDITORS = {"qwen_image_edit": build_nano_qwen_image_edit}  # whose prompts have an image
 
 
 class LevelsOf(FlowMatchEulerDiscreteScheduler):
@@ -226,7 +246,7 @@ NANO |= dict(embeddings=None, gradient_checkpointing=False, variant=None)
 
 def save_nano(folder: Path, architecture: str = "flux1", *, seed: int = 0, **options: Any) -> str:
     """Writes the pipeline as published, its transformer in bfloat16; returns the folder for ``model.pretrained``."""
-    pipeline = BUILDERS[architecture](seed=seed, **options)
+    pipeline = (BUILDERS | EDITORS)[architecture](seed=seed, **options)
     pipeline.transformer.to(torch.bfloat16)
     pipeline.save_pretrained(folder)
     return str(folder)
@@ -330,10 +350,18 @@ def _gemma_tokenizer() -> GemmaTokenizer:
     return GemmaTokenizer(vocab=vocabulary, merges=[], model_max_length=MAX_WORDS, add_bos_token=True)
 
 
-def _qwen_tokenizer() -> Qwen2Tokenizer:
+_EDIT_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_EDIT_WORDS = (
+    "key features of input ( ), then explain how user 's instruction should alter or modify Generate new that meets "
+    "requirements while maintaining consistency with original where appropriate objects"
+).split()
+
+
+def _qwen_tokenizer(words: Sequence[str] = (), others: Sequence[str] = ()) -> Qwen2Tokenizer:
     """Words of the captions and of the pipelines' templates; other text is spelled in bytes.
 
-    As with the published vocabulary, the template of Qwen-Image has 34 tokens before the prompt.
+    As with the published vocabulary, the template of Qwen-Image has 34 tokens before the prompt, that of
+    Qwen-Image-Edit 64 before the image.
     """
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
     vocabulary = {token: number for number, token in enumerate([*special, *sorted(ByteLevel.alphabet())])}
@@ -341,8 +369,8 @@ def _qwen_tokenizer() -> Qwen2Tokenizer:
     template = "system user assistant Describe the image by detailing color shape size texture quantity text"
     template += " spatial relationships of objects and background"
     captions = ("a", "an", *COLOURS, *SHAPES, *" ".join(RELATIONS).split())
-    words = dict.fromkeys([*template.split(), *captions])
-    tokenizer.add_tokens([*special[1:], *(form for word in words for form in (f" {word}", word))])
+    words = dict.fromkeys([*template.split(), *captions, *words])
+    tokenizer.add_tokens([*special[1:], *others, *(form for word in words for form in (f" {word}", word))])
     tokenizer.chat_template = (
         "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

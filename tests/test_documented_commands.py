@@ -83,6 +83,15 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("finished") / "outputs"
 
 
+def write_edits(folder: Path) -> None:
+    """Prompts with input images for model=qwen_image_edit."""
+    folder.mkdir(exist_ok=True)
+    Image.new("RGB", (8, 8)).save(folder / "a.png")
+    for split in ("train", "test"):
+        rows = [{"prompt": f"{split} {number}", "image": "a.png"} for number in range(48)]
+        (folder / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
 @pytest.mark.parametrize("text", COMMANDS, ids=lambda text: f"{COMMANDS[text]} {text[:60]}")
 def test_documented_command_runs(
     command: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outputs: Path, text: str
@@ -95,6 +104,7 @@ def test_documented_command_runs(
     (tmp_path / "dataset" / "pickscore").mkdir(parents=True)
     for name in ("mine.txt", "prompts.txt", "dataset/pickscore/train.txt", "dataset/pickscore/test.txt"):
         (tmp_path / name).write_text("a red circle above a blue square\na blue circle\n")
+    write_edits(tmp_path / "edits")
     checked_only = COMMANDS[text].startswith("conf/") or COMMANDS[text].endswith("measurements.md")
     for placeholder, value in PLACEHOLDERS.items():
         text = text.replace(placeholder, value)

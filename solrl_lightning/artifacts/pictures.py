@@ -10,6 +10,9 @@ import matplotlib
 from PIL import Image, ImageDraw, ImageFont, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
+
+from solrl_lightning.data.input_images import INPUT_IMAGE, load_square
 
 _MIN_CELL, _MAX_CELL = 128, 512  # pixels; smaller images are enlarged by an integer factor, larger ones shrunk
 _GAP = 4  # between images
@@ -89,6 +92,20 @@ def draw_grid(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Image
                 draw.text((left, images + cell_height), next(labels, ""), "black", font=font)
         top += height
     return canvas
+
+
+def with_inputs(
+    headings: Sequence[str], rows: Sequence[Row], metadata: Mapping[str, Mapping[str, Any]]
+) -> tuple[Sequence[str], Sequence[Row]]:
+    """Return headings and rows, whose captions are prompts, with the prompts' input images, if any, as first group."""
+    if not all(INPUT_IMAGE in metadata.get(row.caption, {}) for row in rows):
+        return headings, rows
+    files = [metadata[row.caption][INPUT_IMAGE] for row in rows]
+    inputs = [pil_to_tensor(load_square(file, row.groups[0].shape[-1])) for file, row in zip(files, rows, strict=True)]
+    return ["input", *headings], [
+        Row(row.caption, [image[None] / 255, *row.groups], ["", *row.labels])
+        for image, row in zip(inputs, rows, strict=True)
+    ]
 
 
 def wrap(text: str, width: int, size: int, lines: int = 1) -> list[str]:

@@ -27,7 +27,10 @@ RESUMABLE_KEYS = (
     "compile_training precision.backend model.rollout_batch model.micro_batch model.decode_batch "
     "model.gradient_checkpointing model.pretrained model.embeddings data.eval data.eval_prompts data.eval_images"
 ).split()
-_SERVERS, _SERVER_KEYS = ("http", "vlm", "vlm_marks"), ("url", "concurrency", "timeout", "retries", "backoff")
+_SERVERS, _SERVER_KEYS = (
+    ("http", "vlm", "vlm_marks", "vlm_edit"),
+    ("url", "concurrency", "timeout", "retries", "backoff"),
+)
 _LISTED_KEYS = ", ".join([*RESUMABLE_KEYS, f"reward.<{'|'.join(_SERVERS)}>.<{'|'.join(_SERVER_KEYS)}>"])
 RESUMABLE_KEYS += [f"reward.{name}.{key}" for name in _SERVERS for key in _SERVER_KEYS]
 

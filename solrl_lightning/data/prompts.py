@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from solrl_lightning.data.input_images import with_image
 from solrl_lightning.data.sources import Record, read_records
 from solrl_lightning.errors import UserError
 from solrl_lightning.seeds import permutation
@@ -28,22 +29,29 @@ class PromptSets(NamedTuple):
     metadata: dict[str, Mapping[str, Any]]  # of the prompts that have any, which rewards read
 
 
-def read_prompts(source: str | Path, column: str = "prompt") -> list[str]:
+def read_prompts(source: str | Path, column: str = "prompt", with_images: bool = False) -> list[str]:
     """The unique prompts of a source, stripped, in its order, without blank ones. Logs the number of repetitions.
 
     Raises:
         UserError: the source cannot be read, or has no prompt.
     """
-    records, notes = _unique_records(source, column)
+    records, notes = _unique_records(source, column, with_images)
     for note in notes:
         logger.info("%s", note)
     return [record.text for record in records]
 
 
-def read_tags(source: str | Path, column: str = "prompt") -> dict[str, str]:
+def read_metadata(
+    source: str | Path, column: str = "prompt", with_images: bool = False
+) -> dict[str, Mapping[str, Any]]:
+    """prompt -> metadata, for the prompts of ``read_prompts``."""
+    return {record.text: record.metadata for record in _unique_records(source, column, with_images)[0]}
+
+
+def read_tags(source: str | Path, column: str = "prompt", with_images: bool = False) -> dict[str, str]:
     """prompt -> tag, for those prompts of ``read_prompts`` that have a tag."""
-    records = _unique_records(source, column)[0]
-    return {record.text: tag for record in records if (tag := record.metadata.get("tag")) is not None}
+    rows = read_metadata(source, column, with_images).items()
+    return {prompt: tag for prompt, metadata in rows if (tag := metadata.get("tag")) is not None}
 
 
 def digest(*values: Any) -> str:
@@ -51,16 +59,20 @@ def digest(*values: Any) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:16]
 
 
-def read_prompt_sets(train: str | Path | None, held_out: str | Path | None, column: str = "prompt") -> PromptSets:
+def read_prompt_sets(
+    train: str | Path | None, held_out: str | Path | None, column: str = "prompt", with_images: bool = False
+) -> PromptSets:
     """Both sets. A source of None gives an empty set. Prompts of ``held_out`` are removed from the training set.
+
+    ``with_images``: each prompt has an input image; see ``input_images``.
 
     Does not log: called several times at start-up, before logging is configured. The caller logs ``notes``.
 
     Raises:
-        UserError: a source cannot be read, or every training prompt is held out.
+        UserError: a source or an image cannot be read, or every training prompt is held out.
     """
     (train_records, notes), (eval_records, eval_notes) = (
-        ((), ()) if source is None else _unique_records(source, column) for source in (train, held_out)
+        ((), ()) if source is None else _unique_records(source, column, with_images) for source in (train, held_out)
     )
     prompts, eval_prompts = [record.text for record in train_records], [record.text for record in eval_records]
     identities = {_identity(prompt) for prompt in eval_prompts}
@@ -76,14 +88,18 @@ def read_prompt_sets(train: str | Path | None, held_out: str | Path | None, colu
     return PromptSets(disjoint, eval_prompts, [*notes, *eval_notes, *overlap], metadata)
 
 
-def _unique_records(source: str | Path, column: str) -> tuple[Sequence[Record], Sequence[str]]:
+def _unique_records(source: str | Path, column: str, with_images: bool) -> tuple[Sequence[Record], Sequence[str]]:
     """The unique rows of a source, and notes about the dropped rows. A process reads a source once."""
-    return _read(str(source), column, Path.cwd())
+    return _read(str(source), column, with_images, Path.cwd())
 
 
 @cache
-def _read(source: str, column: str, cwd: Path) -> tuple[Sequence[Record], Sequence[str]]:  # cwd: a part of the key
+def _read(  # cwd: a part of the key
+    source: str, column: str, with_images: bool, cwd: Path
+) -> tuple[Sequence[Record], Sequence[str]]:
     rows = read_records(source, column)
+    if with_images:
+        rows = [Record(*with_image(row.text, row.metadata, source)) for row in rows if row.text.strip()]
     # Preference tables such as Pick-a-Pic repeat a prompt many times: count equal texts before normalising them.
     times = Counter(row.text for row in rows)
     first = {row.text: row for row in reversed(rows)}  # the first of equal rows wins

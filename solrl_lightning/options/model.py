@@ -98,6 +98,8 @@ class Model(Group):
     """Frames of a video."""
     frames: Scored | None = None
     """Frames of a video that the rewards score."""
+    input_image: bool = False
+    """Whether a prompt has an image that the model edits."""
     max_sequence_length: Count
     """Tokens of a prompt."""
     guidance: NotNegative | None = None

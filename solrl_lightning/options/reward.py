@@ -78,7 +78,7 @@ class Server(Member, total=False):
 
 
 class Judge(Member, total=False):
-    """reward=vlm, vlm_marks."""
+    """reward=vlm, vlm_marks, vlm_edit."""
 
     url: Required[str]
     """Address of the API."""

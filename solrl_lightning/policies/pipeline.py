@@ -19,6 +19,7 @@ import torch
 from diffusers import AutoencoderTiny, DiffusionPipeline
 from peft import LoraConfig
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
 from solrl_lightning.artifacts.files import written_whole
 from solrl_lightning.errors import UserError
@@ -72,6 +73,7 @@ class PipelineAdapter(ABC):
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     encoders: ClassVar[tuple[str, ...]]  # text encoders and tokenizers
     latent_shape: tuple[int, ...]  # of one image, as the transformer takes it
+    metadata: Mapping[str, Mapping[str, Any]] = {}  # of the prompts that have any; set by the task
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class PipelineAdapter(ABC):
         self.decode_batch, self.variant, self.device = decode_batch, variant, torch.device(device)
         self.dtypes = {name: _dtype(name, value) for name, value in dtypes.items()}
         home = torch.device(transformer_device or self.device)
-        self.encode_on, self._noted_long_prompt = encode_on, False
+        self.encode_on, self._noted_long_prompt, self.guidance_scale = encode_on, False, guidance_scale
         self.cache: EmbeddingCache | None = None
         self.random = weights == "random"
         if self.random:
@@ -129,8 +131,7 @@ class PipelineAdapter(ABC):
         side = resolution // self.pixels_per_latent
         self.latent_shape = (self.transformer.config.in_channels, side, side)
         self.preview_decoder = None if preview_decoder is None else self._preview_decoder(preview_decoder)
-        self.guidance_scale = guidance_scale
-        self.unconditional: Conditioning = {} if guidance_scale == 1 else self.encode([""])
+        self.unconditional: Conditioning = {} if guidance_scale == 1 else self.encode_unconditional()
 
     # A subclass implements these
 
@@ -198,16 +199,30 @@ class PipelineAdapter(ABC):
 
     def encode(self, prompts: list[str]) -> Conditioning:
         """Embeddings of P prompts by name, each [P, ...] on the device; floating ones in the transformer's dtype."""
-        rows = {text: self.cache.load(text) if self.cache else None for text in dict.fromkeys(prompts)}
+        texts = dict.fromkeys(prompts)
+        rows = {text: self.cache.load(self.embedding_name(text)) if self.cache else None for text in texts}
         new = [text for text, row in rows.items() if row is None]
         for text, row in zip(new, self._encode_rows(new), strict=True):
             rows[text] = row
             if self.cache:
-                self.cache.save(text, row)
+                self.cache.save(self.embedding_name(text), row)
         row_of_each: list[Row] = [rows[text] for text in prompts]  # type: ignore[misc]  # all are filled in by now
         stacked = {name: value.to(self.device) for name, value in stack_rows(row_of_each).items()}
         dtype = self.transformer.dtype
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in stacked.items()}
+
+    def encode_unconditional(self) -> Conditioning:
+        """Embedding of the empty prompt, [1, ...] each, for guidance."""
+        return self.encode([""])
+
+    def embedding_name(self, prompt: str) -> str:
+        """What the cache knows the embedding of a prompt by, for these ``embedding_settings``."""
+        return prompt
+
+    def embedding_settings(self) -> dict[str, object]:
+        """What the embedding of every prompt depends on beside the text encoders."""
+        dtypes = {name: str(self.dtypes.get(name, self.dtypes["default"])) for name in self.encoders}
+        return {"length": self.max_sequence_length, "variant": self.variant, "dtypes": dtypes}
 
     @torch.no_grad()
     def _encode_rows(self, texts: list[str]) -> list[Row]:
@@ -240,7 +255,7 @@ class PipelineAdapter(ABC):
         """Warn of the first prompt that a tokenizer does not read to its end."""
         for name in self.encoders:
             tokenizer = self.pipeline.components[name]
-            if self._noted_long_prompt or tokenizer is None or isinstance(tokenizer, nn.Module):
+            if self._noted_long_prompt or not isinstance(tokenizer, PreTrainedTokenizerBase):
                 continue
             limit = min(tokenizer.model_max_length, self.max_sequence_length)
             counts = [len(ids) for ids in tokenizer(texts, verbose=False).input_ids]
@@ -335,10 +350,8 @@ class PipelineAdapter(ABC):
         return decoder.requires_grad_(False).to(self.device, memory_format=torch.channels_last)
 
     def _cache(self, folder: Path) -> EmbeddingCache:
-        dtypes = {name: str(self.dtypes.get(name, self.dtypes["default"])) for name in self.encoders}
-        settings: dict[str, object] = {"length": self.max_sequence_length, "variant": self.variant, "dtypes": dtypes}
         source = Path(self.pipeline.config._name_or_path)
-        return EmbeddingCache(folder, encoder_fingerprint(source, self.encoders, settings))
+        return EmbeddingCache(folder, encoder_fingerprint(source, self.encoders, self.embedding_settings()))
 
 
 def _dtype(name: str, value: str) -> torch.dtype:

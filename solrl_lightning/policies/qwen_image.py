@@ -4,7 +4,7 @@ Latents are packed, [B, S, C] with S image tokens of C = 4 x latent channels, fr
 is for videos: its input is [B, C / 4, frames, H / 8, W / 8].
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from diffusers import AutoencoderTiny, QwenImagePipeline
@@ -23,7 +23,7 @@ class QwenImage(PipelineAdapter):
     """Adapter of ``QwenImagePipeline``; arguments are those of `PipelineAdapter`."""
 
     pipeline_class = QwenImagePipeline
-    encoders = ("text_encoder", "tokenizer")
+    encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
 
     def __init__(self, pretrained: str, resolution: int, **others: Any) -> None:
         super().__init__(pretrained, resolution, **others)
@@ -44,16 +44,23 @@ class QwenImage(PipelineAdapter):
         One length for all prompts keeps the shapes that a compiled transformer has.
         """
         conditioning = super().encode(prompts)
-        embeds = conditioning["prompt_embeds"]
-        mask = conditioning.get(
-            "prompt_embeds_mask", torch.ones(embeds.shape[:2], dtype=torch.bool, device=self.device)
-        )
-        missing = self.max_sequence_length - embeds.shape[1]
-        return {"prompt_embeds": F.pad(embeds, (0, 0, 0, missing)), "prompt_embeds_mask": F.pad(mask, (0, missing))}
+        return conditioning | self.padded(conditioning, "prompt_embeds")
+
+    def padded(self, conditioning: Conditioning, name: str) -> Conditioning:
+        """The embedding ``name`` [P, prompt_length, D], and its mask."""
+        embeds = conditioning[name]
+        mask = conditioning.get(f"{name}_mask", torch.ones(embeds.shape[:2], dtype=torch.bool, device=self.device))
+        missing = self.prompt_length - embeds.shape[1]
+        return {name: F.pad(embeds, (0, 0, 0, missing)), f"{name}_mask": F.pad(mask, (0, missing))}
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of a padded prompt."""
+        return self.max_sequence_length
 
     def embedding_like(self) -> Conditioning:
         width = self.transformer.config.joint_attention_dim
-        return {"prompt_embeds": torch.empty(self.max_sequence_length, width, device="meta")}
+        return {"prompt_embeds": torch.empty(self.prompt_length, width, device="meta")}
 
     def noise(self, seeds: Tensor) -> Tensor:
         spatial = noise(seeds, (self.latent_shape[1] // 4, self._side * 2, self._side * 2))
@@ -68,16 +75,20 @@ class QwenImage(PipelineAdapter):
         return self.scheduler_sigmas(steps, calculate_shift(self.latent_shape[0], *shift))
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
-        dtype = conditioning["prompt_embeds"].dtype
+        dtype, images = conditioning["prompt_embeds"].dtype, self.images(x, conditioning)
         output = transformer(
-            hidden_states=x.to(dtype),
+            hidden_states=torch.cat([image.to(dtype) for image in images], dim=1),
             encoder_hidden_states=conditioning["prompt_embeds"],
             encoder_hidden_states_mask=conditioning["prompt_embeds_mask"],
             timestep=(1000 * sigma.to(self.device)).to(dtype).expand(len(x)) / 1000,  # rounded as the pipeline does
-            img_shapes=[[(1, self._side, self._side)]] * len(x),
+            img_shapes=[[(1, self._side, self._side)] * len(images)] * len(x),
             return_dict=False,
         )
-        return output[0].float()
+        return output[0][:, : x.shape[1]].float()
+
+    def images(self, x: Tensor, conditioning: Conditioning) -> list[Tensor]:
+        """Latents [B, S, C] of each image that the transformer reads, the one to predict first."""
+        return [x]
 
     def guided_velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         """As ``PipelineAdapter.guided_velocity``, with each token rescaled to the norm of its conditional velocity."""

@@ -21,6 +21,7 @@ from pydantic import Base64Bytes, BaseModel, ValidationError
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
+from solrl_lightning.data.input_images import INPUT_IMAGE
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.rewards.base import Metadata, call_with_metadata
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -114,7 +115,10 @@ def pixels(png: bytes, max_pixels: int) -> Tensor:
 
 def score_batch(rewards: WeightedRewards, images: Tensor, batch: Batch) -> Tensor:
     """Weighted sums, float32 [B]; raises as ``Reward.__call__`` and ``Reward.check_prompts`` do."""
-    metadata: list[Metadata] = list(batch.metadata or [{} for _ in batch.prompts])
+    rows = batch.metadata or [{} for _ in batch.prompts]
+    metadata: list[Metadata] = [  # a path in a request opens no file here
+        {key: value for key, value in row.items() if key != INPUT_IMAGE} for row in rows
+    ]
     for reward in rewards.rewards.values():
         call_with_metadata(reward.check_prompts, batch.prompts, metadata=metadata)
     each = [reward(images, batch.prompts, metadata) for reward in rewards.rewards.values()]

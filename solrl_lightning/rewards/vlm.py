@@ -1,4 +1,6 @@
-"""reward=vlm, vlm_marks: a vision-language model answers a question about the image and its prompt.
+"""reward=vlm, vlm_marks, vlm_edit: a vision-language model answers a question about the image and its prompt.
+
+Where the prompt has an input image, the model sees that one first and then the image to score.
 
 The reward is the expected value of the answer: the values of the possible answers, weighted by their probabilities as
 the first word. With the answers yes and no it is VQAScore (Lin et al. 2024, arXiv 2404.01291, equation 1, here without
@@ -17,12 +19,14 @@ from collections.abc import Mapping
 from multiprocessing.pool import ThreadPool
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from solrl_lightning.data.input_images import INPUT_IMAGE, load_square
 from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.rewards.addresses import check_url, read_token
-from solrl_lightning.rewards.base import Reward, check_scores
+from solrl_lightning.rewards.base import Metadata, Reward, check_scores
 from solrl_lightning.rewards.client import Client, shown, to_png
 
 _ALTERNATIVES = 20  # likeliest first words in an answer; the most that the API gives
@@ -37,7 +41,7 @@ class VLMReward(Reward):
     Args:
         url: address of the API, to which ``/chat/completions`` is added.
         model: name of the model there.
-        question: text beside the image; ``{prompt}`` stands for the prompt.
+        question: text after the image, or the two; ``{prompt}`` stands for the prompt.
         answers: value of each answer, a word without regard to case.
         logprobs: read the probabilities of the first word; False: read the first answer in the text, for a server that
             gives no probabilities.
@@ -78,22 +82,22 @@ class VLMReward(Reward):
     def costs(self) -> Mapping[str, int]:
         return self._costs
 
-    def check_prompts(self, prompts: list[str]) -> None:
-        """Ask once about a grey image and the first prompt, before a model is loaded.
+    def check_prompts(self, prompts: list[str], metadata: list[Metadata]) -> None:
+        """Ask once about a grey image, or two, and the first prompt, before a model is loaded.
 
         Raises:
             UserError: the server does not answer, or not as agreed.
         """
         grey = to_png(torch.full((64, 64, 3), 128, dtype=torch.uint8))
         try:
-            self._ask((grey, prompts[0]), retries=False)
+            self._ask(_Question([grey] * (1 + (INPUT_IMAGE in metadata[0])), prompts[0]), retries=False)
         except ServerError as error:
             raise UserError(
                 f"url={self.url} model={self.model} is invalid: {sentence(error)} Start or correct the server, or set "
                 "reward.<name>.url=<its address> and reward.<name>.model=<the name of its model>."
             ) from error
 
-    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
         """Expected values, float32 [B], of the answers about the images rounded to 8 bits.
 
         Raises:
@@ -101,9 +105,12 @@ class VLMReward(Reward):
             NonFiniteError: none of the answers is in the answer about an image.
         """
         levels = (images.float() * 255).round().byte().permute(0, 2, 3, 1).cpu()
-        pairs = [(to_png(image), prompt) for image, prompt in zip(levels, prompts, strict=True)]
-        keys = [hashlib.sha256(png + prompt.encode()).digest() for png, prompt in pairs]
-        missing = {key: pair for key, pair in zip(keys, pairs, strict=True) if key not in self._scored}
+        questions = [
+            _Question([*_input_of(row, len(image)), to_png(image)], prompt)
+            for image, prompt, row in zip(levels, prompts, metadata, strict=True)
+        ]
+        keys = [hashlib.sha256(b"".join([*pngs, prompt.encode()])).digest() for pngs, prompt in questions]
+        missing = {key: question for key, question in zip(keys, questions, strict=True) if key not in self._scored}
         with ThreadPool(self.concurrency) as threads:  # daemons, which Ctrl-C does not wait for
             for key, answer in zip(missing, threads.imap(self._ask, missing.values()), strict=True):
                 self._scored[key] = answer.score
@@ -113,12 +120,12 @@ class VLMReward(Reward):
         check_scores(f"{self.name} of {self.model}", scores, prompts)
         return scores
 
-    def _ask(self, pair: tuple[bytes, str], retries: bool | None = None) -> "_Answer":
-        """The score of an image, a PNG file, with its prompt; ``retries=False`` sends the request once."""
-        png, prompt = pair
-        picture = {"url": f"data:image/png;base64,{base64.b64encode(png).decode()}"}
-        text = self.question.replace("{prompt}", prompt)
-        content = [{"type": "image_url", "image_url": picture}, {"type": "text", "text": text}]
+    def _ask(self, question: "_Question", retries: bool | None = None) -> "_Answer":
+        """The score of the last of a question's images; ``retries=False`` sends the request once."""
+        pngs, prompt = question
+        urls = [f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in pngs]
+        content: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        content.append({"type": "text", "text": self.question.replace("{prompt}", prompt)})
         body: dict[str, Any] = {"model": self.model, "messages": [{"role": "user", "content": content}]}
         body |= {"temperature": 0, "max_tokens": 1 if self.logprobs else _LONGEST}
         if self.logprobs:
@@ -138,6 +145,18 @@ class VLMReward(Reward):
                 rule += " with the log probabilities of the first word"
                 fix = ". For a server without them set reward.<name>.logprobs=false"
             raise ServerError(f"{server} gave an invalid answer: {rule}; got {shown(answer)}{fix}.") from error
+
+
+def _input_of(metadata: Metadata, side: int) -> list[bytes]:
+    """The PNG file of a prompt's input image, if it has one."""
+    if INPUT_IMAGE not in metadata:
+        return []
+    return [to_png(torch.from_numpy(np.array(load_square(metadata[INPUT_IMAGE], side))))]
+
+
+class _Question(NamedTuple):
+    pngs: list[bytes]
+    prompt: str
 
 
 class _Answer(NamedTuple):

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from solrl_lightning.artifacts.hub import fetch
+from solrl_lightning.data.input_images import INPUT_IMAGE, load_square
 from solrl_lightning.errors import UserError, sentence
-from solrl_lightning.rewards.base import Reward
+from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.loading import floating_dtype
 
 
@@ -25,7 +27,7 @@ class LocalVLMReward(Reward):
 
     Args:
         pretrained: hub id or folder of the model and its processor.
-        question: text beside the image; ``{prompt}`` stands for the prompt.
+        question: text after the image, or the prompt's input image and the image; ``{prompt}`` stands for the prompt.
         answers: value of each answer, a word without regard to case.
         device: where to score.
         dtype: of weights and activations.
@@ -61,17 +63,20 @@ class LocalVLMReward(Reward):
         self.tokens = first_tokens(self.processor.tokenizer, answers)
         self.values = torch.tensor([float(value) for value in answers.values()], device=self.device)
 
-    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
         levels = (images.float() * 255).round().byte().cpu()
-        parts = range(0, len(prompts), self.batch)
-        return torch.cat([self._score(levels[i : i + self.batch], prompts[i : i + self.batch]) for i in parts])
+        parts = [slice(first, first + self.batch) for first in range(0, len(prompts), self.batch)]
+        return torch.cat([self._score(levels[part], prompts[part], metadata[part]) for part in parts])
 
-    def _score(self, levels: Tensor, prompts: list[str]) -> Tensor:
+    def _score(self, levels: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
         chats = []
-        for image, prompt in zip(levels, prompts, strict=True):
+        for image, prompt, row in zip(levels, prompts, metadata, strict=True):
             text = self.question.replace("{prompt}", prompt.replace("<|", "< |"))  # no special tokens of the chat
-            content = [{"type": "image", "image": image}, {"type": "text", "text": text}]
-            chats.append([{"role": "user", "content": content}])
+            pictures = [image]
+            if INPUT_IMAGE in row:
+                pictures.insert(0, pil_to_tensor(load_square(row[INPUT_IMAGE], image.shape[-1])))
+            content: list[Any] = [{"type": "image", "image": picture} for picture in pictures]
+            chats.append([{"role": "user", "content": [*content, {"type": "text", "text": text}]}])
         inputs = self.processor.apply_chat_template(
             chats, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt", padding=True
         )

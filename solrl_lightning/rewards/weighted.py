@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from solrl_lightning.data.input_images import text_of
 from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.frames import choose_frames
 from solrl_lightning.rewards.base import Metadata, Reward, call_with_metadata
@@ -77,8 +78,9 @@ class WeightedRewards:
 
     def check_prompts(self, prompts: list[str]) -> None:
         """Raise ``UserError`` for a prompt that one of the rewards cannot score."""
+        texts, metadata = self._rows(prompts)
         for reward in self.rewards.values():
-            call_with_metadata(reward.check_prompts, prompts, metadata=self._metadata_of(prompts))
+            call_with_metadata(reward.check_prompts, texts, metadata=metadata)
 
     def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
         """Raw scores, float32 [B, R], in the order of ``rewards``; raises as ``Reward.__call__`` does.
@@ -88,8 +90,8 @@ class WeightedRewards:
         """
         if images.ndim == 5:
             return self._of_videos(images, prompts)
-        metadata, several = self._metadata_of(prompts), len(self.rewards) > 1
-        scores = [reward(images.clone() if several else images, prompts, metadata) for reward in self.rewards.values()]
+        (texts, metadata), several = self._rows(prompts), len(self.rewards) > 1
+        scores = [reward(images.clone() if several else images, texts, metadata) for reward in self.rewards.values()]
         return torch.stack(scores, dim=-1)
 
     def _of_videos(self, videos: Tensor, prompts: list[str]) -> Tensor:
@@ -101,8 +103,10 @@ class WeightedRewards:
             raise NonFiniteError(str(error), error.row // each) from error
         return scores.unflatten(0, (len(videos), each)).mean(1)
 
-    def _metadata_of(self, prompts: list[str]) -> list[Metadata]:
-        return [self.metadata.get(prompt, {}) for prompt in prompts]
+    def _rows(self, prompts: list[str]) -> tuple[list[str], list[Metadata]]:
+        """Texts and metadata of prompts."""
+        metadata = [self.metadata.get(prompt, {}) for prompt in prompts]
+        return [text_of(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)], metadata
 
     def total(self, scores: Tensor) -> Tensor:
         """Weighted sum [...] of scores [..., R]."""

@@ -9,10 +9,13 @@ from pathlib import Path
 
 import torch
 from hydra.utils import get_object
+from PIL import Image
 
 from solrl_lightning.artifacts.files import write_atomically
+from solrl_lightning.artifacts.pictures import to_png
 from solrl_lightning.artifacts.tables import OK, WRONG, Row
 from solrl_lightning.build import build_objective, build_rewards, with_option
+from solrl_lightning.data.input_images import INPUT_IMAGE
 from solrl_lightning.options.reward import REWARD_FILES
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
@@ -91,20 +94,31 @@ def check_rewards(cfg: Run, device: torch.device) -> Iterator[Row]:
     rewards = build_rewards(with_local_rewards(cfg), device)
     image = torch.rand(1, 3, cfg.model.resolution, cfg.model.resolution, device=device)
     examples = {name: reward.example for name, reward in rewards.rewards.items()}
-    scores = {name: rewards.rewards[name](image, [text], [metadata]) for name, (text, metadata) in examples.items()}
+    inputs = {INPUT_IMAGE: str(grey_image(cfg))} if cfg.model.input_image else {}
+    scores = {name: rewards.rewards[name](image, [text], [{**row, **inputs}]) for name, (text, row) in examples.items()}
     values = ", ".join(f"{name} {score.item():.3g}" for name, score in scores.items())
     yield Row("reward", OK, f"loaded, and one image of noise scored in {time.perf_counter() - start:.1f} s: {values}")
+
+
+def grey_image(cfg: Run) -> Path:
+    """A new file with an input image for a model that edits one."""
+    file = Path(cfg.run_dir) / "doctor.png"
+    write_atomically(file, to_png(Image.new("RGB", (64, 64), "grey")))
+    return file
 
 
 def prompts_for(cfg: Run) -> str:
     """A source of prompts that all rewards can score: captions, or the example of a reward that needs other prompts."""
     targets = [get_object(member["_target_"]) for member in cfg.reward.members.values()]
-    for text, metadata in (getattr(target, "example", Reward.example) for target in targets):
-        if text != Reward.example[0]:
-            file = Path(cfg.run_dir) / "doctor.jsonl"
-            write_atomically(file, json.dumps({"prompt": text, **metadata}).encode())
-            return str(file)
-    return "shapes-train"
+    examples = [getattr(target, "example", Reward.example) for target in targets]
+    text, metadata = next((each for each in examples if each[0] != Reward.example[0]), Reward.example)
+    if text == Reward.example[0] and not cfg.model.input_image:
+        return "shapes-train"
+    if cfg.model.input_image:
+        metadata = {**metadata, "image": grey_image(cfg).name}
+    file = Path(cfg.run_dir) / "doctor.jsonl"
+    write_atomically(file, json.dumps({"prompt": text, **metadata}).encode())
+    return str(file)
 
 
 def smoke_config(cfg: Run, count: int) -> Run:

@@ -23,7 +23,7 @@ from PIL import Image
 from torch import Tensor, distributed
 
 from solrl_lightning.artifacts.files import write_atomically
-from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png
+from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png, with_inputs
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_module, instantiate_trainer, load_adapters
 from solrl_lightning.data.loaders import RankPrompts
@@ -71,7 +71,8 @@ def evaluate(cfg: Run) -> dict[str, Any]:
     def by_reward(rows: Sequence[int]) -> dict[str, dict[str, Any]]:
         return {name: compare_models(list(weights), scores[:, rows, :, i]) for i, name in enumerate(names)}
 
-    tags, prompts = read_tags(sources(cfg)["eval"], cfg.data.column), module.evaluation.prompts
+    tags = read_tags(sources(cfg)["eval"], cfg.data.column, cfg.model.input_image)
+    prompts = module.evaluation.prompts
     kinds: defaultdict[str, list[int]] = defaultdict(list)
     for row, prompt in enumerate(prompts):
         if prompt in tags:
@@ -188,7 +189,8 @@ def draw(evaluation: Evaluation, models: Sequence[str], scored: Sequence[Scored]
         if pictures is not None:
             totals = scores[:, : pictures.shape[1], -1].flatten().tolist()
             rows.append(Row(prompt, list(pictures.float() / 255), [f"{value:.3g}" for value in totals]))
-    return draw_grid(f"Same held-out prompts, same noise; {evaluation.names[-1]} below", models, rows)
+    title = f"Same held-out prompts, same noise; {evaluation.names[-1]} below"
+    return draw_grid(title, *with_inputs(models, rows, evaluation.rewards.metadata))
 
 
 def format_evaluation(result: dict[str, Any], folder: Path) -> str:

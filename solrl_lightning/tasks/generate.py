@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
-from solrl_lightning.artifacts.pictures import Row, draw_grid, to_animation, to_image, to_png
+from solrl_lightning.artifacts.pictures import Row, draw_grid, to_animation, to_image, to_png, with_inputs
 from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_model, device_of, load_adapters, with_option
-from solrl_lightning.facts import requested_prompts
+from solrl_lightning.facts import requested_metadata, requested_prompts
 from solrl_lightning.frames import filmstrip
 from solrl_lightning.names import MERGED
 from solrl_lightning.options.run import Run
@@ -40,6 +40,7 @@ def generate(cfg: Run) -> dict[str, Any]:
     weights = cfg.weights
     folder = Path(cfg.run_dir)
     module = build_model(without_training(cfg), device_of(cfg))
+    module.policy.metadata = requested_metadata(cfg)
     if cfg.ckpt is not None:
         load_adapters(module, cfg.ckpt)
 
@@ -61,7 +62,9 @@ def generate(cfg: Run) -> dict[str, Any]:
 
     rows = [Row(prompt, group) for prompt, *group in zip(prompts, *shown.values(), strict=False)]  # the first ones
     title = "Same prompts, same noise" if len(weights) > 1 else "Generated images"
-    write_atomically(folder / "generate.png", to_png(draw_grid(title, list(weights), rows)))
+    write_atomically(
+        folder / "generate.png", to_png(draw_grid(title, *with_inputs(list(weights), rows, module.policy.metadata)))
+    )
     result = {"checkpoint": cfg.ckpt, "images": images, "seconds": time.perf_counter() - started}
     write_json(folder / "generate.json", result)
     print(f"{len(images)} images in {result['seconds']:.0f} s\n  {folder / 'images'}, {folder / 'generate.png'}")

@@ -44,7 +44,7 @@ class StandIn(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2))
-        self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1))
+        self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1), metadata={})
         self.rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
         self.transformers = SimpleNamespace(precision_backend="nvfp4 (emulated)", explorers={})
         prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]

@@ -131,6 +131,16 @@ def test_malformed_request_is_an_error(url: str, body: Any, status: int, message
     assert answer.status == status and message in answer.json()["detail"] and len(answer.data) < 300
 
 
+def test_path_in_a_request_is_not_opened() -> None:
+    class Seen(Count):
+        def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
+            return torch.tensor([float(len(row)) for row in metadata])
+
+    with serving(WeightedRewards({"seen": Seen()}, {"seen": 1.0})) as url:
+        row = {"count": 1, "image": "a.png", "input_image": "/etc/hostname"}
+        assert client(url)(torch.zeros(1, 3, 8, 8), ["a"], [row]).tolist() == [2.0]
+
+
 def test_token_is_required_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(WeightedRewards({"count": COUNT}, {"count": 1.0}), token="s3cret") as url:
 

@@ -1,4 +1,4 @@
-"""reward=vlm and vlm_marks against a server with the answers of an OpenAI-compatible API."""
+"""reward=vlm, vlm_marks and vlm_edit against a server with the answers of an OpenAI-compatible API."""
 
 import io
 import json
@@ -6,6 +6,7 @@ import math
 from base64 import b64decode
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ import torch
 from PIL import Image
 from reward_servers import in_thread
 
+from solrl_lightning.data.input_images import load_square
 from solrl_lightning.errors import NonFiniteError, ServerError, UserError
 from solrl_lightning.rewards.addresses import TOKEN
+from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.vlm import VLMReward
 
 IMAGES = torch.rand(3, 3, 6, 8, generator=torch.Generator().manual_seed(0))
@@ -42,7 +45,7 @@ class Server(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         cls = type(self)
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        picture, _ = body["messages"][0]["content"]
+        *_, picture, _ = body["messages"][0]["content"]
         png = Image.open(io.BytesIO(b64decode(picture["image_url"]["url"].removeprefix("data:image/png;base64,"))))
         places = [np.array_equal(np.asarray(png), row) for row in (IMAGES * 255).round().byte().permute(0, 2, 3, 1)]
         cls.requests.append(body | {"path": self.path, "place": places.index(True) if True in places else None})
@@ -122,6 +125,21 @@ def test_equal_image_is_one_request_and_requests_are_counted(server: type[Server
     assert judge(images, prompts).equal(scores) and len(server.requests) == 4
 
 
+def test_input_image_of_the_prompt_comes_before_the_image(server: type[Server], tmp_path: Path) -> None:
+    Image.fromarray(np.arange(8 * 6 * 3, dtype=np.uint8).reshape(6, 8, 3)).save(tmp_path / "in.png")
+    rows: list[Metadata] = [{}, {"image": "in.png", "input_image": str(tmp_path / "in.png")}]
+    judge = reward(server)
+    judge.check_prompts(PROMPTS[:2], rows[::-1])  # with as many images as in the run
+    assert [part["type"] for part in server.requests.pop()["messages"][0]["content"]] == ["image_url"] * 2 + ["text"]
+    images, prompts = IMAGES[:2].repeat(2, 1, 1, 1), [*PROMPTS[:2]] * 2
+    judge(images, prompts, [*rows, {}, {}])
+    contents = {(request["place"], len(request["messages"][0]["content"])) for request in server.requests}
+    assert contents == {(0, 2), (1, 3), (1, 2)} and judge.costs["requests"] == 3  # the first was asked about before
+    ((shown, _, _),) = (r["messages"][0]["content"] for r in server.requests if len(r["messages"][0]["content"]) == 3)
+    png = io.BytesIO(b64decode(shown["image_url"]["url"].removeprefix("data:image/png;base64,")))
+    assert np.array_equal(np.asarray(Image.open(png)), np.asarray(load_square(str(tmp_path / "in.png"), 6)))
+
+
 def test_failed_request_is_repeated_with_the_token(server: type[Server], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, "secret")
     server.failures = 1
@@ -130,9 +148,9 @@ def test_failed_request_is_repeated_with_the_token(server: type[Server], monkeyp
 
 
 def test_error_of_the_server_comes_before_the_run(server: type[Server]) -> None:
-    reward(server).check_prompts(PROMPTS)
+    reward(server).check_prompts(PROMPTS, [{}] * 3)
     assert len(server.requests) == 1
     server.failures = 1
     with pytest.raises(UserError, match="url=http://.*/v1 model=judge is invalid: .* status 503"):
-        reward(server).check_prompts(PROMPTS)
+        reward(server).check_prompts(PROMPTS, [{}] * 3)
     assert len(server.requests) == 2  # no retries

@@ -6,6 +6,7 @@ import pytest
 import torch
 from nano import _qwen_tokenizer
 from torch import Tensor
+from torchvision.transforms.functional import to_pil_image
 from transformers import (
     AutoTokenizer,
     Qwen2VLConfig,
@@ -16,6 +17,7 @@ from transformers import (
 )
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.vlm_local import LocalVLMReward
 from tests.rewards.test_hpsv3 import TEMPLATE, VISION, patches, qwen_config
 
@@ -70,6 +72,23 @@ def test_score_is_the_expected_answer(folder: str) -> None:
     shares = reference(folder, IMAGES[0], PROMPTS[0], ["1", "2", "3"])
     assert marks.tokens[0] != marks.tokens[1] and len(shares) == 3
     assert float(marks(IMAGES[:1], PROMPTS[:1])) == pytest.approx(float(shares @ torch.tensor([0, 0.5, 1.0]).double()))
+
+
+def test_input_image_of_the_prompt_comes_before_the_image(folder: str, tmp_path: Path) -> None:
+    levels = (IMAGES[:2] * 255).round().byte()
+    to_pil_image(levels[0]).save(tmp_path / "in.png")
+    reward = LocalVLMReward(folder, QUESTION, {"yes": 1.0, "No": 0.0}, dtype="float32")
+    rows: list[Metadata] = [{}, {"image": "in.png", "input_image": str(tmp_path / "in.png")}]
+    with_input, alone = reward(IMAGES[1:2].repeat(2, 1, 1, 1), PROMPTS[:1] * 2, rows[::-1])
+    chat = [{"type": "image", "image": image} for image in levels]
+    text = {"type": "text", "text": QUESTION.replace("{prompt}", PROMPTS[0])}
+    options = dict(tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    inputs = reward.processor.apply_chat_template([[{"role": "user", "content": [*chat, text]}]], **options)
+    with torch.no_grad():
+        likelihoods = reward.model(**inputs).logits[0, -1].softmax(dim=-1)
+    yes, no = (likelihoods[numbers].sum() for numbers in reward.tokens)
+    torch.testing.assert_close(with_input, yes / (yes + no), rtol=1e-4, atol=1e-5)
+    assert (with_input - alone).abs() > 1e-4
 
 
 def test_answers_with_the_same_first_token_raise(folder: str) -> None:

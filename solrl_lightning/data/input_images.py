@@ -1,0 +1,75 @@
+"""Input images of prompts, for the models that edit one. Imports no torch.
+
+The prompt of such a model is its text with the name of its image, so that one instruction for two images is two
+prompts, and a prompt stays a string. Its metadata have the name under ``image``, as its row in the source, and the
+path of the file under ``input_image``.
+"""
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageOps
+
+from solrl_lightning.errors import UserError, sentence
+
+INPUT_IMAGE = "input_image"
+
+
+def with_image(text: str, metadata: Mapping[str, Any], source: str) -> tuple[str, Mapping[str, Any]]:
+    """The prompt and the metadata of a row of ``source`` with an input image.
+
+    The image is relative to the folder of the source, or to ``images/`` in it, as Flow-Factory's data sets have it.
+
+    Raises:
+        UserError: the row names no image, or there is no such image, or it cannot be read.
+    """
+    name, row = metadata.get("image"), f"the prompt {text.strip()[:60]!r} of {source} is invalid"
+    if not isinstance(name, str) or not name:
+        raise UserError(
+            f'{row}: this model edits an image, so a prompt is a row {{"prompt": ..., "image": <file>}} of a .jsonl '
+            f"file; this one has {'no image' if name is None else repr(name)}. Add it, or choose a model without input."
+        )
+    folder = Path(source).parent
+    files = [folder / name, folder / "images" / name]
+    file = next((file for file in files if file.is_file()), None)
+    if file is None:
+        raise UserError(
+            f"{row}: its image must be a file; there is neither {files[0]} nor {files[1]}. Correct the row, or put the "
+            "file there."
+        )
+    try:
+        with Image.open(file):  # reads the header only
+            pass
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UserError(f"{row}: its image cannot be read: {sentence(error)} Write the file again.") from error
+    return f"{text.strip()}{_mark(name)}", {**metadata, INPUT_IMAGE: str(file.resolve())}
+
+
+def text_of(prompt: str, metadata: Mapping[str, Any]) -> str:
+    """The text of a prompt, without the name of its image."""
+    return prompt.removesuffix(_mark(metadata["image"])) if INPUT_IMAGE in metadata else prompt
+
+
+@lru_cache(maxsize=32)
+def load_square(file: str, side: int) -> Image.Image:
+    """The square in the middle of an image, upright, in RGB, with ``side`` pixels a side.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        with Image.open(file) as opened:
+            image = ImageOps.exif_transpose(opened).convert("RGB")
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise UserError(f"the input image {file} cannot be read: {sentence(error)} Write the file again.") from error
+    width, height = image.size
+    square = min(width, height)
+    left, top = (width - square) // 2, (height - square) // 2
+    image = image.crop((left, top, left + square, top + square))
+    return image.resize((side, side), Image.Resampling.LANCZOS)  # as the pipelines of diffusers
+
+
+def _mark(name: str) -> str:
+    return f" [image: {name}]"

@@ -1,0 +1,83 @@
+"""Prompts with input images: what their rows name, and errors of one line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from solrl_lightning.data.input_images import load_square, text_of
+from solrl_lightning.data.prompts import read_prompt_sets, read_prompts, read_tags
+from solrl_lightning.errors import UserError
+
+
+def write(file: Path, *rows: dict[str, Any]) -> str:
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return str(file)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "images").mkdir()
+    Image.new("RGB", (6, 4), "red").save(tmp_path / "red.png")
+    Image.new("RGB", (4, 6), "blue").save(tmp_path / "images" / "blue.png")
+    return tmp_path
+
+
+def test_instruction_for_two_images_is_two_prompts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    red, blue = ({"prompt": " make it green ", "image": name, "tag": name[:-4]} for name in ("red.png", "blue.png"))
+    train = write(folder / "train.jsonl", red, blue, red)
+    names = ["make it green [image: red.png]", "make it green [image: blue.png]"]
+    assert read_prompts(train, with_images=True) == names
+    assert read_tags(train, with_images=True) == dict(zip(names, ("red", "blue"), strict=True))
+    assert read_prompts(train) == ["make it green"]  # of a model that takes no image
+    sets = read_prompt_sets(train, write(folder / "test.jsonl", red), with_images=True)
+    assert (sets.train, sets.eval) == (names[1:], names[:1])  # the same text with another image is not held out
+    file = str(folder / "images" / "blue.png")
+    assert sets.metadata[names[1]] == {"image": "blue.png", "tag": "blue", "input_image": file}
+    assert [text_of(name, sets.metadata[name]) for name in names] == ["make it green"] * 2
+    assert text_of(names[0], {"image": "red.png"}) == names[0]
+    monkeypatch.chdir(folder)
+    assert read_prompt_sets("train.jsonl", None, with_images=True).metadata[names[1]]["input_image"] == file
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({}, r"row \{\"prompt\": ..., \"image\": <file>\} of a .jsonl file; this one has no image\. Add it"),
+        ({"image": 7}, "this one has 7"),
+        ({"image": ""}, "this one has ''"),
+        ({"image": "other.png"}, "neither .*/other.png nor .*/images/other.png. Correct the row, or put the file"),
+        ({"image": "images"}, "its image must be a file"),
+        ({"image": "text.png"}, "its image cannot be read: cannot identify image file .* Write the file again"),
+    ],
+)
+def test_row_without_a_readable_image_is_an_error(folder: Path, row: dict[str, Any], message: str) -> None:
+    (folder / "text.png").write_text("no image")
+    train = write(folder / "train.jsonl", {"prompt": "a", "image": "red.png"}, {"prompt": "make it green"} | row)
+    with pytest.raises(UserError, match=message) as error:
+        read_prompt_sets(train, None, with_images=True)
+    assert "the prompt 'make it green' of " in str(error.value) and "\n" not in str(error.value)
+    assert len(read_prompts(train)) == 2
+
+
+def test_text_file_has_no_images(folder: Path) -> None:
+    (folder / "train.txt").write_text("make it green\n")
+    with pytest.raises(UserError, match="the prompt 'make it green' of .*train.txt is invalid: this model edits an"):
+        read_prompts(folder / "train.txt", with_images=True)
+
+
+def test_square_is_the_middle_of_the_upright_image(tmp_path: Path) -> None:
+    pixels = np.arange(6 * 4 * 3, dtype=np.uint8).reshape(6, 4, 3)
+    image = Image.fromarray(pixels)
+    image.save(tmp_path / "high.png")
+    assert np.array_equal(load_square(str(tmp_path / "high.png"), 4), pixels[1:5])
+    turned = Image.Exif()
+    turned[0x0112] = 6  # as a camera stores a picture that it took on its side
+    image.save(tmp_path / "turned.png", exif=turned)
+    assert np.array_equal(load_square(str(tmp_path / "turned.png"), 4), np.rot90(pixels, -1)[:, 1:5])
+    image.convert("RGBA").save(tmp_path / "alpha.png")
+    small = load_square(str(tmp_path / "alpha.png"), 2)
+    assert (small.mode, small.size) == ("RGB", (2, 2))
