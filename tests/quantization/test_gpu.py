@@ -137,7 +137,7 @@ def test_rollout_chunk_stays_on_gpu(blackwell: None, folder: str) -> None:
     prompts, seeds = module.encode(PROMPTS[:1]), pool_seeds(0, 0, PROMPTS[:1], 2)
     spec = SamplingSpec(module.policy.sigmas(2), "dpm2")
     chunks = list(module.transformers.samplers["shadow"].sample(prompts, seeds, spec))
-    (index, state, _), images = chunks[0], module.policy.decode(chunks[0].state.x)
+    (index, state, *_), images = chunks[0], module.policy.decode(chunks[0].state.x)
     assert index.tolist() == [0, 1] and len(chunks) == 1
     assert state.x.shape == (2, 16, 32) and images.shape == (2, 3, 32, 32)
     for values in (state.x, images):
