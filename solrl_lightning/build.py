@@ -348,6 +348,7 @@ def facts_of(cfg: Run, module: SolRLModule, samplers: Collection[str]) -> Facts:
         "the norm of the weights of model.pretrained": f"{float(module.transformers.adapted.base_norm):.3g}",
         "the shape of latents (model.resolution)": list(module.policy.latent_shape),
         "model.guidance_scale": cfg.model.guidance_scale,
+        "model.frames": cfg.model.frames,
         "model.lora.rank": cfg.model.lora.rank,
         "model.lora.alpha": cfg.model.lora.alpha,
         "model.lora.target_modules": sorted(cfg.model.lora.target_modules),

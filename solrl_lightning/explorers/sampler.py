@@ -145,7 +145,7 @@ class Task:
         self.cancelled = False
         self.answer: bytes | None = None
         self.version: int | None = None  # of the weights of the answer
-        self.error: ServerError | None = None
+        self.error: Exception | None = None
 
 
 class Fleet:
@@ -192,6 +192,7 @@ class Fleet:
 
         Raises:
             ServerError: an explorer cannot sample it, or none has answered for ``timeout`` seconds.
+            Exception: whatever else has stopped the thread that sent it.
         """
         with self._changed:
             begin = time.monotonic()
@@ -230,7 +231,7 @@ class Fleet:
                 self._lose(connection, task, str(error))
                 time.sleep(_AGAIN)
                 continue
-            except ServerError as error:
+            except Exception as error:  # is raised where the answer is awaited, not in this thread
                 task.error = error
             with self._changed:
                 if task.error is None:

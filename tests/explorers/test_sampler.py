@@ -206,3 +206,10 @@ def test_what_an_explorer_cannot_sample_ends_the_run(module: SolRLModule, url: s
     remote.sync({"wrong": torch.zeros(1)}, 1)
     with pytest.raises(ServerError, match="the adapters do not fit"):
         with_remote(module, remote)
+
+
+def test_what_a_message_cannot_carry_ends_the_run(module: SolRLModule, url: str) -> None:
+    remote = sampler(module, url)
+    remote.metadata = {PROMPTS[0]: {"colour": {1}}}  # JSON has no sets
+    with pytest.raises(TypeError, match="set is not JSON serializable"):
+        with_remote(module, remote)
