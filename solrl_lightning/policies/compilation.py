@@ -78,9 +78,9 @@ def compile_blocks(
     from torch._dynamo import config  # takes a second to import
 
     if next(transformer.parameters()).device.type == "cpu":
-        from solrl_lightning.policies.compiled_arithmetic import use_compiled_arithmetic  # imports diffusers
+        from solrl_lightning.policies.logistic_gelu import use_logistic_gelu  # imports diffusers
 
-        use_compiled_arithmetic(transformer)
+        use_logistic_gelu(transformer)
     config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)  # 8 by default; of this thread in torch 2.15
     for blocks in transformer.children():
         if isinstance(blocks, nn.ModuleList):

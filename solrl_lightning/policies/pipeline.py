@@ -27,6 +27,7 @@ from solrl_lightning.machine.memory import retry_with_empty_cache
 from solrl_lightning.policies import bf16
 from solrl_lightning.policies.architectures import find_architecture
 from solrl_lightning.policies.base_weights import store_weights
+from solrl_lightning.policies.bf16_attention import use_fast_attention
 from solrl_lightning.policies.checkpointing import checkpoint_blocks
 from solrl_lightning.policies.conditioning import Conditioning, Row, stack_rows
 from solrl_lightning.policies.config_files import TINY
@@ -116,8 +117,7 @@ class PipelineAdapter(ABC):
         if self.device.type == "cpu" and self.transformer.dtype == torch.bfloat16:
             if not bf16.has_fast_bf16_products():
                 bf16.use_fp32_products(self.transformer)
-            if not bf16.has_fast_bf16_attention():
-                bf16.use_fp32_attention(self.transformer)
+            use_fast_attention(self.transformer)
         store_weights(self.transformer, base_weights, home)
         self.transformer.to(home)
         vae = self.pipeline.vae.requires_grad_(False)

@@ -1,13 +1,9 @@
 """``BF16Linear`` is the bfloat16 linear layer: one rounding of an exact sum, forward and backward."""
 
-from typing import Any
-
 import pytest
 import torch
-from nano import load_nano
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from solrl_lightning.policies import bf16
 from solrl_lightning.policies.bf16 import BF16Linear, use_fp32_products
@@ -69,43 +65,4 @@ def test_faster_of_two_calls_has_the_least_time(monkeypatch: pytest.MonkeyPatch)
         clock += next(seconds[name])
 
     monkeypatch.setattr(bf16.time, "perf_counter", lambda: clock)
-    assert bf16._is_faster(lambda: call("first"), lambda: call("second"))
-
-
-def test_fp32_attention_and_its_gradients_are_rounded_once() -> None:
-    torch.manual_seed(0)
-    operands = [torch.randn(2, 3, 7, 8).bfloat16().requires_grad_() for _ in range(3)]
-    query, key, value = operands
-    mask = torch.randn(7, 7).bfloat16()
-    wide = [value.detach().double().requires_grad_() for value in operands]
-    with bf16.FP32Attention():
-        y = F.scaled_dot_product_attention(*operands, attn_mask=mask)
-        by_name = F.scaled_dot_product_attention(query=query, key=key, value=value, attn_mask=mask)
-        assert F.softmax(query, dim=-1).dtype == torch.bfloat16  # other functions are as they are
-    assert y.dtype == torch.bfloat16 and torch.equal(by_name, y)
-    exact = F.scaled_dot_product_attention(*wide, attn_mask=mask.double())
-    upstream = torch.randn_like(y)
-    y.backward(upstream)
-    exact.backward(upstream.double())
-    for ours, theirs in [(y, exact), *((a.grad, b.grad) for a, b in zip(operands, wide, strict=True))]:
-        torch.testing.assert_close(ours.double(), theirs, rtol=2**-8, atol=1e-6)
-
-
-def test_every_attention_of_a_transformer_runs_in_float32(
-    architecture: str, folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bf16, "has_fast_bf16_attention", lambda: False)
-    policy = load_nano(architecture, folder)
-    dtypes: set[torch.dtype] = set()
-    attention = torch._C._nn.scaled_dot_product_attention
-
-    class Watch(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is attention:
-                dtypes.add((args[0] if args else kwargs["query"]).dtype)
-            return func(*args, **(kwargs or {}))
-
-    x, conditioning = policy.noise(torch.tensor([1, 2])), policy.encode(["a", "b"])
-    with torch.no_grad(), Watch():
-        policy.velocity(policy.transformer, x, torch.tensor(0.5), conditioning)
-    assert dtypes == {torch.float32}
+    assert bf16.is_faster(lambda: call("first"), lambda: call("second"))

@@ -1,28 +1,40 @@
-"""Arithmetic of compiled blocks on a CPU: attention with bfloat16 products, and GELU by the logistic function.
+"""Attention of bfloat16 tensors on a CPU: with products in bfloat16 or in float32, whichever is faster here.
 
-Compiled blocks have other bits than eager ones in any case; these operations round more, and Inductor's are slower.
+PyTorch's own attention in bfloat16 leaves most of the speed of AVX512_BF16 units unused, and its backward pass takes up
+to ten times as long as in float32.
 """
 
-import math
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
-from diffusers.models import activations
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
-from solrl_lightning.policies.bf16 import FP32Attention, has_fast_bf16_products
+from solrl_lightning.policies.bf16 import has_fast_bf16_products, is_faster
 
 _SCORES = 2**19  # that `attention_in_bf16` computes at once: they stay in the cache
 _LEAST_KEYS = 64  # for which `attention_in_bf16` was faster: 26 keys take 1.2 times as long, 64 0.64 times
 
 
-class BF16Attention(FP32Attention):
-    """As `FP32Attention`, but with scores and products in bfloat16 where there is no mask and enough keys.
+class FP32Attention(TorchFunctionMode):
+    """Context in which ``scaled_dot_product_attention`` runs in float32 and rounds its result once."""
 
-    PyTorch's own attention of bfloat16 tensors on a CPU leaves most of the speed of AVX512_BF16 units unused.
-    """
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        dtype = (args[0] if args else kwargs["query"]).dtype
+        args, kwargs = tree_map_only(torch.Tensor, lambda x: x.float() if x.is_floating_point() else x, (args, kwargs))
+        return func(*args, **kwargs).to(dtype)
+
+
+class BF16Attention(FP32Attention):
+    """As `FP32Attention`, but with scores and products in bfloat16 where there is no mask and enough keys."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         attends = func is F.scaled_dot_product_attention
@@ -90,33 +102,37 @@ attention_in_bf16.register_fake(lambda query, key, value, scale: query.new_empty
 attention_in_bf16_backward.register_fake(lambda gradient, *operands: tuple(x.new_empty(x.shape) for x in operands[:3]))
 
 
-class LogisticGELU(nn.GELU):
-    """The tanh approximation of GELU as x * sigmoid(2 u), which is (1 + tanh(u)) / 2 * x and vectorises better."""
+@cache
+def has_fast_bf16_attention() -> bool:
+    """Return whether this CPU computes attention and its gradients faster in bfloat16 than on widened operands."""
+    x = torch.ones(16, 4, 32, 32, dtype=torch.bfloat16, requires_grad=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return logistic_gelu(x)
+    def step(mode: AbstractContextManager[Any]) -> None:
+        with mode:
+            F.scaled_dot_product_attention(x, x, x).sum().backward()
 
-
-class ProjectedLogisticGELU(activations.GELU):
-    """As `LogisticGELU`, after a linear layer."""
-
-    def gelu(self, gate: Tensor) -> Tensor:
-        return logistic_gelu(gate)
+    return is_faster(lambda: step(nullcontext()), lambda: step(FP32Attention()))
 
 
-def logistic_gelu(x: Tensor) -> Tensor:
-    wide = x.float()
-    return (wide * torch.sigmoid(math.sqrt(8 / math.pi) * (wide + 0.044715 * wide**3))).to(x.dtype)
+def use_fast_attention(transformer: nn.Module) -> None:
+    """Replace the class of every attention module, in place, unless PyTorch's attention in bfloat16 is fast here.
 
-
-def use_compiled_arithmetic(transformer: nn.Module) -> None:
-    """Replace what Inductor computes slowly on a CPU, in place: attention, if bfloat16 products are fast, and GELU."""
-    module: Any
+    Attention then runs in `BF16Attention` where products of bfloat16 matrices are fast, else in `FP32Attention`.
+    """
+    if has_fast_bf16_attention():
+        return
+    mode = BF16Attention if has_fast_bf16_products() else FP32Attention
     for module in transformer.modules():
-        if hasattr(module, "attention_mode") and has_fast_bf16_products():
-            module.attention_mode = BF16Attention
-        if getattr(module, "approximate", None) == "tanh":
-            if type(module) is nn.GELU:
-                module.__class__ = LogisticGELU
-            elif type(module) is activations.GELU:
-                module.__class__ = ProjectedLogisticGELU
+        if hasattr(module, "set_processor") and not hasattr(module, "attn_processors"):  # models have both
+            module.__class__ = _attending_in(mode, type(module))  # type: ignore[arg-type]
+
+
+@cache
+def _attending_in(mode: type[FP32Attention], attention: type[nn.Module]) -> type[nn.Module]:
+    in_own_dtype = attention.forward  # torch.compile cannot trace `attention.forward`: diffusers allows it in the graph
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.attention_mode():
+            return in_own_dtype(self, *args, **kwargs)
+
+    return type(attention.__name__, (attention,), {"forward": forward, "attention_mode": mode})
