@@ -107,6 +107,7 @@ def downloads(options: Run) -> tuple[dict[str, str], list[str], str | None]:
     models = {"model.preview_decoder": model.preview_decoder} if options.uses_model else {}
     if options.uses_model and model.weights == "pretrained":
         models |= {"model.pretrained": model.pretrained, "model.transformer_weights": model.transformer_weights}
+        models |= {"model.fused_lora": model.fused_lora and model.fused_lora.rpartition("/")[0]}
     if not {"train", "eval", "reward"}.isdisjoint(reads):  # only these tasks load rewards
         replaced = ".pretrained" if options.reward.pretrained else " "
         models |= {k: file for k, file in _reward_files(options) if k.count(".") == 1 or not k.endswith(replaced)}

@@ -29,6 +29,9 @@ Scored = Annotated[
     int | str,
     must_be("first, middle, all, or a whole number", lambda v: v in ("first", "middle", "all") or is_whole(v)),
 ]
+LoraFile = Annotated[
+    str, must_be("<hub id or folder>/<file>.safetensors", lambda v: isinstance(v, str) and v.endswith(".safetensors"))
+]
 Alpha = Annotated[float, number("a number above 0 and at most 1000000", lambda value: 0 < value <= 1_000_000)]
 Checkpointing = Annotated[bool | Literal["selective"], one_of(True, False, "selective")]
 
@@ -43,6 +46,10 @@ class Policy(TypedDict, total=False):
     """``model.pretrained``."""
     transformer_weights: str | None
     """``model.transformer_weights``."""
+    fused_lora: str | None
+    """``model.fused_lora``."""
+    scheduler: dict[str, float | None] | None
+    """``model.scheduler``."""
     preview_decoder: str | None
     """``model.preview_decoder``."""
     embeddings: str | None
@@ -90,6 +97,10 @@ class Model(Group):
     """Variant of the weight files."""
     transformer_weights: str | None = None
     """Other initial weights of the transformer."""
+    fused_lora: LoraFile | None = None
+    """LoRA that is added to the base weights, <hub id or folder>/<file>."""
+    scheduler: dict[str, float | None] | None = None
+    """Values that replace those of the pipeline's scheduler."""
     weights: Literal["pretrained", "random"]
     """Random ones have the same shapes, for plans and timings."""
     resolution: Count
@@ -140,6 +151,8 @@ class Model(Group):
     """Solver steps of exploration."""
     prefix_steps: Steps
     """Solver steps before scoring in family=prefix."""
+    rung_steps: list[Steps] | None = None
+    """Solver steps before scoring in family=race, if others than [3, 5]."""
     explore_decoder: Decoder = "full"
     """Decoder of explored images."""
     eval_steps: Steps

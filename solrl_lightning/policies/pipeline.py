@@ -32,6 +32,7 @@ from solrl_lightning.policies.checkpointing import checkpoint_blocks
 from solrl_lightning.policies.conditioning import Conditioning, Row, stack_rows
 from solrl_lightning.policies.config_files import TINY
 from solrl_lightning.policies.embeddings import EmbeddingCache, encoder_fingerprint
+from solrl_lightning.policies.fused_lora import fuse_lora
 from solrl_lightning.policies.guidance import guide
 from solrl_lightning.policies.loading import errors_only, load_pipeline
 from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
@@ -61,6 +62,8 @@ class PipelineAdapter(ABC):
         preview_decoder: hub id or local folder of an ``AutoencoderTiny`` for the same latents, used by ``preview``;
             ``tiny`` for the embedded model's.
         guidance_scale: scale of classifier-free guidance in sampling and training; 1 disables it.
+        fused_lora: ``<hub id or folder>/<file>`` of a LoRA that is added to the transformer's weights.
+        scheduler: values that replace those of the pipeline's scheduler.
         base_weights: storage of the transformer's frozen weights; see the module ``base_weights``.
         encode_on: ``device``, or ``cpu`` to run the text encoders on the CPU.
         transformer_device: device of the transformer if not ``device``, for a run that shards it.
@@ -89,6 +92,8 @@ class PipelineAdapter(ABC):
         weights: str = "pretrained",
         preview_decoder: str | None = None,
         guidance_scale: float = 1.0,
+        fused_lora: str | None = None,
+        scheduler: Mapping[str, Any] | None = None,
         base_weights: str = "bfloat16",
         encode_on: str = "device",
         transformer_device: str | None = None,
@@ -112,6 +117,12 @@ class PipelineAdapter(ABC):
         else:
             self.pipeline = self._load(dict.fromkeys(self.encoders))
             self.cache = self._cache(Path(embeddings))
+        if scheduler is not None:
+            self.pipeline.register_modules(
+                scheduler=self.pipeline.scheduler.from_config(self.pipeline.scheduler.config, **scheduler)
+            )
+        if fused_lora is not None and not self.random:
+            fuse_lora(self.pipeline, fused_lora)
         self.transformer = self.pipeline.transformer.requires_grad_(False)
         checkpoint_blocks(self.transformer, gradient_checkpointing)
         if self.device.type == "cpu" and self.transformer.dtype == torch.bfloat16:
