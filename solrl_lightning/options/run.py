@@ -178,8 +178,8 @@ class Run(Group):
             self.check_training,
             self.check_exploration,
             self.check_compilation,
-            self.check_sharded,
             self.check_full,
+            self.check_sharded,
             self.check_explorers,
         ):
             check()

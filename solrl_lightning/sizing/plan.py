@@ -87,20 +87,22 @@ def plan_run(
     passes, trained = trace(policy, trained_as(cfg), recomputed)
     average = 4 * sum(weight.numel() for weight in trained.state(TRAINED).values())
     beside = separate_bytes((trained.transformer, trained.weights), weights.values())
-    own = trained.replaced
+    replaced = trained.replaced
+    lora = cfg.model.lora.rank
+    rounded = 0 if trained.weights is trained.transformer else stored["bfloat16"]
     quantized = {
         each: [f"{layer.name}.weight" for layer in layers if layer.quantized] for each, layers in plans.items()
     }
     rank = cfg.precision.low_rank
     branches = {
-        each: sum(2 * (rank + cfg.model.lora.rank * (name in own)) * sum(weights[name].shape[:2]) for name in names)
+        each: sum(2 * (rank + lora * (name in replaced)) * sum(weights[name].shape[:2]) for name in names)
         if rank
         else 0
         for each, names in quantized.items()
     }
-    packed = replica_bytes(weights, own, quantized[backend], PACKED_BITS[backend.precision]) + branches[backend]
+    packed = replica_bytes(weights, replaced, quantized[backend], PACKED_BITS[backend.precision]) + branches[backend]
     shadows = {
-        each: branches[each] + replica_bytes(weights, own, names, each.bits_per_weight) if uses_shadow(cfg) else 0
+        each: branches[each] + replica_bytes(weights, replaced, names, each.bits_per_weight) if uses_shadow(cfg) else 0
         for each, names in quantized.items()
     }
     latents: dict[str | None, Latents] = {None: pool_latents(cfg, policy.latent_shape, policy.sigmas, devices)}
@@ -110,11 +112,11 @@ def plan_run(
     options = {key: None if key == "family" else reduce(getattr, key.split("."), cfg) for key in OPTIONS}
     size = {
         "policy": stored[cfg.base_weights],
-        "merged": replica_bytes(weights, own),
+        "merged": replica_bytes(weights, replaced),
         "shadow_packed": packed if uses_shadow(cfg) else 0,
         "shadow_here": shadows[backend],
         "trained": beside + (average if cfg.callback("ema") else 0),
-        "gradients_and_moments": 3 * average,
+        "gradients_and_moments": 3 * average + rounded,  # of float32 weights, and gradients of their rounded copy
         "autoencoder": bytes_of(policy.pipeline.vae),
         "text_encoders": encoder_bytes(architecture, policy.dtypes),
         "kept_latents": latents[None].kept,

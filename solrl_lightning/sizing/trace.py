@@ -114,14 +114,16 @@ def trace(
             policy.decode_latents(x, vae)
     with torch.device(policy.device):  # without it, PEFT creates the adapters on the CPU
         trained = train(transformer)
-    for parameter in trained.weights.parameters():
+    if trained.weights is not transformer:  # which is then a copy of them
+        transformer.requires_grad_()
+    for parameter in transformer.parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(free_gradient)
     peaks: dict[bool | str, int] = {}
     for blocks in recomputed:
         # Tensor.backward runs outside of the mode, so recomputation enters another mode.
         checkpoint_blocks(transformer, blocks, context_fn=lambda: (nullcontext(), FusedAttention()))
-        with trained.current(), FusedAttention(), PeakBytes(transformer) as training:
+        with FusedAttention(), PeakBytes(transformer) as training:
             loss = velocity().sum()
         with training:
             loss.backward()

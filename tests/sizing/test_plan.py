@@ -215,7 +215,7 @@ def test_shadow_on_a_card_has_the_bits_of_its_capability(compose: Compose, capsy
 
 def test_replica_owns_quantised_and_adapted_layers_only() -> None:
     weights = {name: torch.empty(16, 32, dtype=torch.bfloat16, device="meta") for name in "abcd"}
-    assert replica_bytes(weights, adapted=["a", "b"]) == 2 * 16 * 32 * 2
+    assert replica_bytes(weights, replaced=["a", "b"]) == 2 * 16 * 32 * 2
     assert replica_bytes(weights, ["a", "b"], quantized=["b", "c"], bits=4.5) == 16 * 32 * 2 + 2 * 16 * 32 * 4.5 / 8
 
 
