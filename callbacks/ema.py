@@ -1,4 +1,4 @@
-"""Exponential moving average of the trained adapter. Evaluation and export use it.
+"""Exponential moving average of the trained weights. Evaluation and export use it.
 
 Its decay is that of DiffusionNFT's published code (train_nft_sd3.py). A checkpoint holds the average in the callback's
 state, not in the module's.
@@ -28,7 +28,7 @@ def update_average(average: dict[str, Tensor], current: dict[str, Tensor], decay
 
 
 class WeightEMA(Callback):
-    """Averages adapter "default" after every optimiser step and assigns the average to ``module.ema_state``."""
+    """Averages the weights "default" after every optimiser step and assigns the average to ``module.ema_state``."""
 
     def __init__(self) -> None:
         self.updates = 0  # optimiser steps in the average
@@ -36,7 +36,7 @@ class WeightEMA(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         module = module_of(pl_module)
-        current = module.adapter_state("default")
+        current = module.policy_state("default")
         if self.average:
             self.average = {name: value.to(current[name].device) for name, value in self.average.items()}
             # A checkpoint saved between the optimiser step and on_train_batch_end lacks this update. It holds the
@@ -60,7 +60,7 @@ class WeightEMA(Callback):
 
     def _catch_up(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.updates < trainer.global_step:
-            current = module_of(pl_module).adapter_state("default")
+            current = module_of(pl_module).policy_state("default")
             update_average(self.average, current, ema_decay(trainer.global_step))
             self.updates = trainer.global_step
 
@@ -71,16 +71,16 @@ class WeightEMA(Callback):
         self.updates, self.average = state_dict["updates"], dict(state_dict["average"])
 
 
-def average_in(checkpoint: Mapping[str, Any], adapter: State) -> State | None:
+def average_in(checkpoint: Mapping[str, Any], trained: State) -> State | None:
     """Return the evaluation average of a checkpoint, or None if it was saved without this callback.
 
     Raises:
-        UserError: its names and shapes are not those of ``adapter``.
+        UserError: its names and shapes are not those of ``trained``.
     """
     state = checkpoint["callbacks"].get(WeightEMA.__qualname__, {"average": {}})
     average = state.get("average") if isinstance(state, dict) else None
-    shapes = {name: value.shape for name, value in adapter.items()}
+    shapes = {name: value.shape for name, value in trained.items()}
     known = isinstance(average, dict) and {name: getattr(value, "shape", None) for name, value in average.items()}
     if known not in ({}, shapes):
-        raise UserError("the evaluation average of the checkpoint does not fit its adapters. Take another one.")
+        raise UserError("the evaluation average of the checkpoint does not fit its weights. Take another one.")
     return average or None

@@ -1,4 +1,4 @@
-"""Exports the trained LoRA in diffusers' format when a run ends or is interrupted."""
+"""Exports what a run has trained in diffusers' format when it ends or is interrupted."""
 
 from pathlib import Path
 
@@ -12,8 +12,9 @@ from solrl_lightning.errors import NonFiniteError, WriteError
 
 
 class ExportLoRA(Callback):
-    """Writes the average of the adapter to ``<run>/lora``: of the last iteration or, if the guard or EarlyStopping has
-    ended the run, of ``checkpoints/best.ckpt``. Load it with ``pipe.load_lora_weights("<run>/lora")``.
+    """Writes the average of the trained weights: of the last iteration or, if the guard or EarlyStopping has ended the
+    run, of ``checkpoints/best.ckpt``. Load ``<run>/lora`` with ``pipe.load_lora_weights("<run>/lora")``. With
+    model.train=full it is ``<run>/transformer``, for the transformer's ``from_pretrained``.
     """
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -30,5 +31,5 @@ class ExportLoRA(Callback):
             return
         module, best = module_of(pl_module), find_callback(trainer, BestCheckpoint)
         if best is not None and best.reward is not None and stop_reason(trainer) is not None:
-            module.ema_state = average_in(read_checkpoint(best.path), module.adapter_state("default"))
-        module.save_lora(Path(trainer.default_root_dir) / "lora", "ema")
+            module.ema_state = average_in(read_checkpoint(best.path), module.policy_state("default"))
+        module.save_policy(Path(trainer.default_root_dir) / module.transformers.trained.folder, "ema")

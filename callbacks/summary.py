@@ -32,7 +32,7 @@ from solrl_lightning.machine.environment import machine, versions
 from solrl_lightning.machine.memory import peak_resident_bytes
 from solrl_lightning.study.report import render, run_page
 
-_OUTPUTS = ("lora", "tensorboard", "csv", "wandb", "mlflow", "samples")
+_OUTPUTS = ("lora", "transformer", "tensorboard", "csv", "wandb", "mlflow", "samples")
 _PATHS: dict[str, str | Path] = {
     "last_checkpoint": LAST,
     "best_checkpoint": BEST,
@@ -287,7 +287,8 @@ def _status(facts: Mapping[str, Any]) -> str:
     status += f" ({facts['seconds_since_process_start']:.0f} s since the process started)"
     if facts["stopped_by"] is not None:
         status += f", by {facts['stopped_by']}"
-        status += "; lora/ is that of the best checkpoint" if facts["best_reward"] is not None else ""
+        result = "transformer" if "transformer" in facts["paths"] else "lora"
+        status += f"; {result}/ is that of the best checkpoint" if facts["best_reward"] is not None else ""
     return status if facts["error"] is None else f"{status}: {facts['error']}"
 
 

@@ -243,13 +243,13 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "shadow of the trained adapter",
-            "values()):\n            sampler.sync(self.adapter_state(OLD)",
-            "values()):\n            sampler.sync(self.adapter_state(TRAINED)",
+            "values()):\n            sampler.sync(self.policy_state(OLD)",
+            "values()):\n            sampler.sync(self.policy_state(TRAINED)",
             WEIGHTS,
         ),
         (
             "merged not restored",
-            "finally:\n            sampler.sync(self.adapter_state(OLD), version)",
+            "finally:\n            sampler.sync(self.policy_state(OLD), version)",
             "finally:\n            pass",
             WEIGHTS,
         ),
@@ -269,8 +269,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("watched rewards explored", "scoring = self.rewards.for_training", "scoring = self.rewards", WEIGHTS),
         (
             "distances to the old policy that follows",
-            "self.distances = self.transformers.adapted",
-            "self.transformers.adapted.update_old(0.0)\n            self.distances = self.transformers.adapted",
+            "self.distances = self.transformers.trained",
+            "self.transformers.trained.update_old(0.0)\n            self.distances = self.transformers.trained",
             FOLLOWS,
         ),
     ],

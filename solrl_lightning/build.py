@@ -2,13 +2,15 @@
 
 import logging
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers import ModelMixin
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub_utils
 from hydra.utils import instantiate
@@ -48,10 +50,11 @@ from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Sigmas, Stage, level_of, step_at
 from solrl_lightning.targets import make
 from solrl_lightning.training.evaluation import Evaluation
+from solrl_lightning.training.full import FullTransformer
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.sharding import shard_transformers
-from solrl_lightning.training.transformers import replicate
+from solrl_lightning.training.transformers import AdaptedTransformer, TrainedTransformer, replicate
 
 log = logging.getLogger(__name__)
 
@@ -113,12 +116,12 @@ def with_precision(cfg: Run, precision: str) -> Run:
     return changed
 
 
-def load_adapters(module: SolRLModule, ckpt: str | Path) -> None:
-    """The adapters and their evaluation average, from a checkpoint of a training run."""
+def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
+    """The trained weights and their evaluation average, from a checkpoint of a training run."""
     checkpoint = read_checkpoint(ckpt, module.policy.device)
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
-    module.ema_state = average_in(checkpoint, module.adapter_state(TRAINED))
+    module.ema_state = average_in(checkpoint, module.policy_state(TRAINED))
 
 
 def build_trainer(cfg: Run) -> Trainer:
@@ -289,14 +292,12 @@ def build_model(
             log.info("%s", why)
     if cfg.family.warning:
         log.warning("%s", cfg.family.warning)
-    lora = lora_config(cfg)
     transformers = (
-        shard_transformers(policy, lora, cfg.seed, cfg.model.rollout_batch)
+        shard_transformers(policy, lora_config(cfg), cfg.seed, cfg.model.rollout_batch)
         if cfg.is_sharded
         else replicate(
             policy,
-            lora,
-            seed=cfg.seed,
+            trained_as(cfg),
             batch_size=cfg.model.rollout_batch,
             old_velocity=cfg.old_velocity,
             compile_replicas=compiled["family.compile"],
@@ -304,7 +305,6 @@ def build_model(
             with_shadow=SHADOW in samplers,
             backend=resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device),
             rule=quantization_rule(cfg),
-            low_rank=cfg.precision.low_rank,
         )
     )
     policy.metadata = rewards.metadata
@@ -319,8 +319,14 @@ def build_model(
         evaluation=Evaluation(
             list(eval_prompts), rewards, cfg.model.solver, cfg.model.eval_steps, cfg.data.eval_images, cfg.seed
         ),
-        lora=lora,
     )
+
+
+def trained_as(cfg: Run) -> Callable[[ModelMixin], TrainedTransformer]:
+    """What makes the trained transformer of the loaded one."""
+    if cfg.model.train == "full":
+        return FullTransformer
+    return partial(AdaptedTransformer, config=lora_config(cfg), seed=cfg.seed, low_rank=cfg.precision.low_rank)
 
 
 def lora_config(cfg: Run) -> LoraConfig:
@@ -345,7 +351,7 @@ def facts_of(cfg: Run, module: SolRLModule, samplers: Collection[str]) -> Facts:
     return {
         "solrl_lightning": __version__,
         "model": type(module.policy).__name__,
-        "the norm of the weights of model.pretrained": f"{float(module.transformers.adapted.base_norm):.3g}",
+        "the norm of the weights of model.pretrained": f"{float(module.transformers.trained.base_norm):.3g}",
         "the shape of latents (model.resolution)": list(module.policy.latent_shape),
         "model.guidance_scale": cfg.model.guidance_scale,
         "model.frames": cfg.model.frames,

@@ -10,6 +10,7 @@ TrainingSampler = Literal["merged", "policy"]
 SolverName = Literal["euler", "dpm2"]
 Decoder = Literal["full", "bf16", "preview"]
 Reuse = Literal["same", "next"]
+Training = Literal["lora", "full"]
 Storage = Literal["bfloat16", "int8", "nf4"]
 Combination = Literal["sum", "gdpo"]
 SHADOW: Final = "shadow"

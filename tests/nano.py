@@ -4,6 +4,7 @@ Words of shapes captions are words to their tokenizers. 32 x 32 pixels are 16 im
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +24,7 @@ from diffusers import (
     Flux2Transformer2DModel,
     FluxPipeline,
     FluxTransformer2DModel,
+    ModelMixin,
     QwenImageEditPipeline,
     QwenImagePipeline,
     QwenImageTransformer2DModel,
@@ -66,6 +68,7 @@ from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.random_weights import init_random_weights
 from solrl_lightning.shapes.world import COLOURS, IMAGE_SIZE, RELATIONS, SHAPES
+from solrl_lightning.training.transformers import AdaptedTransformer
 
 Policy = TypeVar("Policy", bound=PipelineAdapter)
 
@@ -304,6 +307,11 @@ ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
 def lora_config(rank: int = 4, alpha: int = 8, targets: Sequence[str] = ATTENTION) -> LoraConfig:
     """On the attention projections of every block, scaled by alpha / rank."""
     return LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights="gaussian")
+
+
+def adapters(low_rank: int = 0) -> Callable[[ModelMixin], AdaptedTransformer]:
+    """What adds `lora_config` to a transformer."""
+    return partial(AdaptedTransformer, config=lora_config(), seed=0, low_rank=low_rank)
 
 
 def random_state(state: dict[str, Tensor], seed: int, size: float = 0.3) -> dict[str, Tensor]:

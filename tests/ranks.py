@@ -70,7 +70,7 @@ class Results(Callback):
 
 def flat(module: Any, adapter: str) -> Tensor:
     """A copy of the numbers of an adapter."""
-    return torch.cat([value.detach().flatten() for value in module.adapter_state(adapter).values()])
+    return torch.cat([value.detach().flatten() for value in module.policy_state(adapter).values()])
 
 
 def score(images: Tensor, prompts: list[str]) -> Tensor:

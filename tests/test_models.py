@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, SanaPipeline, WanPipeline
-from nano import BUILDERS, MAX_WORDS, PROMPTS, load_nano, lora_config, random_state, save_nano
+from nano import BUILDERS, MAX_WORDS, PROMPTS, adapters, load_nano, random_state, save_nano
 from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
@@ -117,10 +117,10 @@ def test_compiled_training_has_two_graphs_per_kind_of_block_and_the_eager_gradie
     autograd = ThreadPoolExecutor(1)
     for compiled in (False, True):
         policy = load_nano(model, folders[model], gradient_checkpointing=checkpointing)
-        options = dict(seed=0, batch_size=3, old_velocity="policy", compile_replicas=False, with_shadow=False)
+        options = dict(batch_size=3, old_velocity="policy", compile_replicas=False, with_shadow=False)
         options |= dict(rule=QuantizationRule([], {}), backend=resolve("bf16", "auto", policy.device))
-        transformers = replicate(policy, lora_config(), compile_policy=compiled, **options)
-        adapted = transformers.adapted
+        transformers = replicate(policy, adapters(), compile_policy=compiled, **options)
+        adapted = transformers.trained
         lora.load_state(adapted.lora_layers, "default", random_state(adapted.state("default"), seed=1))
         x, conditioning = policy.noise(torch.tensor([1, 2, 3])), policy.encode(PROMPTS)
         for step in range(2):

@@ -27,6 +27,7 @@ def model_card(
     settings: Mapping[str, Any],
     iterations: int,
     summary: Mapping[str, Any] | None,
+    with_lora: bool,
     with_picture: bool,
     name: str | None,
 ) -> str:
@@ -39,6 +40,7 @@ def model_card(
         settings: selected configuration keys of the run.
         iterations: those done in the checkpoint.
         summary: the run's summary.json, if there is one.
+        with_lora: whether a LoRA was trained; else the whole transformer.
         with_picture: whether ``PICTURE`` is beside the card.
         name: hub id of the repository that gets the card; None: the usage lines take the local folder.
     """
@@ -52,7 +54,7 @@ def model_card(
             base_model=base if on_hub else None,
             library_name="diffusers",
             pipeline_tag=made,
-            tags=[made, "diffusers", "lora", "reinforcement-learning", "solrl_lightning"],
+            tags=[made, "diffusers", *(["lora"] if with_lora else []), "reinforcement-learning", "solrl_lightning"],
             **licence_metadata(licence, page),
         ),
         template_str=(files("solrl_lightning") / "assets" / "model_card.md.jinja").read_text(encoding="utf-8"),
@@ -69,6 +71,7 @@ def model_card(
         iterations=iterations,
         after=counted(iterations, "iteration"),
         software=", ".join(f"{n} {used[n]}" for n in ("solrl_lightning", "torch", "diffusers") if n in used),
+        with_lora=with_lora,
         results=results(facts, iterations),
         picture=PICTURE.as_posix() if with_picture else None,
         name=name or "<this folder>",

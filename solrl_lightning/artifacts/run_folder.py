@@ -18,7 +18,7 @@ LOG = "solrl_lightning.log"  # hydra.job.name
 RECORD = Path(".hydra")
 NEXT_RECORD = RECORD / "next"  # overrides of a resumed run, until training has started
 _LOCK = ".lock"  # held by the process that runs in the folder
-_TRACES = ("summary.json", "checkpoints", "tensorboard", "lora", ".hydra", "multirun.yaml")  # marks of a run
+_TRACES = "summary.json checkpoints tensorboard lora transformer .hydra multirun.yaml".split()  # marks of a run
 _OTHER_FOLDER = "hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>"
 
 

@@ -3,7 +3,7 @@
 Each raises UserError for the first thing that a run would lack.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -28,8 +28,18 @@ def options_of(cfg: DictConfig, run_dir: str) -> Run:
     """The options of a composed configuration. UserError for the first that is missing, unknown or invalid."""
     with without_hydra(cfg, run_dir) as application:
         options = Run.of(application)
+    check_overrides(options, cfg.hydra.overrides.task)
     check_paths(options)
     return options
+
+
+def check_overrides(options: Run, overrides: Sequence[str]) -> None:
+    """UserError for an option of the LoRA on the command line where all weights are trained."""
+    of_lora = [override for override in overrides if override.lstrip("+").startswith("model.lora.")]
+    if options.model.train == "full" and of_lora:
+        raise UserError(
+            f"{of_lora[0]} is invalid: model.train=full has no LoRA. Leave it out, or set model.train=lora."
+        )
 
 
 def check_paths(options: Run) -> None:

@@ -49,7 +49,7 @@ class Explorer:
     def take_weights(self, identity: str, message: bytes) -> None:
         """Keep adapter weights; raises ``UserError`` unless they fit the model."""
         state = messages.unpack(message)[1]
-        expected = {name: value.shape for name, value in self.module.adapter_state(OLD).items()}
+        expected = {name: value.shape for name, value in self.module.policy_state(OLD).items()}
         if {name: value.shape for name, value in state.items()} != expected:
             raise UserError("the adapters do not fit: model, model.lora and this package must be those of the run")
         self._weights[identity] = {name: value.to(self.module.policy.device) for name, value in state.items()}

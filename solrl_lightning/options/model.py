@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict
 from typing_extensions import Required, TypedDict
 
-from solrl_lightning.names import Decoder, SolverName
+from solrl_lightning.names import Decoder, SolverName, Training
 from solrl_lightning.options.rules import (
     NODE,
     Broken,
@@ -63,6 +63,13 @@ class Lora(Group):
     """The update of a weight is alpha / rank * B A."""
     target_modules: list[str]
     """Name suffixes of the adapted linear layers."""
+
+
+class LearningRates(Group):
+    lora: Positive
+    """Of a low-rank update."""
+    full: Positive
+    """Of all weights."""
 
 
 class Quantization(Group):
@@ -174,6 +181,10 @@ class Model(Group):
     """Strength of objective=ram."""
     grpo_clip_range: Positive | None = None
     """Clip range of objective=flow_grpo and dance_grpo."""
+    train: Training = "lora"
+    """Weights that are trained: a low-rank update, or all of the transformer."""
+    learning_rates: LearningRates | None = None
+    """Learning rate of each value of ``train``."""
     init_lora: str | None
     """LoRA of diffusers' format to start from."""
     lora: Lora

@@ -178,6 +178,7 @@ class Run(Group):
             self.check_training,
             self.check_exploration,
             self.check_compilation,
+            self.check_full,
             self.check_sharded,
             self.check_explorers,
         ):
@@ -269,6 +270,24 @@ class Run(Group):
                     f"{option} is invalid with trainer=fsdp: ranks have no copy of the weights and compute each "
                     f"forward pass together. Set {fix}."
                 )
+
+    def check_full(self) -> None:
+        """With model.train=full there are neither frozen weights nor a LoRA."""
+        if self.model.train != "full":
+            return
+        urls, lora, rank = self.explorers.urls, self.model.init_lora, self.precision.low_rank
+        storage = self.base_weights
+        rules = {
+            f"base_weights={storage}": (storage != "bfloat16", "it stores frozen weights", "base_weights=bfloat16"),
+            "trainer=fsdp": (self.is_sharded, "it shards frozen weights", "trainer=ddp"),
+            f"precision.low_rank={rank}": (rank > 0, "its branches hold the LoRA", "precision.low_rank=0"),
+            f"model.init_lora={lora}": (lora is not None, "it starts a LoRA", "model.init_lora=null"),
+            f"explorers.urls={written(urls)}": (bool(urls), "explorers get a LoRA", "explorers.urls=[]"),
+            "task=explore": (isinstance(self.task, Explore), "explorers get a LoRA", "model.train=lora"),
+        }
+        for option, (broken, use, fix) in rules.items():
+            if broken:
+                raise UserError(f"{option} is invalid: {use}, and model.train=full has none. Set {fix}.")
 
     def check_explorers(self) -> None:
         """With explorers.urls a family explores; ahead of its time only what no training decides."""

@@ -1,4 +1,4 @@
-"""Base class of the models: loading, prompt embeddings, decoding within memory, and saving a LoRA.
+"""Base class of the models: loading, prompt embeddings, decoding within memory, and saving the result.
 
 A subclass implements how its pipeline embeds prompts, schedules the noise, predicts a velocity and decodes latents.
 Pipelines and models come from diffusers; the rollout has its own denoising loop.
@@ -346,6 +346,11 @@ class PipelineAdapter(ABC):
             self.pipeline_class.save_lora_weights(
                 part, transformer_lora_layers=state, transformer_lora_adapter_metadata=metadata
             )
+
+    def save_transformer(self, folder: Path, transformer: Any) -> None:
+        """Write a model of diffusers for its ``from_pretrained(folder)``."""
+        with written_whole(folder) as part:
+            transformer.save_pretrained(part)
 
     def _load(self, components: Mapping[str, Any]) -> DiffusionPipeline:
         return load_pipeline(self.pipeline_class, self.pretrained, self.dtypes, self.variant, components)

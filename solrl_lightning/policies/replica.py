@@ -1,11 +1,12 @@
 """Copies of the transformer that share the policy's frozen weights.
 
 Rollouts run on transformers without LoRA branches: the *merged* replica in BF16, the *shadow* quantised. A replica owns
-the layers that LoRA adapts and those that are quantised; every other parameter is the policy's tensor.
+the layers that LoRA adapts and those that are quantised; every other parameter is the policy's tensor. With
+model.train=full nothing is frozen, and a replica owns all of its parameters.
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -38,3 +39,30 @@ def refresh(replica: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
             layer.weight.copy_(weight)  # rounds to the layer's dtype
         else:
             layer.requantize_(weight)
+
+
+def untie_parameters(replica: nn.Module, names: Iterable[str]) -> None:
+    """Copy the named parameters, except those of quantised layers, so that ``write_parameters`` may overwrite them."""
+    for path in names:
+        layer, name = _owner(replica, path)
+        if name in layer._parameters:
+            setattr(layer, name, nn.Parameter(layer._parameters[name].detach().clone(), requires_grad=False))
+
+
+@torch.no_grad()
+def write_parameters(replica: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+    """Write all parameters by name into the replica in place; quantised layers quantise the weight."""
+    for path, value in parameters.items():
+        layer, name = _owner(replica, path)
+        if name in layer._parameters:
+            layer._parameters[name].copy_(value)  # rounds to the parameter's dtype
+        elif name == "weight":
+            layer.requantize_(value.float())
+        else:
+            layer.set_bias_(value)
+
+
+def _owner(replica: nn.Module, path: str) -> tuple[Any, str]:
+    """Return the layer of a parameter, and its name there."""
+    layer, _, name = path.rpartition(".")
+    return replica.get_submodule(layer), name

@@ -36,6 +36,10 @@ class QuantizedLinear(nn.Module):
     def requantize_(self, weight: Tensor) -> None:
         """Quantise weight [out, in] in place, so that compiled graphs stay valid. The bias is unchanged."""
 
+    @abstractmethod
+    def set_bias_(self, bias: Tensor) -> None:
+        """Write the bias [out] of a layer that has one, in place."""
+
 
 class BufferedLinear(QuantizedLinear):
     """Linear layer that holds its quantised weight and its bias in buffers."""
@@ -58,6 +62,10 @@ class BufferedLinear(QuantizedLinear):
     def requantize_(self, weight: Tensor) -> None:
         for name, value in self.quantized_weight(weight).items():
             self.get_buffer(name).copy_(value)
+
+    @torch.no_grad()
+    def set_bias_(self, bias: Tensor) -> None:
+        self.get_buffer("bias").copy_(bias)
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -98,3 +106,7 @@ class Conv1x1AsLinear(nn.Module):
     def requantize_(self, weight: Tensor) -> None:
         """Quantise the convolution's weight [C', C, 1, 1] into the existing buffers."""
         self.linear.requantize_(weight.flatten(1))
+
+    def set_bias_(self, bias: Tensor) -> None:
+        """Write the bias [C'] in place."""
+        self.linear.set_bias_(bias)

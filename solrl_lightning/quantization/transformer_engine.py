@@ -101,12 +101,16 @@ class TransformerEngineLinear(QuantizedLinear):
         self._autocast = te.autocast
         self.requantize_(dense(linear.weight))
         if linear.bias is not None:
-            self.linear.bias.copy_(linear.bias)
+            self.set_bias_(linear.bias)
 
     @torch.no_grad()
     def requantize_(self, weight: Tensor) -> None:
         self.linear.weight.copy_(weight)  # quantises it
         self.limit = None
+
+    @torch.no_grad()
+    def set_bias_(self, bias: Tensor) -> None:
+        self.linear.bias.copy_(bias)
 
     @torch.compiler.disable
     @torch.no_grad()

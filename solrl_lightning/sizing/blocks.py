@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from torch import Tensor
 
 from solrl_lightning.artifacts.tables import OK, WRONG, Row
-from solrl_lightning.build import lora_config, quantization_rule, samplers_of
+from solrl_lightning.build import quantization_rule, samplers_of, trained_as
 from solrl_lightning.names import MERGED, POLICY, SHADOW
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.architectures import Architecture
@@ -73,8 +73,7 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
     trains, _ = should_compile("compile_training", "training steps", cfg.compile_training, device)
     transformers = replicate(
         policy,
-        lora_config(cfg),
-        cfg.seed,
+        trained_as(cfg),
         cfg.model.rollout_batch,
         cfg.old_velocity,
         compile_replicas=True,
@@ -82,7 +81,6 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
         with_shadow=shadow is not None,
         backend=shadow or resolve("bf16", "auto", device),
         rule=quantization_rule(cfg),
-        low_rank=cfg.precision.low_rank,
         compiler=compiler,
     )
 
@@ -101,17 +99,18 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
     replicas = {name: as_it_is(module) for name, module in transformers.replicas.items()}
     calls = {name: partial(velocity, replica, *rollout) for name, replica in replicas.items()}
     if POLICY in samplers_of(cfg):
-        velocity(transformers.adapted.old, *rollout)
+        velocity(transformers.trained.old, *rollout)
     for velocity_model in transformers.velocity_models.values():
         velocity(velocity_model, *training)
     if trains:
         with torch.enable_grad():
-            policy.guided_velocity(transformers.adapted.transformer, *training).square().mean().backward()
-        transformers.adapted.transformer.zero_grad()
+            with transformers.trained.current() as transformer:
+                policy.guided_velocity(transformer, *training).square().mean().backward()
+        transformers.trained.weights.zero_grad()
     graphs = []
     for _ in range(2):
         for sampler in transformers.samplers.values():
-            sampler.sync(transformers.adapted.state(OLD), version=0)
+            sampler.sync(transformers.trained.state(OLD), version=0)
         for call in calls.values():
             call()
         graphs.append(len(compiler.graphs))

@@ -50,7 +50,7 @@ class Footprint(NamedTuple):
 
     policy: Mapping[str, int]  # by base_weights
     shadow: int  # 0 if the family has none
-    others: int  # merged replica, adapters, their gradients and moments, autoencoder
+    others: int  # merged replica, trained weights, their gradients and moments, autoencoder
     text_encoders: int
     training: Mapping[bool | str, int]  # activations of a row, by gradient_checkpointing
     sampling: int  # activations of a candidate
@@ -74,9 +74,10 @@ def fit(footprint: Footprint, most: Options, room: int) -> Options:
     recomputation rather than a large micro-batch; large rollout batches, then large decoding batches. No batch exceeds
     the one in ``most``.
     """
-    storages = list(STORAGE_BITS)[list(STORAGE_BITS).index(most["base_weights"]) :]
+    storages = [name for name in STORAGE_BITS if name in footprint.policy]
+    storages = storages[storages.index(most["base_weights"]) :]
     families = [None, "prefix"] if footprint.shadow else [None]
-    weights = [*product(families, [name for name in storages if name != "nf4"]), *product(families, ["nf4"])]
+    weights = sorted(product(families, storages), key=lambda choice: choice[1] == "nf4")  # stable
     rows, sampled, images = (halvings(most[key]) for key in OPTIONS[-3:])
     enough = [n for n in rows if n >= min(_FEWEST_ROWS, rows[0])]
     training = [*product(CHECKPOINTING, enough), *product([True], rows)]
@@ -131,13 +132,18 @@ def bytes_of(module: nn.Module) -> int:
     return sum(tensor.nbytes for tensor in chain(module.parameters(), module.buffers()))
 
 
+def separate_bytes(modules: Iterable[nn.Module], shared: Iterable[Tensor]) -> int:
+    """Bytes of the parameters of several modules, each once and without the ``shared`` ones."""
+    tensors = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+    return sum(tensors[key].nbytes for key in tensors.keys() - {id(parameter) for parameter in shared})
+
+
 def replica_bytes(
-    weights: Mapping[str, Tensor], adapted: Collection[str], quantized: Collection[str] = (), bits: float = 16
+    weights: Mapping[str, Tensor], replaced: Collection[str], quantized: Collection[str] = (), bits: float = 16
 ) -> int:
-    """Bytes of the ``weights`` that a replica owns: the quantised ones at ``bits``, and others that LoRA adapts."""
+    """Bytes of the ``weights`` that a replica owns: the quantised ones at ``bits``, and others that it replaces."""
     packed = sum(weights[name].numel() for name in quantized) * bits / 8
-    adapted_bytes = sum(weights[name].nbytes for name in adapted if name not in quantized)
-    return math.ceil(packed) + adapted_bytes
+    return math.ceil(packed) + sum(weights[name].nbytes for name in replaced if name not in quantized)
 
 
 def stored_bytes(whole: int, layers: Iterable[nn.Linear]) -> dict[str, int]:

@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import torch
 from hydra.utils import instantiate
 
-from solrl_lightning.build import build_objective, levels_of, lora_config, quantization_rule, uses_shadow, with_option
+from solrl_lightning.build import build_objective, levels_of, quantization_rule, trained_as, uses_shadow, with_option
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan as PlanOptions
 from solrl_lightning.policies.architectures import Architecture, find_architecture
 from solrl_lightning.policies.base_weights import block_linears
-from solrl_lightning.policies.lora import TRAINED, adapter_state
+from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, LayerPlan
 from solrl_lightning.quantization import plan as plan_layers
@@ -33,6 +33,7 @@ from solrl_lightning.sizing.footprint import (
     latent_bytes,
     overrides,
     replica_bytes,
+    separate_bytes,
     stored_bytes,
 )
 from solrl_lightning.sizing.trace import CHECKPOINTING, Passes, trace
@@ -43,7 +44,7 @@ Json = dict[str, Any]
 class Plan(NamedTuple):
     """A run's model, and its memory on one device."""
 
-    policy: PipelineAdapter  # on ``meta``, with adapters
+    policy: PipelineAdapter  # on ``meta``, its transformer as it is trained
     architecture: Architecture
     layers: Sequence[LayerPlan]
     passes: Passes
@@ -81,22 +82,27 @@ def plan_run(
     architecture = find_architecture(policy.pretrained, policy.pipeline_class)
     plans = {each: plan_layers(policy.transformer, quantization_rule(cfg), each) for each in (backend, *others)}
     layers = plans[backend]
-    weights = {layer.name: policy.transformer.get_submodule(layer.name).weight for layer in layers}
-    parameters = sum(p.numel() for p in policy.transformer.parameters())
+    weights = dict(policy.transformer.named_parameters())
     stored = stored_bytes(bytes_of(policy.transformer), block_linears(policy.transformer).values())
-    passes, adapted = trace(policy, lora_config(cfg), recomputed)
-    lora = 4 * sum(weight.numel() for weight in adapter_state(adapted, TRAINED).values())
-    quantized = {each: [layer.name for layer in layers if layer.quantized] for each, layers in plans.items()}
+    passes, trained = trace(policy, trained_as(cfg), recomputed)
+    average = 4 * sum(weight.numel() for weight in trained.state(TRAINED).values())
+    beside = separate_bytes((trained.transformer, trained.weights), weights.values())
+    replaced = trained.replaced
+    lora = cfg.model.lora.rank
+    rounded = 0 if trained.weights is trained.transformer else stored["bfloat16"]
+    quantized = {
+        each: [f"{layer.name}.weight" for layer in layers if layer.quantized] for each, layers in plans.items()
+    }
     rank = cfg.precision.low_rank
     branches = {
-        each: sum(2 * (rank + cfg.model.lora.rank * (name in adapted)) * sum(weights[name].shape[:2]) for name in names)
+        each: sum(2 * (rank + lora * (name in replaced)) * sum(weights[name].shape[:2]) for name in names)
         if rank
         else 0
         for each, names in quantized.items()
     }
-    packed = replica_bytes(weights, adapted, quantized[backend], PACKED_BITS[backend.precision]) + branches[backend]
+    packed = replica_bytes(weights, replaced, quantized[backend], PACKED_BITS[backend.precision]) + branches[backend]
     shadows = {
-        each: branches[each] + replica_bytes(weights, adapted, names, each.bits_per_weight) if uses_shadow(cfg) else 0
+        each: branches[each] + replica_bytes(weights, replaced, names, each.bits_per_weight) if uses_shadow(cfg) else 0
         for each, names in quantized.items()
     }
     latents: dict[str | None, Latents] = {None: pool_latents(cfg, policy.latent_shape, policy.sigmas, devices)}
@@ -106,11 +112,11 @@ def plan_run(
     options = {key: None if key == "family" else reduce(getattr, key.split("."), cfg) for key in OPTIONS}
     size = {
         "policy": stored[cfg.base_weights],
-        "merged": replica_bytes(weights, adapted),
+        "merged": replica_bytes(weights, replaced),
         "shadow_packed": packed if uses_shadow(cfg) else 0,
         "shadow_here": shadows[backend],
-        "lora": (3 if cfg.callback("ema") else 2) * lora,
-        "gradients_and_moments": 3 * lora,
+        "trained": beside + (average if cfg.callback("ema") else 0),
+        "gradients_and_moments": 3 * average + rounded,  # of float32 weights, and gradients of their rounded copy
         "autoencoder": bytes_of(policy.pipeline.vae),
         "text_encoders": encoder_bytes(architecture, policy.dtypes),
         "kept_latents": latents[None].kept,
@@ -118,9 +124,11 @@ def plan_run(
         "training": cfg.model.micro_batch * passes.training_bytes[cfg.model.gradient_checkpointing],
         "rollout": cfg.model.rollout_batch * passes.sampling_bytes + cfg.model.decode_batch * passes.decoding_bytes,
     }
-    replicas = sum(size[name] for name in ("merged", "lora", "gradients_and_moments", "autoencoder"))
+    replicas = sum(size[name] for name in ("merged", "trained", "gradients_and_moments", "autoencoder"))
     activations = passes.training_bytes, passes.sampling_bytes, passes.decoding_bytes
-    footprint = Footprint(stored, shadows[backend], replicas, size["text_encoders"], *activations, latents)
+    policies = {name: stored[name] for name in trained.storages}
+    footprint = Footprint(policies, shadows[backend], replicas, size["text_encoders"], *activations, latents)
+    parameters = sum(weight.numel() for weight in weights.values())
     return Plan(policy, architecture, layers, passes, parameters, size, footprint, options, shadows)
 
 

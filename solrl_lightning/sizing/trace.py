@@ -8,16 +8,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from peft import LoraConfig
-from peft.tuners.lora import LoraLayer
+from diffusers import ModelMixin
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from solrl_lightning.policies.checkpointing import checkpoint_blocks
-from solrl_lightning.policies.lora import add_adapters
 from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.training.transformers import TrainedTransformer
 
 CHECKPOINTING: tuple[bool | str, ...] = (False, "selective", True)
 """Values of model.gradient_checkpointing."""
@@ -88,9 +87,11 @@ class PeakBytes(TorchDispatchMode):
 
 
 def trace(
-    policy: PipelineAdapter, lora: LoraConfig, recomputed: Collection[bool | str] = CHECKPOINTING
-) -> tuple[Passes, dict[str, LoraLayer]]:
-    """The passes of a policy on ``meta``, and its adapted layers by name. Adds the adapters to the policy.
+    policy: PipelineAdapter,
+    train: Callable[[ModelMixin], TrainedTransformer],
+    recomputed: Collection[bool | str] = CHECKPOINTING,
+) -> tuple[Passes, TrainedTransformer]:
+    """The passes of a policy on ``meta``, and its trained transformer, which ``train`` makes of the policy's.
 
     ``recomputed``: the values of model.gradient_checkpointing to find the activations of.
     """
@@ -103,14 +104,21 @@ def trace(
     def velocity() -> Tensor:
         return policy.velocity(transformer, x, sigma, conditioning)
 
+    def free_gradient(parameter: Tensor) -> None:
+        parameter.grad = None  # counted apart from the activations
+
     with torch.no_grad(), FusedAttention():
         with PeakBytes(transformer) as sampling:
             tokens = count_tokens(velocity, transformer)
         with PeakBytes(vae) as decoding:
             policy.decode_latents(x, vae)
     with torch.device(policy.device):  # without it, PEFT creates the adapters on the CPU
-        adapted_layers = add_adapters(transformer, lora, seed=0)
-    transformer.train()
+        trained = train(transformer)
+    if trained.weights is not transformer:  # which is then a copy of them
+        transformer.requires_grad_()
+    for parameter in transformer.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(free_gradient)
     peaks: dict[bool | str, int] = {}
     for blocks in recomputed:
         # Tensor.backward runs outside of the mode, so recomputation enters another mode.
@@ -119,11 +127,10 @@ def trace(
             loss = velocity().sum()
         with training:
             loss.backward()
-        transformer.zero_grad()
         peaks[blocks] = training.peak // images
     return Passes(
         tokens={name: count // images for name, count in tokens.items()},
         training_bytes=peaks,
         sampling_bytes=sampling.peak // images,
         decoding_bytes=decoding.peak // images,
-    ), adapted_layers
+    ), trained

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.tables import format_table, write_json
-from solrl_lightning.build import build_module, device_of, exploring_stages, load_adapters, with_option, with_precision
+from solrl_lightning.build import build_module, device_of, exploring_stages, load_trained, with_option, with_precision
 from solrl_lightning.metrics.rank import NAMES, RankFidelity, reward_gap
 from solrl_lightning.names import MERGED, SHADOW
 from solrl_lightning.options.family import Explorer
@@ -156,7 +156,7 @@ class Loaded(NamedTuple):
 def load_pool(cfg: Run, samplers: Collection[str]) -> Loaded:
     task, module = cfg.task_as(Audit), build_module(cfg, device_of(cfg), samplers)
     if cfg.ckpt is not None:
-        load_adapters(module, cfg.ckpt)
+        load_trained(module, cfg.ckpt)
     module.sync_samplers(version=0)
     prompts = module.encode(module.evaluation.prompts[: task.prompts])
     return Loaded(module, prompts, pool_seeds(cfg.seed, 0, prompts.texts, task.pool))

@@ -25,7 +25,7 @@ from torch import Tensor, distributed
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png, with_inputs
 from solrl_lightning.artifacts.tables import format_table, write_json
-from solrl_lightning.build import build_module, instantiate_trainer, load_adapters
+from solrl_lightning.build import build_module, instantiate_trainer, load_trained
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import read_tags
 from solrl_lightning.facts import sources
@@ -58,7 +58,7 @@ def evaluate(cfg: Run) -> dict[str, Any]:
     module = build_module(cfg, trainer.strategy.root_device, ())
     weights = {"base": "base"}
     if cfg.ckpt is not None:
-        load_adapters(module, cfg.ckpt)
+        load_trained(module, cfg.ckpt)
         weights["trained"] = "ema"
     scorer = Scorer(module, weights, task.grid_prompts, task.grid_images)
     rank_prompts = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)

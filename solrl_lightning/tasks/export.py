@@ -8,26 +8,26 @@ from pathlib import Path
 import torch
 from diffusers import ModelMixin
 
-from solrl_lightning.artifacts.files import iterations_done, read_checkpoint, write_atomically, written_whole
+from solrl_lightning.artifacts.files import iterations_done, read_checkpoint, write_atomically
 from solrl_lightning.artifacts.finished_runs import read_summary
 from solrl_lightning.artifacts.hub import create_repository, upload
 from solrl_lightning.artifacts.model_card import PICTURE, model_card
-from solrl_lightning.build import build_model, load_adapters
+from solrl_lightning.build import build_model, load_trained
 from solrl_lightning.names import MERGED
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Export
 from solrl_lightning.tasks.generate import without_training
 from solrl_lightning.training.module import SolRLModule
 
-_LORAS = {"lora_ema": "ema", "lora_trained": "default"}
-_MERGED = "transformer"
+_LORA, _MERGED = "lora_ema", "transformer"
 _CARD = "README.md"
 
 
 def export(cfg: Run) -> None:
     """Write lora_ema/, lora_trained/, transformer/ (the base with the merged average) and README.md (a model card).
 
-    With ``cfg.task.push`` it uploads them.
+    With model.train=full these are transformer/ (the average), transformer_trained/ and README.md. With
+    ``cfg.task.push`` it uploads them.
 
     Raises:
         UserError: the hub refuses the upload.
@@ -38,23 +38,24 @@ def export(cfg: Run) -> None:
     folder = Path(cfg.run_dir)
     module = build_model(without_training(cfg), torch.device("cpu"))
     ckpt = Path(str(cfg.ckpt))
-    load_adapters(module, ckpt)
-    for name, weights in _LORAS.items():
-        module.save_lora(folder / name, weights)
+    load_trained(module, ckpt)
+    exports = module.transformers.trained.exports
+    for part, weights in exports.items():
+        module.save_policy(folder / part, weights)
     transformer = module.transformers.replicas[MERGED]
     with module.merged_with("ema"):
         assert isinstance(transformer, ModelMixin)
-        with written_whole(folder / _MERGED) as part:
-            transformer.save_pretrained(part)  # shares the weights that LoRA does not adapt with the base
+        module.policy.save_transformer(folder / _MERGED, transformer)
     name, dtype = type(transformer).__name__, str(transformer.dtype).removeprefix("torch.")
     write_card(cfg, ckpt, module, name, dtype)
+    if _LORA in exports:
+        print(f"pipe.load_lora_weights({str(folder / _LORA)!r})  # or lora_trained, without averaging")
     print(
-        f"pipe.load_lora_weights({str(folder / 'lora_ema')!r})  # or lora_trained, without averaging\n"
         f"{name}.from_pretrained({str(folder / _MERGED)!r}, dtype=torch.{dtype})  # merged\n"
         f"{folder / _CARD}  # model card"
     )
     if task.push is not None:
-        print(upload(task.push, folder, [*_LORAS, _MERGED, PICTURE.parts[0], _CARD]))
+        print(upload(task.push, folder, [*exports, _MERGED, PICTURE.parts[0], _CARD]))
 
 
 def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtype: str) -> None:
@@ -62,6 +63,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
     folder, run = Path(cfg.run_dir), ckpt.resolve().parent.parent
     state, summary = read_checkpoint(ckpt), read_summary(run)
     done = iterations_done(state)
+    with_lora = _LORA in module.transformers.trained.exports
     settings = summary.get("config") or {"reward": ", ".join(cfg.reward.members), "lora_rank": cfg.model.lora.rank}
     grid = run / "samples" / f"grid_{done:06d}.png"
     if grid.is_file():
@@ -77,6 +79,7 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         settings=settings | {"precision": state.get("precision_backend", "nvfp4")},  # instead of auto
         iterations=done,
         summary=summary if "config" in summary else None,
+        with_lora=with_lora,
         with_picture=grid.is_file(),
         name=cfg.task_as(Export).push,
     )

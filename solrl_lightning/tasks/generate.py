@@ -18,7 +18,7 @@ from torch import Tensor
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_animation, to_image, to_png, with_inputs
 from solrl_lightning.artifacts.tables import write_json
-from solrl_lightning.build import build_model, device_of, load_adapters, with_option
+from solrl_lightning.build import build_model, device_of, load_trained, with_option
 from solrl_lightning.facts import requested_metadata, requested_prompts
 from solrl_lightning.frames import filmstrip
 from solrl_lightning.names import MERGED
@@ -42,7 +42,7 @@ def generate(cfg: Run) -> dict[str, Any]:
     module = build_model(without_training(cfg), device_of(cfg))
     module.policy.metadata = requested_metadata(cfg)
     if cfg.ckpt is not None:
-        load_adapters(module, cfg.ckpt)
+        load_trained(module, cfg.ckpt)
 
     images: list[dict[str, Any]] = []
     shown: dict[str, list[Tensor]] = {name: [] for name in weights}

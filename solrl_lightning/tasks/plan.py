@@ -84,10 +84,10 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         shadow = ""
     labels = {
         "policy": "policy",
-        "merged": "merged replica: layers that LoRA adapts",
+        "merged": "merged replica: layers that are trained",
         "shadow_packed": f"shadow, packed at {bits['packed']:g} bits a weight",
         "shadow_here": f"shadow as {result['backend']} holds it here, {bits['here']:g} bits",
-        "lora": "LoRA adapters in float32, with their average",
+        "trained": "trained weights, old policy and average in float32",
         "gradients_and_moments": "their gradients and AdamW moments",
         "autoencoder": "autoencoder",
         "text_encoders": "text encoders: on a GPU only while they encode",

@@ -36,6 +36,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
+from solrl_lightning.training.transformers import AdaptedTransformer
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ def train(cfg: Run) -> float | None:
     Writes the files that the README lists into the run folder, also when interrupted.
 
     Raises:
-        UserError: the checkpoint has another optimiser or other adapters, a run resumes in its folder with other
+        UserError: the checkpoint has another optimiser or other weights, a run resumes in its folder with other
             training prompts, or Lightning rejects the configuration.
     """
     checkpoint = None if cfg.ckpt is None else read_checkpoint(cfg.ckpt)
@@ -70,11 +71,13 @@ def train(cfg: Run) -> float | None:
     module.transformers.explorers.update(build_explorers(cfg, module, connections))
     if checkpoint is None and cfg.model.init_lora is not None:
         file = Path(cfg.model.init_lora).expanduser()
-        module.transformers.adapted.start_from(file, module.policy.pipeline_class)
+        trained = module.transformers.trained
+        assert isinstance(trained, AdaptedTransformer)  # Model.check
+        trained.start_from(file, module.policy.pipeline_class)
     if checkpoint is not None:
-        # An error about other adapters must precede the loggers' first write.
+        # An error about other weights must precede the loggers' first write.
         module.on_load_checkpoint(checkpoint)
-        average_in(checkpoint, module.adapter_state(TRAINED))
+        average_in(checkpoint, module.policy_state(TRAINED))
     if shadow_layers := module.transformers.shadow_layers:
         file_logger.info("%s", shadow_layers)
         log.info("%s; table in %s", shadow_layers.splitlines()[-1].strip(), folder / LOG)

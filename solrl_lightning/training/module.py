@@ -1,8 +1,9 @@
-"""The LightningModule: trains and evaluates the BF16 policy, and saves its adapters.
+"""The LightningModule: trains and evaluates the BF16 policy, and saves it.
 
-``transformer``, the only registered submodule, is the BF16 policy with its LoRA adapters "default" (trained) and "old".
-Replicas (see ``transformers``), encoders, autoencoder and rewards are not registered, so a checkpoint holds the
-adapters only. ``optimizer_step`` also updates the old policy, so a checkpoint never separates the two.
+``transformer``, the only registered submodule, is the BF16 policy with its LoRA adapters "default" (trained) and "old",
+or holds all weights of both (``full``). Replicas (see ``transformers``), encoders, autoencoder and rewards are not
+registered, so a checkpoint holds these weights only. ``optimizer_step`` also updates the old policy, so a checkpoint
+never separates the two.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from peft import LoraConfig
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -44,14 +44,13 @@ class SolRLModule(LightningModule):
 
     Args:
         policy: architecture with loaded weights.
-        transformers: the policy's transformer with its adapters, and what samples beside it.
+        transformers: the trained transformer, and what samples beside it.
         rewards: those with a weight score rollouts, all score evaluations.
         objective: the loss.
         optimizer: called with the trained parameters.
         rate_factor: factor of the learning rate after a number of iterations.
         old_decay: decay of the old policy after iteration 1, 2, ...
         evaluation: of the held-out prompts.
-        lora: configuration of the adapters, saved with them.
     """
 
     def __init__(
@@ -64,21 +63,20 @@ class SolRLModule(LightningModule):
         rate_factor: Callable[[float], float],
         old_decay: Callable[[int], float],
         evaluation: Evaluation,
-        lora: LoraConfig,
     ) -> None:
         super().__init__()
-        self.strict_loading = False  # a checkpoint holds the adapters only, which on_load_checkpoint checks
+        self.strict_loading = False  # a checkpoint holds the trained weights only, which on_load_checkpoint checks
         self.objective, self.optimizer_factory = objective, optimizer
         self.rate_factor, self.old_decay = rate_factor, old_decay
-        self.evaluation, self.lora = evaluation, lora
+        self.evaluation = evaluation
         self.ema_state: State | None = None  # set by the EMA callback
         self.distances: dict[str, Tensor] = {}  # of the trained policy, before the old policy follows it
-        self.transformer = transformers.adapted.transformer
+        self.transformer = transformers.trained.weights
         # DDP would broadcast the frozen weights, which every rank has read, and cannot broadcast those in 8 bits.
         tensors = chain(self.named_parameters(), self.named_buffers())
-        frozen = [name for name, _ in tensors if ".lora_" not in name]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, frozen)
         self.policy, self.transformers, self.rewards = policy, transformers, rewards  # no nn.Modules: not registered
+        frozen = [name for name, _ in tensors if not self._is_saved(name)]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, frozen)
         on_gpu = policy.device.type == "cuda"
         self.scoring_worker = partial(background_worker, policy.device) if on_gpu else inline_worker
 
@@ -127,18 +125,18 @@ class SolRLModule(LightningModule):
     def sync_samplers(self, version: int) -> None:
         """Give the old policy, that after ``version`` iterations, to everything that samples."""
         for sampler in (*self.transformers.samplers.values(), *self.transformers.explorers.values()):
-            sampler.sync(self.adapter_state(OLD), version)
+            sampler.sync(self.policy_state(OLD), version)
 
     @contextmanager
     def merged_with(self, weights: str) -> Iterator[Sampler]:
-        """Yield the sampler of merged weights with an adapter of ``adapter_state``; restores the old policy."""
+        """Yield the sampler of merged weights with those of ``policy_state``; restores the old policy."""
         sampler = self.transformers.samplers[MERGED]
         version = sampler.version
         try:
-            sampler.sync(self.adapter_state(weights), None)
+            sampler.sync(self.policy_state(weights), None)
             yield sampler
         finally:
-            sampler.sync(self.adapter_state(OLD), version)
+            sampler.sync(self.policy_state(OLD), version)
 
     @torch.no_grad()
     def score(
@@ -181,11 +179,11 @@ class SolRLModule(LightningModule):
             images = [shown(self.policy.decode(chunk.state.x)).cpu() for chunk in chunks if chunk.state is not None]
         return torch.cat(images).unflatten(0, tuple(seeds.shape))
 
-    def adapter_state(self, name: str) -> State:
-        """Return adapter "default" or "old", "ema" (the average of "default"), or "base" (zeros)."""
+    def policy_state(self, name: str) -> State:
+        """Return the weights "default" (trained), "old", "ema" (the average of "default"), or "base"."""
         if name == "ema":
-            return self.adapter_state(TRAINED) if self.ema_state is None else self.ema_state
-        return self.transformers.adapted.state(name)
+            return self.policy_state(TRAINED) if self.ema_state is None else self.ema_state
+        return self.transformers.trained.state(name)
 
     # Training
 
@@ -198,7 +196,8 @@ class SolRLModule(LightningModule):
                 continue
             with torch.no_grad(), self.transformers.velocity_models[name]() as transformer:
                 others[name] = self._velocity(transformer, batch)[:rows]
-        velocity, real = self._velocity(self.transformer, batch)[:rows], batch.first(rows)
+        with self.transformers.trained.current() as transformer:
+            velocity, real = self._velocity(transformer, batch)[:rows], batch.first(rows)
         per_sample, metrics = check_loss(self.objective, self.objective(velocity, real, **others), rows)
         what = f"loss of objective={type(self.objective).__name__}"
         check_finite(per_sample.detach(), what, real.prompts, real.seeds)
@@ -221,10 +220,10 @@ class SolRLModule(LightningModule):
         super().optimizer_step(*args, **kwargs)
         loop: Any = self.trainer.fit_loop
         if loop.count_step():
-            self.distances = self.transformers.adapted.distances()
+            self.distances = self.transformers.trained.distances()
             if not self.distances["base_distance"].isfinite():
                 raise NonFiniteError(f"the weights are not finite after an optimiser step; {STOPPED} {_LOWER_RATE}")
-            self.transformers.adapted.update_old(self.old_decay(loop.iterations_done))
+            self.transformers.trained.update_old(self.old_decay(loop.iterations_done))
 
     def trained_parameters(self) -> list[nn.Parameter]:
         return [parameter for parameter in self.transformer.parameters() if parameter.requires_grad]
@@ -265,32 +264,35 @@ class SolRLModule(LightningModule):
     # Checkpoints
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["state_dict"] = self._adapter_tensors(checkpoint["state_dict"])
+        checkpoint["state_dict"] = self._saved_tensors(checkpoint["state_dict"])
         checkpoint["evaluation"] = self.evaluation.digest_with_noise
         checkpoint["precision_backend"] = self.transformers.precision_backend  # a resumed run keeps the precision
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         expected, loaded = (
-            {name: list(value.shape) for name, value in self._adapter_tensors(state).items()}
+            {name: list(value.shape) for name, value in self._saved_tensors(state).items()}
             for state in (self.state_dict(), checkpoint["state_dict"])
         )
-        dtypes = {value.dtype for value in self._adapter_tensors(checkpoint["state_dict"]).values()}
+        dtypes = {value.dtype for value in self._saved_tensors(checkpoint["state_dict"]).values()}
         if expected == loaded and dtypes != {torch.float32}:
             names = ", ".join(sorted(map(str, dtypes)))
-            raise UserError(f"the checkpoint's adapters are of {names}; a run writes float32. Take that of a run.")
+            raise UserError(f"the checkpoint's weights are of {names}; a run writes float32. Take that of a run.")
         if expected != loaded:
             name = min(name for name in expected | loaded if expected.get(name) != loaded.get(name))
             raise UserError(
-                "the checkpoint's adapters do not fit this model: model, model.lora.rank and model.lora.target_modules "
-                f"must be those of the run that wrote it; {name} has shape {expected.get(name, 'none')} in the model "
-                f"and {loaded.get(name, 'none')} in the checkpoint. Repeat the options of that run."
+                "the checkpoint's weights do not fit this model: model, model.train, model.lora.rank and "
+                f"model.lora.target_modules must be those of the run that wrote it; {name} has shape "
+                f"{expected.get(name, 'none')} in the model and {loaded.get(name, 'none')} in the checkpoint. Repeat "
+                "the options of that run."
             )
         self.evaluation.comparable = checkpoint.get("evaluation") == self.evaluation.digest_with_noise
 
-    def _adapter_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value for name, value in state.items() if ".lora_" in name}
+    def _saved_tensors(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {name: value for name, value in state.items() if self._is_saved(name)}
 
-    def save_lora(self, folder: Path, weights: str) -> None:
-        """Write adapter "ema" or "default" in the format of diffusers' ``pipe.load_lora_weights(folder)``."""
-        state = {name: value.detach().cpu().contiguous() for name, value in self.adapter_state(weights).items()}
-        self.policy.save_lora(folder, state, self.lora)
+    def _is_saved(self, name: str) -> bool:
+        return self.transformers.trained.is_saved(name.removeprefix("transformer."))
+
+    def save_policy(self, folder: Path, weights: str) -> None:
+        """Write the weights "ema" or "default" in a format of diffusers: a LoRA, or a transformer."""
+        self.transformers.trained.save(self.policy, folder, self.policy_state(weights))

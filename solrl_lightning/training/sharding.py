@@ -74,10 +74,10 @@ def shard_transformers(policy: PipelineAdapter, lora: LoraConfig, seed: int, bat
         seed: seed of the adapters' initial values.
         batch_size: candidates per forward pass.
     """
-    adapted = AdaptedTransformer(policy.transformer, lora, seed)
-    sampler = PolicySampler(policy, adapted.old, FixedBatchSize(batch_size, pad_to_size=False))
+    trained = AdaptedTransformer(policy.transformer, lora, seed)
+    sampler = PolicySampler(policy, trained.old, FixedBatchSize(batch_size, pad_to_size=False))
     velocity_models: dict[str, VelocityModel] = {
-        "old": adapted.old,
-        REFERENCE: lambda: adapted.old(adapted.state("base")),
+        "old": trained.old,
+        REFERENCE: lambda: trained.old(trained.state("base")),
     }
-    return Transformers(adapted, {POLICY: sampler, MERGED: sampler}, velocity_models)
+    return Transformers(trained, {POLICY: sampler, MERGED: sampler}, velocity_models)

@@ -1,8 +1,11 @@
-"""The transformers of a run: the trained one with its LoRA adapters, and replicas that share its frozen weights.
+"""The transformers of a run: the trained one, and replicas that share its frozen weights.
+
+With model.train=lora the trained one has adapters (`AdaptedTransformer`); with full all its weights are trained
+(``full.FullTransformer``).
 
 | name | weights | transformer |
 |---|---|---|
-| policy | old policy, LoRA branches | the trained one with adapter "old" active |
+| policy | old policy, LoRA branches | the trained one with adapter "old" active, or with its weights |
 | merged | old policy, LoRA merged in float32 (TF32 on a GPU) and rounded to BF16 | replica |
 | shadow | old policy, merged and quantised | replica, if a stage samples from it |
 | reference | base model without adapters | replica |
@@ -13,11 +16,11 @@ not see them.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol, get_args
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
@@ -26,8 +29,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from solrl_lightning.explorers.sampler import RemoteSampler
-from solrl_lightning.names import MERGED, POLICY, SHADOW
-from solrl_lightning.policies import replica
+from solrl_lightning.names import MERGED, POLICY, SHADOW, Storage
+from solrl_lightning.policies import lora, replica
 from solrl_lightning.policies.compilation import compile_blocks
 from solrl_lightning.policies.lora import (
     OLD,
@@ -38,15 +41,16 @@ from solrl_lightning.policies.lora import (
     add_adapters,
     base_norm,
     load_state,
+    merged_weights,
     read_lora,
     update_norms,
     update_old_adapter,
     with_weights,
 )
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.quantization import Backend, QuantizationRule, convert, format_table
+from solrl_lightning.quantization import Backend, LayerPlan, QuantizationRule, convert, format_table
 from solrl_lightning.quantization import plan as plan_quantization
-from solrl_lightning.quantization.low_rank import convert_with_low_rank
+from solrl_lightning.quantization.low_rank import convert_with_low_rank, low_rank_branch
 from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.training.samplers import PolicySampler, ReplicaSampler, Sampler
@@ -59,19 +63,99 @@ VelocityModel = Callable[[], AbstractContextManager[nn.Module]]
 """A context with the transformer that computes a velocity of `Objective.needs`."""
 
 
+class TrainedTransformer(Protocol):
+    """The policy's transformer: its trained weights, those of the old policy, and how replicas get them.
+
+    A *state* is a dict of the trained tensors by name, in float32.
+    """
+
+    folder: ClassVar[str]
+    """Where a run saves the result, in its folder."""
+    exports: ClassVar[Mapping[str, str]]
+    """Folders that task=export writes beside the merged transformer, and the name of the weights in each."""
+    storages: ClassVar[Collection[str]]
+    """Values of base_weights that the frozen weights may have."""
+    transformer: ModelMixin
+    """Computes velocities, in the contexts ``current`` and ``old``."""
+    base_norm: Tensor
+    """L2 norm of the weights of the base model that are trained, or adapted."""
+
+    @property
+    def weights(self) -> nn.Module:
+        """The module whose parameters that require gradients are trained."""
+
+    @property
+    def replaced(self) -> Sequence[str]:
+        """Names of the transformer's parameters that a replica has of its own."""
+
+    def is_saved(self, name: str) -> bool:
+        """Return whether a checkpoint has the named tensor of ``weights``, and DDP makes it equal on all ranks."""
+
+    def state(self, name: str) -> State:
+        """Return the weights "default" (trained) or "old", the tensors themselves, or those of the model "base"."""
+
+    def current(self) -> AbstractContextManager[nn.Module]:
+        """Yield the transformer with the trained weights; it keeps them until another context is entered."""
+
+    def old(self, state: State | None = None) -> AbstractContextManager[nn.Module]:
+        """Yield the transformer with the weights of the old policy, or with ``state``."""
+
+    def update_old(self, decay: float) -> None:
+        """Update the old policy in place: old <- decay * old + (1 - decay) * trained."""
+
+    def distances(self) -> dict[str, Tensor]:
+        """Return the distances of the trained weights from base and old policy, relative to ``base_norm``."""
+
+    def quantize(self, shadow: nn.Module, plans: Sequence[LayerPlan], backend: Backend) -> None:
+        """Replace the planned layers of ``shadow`` in place."""
+
+    def untie(self, module: nn.Module) -> None:
+        """Copy what ``write`` overwrites in a replica that shares the base weights."""
+
+    def write(self, module: nn.Module, state: State) -> None:
+        """Write ``state`` into a replica in place, so that compiled code stays valid."""
+
+    def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
+        """Write ``state`` into ``folder`` in a format of diffusers."""
+
+
 class AdaptedTransformer:
     """The policy's transformer with its adapters "default", which is trained, and "old", which samples.
 
     Args:
         transformer: gets the adapters.
-        lora: rank, alpha and target modules of the adapters.
+        config: rank, alpha and target modules of the adapters.
         seed: seed of the adapters' initial values.
+        low_rank: rank of the base weights' part in a 16-bit branch beside the shadow's layers; 0: no branch.
     """
 
-    def __init__(self, transformer: ModelMixin, lora: LoraConfig, seed: int) -> None:
+    folder: ClassVar[str] = "lora"
+    exports: ClassVar[Mapping[str, str]] = {"lora_ema": "ema", "lora_trained": "default"}
+    storages: ClassVar[Collection[str]] = get_args(Storage)
+
+    def __init__(self, transformer: ModelMixin, config: LoraConfig, seed: int, low_rank: int = 0) -> None:
         self.transformer: ModelMixin = transformer.train()  # none of these models has dropout
-        self.lora_layers: dict[str, LoraLayer] = add_adapters(transformer, lora, seed)
+        self.config, self.low_rank = config, low_rank
+        self.lora_layers: dict[str, LoraLayer] = add_adapters(transformer, config, seed)
         self.base_norm = base_norm(self.lora_layers)  # of all adapted layers; before a strategy shards the weights
+
+    @property
+    def weights(self) -> nn.Module:
+        """The transformer itself."""
+        return self.transformer
+
+    @property
+    def replaced(self) -> list[str]:
+        """Names of the adapted weights."""
+        return [f"{name}.weight" for name in self.lora_layers]
+
+    def is_saved(self, name: str) -> bool:
+        """Return whether the tensor is an adapter's."""
+        return ".lora_" in name
+
+    def current(self) -> AbstractContextManager[nn.Module]:
+        """Return a context with the transformer, whose active adapter is "default"."""
+        return nullcontext(self.transformer)
 
     def state(self, name: str) -> State:
         """Return adapter "default" or "old", the tensors themselves, or zeros for "base"."""
@@ -104,12 +188,36 @@ class AdaptedTransformer:
         update, difference = update_norms(self.lora_layers)
         return {"base_distance": update / self.base_norm, "old_distance": difference / self.base_norm}
 
+    def quantize(self, shadow: nn.Module, plans: Sequence[LayerPlan], backend: Backend) -> None:
+        """Replace the planned layers of ``shadow`` in place; with ``low_rank``, each gets a branch for the adapters."""
+        if self.low_rank:
+            convert_with_low_rank(shadow, plans, backend, self.low_rank, self.lora_layers, self.config.r)
+        else:
+            convert(shadow, plans, backend)
+
+    def untie(self, module: nn.Module) -> None:
+        """Copy the adapted weights of a replica."""
+        replica.untie_weights(module, self.lora_layers)
+
+    def write(self, module: nn.Module, state: State) -> None:
+        """Write ``state`` into a replica in place: into its low-rank branches, or merged with the base weights."""
+        branches = {name: branch for name in self.lora_layers if (branch := low_rank_branch(module, name))}
+        for name, branch in branches.items():
+            branch.set_lora(*lora.factors(self.lora_layers[name], state, name))
+        others = {name: layer for name, layer in self.lora_layers.items() if name not in branches}
+        replica.refresh(module, merged_weights(others, state))
+
+    def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
+        """Write an adapter in the format of diffusers' ``pipe.load_lora_weights(folder)``."""
+        tensors = {name: value.detach().cpu().contiguous() for name, value in state.items()}
+        policy.save_lora(folder, tensors, self.config)
+
 
 @dataclass(frozen=True)
 class Transformers:
     """The trained transformer, and everything that samples or computes velocities beside it."""
 
-    adapted: AdaptedTransformer
+    trained: TrainedTransformer
     samplers: Mapping[str, Sampler]
     """By the name in `Stage.sampler`."""
     velocity_models: Mapping[str, VelocityModel]
@@ -144,8 +252,7 @@ def as_it_is(transformer: nn.Module) -> VelocityModel:
 
 def replicate(
     policy: PipelineAdapter,
-    lora: LoraConfig,
-    seed: int,
+    train: Callable[[ModelMixin], TrainedTransformer],
     batch_size: int,
     old_velocity: str,
     compile_replicas: bool,
@@ -153,48 +260,42 @@ def replicate(
     with_shadow: bool,
     backend: Backend,
     rule: QuantizationRule,
-    low_rank: int = 0,
     compiler: str | Callable[..., Any] = "inductor",
 ) -> Transformers:
     """Return the transformers of a device that holds the whole model.
 
     Args:
-        policy: architecture with loaded weights; its transformer gets the adapters.
-        lora: rank, alpha and target modules of the adapters.
-        seed: seed of the adapters' initial values.
+        policy: architecture with loaded weights; its transformer is trained.
+        train: makes the trained transformer of that of ``policy``.
         batch_size: candidates per forward pass.
         old_velocity: what computes the old policy's velocity in training: policy (as published) or merged.
         compile_replicas, compile_policy: compile the blocks of the replicas, and those of the trained transformer.
         with_shadow: make the quantised replica.
         backend, rule: arithmetic of the shadow, and the layers to quantise.
-        low_rank: rank of the base weights' part in a 16-bit branch beside the quantised layers; 0: no branch.
         compiler: backend of torch.compile.
     """
     clone = replica.clone_sharing_weights
     reference = clone(policy.transformer).eval()
     replicas = {name: clone(policy.transformer).eval() for name in ([MERGED, SHADOW] if with_shadow else [MERGED])}
-    adapted = AdaptedTransformer(policy.transformer, lora, seed)
+    trained = train(policy.transformer)
     shadow_layers = ""
     if with_shadow:
         plans = plan_quantization(replicas[SHADOW], rule, backend)
         log.info("%s", backend.description)
         shadow_layers = format_table(plans)
-        if low_rank:
-            convert_with_low_rank(replicas[SHADOW], plans, backend, low_rank, adapted.lora_layers, lora.r)
-        else:
-            convert(replicas[SHADOW], plans, backend)
+        trained.quantize(replicas[SHADOW], plans, backend)
     for module in replicas.values():
-        replica.untie_weights(module, adapted.lora_layers)
+        trained.untie(module)
     if compile_replicas:
         for name, module in {REFERENCE: reference, **replicas}.items():
             compile_blocks(module, name != SHADOW or backend.fullgraph, compiler)
     if compile_policy:
-        compile_blocks(adapted.transformer, backend=compiler)
+        compile_blocks(trained.transformer, backend=compiler)
     samplers: dict[str, Sampler] = {
-        name: ReplicaSampler(policy, module, adapted.lora_layers, BatchSize(batch_size, pad_to_size=compile_replicas))
+        name: ReplicaSampler(policy, module, trained.write, BatchSize(batch_size, pad_to_size=compile_replicas))
         for name, module in replicas.items()
     }
-    samplers[POLICY] = PolicySampler(policy, adapted.old, BatchSize(batch_size, pad_to_size=compile_policy))
-    old = adapted.old if old_velocity == POLICY else as_it_is(replicas[old_velocity])
+    samplers[POLICY] = PolicySampler(policy, trained.old, BatchSize(batch_size, pad_to_size=compile_policy))
+    old = trained.old if old_velocity == POLICY else as_it_is(replicas[old_velocity])
     velocity_models = {"old": old, REFERENCE: as_it_is(reference)}
-    return Transformers(adapted, samplers, velocity_models, replicas, backend if with_shadow else None, shadow_layers)
+    return Transformers(trained, samplers, velocity_models, replicas, backend if with_shadow else None, shadow_layers)

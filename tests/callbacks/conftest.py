@@ -47,6 +47,7 @@ class StandIn(LightningModule):
         self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1), metadata={})
         self.rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
         self.transformers = SimpleNamespace(precision_backend="nvfp4 (emulated)", explorers={})
+        self.transformers.trained = SimpleNamespace(folder="lora")
         prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
         self.evaluation = Evaluation(prompts, self.rewards, "euler", steps=4, images=2, seed=0)
         self.ema_state: dict[str, Tensor] | None = None
@@ -57,7 +58,7 @@ class StandIn(LightningModule):
     def sync_samplers(self, version: int) -> None:
         self.events.append(f"requantize {version}")
 
-    def adapter_state(self, name: str) -> dict[str, Tensor]:
+    def policy_state(self, name: str) -> dict[str, Tensor]:
         assert name == "default"
         return {"lora": self.weight}
 
@@ -106,7 +107,7 @@ class Falling(Evaluated):
         spread = torch.linspace(-0.1, 0.1, 16, dtype=torch.float64)[:, None]
         self.evaluation.table = torch.tensor([[*rewards, 0.5, 0.5, 0.5, 0.5]], dtype=torch.float64) + spread
 
-    def save_lora(self, folder: Path, weights: str) -> None:
+    def save_policy(self, folder: Path, weights: str) -> None:
         self.exported = self.ema_state["lora"]
 
 

@@ -95,7 +95,7 @@ def sampler(module: SolRLModule, *urls: str, max_lag: int = 0, timeout: float = 
     """Of three candidates a chunk, synchronised with version 0 of the module's adapters."""
     fleet = Fleet([Connection(url, "", timeout) for url in urls], max_lag, timeout)
     remote = RemoteSampler(module.policy, BatchSize(3, pad_to_size=False), "merged", fleet, {})
-    remote.sync(module.adapter_state("old"), 0)
+    remote.sync(module.policy_state("old"), 0)
     return remote
 
 
@@ -153,7 +153,7 @@ def test_weights_are_pushed_again_to_an_explorer_that_was_started_again(
 
 
 def test_late_chunks_count_up_to_the_maximal_lag(module: SolRLModule, url: str) -> None:
-    old = module.adapter_state("old")
+    old = module.policy_state("old")
     prompts, seeds = module.encode(PROMPTS), pool_seeds(1, 1, PROMPTS, 4)
     versions = []
     for state in (old, noise_like(old, seed=3)):

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nano import PROMPTS, load_policy, lora_config, random_state
+from nano import PROMPTS, adapters, load_policy, random_state
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
@@ -24,8 +24,8 @@ def make_transformers(policy: Flux1) -> Transformers:
     """With an old and a trained adapter that differ."""
     rule = QuantizationRule(["single_transformer_blocks.*"], {})
     backend = resolve("nvfp4", "emulated", CPU)
-    transformers = replicate(policy, lora_config(), 0, 4, "policy", False, False, True, backend, rule)
-    adapted = transformers.adapted
+    transformers = replicate(policy, adapters(), 4, "policy", False, False, True, backend, rule)
+    adapted = transformers.trained
     for seed, name in enumerate((TRAINED, OLD)):
         state = random_state(adapted.state(name), seed, size=0.05)
         lora.load_state(adapted.lora_layers, name, state)
@@ -41,7 +41,7 @@ def outputs(policy: Flux1, transformers: Transformers) -> dict[str, Tensor]:
     def velocity(transformer: nn.Module) -> Tensor:
         return policy.velocity(transformer, x, torch.full((3,), 0.5), conditioning)
 
-    adapted, velocities = transformers.adapted, {}
+    adapted, velocities = transformers.trained, {}
     with torch.no_grad():
         for name, model in transformers.velocity_models.items():
             with model() as transformer:
@@ -73,7 +73,7 @@ def test_stored_weights_are_those_of_every_sampler_and_gradient(storage: str, er
     mlp = "transformer_blocks.0.ff.net.2"
     with transformers.velocity_models["reference"]() as reference:
         shared = [module.get_submodule(mlp).weight for module in (reference, transformers.replicas["merged"])]
-    assert all(weight is transformers.adapted.transformer.get_submodule(mlp).weight for weight in shared)
+    assert all(weight is transformers.trained.transformer.get_submodule(mlp).weight for weight in shared)
 
 
 def test_layers_too_small_for_nf4_a_missing_library_and_compilation_raise(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from nano import PROMPTS, load_policy, lora_config, save_nano
+from nano import PROMPTS, adapters, load_policy, save_nano
 from torch import Tensor, nn
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -115,9 +115,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
-    policy, lora = load_policy(folder, device=device), lora_config()
+    policy = load_policy(folder, device=device)
     rule = QuantizationRule(["transformer_blocks.*", "single_transformer_blocks.*"])
-    transformers = replicate(policy, lora, 0, 2, "policy", False, False, True, backend, rule)
+    transformers = replicate(policy, adapters(), 2, "policy", False, False, True, backend, rule)
     return SolRLModule(
         policy,
         transformers,
@@ -127,7 +127,6 @@ def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
         rate_factor=constant(),
         old_decay=lambda step: 0.5,
         evaluation=Evaluation([], WeightedRewards({}, {}), "dpm2", steps=2, images=1, seed=0),
-        lora=lora,
     )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from nano import PROMPTS, load_policy, lora_config, random_state
+from nano import PROMPTS, adapters, load_policy, random_state
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
@@ -104,7 +104,7 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Tran
     folder, rule = save_nano(tmp_path_factory.mktemp("nano")), QuantizationRule(["*_blocks.*"], {})
     backend = resolve("nvfp4", "emulated", CPU)
     yield [
-        replicate(load_policy(folder), lora_config(), 0, 4, "policy", False, False, True, backend, rule, low_rank)
+        replicate(load_policy(folder), adapters(low_rank), 4, "policy", False, False, True, backend, rule)
         for low_rank in (0, 4)
     ]
 
@@ -112,7 +112,7 @@ def transformers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Tran
 def test_shadow_with_a_branch_follows_the_policy_and_is_nearer_to_it(transformers: list[Transformers]) -> None:
     errors = []
     for each in transformers:
-        state = random_state(adapter_state(each.adapted.lora_layers, TRAINED), 3)
+        state = random_state(adapter_state(each.trained.lora_layers, TRAINED), 3)
         velocities = {}
         for name in ("merged", "shadow"):
             sampler = each.samplers[name]

@@ -26,6 +26,7 @@ from solrl_lightning.sizing.footprint import OPTIONS, Footprint, Latents, fit, l
 from solrl_lightning.sizing.plan import Card, on_card, pool_latents
 from solrl_lightning.sizing.trace import FusedAttention, Passes, PeakBytes, count_tokens, trace
 from solrl_lightning.tasks.plan import plan
+from tests.nano import adapters
 from tests.nano import lora_config as small_lora
 from tests.sigmas import uniform_sigmas
 
@@ -43,7 +44,7 @@ def embedded(**options: Any) -> Flux1:
 
 @pytest.fixture(scope="module")
 def passes() -> Passes:
-    return trace(embedded(), small_lora())[0]
+    return trace(embedded(), adapters())[0]
 
 
 def test_tokens_are_counted_in_linear_layers_and_convolutions() -> None:
@@ -214,7 +215,7 @@ def test_shadow_on_a_card_has_the_bits_of_its_capability(compose: Compose, capsy
 
 def test_replica_owns_quantised_and_adapted_layers_only() -> None:
     weights = {name: torch.empty(16, 32, dtype=torch.bfloat16, device="meta") for name in "abcd"}
-    assert replica_bytes(weights, adapted=["a", "b"]) == 2 * 16 * 32 * 2
+    assert replica_bytes(weights, replaced=["a", "b"]) == 2 * 16 * 32 * 2
     assert replica_bytes(weights, ["a", "b"], quantized=["b", "c"], bits=4.5) == 16 * 32 * 2 + 2 * 16 * 32 * 4.5 / 8
 
 
@@ -253,11 +254,11 @@ def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[.
     assert f"22 of 40 linear layers quantised ({100 * layers['share_of_linear_parameters']:.1f} %" in finished.out
     sizes_of = result["bytes"]
     assert sizes_of["policy"] == 2 * result["parameters"]
-    assert sizes_of["lora"] == sizes_of["gradients_and_moments"] > 0
+    assert sizes_of["trained"] == sizes_of["gradients_and_moments"] > 0
     packed = (sizes_of["policy"] + sizes_of["merged"] + sizes_of["shadow_packed"]) / sizes_of["policy"]
     assert math.isclose(result["weights_to_one_copy"]["packed"], packed)
     assert sizes_of["training"] == result["training_bytes"]["false"] > result["training_bytes"]["true"]
-    always = ("policy", "merged", "shadow_here", "lora", "gradients_and_moments", "autoencoder", "kept_latents")
+    always = ("policy", "merged", "shadow_here", "trained", "gradients_and_moments", "autoencoder", "kept_latents")
     largest = max(sizes_of["text_encoders"], sizes_of["training"], sizes_of["rollout"] + sizes_of["pool_latents"])
     assert result["planned_peak"] == sum(sizes_of[name] for name in always) + largest
     assert [(card["card"], card["fits"]) for card in result["cards"]] == [("a", True), ("b", False)]

@@ -16,11 +16,11 @@ def write_checkpoint(cfg: Run, path: Path, trained: float = 0.1, average: float 
     states = {}
     for name, size in (("default", trained), ("ema", average)):
         generator = torch.Generator().manual_seed(len(states))
-        states[name] = {key: value.clone() for key, value in module.adapter_state("default").items()}
+        states[name] = {key: value.clone() for key, value in module.policy_state("default").items()}
         for key, value in states[name].items():
             if ".lora_B." in key:
                 value.normal_(generator=generator).mul_(size)
-    for key, value in module.adapter_state("default").items():
+    for key, value in module.policy_state("default").items():
         value.copy_(states["default"][key])
     state = {"state_dict": module.state_dict(), "global_step": 0}
     checkpoint: dict[str, Any] = state | {"loops": {}, "optimizer_states": []}

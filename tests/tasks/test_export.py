@@ -17,7 +17,7 @@ from torch import Tensor
 
 from solrl_lightning.artifacts.hub import create_repository, upload
 from solrl_lightning.artifacts.model_card import model_card
-from solrl_lightning.build import build_model, load_adapters
+from solrl_lightning.build import build_model, load_trained
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.cli.hub import check_push
 from solrl_lightning.errors import UserError
@@ -59,7 +59,7 @@ def exported(folder: Path, pipeline: str, dtype: str) -> Exported:
     )
     export(cfg)
     module = build_model(without_training(cfg), torch.device("cpu"))
-    load_adapters(module, checkpoint)
+    load_trained(module, checkpoint)
     return Exported(folder, pipeline, module)
 
 
@@ -113,7 +113,7 @@ def test_merged_folder_has_exactly_the_names_and_the_dtype_of_the_base(tmp_path:
         name: (x.shape, x.dtype) for name, x in base.items()
     }
     changed = {name for name in base if not torch.equal(merged[name], base[name])}
-    assert changed == {f"{name}.weight" for name in module.transformers.adapted.lora_layers}
+    assert changed == {f"{name}.weight" for name in module.transformers.trained.lora_layers}
     config = json.loads((folder / "transformer" / "config.json").read_text())
     assert config["_class_name"] == "FluxTransformer2DModel"
 
@@ -154,6 +154,7 @@ def card_of(base: str, iterations: int = 40, **call: int) -> str:
         settings={"model": "flux1", "reward": "pickscore", "family": "a|b", "objective": "nft"},
         iterations=iterations,
         summary=SUMMARY,
+        with_lora=True,
         with_picture=True,
         name="me/flux-pickscore",
     )

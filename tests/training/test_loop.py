@@ -155,7 +155,7 @@ def saved(run: Run, folder: Path) -> Path:
 
 def weights(module: SolRLModule) -> Tensor:
     """Return the learned state of a run: the trained, the old and the averaged adapter."""
-    states = [module.adapter_state(name) for name in ("default", "old", "ema")]
+    states = [module.policy_state(name) for name in ("default", "old", "ema")]
     return torch.cat([value.flatten() for state in states for value in state.values()])
 
 
@@ -484,7 +484,7 @@ def test_first_ratios_are_one_where_the_policy_samples(tmp_path: Path, family: s
     fit(run)
     errors = [metrics["train/first_ratio_error"] for metrics in run.recorder.metrics]
     assert len(errors) == 2 and max(errors) <= 1e-5 and not torch.equal(weights(run.module), before)
-    trained, old = (run.module.adapter_state(name) for name in ("default", "old"))
+    trained, old = (run.module.policy_state(name) for name in ("default", "old"))
     assert all(torch.equal(trained[name], old[name]) for name in trained)
     stochastic, recorded = run.loop.objective.transitions(4, 1), run.loop.rollouts.recorded_steps
     assert recorded is not None and recorded.log_probs is not None and recorded.first == stochastic.start
@@ -615,7 +615,7 @@ def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begin
 @pytest.mark.parametrize("sampler", ["policy", "merged"])
 def test_old_velocity_uses_named_sampler(tmp_path: Path, sampler: str) -> None:
     module = make(tmp_path, f"old_velocity={sampler}").module
-    for name, value in module.adapter_state("old").items():
+    for name, value in module.policy_state("old").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)  # the trained adapter's B is 0
     module.sync_samplers(version=0)
     prompts = module.encode(module.evaluation.prompts)
@@ -633,7 +633,7 @@ def test_old_velocity_uses_named_sampler(tmp_path: Path, sampler: str) -> None:
     module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
     module.training_step(batch, 0)
     velocity, old, reference = seen
-    replicas, adapted = module.transformers.replicas, module.transformers.adapted
+    replicas, adapted = module.transformers.replicas, module.transformers.trained
     with torch.no_grad(), adapted.old() if sampler == "policy" else nullcontext(replicas[sampler]) as transformer:
         assert torch.equal(old, module.policy.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning))
     assert torch.equal(velocity, reference) and not torch.equal(old, velocity)
@@ -644,7 +644,7 @@ def test_reference_is_model_without_adapters(tmp_path: Path) -> None:
     rows = module.encode(module.evaluation.prompts[:1])
     x, sigma = module.policy.noise(torch.tensor([5])), torch.tensor(0.5)
     before = module.policy.velocity(module.transformer, x, sigma, rows.conditioning)
-    for name, value in module.adapter_state("default").items():
+    for name, value in module.policy_state("default").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)
     with torch.no_grad(), module.transformers.velocity_models["reference"]() as reference:
         assert torch.equal(module.policy.velocity(reference, x, sigma, rows.conditioning), before)
@@ -839,7 +839,7 @@ def test_checkpoint_holds_adapters_only(finished: tuple[Run, Path]) -> None:
 
 
 def test_checkpoint_of_another_lora_rank_raises(tmp_path: Path, finished: tuple[Run, Path]) -> None:
-    with pytest.raises(UserError, match="adapters do not fit"):
+    with pytest.raises(UserError, match="weights do not fit"):
         train(tmp_path, "model.lora.rank=16", ckpt=finished[1], max_epochs=2)
 
 
@@ -871,7 +871,7 @@ def test_nan_reward_stops_run_and_names_prompt_and_seed(tmp_path: Path, monkeypa
 
 def test_nan_loss_stops_run_before_optimizer_step(tmp_path: Path) -> None:
     run = make(tmp_path, max_epochs=1)
-    run.module.adapter_state("default")["transformer_blocks.0.attn.to_q.lora_A.weight"].fill_(torch.nan)
+    run.module.policy_state("default")["transformer_blocks.0.attn.to_q.lora_A.weight"].fill_(torch.nan)
     with pytest.raises(NonFiniteError, match="loss of objective=NFT is nan for the prompt"):
         fit(run)
     assert run.trainer.global_step == 0
@@ -891,7 +891,7 @@ def test_only_policy_is_trained_and_old_policy_follows(tmp_path: Path) -> None:
     fit(run)
     parameters = dict(module.named_parameters())
     assert all(torch.equal(parameters[name], value) for name, value in frozen.items())
-    trained, old = module.adapter_state("default"), module.adapter_state("old")
+    trained, old = module.policy_state("default"), module.policy_state("old")
     assert all(torch.equal(trained[name], old[name]) for name in trained)
     assert max(value.abs().max() for name, value in trained.items() if "lora_B" in name) > 0
     assert module.distances["old_distance"] > 0  # of the iteration, before the old policy followed

@@ -50,7 +50,7 @@ class Watch(Callback):
             self.pools.append((loop.rollouts.prompts, loop.explored.seeds))
         if (trainer.current_epoch, batch_idx) == (1, 0):
             self.rollouts = loop.rollouts
-            self.old = copy.deepcopy(pl_module.adapter_state("old"))
+            self.old = copy.deepcopy(pl_module.policy_state("old"))
             self.replicas = copy.deepcopy(dict(pl_module.transformers.replicas))
             self.seen.clear()
             with torch.no_grad(), pl_module.transformers.velocity_models["reference"]() as reference:
@@ -77,7 +77,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def merged(module: SolRLModule, state: Tensors) -> Tensors:
-    return dict(lora.merged_weights(module.transformers.adapted.lora_layers, state))
+    return dict(lora.merged_weights(module.transformers.trained.lora_layers, state))
 
 
 def holds(layer: nn.Module, weight: Tensor) -> bool:
@@ -97,9 +97,9 @@ def test_samplers_are_those_that_the_options_name(trained: Trained) -> None:
 def test_replicas_hold_current_old_policy(trained: Trained, replica: str) -> None:
     module, watch = trained.module, trained.watch
     transformer = watch.replicas[replica]
-    layers = {name: transformer.get_submodule(name) for name in module.transformers.adapted.lora_layers}
+    layers = {name: transformer.get_submodule(name) for name in module.transformers.trained.lora_layers}
     assert any(isinstance(layer, QuantizedLinear) for layer in layers.values()) == (replica == "shadow")
-    old, base = merged(module, watch.old), merged(module, module.adapter_state("base"))
+    old, base = merged(module, watch.old), merged(module, module.policy_state("base"))
     assert all(holds(layer, old[name]) for name, layer in layers.items())
     assert not any(holds(layer, base[name]) for name, layer in layers.items())
 
@@ -120,9 +120,9 @@ def test_evaluation_scores_the_average(trained: Trained) -> None:
 
 def test_merged_with_restores_old_policy(trained: Trained) -> None:
     module = trained.module
-    states = {name: merged(module, module.adapter_state(name)) for name in ("default", "old")}
+    states = {name: merged(module, module.policy_state(name)) for name in ("default", "old")}
     module.sync_samplers(version=2)
-    name = next(iter(module.transformers.adapted.lora_layers))
+    name = next(iter(module.transformers.trained.lora_layers))
     transformer = module.transformers.replicas["merged"]
     with module.merged_with("default") as sampler:
         assert sampler.version is None
@@ -136,9 +136,9 @@ def test_merged_with_restores_old_policy_if_it_fails_half_way(
     trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = trained.module
-    old, state = merged(module, module.adapter_state("old")), dict(module.adapter_state("default"))
+    old, state = merged(module, module.policy_state("old")), dict(module.policy_state("default"))
     module.sync_samplers(version=2)
-    *_, last = module.transformers.adapted.lora_layers
+    *_, last = module.transformers.trained.lora_layers
     del state[f"{last}.lora_B.weight"]
     monkeypatch.setattr(module, "ema_state", state)
     with pytest.raises(KeyError), module.merged_with("ema"):
@@ -151,12 +151,12 @@ def test_policy_samples_with_old_adapter_which_holds_weights_of_an_evaluation_un
     trained: Trained,
 ) -> None:
     module = trained.module
-    sampler, old = module.transformers.samplers["policy"], module.adapter_state("old")
+    sampler, old = module.transformers.samplers["policy"], module.policy_state("old")
     before = {name: value.clone() for name, value in old.items()}
     spec = SamplingSpec(module.policy.sigmas(2), "euler")
     prompts, seeds = module.encode(module.evaluation.prompts[:1]), torch.tensor([[3]])
 
-    layer = next(iter(module.transformers.adapted.lora_layers.values()))
+    layer = next(iter(module.transformers.trained.lora_layers.values()))
 
     def sampled() -> Tensor:
         assert layer.active_adapters == ["default"]
@@ -166,11 +166,11 @@ def test_policy_samples_with_old_adapter_which_holds_weights_of_an_evaluation_un
         return x
 
     of_old = sampled()
-    sampler.sync(module.adapter_state("default"), None)
+    sampler.sync(module.policy_state("default"), None)
     of_default = sampled()
     with module.transformers.velocity_models["old"]() as transformer:
         assert transformer is module.transformer
-        assert all(torch.equal(value, before[name]) for name, value in module.adapter_state("old").items())
+        assert all(torch.equal(value, before[name]) for name, value in module.policy_state("old").items())
     sampler.sync(old, 2)
     assert not torch.equal(of_default, of_old) and torch.equal(sampled(), of_old)
     assert all(torch.equal(value, before[name]) for name, value in old.items())

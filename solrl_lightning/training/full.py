@@ -1,0 +1,129 @@
+"""model.train=full: every parameter of the transformer is trained.
+
+| weights | dtype | kept for |
+|---|---|---|
+| trained | float32 | the optimiser, because a step of 1e-5 is rounded away in bfloat16 |
+| old policy | float32 | its moving average, in which a rounded share of a step would be lost, too |
+| base model | as loaded | the reference, and distances from it |
+| the copy that computes | as loaded | forward and backward passes, of the trained weights or of the old policy |
+
+The rounded copy is made anew for each forward pass, by operators that autograd records. So products and activations
+have the dtypes of the loaded model, as the replicas' do, while gradients arrive at the float32 weights and are summed
+there.
+"""
+
+import copy
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from diffusers import ModelMixin
+from torch import Tensor, nn
+
+from solrl_lightning.policies import replica
+from solrl_lightning.policies.lora import OLD, TRAINED, State
+from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.quantization import Backend, LayerPlan, convert
+
+
+class FullTransformer:
+    """The policy's transformer, of which everything is trained. A state has all parameters by name.
+
+    Args:
+        transformer: computes; its loaded parameters stay as the base model.
+    """
+
+    folder: ClassVar[str] = "transformer"
+    exports: ClassVar[Mapping[str, str]] = {"transformer_trained": "default"}
+    storages: ClassVar[Collection[str]] = ("bfloat16",)
+
+    def __init__(self, transformer: ModelMixin) -> None:
+        self.transformer: ModelMixin = transformer.train()  # none of these models has dropout
+        self._base: State = {name: parameter.detach() for name, parameter in transformer.named_parameters()}
+        self.weights = nn.ModuleDict({name: _in_float32(transformer, name == TRAINED) for name in (TRAINED, OLD)})
+        self._saved = {f"{name}.{parameter}" for name in (TRAINED, OLD) for parameter in self._base}
+        self.base_norm = _norm(weight.float() for weight in self._base.values())
+
+    @property
+    def replaced(self) -> list[str]:
+        """Names of all parameters."""
+        return list(self._base)
+
+    def is_saved(self, name: str) -> bool:
+        """Return whether the tensor is a parameter, trained or of the old policy, and no buffer."""
+        return name in self._saved
+
+    def state(self, name: str) -> State:
+        """Return the weights "default" (trained) or "old", float32, or "base", as loaded; the tensors themselves."""
+        if name == "base":
+            return self._base
+        return {name: parameter.detach() for name, parameter in self.weights[name].named_parameters()}
+
+    @contextmanager
+    def current(self) -> Iterator[nn.Module]:
+        """Yield the transformer with the trained weights, rounded, and with gradients to them where enabled.
+
+        It keeps them until another context is entered, for a backward pass that recomputes activations.
+        """
+        self._compute_with(dict(self.weights[TRAINED].named_parameters()))
+        yield self.transformer
+
+    @contextmanager
+    def old(self, state: State | None = None) -> Iterator[nn.Module]:
+        """Yield the transformer with the old policy's weights, or with ``state``, rounded."""
+        self._compute_with(self.state(OLD) if state is None else state)
+        yield self.transformer
+
+    def _compute_with(self, state: State) -> None:
+        for path, base in self._base.items():
+            layer, _, name = path.rpartition(".")
+            # Not a parameter but a function of one, which nn.Module's own setters do not take.
+            self.transformer.get_submodule(layer)._parameters[name] = state[path].to(base)
+
+    @torch.no_grad()
+    def update_old(self, decay: float) -> None:
+        """Update the old policy in place and in float32: old <- decay * old + (1 - decay) * trained."""
+        old, trained = self.state(OLD), self.state(TRAINED)
+        torch._foreach_lerp_(list(old.values()), list(trained.values()), 1.0 - decay)
+
+    def distances(self) -> dict[str, Tensor]:
+        """Return L2 distances of the trained weights from base and old policy, relative to the norm of the base."""
+        trained = self.state(TRAINED)
+        return {
+            f"{name}_distance": _norm(trained[path] - other for path, other in self.state(name).items())
+            / self.base_norm
+            for name in ("base", OLD)
+        }
+
+    def quantize(self, shadow: nn.Module, plans: Sequence[LayerPlan], backend: Backend) -> None:
+        """Replace the planned layers of ``shadow`` in place."""
+        convert(shadow, plans, backend)
+
+    def untie(self, module: nn.Module) -> None:
+        """Copy all parameters of a replica."""
+        replica.untie_parameters(module, self._base)
+
+    def write(self, module: nn.Module, state: State) -> None:
+        """Write ``state`` into a replica in place, rounded or quantised."""
+        replica.write_parameters(module, state)
+
+    def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
+        """Write a transformer in its loaded dtype, for diffusers' ``from_pretrained(folder)``."""
+        with self.old(state) as transformer:
+            policy.save_transformer(folder, transformer)
+
+
+def _in_float32(transformer: nn.Module, trained: bool) -> nn.Module:
+    """Return a copy of the module tree with float32 parameters, and with the original's buffers."""
+    copies = {
+        id(parameter): nn.Parameter(parameter.detach().to(torch.float32, copy=True), requires_grad=trained)
+        for parameter in transformer.parameters()
+    }
+    return copy.deepcopy(transformer, copies | {id(buffer): buffer for buffer in transformer.buffers()})
+
+
+def _norm(tensors: Iterator[Tensor]) -> Tensor:
+    """Return the L2 norm of all elements."""
+    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))

@@ -1,0 +1,129 @@
+"""model.train=full: float32 weights are trained, and a rounded copy of them computes."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+from nano import PROMPTS, load_nano, save_nano
+from test_loop import fit, make, saved, train, weights
+from torch import Tensor
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.options.run import Run
+from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.training.full import FullTransformer
+
+FULL = "model.train=full"
+SEEDS = torch.tensor([1, 2, 3])
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> PipelineAdapter:
+    return load_nano("flux1", save_nano(tmp_path / "nano"))
+
+
+def velocity(policy: PipelineAdapter, transformer: Any) -> Tensor:
+    return policy.velocity(transformer, policy.noise(SEEDS), torch.tensor(0.5), policy.encode(PROMPTS))
+
+
+def test_a_step_is_that_of_float32_weights_with_gradients_of_the_bfloat16_model(policy: PipelineAdapter) -> None:
+    plain = FluxTransformer2DModel.from_config(policy.transformer.config).to(torch.bfloat16)
+    plain.load_state_dict(policy.transformer.state_dict())
+    for module, other in zip(plain.modules(), policy.transformer.modules(), strict=True):
+        module.__class__ = other.__class__  # the arithmetic of this machine
+    velocity(policy, plain).square().mean().backward()
+    expected = {name: p.detach().float() - 1e-5 * p.grad.float() for name, p in plain.named_parameters()}  # type: ignore[union-attr]
+
+    full = FullTransformer(policy.transformer)
+    optimizer = torch.optim.SGD([p for p in full.weights.parameters() if p.requires_grad], lr=1e-5)
+    with full.current() as transformer:
+        velocity(policy, transformer).square().mean().backward()
+    optimizer.step()
+    trained = full.state("default")
+    assert trained.keys() == expected.keys()
+    moved = 0
+    for name, value in trained.items():
+        assert torch.equal(value, expected[name]), name
+        moved += int((value != full.state("base")[name].float()).sum())
+        assert torch.equal(full.state("old")[name], full.state("base")[name].float())
+    lost = sum(int((value.bfloat16() == full.state("base")[name]).sum()) for name, value in trained.items())
+    assert moved > 1000 and lost > moved / 2  # most steps would be lost in bfloat16
+
+
+def test_the_old_policy_follows_in_float32_and_distances_are_relative_to_the_base(policy: PipelineAdapter) -> None:
+    full = FullTransformer(policy.transformer)
+    before = {name: value.clone() for name, value in full.state("default").items()}
+    for value in full.state("default").values():
+        value.mul_(1.25)
+    distances = full.distances()
+    assert float(distances["base_distance"]) == pytest.approx(0.25, rel=1e-5)
+    assert float(distances["old_distance"]) == pytest.approx(0.25, rel=1e-5)
+    full.update_old(0.75)
+    for name, value in full.state("old").items():
+        torch.testing.assert_close(value, 1.0625 * before[name], rtol=1e-6, atol=0)
+    assert float(full.distances()["old_distance"]) == pytest.approx(0.1875, rel=1e-5)
+
+
+def test_contexts_compute_with_the_weights_that_they_name(policy: PipelineAdapter) -> None:
+    full = FullTransformer(policy.transformer)
+    with torch.no_grad(), full.current() as transformer:
+        base = velocity(policy, transformer)
+    for value in full.state("default").values():
+        value.mul_(1.1)
+    with torch.no_grad(), full.old() as transformer:
+        assert torch.equal(velocity(policy, transformer), base)
+    with torch.no_grad(), full.current() as transformer:
+        trained = velocity(policy, transformer)
+    with torch.no_grad(), full.old(full.state("default")) as transformer:
+        assert torch.equal(velocity(policy, transformer), trained) and not torch.equal(trained, base)
+
+
+@pytest.mark.parametrize("family", ["diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl", "race"])
+def test_families_train_and_replicas_follow(tmp_path: Path, family: str) -> None:
+    rungs = ["family.explore.rungs=[{step:1,keep:4},{step:2,keep:3}]"] if family == "race" else []
+    run = fit(
+        make(tmp_path, FULL, f"family={family}", "family.compile=false", "optimizer.lr=0.001", *rungs, max_epochs=1)
+    )
+    module, trained = run.module, run.module.transformers.trained
+    assert float(trained.distances()["base_distance"]) > 0
+    module.sync_samplers(version=9)
+    merged = dict(module.transformers.replicas["merged"].named_parameters())
+    assert merged.keys() == trained.state("old").keys()
+    for name, value in trained.state("old").items():
+        assert torch.equal(merged[name], value.to(merged[name].dtype))
+
+
+def test_resume_is_exact(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", FULL, "optimizer.lr=0.001", max_epochs=2)
+    first = train(tmp_path / "first", FULL, "optimizer.lr=0.001", max_epochs=1)
+    resumed = train(tmp_path / "second", FULL, "optimizer.lr=0.001", ckpt=saved(first, tmp_path), max_epochs=2)
+    assert torch.equal(weights(resumed.module), weights(whole.module))
+    assert not torch.equal(weights(first.module), weights(whole.module))
+
+
+def test_the_saved_transformer_has_the_average(tmp_path: Path) -> None:
+    run = train(tmp_path, FULL, "optimizer.lr=0.001")
+    run.module.save_policy(tmp_path / "transformer", "ema")
+    loaded = FluxTransformer2DModel.from_pretrained(tmp_path / "transformer", torch_dtype=torch.bfloat16)
+    average = run.module.policy_state("ema")
+    assert dict(loaded.named_parameters()).keys() == average.keys()
+    for name, value in loaded.named_parameters():
+        assert torch.equal(value, average[name].bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("base_weights=int8", "base_weights=int8 is invalid: it stores frozen weights, and model.train=full has none"),
+        ("trainer=fsdp", "trainer=fsdp is invalid: it shards frozen weights, and model.train=full has none"),
+        ("precision.low_rank=8", "precision.low_rank=8 is invalid: its branches hold the LoRA"),
+        ("model.init_lora=a", "model.init_lora=a is invalid: it starts a LoRA, and model.train=full has none"),
+        ("explorers.urls=[http://a:1]", r"explorers.urls=\[http://a:1\] is invalid: explorers get a LoRA"),
+    ],
+)
+def test_options_of_a_lora_are_errors(compose: Callable[..., Run], option: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        compose(FULL, "family=prefix", option)
