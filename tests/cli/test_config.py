@@ -96,7 +96,10 @@ def test_published_hyperparameters_are_the_defaults() -> None:
     assert cfg.seed == 42
 
 
-@pytest.mark.parametrize("model", options("model"))
+DISTILLED = {"flux2_klein", "z_image_turbo", "qwen_image_lightning"}  # with their few steps; nothing is published
+
+
+@pytest.mark.parametrize("model", sorted({*options("model")} - DISTILLED))
 def test_published_experiment_has_the_published_hyperparameters_on_every_model(model: str) -> None:
     cfg = compose(f"model={model}", "experiment=published")
     assert (cfg.optimizer.lr, list(cfg.optimizer.betas), cfg.optimizer.weight_decay) == (3e-4, [0.9, 0.999], 1e-4)
