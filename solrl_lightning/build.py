@@ -221,6 +221,8 @@ def build_rewards(cfg: Run, device: torch.device, metadata: Mapping[str, Metadat
         only["pretrained"] = cfg.reward.pretrained
     weights = {name: member.pop("weight") for name, member in members.items()}
     loaded = {name: make(f"reward.{name}", m, takes="`device`", device=str(device)) for name, m in members.items()}
+    for name, reward in loaded.items():
+        reward.name = name  # as errors name it
     return WeightedRewards(loaded, weights, metadata, COMBINATIONS[cfg.reward.combine], cfg.model.frames)
 
 

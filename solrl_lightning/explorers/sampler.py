@@ -245,7 +245,7 @@ class Fleet:
         with self._changed:
             self._waiting.appendleft(task)
             if connection.url not in self._complaints:
-                log.warning("the explorer %s is lost: %s Others take its candidates.", connection.url, why)
+                log.warning("the explorer %s is lost: %s Its candidates go to another.", connection.url, why)
             self._complaints[connection.url] = why
             self._changed.notify_all()
 

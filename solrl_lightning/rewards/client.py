@@ -12,6 +12,7 @@ from urllib3 import BaseHTTPResponse, PoolManager, Retry
 from urllib3.exceptions import HTTPError, ReadTimeoutError
 
 from solrl_lightning.errors import ServerError, sentence
+from solrl_lightning.rewards.addresses import TOKEN
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class Client:
             raise ServerError(f"{server} does not answer: {sentence(getattr(error, 'reason', error))}") from error
         self._silent = False
         if status != 200:
-            raise ServerError(f"{server} answered with status {status}: {shown(content)}")
+            token = f". Set its token with export {TOKEN}=<token>." if status in (401, 403) else ""
+            raise ServerError(f"{server} answered with status {status}: {shown(content)}{token}")
         if len(content) > _LONGEST:
             rule = f"it must have at most {_LONGEST} bytes"
             raise ServerError(f"{server} gave an invalid answer: {rule}; got {shown(content)}")

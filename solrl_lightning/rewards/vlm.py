@@ -89,13 +89,20 @@ class VLMReward(Reward):
             UserError: the server does not answer, or not as agreed.
         """
         grey = to_png(torch.full((64, 64, 3), 128, dtype=torch.uint8))
+        key = f"reward.{self.name}"
         try:
-            self._ask(_Question([grey] * (1 + (INPUT_IMAGE in metadata[0])), prompts[0]), retries=False)
+            answer = self._ask(_Question([grey] * (1 + (INPUT_IMAGE in metadata[0])), prompts[0]), retries=False)
         except ServerError as error:
             raise UserError(
-                f"url={self.url} model={self.model} is invalid: {sentence(error)} Start or correct the server, or set "
-                "reward.<name>.url=<its address> and reward.<name>.model=<the name of its model>."
+                f"{key}.url={self.url} is invalid: {sentence(error)} Start or correct the server, or set "
+                f"{key}.url=<its address> and {key}.model=<the name of its model>."
             ) from error
+        if math.isnan(answer.score):
+            raise UserError(
+                f"{key}.answers is invalid: the model {self.model}, asked about a grey image and the prompt "
+                f"{prompts[0]!r}, gives none of {', '.join(self.answers)}. Set {key}.question and {key}.answers to what "
+                f"it answers, or {key}.logprobs={str(not self.logprobs).lower()}."
+            )
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
         """Expected values, float32 [B], of the answers about the images rounded to 8 bits.
@@ -117,7 +124,7 @@ class VLMReward(Reward):
                 self._costs["requests"] += 1
                 self._costs["tokens"] += answer.tokens
         scores = torch.tensor([self._scored[key] for key in keys], dtype=torch.float32, device=images.device)
-        check_scores(f"{self.name} of {self.model}", scores, prompts)
+        check_scores(f"{self.name} of {self.model} (answers: {', '.join(self.answers)})", scores, prompts)
         return scores
 
     def _ask(self, question: "_Question", retries: bool | None = None) -> "_Answer":
@@ -143,7 +150,7 @@ class VLMReward(Reward):
             fix = ""
             if self.logprobs:
                 rule += " with the log probabilities of the first word"
-                fix = ". For a server without them set reward.<name>.logprobs=false"
+                fix = f". For a server without them set reward.{self.name}.logprobs=false"
             raise ServerError(f"{server} gave an invalid answer: {rule}; got {shown(answer)}{fix}.") from error
 
 

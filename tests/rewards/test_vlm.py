@@ -105,14 +105,14 @@ def test_answer_is_read_as_text_where_there_are_no_probabilities(server: type[Se
     server.choices = [{"message": {"content": text}} for text in texts]
     assert reward(server, logprobs=False)(IMAGES, PROMPTS).tolist() == [0.0, 1.0, 1.0]
     assert "logprobs" not in server.requests[0] and server.requests[0]["max_tokens"] == 64
-    with pytest.raises(ServerError, match=r"the first word; got .* set reward.<name>.logprobs=false\.$"):
+    with pytest.raises(ServerError, match=r"the first word; got .* set reward.vlm.logprobs=false\.$"):
         reward(server)(IMAGES, PROMPTS)
 
 
 @pytest.mark.parametrize("logprobs", [True, False])
 def test_other_answer_is_no_score(server: type[Server], logprobs: bool) -> None:
     server.choices[1] = choice("Perhaps", Perhaps=1.0)
-    with pytest.raises(NonFiniteError, match="the reward vlm of judge is nan for the prompt 'a {dog}'") as error:
+    with pytest.raises(NonFiniteError, match=r"vlm of judge \(answers: yes, no\) is nan for the prompt 'a {dog}'") as error:
         reward(server, logprobs=logprobs)(IMAGES, PROMPTS)
     assert error.value.row == 1
 
@@ -151,6 +151,16 @@ def test_error_of_the_server_comes_before_the_run(server: type[Server]) -> None:
     reward(server).check_prompts(PROMPTS, [{}] * 3)
     assert len(server.requests) == 1
     server.failures = 1
-    with pytest.raises(UserError, match="url=http://.*/v1 model=judge is invalid: .* status 503"):
+    with pytest.raises(UserError, match="reward.vlm.url=http://.*/v1 is invalid: .* status 503"):
         reward(server).check_prompts(PROMPTS, [{}] * 3)
     assert len(server.requests) == 2  # no retries
+
+
+@pytest.mark.parametrize("logprobs", [True, False])
+def test_model_that_answers_otherwise_is_an_error_before_the_run(server: type[Server], logprobs: bool) -> None:
+    server.choices[0] = choice("Perhaps", Perhaps=1.0)
+    judge = reward(server, logprobs=logprobs)
+    judge.name = "taste"
+    rule = r"reward.taste.answers is invalid: the model judge.*'a cat', gives none of yes, no\. Set"
+    with pytest.raises(UserError, match=f"{rule}.* or reward.taste.logprobs={'false' if logprobs else 'true'}\\.$"):
+        judge.check_prompts(PROMPTS, [{}] * 3)
