@@ -247,19 +247,29 @@ def quoted(path: Path | str) -> str:
 # Names
 
 
+_FORMS = {
+    (dict, list): "it must be keys with values. Write '{key}={{<key>: <value>, ...}}'.",
+    (list, dict): "it must be a list. Write '{key}=[<value>, ...]'.",
+}
+
+
 def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
-    """UserError for an option that its group does not have, or a key that the chosen options do not have."""
+    """UserError for an option that its group does not have, a key that the chosen options do not have, or a list or a
+    mapping in place of the other."""
     choices, values = [], []
     for override in tree.parse(arguments):
         if tree.options(override.key_or_group) and not isinstance(override.value(), dict):
             _check_option(override, tree.options(override.key_or_group))
             choices.append(str(override.input_line))
         elif not (override.is_add() or override.is_force_add() or override.is_delete()):
-            values.append(override.key_or_group)
+            values.append(override)
     known = dict(_nodes(OmegaConf.to_container(tree.compose(choices), resolve=False))) if values else {}
-    for key in values:
+    for override in values:
+        key, kinds = override.key_or_group, (type(known.get(override.key_or_group)), type(override.value()))
         if key not in known:
             raise UserError(_unknown_key(key, known, tree.groups()))
+        if kinds in _FORMS:
+            raise UserError(f"{override.input_line} is invalid: {_FORMS[kinds].format(key=key)}")
 
 
 def _check_option(override: Override, options: list[str]) -> None:
