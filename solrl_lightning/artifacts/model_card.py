@@ -24,6 +24,8 @@ def model_card(
     transformer: str,
     dtype: str,
     call: Mapping[str, Any],
+    fused_lora: str | None,
+    scheduler: Mapping[str, Any] | None,
     settings: Mapping[str, Any],
     iterations: int,
     summary: Mapping[str, Any] | None,
@@ -37,6 +39,8 @@ def model_card(
         base: ``model.pretrained``: a hub id, a local folder (which the card does not name), or ``tiny``.
         pipeline, transformer: names of diffusers' classes; ``dtype`` is the transformer's.
         call: arguments of the pipeline with which evaluations sample.
+        fused_lora: ``model.fused_lora``; a local folder is not named.
+        scheduler: values that replace those of the pipeline's scheduler.
         settings: selected configuration keys of the run.
         iterations: those done in the checkpoint.
         summary: the run's summary.json, if there is one.
@@ -47,6 +51,7 @@ def model_card(
     on_hub, facts = base != "tiny" and not is_path(base), summary or {}
     licence, page = (licence_of(base), f"https://huggingface.co/{base}") if on_hub else (None, None)
     place = repr(base) if on_hub else '"<folder of the base model>"'
+    folder, _, file = (fused_lora or "").rpartition("/")
     made = "text-to-video" if "num_frames" in call else "text-to-image"
     used = {"solrl_lightning": __version__} | (facts.get("versions") or {})
     card = ModelCard.from_template(
@@ -66,6 +71,8 @@ def model_card(
         transformer=transformer,
         dtype=dtype,
         call=call,
+        fused_lora=fused_lora and ("<folder of the fused LoRA>" if is_path(folder) else folder, file),
+        scheduler=scheduler,
         settings=settings,
         facts=facts,
         iterations=iterations,

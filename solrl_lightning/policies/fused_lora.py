@@ -23,8 +23,8 @@ def fuse_lora(pipeline: DiffusionPipeline, source: str) -> None:
     file: Path = fetch(folder or ".", name, key="model.fused_lora", kind="LoRA")
     fix = "Name a LoRA of this model."
     try:
-        state = pipeline.lora_state_dict(str(file.parent), weight_name=file.name)
-        layers = {name.removeprefix("transformer.").partition(".lora_")[0] for name in state}
+        names = pipeline.lora_state_dict(str(file.parent), weight_name=file.name)
+        layers = {name.removeprefix("transformer.").partition(".lora_")[0] for name in names}
         unknown = sorted(layers - {name for name, _ in pipeline.transformer.named_modules()})
         if unknown or not layers:
             listed = f"which has no {', '.join(unknown[:3])}" if unknown else "and has no weights"
@@ -32,7 +32,7 @@ def fuse_lora(pipeline: DiffusionPipeline, source: str) -> None:
                 f"model.fused_lora={source} is invalid: it must adapt layers of {type(pipeline.transformer).__name__}, "
                 f"{listed}. {fix}"
             )
-        pipeline.load_lora_weights(state)
+        pipeline.load_lora_weights(str(file.parent), weight_name=file.name)  # with the alpha of its metadata
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
         raise UserError(f"model.fused_lora={source} is invalid: it does not fit: {sentence(error)} {fix}") from error
     pipeline.fuse_lora(components=["transformer"])

@@ -100,8 +100,8 @@ class VLMReward(Reward):
         if math.isnan(answer.score):
             raise UserError(
                 f"{key}.answers is invalid: the model {self.model}, asked about a grey image and the prompt "
-                f"{prompts[0]!r}, gives none of {', '.join(self.answers)}. Set {key}.question and {key}.answers to what "
-                f"it answers, or {key}.logprobs={str(not self.logprobs).lower()}."
+                f"{prompts[0]!r}, gives none of {', '.join(self.answers)}. Set {key}.question and {key}.answers to "
+                f"what it answers, or {key}.logprobs={str(not self.logprobs).lower()}."
             )
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:

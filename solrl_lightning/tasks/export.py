@@ -65,6 +65,8 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
     done = iterations_done(state)
     with_lora = _LORA in module.transformers.trained.exports
     settings = summary.get("config") or {"reward": ", ".join(cfg.reward.members), "lora_rank": cfg.model.lora.rank}
+    settings = {key: value for key, value in settings.items() if with_lora or key != "lora_rank"}
+    precision = state.get("precision_backend", "nvfp4")
     grid = run / "samples" / f"grid_{done:06d}.png"
     if grid.is_file():
         write_atomically(folder / PICTURE, grid.read_bytes())
@@ -76,7 +78,9 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         call={"num_inference_steps": cfg.model.eval_steps}
         | dict.fromkeys(("height", "width"), cfg.model.resolution)
         | ({"num_frames": cfg.model.num_frames} if cfg.model.num_frames else {}),
-        settings=settings | {"precision": state.get("precision_backend", "nvfp4")},  # instead of auto
+        fused_lora=cfg.model.fused_lora,
+        scheduler=cfg.model.scheduler,
+        settings=settings | {"train": cfg.model.train, "precision": precision},  # instead of auto
         iterations=done,
         summary=summary if "config" in summary else None,
         with_lora=with_lora,

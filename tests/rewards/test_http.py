@@ -170,7 +170,7 @@ def test_failed_request_is_sent_again(server: type[Server], failure: Reply, retr
         (BUSY, 2, "answered with status 503: busy"),
         (LATE, 2, "does not answer: .*Read timed out"),
         (Reply([b" "] * 100, seconds=0.02), 2, "does not answer: .*no end after"),  # each byte comes in time
-        (reply('{"detail": "wrong token"}', 401), 1, 'answered with status 401: {"detail": "wrong token"}. Set its token with export SOLRL_REWARD_TOKEN=<token>.'),
+        (reply("wrong", 401), 1, f"answered with status 401: wrong. Set its token with export {TOKEN}=<token>."),
         (reply("", 302), 1, "answered with status 302"),
         (reply("<html>\n\nhi"), 1, r'invalid answer: it must be {"scores": \[...\]} with 5 numbers; got <html> hi'),
         (reply('{"score": 1}'), 1, 'invalid answer: .*got {"score": 1}'),

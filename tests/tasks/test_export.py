@@ -48,9 +48,10 @@ def pipeline(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_nano(tmp_path_factory.mktemp("pipeline"))
 
 
-def exported(folder: Path, pipeline: str, dtype: str) -> Exported:
+def exported(folder: Path, pipeline: str, dtype: str, *options: str) -> Exported:
     # What is not needed is not looked at: neither the run's prompts nor a compiler.
     small = ("experiment=smoke", "trainer=cpu", f"model.pretrained='{pipeline}'", f"model.dtypes.transformer={dtype}")
+    small += options
     checkpoint = write_checkpoint(composed(folder, *small), folder / "last.ckpt")
     state = torch.load(checkpoint, weights_only=True)
     torch.save(state | {"precision_backend": "fp8 (emulated)"}, checkpoint)
@@ -121,13 +122,29 @@ def test_merged_folder_has_exactly_the_names_and_the_dtype_of_the_base(tmp_path:
 def test_usage_lines_of_the_card_run(exact: Exported) -> None:
     card = (exact.folder / "README.md").read_text()
     assert exact.pipeline not in card and "no evaluation of its base model" in card
-    assert "| precision | fp8 (emulated) |" in card
+    assert "| precision | fp8 (emulated) |" in card and "| train | lora |" in card
     named = card.replace("<this folder>", str(exact.folder)).replace("<folder of the base model>", exact.pipeline)
     blocks = re.findall("```python\n(.*?)```", named, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec("\n".join(blocks), names)
     assert names["image"].size == (32, 32)
     torch.testing.assert_close(images_of(names["pipe"], exact.module), ours(exact.module, "ema"), rtol=0, atol=1e-4)
+
+
+def test_usage_lines_fuse_the_lora_that_the_run_was_trained_with(exact: Exported, tmp_path: Path) -> None:
+    fused = exact.folder / "lora_ema" / "pytorch_lora_weights.safetensors"
+    folder, _, module = exported(tmp_path, exact.pipeline, "float32", f"model.fused_lora='{fused}'")
+    card = (folder / "README.md").read_text()
+    assert str(fused.parent) not in card
+    places = {"fused LoRA": fused.parent, "base model": exact.pipeline}
+    for place, path in places.items():
+        card = card.replace(f"<folder of the {place}>", str(path))
+    blocks = re.findall("```python\n(.*?)```", card.replace("<this folder>", str(folder)), flags=re.DOTALL)
+    for block in blocks:  # the LoRA beside the fused one, and the merged transformer
+        names: dict[str, Any] = {}
+        exec("import torch\nfrom diffusers import FluxPipeline, FluxTransformer2DModel\n" + block, names)
+        torch.testing.assert_close(images_of(names["pipe"], module), ours(module, "ema"), rtol=0, atol=1e-4)
+    assert len(blocks) == 2
 
 
 SUMMARY: dict[str, Any] = {
@@ -144,13 +161,17 @@ SUMMARY: dict[str, Any] = {
 }
 
 
-def card_of(base: str, iterations: int = 40, **call: int) -> str:
+def card_of(
+    base: str, iterations: int = 40, fused_lora: str | None = None, scheduler: dict[str, Any] | None = None, **call: int
+) -> str:
     return model_card(
         base=base,
         pipeline="FluxPipeline",
         transformer="FluxTransformer2DModel",
         dtype="bfloat16",
         call={"num_inference_steps": 28} | call,
+        fused_lora=fused_lora,
+        scheduler=scheduler,
         settings={"model": "flux1", "reward": "pickscore", "family": "a|b", "objective": "nft"},
         iterations=iterations,
         summary=SUMMARY,
@@ -178,6 +199,9 @@ def test_card_of_an_open_and_of_an_unknown_base() -> None:
     text = card_of("Wan-AI/Wan2.1-T2V-1.3B-Diffusers", num_frames=33)
     assert ModelCard(text).data.pipeline_tag == "text-to-video"
     assert 'video = pipe(prompt="a prompt", num_inference_steps=28, num_frames=33).frames[0]' in text
+    text = card_of("Qwen/Qwen-Image", fused_lora="a/b/c.safetensors", scheduler={"shift_terminal": None})
+    assert 'pipe.load_lora_weights("a/b", weight_name="c.safetensors")' in text
+    assert "from_config(pipe.scheduler.config, shift_terminal=None)" in text
     text = card_of("someone/other", iterations=41)
     assert ModelCard(text).data.license is None
     assert (
