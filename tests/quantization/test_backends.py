@@ -147,6 +147,7 @@ def test_auto_selects_transformer_engine_only_with_pytorch_extension(
 def test_cache_dit_needs_its_extension(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     spec = ModuleSpec("cache_dit", None, origin=str(tmp_path / "__init__.py"))
     monkeypatch.setattr(cache_dit, "find_spec", {"cache_dit": spec}.get)
+    (tmp_path / "__init__.py").touch()
     assert not cache_dit.is_installed()  # the wheel of Python files alone
     (tmp_path / "_C_svdquant.cpython-311-x86_64-linux-gnu.so").touch()
     assert cache_dit.is_installed()
