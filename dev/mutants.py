@@ -906,9 +906,10 @@ MUTANTS: dict[str, list[Edit]] = {
         ("dots in other units than the axis", 'at["mean"] / scale', 'at["mean"]', COMPARE),
     ],
     "solrl_lightning/sizing/plan.py": [
+        ("cards without the optional packages", ", packages=packages)", ")", CARDS),
         (
             "every card holds packed weights",
-            "replica_bytes(weights, adapted, names, each.bits_per_weight)",
+            "replica_bytes(weights, replaced, names, each.bits_per_weight)",
             "packed",
             CARDS,
         ),
