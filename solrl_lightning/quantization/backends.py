@@ -1,9 +1,9 @@
 """Choose the layer class that runs the shadow from `precision` and `precision.backend`.
 
-A precision is a number format, a backend an implementation of it. `transformer_engine` and `torch` (PyTorch's scaled
-and integer matrix products) need hardware that multiplies the format and store packed weights. `emulated` computes the
-same numbers on any hardware, neither faster nor smaller than BF16. ``precision=auto`` is the lowest precision that the
-hardware multiplies.
+A precision is a number format, a backend an implementation of it. `transformer_engine`, `cache_dit` and `torch`
+(PyTorch's scaled and integer matrix products) need hardware that multiplies the format and store packed weights.
+`emulated` computes the same numbers on any hardware, neither faster nor smaller than BF16. ``precision=auto`` is the
+first of ``FORMATS`` that the hardware multiplies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import AUTO, BACKENDS, check_backend
-from solrl_lightning.quantization import transformer_engine
+from solrl_lightning.quantization import cache_dit, transformer_engine
 from solrl_lightning.quantization.formats import FORMATS, NativeBackend
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.scaled_linear import operand_dtype
@@ -38,10 +38,13 @@ class Hardware(NamedTuple):
     name: str  # in messages
     type: str = "cuda"  # of torch.device
     capability: tuple[int, int] = (0, 0)  # compute capability of an NVIDIA GPU
-    transformer_engine: bool = False  # installed with its extension for PyTorch
+    packages: frozenset[str] = frozenset()  # keys of PACKAGES: those installed with their extensions
     int8_units: bool = False  # of a CPU
     emulation_dtype: torch.dtype = torch.bfloat16  # of the operands of emulated products
 
+
+PACKAGES = {"transformer_engine": ("Transformer Engine", transformer_engine), "cache_dit": ("cache-dit", cache_dit)}
+"""Optional packages of backends: key -> name in messages, and the module with ``is_installed`` and ``INSTALL``."""
 
 PACKED_BITS = {name: next((n.bits_per_weight for n in each.native.values()), 16) for name, each in FORMATS.items()}
 PACKED_BITS |= {"bf16": 16}  # bits per weight where the hardware multiplies the format
@@ -84,7 +87,7 @@ def resolve(precision: str, backend: str, device: torch.device | Hardware) -> Ba
         name = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "emulated")
     if name == "emulated":
         description = f"{option}: {_emulation_description(precision, backend, hardware)}"
-        bits = 8 * hardware.emulation_dtype.itemsize
+        bits = 8 * _operands(precision, hardware).itemsize
         return Backend(precision, name, FORMATS[precision].emulated, description, bits)
     linear_cls, bits_per_weight, *_ = native[name]
     description = (
@@ -117,15 +120,15 @@ def resolve_from(ckpt: str | Path | None, precision: str, backend: str, device: 
 def hardware_of(device: torch.device) -> Hardware:
     """Return the properties of a device of this machine."""
     dtype = operand_dtype(device)
+    packages = frozenset(key for key, (_, module) in PACKAGES.items() if module.is_installed())
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         name = f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})"
-        return Hardware(name, "cuda", capability, transformer_engine.is_installed(), emulation_dtype=dtype)
+        return Hardware(name, "cuda", capability, packages, emulation_dtype=dtype)
     if device.type == "cpu":
         units = has_int8_units()
-        installed = transformer_engine.is_installed()
         name = f"a CPU {'with' if units else 'without'} INT8 units"
-        return Hardware(name, "cpu", (0, 0), installed, units, dtype)
+        return Hardware(name, "cpu", (0, 0), packages, units, dtype)
     return Hardware(str(device), device.type, emulation_dtype=dtype)
 
 
@@ -138,20 +141,26 @@ def has_int8_units() -> bool:
 
 
 def _runs(candidate: NativeBackend, hardware: Hardware) -> bool:
-    if candidate.transformer_engine and not hardware.transformer_engine:
+    if candidate.package and candidate.package not in hardware.packages:
         return False
     if hardware.type == "cuda":
-        return hardware.capability >= candidate.capability
+        newer = candidate.below is not None and hardware.capability >= candidate.below
+        return hardware.capability >= candidate.capability and not newer
     return hardware.type == "cpu" and candidate.cpu and hardware.int8_units
 
 
 def _native_precisions(hardware: Hardware) -> list[str]:
-    """Return the precisions with a native backend on ``hardware``, fastest first."""
+    """Return the precisions with a native backend on ``hardware``, in the order of ``FORMATS``."""
     return [name for name, each in FORMATS.items() if any(_runs(native, hardware) for native in each.native.values())]
 
 
+def _operands(precision: str, hardware: Hardware) -> torch.dtype:
+    """Return the dtype in which the emulation of ``precision`` stores and multiplies its values."""
+    return FORMATS[precision].emulated.dtype or hardware.emulation_dtype
+
+
 def _emulation_description(precision: str, backend: str, hardware: Hardware) -> str:
-    operands = {torch.bfloat16: "BF16", torch.float32: "FP32"}[hardware.emulation_dtype]
+    operands = {torch.bfloat16: "BF16", torch.float32: "FP32"}[_operands(precision, hardware)]
     on_cpu, name = hardware.type == "cpu", precision.upper()
     cost = "costs no less time and memory than BF16" if on_cpu else "is slower than BF16 and takes no less memory"
     description = (
@@ -166,12 +175,15 @@ def _refusal(precision: str, backend: str, hardware: Hardware) -> str:
     native = FORMATS[precision].native
     refused = native[backend]
     needs = [f"an NVIDIA GPU of compute capability {refused.capability[0]}.{refused.capability[1]} or higher"]
+    if refused.below is not None:
+        needs[0] += f", below {refused.below[0]}.{refused.below[1]},"
     if refused.cpu:
         needs[0] += " or a CPU with INT8 units (AVX512-VNNI)"
     present = hardware.name
-    if refused.transformer_engine:
-        needs.append(f"Transformer Engine with its PyTorch extension (docs/precision.md: {transformer_engine.INSTALL})")
-        present += f", Transformer Engine {'' if hardware.transformer_engine else 'not '}installed"
+    if refused.package:
+        title, module = PACKAGES[refused.package]
+        needs.append(f"{title} with its PyTorch extension (docs/precision.md: {module.INSTALL})")
+        present += f", {title} {'' if refused.package in hardware.packages else 'not '}installed"
     other = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "")
     ways = [f"precision.backend={other}"] if other else []
     ways += ["precision.backend=emulated (the same numbers, without the speed)"]

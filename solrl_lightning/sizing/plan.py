@@ -20,7 +20,7 @@ from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, LayerPlan
 from solrl_lightning.quantization import plan as plan_layers
-from solrl_lightning.quantization.backends import PACKED_BITS, Hardware, hardware_of
+from solrl_lightning.quantization.backends import PACKAGES, PACKED_BITS, Hardware, hardware_of
 from solrl_lightning.rollout.stage import Sigmas
 from solrl_lightning.sizing.footprint import (
     OPTIONS,
@@ -152,9 +152,10 @@ def layer_statistics(layers: Sequence[LayerPlan]) -> Json:
 
 
 def cards_of(task: PlanOptions, device: torch.device) -> list[Card]:
-    """This machine's GPU, if ``device`` is one, and ``task.cards``."""
+    """This machine's GPU, if ``device`` is one, and ``task.cards``, with all optional packages."""
+    packages = frozenset(PACKAGES)
     cards = [
-        Card(Hardware(card.name, capability=divmod(round(10 * card.capability), 10)), card.memory)
+        Card(Hardware(card.name, capability=divmod(round(10 * card.capability), 10), packages=packages), card.memory)
         for card in task.cards
     ]
     if device.type == "cuda":

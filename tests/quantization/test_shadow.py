@@ -22,6 +22,7 @@ from solrl_lightning.quantization import Backend, QuantizationRule, convert, pla
 from solrl_lightning.quantization.nvfp4 import fake_quantize, quantize
 from solrl_lightning.quantization.scaled_linear import (
     EmulatedFP8Linear,
+    EmulatedINT4Linear,
     EmulatedINT8Linear,
     FP8Linear,
     INT8Linear,
@@ -32,7 +33,8 @@ from solrl_lightning.rollout.chunks import BatchSize, SamplingSpec, iter_sampled
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.seeds import pool_seeds
 
-HERE = (NVFP4Linear, EmulatedFP8Linear, FP8Linear, EmulatedINT8Linear, INT8Linear)  # the layers that any CPU can run
+# The layers that any CPU can run.
+HERE = (NVFP4Linear, EmulatedFP8Linear, FP8Linear, EmulatedINT8Linear, INT8Linear, EmulatedINT4Linear)
 
 
 class Block(nn.Module):
@@ -93,7 +95,7 @@ def tiny() -> Flux1:
     return load_policy("tiny")
 
 
-@pytest.mark.parametrize("precision", ["nvfp4", "int8"])
+@pytest.mark.parametrize("precision", ["nvfp4", "int8", "int4"])
 def test_candidate_is_independent_of_batch_and_position(tiny: Flux1, precision: str) -> None:
     backend = resolve(precision, "emulated", torch.device("cpu"))
     converted = replica.clone_sharing_weights(tiny.transformer)

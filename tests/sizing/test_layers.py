@@ -21,10 +21,11 @@ def backend_of(precision: str, name: str = "emulated") -> Backend:
     return resolve(precision, "emulated", CPU)._replace(name=name)
 
 
-@pytest.mark.parametrize("precision", ["nvfp4", "fp8", "int8"])
+@pytest.mark.parametrize("precision", ["nvfp4", "fp8", "int8", "int4"])
 def test_layer_is_compared_with_the_exact_product(precision: str) -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(64, 48, dtype=torch.bfloat16), torch.randn(600, 64, dtype=torch.bfloat16)
+    linear.bias.data.mul_(3)
     backend = backend_of(precision)
     assert backend.linear_cls is not None
     with torch.no_grad():
