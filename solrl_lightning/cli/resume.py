@@ -127,10 +127,17 @@ def _stable_folder(tree: ConfigTree, overrides: list[Override], training: bool) 
 
 
 def _begin(tree: ConfigTree, overrides: list[Override], folder: Path) -> Resumed:
-    """Start a run in a folder that has no checkpoint, also in what the same command left when it was killed."""
+    """Start a run in a folder that has no checkpoint, also in what the same command left when it was killed.
+
+    It is the same if only keys differ that may change in a resume, but not the run's length.
+    """
     lines = [str(o.input_line) for o in overrides if o.key_or_group != "ckpt"]
-    recorded = [str(o.input_line) for o in _recorded_overrides(tree, folder)]
-    same = bool(recorded) and recorded == [line for line in lines if not line.startswith("hydra.")]
+    free = set(RESUMABLE_KEYS) - {"iterations", "max_seconds"} | {"ckpt"}
+    before, now = (
+        [str(o.input_line) for o in command if not is_subkey(_dotted(o), *free)]
+        for command in (_recorded_overrides(tree, folder), overrides)
+    )
+    same = (folder / RECORD / "overrides.yaml").is_file() and before == now
     message = f"ckpt=auto: {folder} has no checkpoint, so the run begins"
     return Resumed(lines, folder=folder.resolve() if same else None, training=True, message=message)
 
@@ -140,7 +147,8 @@ def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
         check_free(folder)
         overrides = [override for override in _recorded_overrides(tree, folder) if override.key_or_group != "ckpt"]
         again = shlex.join([*(str(o.input_line) for o in overrides), "ckpt=auto", f"hydra.run.dir={folder}"])
-        fix = f"Begin it again with {again}" if overrides else f"Remove {folder}, and give its command again"
+        has_record = (folder / RECORD / "overrides.yaml").is_file()
+        fix = f"Begin it again with {again}" if has_record else f"Remove {folder}, and give its command again"
         raise UserError(
             f"ckpt=last continues the run in {folder}, which has no {LAST}: it was stopped before its first "
             f"checkpoint. {fix}."

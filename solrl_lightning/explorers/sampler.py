@@ -27,6 +27,7 @@ from solrl_lightning.explorers.facts import PRECISION, Facts, differences, read_
 from solrl_lightning.explorers.messages import Request
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.rewards.addresses import TOKEN
 from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.client import shown
 from solrl_lightning.rollout.chunks import BatchSize, Chunk, SamplingSpec
@@ -76,8 +77,13 @@ class Connection:
         self._pushing = threading.Lock()
 
     def check(self) -> None:
-        """Raises `Lost` if the explorer does not answer, ``UserError`` if it was started with other options."""
+        """Raises `Lost` if the explorer does not answer, ``UserError`` if it has another token or other options."""
         status, content = self._ask("GET", "/health", timeout=_CONNECT)
+        if status == 401:
+            raise UserError(
+                f"explorers.urls={self.url} is invalid: the explorer has another token. Set its token here with export "
+                f"{TOKEN}=<token>."
+            )
         try:
             facts = read_facts(content)
         except ValueError as error:

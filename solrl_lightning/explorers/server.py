@@ -89,8 +89,9 @@ class Explorer:
 
 
 def create_app(explorer: Explorer, submit: Submit[Answer], facts: dict[str, Any], token: str) -> FastAPI:
-    """The application; all but GET /health requires ``token`` unless it is empty.
+    """The application; all requests need ``token`` unless it is empty.
 
+    ``GET /health`` answers with the ``facts`` that a run must have in common.
     ``PUT /weights/<identity>`` takes adapter weights, ``POST /sample`` a chunk, which is sampled while the one before
     is scored; both are messages. The status is 409 if the weights of a chunk must be pushed first.
     """
@@ -98,7 +99,8 @@ def create_app(explorer: Explorer, submit: Submit[Answer], facts: dict[str, Any]
     turn = asyncio.Lock()
 
     @app.get("/health")
-    async def health() -> dict[str, Any]:
+    async def health(request: Request) -> dict[str, Any]:
+        await read_body(request, token, 0)
         return facts
 
     @app.put("/weights/{identity}")

@@ -36,6 +36,11 @@ class Flux1(PipelineAdapter):
         self._image_ids = FluxPipeline._prepare_latent_image_ids(1, side, side, self.device, torch.float32)
 
     @property
+    def call_options(self) -> dict[str, Any]:
+        """As in the base class; the guidance is that of the embedding."""
+        return super().call_options | {"guidance_scale": self.guidance}
+
+    @property
     def pixels_per_token(self) -> int:
         return self.pipeline.vae_scale_factor * 2
 

@@ -21,19 +21,21 @@ def fuse_lora(pipeline: DiffusionPipeline, source: str) -> None:
     """
     folder, _, name = source.rpartition("/")
     file: Path = fetch(folder or ".", name, key="model.fused_lora", kind="LoRA")
-    fix = "Name a LoRA of this model."
+    named, fix = f"model.fused_lora={source} is invalid", "Name a LoRA of this model."
     try:
-        names = pipeline.lora_state_dict(str(file.parent), weight_name=file.name)
-        layers = {name.removeprefix("transformer.").partition(".lora_")[0] for name in names}
-        unknown = sorted(layers - {name for name, _ in pipeline.transformer.named_modules()})
-        if unknown or not layers:
-            listed = f"which has no {', '.join(unknown[:3])}" if unknown else "and has no weights"
-            raise UserError(
-                f"model.fused_lora={source} is invalid: it must adapt layers of {type(pipeline.transformer).__name__}, "
-                f"{listed}. {fix}"
-            )
+        state = pipeline.lora_state_dict(str(file.parent), weight_name=file.name)
+    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"{named}: it cannot be read: {sentence(error)} {fix}") from error
+    layers = {name.partition(".lora_")[0] for name in state}
+    unknown = sorted(layers - {f"transformer.{name}" for name, _ in pipeline.transformer.named_modules()})
+    if unknown or not layers:
+        model, names = type(pipeline.transformer).__name__, ", ".join(unknown[:3]) or "no weights"
+        raise UserError(f"{named}: it must adapt layers of {model} as transformer.<layer>; it has {names}. {fix}")
+    if not all(value.isfinite().all() for value in state.values()):
+        raise UserError(f"{named}: its weights must be finite. {fix}")
+    try:
         pipeline.load_lora_weights(str(file.parent), weight_name=file.name)  # with the alpha of its metadata
     except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"model.fused_lora={source} is invalid: it does not fit: {sentence(error)} {fix}") from error
+        raise UserError(f"{named}: it does not fit: {sentence(error)} {fix}") from error
     pipeline.fuse_lora(components=["transformer"])
     pipeline.unload_lora_weights()

@@ -135,9 +135,10 @@ class PipelineAdapter(ABC):
         of_videos = any(parameter.ndim == 5 for parameter in vae.parameters())  # PyTorch refuses channels_last for them
         vae.to(self.device, memory_format=torch.contiguous_format if of_videos else torch.channels_last)
         if resolution % self.pixels_per_token:
+            multiple = max(resolution - resolution % self.pixels_per_token, self.pixels_per_token)
             raise UserError(
-                f"model.resolution must be a multiple of {self.pixels_per_token}, the pixels of one image token of "
-                f"this model; got {resolution}"
+                f"model.resolution={resolution} is invalid: it must be a multiple of {self.pixels_per_token}, the "
+                f"pixels of an image token of this model. Set model.resolution={multiple}."
             )
         side = resolution // self.pixels_per_latent
         self.latent_shape = (self.transformer.config.in_channels, side, side)
@@ -167,6 +168,11 @@ class PipelineAdapter(ABC):
 
         Without guidance, which ``guided_velocity`` adds.
         """
+
+    @property
+    def call_options(self) -> dict[str, Any]:
+        """Arguments with which diffusers' pipeline encodes and guides as this policy does."""
+        return {"guidance_scale": self.guidance_scale, "max_sequence_length": self.max_sequence_length}
 
     def scheduler_sigmas(self, steps: int, mu: float) -> Tensor:
         """Noise levels of the pipeline's scheduler, shifted by ``mu``, for ``sigmas`` of subclasses."""

@@ -30,6 +30,11 @@ class QwenImage(PipelineAdapter):
         self._side = resolution // self.pixels_per_token
         self.latent_shape = (self._side**2, self.transformer.config.in_channels)
 
+    @property
+    def call_options(self) -> dict[str, Any]:
+        """As in the base class, by the pipeline's names."""
+        return {"true_cfg_scale": self.guidance_scale, "max_sequence_length": self.max_sequence_length}
+
     def encode_uncached(self, prompts: list[str], device: torch.device) -> dict[str, list[Tensor]]:
         """``prompt_embeds`` of Qwen2.5-VL, P tensors [L_i, D] without padding."""
         embeds, mask = self.pipeline.encode_prompt(

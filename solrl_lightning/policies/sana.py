@@ -41,6 +41,11 @@ class Sana(PipelineAdapter):
             load_linear_ffn(transformer_weights, self.transformer)
         self.flow_shift = flow_shift
 
+    @property
+    def call_options(self) -> dict[str, Any]:
+        """As in the base class, without the text that the pipeline puts before a prompt."""
+        return super().call_options | {"complex_human_instruction": None}
+
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """``prompt_embeds`` [P, L, D] of Gemma and ``prompt_mask`` int64 [P, L], which is 0 at padding."""
         embeds, mask, _, _ = self.pipeline.encode_prompt(

@@ -33,6 +33,11 @@ class ZImage(PipelineAdapter):
         self.transformer.caption_tokens = max_sequence_length + -max_sequence_length % SEQ_MULTI_OF
 
     @property
+    def call_options(self) -> dict[str, Any]:
+        """As in the base class, in the pipeline's scale."""
+        return super().call_options | {"guidance_scale": self.guidance_scale - 1}
+
+    @property
     def pixels_per_token(self) -> int:
         return self.pipeline.vae_scale_factor * 2
 

@@ -9,7 +9,7 @@ from typing import Any
 from PIL import Image
 from torch import Tensor
 from urllib3 import BaseHTTPResponse, PoolManager, Retry
-from urllib3.exceptions import HTTPError, ReadTimeoutError
+from urllib3.exceptions import HTTPError, InvalidHeader, ReadTimeoutError
 
 from solrl_lightning.errors import ServerError, sentence
 from solrl_lightning.rewards.addresses import TOKEN
@@ -113,6 +113,13 @@ class _LoggedRetry(Retry):
 
     def new(self, **options: Any) -> "_LoggedRetry":
         return super().new(failed=self._failed, **options)
+
+    def get_retry_after(self, response: BaseHTTPResponse) -> float | None:
+        """Return the seconds that a server asks for; None, for the back-off, if it gives none as HTTP defines them."""
+        try:
+            return super().get_retry_after(response)
+        except InvalidHeader:
+            return None
 
     def increment(self, *args: Any, **options: Any) -> "_LoggedRetry":
         following = super().increment(*args, **options)  # raises after the last attempt

@@ -77,7 +77,8 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
         dtype=dtype,
         call={"num_inference_steps": cfg.model.eval_steps}
         | dict.fromkeys(("height", "width"), cfg.model.resolution)
-        | ({"num_frames": cfg.model.num_frames} if cfg.model.num_frames else {}),
+        | ({"num_frames": cfg.model.num_frames} if cfg.model.num_frames else {})
+        | module.policy.call_options,
         fused_lora=cfg.model.fused_lora,
         scheduler=cfg.model.scheduler,
         settings=settings | {"train": cfg.model.train, "precision": precision},  # instead of auto

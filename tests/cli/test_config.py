@@ -201,8 +201,8 @@ def test_experiment_sweeps_families_with_equal_settings_over_three_seeds(
         ("family=diffusionnft family.explore.steps=4", "family.explore is null in the chosen family"),
         ("callbacks.checkpoint.verbose=true", "Write +callbacks.checkpoint.verbose=<value> if lightning."),
         ("optimizer.amsgrad=true", "Write +optimizer.amsgrad=<value> if torch.optim.AdamW takes it."),
-        ("reward=vlm reward.vlm.answers=[yes]", "it must be keys with values. Write 'reward.vlm.answers={<key>: <value>"),
-        ("optimizer.betas={a:1}", "optimizer.betas={a:1} is invalid: it must be a list. Write 'optimizer.betas=[<value>"),
+        ("reward=vlm reward.vlm.answers=[yes]", "must be keys with values. Write 'reward.vlm.answers={<key>: <value>"),
+        ("optimizer.betas={a:1}", "betas={a:1} is invalid: it must be a list. Write 'optimizer.betas=[<value>"),
         ("trainer.deterministic=true", "Write +trainer.deterministic=<value> if lightning.Trainer takes it."),
     ],
 )

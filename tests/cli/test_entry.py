@@ -24,7 +24,9 @@ from omegaconf import OmegaConf
 from small_runs import Command, files_of
 
 from solrl_lightning.artifacts.run_folder import claimed
+from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.cli.launch import is_first
+from solrl_lightning.cli.resume import resume
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.options.run import Run
 
@@ -398,10 +400,19 @@ def test_auto_begins_a_run_or_continues_it(command: Command, tmp_path: Path) -> 
     last = folder / "checkpoints" / "last.ckpt"
     assert config(folder)["ckpt"] == str(last)
     assert list((tmp_path / "runs").iterdir()) == [folder]
-    last.unlink()  # then only the same command begins again
+    last.unlink()  # then only the same command begins again, also with another place of its files
     assert "already holds a run" in error_of(command, *AUTO, "iterations=3")
-    again = command(*AUTO, "iterations=2")
+    again = command(*AUTO, "iterations=2", "evaluation.every=2")
     assert again.status == 0 and config(folder)["ckpt"] is None, again.err
+
+
+def test_auto_begins_again_what_had_no_overrides(command: Command, tmp_path: Path) -> None:
+    (tmp_path / "run" / ".hydra").mkdir(parents=True)
+    (tmp_path / "run" / ".hydra" / "overrides.yaml").write_text("[]")
+    line = error_of(command, "ckpt=last", "hydra.run.dir=run")
+    assert line.endswith("Begin it again with ckpt=auto hydra.run.dir=run.\n")
+    with ConfigTree() as tree:
+        assert resume(tree, ["ckpt=auto", "hydra.run.dir=run"], False).folder == tmp_path / "run"
 
 
 def test_auto_does_nothing_for_a_finished_run(command: Command, tmp_path: Path) -> None:

@@ -51,11 +51,14 @@ def test_instruction_for_two_images_is_two_prompts(folder: Path, monkeypatch: py
         ({"image": ""}, "this one has ''"),
         ({"image": "other.png"}, "neither .*/other.png nor .*/images/other.png. Correct the row, or put the file"),
         ({"image": "images"}, "its image must be a file"),
+        ({"image": "cut.png"}, "its image cannot be read: .* Write the file again"),
         ({"image": "text.png"}, "its image cannot be read: cannot identify image file .* Write the file again"),
     ],
 )
 def test_row_without_a_readable_image_is_an_error(folder: Path, row: dict[str, Any], message: str) -> None:
     (folder / "text.png").write_text("no image")
+    whole = (folder / "red.png").read_bytes()
+    (folder / "cut.png").write_bytes(whole[: len(whole) - 20])
     train = write(folder / "train.jsonl", {"prompt": "a", "image": "red.png"}, {"prompt": "make it green"} | row)
     with pytest.raises(UserError, match=message) as error:
         read_prompt_sets(train, None, with_images=True)

@@ -196,8 +196,12 @@ def test_only_the_token_opens_an_explorer(module: SolRLModule, explorer: Explore
     task, *_ = remote._tasks(module.encode(PROMPTS), pool_seeds(1, 0, PROMPTS, 1), module.spec(STAGE))
     request, weights = task.request(), remote.fleet._weights
     with serving(explorer, {}, token="secret") as address:
-        with pytest.raises(Lost, match="status 401"):
-            Connection(address, "", 5.0).sample(request, *weights)
+        for token in ("", "wrong"):
+            connection = Connection(address, token, 5.0)
+            with pytest.raises(UserError, match=f"explorers.urls={address} is invalid: the explorer has another token"):
+                connection.check()
+            with pytest.raises(Lost, match="has another token"):
+                connection.sample(request, *weights)
         assert Connection(address, "secret", 5.0).sample(request, *weights)
 
 

@@ -229,7 +229,7 @@ def test_embeddings_do_not_depend_on_the_other_prompts(policy: PipelineAdapter) 
 
 
 def test_invalid_resolution_and_dtype_raise(architecture: str, folder: str) -> None:
-    with pytest.raises(UserError, match="model.resolution must be a multiple of 8, .* got 36"):
+    with pytest.raises(UserError, match="resolution=36 is invalid: it must be .* of 8, .* Set model.resolution=32."):
         load_nano(architecture, folder, resolution=36)
     with pytest.raises(UserError, match="model.dtypes.vae must be bfloat16, float16 or float32; got half an int"):
         load_nano(architecture, folder, dtypes={"vae": "half an int", "default": "float32"})

@@ -36,6 +36,7 @@ class Reply(NamedTuple):
     seconds: float = 0  # before each part
     encoding: str = "identity"
     missing: int = 0  # bytes announced and not sent
+    retry_after: str | None = None
 
 
 def reply(body: Any, status: int = 200, seconds: float = 0) -> Reply:
@@ -69,12 +70,15 @@ class Server(BaseHTTPRequestHandler):
         cls = type(self)
         cls.requests.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         cls.headers_seen.append(self.headers)
-        parts, status, seconds, encoding, missing = cls.replies.pop(0) if len(cls.replies) > 1 else cls.replies[0]
+        answer = cls.replies.pop(0) if len(cls.replies) > 1 else cls.replies[0]
+        parts, status, seconds, encoding, missing, retry_after = answer
         cls.before_reply()
         self.send_response(status)
         self.send_header("Content-Length", str(sum(map(len, parts)) + missing))
         self.send_header("Content-Encoding", encoding)
         self.send_header("Location", "/elsewhere")
+        if retry_after:
+            self.send_header("Retry-After", retry_after)
         with suppress(ConnectionError):  # the client has closed it
             for number, part in enumerate(parts):
                 time.sleep(seconds)
@@ -168,6 +172,7 @@ def test_failed_request_is_sent_again(server: type[Server], failure: Reply, retr
     ("answer", "requests", "message"),
     [
         (BUSY, 2, "answered with status 503: busy"),
+        (BUSY._replace(retry_after="0.5"), 2, "answered with status 503: busy"),  # HTTP has whole seconds
         (LATE, 2, "does not answer: .*Read timed out"),
         (Reply([b" "] * 100, seconds=0.02), 2, "does not answer: .*no end after"),  # each byte comes in time
         (reply("wrong", 401), 1, f"answered with status 401: wrong. Set its token with export {TOKEN}=<token>."),

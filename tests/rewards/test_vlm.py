@@ -112,7 +112,7 @@ def test_answer_is_read_as_text_where_there_are_no_probabilities(server: type[Se
 @pytest.mark.parametrize("logprobs", [True, False])
 def test_other_answer_is_no_score(server: type[Server], logprobs: bool) -> None:
     server.choices[1] = choice("Perhaps", Perhaps=1.0)
-    with pytest.raises(NonFiniteError, match=r"vlm of judge \(answers: yes, no\) is nan for the prompt 'a {dog}'") as error:
+    with pytest.raises(NonFiniteError, match=r"judge \(answers: yes, no\) is nan for the prompt 'a {dog}'") as error:
         reward(server, logprobs=logprobs)(IMAGES, PROMPTS)
     assert error.value.row == 1
 
