@@ -8,7 +8,8 @@
 | regenerate | ``roll_out``: the last stage samples and scores what is trained on |
 | train | ``advance``: Lightning's epoch over the micro-batches; ``SolRLModule.optimizer_step`` moves the old policy |
 
-Only this file uses Lightning's private names; ``tests/training/test_loop.py`` detects changes of them.
+Only this file and ``termination.py`` use Lightning's private names; ``tests/training/test_loop.py`` detects changes of
+them.
 
 1. ``trainer.fit_loop`` is replaced before ``fit``. The rollout runs at the start of the epoch, after
    ``on_train_epoch_start`` (which synchronises the replicas) and before the first micro-batch is fetched.
@@ -51,9 +52,9 @@ class ExploreTrainLoop(_FitLoop):
     Args:
         trainer: its fit loop is replaced by this one.
         schedule: prompts of each iteration, of all ranks together.
-        levels: passes over the candidates; a stage with ``keep`` selects the candidates of the next one. A callback may
-            set ``stages``, first those of the last level, to another's between iterations; all keep as many and end
-            with the same stage.
+        levels: the family's stages, or those of each of its levels, from cheap to expensive; a stage with ``keep``
+            selects the candidates of the next one. The run begins with the last level, and a callback may set
+            ``stages`` to those of another one between iterations. All levels keep as many and end with the same stage.
         pool: N, candidates per prompt.
         objective: determines the training rows.
         micro_batch: maximum number of rows (sample, noise level) in one forward and backward pass.
