@@ -20,7 +20,6 @@ from solrl_lightning.explorers.messages import Answer
 from solrl_lightning.policies.lora import OLD, State
 from solrl_lightning.rewards.server import read_body
 from solrl_lightning.rollout.chunks import score_images
-from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import Submit
 from solrl_lightning.sampling.state import map_tensors
 from solrl_lightning.training.module import SolRLModule
@@ -71,7 +70,7 @@ class Explorer:
         if self._synchronised.get(request.sampler) != weights:
             sampler.sync(self._weights[weights], None)
             self._synchronised[request.sampler] = weights
-        prompts = EncodedPrompts(*request.prompts.gather(request.owner))
+        prompts = request.prompts.gather(request.owner)
         if spec.initial_state is not None:
             spec = spec._replace(initial_state=map_tensors(lambda tensor: tensor[:, None], spec.initial_state))
         states = [chunk.state for chunk in sampler.sample(prompts, request.seeds[:, None], spec)]

@@ -111,7 +111,7 @@ class KLObjective(Objective):
         others: Mapping[str, Tensor],
         **settings: float,
     ) -> Loss:
-        """Return the Loss of ``function`` (`nft_loss`, `awm_loss`) on re-noised images."""
+        """Return the Loss of ``function`` (`nft_loss`, `awm_loss`, `pepg_loss`) on re-noised images."""
         velocities = velocity, others["old"], others.get("reference")
         rows = batch.x0, batch.x_t, batch.sigma, batch.advantage
         return self.loss_of(function(*velocities, *rows, kl_weight=self.kl_weight_beside(others), **settings), others)

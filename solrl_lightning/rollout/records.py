@@ -1,6 +1,6 @@
 """Records of an iteration.
 
-Shapes: P prompts of this rank, N pool, K kept, R rewards, T solver steps, B micro-batch.
+Shapes: P prompts of this rank, N candidates of each, K kept, R rewards, T solver steps, B micro-batch.
 """
 
 from functools import partial
@@ -23,14 +23,12 @@ class EncodedPrompts(NamedTuple):
 
     def rows(self, rows: range) -> "EncodedPrompts":
         """Return the prompts ``rows``."""
-        return EncodedPrompts(*self.gather(torch.tensor(rows)))
+        return self.gather(torch.tensor(rows))
 
-    def gather(self, index: Tensor) -> tuple[list[str], dict[str, Tensor]]:
-        """Return texts and embeddings of the prompts ``index`` [B]."""
-        return (
-            [self.texts[i] for i in index.tolist()],
-            {name: value[index.to(value.device)] for name, value in self.conditioning.items()},
-        )
+    def gather(self, index: Tensor) -> "EncodedPrompts":
+        """Return the prompts ``index`` [B], which may repeat."""
+        conditioning = {name: value[index.to(value.device)] for name, value in self.conditioning.items()}
+        return EncodedPrompts([self.texts[i] for i in index.tolist()], conditioning)
 
 
 class Candidates(NamedTuple):
