@@ -205,7 +205,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("old policy not saved", 'return ".lora_" in name', 'return ".default." in name', CHECKPOINT),
         ("default samples", "self.lora_layers, OLD) as", "self.lora_layers, TRAINED) as", WEIGHTS),
         ("old policy stays", "update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
-        ("old velocity is the base's", '{"old": old,', '{"old": as_it_is(reference),', WEIGHTS),
+        ("old velocity is the base's", "{OLD: old,", "{OLD: as_it_is(reference),", WEIGHTS),
         ("reference is the old policy", "REFERENCE: as_it_is(reference)}", "REFERENCE: old}", WEIGHTS),
     ],
     "solrl_lightning/training/module.py": [

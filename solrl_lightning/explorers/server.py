@@ -17,7 +17,8 @@ from torch.utils._pytree import tree_map
 from solrl_lightning.errors import NonFiniteError, ServerError, UserError
 from solrl_lightning.explorers import messages
 from solrl_lightning.explorers.messages import Answer
-from solrl_lightning.policies.lora import OLD, State
+from solrl_lightning.names import OLD
+from solrl_lightning.policies.lora import State
 from solrl_lightning.rewards.server import read_body
 from solrl_lightning.rollout.chunks import score_images
 from solrl_lightning.rollout.scoring_worker import Submit

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.names import OLD, TRAINED
 from solrl_lightning.policies.base_weights import dense
 
-TRAINED, OLD = "default", "old"
 State = dict[str, Tensor]
 
 

@@ -22,8 +22,9 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
+from solrl_lightning.names import OLD, TRAINED
 from solrl_lightning.policies import replica
-from solrl_lightning.policies.lora import OLD, TRAINED, State
+from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, LayerPlan, convert
 

@@ -29,12 +29,10 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from solrl_lightning.explorers.sampler import RemoteSampler
-from solrl_lightning.names import MERGED, POLICY, SHADOW, Storage
+from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE, SHADOW, TRAINED, Storage
 from solrl_lightning.policies import lora, replica
 from solrl_lightning.policies.compilation import compile_blocks
 from solrl_lightning.policies.lora import (
-    OLD,
-    TRAINED,
     State,
     active_adapter,
     adapter_state,
@@ -56,8 +54,6 @@ from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.training.samplers import PolicySampler, ReplicaSampler, Sampler
 
 log = logging.getLogger(__name__)
-
-REFERENCE = "reference"
 
 VelocityModel = Callable[[], AbstractContextManager[nn.Module]]
 """A context with the transformer that computes a velocity of `Objective.needs`."""
@@ -297,5 +293,5 @@ def replicate(
     }
     samplers[POLICY] = PolicySampler(policy, trained.old, BatchSize(batch_size, pad_to_size=compile_policy))
     old = trained.old if old_velocity == POLICY else as_it_is(replicas[old_velocity])
-    velocity_models = {"old": old, REFERENCE: as_it_is(reference)}
+    velocity_models = {OLD: old, REFERENCE: as_it_is(reference)}
     return Transformers(trained, samplers, velocity_models, replicas, backend if with_shadow else None, shadow_layers)

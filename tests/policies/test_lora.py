@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import OLD, TRAINED
 from solrl_lightning.policies import lora
 from solrl_lightning.policies.bf16 import use_fp32_products
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.policies.lora import OLD, TRAINED, State
+from solrl_lightning.policies.lora import State
 from solrl_lightning.training.transformers import AdaptedTransformer
 
 ATTENTION = [f"transformer_blocks.0.attn.to_{part}" for part in ("k", "out.0", "q", "v")]

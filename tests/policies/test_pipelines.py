@@ -21,9 +21,9 @@ from nano import (
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import TRAINED
 from solrl_lightning.policies import lora, replica
 from solrl_lightning.policies.flux2 import Flux2
-from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.qwen_image import QwenImage
 from solrl_lightning.policies.sana import Sana

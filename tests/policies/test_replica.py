@@ -6,9 +6,9 @@ from nano import PROMPTS, load_policy, lora_config, random_state
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from solrl_lightning.names import OLD, TRAINED
 from solrl_lightning.policies import lora, replica
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.policies.lora import OLD, TRAINED
 from solrl_lightning.quantization.scaled_linear import NVFP4Linear
 
 QUANTISED = "transformer_blocks.0.attn.to_q"

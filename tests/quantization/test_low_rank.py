@@ -9,7 +9,8 @@ from nano import PROMPTS, adapters, load_policy, random_state
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies.lora import TRAINED, adapter_state
+from solrl_lightning.names import TRAINED
+from solrl_lightning.policies.lora import adapter_state
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization.linear import Conv1x1AsLinear
 from solrl_lightning.quantization.low_rank import LowRankLinear, convert_with_low_rank, low_rank_factors
