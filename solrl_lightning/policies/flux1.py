@@ -25,6 +25,7 @@ class Flux1(PipelineAdapter):
 
     pipeline_class = FluxPipeline
     encoders = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+    latents_per_token = 2
 
     def __init__(self, pretrained: str, resolution: int, *, guidance: float, **others: Any) -> None:
         super().__init__(pretrained, resolution, **others)
@@ -34,10 +35,6 @@ class Flux1(PipelineAdapter):
         self.latent_shape = (side * side, channels)
         self._latent_grid = (channels // 4, side * 2, side * 2)
         self._image_ids = FluxPipeline._prepare_latent_image_ids(1, side, side, self.device, torch.float32)
-
-    @property
-    def pixels_per_token(self) -> int:
-        return self.pipeline.vae_scale_factor * 2
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """``prompt_embeds`` [P, L, D] of T5 and ``pooled`` [P, D'] of CLIP."""
