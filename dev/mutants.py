@@ -663,8 +663,13 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
     ],
     "solrl_lightning/policies/replica.py": [
-        ("base overwritten", "dense(layer.weight).detach().clone()", "dense(layer.weight).detach()", REPLICA),
-        ("quantised layers stay", "layer.requantize_(weight)", "pass", REPLICA),
+        (
+            "base overwritten",
+            "dense(layer._parameters[name]).detach().clone()",
+            "dense(layer._parameters[name]).detach()",
+            REPLICA,
+        ),
+        ("quantised layers stay", "layer.requantize_(value.float())", "pass", REPLICA),
         ("replica with copied weights", "{id(tensor): tensor for tensor in tensors}", "{}", REPLICA),
     ],
     "solrl_lightning/training/schedules.py": [

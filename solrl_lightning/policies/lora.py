@@ -247,11 +247,11 @@ def update_norms(layers: dict[str, LoraLayer]) -> tuple[Tensor, Tensor]:
 
 
 def merged_weights(layers: dict[str, LoraLayer], state: State) -> Iterator[tuple[str, Tensor]]:
-    """Yields each adapted layer's name and float32 weight W + (alpha / r) B A."""
+    """Yields the name and the float32 value W + (alpha / r) B A of each adapted weight."""
     for name, layer in layers.items():
         down, up = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
         base = dense(layer.get_base_layer().weight)
-        yield name, torch.addmm(base.float(), up.float(), down.float(), alpha=layer.scaling[TRAINED])
+        yield f"{name}.weight", torch.addmm(base.float(), up.float(), down.float(), alpha=layer.scaling[TRAINED])
 
 
 def factors(layer: LoraLayer, state: State, name: str) -> tuple[Tensor, Tensor]:

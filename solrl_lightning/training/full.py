@@ -108,7 +108,7 @@ class FullTransformer:
 
     def write(self, module: nn.Module, state: State) -> None:
         """Write ``state`` into a replica in place, rounded or quantised."""
-        replica.write_parameters(module, state)
+        replica.write_parameters(module, state.items())
 
     def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
         """Write a transformer in its loaded dtype, for diffusers' ``from_pretrained(folder)``."""

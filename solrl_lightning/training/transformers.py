@@ -193,7 +193,7 @@ class AdaptedTransformer:
 
     def untie(self, module: nn.Module) -> None:
         """Copy the adapted weights of a replica."""
-        replica.untie_weights(module, self.lora_layers)
+        replica.untie_parameters(module, self.replaced)
 
     def write(self, module: nn.Module, state: State) -> None:
         """Write ``state`` into a replica in place: into its low-rank branches, or merged with the base weights."""
@@ -201,7 +201,7 @@ class AdaptedTransformer:
         for name, branch in branches.items():
             branch.set_lora(*lora.factors(self.lora_layers[name], state, name))
         others = {name: layer for name, layer in self.lora_layers.items() if name not in branches}
-        replica.refresh(module, merged_weights(others, state))
+        replica.write_parameters(module, merged_weights(others, state))
 
     def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
         """Write an adapter in the format of diffusers' ``pipe.load_lora_weights(folder)``."""

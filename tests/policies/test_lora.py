@@ -134,7 +134,7 @@ def update(state: State, name: str) -> Tensor:
 def test_merged_weights_are_base_plus_update_as_in_peft(adapted: Adapted) -> None:
     states = adapted.load(default=1, old=2)
     for adapter, state in states.items():
-        merged = dict(lora.merged_weights(adapted.layers, state))
+        merged = {name.removesuffix(".weight"): weight for name, weight in lora.merged_weights(adapted.layers, state)}
         assert sorted(merged) == ADAPTED
         for name, weight in merged.items():
             layer = adapted.layers[name]
