@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from fastapi import FastAPI, HTTPException, Request, Response
 from safetensors import SafetensorError
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from solrl_lightning.errors import NonFiniteError, ServerError, UserError
 from solrl_lightning.explorers import messages
@@ -22,7 +20,7 @@ from solrl_lightning.policies.lora import State
 from solrl_lightning.rewards.server import read_body
 from solrl_lightning.rollout.chunks import score_images
 from solrl_lightning.rollout.scoring_worker import Submit
-from solrl_lightning.sampling.state import map_tensors
+from solrl_lightning.sampling.state import concatenate, map_tensors
 from solrl_lightning.training.module import SolRLModule
 
 KEPT_WEIGHTS = 2
@@ -75,7 +73,7 @@ class Explorer:
         if spec.initial_state is not None:
             spec = spec._replace(initial_state=map_tensors(lambda tensor: tensor[:, None], spec.initial_state))
         states = [chunk.state for chunk in sampler.sample(prompts, request.seeds[:, None], spec)]
-        state: Any = tree_map(_join, *states)
+        state: Any = concatenate(states)
         decode = module.decoder(str(spec.decoder))
         rewards = module.rewards.for_training
         rewards.metadata = dict(zip(request.prompts.texts, request.metadata, strict=True))
@@ -126,7 +124,3 @@ def create_app(explorer: Explorer, submit: Submit[Answer], facts: dict[str, Any]
         return Response(answer, media_type="application/octet-stream")
 
     return app
-
-
-def _join(first: Any, *others: Any) -> Any:
-    return torch.cat([first, *others]) if isinstance(first, Tensor) else first

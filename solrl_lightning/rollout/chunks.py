@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.machine.memory import retry_with_empty_cache
@@ -26,7 +25,7 @@ from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import Submit
 from solrl_lightning.sampling import RecordedSteps, Solver, SolverState, start, steps
-from solrl_lightning.sampling.state import map_tensors
+from solrl_lightning.sampling.state import concatenate, map_tensors
 from solrl_lightning.seeds import step_noise
 
 log = logging.getLogger(__name__)
@@ -157,7 +156,8 @@ def score_chunks(
     After an early stop the predicted x0 is scored. Without states, latents are freed once they are scored.
     """
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
-    trajectories, scores = [], []
+    trajectories: list[Any] = []
+    scores = []
     progress(0, seeds.numel())
     with worker() as submit:
         for index, state, recorded, scored in chunks:
@@ -171,10 +171,8 @@ def score_chunks(
             progress(int(index[-1]) + 1, seeds.numel())
         each = torch.cat([scored.result() for scored in scores]).unflatten(0, seeds.shape)
 
-    def join(first: Any, *others: Any) -> Any:  # all chunks have the same numbers of steps and the same None
-        return torch.cat([first, *others]).unflatten(0, seeds.shape) if isinstance(first, Tensor) else first
-
-    whole, recorded = tree_map(join, *trajectories)
+    # All chunks have the same numbers of steps and the same None.
+    whole, recorded = map_tensors(lambda tensor: tensor.unflatten(0, seeds.shape), concatenate(trajectories))
     if whole is not None and whole.finished:
         whole = whole._replace(x=whole.x0)  # one tensor, as the solver returns it
     return Candidates(seeds, whole, rewards.total(each), each, rewards.merits(each), recorded)

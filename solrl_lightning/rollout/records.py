@@ -3,15 +3,13 @@
 Shapes: P prompts of this rank, N candidates of each, K kept, R rewards, T solver steps, B micro-batch.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from solrl_lightning.rollout.select import take
-from solrl_lightning.sampling.state import RecordedSteps, SolverState, map_tensors
+from solrl_lightning.sampling.state import RecordedSteps, SolverState, concatenate, map_tensors
 from solrl_lightning.seeds import reseeded
 
 
@@ -53,8 +51,7 @@ class Candidates(NamedTuple):
 
     def joined(self, others: "Candidates") -> "Candidates":
         """Return the candidates of these prompts and of ``others``, which the same stage has sampled."""
-        join = partial(tree_map, lambda one, other: torch.cat([one, other]) if isinstance(one, Tensor) else one)
-        return Candidates(*map(join, self, others))
+        return concatenate([self, others])
 
 
 class Rollouts(NamedTuple):
