@@ -204,7 +204,7 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/training/transformers.py": [
         ("old policy not saved", 'return ".lora_" in name', 'return ".default." in name', CHECKPOINT),
         ("default samples", "self.lora_layers, OLD) as", "self.lora_layers, TRAINED) as", WEIGHTS),
-        ("old policy stays", "update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
+        ("old policy stays", "follow(self.state(OLD), self.state(TRAINED), decay)", "pass", FOLLOWS),
         ("old velocity is the base's", "{OLD: old,", "{OLD: as_it_is(reference),", WEIGHTS),
         ("reference is the old policy", "REFERENCE: as_it_is(reference)}", "REFERENCE: old}", WEIGHTS),
     ],

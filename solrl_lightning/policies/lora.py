@@ -214,9 +214,9 @@ def _fold_alphas(tensors: State) -> None:
             tensors[name] = tensors[name] * (alpha / tensors[name].shape[1])
 
 
-def update_old_adapter(layers: dict[str, LoraLayer], decay: float) -> None:
-    """old <- decay * old + (1 - decay) * default, in place."""
-    old, trained = adapter_state(layers, OLD), adapter_state(layers, TRAINED)
+@torch.no_grad()
+def follow(old: State, trained: State, decay: float) -> None:
+    """old <- decay * old + (1 - decay) * trained, in place."""
     torch._foreach_lerp_(list(old.values()), list(trained.values()), 1.0 - decay)
 
 

@@ -117,7 +117,7 @@ def test_active_adapter_lasts_as_long_as_the_block_and_only_default_trains(adapt
 def test_old_adapter_moves_towards_the_trained_one(adapted: Adapted, decay: float) -> None:
     states = adapted.load(default=1, old=2)
     places = {name: value.data_ptr() for name, value in adapted.state(OLD).items()}
-    lora.update_old_adapter(adapted.layers, decay)
+    lora.follow(adapted.state(OLD), adapted.state(TRAINED), decay)
     for name, value in adapted.state(OLD).items():
         expected = decay * states[OLD][name].double() + (1 - decay) * states[TRAINED][name].double()
         torch.testing.assert_close(value.double(), expected, rtol=0, atol=1e-6)
