@@ -19,9 +19,9 @@ class RolloutStats(Callback):
 
     ``explore/lag`` is by how many iterations the weights of explorers elsewhere were older than the policy's.
 
-    ``policy/base_distance`` and ``policy/old_distance`` are the L2 norms of the trained LoRA update and of its
-    difference from the old policy's, relative to the norm of the adapted base weights, after the optimiser step and
-    before the old policy follows it.
+    ``policy/base_distance`` and ``policy/old_distance`` are the L2 norms of the trained weights' difference from those
+    of the base and of the old policy, relative to the norm of the base's, after the optimiser step and before the old
+    policy follows it.
     """
 
     def __init__(self) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
@@ -29,7 +28,7 @@ from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError, WriteError, sentence
 from solrl_lightning.machine.environment import machine, versions
-from solrl_lightning.machine.memory import peak_resident_bytes
+from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.study.report import render, run_page
 
 _OUTPUTS = ("lora", "transformer", "tensorboard", "csv", "wandb", "mlflow", "samples")
@@ -151,6 +150,7 @@ class RunSummary(Callback):
         if best is not None and not best.path.is_file():  # nothing was evaluated, or the disk was full
             best = None
         timings, last = find_callback(trainer, StageTimings), run / LAST
+        allocated, reserved = peak_memory(trainer.strategy.root_device)
         held_out = {
             "prompts": len(module.evaluation.prompts),
             "images_per_prompt": module.evaluation.images,
@@ -183,7 +183,8 @@ class RunSummary(Callback):
             },
             "alarms": [alarm._asdict() for alarm in guard.alarms] if guard else [],
             "precision_backend": str(module.transformers.precision_backend),
-            **peak_memory(trainer.strategy.root_device),
+            "peak_memory_bytes": allocated,
+            "peak_memory_reserved_bytes": reserved,
             "held_out": held_out,
             "evaluations": evaluations,
             "config": self.hparams,
@@ -219,17 +220,6 @@ def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
         mean = {name: fmean(values) if values else None for name, values in columns.items()}
         fidelity |= {"first": ranks.history[0], "last": ranks.history[-1], "mean": mean}
     return fidelity
-
-
-def peak_memory(device: torch.device) -> dict[str, int | None]:
-    """Bytes: the process's resident peak on a CPU; on a GPU the peak of all tensors and of the allocator's reserve.
-
-    The reserve is what a GPU must have; it adds cached blocks and fragmentation to the tensors.
-    """
-    if device.type == "cuda":
-        allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        return {"peak_memory_bytes": allocated, "peak_memory_reserved_bytes": reserved}
-    return {"peak_memory_bytes": peak_resident_bytes(), "peak_memory_reserved_bytes": None}
 
 
 def log_hyperparameters(

@@ -39,6 +39,7 @@ SHARE = f"{PLAN}::test_run_counts_the_latents_of_its_share_of_the_prompts"
 LATENTS = f"{PLAN}::test_latents_of_a_pool_by_hand"
 LOOP = "tests/training/test_loop.py"
 EXPLORERS = "tests/explorers/test_sampler.py"
+MESSAGES = "tests/explorers/test_messages.py"
 THREADS = "tests/machine/test_threads.py"
 KEPT = "tests/training/test_kept_seeds.py"
 OTHERWISE = f"{LOOP}::test_branch_that_selects_otherwise_explores_all_prompts_first"
@@ -202,9 +203,10 @@ MUTANTS: dict[str, list[Edit]] = {
         ("evaluations sample the old policy", "state if version is None else None", "None", WEIGHTS),
     ],
     "solrl_lightning/training/transformers.py": [
+        ("old policy not saved", 'return ".lora_" in name', 'return ".default." in name', CHECKPOINT),
         ("default samples", "self.lora_layers, OLD) as", "self.lora_layers, TRAINED) as", WEIGHTS),
-        ("old policy stays", "update_old_adapter(self.lora_layers, decay)", "pass", FOLLOWS),
-        ("old velocity is the base's", '{"old": old,', '{"old": as_it_is(reference),', WEIGHTS),
+        ("old policy stays", "follow(self.state(OLD), self.state(TRAINED), decay)", "pass", FOLLOWS),
+        ("old velocity is the base's", "{OLD: old,", "{OLD: as_it_is(reference),", WEIGHTS),
         ("reference is the old policy", "REFERENCE: as_it_is(reference)}", "REFERENCE: old}", WEIGHTS),
     ],
     "solrl_lightning/training/module.py": [
@@ -266,7 +268,6 @@ MUTANTS: dict[str, list[Edit]] = {
         ("metrics by micro-batches", "batch_size=batch.real", "batch_size=1", MEANS),
         ("schedule of the steps", "self.rate_factor(loop.iterations_taken())", "self.rate_factor(_)", BRANCH),
         ("old policy moves at every step", "if loop.count_step():", "if loop.count_step() or True:", STEPS),
-        ("old policy not saved", 'if ".lora_" in name', 'if ".default." in name', CHECKPOINT),
         ("watched rewards explored", "scoring = self.rewards.for_training", "scoring = self.rewards", WEIGHTS),
         (
             "distances to the old policy that follows",
@@ -323,6 +324,14 @@ MUTANTS: dict[str, list[Edit]] = {
         ("late chunks accepted", "self.lag(task) <= self.max_lag", "self.lag(task) <= 1", EXPLORERS),
         ("lag of no chunk", "self.lags.append(self.fleet.lag(task))", "pass", EXPLORERS),
         ("weights of the first version", "if self._weights == identity:", "if self._weights:", EXPLORERS),
+    ],
+    "solrl_lightning/explorers/messages.py": [
+        (
+            "a request without its decoder",
+            '"initial_state", "transitions")',
+            '"initial_state", "transitions", "decoder")',
+            MESSAGES,
+        ),
     ],
     "solrl_lightning/explorers/server.py": [
         (
@@ -666,8 +675,13 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
     ],
     "solrl_lightning/policies/replica.py": [
-        ("base overwritten", "dense(layer.weight).detach().clone()", "dense(layer.weight).detach()", REPLICA),
-        ("quantised layers stay", "layer.requantize_(weight)", "pass", REPLICA),
+        (
+            "base overwritten",
+            "dense(layer._parameters[name]).detach().clone()",
+            "dense(layer._parameters[name]).detach()",
+            REPLICA,
+        ),
+        ("quantised layers stay", "layer.requantize_(value.float())", "pass", REPLICA),
         ("replica with copied weights", "{id(tensor): tensor for tensor in tensors}", "{}", REPLICA),
     ],
     "solrl_lightning/training/schedules.py": [

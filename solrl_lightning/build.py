@@ -35,13 +35,12 @@ from solrl_lightning.explorers.facts import SAMPLERS, Facts
 from solrl_lightning.explorers.sampler import Connection, Fleet, Lost, RemoteSampler
 from solrl_lightning.facts import prompt_sets
 from solrl_lightning.machine.threads import divide_threads
-from solrl_lightning.names import SHADOW
+from solrl_lightning.names import SHADOW, TRAINED
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.options.family import Explorer
 from solrl_lightning.options.rules import written
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.compilation import should_compile
-from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.addresses import read_token
 from solrl_lightning.rewards.base import Metadata

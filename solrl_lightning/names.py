@@ -16,6 +16,12 @@ Combination = Literal["sum", "gdpo"]
 SHADOW: Final = "shadow"
 MERGED: Final = "merged"
 POLICY: Final = "policy"
+REFERENCE: Final = "reference"
+"""The base model, whose velocity an objective may read."""
+TRAINED: Final = "default"
+"""The trained weights; peft names the first adapter so."""
+OLD: Final = "old"
+"""The weights of the old policy, and its velocity, which an objective may read."""
 
 AUTO = "auto"
 """The precision that is chosen for the hardware, by ``quantization.choose_precision``; and the fastest backend."""

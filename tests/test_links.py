@@ -24,6 +24,21 @@ def test_links_between_pages_hold() -> None:
     assert len(PAGES) > 40 and not broken, broken
 
 
+def test_files_of_dev_that_pages_name_exist() -> None:
+    named = {
+        (str(page.relative_to(ROOT)), name)
+        for page in PAGES
+        for name in re.findall(r"\bdev/[\w/.-]*\w", page.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 25 and not [(page, name) for page, name in named if not (ROOT / name).exists()]
+
+
+def test_measurements_are_listed() -> None:
+    folder = ROOT / "dev" / "measurements"
+    listed = re.findall(r"\]\((\w+\.md)\)", (folder / "README.md").read_text(encoding="utf-8"))
+    assert {file.name for file in folder.glob("*.md")} - {"README.md"} == set(listed)
+
+
 def test_pages_that_code_names_exist() -> None:
     folders = [ROOT / name for name in ("solrl_lightning", "callbacks", "conf", "dev", "tests")]
     files = [file for folder in folders for file in folder.rglob("*") if file.suffix in (".py", ".yaml")]

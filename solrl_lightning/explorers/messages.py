@@ -17,6 +17,7 @@ from solrl_lightning.sampling import SolverState
 
 _HEADER = "header"
 _CONDITIONING = "conditioning."
+_NOT_IN_HEADER = ("sigmas", "initial_state", "transitions")  # tensors, and what exploration has none of
 Tensors = dict[str, Tensor]
 
 
@@ -80,10 +81,7 @@ def pack_request(request: Request, weights: str) -> bytes:
         "sampler": request.sampler,
         "texts": prompts.texts,
         "metadata": request.metadata,
-        "solver": spec.solver,
-        "stop_step": spec.stop_step,
-        "decoder": spec.decoder,
-        "with_states": spec.with_states,
+        "spec": {name: value for name, value in spec._asdict().items() if name not in _NOT_IN_HEADER},
     }
     tensors = {"owner": request.owner, "seeds": request.seeds, "sigmas": spec.sigmas} | conditioning
     if spec.initial_state is not None:
@@ -99,8 +97,7 @@ def unpack_request(message: bytes, device: torch.device) -> tuple[str, Request]:
     tensors = {name: tensor.to(device) for name, tensor in tensors.items()}
     conditioning = {n.removeprefix(_CONDITIONING): v for n, v in tensors.items() if n.startswith(_CONDITIONING)}
     state = _unpack_state(header["state"], tensors) if "state" in header else None
-    options = dict(decoder=header["decoder"], with_states=header["with_states"])
-    spec = SamplingSpec(sigmas, header["solver"], state, header["stop_step"], **options)
+    spec = SamplingSpec(sigmas=sigmas, initial_state=state, **header["spec"])
     prompts = EncodedPrompts(header["texts"], conditioning)
     return header["weights"], Request(header["sampler"], prompts, header["metadata"], owner, seeds, spec)
 

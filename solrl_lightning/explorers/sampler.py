@@ -322,7 +322,7 @@ class RemoteSampler:
 
         def request(index: Tensor) -> Request:
             rows, places = owner[index].unique(return_inverse=True)
-            part = EncodedPrompts(*prompts.gather(rows))
+            part = prompts.gather(rows)
             metadata = [dict(self.metadata.get(text, {})) for text in part.texts]
             state = spec.initial_state
             if state is not None:

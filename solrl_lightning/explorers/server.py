@@ -11,18 +11,16 @@ from typing import Any
 import torch
 from fastapi import FastAPI, HTTPException, Request, Response
 from safetensors import SafetensorError
-from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from solrl_lightning.errors import NonFiniteError, ServerError, UserError
 from solrl_lightning.explorers import messages
 from solrl_lightning.explorers.messages import Answer
-from solrl_lightning.policies.lora import OLD, State
+from solrl_lightning.names import OLD
+from solrl_lightning.policies.lora import State
 from solrl_lightning.rewards.server import read_body
 from solrl_lightning.rollout.chunks import score_images
-from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import Submit
-from solrl_lightning.sampling.state import map_tensors
+from solrl_lightning.sampling.state import concatenate, map_tensors
 from solrl_lightning.training.module import SolRLModule
 
 KEPT_WEIGHTS = 2
@@ -71,11 +69,11 @@ class Explorer:
         if self._synchronised.get(request.sampler) != weights:
             sampler.sync(self._weights[weights], None)
             self._synchronised[request.sampler] = weights
-        prompts = EncodedPrompts(*request.prompts.gather(request.owner))
+        prompts = request.prompts.gather(request.owner)
         if spec.initial_state is not None:
             spec = spec._replace(initial_state=map_tensors(lambda tensor: tensor[:, None], spec.initial_state))
         states = [chunk.state for chunk in sampler.sample(prompts, request.seeds[:, None], spec)]
-        state: Any = tree_map(_join, *states)
+        state: Any = concatenate(states)
         decode = module.decoder(str(spec.decoder))
         rewards = module.rewards.for_training
         rewards.metadata = dict(zip(request.prompts.texts, request.metadata, strict=True))
@@ -128,7 +126,3 @@ def create_app(explorer: Explorer, submit: Submit[Answer], facts: dict[str, Any]
         return Response(answer, media_type="application/octet-stream")
 
     return app
-
-
-def _join(first: Any, *others: Any) -> Any:
-    return torch.cat([first, *others]) if isinstance(first, Tensor) else first

@@ -23,7 +23,13 @@ def retry_with_empty_cache(work: Callable[[], T]) -> T:
     return work()
 
 
-def peak_resident_bytes() -> int:
-    """Return the peak resident memory of this process."""
+def peak_memory(device: torch.device) -> tuple[int, int | None]:
+    """Return the peak bytes of this process and of the allocator's reserve, which only a GPU has.
+
+    On a CPU they are the resident ones, on a GPU those of all tensors. The reserve is what a GPU must have: it adds
+    cached blocks and fragmentation to the tensors.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, None

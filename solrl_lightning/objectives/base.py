@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import OLD, REFERENCE
 from solrl_lightning.objectives.advantages import AllReduce, group_advantages
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.sampling import Solver
 from solrl_lightning.seeds import train_timesteps, training_noise
 
-NEEDS = ("old", "reference")  # velocities that an objective may read beside the trained policy's
+NEEDS = (OLD, REFERENCE)  # velocities that an objective may read beside the trained policy's
 
 
 class Loss(NamedTuple):
@@ -48,7 +49,7 @@ class Objective(ABC):
 
         Name -> n: the velocity is computed in every n-th micro-batch.
         """
-        return {"old": 1}
+        return {OLD: 1}
 
     @property
     def forward_passes(self) -> float:
@@ -96,12 +97,12 @@ class KLObjective(Objective):
 
     @property
     def needs(self) -> Mapping[str, int]:
-        return {"old": 1, **self.reference_needs}
+        return {OLD: 1, **self.reference_needs}
 
     @property
     def reference_needs(self) -> Mapping[str, int]:
         """The reference, in every ``reference_every``-th micro-batch, if the KL term has a weight."""
-        return {"reference": self.reference_every} if self.kl_weight else {}
+        return {REFERENCE: self.reference_every} if self.kl_weight else {}
 
     def loss_of_velocity(
         self,
@@ -111,18 +112,18 @@ class KLObjective(Objective):
         others: Mapping[str, Tensor],
         **settings: float,
     ) -> Loss:
-        """Return the Loss of ``function`` (`nft_loss`, `awm_loss`) on re-noised images."""
-        velocities = velocity, others["old"], others.get("reference")
+        """Return the Loss of ``function`` (`nft_loss`, `awm_loss`, `pepg_loss`) on re-noised images."""
+        velocities = velocity, others[OLD], others.get(REFERENCE)
         rows = batch.x0, batch.x_t, batch.sigma, batch.advantage
         return self.loss_of(function(*velocities, *rows, kl_weight=self.kl_weight_beside(others), **settings), others)
 
     def kl_weight_beside(self, others: Mapping[str, Tensor]) -> float:
         """Return the weight of the KL term in a micro-batch, 0 without the reference; the mean is ``kl_weight``."""
-        return self.kl_weight * self.reference_every if "reference" in others else 0.0
+        return self.kl_weight * self.reference_every if REFERENCE in others else 0.0
 
     def loss_of(self, terms: Any, others: Mapping[str, Tensor]) -> Loss:
         """Return ``terms``, the NamedTuple of a loss function, as a Loss with all its means as metrics."""
-        left_out = {"loss", "rows"} | ({"kl"} if self.kl_weight and "reference" not in others else set())
+        left_out = {"loss", "rows"} | ({"kl"} if self.kl_weight and REFERENCE not in others else set())
         return Loss(terms.rows, {name: value for name, value in terms._asdict().items() if name not in left_out})
 
 

@@ -4,7 +4,8 @@ The policy's step away from the old policy is mirrored: samples of positive adva
 samples of negative advantage push it to the mirrored side. No likelihoods, any ODE solver.
 
 1. Sign convention: v = eps - x0, x_t = (1 - sigma) x0 + sigma eps, so x_t - sigma v predicts x0.
-2. Left out: the code's other advantage modes (positive or negative only, one only, binary); no preset uses them.
+2. Left out: the published code's other advantage modes (positive or negative only, one only, binary), which no
+   preset uses.
 3. The factor `advantage_clip` multiplies the policy term, as published. The KL weight is therefore effectively
    kl_weight / advantage_clip, and the factor acts as a learning rate under clipping by gradient norm.
 
@@ -25,7 +26,12 @@ _MIN_ERROR = 1e-5  # floor of the adaptive weight, so that an exact x0 predictio
 
 @dataclass(frozen=True)
 class NFT(KLObjective):
-    """`nft_loss` on re-noised images."""
+    """`nft_loss` on re-noised images.
+
+    Args:
+        beta: distance of v+ and v- from the old velocity; at 1, v+ is the policy.
+        advantage_clip: bound of the advantages, and a factor of the policy term.
+    """
 
     beta: float
     advantage_clip: float

@@ -60,13 +60,11 @@ class Member(TypedDict, total=False):
     """Weight in the reward to train on; 0: evaluation only."""
 
 
-class Server(Member, total=False):
-    """reward=http."""
+class Remote(Member, total=False):
+    """A reward that is asked over the network."""
 
     url: Required[str]
     """Address that receives the requests."""
-    batch: Count
-    """Images per request."""
     concurrency: Count
     """Requests at the same time."""
     timeout: Positive
@@ -77,11 +75,16 @@ class Server(Member, total=False):
     """Seconds before the second of them."""
 
 
-class Judge(Member, total=False):
+class Server(Remote, total=False):
+    """reward=http."""
+
+    batch: Count
+    """Images per request."""
+
+
+class Judge(Remote, total=False):
     """reward=vlm, vlm_marks, vlm_edit."""
 
-    url: Required[str]
-    """Address of the API."""
     model: Required[str]
     """Name of the model there."""
     question: Required[str]
@@ -90,14 +93,6 @@ class Judge(Member, total=False):
     """Value of each answer."""
     logprobs: bool
     """Read the probabilities of the first word."""
-    concurrency: Count
-    """Requests at the same time."""
-    timeout: Positive
-    """Seconds without an answer."""
-    retries: CountOrZero
-    """Further attempts of a failed request."""
-    backoff: NotNegative
-    """Seconds before the second of them."""
 
 
 class LocalJudge(Member, total=False):

@@ -25,6 +25,7 @@ class Flux1(PipelineAdapter):
 
     pipeline_class = FluxPipeline
     encoders = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+    latents_per_token = 2
 
     def __init__(self, pretrained: str, resolution: int, *, guidance: float, **others: Any) -> None:
         super().__init__(pretrained, resolution, **others)
@@ -39,10 +40,6 @@ class Flux1(PipelineAdapter):
     def call_options(self) -> dict[str, Any]:
         """As in the base class; the guidance is that of the embedding."""
         return super().call_options | {"guidance_scale": self.guidance}
-
-    @property
-    def pixels_per_token(self) -> int:
-        return self.pipeline.vae_scale_factor * 2
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """``prompt_embeds`` [P, L, D] of T5 and ``pooled`` [P, D'] of CLIP."""

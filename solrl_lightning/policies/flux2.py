@@ -20,6 +20,7 @@ class Flux2(PipelineAdapter):
 
     pipeline_class = Flux2KleinPipeline
     encoders = ("text_encoder", "tokenizer")
+    latents_per_token = 2
 
     def __init__(self, pretrained: str, resolution: int, **others: Any) -> None:
         super().__init__(pretrained, resolution, **others)
@@ -28,10 +29,6 @@ class Flux2(PipelineAdapter):
         self._image_ids = Flux2KleinPipeline._prepare_latent_ids(torch.empty(1, *self.latent_shape)).to(self.device)
         text = torch.empty(1, self.max_sequence_length, 0)
         self._text_ids = Flux2KleinPipeline._prepare_text_ids(text).to(self.device)
-
-    @property
-    def pixels_per_token(self) -> int:
-        return self.pipeline.vae_scale_factor * 2
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """``prompt_embeds`` [P, L, 3 D]: three layers of Qwen3. Padding is not masked."""

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.names import OLD, TRAINED
 from solrl_lightning.policies.base_weights import dense
 
-TRAINED, OLD = "default", "old"
 State = dict[str, Tensor]
 
 
@@ -214,9 +214,9 @@ def _fold_alphas(tensors: State) -> None:
             tensors[name] = tensors[name] * (alpha / tensors[name].shape[1])
 
 
-def update_old_adapter(layers: dict[str, LoraLayer], decay: float) -> None:
-    """old <- decay * old + (1 - decay) * default, in place."""
-    old, trained = adapter_state(layers, OLD), adapter_state(layers, TRAINED)
+@torch.no_grad()
+def follow(old: State, trained: State, decay: float) -> None:
+    """old <- decay * old + (1 - decay) * trained, in place."""
     torch._foreach_lerp_(list(old.values()), list(trained.values()), 1.0 - decay)
 
 
@@ -247,11 +247,11 @@ def update_norms(layers: dict[str, LoraLayer]) -> tuple[Tensor, Tensor]:
 
 
 def merged_weights(layers: dict[str, LoraLayer], state: State) -> Iterator[tuple[str, Tensor]]:
-    """Yields each adapted layer's name and float32 weight W + (alpha / r) B A."""
+    """Yields the name and the float32 value W + (alpha / r) B A of each adapted weight."""
     for name, layer in layers.items():
         down, up = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
         base = dense(layer.get_base_layer().weight)
-        yield name, torch.addmm(base.float(), up.float(), down.float(), alpha=layer.scaling[TRAINED])
+        yield f"{name}.weight", torch.addmm(base.float(), up.float(), down.float(), alpha=layer.scaling[TRAINED])
 
 
 def factors(layer: LoraLayer, state: State, name: str) -> tuple[Tensor, Tensor]:

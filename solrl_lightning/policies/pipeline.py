@@ -76,6 +76,7 @@ class PipelineAdapter(ABC):
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     encoders: ClassVar[tuple[str, ...]]  # text encoders and tokenizers
+    latents_per_token: ClassVar[int | None] = None  # side of an image token; None: the transformer's patch_size
     latent_shape: tuple[int, ...]  # of one image, as the transformer takes it
     metadata: Mapping[str, Mapping[str, Any]] = {}  # of the prompts that have any; set by the task
 
@@ -185,7 +186,7 @@ class PipelineAdapter(ABC):
     @property
     def pixels_per_token(self) -> int:
         """Side in pixels of the square that one image token covers."""
-        return self.pixels_per_latent * self.transformer.config.patch_size
+        return self.pixels_per_latent * (self.latents_per_token or self.transformer.config.patch_size)
 
     @property
     def pixels_per_latent(self) -> int:

@@ -7,19 +7,18 @@ is for videos: its input is [B, C / 4, frames, H / 8, W / 8].
 from typing import Any, ClassVar
 
 import torch
-from diffusers import AutoencoderTiny, QwenImagePipeline
+from diffusers import QwenImagePipeline
 from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.guidance import extrapolate, guide
-from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.policies.video import VideoPipelineAdapter
 from solrl_lightning.seeds import noise
 
 
-class QwenImage(PipelineAdapter):
+class QwenImage(VideoPipelineAdapter):
     """Adapter of ``QwenImagePipeline``; arguments are those of `PipelineAdapter`."""
 
     pipeline_class = QwenImagePipeline
@@ -106,17 +105,7 @@ class QwenImage(PipelineAdapter):
     def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
         """[B, C, 1, H / 8, W / 8] latents of a video of one frame."""
         frames = QwenImagePipeline._unpack_latents(x, self.resolution, self.resolution, self.pipeline.vae_scale_factor)
-        mean, std = (
-            torch.tensor(vae.config[name], device=x.device).view(-1, 1, 1, 1)
-            for name in ("latents_mean", "latents_std")
-        )
-        return frames * std + mean
-
-    def _preview_decoder(self, pretrained: str) -> AutoencoderTiny:
-        raise UserError(
-            f"model.preview_decoder={pretrained} is invalid: an AutoencoderTiny of diffusers decodes pictures, and "
-            "these latents are those of a video of one frame. Set model.preview_decoder=null."
-        )
+        return super().unscale_latents(frames, vae)
 
 
 def with_conditional_norm(conditional: Tensor, unconditional: Tensor, scale: float) -> Tensor:

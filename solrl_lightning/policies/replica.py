@@ -6,7 +6,7 @@ model.train=full nothing is frozen, and a replica owns all of its parameters.
 """
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from itertools import chain
 from typing import Any
 
@@ -22,37 +22,21 @@ def clone_sharing_weights(transformer: nn.Module) -> nn.Module:
     return copy.deepcopy(transformer, {id(tensor): tensor for tensor in tensors})
 
 
-def untie_weights(replica: nn.Module, names: Iterable[str]) -> None:
-    """Copy the weights of the named linear layers, so that ``refresh`` may overwrite them."""
-    for name in names:
-        layer = replica.get_submodule(name)
-        if isinstance(layer, nn.Linear):
-            layer.weight = nn.Parameter(dense(layer.weight).detach().clone(), requires_grad=False)
-
-
-@torch.no_grad()
-def refresh(replica: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Writes float32 ``weights`` into the replica's own layers, in place, so that compiled code stays valid."""
-    for name, weight in weights:
-        layer: Any = replica.get_submodule(name)
-        if isinstance(layer, nn.Linear):
-            layer.weight.copy_(weight)  # rounds to the layer's dtype
-        else:
-            layer.requantize_(weight)
-
-
 def untie_parameters(replica: nn.Module, names: Iterable[str]) -> None:
     """Copy the named parameters, except those of quantised layers, so that ``write_parameters`` may overwrite them."""
     for path in names:
         layer, name = _owner(replica, path)
         if name in layer._parameters:
-            setattr(layer, name, nn.Parameter(layer._parameters[name].detach().clone(), requires_grad=False))
+            setattr(layer, name, nn.Parameter(dense(layer._parameters[name]).detach().clone(), requires_grad=False))
 
 
 @torch.no_grad()
-def write_parameters(replica: nn.Module, parameters: Mapping[str, Tensor]) -> None:
-    """Write all parameters by name into the replica in place; quantised layers quantise the weight."""
-    for path, value in parameters.items():
+def write_parameters(replica: nn.Module, parameters: Iterable[tuple[str, Tensor]]) -> None:
+    """Write named parameters into the replica in place, so that compiled code stays valid.
+
+    Quantised layers quantise the weight.
+    """
+    for path, value in parameters:
         layer, name = _owner(replica, path)
         if name in layer._parameters:
             layer._parameters[name].copy_(value)  # rounds to the parameter's dtype

@@ -41,7 +41,7 @@ class SD3(PipelineAdapter):
         }
 
     def sigmas(self, steps: int) -> Tensor:
-        """Levels of the pipeline's scheduler: shift 3, and the last level before 0 is the lowest of its training."""
+        """Levels of the pipeline's scheduler: shift 3, and the last level above 0 is the lowest it was trained at."""
         scheduler = copy.deepcopy(self.pipeline.scheduler)
         scheduler.set_timesteps(steps)
         return scheduler.sigmas.float()

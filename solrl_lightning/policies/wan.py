@@ -9,16 +9,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderTiny, FlowMatchEulerDiscreteScheduler, WanPipeline
+from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
-from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.policies.video import VideoPipelineAdapter
 
 
-class Wan(PipelineAdapter):
+class Wan(VideoPipelineAdapter):
     """Adapter of ``WanPipeline`` with one transformer.
 
     Args:
@@ -91,16 +91,3 @@ class Wan(PipelineAdapter):
     def decode_latents(self, x: Tensor, vae: Any) -> Tensor:
         """[B, F, 3, H, W] frames in [-1, 1] of latents ``x`` [B, *latent_shape]."""
         return super().decode_latents(x, vae).transpose(1, 2)
-
-    def unscale_latents(self, x: Tensor, vae: Any) -> Tensor:
-        mean, std = (
-            torch.tensor(vae.config[name], device=x.device).view(-1, 1, 1, 1)
-            for name in ("latents_mean", "latents_std")
-        )
-        return x * std + mean
-
-    def _preview_decoder(self, pretrained: str) -> AutoencoderTiny:
-        raise UserError(
-            f"model.preview_decoder={pretrained} is invalid: an AutoencoderTiny of diffusers decodes pictures, and "
-            "these latents are those of a video. Set model.preview_decoder=null."
-        )

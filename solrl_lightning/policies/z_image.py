@@ -26,6 +26,7 @@ class ZImage(PipelineAdapter):
 
     pipeline_class = ZImagePipeline
     encoders = ("text_encoder", "tokenizer")
+    latents_per_token = 2
 
     def __init__(self, pretrained: str, resolution: int, max_sequence_length: int, **others: Any) -> None:
         super().__init__(pretrained, resolution, max_sequence_length, **others)
@@ -36,10 +37,6 @@ class ZImage(PipelineAdapter):
     def call_options(self) -> dict[str, Any]:
         """As in the base class, in the pipeline's scale."""
         return super().call_options | {"guidance_scale": self.guidance_scale - 1}
-
-    @property
-    def pixels_per_token(self) -> int:
-        return self.pipeline.vae_scale_factor * 2
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> dict[str, list[Tensor]]:
         """``prompt_embeds`` of Qwen3, P tensors [L_i, D] without padding."""

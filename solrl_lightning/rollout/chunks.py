@@ -3,7 +3,7 @@
 Candidates are flattened over prompts and sampled in chunks. Compiled samplers get chunks of one fixed size, padded with
 repeated candidates, because torch.compile recompiles for another size.
 
-Shapes: P prompts, N pool, B chunk, T solver steps, R rewards.
+Shapes: P prompts, N candidates of each, B chunk, T solver steps, R rewards.
 """
 
 import logging
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.machine.memory import retry_with_empty_cache
@@ -26,16 +25,16 @@ from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import Submit
 from solrl_lightning.sampling import RecordedSteps, Solver, SolverState, start, steps
-from solrl_lightning.sampling.state import map_tensors
+from solrl_lightning.sampling.state import concatenate, map_tensors
 from solrl_lightning.seeds import step_noise
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 Progress = Callable[[int, int], None]
 Scorer = Callable[[WeightedRewards, Tensor, list[str], Tensor], Tensor]
-"""R rewards, latents [B, ...], their prompts and their seeds [B] -> float32 [B, R]."""
+"""Rewards, image latents x0 [B, ...], B prompts and seeds [B] -> scores, float32 [B, R]."""
 
 STOPPED = (
     "training stopped, and its last checkpoint, if there is one, is of the iteration before. If that one has diverged, "
@@ -53,7 +52,7 @@ class BatchSize:
     pad_to_size: bool
     """Pad every chunk to ``size``, for compiled transformers."""
 
-    def sample(self, chunk: Callable[[], T]) -> T:
+    def sample(self, chunk: Callable[[], Result]) -> Result:
         """Return ``chunk()``, which is called again with an empty allocator cache if it runs out of memory."""
         return retry_with_empty_cache(chunk)
 
@@ -63,7 +62,7 @@ class BatchSize:
 
 
 class SamplingSpec(NamedTuple):
-    """Sigma schedule, solver and range of steps."""
+    """How candidates are sampled: noise levels, solver and range of steps; and what is read of them."""
 
     sigmas: Tensor  # [T + 1]
     solver: str | Solver
@@ -77,7 +76,7 @@ class SamplingSpec(NamedTuple):
 class Chunk(NamedTuple):
     """Sampled candidates."""
 
-    candidates: Tensor  # int64 [B], indices into the flattened seeds
+    places: Tensor  # int64 [B], indices into the flattened seeds
     state: SolverState | None  # [B, ...]; None: elsewhere
     recorded_steps: RecordedSteps | None
     scores: Tensor | None = None  # float32 [B, R], if they were scored elsewhere
@@ -157,7 +156,8 @@ def score_chunks(
     After an early stop the predicted x0 is scored. Without states, latents are freed once they are scored.
     """
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
-    trajectories, scores = [], []
+    trajectories: list[Any] = []
+    scores = []
     progress(0, seeds.numel())
     with worker() as submit:
         for index, state, recorded, scored in chunks:
@@ -171,10 +171,8 @@ def score_chunks(
             progress(int(index[-1]) + 1, seeds.numel())
         each = torch.cat([scored.result() for scored in scores]).unflatten(0, seeds.shape)
 
-    def join(first: Any, *others: Any) -> Any:  # all chunks have the same numbers of steps and the same None
-        return torch.cat([first, *others]).unflatten(0, seeds.shape) if isinstance(first, Tensor) else first
-
-    whole, recorded = tree_map(join, *trajectories)
+    # All chunks have the same numbers of steps and the same None.
+    whole, recorded = map_tensors(lambda tensor: tensor.unflatten(0, seeds.shape), concatenate(trajectories))
     if whole is not None and whole.finished:
         whole = whole._replace(x=whole.x0)  # one tensor, as the solver returns it
     return Candidates(seeds, whole, rewards.total(each), each, rewards.merits(each), recorded)
@@ -209,23 +207,23 @@ def score_images(
     return scores
 
 
-def check_selectable(proxy_rewards: Tensor, keep: int, prompts: list[str]) -> None:
-    """Raise NonFiniteError if a row of ``proxy_rewards`` [P, N] has fewer than ``keep`` finite values."""
-    finite = proxy_rewards.isfinite().sum(dim=1)
+def check_selectable(merits: Tensor, keep: int, texts: list[str]) -> None:
+    """Raise NonFiniteError if a row of ``merits`` [P, N] has fewer than ``keep`` finite values."""
+    finite = merits.isfinite().sum(dim=1)
     if (finite < keep).any():
         row = int((finite < keep).nonzero()[0])
         raise NonFiniteError(
-            f"{int(finite[row])} of {proxy_rewards.shape[1]} explored candidates have a finite reward for the prompt "
-            f"{prompts[row]!r}, fewer than the {keep} to keep; {_NONFINITE_HINT}",
+            f"{int(finite[row])} of {merits.shape[1]} explored candidates have a finite reward for the prompt "
+            f"{texts[row]!r}, fewer than the {keep} to keep; {_NONFINITE_HINT}",
             row,
         )
 
 
-def check_finite(values: Tensor, what: str, prompts: list[str], seeds: Tensor) -> None:
+def check_finite(values: Tensor, what: str, texts: list[str], seeds: Tensor) -> None:
     """Raise NonFiniteError for the first of ``values`` [B] that is NaN or infinite."""
     finite = values.isfinite().cpu()
     if not finite.all():
         row = int((~finite).nonzero()[0])
-        where = f"the prompt {prompts[row]!r} with seed {int(seeds[row])}"
+        where = f"the prompt {texts[row]!r} with seed {int(seeds[row])}"
         fix = "Correct the objective, or lower optimizer.lr."
         raise NonFiniteError(f"the {what} is {float(values[row])} for {where}; {STOPPED} {fix}", row)

@@ -17,7 +17,7 @@ from solrl_lightning.rollout.select import deal, rerank, select_contrastive, tak
 from solrl_lightning.rollout.stage import Stage, with_next
 from solrl_lightning.sampling import SolverState
 
-Run = Callable[[Stage, Tensor, SolverState | None, bool], Candidates]
+RunStage = Callable[[Stage, Tensor, SolverState | None, bool], Candidates]
 """Stage, seeds [P, K], a state (None: the seeds' noise), and whether the new states are read -> scored candidates."""
 
 
@@ -36,7 +36,7 @@ class Explored(NamedTuple):
     kept: Kept  # its first set is the one regenerated
 
 
-def run_family(stages: Sequence[Stage], seeds: Tensor, prompts: list[str], run: Run, sets: int = 1) -> Explored:
+def run_family(stages: Sequence[Stage], seeds: Tensor, texts: list[str], run: RunStage, sets: int = 1) -> Explored:
     """Return the results of ``stages`` on seeds [P, N]; a stage with ``keep`` selects the candidates of the next one.
 
     The last selection is of ``sets`` times as many candidates, dealt into that many sets.
@@ -56,7 +56,7 @@ def run_family(stages: Sequence[Stage], seeds: Tensor, prompts: list[str], run: 
             pool = pool._replace(merits=rerank(pool.merits, places, candidates.merits))
         if stage.keep is not None:
             number = sets if index == last else 1
-            check_selectable(candidates.merits, number * stage.keep, prompts)
+            check_selectable(candidates.merits, number * stage.keep, texts)
             extremes = deal(select_contrastive(candidates.merits, number * stage.keep), number)
             values = candidates.seeds, candidates.merits
             kept = Kept(*(torch.stack([take(each, chosen) for chosen in extremes], dim=1) for each in values))

@@ -1,17 +1,15 @@
 """Records of an iteration.
 
-Shapes: P prompts of this rank, N pool, K kept, R rewards, T solver steps, B micro-batch.
+Shapes: P prompts of this rank, N candidates of each, K kept, R rewards, T solver steps, B micro-batch.
 """
 
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from solrl_lightning.rollout.select import take
-from solrl_lightning.sampling.state import RecordedSteps, SolverState, map_tensors
+from solrl_lightning.sampling.state import RecordedSteps, SolverState, concatenate, map_tensors
 from solrl_lightning.seeds import reseeded
 
 
@@ -23,14 +21,12 @@ class EncodedPrompts(NamedTuple):
 
     def rows(self, rows: range) -> "EncodedPrompts":
         """Return the prompts ``rows``."""
-        return EncodedPrompts(*self.gather(torch.tensor(rows)))
+        return self.gather(torch.tensor(rows))
 
-    def gather(self, index: Tensor) -> tuple[list[str], dict[str, Tensor]]:
-        """Return texts and embeddings of the prompts ``index`` [B]."""
-        return (
-            [self.texts[i] for i in index.tolist()],
-            {name: value[index.to(value.device)] for name, value in self.conditioning.items()},
-        )
+    def gather(self, index: Tensor) -> "EncodedPrompts":
+        """Return the prompts ``index`` [B], which may repeat."""
+        conditioning = {name: value[index.to(value.device)] for name, value in self.conditioning.items()}
+        return EncodedPrompts([self.texts[i] for i in index.tolist()], conditioning)
 
 
 class Candidates(NamedTuple):
@@ -55,8 +51,7 @@ class Candidates(NamedTuple):
 
     def joined(self, others: "Candidates") -> "Candidates":
         """Return the candidates of these prompts and of ``others``, which the same stage has sampled."""
-        join = partial(tree_map, lambda one, other: torch.cat([one, other]) if isinstance(one, Tensor) else one)
-        return Candidates(*map(join, self, others))
+        return concatenate([self, others])
 
 
 class Rollouts(NamedTuple):

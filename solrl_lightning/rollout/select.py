@@ -1,7 +1,7 @@
 """Select the best and the worst candidates of a pool.
 
-Differs from the published code: the two halves are disjoint (there, 96 equal scores select the same 12 twice), and a
-non-finite score is never selected (there, NaN counts as the best). The published code's other modes (random, mean
+Differs from the published code: the two halves are disjoint (there, 96 equal ones select the same 12 twice), and a
+non-finite merit is never selected (there, NaN counts as the best). The published code's other modes (random, mean
 deviation, random extremes) are left out: no result of the paper uses them.
 
 Shapes: P prompts, N pool, K kept.
@@ -14,7 +14,8 @@ from torch import Tensor
 def select_contrastive(scores: Tensor, keep: int) -> Tensor:
     """Return int64 [P, keep] indices into scores [P, N]: keep//2 best, best first, then the worst, worst first.
 
-    The indices are distinct, so keep = N gives a permutation. Equal scores are ordered by index in both halves.
+    ``scores`` are merits. The indices are distinct, so keep = N gives a permutation. Equal scores are ordered by index
+    in both halves.
 
     Raises:
         ValueError: scores is not [P, N] with 1 <= keep <= N, or a row has fewer than ``keep`` finite scores.
@@ -44,18 +45,18 @@ def deal(extremes: Tensor, sets: int) -> tuple[Tensor, ...]:
     return extremes.unflatten(1, (-1, sets)).unbind(2)
 
 
-def rerank(scores: Tensor, places: Tensor, rewards: Tensor) -> Tensor:
-    """Return scores [P, N], permuted at ``places`` [P, K] into the order of ``rewards`` [P, K].
+def rerank(merits: Tensor, places: Tensor, later: Tensor) -> Tensor:
+    """Return merits [P, N], permuted at ``places`` [P, K] into the order of the ``later`` merits [P, K].
 
-    ``places`` have the most extreme scores, so a selection from the result selects by ``rewards``. Non-finite rewards
-    count as the median.
+    ``places`` have the most extreme merits, so a selection from the result selects by the later ones. Non-finite ones
+    of these count as the median.
     """
-    places = places.to(scores.device)
-    finite = torch.where(rewards.isfinite(), rewards, torch.nan)
-    rewards = torch.where(finite.isnan(), finite.nanmedian(dim=1, keepdim=True).values, finite)
-    descending = scores.gather(1, places).sort(dim=1, descending=True, stable=True).values
-    order = rewards.argsort(dim=1, descending=True, stable=True).to(scores.device)
-    return scores.scatter(1, places.gather(1, order), descending)
+    places = places.to(merits.device)
+    finite = torch.where(later.isfinite(), later, torch.nan)
+    later = torch.where(finite.isnan(), finite.nanmedian(dim=1, keepdim=True).values, finite)
+    descending = merits.gather(1, places).sort(dim=1, descending=True, stable=True).values
+    order = later.argsort(dim=1, descending=True, stable=True).to(merits.device)
+    return merits.scatter(1, places.gather(1, order), descending)
 
 
 def take(values: Tensor, chosen: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def level_of(step: int, sigmas: Tensor) -> str:
 def evaluations(stages: Sequence[Stage], pool: int) -> list[int]:
     """Return the model evaluations of each stage for one prompt: forward passes of the transformer for one image."""
     counts, done = [], 0
-    for (stage, following), images in zip(with_next(stages), candidates(stages, pool), strict=True):
+    for (stage, following), images in zip(with_next(stages), candidates_per_prompt(stages, pool), strict=True):
         end = stage.steps if stage.stop_step is None else stage.stop_step
         counts.append(images * (end - done))
         done = end if following is not None and stage.continues_in(following) else 0
@@ -68,7 +68,7 @@ def steps_label(stages: Sequence[Stage]) -> str:
     return f"{steps} steps" if stops == [steps] else f"{'/'.join(map(str, stops))} of {steps} steps"
 
 
-def candidates(stages: Sequence[Stage], pool: int) -> list[int]:
+def candidates_per_prompt(stages: Sequence[Stage], pool: int) -> list[int]:
     """Return the number of candidates per prompt of each stage."""
     counts = [pool]
     for stage in stages[:-1]:

@@ -3,12 +3,13 @@
 Shapes: B batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import NamedTuple, TypeVar
 
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_map, tree_map_only
 
 T = TypeVar("T")
 
@@ -46,3 +47,8 @@ class RecordedSteps(NamedTuple):
 def map_tensors(function: Callable[[Tensor], Tensor], tree: T) -> T:
     """Return ``tree``, nested named tuples, with ``function`` applied once to each tensor: x may be x0."""
     return tree_map_only(Tensor, cache(function), tree)
+
+
+def concatenate(trees: Sequence[T]) -> T:
+    """Return ``trees`` of one form with their tensors concatenated; what is no tensor is that of the first one."""
+    return tree_map(lambda first, *others: torch.cat([first, *others]) if isinstance(first, Tensor) else first, *trees)

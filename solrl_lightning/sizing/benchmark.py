@@ -18,7 +18,7 @@ from solrl_lightning.options.task import Benchmark
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 from solrl_lightning.quantization.scaled_linear import operand_dtype
-from solrl_lightning.sizing.timing import Lap, alternate, peak_memory, release, run_iterations
+from solrl_lightning.sizing.timing import Lap, alternate, peak_since_release, release, run_iterations
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 
 _WARM_UP, FORWARDS = 3, 20  # forward passes of each variant; the first compiles
@@ -110,7 +110,7 @@ def times_of_families(families: dict[str, Run], rounds: int, device: torch.devic
     for number in range(rounds):
         for name in list(families)[:: -1 if number % 2 else 1]:
             runs[name].append(run_iterations(families[name], device))
-            memory[name] = peak_memory(device)
+            memory[name] = peak_since_release(device)
     return {name: family_times(cfg, runs[name], memory[name], device) for name, cfg in families.items()}
 
 

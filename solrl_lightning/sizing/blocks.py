@@ -13,18 +13,17 @@ from torch import Tensor
 
 from solrl_lightning.artifacts.tables import OK, WRONG, Row
 from solrl_lightning.build import quantization_rule, samplers_of, trained_as
-from solrl_lightning.names import MERGED, POLICY, SHADOW
+from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE, SHADOW
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.policies.conditioning import Conditioning
-from solrl_lightning.policies.lora import OLD
 from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.sizing.layers import judge_speed
 from solrl_lightning.sizing.plan import Plan
 from solrl_lightning.sizing.timing import least_seconds
-from solrl_lightning.training.transformers import REFERENCE, VelocityModel, as_it_is, replicate
+from solrl_lightning.training.transformers import VelocityModel, as_it_is, replicate
 
 _BLOCKS = 2  # of each kind
 _CPU_PRODUCTS = 2 * 10**8  # of the whole model's linear layers; sets the batch of the blocks on a CPU

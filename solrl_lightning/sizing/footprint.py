@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from solrl_lightning.policies.architectures import Architecture, build_component
-from solrl_lightning.rollout.stage import Stage, candidates, with_next
+from solrl_lightning.rollout.stage import Stage, candidates_per_prompt, with_next
 from solrl_lightning.sizing.trace import CHECKPOINTING
 
 STORAGE_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4.127}
@@ -114,7 +114,7 @@ def latent_bytes(stages: Sequence[Stage], pool: int, keep: int, transitions: int
     """
     path = transitions + 1 if transitions else 0
     sampling = joining = resumed = 0
-    for (stage, following), count in zip(with_next(stages), candidates(stages, pool), strict=True):
+    for (stage, following), count in zip(with_next(stages), candidates_per_prompt(stages, pool), strict=True):
         before, resumed = resumed * count, 0
         if following is None or stage.continues_in(following):
             recorded = path if following is None else 0

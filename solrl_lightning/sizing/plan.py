@@ -12,11 +12,11 @@ import torch
 from hydra.utils import instantiate
 
 from solrl_lightning.build import build_objective, levels_of, quantization_rule, trained_as, uses_shadow, with_option
+from solrl_lightning.names import TRAINED
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan as PlanOptions
 from solrl_lightning.policies.architectures import Architecture, find_architecture
 from solrl_lightning.policies.base_weights import block_linears
-from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, LayerPlan
 from solrl_lightning.quantization import plan as plan_layers

@@ -14,7 +14,7 @@ from solrl_lightning.build import build_loop, build_module, build_objective, sam
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.data.loaders import RankPrompts
-from solrl_lightning.machine.memory import peak_resident_bytes
+from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
 
@@ -74,11 +74,9 @@ def run_iterations(cfg: Run, device: torch.device, *observers: Callback) -> list
     return list(timings.history)
 
 
-def peak_memory(device: torch.device) -> dict[str, Any]:
+def peak_since_release(device: torch.device) -> dict[str, Any]:
     """The most bytes that tensors took on a GPU since ``release``, or that the process has taken on a CPU so far."""
-    if device.type == "cuda":
-        return {"bytes": torch.cuda.max_memory_allocated(device), "of": "the family"}
-    return {"bytes": peak_resident_bytes(), "of": "the process so far"}
+    return {"bytes": peak_memory(device)[0], "of": "the family" if device.type == "cuda" else "the process so far"}
 
 
 def release(device: torch.device) -> None:

@@ -16,6 +16,7 @@ from solrl_lightning.artifacts.pictures import to_png
 from solrl_lightning.artifacts.tables import OK, WRONG, Row
 from solrl_lightning.build import build_objective, build_rewards, with_option
 from solrl_lightning.data.input_images import INPUT_IMAGE
+from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.options.reward import REWARD_FILES
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
@@ -23,7 +24,7 @@ from solrl_lightning.rewards.base import Reward
 from solrl_lightning.sizing.environment import local_path
 from solrl_lightning.sizing.footprint import Footprint, Options, fit, overrides
 from solrl_lightning.sizing.plan import Plan, pool_latents
-from solrl_lightning.sizing.timing import peak_memory, run_iterations
+from solrl_lightning.sizing.timing import peak_since_release, run_iterations
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 
 
@@ -139,7 +140,7 @@ def check_iterations(cfg: Run, run: Plan, device: torch.device, count: int) -> I
     laps = run_iterations(smoke, device)
     latents = pool_latents(smoke, run.policy.latent_shape, run.policy.sigmas)
     footprint = footprint_here(run, cfg.model.weights, device.type == "cuda")._replace(latents={None: latents})
-    peak, planned = peak_memory(device), footprint.peak(run.options)
+    peak, planned = peak_since_release(device), footprint.peak(run.options)
     stages = [{stage: lap[stage] for stage in STOPWATCH_STAGES if lap[stage] > 0} for lap in laps]
     last = ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages[-1].items())
     text = (
@@ -150,7 +151,7 @@ def check_iterations(cfg: Run, run: Plan, device: torch.device, count: int) -> I
     measured = {
         "laps": [{"seconds": lap["iteration"], "stages": seconds} for lap, seconds in zip(laps, stages, strict=True)],
         "peak_memory": peak,
-        "peak_memory_reserved": torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None,
+        "peak_memory_reserved": peak_memory(device)[1],
         "planned": planned,
     }
     yield Row("iterations", OK, text, "", measured)

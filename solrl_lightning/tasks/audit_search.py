@@ -16,8 +16,7 @@ from torch import Tensor
 from solrl_lightning.build import exploring_stages
 from solrl_lightning.metrics.rank import reward_gap
 from solrl_lightning.options.family import Explorer, Rung
-from solrl_lightning.rollout.explore import Run as RunStage
-from solrl_lightning.rollout.explore import run_family
+from solrl_lightning.rollout.explore import RunStage, run_family
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import take
 from solrl_lightning.rollout.stage import REGENERATE, Sigmas, Stage, evaluations, level_of, steps_label

@@ -16,6 +16,7 @@ from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, form
 from solrl_lightning.build import device_of, uses_shadow
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.errors import CheckFailed, UserError
+from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Doctor
 from solrl_lightning.policies.compilation import should_compile
@@ -25,7 +26,6 @@ from solrl_lightning.sizing.blocks import check_blocks, without_files
 from solrl_lightning.sizing.environment import check_machine, local_path, locate
 from solrl_lightning.sizing.layers import NO_SHADOW, check_layers, compare_backends, judge_backend
 from solrl_lightning.sizing.plan import Json, plan_run
-from solrl_lightning.sizing.timing import peak_memory
 from solrl_lightning.sizing.trial import (
     check_iterations,
     check_rewards,
@@ -62,7 +62,7 @@ def doctor(cfg: Run) -> Json:
         "rewards": list(cfg.reward.members),
         "counts": counts,
         "rows": [row._asdict() for row in rows],
-        "peak_memory": peak_memory(torch.device("cpu"))["bytes"],
+        "peak_memory": peak_memory(torch.device("cpu"))[0],
         "seconds": time.perf_counter() - start,
         "seconds_since_process_start": time.perf_counter() - IMPORTED,
     }

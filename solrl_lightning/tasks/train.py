@@ -32,8 +32,8 @@ from solrl_lightning.cli.checks import prompt_sets
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import TRAINED
 from solrl_lightning.options.run import Run
-from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
 from solrl_lightning.training.transformers import AdaptedTransformer

@@ -22,19 +22,22 @@ import torch
 from diffusers import ModelMixin
 from torch import Tensor, nn
 
+from solrl_lightning.names import OLD, TRAINED
 from solrl_lightning.policies import replica
-from solrl_lightning.policies.lora import OLD, TRAINED, State
+from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, LayerPlan, convert
+from solrl_lightning.training.transformers import TrainedTransformer
 
 
-class FullTransformer:
+class FullTransformer(TrainedTransformer):
     """The policy's transformer, of which everything is trained. A state has all parameters by name.
 
     Args:
         transformer: computes; its loaded parameters stay as the base model.
     """
 
+    weights: nn.ModuleDict
     folder: ClassVar[str] = "transformer"
     exports: ClassVar[Mapping[str, str]] = {"transformer_trained": "default"}
     storages: ClassVar[Collection[str]] = ("bfloat16",)
@@ -48,7 +51,6 @@ class FullTransformer:
 
     @property
     def replaced(self) -> list[str]:
-        """Names of all parameters."""
         return list(self._base)
 
     def is_saved(self, name: str) -> bool:
@@ -82,14 +84,7 @@ class FullTransformer:
             # Not a parameter but a function of one, which nn.Module's own setters do not take.
             self.transformer.get_submodule(layer)._parameters[name] = state[path].to(base)
 
-    @torch.no_grad()
-    def update_old(self, decay: float) -> None:
-        """Update the old policy in place and in float32: old <- decay * old + (1 - decay) * trained."""
-        old, trained = self.state(OLD), self.state(TRAINED)
-        torch._foreach_lerp_(list(old.values()), list(trained.values()), 1.0 - decay)
-
     def distances(self) -> dict[str, Tensor]:
-        """Return L2 distances of the trained weights from base and old policy, relative to the norm of the base."""
         trained = self.state(TRAINED)
         return {
             f"{name}_distance": _norm(trained[path] - other for path, other in self.state(name).items())
@@ -98,16 +93,13 @@ class FullTransformer:
         }
 
     def quantize(self, shadow: nn.Module, plans: Sequence[LayerPlan], backend: Backend) -> None:
-        """Replace the planned layers of ``shadow`` in place."""
         convert(shadow, plans, backend)
 
     def untie(self, module: nn.Module) -> None:
-        """Copy all parameters of a replica."""
         replica.untie_parameters(module, self._base)
 
     def write(self, module: nn.Module, state: State) -> None:
-        """Write ``state`` into a replica in place, rounded or quantised."""
-        replica.write_parameters(module, state)
+        replica.write_parameters(module, state.items())
 
     def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
         """Write a transformer in its loaded dtype, for diffusers' ``from_pretrained(folder)``."""

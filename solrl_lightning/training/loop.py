@@ -8,7 +8,8 @@
 | regenerate | ``roll_out``: the last stage samples and scores what is trained on |
 | train | ``advance``: Lightning's epoch over the micro-batches; ``SolRLModule.optimizer_step`` moves the old policy |
 
-Only this file uses Lightning's private names; ``tests/training/test_loop.py`` detects changes of them.
+Only this file and ``termination.py`` use Lightning's private names; ``tests/training/test_loop.py`` detects changes of
+them.
 
 1. ``trainer.fit_loop`` is replaced before ``fit``. The rollout runs at the start of the epoch, after
    ``on_train_epoch_start`` (which synchronises the replicas) and before the first micro-batch is fetched.
@@ -32,7 +33,7 @@ from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.rollout.explore import Kept, run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
-from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates, evaluations
+from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates_per_prompt, evaluations
 from solrl_lightning.sampling import SolverState, start
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.kept_seeds import KeptSeeds
@@ -51,9 +52,9 @@ class ExploreTrainLoop(_FitLoop):
     Args:
         trainer: its fit loop is replaced by this one.
         schedule: prompts of each iteration, of all ranks together.
-        levels: passes over the candidates; a stage with ``keep`` selects the candidates of the next one. A callback may
-            set ``stages``, first those of the last level, to another's between iterations; all keep as many and end
-            with the same stage.
+        levels: the family's stages, or those of each of its levels, from cheap to expensive; a stage with ``keep``
+            selects the candidates of the next one. The run begins with the last level, and a callback may set
+            ``stages`` to those of another one between iterations. All levels keep as many and end with the same stage.
         pool: N, candidates per prompt.
         objective: determines the training rows.
         micro_batch: maximum number of rows (sample, noise level) in one forward and backward pass.
@@ -169,8 +170,8 @@ class ExploreTrainLoop(_FitLoop):
         with self.stopwatch.stage(self.stages[0].name):
             prompts = self._encode(iteration, texts)
         run = partial(self._run, prompts.rows(range(new)))
-        pool, samples, kept = run_family(self.stages, seeds, texts[:new], run, self.kept_seeds.sets)
-        self.explored = pool if len(self.stages) > 1 else None
+        explored, samples, kept = run_family(self.stages, seeds, texts[:new], run, self.kept_seeds.sets)
+        self.explored = explored if len(self.stages) > 1 else None
         proxy_rewards = kept.merits[:, 0]
         if reused := texts[new:]:  # explored in an earlier iteration: only regenerated
             earlier = self.kept_seeds.next_set(reused)
@@ -224,7 +225,7 @@ class ExploreTrainLoop(_FitLoop):
             together = [text for i in range(first, first + ENCODED_TOGETHER) for text in self._texts(i)]
             self._encoded = first, self._module.encode(list(dict.fromkeys(together)))
         encoded = self._encoded[1]
-        return EncodedPrompts(*encoded.gather(torch.tensor([encoded.texts.index(text) for text in texts])))
+        return encoded.gather(torch.tensor([encoded.texts.index(text) for text in texts]))
 
     def probe(self, texts: list[str], seeds: Tensor, with_states: bool = False) -> Candidates:
         """Return the candidates of seeds [P, n] sampled by the last stage from their noise, and scored.
@@ -267,7 +268,7 @@ class ExploreTrainLoop(_FitLoop):
         self._steps_taken += 1
         last = self._steps_taken == self.plan.optimizer_steps
         self.iterations_done += last
-        for name, number in self._each_iteration().items():
+        for name, number in self._cost_of_iteration().items():
             self._counts[name] += last * number
         if last:
             self.kept_seeds.advance()
@@ -285,7 +286,7 @@ class ExploreTrainLoop(_FitLoop):
         steps = self.plan.optimizer_steps
         return (self.iterations_done * steps + self._steps_taken % steps) / steps
 
-    def _each_iteration(self) -> dict[str, int]:
+    def _cost_of_iteration(self) -> dict[str, int]:
         """Return the model evaluations and the scored images of this iteration, of all ranks."""
         new = self.schedule.per_iteration - self.reused_prompts
         velocities = self.schedule.per_iteration * self._training_velocities_per_prompt
@@ -293,7 +294,7 @@ class ExploreTrainLoop(_FitLoop):
         explored, reused = (new, self.stages, self.pool), (self.reused_prompts, self.stages[-1:], self.keep)
         for prompts, stages, pool in (explored, reused):
             velocities += prompts * sum(evaluations(stages, pool))
-            samples += prompts * sum(candidates(stages, pool))
+            samples += prompts * sum(candidates_per_prompt(stages, pool))
         forwards = round(velocities * forward_passes(self._module.policy.guidance_scale))
         return {"evaluations": forwards, "samples": samples}
 

@@ -21,9 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.frames import filmstrip
-from solrl_lightning.names import MERGED
+from solrl_lightning.names import MERGED, OLD, TRAINED
 from solrl_lightning.objectives.base import Objective, check_loss
-from solrl_lightning.policies.lora import OLD, TRAINED, State
+from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.chunks import STOPPED, Progress, SamplingSpec, check_finite, score_chunks, score_images

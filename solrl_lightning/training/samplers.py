@@ -64,7 +64,7 @@ class PolicySampler:
 
 
 class ReplicaSampler:
-    """A transformer without LoRA layers. Weights are merged in float32 and then rounded or quantised.
+    """A transformer without LoRA layers, which the old policy is written into: see ``TrainedTransformer.write``.
 
     Args:
         policy: architecture.

@@ -16,11 +16,12 @@ not see them.
 """
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, get_args
+from typing import Any, ClassVar, get_args
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
@@ -29,22 +30,20 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from solrl_lightning.explorers.sampler import RemoteSampler
-from solrl_lightning.names import MERGED, POLICY, SHADOW, Storage
+from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE, SHADOW, TRAINED, Storage
 from solrl_lightning.policies import lora, replica
 from solrl_lightning.policies.compilation import compile_blocks
 from solrl_lightning.policies.lora import (
-    OLD,
-    TRAINED,
     State,
     active_adapter,
     adapter_state,
     add_adapters,
     base_norm,
+    follow,
     load_state,
     merged_weights,
     read_lora,
     update_norms,
-    update_old_adapter,
     with_weights,
 )
 from solrl_lightning.policies.pipeline import PipelineAdapter
@@ -57,13 +56,11 @@ from solrl_lightning.training.samplers import PolicySampler, ReplicaSampler, Sam
 
 log = logging.getLogger(__name__)
 
-REFERENCE = "reference"
-
 VelocityModel = Callable[[], AbstractContextManager[nn.Module]]
 """A context with the transformer that computes a velocity of `Objective.needs`."""
 
 
-class TrainedTransformer(Protocol):
+class TrainedTransformer(ABC):
     """The policy's transformer: its trained weights, those of the old policy, and how replicas get them.
 
     A *state* is a dict of the trained tensors by name, in float32.
@@ -77,49 +74,58 @@ class TrainedTransformer(Protocol):
     """Values of base_weights that the frozen weights may have."""
     transformer: ModelMixin
     """Computes velocities, in the contexts ``current`` and ``old``."""
+    weights: nn.Module
+    """The module whose parameters that require gradients are trained."""
     base_norm: Tensor
     """L2 norm of the weights of the base model that are trained, or adapted."""
 
     @property
-    def weights(self) -> nn.Module:
-        """The module whose parameters that require gradients are trained."""
-
-    @property
+    @abstractmethod
     def replaced(self) -> Sequence[str]:
         """Names of the transformer's parameters that a replica has of its own."""
 
+    @abstractmethod
     def is_saved(self, name: str) -> bool:
         """Return whether a checkpoint has the named tensor of ``weights``, and DDP makes it equal on all ranks."""
 
+    @abstractmethod
     def state(self, name: str) -> State:
         """Return the weights "default" (trained) or "old", the tensors themselves, or those of the model "base"."""
 
+    @abstractmethod
     def current(self) -> AbstractContextManager[nn.Module]:
         """Yield the transformer with the trained weights; it keeps them until another context is entered."""
 
+    @abstractmethod
     def old(self, state: State | None = None) -> AbstractContextManager[nn.Module]:
         """Yield the transformer with the weights of the old policy, or with ``state``."""
 
     def update_old(self, decay: float) -> None:
         """Update the old policy in place: old <- decay * old + (1 - decay) * trained."""
+        follow(self.state(OLD), self.state(TRAINED), decay)
 
+    @abstractmethod
     def distances(self) -> dict[str, Tensor]:
-        """Return the distances of the trained weights from base and old policy, relative to ``base_norm``."""
+        """Return the L2 distances of the trained weights from base and old policy, relative to ``base_norm``."""
 
+    @abstractmethod
     def quantize(self, shadow: nn.Module, plans: Sequence[LayerPlan], backend: Backend) -> None:
         """Replace the planned layers of ``shadow`` in place."""
 
+    @abstractmethod
     def untie(self, module: nn.Module) -> None:
         """Copy what ``write`` overwrites in a replica that shares the base weights."""
 
+    @abstractmethod
     def write(self, module: nn.Module, state: State) -> None:
         """Write ``state`` into a replica in place, so that compiled code stays valid."""
 
+    @abstractmethod
     def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
         """Write ``state`` into ``folder`` in a format of diffusers."""
 
 
-class AdaptedTransformer:
+class AdaptedTransformer(TrainedTransformer):
     """The policy's transformer with its adapters "default", which is trained, and "old", which samples.
 
     Args:
@@ -134,27 +140,19 @@ class AdaptedTransformer:
     storages: ClassVar[Collection[str]] = get_args(Storage)
 
     def __init__(self, transformer: ModelMixin, config: LoraConfig, seed: int, low_rank: int = 0) -> None:
-        self.transformer: ModelMixin = transformer.train()  # none of these models has dropout
+        self.transformer = self.weights = transformer.train()  # none of these models has dropout
         self.config, self.low_rank = config, low_rank
         self.lora_layers: dict[str, LoraLayer] = add_adapters(transformer, config, seed)
         self.base_norm = base_norm(self.lora_layers)  # of all adapted layers; before a strategy shards the weights
 
     @property
-    def weights(self) -> nn.Module:
-        """The transformer itself."""
-        return self.transformer
-
-    @property
     def replaced(self) -> list[str]:
-        """Names of the adapted weights."""
         return [f"{name}.weight" for name in self.lora_layers]
 
     def is_saved(self, name: str) -> bool:
-        """Return whether the tensor is an adapter's."""
         return ".lora_" in name
 
     def current(self) -> AbstractContextManager[nn.Module]:
-        """Return a context with the transformer, whose active adapter is "default"."""
         return nullcontext(self.transformer)
 
     def state(self, name: str) -> State:
@@ -179,12 +177,7 @@ class AdaptedTransformer:
         for name in (TRAINED, OLD):
             load_state(self.lora_layers, name, state)
 
-    def update_old(self, decay: float) -> None:
-        """Update the old adapter in place: old <- decay * old + (1 - decay) * trained."""
-        update_old_adapter(self.lora_layers, decay)
-
     def distances(self) -> dict[str, Tensor]:
-        """Distances of the trained weights from the base and from the old policy, relative to the norm of the base."""
         update, difference = update_norms(self.lora_layers)
         return {"base_distance": update / self.base_norm, "old_distance": difference / self.base_norm}
 
@@ -196,8 +189,7 @@ class AdaptedTransformer:
             convert(shadow, plans, backend)
 
     def untie(self, module: nn.Module) -> None:
-        """Copy the adapted weights of a replica."""
-        replica.untie_weights(module, self.lora_layers)
+        replica.untie_parameters(module, self.replaced)
 
     def write(self, module: nn.Module, state: State) -> None:
         """Write ``state`` into a replica in place: into its low-rank branches, or merged with the base weights."""
@@ -205,7 +197,7 @@ class AdaptedTransformer:
         for name, branch in branches.items():
             branch.set_lora(*lora.factors(self.lora_layers[name], state, name))
         others = {name: layer for name, layer in self.lora_layers.items() if name not in branches}
-        replica.refresh(module, merged_weights(others, state))
+        replica.write_parameters(module, merged_weights(others, state))
 
     def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
         """Write an adapter in the format of diffusers' ``pipe.load_lora_weights(folder)``."""
@@ -297,5 +289,5 @@ def replicate(
     }
     samplers[POLICY] = PolicySampler(policy, trained.old, BatchSize(batch_size, pad_to_size=compile_policy))
     old = trained.old if old_velocity == POLICY else as_it_is(replicas[old_velocity])
-    velocity_models = {"old": old, REFERENCE: as_it_is(reference)}
+    velocity_models = {OLD: old, REFERENCE: as_it_is(reference)}
     return Transformers(trained, samplers, velocity_models, replicas, backend if with_shadow else None, shadow_layers)

@@ -12,9 +12,10 @@ from solrl_lightning.artifacts.files import finite_only
 from solrl_lightning.artifacts.loggers import TensorBoard
 from solrl_lightning.callbacks.common import find_callback
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
-from solrl_lightning.callbacks.summary import RunSummary, base_and_final, format_summary, peak_memory
+from solrl_lightning.callbacks.summary import RunSummary, base_and_final, format_summary
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError
+from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 
@@ -187,8 +188,8 @@ def test_table_of_a_gpu_run_has_the_reserved_memory_and_one_iteration_is_not_plu
     assert "1 iteration in" in (tmp_path / "report.html").read_text()
     monkeypatch.setattr("torch.cuda.max_memory_allocated", lambda device: 3 * 2**30)
     monkeypatch.setattr("torch.cuda.max_memory_reserved", lambda device: 5 * 2**30)
-    memory = peak_memory(torch.device("cuda", 0))
-    assert memory == {"peak_memory_bytes": 3 * 2**30, "peak_memory_reserved_bytes": 5 * 2**30}
+    assert peak_memory(torch.device("cuda", 0)) == (3 * 2**30, 5 * 2**30)
+    memory = {"peak_memory_bytes": 3 * 2**30, "peak_memory_reserved_bytes": 5 * 2**30}
     assert "3.00 GiB, 5.00 GiB reserved\n" in format_summary(read(tmp_path) | memory)
 
 

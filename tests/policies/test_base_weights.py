@@ -8,11 +8,11 @@ from nano import PROMPTS, adapters, load_policy, random_state
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import OLD, TRAINED
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies import base_weights, lora
 from solrl_lightning.policies.base_weights import block_linears, dense
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.policies.lora import OLD, TRAINED
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.sizing.footprint import stored_bytes
 from solrl_lightning.training.transformers import Transformers, replicate

@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import OLD, TRAINED
 from solrl_lightning.policies import lora
 from solrl_lightning.policies.bf16 import use_fp32_products
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.policies.lora import OLD, TRAINED, State
+from solrl_lightning.policies.lora import State
 from solrl_lightning.training.transformers import AdaptedTransformer
 
 ATTENTION = [f"transformer_blocks.0.attn.to_{part}" for part in ("k", "out.0", "q", "v")]
@@ -116,7 +117,7 @@ def test_active_adapter_lasts_as_long_as_the_block_and_only_default_trains(adapt
 def test_old_adapter_moves_towards_the_trained_one(adapted: Adapted, decay: float) -> None:
     states = adapted.load(default=1, old=2)
     places = {name: value.data_ptr() for name, value in adapted.state(OLD).items()}
-    lora.update_old_adapter(adapted.layers, decay)
+    lora.follow(adapted.state(OLD), adapted.state(TRAINED), decay)
     for name, value in adapted.state(OLD).items():
         expected = decay * states[OLD][name].double() + (1 - decay) * states[TRAINED][name].double()
         torch.testing.assert_close(value.double(), expected, rtol=0, atol=1e-6)
@@ -133,7 +134,7 @@ def update(state: State, name: str) -> Tensor:
 def test_merged_weights_are_base_plus_update_as_in_peft(adapted: Adapted) -> None:
     states = adapted.load(default=1, old=2)
     for adapter, state in states.items():
-        merged = dict(lora.merged_weights(adapted.layers, state))
+        merged = {name.removesuffix(".weight"): weight for name, weight in lora.merged_weights(adapted.layers, state)}
         assert sorted(merged) == ADAPTED
         for name, weight in merged.items():
             layer = adapted.layers[name]

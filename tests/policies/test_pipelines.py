@@ -21,9 +21,9 @@ from nano import (
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import TRAINED
 from solrl_lightning.policies import lora, replica
 from solrl_lightning.policies.flux2 import Flux2
-from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.qwen_image import QwenImage
 from solrl_lightning.policies.sana import Sana
@@ -171,8 +171,8 @@ def test_diffusers_paints_the_merged_replicas_images_with_the_saved_lora(
     config = lora_config(rank=4, alpha=12, targets=(*ATTENTION, *fused))
     layers = lora.add_adapters(adapted.transformer, config, seed=0)
     state = random_state(lora.adapter_state(layers, TRAINED), seed=6)
-    replica.untie_weights(merged, layers)
-    replica.refresh(merged, lora.merged_weights(layers, state))
+    replica.untie_parameters(merged, [f"{name}.weight" for name in layers])
+    replica.write_parameters(merged, lora.merged_weights(layers, state))
     adapted.save_lora(tmp_path, state, config)
     images, without = (policy.decode(sample(policy, transformer=module)) for module in (merged, None))
     theirs.load_lora_weights(tmp_path)

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from solrl_lightning.data.prompts import PromptSets, read_prompt_sets
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import TRAINED
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies import lora
 from solrl_lightning.policies.architectures import find_architecture
-from solrl_lightning.policies.lora import TRAINED
 from solrl_lightning.policies.qwen_image_edit import QwenImageEdit
 from solrl_lightning.sampling import integrate
 

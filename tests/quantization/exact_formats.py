@@ -1,9 +1,19 @@
-"""Rounding by the definition of each format, in NumPy, and inputs for it."""
+"""Rounding by the definition of each format, in NumPy, inputs for it, and the layers that any CPU can run."""
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from solrl_lightning.quantization.formats import FORMATS
+from solrl_lightning.quantization.scaled_linear import ScaledLinear
+
+EMULATED = [each.emulated for each in FORMATS.values()]
+LAYERS = [
+    layer_cls
+    for each in FORMATS.values()
+    for layer_cls in (each.emulated, *(native.linear_cls for native in each.native.values()))
+    if issubclass(layer_cls, ScaledLinear)
+]
 F32 = np.float32
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 E4M3 = np.array(

@@ -4,21 +4,18 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from exact_formats import EMULATED
 from nano import PROMPTS, adapters, load_policy, random_state
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies.lora import TRAINED, adapter_state
+from solrl_lightning.names import TRAINED
+from solrl_lightning.policies.lora import adapter_state
 from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization.linear import Conv1x1AsLinear
 from solrl_lightning.quantization.low_rank import LowRankLinear, convert_with_low_rank, low_rank_factors
 from solrl_lightning.quantization.rules import plan
-from solrl_lightning.quantization.scaled_linear import (
-    EmulatedFP8Linear,
-    EmulatedINT4Linear,
-    EmulatedINT8Linear,
-    NVFP4Linear,
-)
+from solrl_lightning.quantization.scaled_linear import NVFP4Linear
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.training.transformers import Transformers, replicate
 
@@ -50,7 +47,7 @@ def test_factors_are_the_best_approximation(rank: int) -> None:
     torch.testing.assert_close(up.norm(dim=0), down.norm(dim=1))  # the singular values are halved in exponents
 
 
-@pytest.mark.parametrize("linear_cls", [NVFP4Linear, EmulatedFP8Linear, EmulatedINT8Linear, EmulatedINT4Linear])
+@pytest.mark.parametrize("linear_cls", EMULATED)
 def test_layer_is_the_quantised_residual_and_the_branch(linear_cls: type) -> None:
     layer, x = linear(), torch.randn(2, 5, 64, generator=torch.Generator().manual_seed(1))
     branch = LowRankLinear(layer, linear_cls, rank=4, lora_rank=2)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
-from exact_formats import E4M3, F32, linear, nearest_code, random
+from exact_formats import E4M3, F32, LAYERS, linear, nearest_code, random
 from torch import Tensor, nn
 
 from solrl_lightning.quantization import int4
@@ -29,9 +29,7 @@ from solrl_lightning.quantization.scaled_linear import (
 )
 from solrl_lightning.quantization.transformer_engine import TransformerEngineLinear
 
-layers = pytest.mark.parametrize(
-    "layer_cls", (NVFP4Linear, EmulatedFP8Linear, FP8Linear, EmulatedINT8Linear, INT8Linear, EmulatedINT4Linear)
-)
+layers = pytest.mark.parametrize("layer_cls", LAYERS)
 
 
 def reference(x: Tensor, precision: str) -> tuple[np.ndarray, np.ndarray]:

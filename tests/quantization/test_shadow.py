@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from exact_formats import LAYERS
 from nano import PROMPTS, load_policy, relative_error
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -20,21 +21,11 @@ from solrl_lightning.policies import replica
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.quantization import Backend, QuantizationRule, convert, plan, resolve, transformer_engine
 from solrl_lightning.quantization.nvfp4 import fake_quantize, quantize
-from solrl_lightning.quantization.scaled_linear import (
-    EmulatedFP8Linear,
-    EmulatedINT4Linear,
-    EmulatedINT8Linear,
-    FP8Linear,
-    INT8Linear,
-    NVFP4Linear,
-)
+from solrl_lightning.quantization.scaled_linear import NVFP4Linear
 from solrl_lightning.quantization.transformer_engine import ROLLOUT_RECIPE, TransformerEngineLinear
 from solrl_lightning.rollout.chunks import BatchSize, SamplingSpec, iter_sampled_chunks
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.seeds import pool_seeds
-
-# The layers that any CPU can run.
-HERE = (NVFP4Linear, EmulatedFP8Linear, FP8Linear, EmulatedINT8Linear, INT8Linear, EmulatedINT4Linear)
 
 
 class Block(nn.Module):
@@ -61,7 +52,7 @@ def shadow(layer_cls: Any, seed: int = 0) -> Block:
     return converted
 
 
-@pytest.mark.parametrize("layer_cls", HERE)
+@pytest.mark.parametrize("layer_cls", LAYERS)
 def test_requantize_does_not_recompile(layer_cls: Any) -> None:
     torch._dynamo.reset()
     counters.clear()
@@ -71,7 +62,7 @@ def test_requantize_does_not_recompile(layer_cls: Any) -> None:
     for seed in (1, 2, 3):
         weights = [(name, parameter) for name, parameter in block(seed).named_parameters() if "weight" in name]
         for name, weight in weights[:seed]:  # one layer more each time
-            replica.refresh(converted, [(name.removesuffix(".weight"), weight)])
+            replica.write_parameters(converted, [(name, weight)])
         results.append(compiled(x))
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
     fresh = shadow(layer_cls, seed=3)
@@ -82,7 +73,7 @@ def test_requantize_does_not_recompile(layer_cls: Any) -> None:
     assert all(not one.equal(other) for one, other in zip(results[1:], results, strict=False))
 
 
-@pytest.mark.parametrize("layer_cls", HERE)
+@pytest.mark.parametrize("layer_cls", LAYERS)
 def test_token_is_independent_of_batch(layer_cls: Any) -> None:
     layer, x = layer_cls(block().to_q), torch.randn(33, 64)
     together = layer(torch.cat((x, 100 * x)).unflatten(0, (2, 33)))

@@ -20,7 +20,7 @@ from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.sizing import benchmark as benchmark_module
 from solrl_lightning.sizing import timing
 from solrl_lightning.sizing.benchmark import family_configs, forward_times, matmul_peak, times_of_families
-from solrl_lightning.sizing.timing import Lap, peak_memory
+from solrl_lightning.sizing.timing import Lap, peak_since_release
 from solrl_lightning.tasks.benchmark import benchmark
 from tests.nano import load_policy, save_nano
 
@@ -173,7 +173,7 @@ def test_families_are_timed_once_with_each_precision_and_decoder_that_they_use(c
 
 def test_peak_memory_on_a_cpu_is_that_of_the_process() -> None:
     tensor = torch.ones(30_000_000)
-    peak = peak_memory(CPU)
+    peak = peak_since_release(CPU)
     assert peak["of"] == "the process so far"
     assert tensor.nbytes < peak["bytes"] < 2**40
 

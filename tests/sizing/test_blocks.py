@@ -25,13 +25,13 @@ CPU = torch.device("cpu")
 def test_refresh_that_compiles_again_is_wrong(compose: Compose, monkeypatch: Patch) -> None:
     refreshed: set[tuple[nn.Module, str]] = set()
 
-    def refresh(module: nn.Module, weights: Any) -> None:
+    def write(module: nn.Module, weights: Any) -> None:
         for name, _ in weights:
             if (module, name) in refreshed:
-                module.get_submodule(name).bias = None
+                module.get_submodule(name.removesuffix(".weight")).bias = None
             refreshed.add((module, name))
 
-    monkeypatch.setattr(replica, "refresh", refresh)
+    monkeypatch.setattr(replica, "write_parameters", write)
     cfg = compose("task=doctor")
     (row,) = check_blocks(cfg, plan_run(without_files(cfg), resolve("bf16", "auto", CPU)), None, CPU, compiled=False)
     assert row.status == WRONG and "family.compile=false" in row.way_out

@@ -10,7 +10,8 @@ import pytest
 import torch
 from PIL import Image
 
-from solrl_lightning.study.report import data_uri, history_chart, render, run_page
+from solrl_lightning.metrics.rank import NAMES
+from solrl_lightning.study.report import data_uri, history_chart, rank_section, render, run_page
 from solrl_lightning.training.evaluation import evaluation_errors
 
 RUN = dict(status="completed", error=None, stopped_by=None, iterations=12, seconds_total=89.4, reward="shapes")
@@ -77,6 +78,15 @@ def run(tmp_path: Path) -> Path:
     (tmp_path / ".hydra" / "overrides.yaml").write_text("- reward=[shapes,watched]\n- seed=42\n")
     (tmp_path / ".hydra" / "config.yaml").write_text("seed: 42 # <script>\n")
     return tmp_path
+
+
+def test_every_rank_tag_has_a_chart_and_those_of_probes_a_row() -> None:
+    probed = [f"rank/{name}" for name in NAMES]
+    others = [f"rank/{which}_{name}" for which in ("kept", "reused") for name in ("spearman", "kendall")]
+    section = rank_section([{"iteration": i} | dict.fromkeys([*probed, *others], 0.5) for i in (1, 2)])
+    assert sorted(label for chart in section.charts for label, *_ in chart.legend) == sorted([*probed, *others])
+    assert [row[0] for row in section.tables[0].rows] == probed
+    assert not rank_section([{"iteration": 1}]).charts
 
 
 def test_the_page_has_the_results_with_their_errors_and_where_they_come_from(run: Path) -> None:

@@ -77,7 +77,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 def merged(module: SolRLModule, state: Tensors) -> Tensors:
-    return dict(lora.merged_weights(module.transformers.trained.lora_layers, state))
+    weights = lora.merged_weights(module.transformers.trained.lora_layers, state)
+    return {name.removesuffix(".weight"): weight for name, weight in weights}
 
 
 def holds(layer: nn.Module, weight: Tensor) -> bool:
