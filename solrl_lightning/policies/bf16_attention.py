@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_map_only
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, is_faster
 
 _SCORES = 2**19  # that `attention_in_bf16` computes at once: they stay in the cache
-_LEAST_KEYS = 64  # for which `attention_in_bf16` was faster: 26 keys take 1.2 times as long, 64 0.64 times
-
-_LEAST_SUM = 2.0**-100  # of exponentials; those that bfloat16 rounds to 0, below 2^-133, do not count beside it
+_LEAST_KEYS = 64  # for which `attention_in_bf16` is worth its rounding: the 26 of the model `tiny` gain little
+_LEAST_SUM = 2.0**-100  # of exponentials; 1 / _LEAST_SUM is the greatest. bfloat16 reaches from 2^-133 to 2^128
 
 
 class FP32Attention(TorchFunctionMode):
@@ -88,10 +87,10 @@ def _parts(query: Tensor, key: Tensor, *others: Tensor) -> Iterator[tuple[Tensor
 
 
 def _weights(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return softmax(s q k^T) [N, L, M] times numbers, and these numbers [N, L, 1], which are its sums over the keys.
+    """Return w [N, L, M] and its sums over the keys [N, L, 1], with w / sums = softmax(s q k^T).
 
-    These are the exponentials of the scores, whose greatest is not subtracted: that takes longer than all the rest.
-    Where a sum is too large or too small for it, the weights are the softmax and the sums 1.
+    w is the exponential of the scores: subtracting their maximum first takes longer than all the rest. Where a sum
+    would be too large or too small for bfloat16, w is the softmax and the sums are 1.
     """
     weights = _scaled_product(query, key.mT, scale).exp_()
     sums = weights.sum(-1, keepdim=True)
