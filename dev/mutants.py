@@ -93,6 +93,7 @@ REFRESH = "tests/quantization/test_shadow.py::test_requantize_does_not_recompile
 INT4 = f"{EMULATED}::test_int4_codes_and_scales_match_definition"
 CODES = f"{EMULATED}::test_rowwise_codes_and_scales_match_definition"
 LORA = "tests/policies/test_lora.py"
+ATTENTION = "tests/policies/test_bf16_attention.py"
 LOW_RANK = "tests/quantization/test_low_rank.py"
 HPSV3, VLM, VLM_LOCAL = (f"tests/rewards/test_{name}.py" for name in ("hpsv3", "vlm", "vlm_local"))
 REPLICA = "tests/policies/test_replica.py"
@@ -829,6 +830,12 @@ MUTANTS: dict[str, list[Edit]] = {
             'tokens["attention_mask"][place] ** 0',
             "tests/rewards/test_imagereward.py",
         ),
+    ],
+    "solrl_lightning/policies/bf16_attention.py": [
+        ("sums that overflow", "least > _LEAST_SUM and most < 1 / _LEAST_SUM", "least > _LEAST_SUM", ATTENTION),
+        ("sums that vanish", "least > _LEAST_SUM and most < 1 / _LEAST_SUM", "most < 1 / _LEAST_SUM", ATTENTION),
+        ("softmax divided again", "torch.ones_like(sums)", "sums", ATTENTION),
+        ("gradient of weights that are not divided", "weights.div_(sums)", "weights", ATTENTION),
     ],
     "solrl_lightning/quantization/low_rank.py": [
         ("whole weight beside its branch", "(weight.float() - product)", "weight.float()", LOW_RANK),

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map_only
 from solrl_lightning.policies.bf16 import has_fast_bf16_products, is_faster
 
 _SCORES = 2**19  # that `attention_in_bf16` computes at once: they stay in the cache
-_LEAST_KEYS = 64  # for which `attention_in_bf16` was faster: 26 keys take 1.2 times as long, 64 0.64 times
+_LEAST_KEYS = 64  # for which `attention_in_bf16` is worth its rounding: the 26 of the model `tiny` gain little
+_LEAST_SUM = 2.0**-100  # of exponentials; 1 / _LEAST_SUM is the greatest. bfloat16 reaches from 2^-133 to 2^128
 
 
 class FP32Attention(TorchFunctionMode):
@@ -54,9 +55,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None 
 
 @torch.library.custom_op("solrl::attention_in_bf16", mutates_args=())
 def attention_in_bf16(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Return softmax(s q k^T) v [N, L, D'] of q [N, L, D], k [N, M, D] and v [N, M, D']; products, scores and
-    probabilities are rounded to bfloat16. One operation for torch.compile, which would unroll the loop."""
-    return torch.cat([_probabilities(q, k, scale) @ v for q, k, v in _parts(query, key, value)])
+    """Return softmax(s q k^T) v [N, L, D'] of q [N, L, D], k [N, M, D] and v [N, M, D']; products, scores, weights and
+    their sums are rounded to bfloat16. One operation for torch.compile, which would unroll the loop."""
+    results = []
+    for q, k, v in _parts(query, key, value):
+        weights, sums = _weights(q, k, scale)
+        results.append(torch.bmm(weights, v).div_(sums))
+    return torch.cat(results)
 
 
 @torch.library.custom_op("solrl::attention_in_bf16_backward", mutates_args=())
@@ -66,10 +71,11 @@ def attention_in_bf16_backward(
     """Return the gradients of ``query``, ``key`` and ``value``; computes the probabilities again."""
     results = []
     for q, k, v, g in _parts(query, key, value, gradient):
-        p = _probabilities(q, k, scale)
-        score_gradient = torch.ops.aten._softmax_backward_data(g @ v.mT, p, -1, p.dtype)
+        weights, sums = _weights(q, k, scale)
+        p = weights.div_(sums)
+        score_gradient = torch.ops.aten._softmax_backward_data(torch.bmm(g, v.mT), p, -1, p.dtype)
         dq, dk = _scaled_product(score_gradient, k, scale), _scaled_product(score_gradient.mT, q, scale)
-        results.append((dq, dk, p.mT @ g))
+        results.append((dq, dk, torch.bmm(p.mT, g)))  # p.mT @ g copies p
     dq, dk, dv = (torch.cat(parts) for parts in zip(*results, strict=True))
     return dq, dk, dv
 
@@ -80,8 +86,18 @@ def _parts(query: Tensor, key: Tensor, *others: Tensor) -> Iterator[tuple[Tensor
     return zip(*(x.split(rows) for x in (query, key, *others)), strict=True)
 
 
-def _probabilities(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    return _scaled_product(query, key.mT, scale).softmax(-1)
+def _weights(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Return w [N, L, M] and its sums over the keys [N, L, 1], with w / sums = softmax(s q k^T).
+
+    w is the exponential of the scores: subtracting their maximum first takes longer than all the rest. Where a sum
+    would be too large or too small for bfloat16, w is the softmax and the sums are 1.
+    """
+    weights = _scaled_product(query, key.mT, scale).exp_()
+    sums = weights.sum(-1, keepdim=True)
+    least, most = sums.aminmax()
+    if least > _LEAST_SUM and most < 1 / _LEAST_SUM:
+        return weights, sums
+    return _scaled_product(query, key.mT, scale).softmax(-1), torch.ones_like(sums)
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:

@@ -40,6 +40,24 @@ def test_bf16_attention_and_its_gradients_are_near_the_exact_ones(monkeypatch: p
             assert 2**-10 < relative_error(ours, theirs) < 2**-6
 
 
+@pytest.mark.parametrize("sign", [-1, 0, 1])
+def test_bf16_attention_of_scores_whose_exponentials_overflow_or_vanish_is_the_softmax(sign: int) -> None:
+    """Scores of -101 to -100, 0 to 1 and 100 to 101 in steps of 1/2, which bfloat16 has."""
+    torch.manual_seed(0)
+    query, key = torch.zeros(2, 70, 16).bfloat16(), torch.zeros(2, 81, 16).bfloat16()
+    query[..., 0] = 16.0
+    key[..., 0] = 25.0 * sign + torch.randint(0, 3, (2, 81)) / 8 * (sign or 1)
+    value = torch.randn(2, 81, 24).bfloat16()
+    ours, theirs = (
+        attention_and_gradients(attend, *operands)
+        for attend, operands in (
+            (lambda *operands: bf16_attention.attention_in_bf16(*operands, 0.25), (query, key, value)),
+            (F.scaled_dot_product_attention, (query.double(), key.double(), value.double())),
+        )
+    )
+    assert relative_error(ours[0], theirs[0]) < 2**-6 and relative_error(ours[3], theirs[3]) < 2**-6
+
+
 def test_bf16_attention_is_that_of_float32_with_a_mask_few_keys_or_other_arguments() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(2, 3, 80, 8).bfloat16() for _ in range(3))
