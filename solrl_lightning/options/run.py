@@ -279,7 +279,6 @@ class Run(Group):
         storage = self.base_weights
         rules = {
             f"base_weights={storage}": (storage != "bfloat16", "it stores frozen weights", "base_weights=bfloat16"),
-            "trainer=fsdp": (self.is_sharded, "it shards frozen weights", "trainer=ddp"),
             f"precision.low_rank={rank}": (rank > 0, "its branches hold the LoRA", "precision.low_rank=0"),
             f"model.init_lora={lora}": (lora is not None, "it starts a LoRA", "model.init_lora=null"),
             f"explorers.urls={written(urls)}": (bool(urls), "explorers get a LoRA", "explorers.urls=[]"),
