@@ -29,7 +29,7 @@ from solrl_lightning.options.rules import (
     is_reference,
     written,
 )
-from solrl_lightning.options.task import AnyTask, Audit, Explore, Generate, Task
+from solrl_lightning.options.task import AnyTask, Audit, Explore, Generate, Plan, Task
 from solrl_lightning.options.trainer import Trainer, is_sharded
 from solrl_lightning.options.training import Objective, OldPolicy, Optimizer, Scheduler
 
@@ -253,7 +253,7 @@ class Run(Group):
         """With trainer=fsdp no rank has a copy of the transformer, and none computes a forward pass alone."""
         if not self.is_sharded:
             return
-        if type(self.task) is not Task:
+        if type(self.task) not in (Task, Plan):
             raise UserError("trainer=fsdp is invalid: only task=train shards the weights. Set trainer=auto.")
         shadow = any(explorer.sampler == SHADOW for explorer in self.family.explorers.values())
         grid = self.callback("sample_grid").get("every")

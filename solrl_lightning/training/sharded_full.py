@@ -83,9 +83,13 @@ class ShardedFullTransformer(FullTransformer):
 
 def shard_blocks(transformer: Any, mesh: DeviceMesh, **options: Any) -> None:
     """Shard the parameters of a diffusers model, block by block and in place; ``options`` as of ``fully_shard``."""
-    blocks = [block for child in transformer.children() if isinstance(child, nn.ModuleList) for block in child]
-    for part in (*blocks, transformer):
+    for part in (*blocks_of(transformer), transformer):
         fully_shard(part, mesh=mesh, **options)
+
+
+def blocks_of(transformer: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a diffusers model."""
+    return [block for child in transformer.children() if isinstance(child, nn.ModuleList) for block in child]
 
 
 def _rounding(loaded: Mapping[nn.Parameter, torch.dtype]) -> MixedPrecisionPolicy:
