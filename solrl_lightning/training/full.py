@@ -43,7 +43,8 @@ class FullTransformer:
     def __init__(self, transformer: ModelMixin, device: str | None = None) -> None:
         self.transformer: ModelMixin = transformer.train()  # none of these models has dropout
         self._base: State = {name: parameter.detach() for name, parameter in transformer.named_parameters()}
-        self.weights = nn.ModuleDict({name: _in_float32(transformer, name == TRAINED, device) for name in (TRAINED, OLD)})
+        copies = {name: _in_float32(transformer, name == TRAINED, device) for name in (TRAINED, OLD)}
+        self.weights = nn.ModuleDict(copies)
         self._saved = {f"{name}.{parameter}" for name in (TRAINED, OLD) for parameter in self._base}
         self.base_norm = norm_of_all(weight.float() for weight in self._base.values())
 

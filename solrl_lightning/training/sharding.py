@@ -1,9 +1,9 @@
 """`trainer=fsdp`: ranks that hold a part of the transformer each, for policies that do not fit one device.
 
-FSDP2 (``fully_shard``) gathers the weights of a block where it runs. With model.train=lora adapters, their optimiser
-and averages are whole on every rank and reduced by DDP; with full (``sharded_full``) nothing is whole, and FSDP2 reduces
-the gradients. Checkpoints have whole tensors, those of DDP. Every forward pass is collective: all ranks must make
-equally many.
+FSDP2 (``fully_shard``) gathers the weights of a block where it runs. With model.train=lora, adapters, their optimiser
+and averages are whole on every rank and reduced by DDP; with full (``sharded_full``), no weights are whole, and FSDP2
+reduces the gradients. Checkpoints and exported files are those of DDP. Every forward pass is collective: all ranks
+must make equally many.
 """
 
 from collections.abc import Callable, Mapping
