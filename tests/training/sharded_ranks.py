@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.training.full import FullTransformer
-from solrl_lightning.training.sharded_full import ShardedFullTransformer
+from solrl_lightning.training.sharded_full import ShardedFullTransformer, blocks_of
 from solrl_lightning.training.shards import gather, shard_like
 
 
@@ -40,6 +40,14 @@ def steps(policy: PipelineAdapter, trained: FullTransformer) -> dict[str, Any]:
 
     velocity("old velocity")
     velocity("base velocity", trained.state("base"))
+    calls = 0
+
+    def count(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+
+    with trained.current() as transformer:
+        hook = blocks_of(transformer)[0].register_forward_pre_hook(count)
     for step in (1, 2):
         optimizer.zero_grad()
         for size in range(1, step + 1):
@@ -53,6 +61,8 @@ def steps(policy: PipelineAdapter, trained: FullTransformer) -> dict[str, Any]:
         results[f"gradient {step}"] = torch.cat(gradients)
         results[f"norm {step}"] = whole(torch.nn.utils.clip_grad_norm_(parameters, 0.1))
         optimizer.step()
+    hook.remove()
+    results["forward passes of a block"] = calls
     trained.update_old(0.3)
     for name in ("default", "old", "base"):
         results[name] = torch.cat([whole(value).flatten().float() for value in trained.state(name).values()])
@@ -67,20 +77,21 @@ def steps(policy: PipelineAdapter, trained: FullTransformer) -> dict[str, Any]:
 
 
 def compare(arguments: list[str]) -> int:
-    """A target of `Forks`: saves the results of each pipeline folder, <architecture>:<dtype>:<folder>."""
+    """A target of `Forks`: saves the results of each <architecture>:<dtype>:<pipeline folder>[:checkpointed]."""
     distributed.init_process_group("gloo")
     rank = int(os.environ["RANK"])
     mesh = init_device_mesh("cpu", (2,))
     results = {}
     for argument in arguments:
-        architecture, dtype, folder = argument.split(":")
+        architecture, dtype, folder, *checkpointed = argument.split(":")
+        options = dict(dtypes={"transformer": dtype, "default": "float32"}, gradient_checkpointing=bool(checkpointed))
         for kind in (FullTransformer, ShardedFullTransformer):
             torch.manual_seed(0)
-            policy = load_nano(architecture, folder, dtypes={"transformer": dtype, "default": "float32"})
+            policy = load_nano(architecture, folder, **options)
             trained = kind(policy.transformer)
             if isinstance(trained, ShardedFullTransformer):
                 trained.shard(mesh)
-            results[f"{architecture} {dtype} {kind.__name__}"] = steps(policy, trained)
+            results[" ".join([architecture, dtype, *checkpointed, kind.__name__])] = steps(policy, trained)
     odd = torch.arange(15.0).view(5, 3)  # one rank has a row more
     shard = shard_like(odd, next(iter(trained.state("old").values())))
     results["shard"], results["gathered"] = shard.to_local(), gather({"odd": [shard], "name": "a"})  # type: ignore[attr-defined]
