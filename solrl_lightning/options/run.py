@@ -156,7 +156,7 @@ class Run(Group):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the ranks share the frozen weights, as with trainer=fsdp."""
+        """Whether the ranks share the weights, as with trainer=fsdp."""
         return is_sharded(self.trainer)
 
     @property

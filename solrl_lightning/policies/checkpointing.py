@@ -18,7 +18,7 @@ def checkpoint_blocks(transformer: Any, blocks: bool | str, **options: Any) -> N
     if not blocks:
         return
     lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
-    all_blocks = [block for blocks_of_a_kind in lists for block in blocks_of_a_kind]
+    all_blocks: list[Any] = [block for blocks_of_a_kind in lists for block in blocks_of_a_kind]
     for index, block in enumerate(all_blocks):
         block.is_recomputed = blocks != "selective" or index % 2 == 0  # also in copies of the transformer
     recompute = partial(checkpoint, use_reentrant=False, **options)

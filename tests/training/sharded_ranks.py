@@ -52,7 +52,9 @@ def steps(policy: PipelineAdapter, trained: FullTransformer) -> dict[str, Any]:
         optimizer.zero_grad()
         for size in range(1, step + 1):
             with trained.current() as transformer:
-                (policy.velocity(transformer, size * x, sigma, prompts) - 1).square().mean().backward()
+                y = policy.velocity(transformer, size * x, sigma, prompts)
+            results.setdefault("first velocity", y.detach())
+            (y - 1).square().mean().backward()
         if not isinstance(parameters[0], DTensor):
             for parameter in parameters:
                 if parameter.grad is not None:

@@ -43,7 +43,7 @@ def test_two_ranks_with_shards_step_as_with_whole_weights(forks: Forks, tmp_path
         gradient, step = (1e-5, 1e-5) if dtype.startswith("float32") else (1e-2, 1e-3)
         tolerances = {"gradient 1": gradient, "gradient 2": 2 * gradient, "norm 1": gradient, "norm 2": gradient}
         tolerances |= {"default": step, "old": step, "base_distance": step, "old_distance": step}
-        tolerances |= {"old velocity": 0, "base velocity": 0, "base": 0}
+        tolerances |= {"old velocity": 0, "base velocity": 0, "first velocity": 0, "base": 0}
         tolerances |= dict.fromkeys(("velocity of the trained weights", "old velocity afterwards"), 100 * step)
         for results in of_ranks:
             whole, shards = (results[f"{name} {dtype} {kind}FullTransformer"] for kind in ("", "Sharded"))
