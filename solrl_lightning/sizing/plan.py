@@ -134,8 +134,8 @@ def plan_run(
         "training": cfg.model.micro_batch * passes.training_bytes[cfg.model.gradient_checkpointing],
         "rollout": cfg.model.rollout_batch * passes.sampling_bytes + cfg.model.decode_batch * passes.decoding_bytes,
     }
-    held = ("merged", "trained", "gradients_and_moments", "gathered", "autoencoder")
-    replicas = sum(size[name] for name in held)
+    always = ("merged", "trained", "gradients_and_moments", "gathered", "autoencoder")
+    replicas = sum(size[name] for name in always)
     activations = passes.training_bytes, passes.sampling_bytes, passes.decoding_bytes
     footprint = Footprint(policies, shadows[backend], replicas, size["text_encoders"], *activations, latents)
     parameters = sum(weight.numel() for weight in weights.values())

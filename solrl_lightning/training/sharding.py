@@ -79,8 +79,8 @@ class ShardedBase(DDPStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's parts of the weights."""
         module: Any = self.lightning_module
-        own, weights = module.state_dict(), checkpoint["state_dict"]
-        module.load_state_dict({name: shard_like(value, own[name]) for name, value in weights.items()}, strict)
+        shards, weights = module.state_dict(), checkpoint["state_dict"]
+        module.load_state_dict({name: shard_like(value, shards[name]) for name, value in weights.items()}, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load this rank's parts of the moments."""

@@ -71,10 +71,10 @@ def steps(policy: PipelineAdapter, trained: FullTransformer) -> dict[str, Any]:
     results |= trained.distances()
     velocity("velocity of the trained weights", trained.state("default"))
     velocity("old velocity afterwards")
-    held: dict[str, Any] = {name: trained.state(name).values() for name in ("default", "old", "base")}
-    held |= {"moments": [state["exp_avg"] for state in optimizer.state.values()]}
-    held |= {"computing": trained.transformer.parameters()}
-    results |= {f"{name} held": elements(tensors) for name, tensors in held.items()}
+    parts: dict[str, Any] = {name: trained.state(name).values() for name in ("default", "old", "base")}
+    parts |= {"moments": [state["exp_avg"] for state in optimizer.state.values()]}
+    parts |= {"computing": trained.transformer.parameters()}
+    results |= {f"{name} held": elements(tensors) for name, tensors in parts.items()}
     return results
 
 
