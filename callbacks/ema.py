@@ -16,6 +16,7 @@ from solrl_lightning.callbacks.common import module_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.lora import State
 from solrl_lightning.training.schedules import ema_decay
+from solrl_lightning.training.shards import shard_like
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class WeightEMA(Callback):
         module = module_of(pl_module)
         current = module.policy_state("default")
         if self.average:
-            self.average = {name: value.to(current[name].device) for name, value in self.average.items()}
+            self.average = {name: shard_like(value, current[name]) for name, value in self.average.items()}
             # A checkpoint saved between the optimiser step and on_train_batch_end lacks this update. It holds the
             # weights after the step, so the update here is exact.
             self._catch_up(trainer, pl_module)

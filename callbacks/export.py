@@ -3,12 +3,14 @@
 from pathlib import Path
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from solrl_lightning.artifacts.files import read_checkpoint
 from solrl_lightning.callbacks.checkpoints import BestCheckpoint
 from solrl_lightning.callbacks.common import find_callback, module_of, stop_reason
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.errors import NonFiniteError, WriteError
+from solrl_lightning.training.shards import is_sharded
 
 
 class ExportLoRA(Callback):
@@ -24,11 +26,12 @@ class ExportLoRA(Callback):
         # A WriteError means that the disk is full, and a second error here would hide the first; after a NonFiniteError
         # the weights may have diverged.
         if trainer.training and trainer.global_step > 0 and not isinstance(exception, WriteError | NonFiniteError):
-            self._export(trainer, pl_module)
+            # Sharded weights are gathered by all ranks, which only this exception reaches together.
+            sharded = is_sharded(module_of(pl_module).policy_state("default"))
+            if not sharded or isinstance(exception, SIGTERMException):
+                self._export(trainer, pl_module)
 
     def _export(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if not trainer.is_global_zero:
-            return
         module, best = module_of(pl_module), find_callback(trainer, BestCheckpoint)
         if best is not None and best.reward is not None and stop_reason(trainer) is not None:
             module.ema_state = average_in(read_checkpoint(best.path), module.policy_state("default"))

@@ -97,6 +97,10 @@ ATTENTION = "tests/policies/test_bf16_attention.py"
 LOW_RANK = "tests/quantization/test_low_rank.py"
 HPSV3, VLM, VLM_LOCAL = (f"tests/rewards/test_{name}.py" for name in ("hpsv3", "vlm", "vlm_local"))
 REPLICA = "tests/policies/test_replica.py"
+SHARDED_STEPS, SHARDED_RUNS = (
+    f"tests/training/test_sharded_full.py::test_{name}"
+    for name in ("two_ranks_with_shards_step_as_with_whole_weights", "runs_resume_exactly_and_equal_those_of_ddp")
+)
 CHARTS = "tests/study/test_charts.py"
 REACHED = "tests/study/test_time_to_reward.py"
 ALARMS = "tests/callbacks/test_alarms.py"
@@ -685,6 +689,18 @@ MUTANTS: dict[str, list[Edit]] = {
         ("quantised layers stay", "layer.requantize_(value.float())", "pass", REPLICA),
         ("replica with copied weights", "{id(tensor): tensor for tensor in tensors}", "{}", REPLICA),
     ],
+    "solrl_lightning/training/sharded_full.py": [
+        ("gathered root outlives its weights", ", reshard_after_forward=True", "", SHARDED_STEPS),
+        ("inputs rounded at every block", "cast_forward_inputs=False", "cast_forward_inputs=True", SHARDED_STEPS),
+        ("gradients reduced as rounded", "reduce_dtype=torch.float32", "reduce_dtype=torch.bfloat16", SHARDED_STEPS),
+        ("distances of one rank's part", "distributed.all_reduce(square)", "pass", SHARDED_STEPS),
+        ("old policy is not written", "parameter.copy_(state[name])", "pass", SHARDED_STEPS),
+        ("layers in float32 are rounded", "== torch.float32 else None", "!= torch.float32 else None", SHARDED_STEPS),
+    ],
+    "solrl_lightning/training/shards.py": [
+        ("moments and average stay whole", "or not isinstance(example, DTensor)", "or example.ndim", SHARDED_RUNS),
+        ("every rank keeps the whole", "if distributed.get_rank() == 0 else", "if True else", SHARDED_STEPS),
+    ],
     "solrl_lightning/training/schedules.py": [
         ("ramp without start", "max(step - self.start, 0)", "max(step, 0)", SCHEDULES),
         ("type 1 up to 0.9", "slope=0.001, maximum=0.5", "slope=0.001, maximum=0.9", SCHEDULES),
@@ -755,6 +771,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("other training prompts", "recorded not in (None, digest(prompt_sets(cfg).train))", "False", EDITED),
     ],
     "callbacks/export.py": [
+        ("no export of shards on SIGTERM", "not sharded or isinstance", "not sharded and isinstance", SHARDED_RUNS),
         ("a diverged LoRA is exported", "WriteError | NonFiniteError", "WriteError", DIVERGED),
         ("best exported after every run", " and stop_reason(trainer) is not None", "", CHECKPOINTS),
     ],

@@ -52,6 +52,7 @@ from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.full import FullTransformer
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import SolRLModule
+from solrl_lightning.training.sharded_full import ShardedFullTransformer
 from solrl_lightning.training.sharding import shard_transformers
 from solrl_lightning.training.transformers import AdaptedTransformer, TrainedTransformer, replicate
 
@@ -294,7 +295,7 @@ def build_model(
     if cfg.family.warning:
         log.warning("%s", cfg.family.warning)
     transformers = (
-        shard_transformers(policy, lora_config(cfg), cfg.seed, cfg.model.rollout_batch)
+        shard_transformers(policy, trained_as(cfg), cfg.model.rollout_batch)
         if cfg.is_sharded
         else replicate(
             policy,
@@ -326,7 +327,7 @@ def build_model(
 def trained_as(cfg: Run) -> Callable[[ModelMixin], TrainedTransformer]:
     """What makes the trained transformer of the loaded one."""
     if cfg.model.train == "full":
-        return FullTransformer
+        return ShardedFullTransformer if cfg.is_sharded else FullTransformer
     return partial(AdaptedTransformer, config=lora_config(cfg), seed=cfg.seed, low_rank=cfg.precision.low_rank)
 
 

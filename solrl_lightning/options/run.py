@@ -29,7 +29,7 @@ from solrl_lightning.options.rules import (
     is_reference,
     written,
 )
-from solrl_lightning.options.task import AnyTask, Audit, Explore, Generate, Task
+from solrl_lightning.options.task import AnyTask, Audit, Explore, Generate, Plan, Task
 from solrl_lightning.options.trainer import Trainer, is_sharded
 from solrl_lightning.options.training import Objective, OldPolicy, Optimizer, Scheduler
 
@@ -156,7 +156,7 @@ class Run(Group):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the ranks share the frozen weights, as with trainer=fsdp."""
+        """Whether the ranks share the weights, as with trainer=fsdp."""
         return is_sharded(self.trainer)
 
     @property
@@ -253,7 +253,7 @@ class Run(Group):
         """With trainer=fsdp no rank has a copy of the transformer, and none computes a forward pass alone."""
         if not self.is_sharded:
             return
-        if type(self.task) is not Task:
+        if type(self.task) not in (Task, Plan):
             raise UserError("trainer=fsdp is invalid: only task=train shards the weights. Set trainer=auto.")
         shadow = any(explorer.sampler == SHADOW for explorer in self.family.explorers.values())
         grid = self.callback("sample_grid").get("every")
@@ -279,7 +279,6 @@ class Run(Group):
         storage = self.base_weights
         rules = {
             f"base_weights={storage}": (storage != "bfloat16", "it stores frozen weights", "base_weights=bfloat16"),
-            "trainer=fsdp": (self.is_sharded, "it shards frozen weights", "trainer=ddp"),
             f"precision.low_rank={rank}": (rank > 0, "its branches hold the LoRA", "precision.low_rank=0"),
             f"model.init_lora={lora}": (lora is not None, "it starts a LoRA", "model.init_lora=null"),
             f"explorers.urls={written(urls)}": (bool(urls), "explorers get a LoRA", "explorers.urls=[]"),

@@ -61,6 +61,6 @@ class Trainer(TypedDict, total=False):
 
 
 def is_sharded(trainer: Trainer) -> bool:
-    """Whether the ranks share the frozen weights, as with trainer=fsdp."""
+    """Whether the ranks share the weights, as with trainer=fsdp."""
     strategy: Any = trainer.get("strategy")
     return isinstance(strategy, dict) and strategy.get("_target_") == SHARDED

@@ -18,11 +18,12 @@ def checkpoint_blocks(transformer: Any, blocks: bool | str, **options: Any) -> N
     if not blocks:
         return
     lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
-    all_blocks = [block for blocks_of_a_kind in lists for block in blocks_of_a_kind]
-    recomputed = set(all_blocks[::2] if blocks == "selective" else all_blocks)
+    all_blocks: list[Any] = [block for blocks_of_a_kind in lists for block in blocks_of_a_kind]
+    for index, block in enumerate(all_blocks):
+        block.is_recomputed = blocks != "selective" or index % 2 == 0  # also in copies of the transformer
     recompute = partial(checkpoint, use_reentrant=False, **options)
 
-    def run(block: nn.Module, *args: Any) -> Any:
-        return recompute(block, *args) if block in recomputed else block(*args)
+    def run(block: Any, *args: Any) -> Any:
+        return recompute(block, *args) if block.is_recomputed else block(*args)
 
     transformer.enable_gradient_checkpointing(run)

@@ -50,7 +50,7 @@ class Footprint(NamedTuple):
 
     policy: Mapping[str, int]  # by base_weights
     shadow: int  # 0 if the family has none
-    others: int  # merged replica, trained weights, their gradients and moments, autoencoder
+    others: int  # merged replica, trained weights, their gradients and moments, gathered weights, autoencoder
     text_encoders: int
     training: Mapping[bool | str, int]  # activations of a row, by gradient_checkpointing
     sampling: int  # activations of a candidate
@@ -136,6 +136,16 @@ def separate_bytes(modules: Iterable[nn.Module], shared: Iterable[Tensor]) -> in
     """Bytes of the parameters of several modules, each once and without the ``shared`` ones."""
     tensors = {id(parameter): parameter for module in modules for parameter in module.parameters()}
     return sum(tensors[key].nbytes for key in tensors.keys() - {id(parameter) for parameter in shared})
+
+
+def gathered_bytes(transformer: nn.Module, blocks: Sequence[nn.Module], with_gradients: bool) -> int:
+    """Bytes that a rank of trainer=fsdp holds of whole weights: those outside of the blocks, a block and the next one.
+
+    ``with_gradients``: of these weights, too, and for a block their float32 copies that are reduced.
+    """
+    largest = max(blocks, key=bytes_of)
+    weights = bytes_of(transformer) - sum(map(bytes_of, blocks)) + 2 * bytes_of(largest)
+    return weights + with_gradients * (weights + 4 * sum(weight.numel() for weight in largest.parameters()))
 
 
 def replica_bytes(

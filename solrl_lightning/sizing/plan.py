@@ -30,6 +30,7 @@ from solrl_lightning.sizing.footprint import (
     bytes_of,
     encoder_bytes,
     fit,
+    gathered_bytes,
     latent_bytes,
     overrides,
     replica_bytes,
@@ -37,6 +38,7 @@ from solrl_lightning.sizing.footprint import (
     stored_bytes,
 )
 from solrl_lightning.sizing.trace import CHECKPOINTING, Passes, trace
+from solrl_lightning.training.sharded_full import blocks_of
 
 Json = dict[str, Any]
 
@@ -83,6 +85,8 @@ def plan_run(
     plans = {each: plan_layers(policy.transformer, quantization_rule(cfg), each) for each in (backend, *others)}
     layers = plans[backend]
     weights = dict(policy.transformer.named_parameters())
+    blocks = blocks_of(policy.transformer)
+    gathered = gathered_bytes(policy.transformer, blocks, cfg.model.train == "full") if cfg.is_sharded else 0
     stored = stored_bytes(bytes_of(policy.transformer), block_linears(policy.transformer).values())
     passes, trained = trace(policy, trained_as(cfg), recomputed)
     average = 4 * sum(weight.numel() for weight in trained.state(TRAINED).values())
@@ -109,14 +113,20 @@ def plan_run(
     if uses_shadow(cfg):
         prefix = with_option(cfg, "family", "prefix")
         latents["prefix"] = pool_latents(prefix, policy.latent_shape, policy.sigmas, devices)
+    shards = devices if cfg.is_sharded else 1
+    trained_shards = shards if cfg.model.train == "full" else 1
+    storages = [cfg.base_weights] if cfg.is_sharded else trained.storages
+    policies = {name: math.ceil(stored[name] / shards) for name in storages}
     options = {key: None if key == "family" else reduce(getattr, key.split("."), cfg) for key in OPTIONS}
     size = {
-        "policy": stored[cfg.base_weights],
-        "merged": replica_bytes(weights, replaced),
+        "policy": policies[cfg.base_weights],
+        "merged": 0 if cfg.is_sharded else replica_bytes(weights, replaced),
         "shadow_packed": packed if uses_shadow(cfg) else 0,
         "shadow_here": shadows[backend],
-        "trained": beside + (average if cfg.callback("ema") else 0),
-        "gradients_and_moments": 3 * average + rounded,  # of float32 weights, and gradients of their rounded copy
+        "trained": math.ceil((beside + (average if cfg.callback("ema") else 0)) / trained_shards),
+        # Of float32 weights, and gradients of their rounded copy; with shards the base weights, beside what computes.
+        "gradients_and_moments": math.ceil((3 * average + rounded) / trained_shards),
+        "gathered": gathered,
         "autoencoder": bytes_of(policy.pipeline.vae),
         "text_encoders": encoder_bytes(architecture, policy.dtypes),
         "kept_latents": latents[None].kept,
@@ -124,9 +134,9 @@ def plan_run(
         "training": cfg.model.micro_batch * passes.training_bytes[cfg.model.gradient_checkpointing],
         "rollout": cfg.model.rollout_batch * passes.sampling_bytes + cfg.model.decode_batch * passes.decoding_bytes,
     }
-    replicas = sum(size[name] for name in ("merged", "trained", "gradients_and_moments", "autoencoder"))
+    always = ("merged", "trained", "gradients_and_moments", "gathered", "autoencoder")
+    replicas = sum(size[name] for name in always)
     activations = passes.training_bytes, passes.sampling_bytes, passes.decoding_bytes
-    policies = {name: stored[name] for name in trained.storages}
     footprint = Footprint(policies, shadows[backend], replicas, size["text_encoders"], *activations, latents)
     parameters = sum(weight.numel() for weight in weights.values())
     return Plan(policy, architecture, layers, passes, parameters, size, footprint, options, shadows)

@@ -89,6 +89,7 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         "shadow_here": f"shadow as {result['backend']} holds it here, {bits['here']:g} bits",
         "trained": "trained weights, old policy and average in float32",
         "gradients_and_moments": "their gradients and AdamW moments",
+        "gathered": "weights and gradients of the blocks that are gathered",
         "autoencoder": "autoencoder",
         "text_encoders": "text encoders: on a GPU only while they encode",
         "training": f"activations of training, {micro_batch} rows (uncompiled)",

@@ -13,7 +13,7 @@ there.
 """
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
@@ -35,6 +35,7 @@ class FullTransformer(TrainedTransformer):
 
     Args:
         transformer: computes; its loaded parameters stay as the base model.
+        device: of the trained and old weights; None: that of ``transformer``.
     """
 
     weights: nn.ModuleDict
@@ -42,12 +43,13 @@ class FullTransformer(TrainedTransformer):
     exports: ClassVar[Mapping[str, str]] = {"transformer_trained": "default"}
     storages: ClassVar[Collection[str]] = ("bfloat16",)
 
-    def __init__(self, transformer: ModelMixin) -> None:
+    def __init__(self, transformer: ModelMixin, device: str | None = None) -> None:
         self.transformer: ModelMixin = transformer.train()  # none of these models has dropout
         self._base: State = {name: parameter.detach() for name, parameter in transformer.named_parameters()}
-        self.weights = nn.ModuleDict({name: _in_float32(transformer, name == TRAINED) for name in (TRAINED, OLD)})
+        copies = {name: _in_float32(transformer, name == TRAINED, device) for name in (TRAINED, OLD)}
+        self.weights = nn.ModuleDict(copies)
         self._saved = {f"{name}.{parameter}" for name in (TRAINED, OLD) for parameter in self._base}
-        self.base_norm = _norm(weight.float() for weight in self._base.values())
+        self.base_norm = norm_of_all(weight.float() for weight in self._base.values())
 
     @property
     def replaced(self) -> list[str]:
@@ -87,10 +89,13 @@ class FullTransformer(TrainedTransformer):
     def distances(self) -> dict[str, Tensor]:
         trained = self.state(TRAINED)
         return {
-            f"{name}_distance": _norm(trained[path] - other for path, other in self.state(name).items())
+            f"{name}_distance": self._norm(trained[path] - other for path, other in self.state(name).items())
             / self.base_norm
             for name in ("base", OLD)
         }
+
+    def _norm(self, tensors: Iterator[Tensor]) -> Tensor:
+        return norm_of_all(tensors)
 
     def quantize(self, shadow: nn.Module, plans: Sequence[LayerPlan], backend: Backend) -> None:
         convert(shadow, plans, backend)
@@ -107,15 +112,15 @@ class FullTransformer(TrainedTransformer):
             policy.save_transformer(folder, transformer)
 
 
-def _in_float32(transformer: nn.Module, trained: bool) -> nn.Module:
+def _in_float32(transformer: nn.Module, trained: bool, device: str | None) -> nn.Module:
     """Return a copy of the module tree with float32 parameters, and with the original's buffers."""
     copies = {
-        id(parameter): nn.Parameter(parameter.detach().to(torch.float32, copy=True), requires_grad=trained)
+        id(parameter): nn.Parameter(parameter.detach().to(device, torch.float32, copy=True), requires_grad=trained)
         for parameter in transformer.parameters()
     }
     return copy.deepcopy(transformer, copies | {id(buffer): buffer for buffer in transformer.buffers()})
 
 
-def _norm(tensors: Iterator[Tensor]) -> Tensor:
+def norm_of_all(tensors: Iterable[Tensor]) -> Tensor:
     """Return the L2 norm of all elements."""
     return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]))

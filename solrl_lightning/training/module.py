@@ -17,6 +17,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from solrl_lightning.errors import NonFiniteError, UserError
@@ -34,6 +35,7 @@ from solrl_lightning.sampling import SolverState
 from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, keep_configured
 from solrl_lightning.training.samplers import Sampler
+from solrl_lightning.training.shards import gather
 from solrl_lightning.training.transformers import Transformers
 
 _LOWER_RATE = "Lower optimizer.lr, or correct the objective."
@@ -211,7 +213,9 @@ class SolRLModule(LightningModule):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.trained_parameters() if p.grad is not None])
-        if not norm.isfinite():  # equal on all ranks: DDP has reduced the gradients
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if not norm.isfinite():  # equal on all ranks, which have reduced the gradients
             raise NonFiniteError(f"train/grad_norm is {norm.item()}; {STOPPED} {_LOWER_RATE}")
         values = {"train/grad_norm": norm, "lr": optimizer.param_groups[0]["lr"]}
         self.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
@@ -294,5 +298,10 @@ class SolRLModule(LightningModule):
         return self.transformers.trained.is_saved(name.removeprefix("transformer."))
 
     def save_policy(self, folder: Path, weights: str) -> None:
-        """Write the weights "ema" or "default" in a format of diffusers: a LoRA, or a transformer."""
-        self.transformers.trained.save(self.policy, folder, self.policy_state(weights))
+        """Write the weights "ema" or "default" in a format of diffusers: a LoRA, or a transformer.
+
+        Rank 0 writes. Collective if the weights are sharded.
+        """
+        state = gather(self.policy_state(weights))
+        if self.global_rank == 0:
+            self.transformers.trained.save(self.policy, folder, state)

@@ -1,33 +1,39 @@
-"""`trainer=fsdp`: ranks that hold a part of the frozen transformer each, for policies that do not fit one device.
+"""`trainer=fsdp`: ranks that hold a part of the transformer each, for policies that do not fit one device.
 
-FSDP2 (``fully_shard``) gathers the weights of a block where it runs. Adapters, their optimiser and averages are whole
-on every rank and reduced by DDP, so checkpoints and LoRA files are those of DDP. Every forward pass is collective: all
-ranks must make equally many.
+FSDP2 (``fully_shard``) gathers the weights of a block where it runs. With model.train=lora, adapters, their optimiser
+and averages are whole on every rank and reduced by DDP; with full (``sharded_full``), no weights are whole, and FSDP2
+reduces the gradients. Checkpoints and exported files are those of DDP. Every forward pass is collective: all ranks
+must make equally many.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
+from diffusers import ModelMixin
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy
-from peft import LoraConfig
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from solrl_lightning.artifacts.files import read_checkpoint
 from solrl_lightning.errors import UserError
 from solrl_lightning.facts import check_shares
 from solrl_lightning.names import MERGED, POLICY
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.training.samplers import PolicySampler
-from solrl_lightning.training.transformers import REFERENCE, AdaptedTransformer, Transformers, VelocityModel
+from solrl_lightning.training.sharded_full import ShardedFullTransformer, shard_blocks
+from solrl_lightning.training.shards import gather, shard_like
+from solrl_lightning.training.transformers import REFERENCE, TrainedTransformer, Transformers, VelocityModel
 
 T = TypeVar("T")
 
 
 class ShardedBase(DDPStrategy):
-    """DDP that shards the frozen parameters of the module's transformer over all ranks.
+    """DDP that shards the frozen parameters of the module's transformer over all ranks, or all that it trains.
 
     Raises:
         UserError: in ``setup``, if ranks would have different numbers of prompts.
@@ -37,18 +43,75 @@ class ShardedBase(DDPStrategy):
         module: Any = self.lightning_module
         schedule = trainer.fit_loop.schedule  # type: ignore[attr-defined]
         check_shares(schedule.per_iteration, schedule.uses, len(module.evaluation.prompts), self.world_size)
-        if not isinstance(module.transformer, FSDPModule):
-            shard_base(module, init_device_mesh(self.root_device.type, (self.world_size,)))
+        trained = module.transformers.trained
+        if not isinstance(trained.transformer, FSDPModule):
+            mesh = init_device_mesh(self.root_device.type, (self.world_size,))
+            if isinstance(trained, ShardedFullTransformer):
+                trained.shard(mesh)
+                names = [name for name, _ in chain(module.named_parameters(), module.named_buffers())]
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+            else:
+                shard_base(module, mesh)
         super().setup(trainer)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the trained weights are sharded, too."""
+        module: Any = self.lightning_module
+        return isinstance(module.transformers.trained, ShardedFullTransformer)
+
+    def configure_ddp(self) -> None:
+        """Wrap the module in DDP, which reduces the gradients of whole parameters."""
+        if not self.is_full:
+            super().configure_ddp()
+
+    # Checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Whether the weights get their shards before their values."""
+        return self.is_full
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Map the file into memory, so that a rank reads its parts of it."""
+        return read_checkpoint(checkpoint_path)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load this rank's parts of the weights."""
+        module: Any = self.lightning_module
+        shards, weights = module.state_dict(), checkpoint["state_dict"]
+        module.load_state_dict({name: shard_like(value, shards[name]) for name, value in weights.items()}, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load this rank's parts of the moments."""
+        states = [
+            state | {"state": _shard_moments(optimizer, state["state"])}
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True)
+        ]
+        super().load_optimizer_state_dict({"optimizer_states": states})
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write whole tensors, from rank 0. Collective."""
+        super().save_checkpoint(gather(checkpoint), filepath, storage_options)
+
+
+def _shard_moments(optimizer: Optimizer, state: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """Return the state of each parameter with this rank's part of the tensors that have its shape."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {
+        index: {
+            name: shard_like(value, parameters[index]) if value.shape == parameters[index].shape else value
+            for name, value in tensors.items()
+        }
+        for index, tensors in state.items()
+    }
 
 
 def shard_base(module: LightningModule, mesh: DeviceMesh) -> None:
     """Shard all parameters of ``module.transformer`` but the adapters', block by block and in place."""
     transformer: Any = module.transformer
     adapted = {parameter for name, parameter in transformer.named_parameters() if ".lora_" in name}
-    blocks = [block for child in transformer.children() if isinstance(child, nn.ModuleList) for block in child]
-    for part in (*blocks, transformer):
-        fully_shard(part, mesh=mesh, ignored_params=adapted)
+    shard_blocks(transformer, mesh, ignored_params=adapted)
 
 
 class FixedBatchSize(BatchSize):
@@ -65,16 +128,17 @@ class FixedBatchSize(BatchSize):
         )
 
 
-def shard_transformers(policy: PipelineAdapter, lora: LoraConfig, seed: int, batch_size: int) -> Transformers:
+def shard_transformers(
+    policy: PipelineAdapter, train: Callable[[ModelMixin], TrainedTransformer], batch_size: int
+) -> Transformers:
     """Return the transformers of a rank: the trained one alone, as merged replicas would be whole copies.
 
     Args:
-        policy: architecture with loaded weights; its transformer gets the adapters.
-        lora: rank, alpha and target modules of the adapters.
-        seed: seed of the adapters' initial values.
+        policy: architecture with loaded weights; its transformer is trained.
+        train: makes the trained transformer of that of ``policy``.
         batch_size: candidates per forward pass.
     """
-    trained = AdaptedTransformer(policy.transformer, lora, seed)
+    trained = train(policy.transformer)
     sampler = PolicySampler(policy, trained.old, FixedBatchSize(batch_size, pad_to_size=False))
     velocity_models: dict[str, VelocityModel] = {
         "old": trained.old,

@@ -1,7 +1,7 @@
 """The transformers of a run: the trained one, and replicas that share its frozen weights.
 
 With model.train=lora the trained one has adapters (`AdaptedTransformer`); with full all its weights are trained
-(``full.FullTransformer``).
+(``full.FullTransformer``, and ``sharded_full`` with trainer=fsdp).
 
 | name | weights | transformer |
 |---|---|---|
@@ -63,7 +63,7 @@ VelocityModel = Callable[[], AbstractContextManager[nn.Module]]
 class TrainedTransformer(ABC):
     """The policy's transformer: its trained weights, those of the old policy, and how replicas get them.
 
-    A *state* is a dict of the trained tensors by name, in float32.
+    A *state* is a dict of the trained tensors by name, in float32; DTensors if ranks share them.
     """
 
     folder: ClassVar[str]
@@ -122,7 +122,7 @@ class TrainedTransformer(ABC):
 
     @abstractmethod
     def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
-        """Write ``state`` into ``folder`` in a format of diffusers."""
+        """Write ``state``, of whole tensors, into ``folder`` in a format of diffusers."""
 
 
 class AdaptedTransformer(TrainedTransformer):

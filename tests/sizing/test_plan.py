@@ -268,6 +268,30 @@ def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[.
     assert all(each in finished.out for each in words)
 
 
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_ranks_of_fsdp_share_the_weights_and_gather_blocks(compose: Compose, train: str) -> None:
+    run = ("task=plan", f"model.train={train}", "family=prefix", "callbacks.sample_grid.every=0")
+    alone, whole, half = (
+        plan(compose(*run, *words))["bytes"]
+        for words in (("trainer=cpu",), ("trainer=fsdp",), ("trainer=fsdp", "task.devices=2"))
+    )
+    assert (alone["gathered"], whole["merged"]) == (0, 0) and alone["merged"] > 0
+    trained = ("trained", "gradients_and_moments")
+    assert all(alone[name] == whole[name] for name in ("policy", *trained))
+    shared = ("policy", *trained) if train == "full" else ("policy",)
+    assert {name: half[name] for name in shared} == {name: whole[name] / 2 for name in shared}
+    assert all(half[name] == whole[name] for name in {"gathered", *trained}.difference(shared))
+    transformer = embedded().transformer
+    double, single = (
+        sum(w.numel() for w in block.parameters())
+        for block in (transformer.transformer_blocks[0], transformer.single_transformer_blocks[0])
+    )
+    assert double > single
+    blocks = len(transformer.transformer_blocks) * double + len(transformer.single_transformer_blocks) * single
+    weights = 2 * (sum(w.numel() for w in transformer.parameters()) - blocks + 2 * double)
+    assert whole["gathered"] == (weights if train == "lora" else 2 * weights + 4 * double)
+
+
 def test_invalid_options_are_an_error(compose: Compose) -> None:
     mistakes = {
         "task.cards=[{name:T4,memory:5,capability:7.5}]": "it must be less than the memory of a card, and T4 has 5 GB",
