@@ -448,7 +448,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("a GPU calls g++", '["gcc", "clang"]', '["g++", "clang++"]', COMPILATION),
     ],
     "solrl_lightning/policies/checkpointing.py": [
-        ("other blocks", "all_blocks[::2]", "all_blocks[1::2]", f"{PIPELINES}::{CHECKPOINTED}"),
+        ("other blocks", "index % 2 == 0", "index % 2 == 1", f"{PIPELINES}::{CHECKPOINTED}"),
     ],
     "solrl_lightning/objectives/nft.py": [
         ("no mirror", "((1 + beta) * v_old - beta * v)", "((1 - beta) * v_old + beta * v)", NFT),
@@ -1018,7 +1018,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("resumed run takes another precision", "if precision != AUTO or ckpt is None:", "if True:", BACKENDS),
     ],
     "solrl_lightning/quantization/formats.py": [
-        ("auto is INT4", "(NVFP4, FP8, INT8, INT4)}", "(NVFP4, INT4, FP8, INT8)}", BACKENDS),
+        ("auto is INT4", "for each in (NVFP4,", "for each in (INT4, NVFP4,", BACKENDS),
     ],
     "solrl_lightning/quantization/cache_dit.py": [
         ("cache-dit without its extension", 'glob("_C_svdquant*")', 'glob("*")', BACKENDS),

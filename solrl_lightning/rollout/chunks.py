@@ -77,7 +77,7 @@ class Chunk(NamedTuple):
     """Sampled candidates."""
 
     places: Tensor  # int64 [B], indices into the flattened seeds
-    state: SolverState | None  # [B, ...]; None: elsewhere
+    state: SolverState | None  # [B, ...]; None: an explorer has not sent it
     recorded_steps: RecordedSteps | None
     scores: Tensor | None = None  # float32 [B, R], if they were scored elsewhere
 
@@ -166,7 +166,7 @@ def score_chunks(
                 texts = [prompts.texts[i] for i in owner[index].tolist()]
                 scores.append(submit(partial(score, rewards, state.x0, texts, seeds.flatten()[index])))
             else:
-                scores.append(submit(scored.clone))
+                scores.append(submit(scored.clone))  # after those before it
             trajectories.append((state if with_states else None, recorded))
             progress(int(index[-1]) + 1, seeds.numel())
         each = torch.cat([scored.result() for scored in scores]).unflatten(0, seeds.shape)

@@ -39,7 +39,7 @@ class Explored(NamedTuple):
 def run_family(stages: Sequence[Stage], seeds: Tensor, texts: list[str], run: RunStage, sets: int = 1) -> Explored:
     """Return the results of ``stages`` on seeds [P, N]; a stage with ``keep`` selects the candidates of the next one.
 
-    The last selection is of ``sets`` times as many candidates, dealt into that many sets.
+    The last selection is of ``sets`` times as many candidates, dealt into that many sets, for as many iterations.
 
     Raises:
         NonFiniteError: too few candidates of a prompt have a finite reward.

@@ -8,6 +8,8 @@
 | regenerate | ``roll_out``: the last stage samples and scores what is trained on |
 | train | ``advance``: Lightning's epoch over the micro-batches; ``SolRLModule.optimizer_step`` moves the old policy |
 
+A stage is ``SolRLModule.run_stage``, a micro-batch ``SolRLModule.training_step``.
+
 Only this file and ``termination.py`` use Lightning's private names; ``tests/training/test_loop.py`` detects changes of
 them.
 
@@ -172,17 +174,17 @@ class ExploreTrainLoop(_FitLoop):
         run = partial(self._run, prompts.rows(range(new)))
         explored, samples, kept = run_family(self.stages, seeds, texts[:new], run, self.kept_seeds.sets)
         self.explored = explored if len(self.stages) > 1 else None
-        proxy_rewards = kept.merits[:, 0]
+        proxy_merits = kept.merits[:, 0]
         if reused := texts[new:]:  # explored in an earlier iteration: only regenerated
             earlier = self.kept_seeds.next_set(reused)
             again = self._run(prompts.rows(range(new, len(texts))), self.stages[-1], earlier.seeds[:, 0])
             samples = samples.joined(again)
-            proxy_rewards = torch.cat([proxy_rewards, earlier.merits[:, 0].to(proxy_rewards)])
+            proxy_merits = torch.cat([proxy_merits, earlier.merits[:, 0].to(proxy_merits)])
         if self.schedule.uses > 1:
             self.kept_seeds.keep(iteration, self._of_all_ranks(kept))
         merits = self._module.rewards.for_training.merits(samples.scores)  # among the samples, not in the pool
         advantages = self.objective.advantages(merits, self._sum)
-        rewards = (proxy_rewards, samples.rewards, samples.scores, advantages)
+        rewards = (proxy_merits, samples.rewards, samples.scores, advantages)
         history = samples.recorded_steps, len(reused), iteration
         self._rollouts = Rollouts(texts, samples.seeds, samples.x0, *rewards, *history)
         self._explore_ahead(iteration)

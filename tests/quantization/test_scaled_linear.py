@@ -108,7 +108,8 @@ def test_product_equals_that_of_dequantised_operands(layer_cls: Any, bias: bool)
         )
         exact = (codes_x @ codes_w.T).unflatten(0, (3, 20))
     else:
-        precision = "fp8" if "FP8" in layer_cls.__name__ else "int8"
+        fp8, int8 = dict.fromkeys((FP8Linear, EmulatedFP8Linear), "fp8"), (INT8Linear, EmulatedINT8Linear)
+        precision = (fp8 | dict.fromkeys(int8, "int8"))[layer_cls]
         (codes_x, scale_x), (codes_w, scale_w) = (reference(operand, precision) for operand in (x, layer.weight))
         exact = torch.from_numpy((codes_x @ codes_w.T) * scale_x * scale_w.T)
     if bias:
