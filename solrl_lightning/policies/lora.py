@@ -176,6 +176,8 @@ def read_lora(path: Path, layers: dict[str, LoraLayer], pipeline_class: type[Dif
     state = {name.removeprefix(_PREFIX): value for name, value in tensors.items()}
     if not isinstance(metadata, dict):
         raise UserError(f"{named}: its lora_adapter_metadata must be a JSON object. {saved}")
+    if others := sorted(name for name in state if ".lora_" not in name):
+        raise UserError(f"{named}: {others[0]} is no weight of a LoRA. {saved}")
     for name, value in state.items():
         if not value.is_floating_point() or not value.float().isfinite().all():
             raise UserError(f"{named}: {name} ({value.dtype}) must have finite floating-point values. {saved}")

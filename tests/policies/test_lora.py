@@ -261,6 +261,9 @@ def test_lora_file_with_other_contents_raises(
     save_file(tensors, file, known if metadata is None else known | {"lora_adapter_metadata": metadata})
     with pytest.raises(UserError, match=f"model.init_lora={tmp_path} is invalid: .*{message}"):
         lora.read_lora(tmp_path, adapted.layers, Flux1.pipeline_class)
+    save_file({"transformer.proj_out.weight": torch.ones(2)}, file)
+    with pytest.raises(UserError, match="proj_out.weight is no weight of a LoRA. Name a LoRA that diffusers has saved"):
+        lora.read_lora(file, adapted.layers, Flux1.pipeline_class)
     file.write_bytes(b"x" * 100)
     with pytest.raises(UserError, match=f"{file.name} cannot be read"):
         lora.read_lora(file, adapted.layers, Flux1.pipeline_class)
