@@ -266,7 +266,7 @@ def _jobs(
             jobs[overrides] = options_of(cfg, home.dir)
     if len(jobs) > 1 and not OmegaConf.is_interpolation(home, "subdir"):
         raise UserError(
-            f"hydra.sweep.subdir={home.subdir} is invalid: every run of a sweep needs a folder of its own. Use "
+            f"hydra.sweep.subdir={home.subdir} is invalid: every run of a sweep needs its own folder. Use "
             "'hydra.sweep.subdir=${hydra.job.num}', or leave it out."
         )
     return jobs

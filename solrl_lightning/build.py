@@ -132,7 +132,7 @@ def build_trainer(cfg: Run) -> Trainer:
         callbacks.append(AdaptiveExploration(cfg.family.start, rule))
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))  # stable: these two follow
     loggers = _made_each("logger", cfg.logger, Logger)
-    # Lightning adds a ModelCheckpoint of its own, in the logger's folder, where there is none.
+    # Lightning adds its own ModelCheckpoint, in the logger's folder, where there is none.
     checkpoints = any(isinstance(callback, Checkpoint) for callback in callbacks)
     trainer = instantiate_trainer(cfg, logger=loggers or False, callbacks=callbacks, enable_checkpointing=checkpoints)
     trainer.strategy.checkpoint_io = WholeCheckpointIO()

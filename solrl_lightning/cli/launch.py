@@ -16,7 +16,7 @@ _OTHERS = ("OMPI_COMM_WORLD", "PMI", "JSM_NAMESPACE")  # mpirun of Open MPI, of 
 
 def is_first() -> bool:
     """Whether this process starts the run: rank 0, the only one that checks and writes its folder."""
-    if _torchrun():  # which numbers nodes by itself, whatever srun calls them
+    if _torchrun():  # which numbers nodes itself, whatever srun calls them
         names = ["RANK"]
     elif _srun():
         names = ["SLURM_PROCID"]
@@ -28,7 +28,7 @@ def is_first() -> bool:
 def ranks_here() -> int:
     """The ranks that another program has started on this machine and that share the cores where this process may run.
 
-    SLURM gives a task cores of its own, or none: then it sees all that the job has on this machine.
+    SLURM gives a task its own cores, or none: then it sees all that the job has on this machine.
     """
     if _srun():
         on_node = int(os.environ.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))

@@ -1,6 +1,6 @@
 """Samples and scores candidates by explorers: seeds are sent; scores come back, and latents if a stage continues.
 
-A *chunk*, as many candidates as one process would put into a forward pass, is a request of its own, so equal machines
+A *chunk*, as many candidates as one process would put into a forward pass, is a separate request, so equal machines
 give equal bits, whoever answers. An explorer holds nothing but adapter weights: a chunk whose explorer is lost goes to
 another one, and an explorer may come, leave and come again at any time.
 

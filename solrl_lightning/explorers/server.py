@@ -33,7 +33,7 @@ class UnknownWeights(LookupError):
 
 
 class Explorer:
-    """Answers requests with a module of its own.
+    """Answers requests with its own module.
 
     Args:
         module: its samplers and rewards; the weights of its adapters do not matter.

@@ -82,7 +82,7 @@ class TrainedTransformer(ABC):
     @property
     @abstractmethod
     def replaced(self) -> Sequence[str]:
-        """Names of the transformer's parameters that a replica has of its own."""
+        """Names of the transformer's parameters that a replica copies."""
 
     @abstractmethod
     def is_saved(self, name: str) -> bool:
