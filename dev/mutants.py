@@ -328,7 +328,7 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/explorers/sampler.py": [
         ("late chunks accepted", "self.lag(task) <= self.max_lag", "self.lag(task) <= 1", EXPLORERS),
         ("lag of no chunk", "self.lags.append(self.fleet.lag(task))", "pass", EXPLORERS),
-        ("weights of the first version", "if self._weights == identity:", "if self._weights:", EXPLORERS),
+        ("weights are not pushed again", "if status != 409:", "if True:", EXPLORERS),
     ],
     "solrl_lightning/explorers/messages.py": [
         (

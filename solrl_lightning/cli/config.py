@@ -270,6 +270,11 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
             raise UserError(_unknown_key(key, known, tree.groups()))
         if kinds in _FORMS:
             raise UserError(f"{override.input_line} is invalid: {_FORMS[kinds].format(key=key)}")
+        if kinds == (dict, dict) and (others := override.value().keys() - known[key].keys()):
+            raise UserError(
+                f"{override.input_line} is invalid: {key} has the keys {', '.join(known[key])} and no "
+                f"{', '.join(sorted(map(str, others)))}. Replace it by ~{key} '+{override.input_line}'."
+            )
 
 
 def _check_option(override: Override, options: list[str]) -> None:

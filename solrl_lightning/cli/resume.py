@@ -88,12 +88,10 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     tree.look_in(sources)
     new = [o for o in overrides if o.key_or_group not in ("ckpt", "hydra.run.dir")]
     new_keys = {o.key_or_group for o in new}
-    # Another task has other keys; ckpt is the new one's.
-    recorded = [
-        o
-        for o in _recorded_overrides(tree, source)
-        if o.key_or_group not in ("ckpt", "task") and (training or not o.key_or_group.startswith("task."))
-    ]
+    recorded = [o for o in _recorded_overrides(tree, source) if o.key_or_group not in ("ckpt", "task")]
+    if not training:  # another task has other keys, and none runs with shards
+        sharded = any(o.key_or_group == "trainer" and o.value() == "fsdp" for o in recorded)
+        recorded = [o for o in recorded if not is_subkey(_dotted(o), "task", *(["trainer"] if sharded else []))]
     lines = [str(o.input_line) for o in recorded if o.key_or_group not in new_keys] + [str(o.input_line) for o in new]
     merged = [*searched(sources), *lines, f"ckpt={quoted(checkpoint.resolve())}"]
     if in_place:

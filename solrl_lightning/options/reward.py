@@ -46,7 +46,7 @@ def _are_answers(value: Any) -> bool:
 
 Answers = Annotated[
     dict[str, float],
-    must_be('two or more answers in quotes, with numbers that differ, as in {"yes": 1, "no": 0}', _are_answers),
+    must_be("two or more answers with numbers that differ, as in {yes:1,no:0}", _are_answers),
 ]
 
 

@@ -202,6 +202,10 @@ def test_experiment_sweeps_families_with_equal_settings_over_three_seeds(
         ("callbacks.checkpoint.verbose=true", "Write +callbacks.checkpoint.verbose=<value> if lightning."),
         ("optimizer.amsgrad=true", "Write +optimizer.amsgrad=<value> if torch.optim.AdamW takes it."),
         ("reward=vlm reward.vlm.answers=[yes]", "must be keys with values. Write 'reward.vlm.answers={<key>: <value>"),
+        (
+            "reward=vlm reward.vlm.answers={good:1,no:0}",
+            "has the keys yes, no and no good. Replace it by ~reward.vlm.answers '+reward.vlm.answers={good:1,no:0}'.",
+        ),
         ("optimizer.betas={a:1}", "betas={a:1} is invalid: it must be a list. Write 'optimizer.betas=[<value>"),
         ("trainer.deterministic=true", "Write +trainer.deterministic=<value> if lightning.Trainer takes it."),
     ],

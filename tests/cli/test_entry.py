@@ -446,6 +446,18 @@ def test_checkpoint_begins_a_new_folder_or_another_task_with_the_overrides_of_it
     assert (earlier / "record.json").read_bytes() == before
 
 
+def test_task_on_a_run_with_shards_has_no_shards(earlier: Path, tmp_path: Path) -> None:
+    record = earlier / ".hydra" / "overrides.yaml"
+    record.write_text(f"{record.read_text()}- trainer=fsdp\n- trainer.devices=2\n")
+    last = f"ckpt={earlier / 'checkpoints' / 'last.ckpt'}"
+    with ConfigTree() as tree:
+        both = [resume(tree, [last, task], False).arguments for task in ("task=evaluate", "hydra.run.dir=branch")]
+    assert [[line for line in lines if line.startswith("trainer")] for lines in both] == [
+        [],
+        ["trainer=fsdp", "trainer.devices=2"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("arguments", "culprits", "changes"),
     [
