@@ -265,16 +265,18 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
             values.append(override)
     known = dict(_nodes(OmegaConf.to_container(tree.compose(choices), resolve=False))) if values else {}
     for override in values:
-        key, kinds = override.key_or_group, (type(known.get(override.key_or_group)), type(override.value()))
+        key, value = override.key_or_group, override.value()
         if key not in known:
             raise UserError(_unknown_key(key, known, tree.groups()))
-        if kinds in _FORMS:
+        default = known[key]
+        if (kinds := (type(default), type(value))) in _FORMS:
             raise UserError(f"{override.input_line} is invalid: {_FORMS[kinds].format(key=key)}")
-        if kinds == (dict, dict) and (others := override.value().keys() - known[key].keys()):
-            raise UserError(
-                f"{override.input_line} is invalid: {key} has the keys {', '.join(known[key])} and no "
-                f"{', '.join(sorted(map(str, others)))}. Replace it by ~{key} '+{override.input_line}'."
-            )
+        if isinstance(default, dict) and isinstance(value, dict):
+            if others := sorted(map(str, value.keys() - default.keys())):
+                raise UserError(
+                    f"{override.input_line} is invalid: {key} has the keys {', '.join(default)} and no "
+                    f"{', '.join(others)}. Replace it by ~{key} '+{override.input_line}'."
+                )
 
 
 def _check_option(override: Override, options: list[str]) -> None:
