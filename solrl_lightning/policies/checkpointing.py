@@ -7,6 +7,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 
+def blocks_of(transformer: nn.Module) -> list[Any]:
+    """Return the blocks of a diffusers model."""
+    return [block for child in transformer.children() if isinstance(child, nn.ModuleList) for block in child]
+
+
 def checkpoint_blocks(transformer: Any, blocks: bool | str, **options: Any) -> None:
     """Checkpoint all blocks of ``transformer`` (True), every second one (``selective``), or none (False).
 
@@ -17,9 +22,7 @@ def checkpoint_blocks(transformer: Any, blocks: bool | str, **options: Any) -> N
     transformer.disable_gradient_checkpointing()
     if not blocks:
         return
-    lists = [child for child in transformer.children() if isinstance(child, nn.ModuleList)]
-    all_blocks: list[Any] = [block for blocks_of_a_kind in lists for block in blocks_of_a_kind]
-    for index, block in enumerate(all_blocks):
+    for index, block in enumerate(blocks_of(transformer)):
         block.is_recomputed = blocks != "selective" or index % 2 == 0  # also in copies of the transformer
     recompute = partial(checkpoint, use_reentrant=False, **options)
 

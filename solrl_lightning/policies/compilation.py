@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.policies.checkpointing import blocks_of
 
 _AT_FIRST = ", which takes minutes at first"
 _MOST_VARIANTS = 64
@@ -82,7 +83,5 @@ def compile_blocks(
 
         use_logistic_gelu(transformer)
     config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)  # 8 by default; of this thread in torch 2.15
-    for blocks in transformer.children():
-        if isinstance(blocks, nn.ModuleList):
-            for block in blocks:
-                block.compile(fullgraph=fullgraph, dynamic=False, backend=backend)
+    for block in blocks_of(transformer):
+        block.compile(fullgraph=fullgraph, dynamic=False, backend=backend)

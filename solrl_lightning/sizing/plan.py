@@ -17,6 +17,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan as PlanOptions
 from solrl_lightning.policies.architectures import Architecture, find_architecture
 from solrl_lightning.policies.base_weights import block_linears
+from solrl_lightning.policies.checkpointing import blocks_of
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, LayerPlan
 from solrl_lightning.quantization import plan as plan_layers
@@ -38,7 +39,6 @@ from solrl_lightning.sizing.footprint import (
     stored_bytes,
 )
 from solrl_lightning.sizing.trace import CHECKPOINTING, Passes, trace
-from solrl_lightning.training.sharded_full import blocks_of
 
 Json = dict[str, Any]
 

@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.policies.checkpointing import blocks_of
 from solrl_lightning.policies.lora import TRAINED, State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.training.full import FullTransformer, norm_of_all
@@ -85,11 +86,6 @@ def shard_blocks(transformer: Any, mesh: DeviceMesh, **options: Any) -> None:
     """Shard the parameters of a diffusers model, block by block and in place; ``options`` as of ``fully_shard``."""
     for part in (*blocks_of(transformer), transformer):
         fully_shard(part, mesh=mesh, **options)
-
-
-def blocks_of(transformer: nn.Module) -> list[nn.Module]:
-    """Return the blocks of a diffusers model."""
-    return [block for child in transformer.children() if isinstance(child, nn.ModuleList) for block in child]
 
 
 def _rounding(loaded: Mapping[nn.Parameter, torch.dtype]) -> MixedPrecisionPolicy:

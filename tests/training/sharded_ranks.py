@@ -10,9 +10,10 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from solrl_lightning.policies.checkpointing import blocks_of
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.training.full import FullTransformer
-from solrl_lightning.training.sharded_full import ShardedFullTransformer, blocks_of
+from solrl_lightning.training.sharded_full import ShardedFullTransformer
 from solrl_lightning.training.shards import gather, shard_like
 
 
