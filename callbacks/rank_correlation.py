@@ -18,8 +18,7 @@ class RankCorrelation(Callback):
     """Logs ``rank/kept_spearman``, ``rank/kept_kendall`` every iteration and the other ``rank/*`` tags at each probe.
 
     ``time/probe`` is the seconds of a probe (mean over ranks); ``time/iteration`` excludes them. Families of one stage
-    have no proxy and log nothing. With ``family.explore.every`` above 1 ``rank/kept_*`` are of the prompts explored in
-    this iteration, and ``rank/reused_spearman``, ``rank/reused_kendall`` of the others, with their earlier proxies.
+    have no proxy and log nothing.
 
     Args:
         probe_every: iterations from one probe to the next, from the first iteration on; 0 never probes.
@@ -65,13 +64,8 @@ class RankCorrelation(Callback):
         if loop.explored is None:
             return
         merits = module_of(pl_module).rewards.for_training.merits(loop.rollouts.scores)
-        proxies, reused = loop.rollouts.proxy_rewards, loop.rollouts.reused  # 0 on all ranks or on none
-        new = len(merits) - reused
-        parts = {"kept": slice(new)} | ({"reused": slice(new, None)} if reused else {})
-        self.last_kept = {}
-        for part, rows in parts.items():
-            values = fidelity(trainer, proxies[rows], merits[rows])
-            self.last_kept |= {f"{part}_{name}": values[name] for name in ("spearman", "kendall")}
+        values = fidelity(trainer, loop.rollouts.proxy_rewards, merits)
+        self.last_kept = {f"kept_{name}": values[name] for name in ("spearman", "kendall")}
         log_values(pl_module, {f"rank/{name}": value for name, value in self.last_kept.items()})
         if self.last.get("iteration") == trainer.current_epoch + 1:
             probed = {f"rank/{name}": value for name, value in self.last.items() if name != "iteration"}

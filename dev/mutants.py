@@ -41,10 +41,6 @@ LOOP = "tests/training/test_loop.py"
 EXPLORERS = "tests/explorers/test_sampler.py"
 MESSAGES = "tests/explorers/test_messages.py"
 THREADS = "tests/machine/test_threads.py"
-KEPT = "tests/training/test_kept_seeds.py"
-OTHERWISE = f"{LOOP}::test_branch_that_selects_otherwise_explores_all_prompts_first"
-RESEEDED = f"{LOOP}::test_a_reused_candidate_trains_at_other_levels_and_noise"
-SETS = "tests/rollout/test_select.py::test_sets_are_dealt_from_the_most_extreme_on"
 REGENERATED = f"{LOOP}::test_regenerated_samples_have_same_seeds_and_new_rewards"
 ITERATION = f"{LOOP}::test_iteration_requantises_explores_regenerates_and_steps_once"
 PREFIX = f"{LOOP}::test_prefix_family_resumes_kept_trajectories"
@@ -143,14 +139,6 @@ MUTANTS: dict[str, list[Edit]] = {
             "velocities * forward_passes(self._module.policy.guidance_scale)",
             "velocities",
             GUIDANCE,
-        ),
-        ("kept seeds of one rank", "seeds, merits = self._sum(table)", "seeds, merits = table", RANKS),
-        ("kept seeds of another selection", "if self._kept_by != selection:", "if False:", OTHERWISE),
-        (
-            "kept seeds are not saved",
-            'state.get("kept_seeds", {})',
-            "{}",
-            f"{LOOP}::test_run_with_kept_seeds_resumes_exactly",
         ),
         ("labels from proxies", "advantages(merits,", "advantages(proxy_rewards,", REGENERATED),
         ("statistics of one rank", "(merits, self._sum)", "(merits, lambda total: total)", RANKS),
@@ -314,16 +302,7 @@ MUTANTS: dict[str, list[Edit]] = {
             PREFIX,
         ),
         ("states of a pool that nothing continues", "continued or following is None", "True", EXPLORE),
-        ("places of the survivors alone", "places.gather(1, extremes[0].cpu())", "extremes[0].cpu()", EXPLORE),
-        ("another set regenerated", "candidates.take(extremes[0])", "candidates.take(extremes[-1])", EXPLORE),
-    ],
-    "solrl_lightning/rollout/records.py": [
-        (
-            "reused candidates train as before",
-            "reseeded(self.seeds[new:], self.iteration)",
-            "self.seeds[new:]",
-            RESEEDED,
-        ),
+        ("places of the survivors alone", "places.gather(1, extremes.cpu())", "extremes.cpu()", EXPLORE),
     ],
     "solrl_lightning/explorers/sampler.py": [
         ("late chunks accepted", "self.lag(task) <= self.max_lag", "self.lag(task) <= 1", EXPLORERS),
@@ -346,10 +325,6 @@ MUTANTS: dict[str, list[Edit]] = {
             EXPLORERS,
         ),
     ],
-    "solrl_lightning/training/kept_seeds.py": [
-        ("every iteration takes the first set", "sets[1:] for prompt", "sets for prompt", KEPT),
-        ("an interrupted iteration loses its seeds", "self._left_after = {", "self._left = self._left_after = {", KEPT),
-    ],
     "solrl_lightning/rollout/stage.py": [
         ("noise levels without their rounding", "> level + _ROUNDING", "> level", NOISE),
         ("noise level after the step", "sigmas[:-1].double() > level", "sigmas[1:].double() > level", NOISE),
@@ -365,12 +340,6 @@ MUTANTS: dict[str, list[Edit]] = {
         ("two early stops", "self.stop_after is not None and self.stop_below is not None", "False", WRONG),
     ],
     "solrl_lightning/rollout/select.py": [
-        (
-            "the extremes all in one set",
-            "unflatten(1, (-1, sets)).unbind(2)",
-            "unflatten(1, (sets, -1)).unbind(1)",
-            SETS,
-        ),
         (
             "worst twice",
             "-torch.inf).argsort(dim=1, descending=True",
@@ -893,8 +862,8 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/data/prompts.py": [
         (
             "iterations that share prompts",
-            "order[slice * self.new : (slice + 1) * self.new]",
-            "order[slice : slice + self.new]",
+            "order[position * self.per_iteration :]",
+            "order[position:]",
             PROMPTS,
         ),
         ("metadata of the last of equal rows", "in reversed(rows)", "in rows", PROMPTS),

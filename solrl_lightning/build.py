@@ -413,7 +413,7 @@ def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas)
     """``sigmas``: the policy's noise levels."""
     return ExploreTrainLoop(
         trainer,
-        schedule=PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed, cfg.family.uses),
+        schedule=PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed),
         levels=levels_of(cfg, objective, sigmas),
         pool=cfg.family.pool,
         objective=objective,
@@ -421,6 +421,5 @@ def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas)
         optimizer_steps=cfg.optimizer_steps,
         seed=cfg.seed,
         max_seconds=cfg.max_seconds,
-        sets=cfg.family.sets,
         ahead=cfg.explorers.max_lag if cfg.explores_elsewhere else 0,
     )

@@ -52,12 +52,11 @@ def prompt_sets(cfg: Run) -> "PromptSets":
     return read_prompt_sets(sources(cfg).get("train"), sources(cfg).get("eval"), cfg.data.column, cfg.model.input_image)
 
 
-def check_shares(per_iteration: int, uses: int, evaluated: int, ranks: int) -> None:
+def check_shares(per_iteration: int, evaluated: int, ranks: int) -> None:
     """UserError unless all ranks of trainer=fsdp explore, train on and evaluate equally many prompts."""
-    counts = {"prompts_per_iteration": (per_iteration, uses * ranks), "data.eval_prompts": (evaluated, ranks)}
-    for key, (count, multiple) in counts.items():
-        if count % multiple:
+    for key, count in {"prompts_per_iteration": per_iteration, "data.eval_prompts": evaluated}.items():
+        if count % ranks:
             raise UserError(
                 f"{key}={count} is invalid with trainer=fsdp: all ranks must have equally many prompts. Set it to a "
-                f"multiple of {multiple}."
+                f"multiple of {ranks}."
             )

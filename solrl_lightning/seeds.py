@@ -75,11 +75,6 @@ def train_timesteps(seeds: Tensor, num_steps: int, fraction: float) -> Tensor:
     return torch.tensor(np.array(orders, dtype=np.int64).reshape(len(orders), count))
 
 
-def reseeded(seeds: Tensor, iteration: int) -> Tensor:
-    """Return int64 [...]: other numbers for the training of candidates ``seeds`` in a later iteration, from 1."""
-    return seeds + (iteration << 32)
-
-
 def permutation(identity: str, n: int) -> np.ndarray:
     """Return int64 [n]: a permutation of range(n) that depends on `identity` only, not on library versions."""
     return np.argsort(_words(identity, n), kind="stable")

@@ -104,19 +104,15 @@ def train(cfg: Run) -> dict[str, Any]:
 
 
 def train_all(cfg: Run) -> dict[str, dict[str, Any]]:
-    """One iteration of sol_rl, two of prefix with sharded weights, and two of which each explores for both."""
+    """One iteration of sol_rl, and two of prefix with sharded weights."""
     pipeline.EMBED_BATCH = 1
     results = {}
-    for name, family in {"whole": "sol_rl", "sharded": "prefix", "reused": "prefix"}.items():
+    for name, family in {"whole": "sol_rl", "sharded": "prefix"}.items():
         chosen = with_option(cfg, "family", family)
         chosen.family.pool, chosen.family.keep, chosen.family.compile = 4, 2, False
         if name == "sharded":
             chosen.prompts_per_iteration = chosen.data.eval_prompts = chosen.trainer["max_epochs"] = 2
             chosen.trainer["strategy"] = {"_target_": "solrl_lightning.training.sharding.ShardedBase"}
-        if name == "reused":
-            chosen.data.train = str(Path(chosen.data.train).with_name("more.txt"))
-            chosen.prompts_per_iteration, chosen.family.explore.every = 6, 2  # kept seeds go to the other rank
-            chosen.trainer["max_epochs"] = 2
         results[name] = train(chosen)
     return results
 

@@ -101,14 +101,14 @@ def check_prompts(options: Run) -> None:
     if "train" in options.task.reads:
         from solrl_lightning.data.prompts import PromptSchedule  # imports torch
 
-        PromptSchedule(prompts.train, options.prompts_per_iteration, options.seed, options.family.uses)
+        PromptSchedule(prompts.train, options.prompts_per_iteration, options.seed)
     if any(member["_target_"] == GENEVAL for member in options.reward.members.values()):
         texts = [*prompts.train, *prompts.eval]
         check_metadata(texts, [prompts.metadata.get(text, {}) for text in texts])
     if options.is_sharded:
         evaluated = len(prompts.eval[: options.data.eval_prompts])
         ranks = devices_of(options.trainer) * options.trainer.get("num_nodes", 1)
-        check_shares(options.prompts_per_iteration, options.family.uses, evaluated, ranks)
+        check_shares(options.prompts_per_iteration, evaluated, ranks)
 
 
 def downloads(options: Run) -> tuple[dict[str, str], list[str], str | None]:

@@ -125,52 +125,29 @@ def _identity(prompt: str) -> str:
 class PromptSchedule:
     """The P training prompts of every iteration: a pure function of (seed, iteration).
 
-    A permutation of the unique ``prompts`` is cut into slices of P / ``uses``. An iteration takes ``uses`` consecutive
-    slices, and the next one starts a slice later, so it repeats all of them but the first. Each pass over the set uses
-    another permutation, and skips the prompts that do not fill a slice, so the prompts of an iteration are always
-    unique.
+    A permutation of the unique ``prompts`` is cut into slices of P. Each pass over the set uses another permutation,
+    and skips the prompts that do not fill a slice, so the prompts of an iteration are always unique.
 
     Args:
         prompts: of the training set.
         per_iteration: P.
         seed: of the permutations.
-        uses: iterations in a row that have a prompt; in the first and last ones of a pass some have fewer.
 
     Raises:
-        UserError: there are fewer prompts than an iteration needs, or ``uses`` does not divide P.
+        UserError: there are fewer prompts than an iteration needs.
     """
 
-    def __init__(self, prompts: Sequence[str], per_iteration: int, seed: int, uses: int = 1) -> None:
+    def __init__(self, prompts: Sequence[str], per_iteration: int, seed: int) -> None:
         if not 1 <= per_iteration <= len(prompts):
             raise UserError(
                 f"prompts_per_iteration={per_iteration} is invalid: it must be at least 1 and at most the number of "
                 f"different prompts in data.train that are not in data.eval, {len(prompts)}. Lower it, or set "
                 "data.train to a larger source."
             )
-        if per_iteration % uses:
-            raise UserError(
-                f"family.explore.every={uses} is invalid: it must divide prompts_per_iteration={per_iteration}, as one "
-                f"in {uses} of an iteration's prompts is explored. Use prompts_per_iteration="
-                f"{max(per_iteration // uses, 1) * uses}."
-            )
-        self.prompts, self.per_iteration, self.seed, self.uses = list(prompts), per_iteration, seed, uses
+        self.prompts, self.per_iteration, self.seed = list(prompts), per_iteration, seed
 
     def for_iteration(self, iteration: int) -> list[str]:
-        """The P prompts of an iteration, counted from 0, its new ones first. Rank r of w takes [r::w]."""
-        number, position = self._place(iteration)
+        """The P prompts of an iteration, counted from 0. Rank r of w takes [r::w]."""
+        number, position = divmod(iteration, len(self.prompts) // self.per_iteration)
         order = permutation(f"prompts/{self.seed}/{number}", len(self.prompts))
-        slices = reversed(range(position, position + self.uses))
-        return [self.prompts[i] for slice in slices for i in order[slice * self.new : (slice + 1) * self.new]]
-
-    def repeated(self, iteration: int) -> int:
-        """Return how many of the iteration's prompts, the last ones, the iteration before had."""
-        return 0 if self._place(iteration)[1] == 0 else self.per_iteration - self.new
-
-    @property
-    def new(self) -> int:
-        """Prompts of a slice."""
-        return self.per_iteration // self.uses
-
-    def _place(self, iteration: int) -> tuple[int, int]:
-        """Return the number of the pass and the iteration's number in it."""
-        return divmod(iteration, len(self.prompts) // self.new - self.uses + 1)
+        return [self.prompts[i] for i in order[position * self.per_iteration :][: self.per_iteration]]

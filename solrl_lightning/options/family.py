@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import model_validator
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.names import Decoder, Reuse, Sampler, SolverName
+from solrl_lightning.names import Decoder, Sampler, SolverName
 from solrl_lightning.options.rules import (
     HERE,
     Broken,
@@ -87,15 +87,6 @@ class Explorer(Group):
             )
 
 
-class Exploration(Explorer):
-    """How a family explores."""
-
-    every: Count = 1
-    """Iterations that train on a prompt after one exploration; one in ``every`` prompts of an iteration is explored."""
-    reuse: Reuse = "next"
-    """The other iterations' seeds: the next best and worst, or the same again."""
-
-
 class Regeneration(Group):
     """The pass that gives the images to train on."""
 
@@ -109,7 +100,7 @@ class Regeneration(Group):
     @model_validator(mode="before")
     @classmethod
     def check_whole(cls, node: Any) -> Any:
-        for key in ("stop_after", "stop_below", "rungs", "decoder", "every", "reuse") if isinstance(node, dict) else ():
+        for key in ("stop_after", "stop_below", "rungs", "decoder") if isinstance(node, dict) else ():
             if key in node:
                 rule = "these samples are whole and their rewards train the policy."
                 raise Broken(rule, key, f"Set family.explore.{key}.")
@@ -131,7 +122,7 @@ class Pool(Group):
 
 
 class Family(Pool):
-    explore: Exploration | None
+    explore: Explorer | None
     """The whole pool's pass, for the selection only; null: the pool is sampled once."""
     levels: list[Explorer] | None = None
     """Ways to explore from cheap to expensive, between which the probes move."""
@@ -160,23 +151,8 @@ class Family(Pool):
         levels = {f"levels.{index}": level for index, level in enumerate(self.levels or ())}
         return levels or ({} if self.explore is None else {"explore": self.explore})
 
-    @property
-    def uses(self) -> int:
-        """Iterations that train on a prompt after one exploration."""
-        return 1 if self.explore is None else self.explore.every
-
-    @property
-    def sets(self) -> int:
-        """Sets of ``keep`` candidates that an exploration selects."""
-        return self.uses if self.explore is not None and self.explore.reuse == "next" else 1
-
     def check(self) -> None:
         super().check()
-        rungs = (self.explore and self.explore.rungs) or []
-        before = rungs[-2].keep if len(rungs) > 1 else self.pool
-        if self.sets * self.keep > before:
-            rule = f"the last selection, of {before} candidates, must keep that many sets of family.keep={self.keep}."
-            raise Broken(rule, "explore.every", "Lower it, or use family.explore.reuse=same.")
         if self.levels is not None and (not self.levels or self.explore is not None):
             example = "'family.levels=[{sampler:shadow,steps:4},{sampler:shadow,steps:6}]'"
             rule = f"it must be a list of at least one way to explore, for example {example}, and family.explore null."

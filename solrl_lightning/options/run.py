@@ -297,6 +297,6 @@ class Run(Group):
             raise Broken("this family does not explore.", "explorers.urls", fix)
         if self.is_sharded:
             raise Broken("trainer=fsdp explores with its own ranks.", "explorers.urls", fix)
-        if self.explorers.max_lag and (self.family.levels or self.family.uses > 1):
-            rule = "with family.levels or family.explore.every it must be 0, as the last iteration decides the next."
+        if self.explorers.max_lag and self.family.levels:
+            rule = "with family.levels it must be 0, as the last iteration decides the next."
             raise Broken(rule, "explorers.max_lag")

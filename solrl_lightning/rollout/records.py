@@ -5,12 +5,10 @@ Shapes: P prompts of this rank, N candidates of each, K kept, R rewards, T solve
 
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from solrl_lightning.rollout.select import take
-from solrl_lightning.sampling.state import RecordedSteps, SolverState, concatenate, map_tensors
-from solrl_lightning.seeds import reseeded
+from solrl_lightning.sampling.state import RecordedSteps, SolverState, map_tensors
 
 
 class EncodedPrompts(NamedTuple):
@@ -18,10 +16,6 @@ class EncodedPrompts(NamedTuple):
 
     texts: list[str]
     conditioning: dict[str, Tensor]  # each [P, ...]
-
-    def rows(self, rows: range) -> "EncodedPrompts":
-        """Return the prompts ``rows``."""
-        return self.gather(torch.tensor(rows))
 
     def gather(self, index: Tensor) -> "EncodedPrompts":
         """Return the prompts ``index`` [B], which may repeat."""
@@ -49,10 +43,6 @@ class Candidates(NamedTuple):
         """Return the candidates ``chosen`` [P, K] of each prompt."""
         return map_tensors(lambda values: take(values, chosen), self)
 
-    def joined(self, others: "Candidates") -> "Candidates":
-        """Return the candidates of these prompts and of ``others``, which the same stage has sampled."""
-        return concatenate([self, others])
-
 
 class Rollouts(NamedTuple):
     """Training samples of an iteration."""
@@ -65,14 +55,6 @@ class Rollouts(NamedTuple):
     scores: Tensor  # [P, K, R] float32, one value per reward
     advantages: Tensor  # [P, K] float32, computed from the merits of `scores`
     recorded_steps: RecordedSteps | None = None  # [P, K, ...]; see `Objective.transitions`
-    reused: int = 0  # prompts that an earlier iteration has explored, the last ones
-    iteration: int = 0  # from 0
-
-    @property
-    def training_seeds(self) -> Tensor:
-        """Seeds [P, K] of noise levels and training noise; other ones in each iteration that reuses a candidate."""
-        new = len(self.seeds) - self.reused
-        return torch.cat([self.seeds[:new], reseeded(self.seeds[new:], self.iteration)])
 
 
 class TrainingBatch(NamedTuple):

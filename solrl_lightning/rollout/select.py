@@ -37,14 +37,6 @@ def select_contrastive(scores: Tensor, keep: int) -> Tensor:
     return torch.cat([best, ascending[:, : keep - keep // 2]], dim=1)
 
 
-def deal(extremes: Tensor, sets: int) -> tuple[Tensor, ...]:
-    """Return S sets [P, K] of the extremes [P, S * K] of ``select_contrastive``, dealt one by one.
-
-    With an even K each set has as many of the best as of the worst.
-    """
-    return extremes.unflatten(1, (-1, sets)).unbind(2)
-
-
 def rerank(merits: Tensor, places: Tensor, later: Tensor) -> Tensor:
     """Return merits [P, N], permuted at ``places`` [P, K] into the order of the ``later`` merits [P, K].
 

@@ -267,20 +267,19 @@ def rollout_section(facts: Mapping[str, Any], history: Rows) -> Section:
 
 def rank_section(history: Rows) -> Section:
     probes = [row for row in history if "rank/spearman" in row]
-    on_kept, on_reused = ([f"rank/{which}_{name}" for name in ("spearman", "kendall")] for which in ("kept", "reused"))
+    on_kept = ["rank/kept_spearman", "rank/kept_kendall"]
     charts, rows = [], []
     for title, *names, note in (
         ("rank correlation of a probe", "rank/spearman", "rank/kendall", ""),
         ("overlap with the true best and worst", "rank/top_overlap", "rank/bottom_overlap", ""),
         ("mean true rank of the best and the worst", "rank/top_mean_rank", "rank/bottom_mean_rank", ""),
         ("rank correlation on the kept set", *on_kept, "too high: the kept seeds are the extremes"),
-        ("rank correlation on the kept set of reused prompts", *on_reused, "too high, as that of the kept set"),
     ):
         if set(names) & set(names_of(history)):
             charts.append(history_chart(history, *names, title=title, note=note))
     for name in names_of(probes):
         values = column(probes, name)[1]
-        if name.startswith("rank/") and name not in (*on_kept, *on_reused) and values:
+        if name.startswith("rank/") and name not in on_kept and values:
             mean = mean_of(values)
             rows.append(
                 [name, f"{values[0]:.3f}", f"{values[-1]:.3f}", measured(mean.mean, mean.standard_error, ".3f")]

@@ -33,12 +33,11 @@ from solrl_lightning.data.prompts import PromptSchedule, digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.guidance import forward_passes
-from solrl_lightning.rollout.explore import Kept, run_family
+from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
 from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates_per_prompt, evaluations
 from solrl_lightning.sampling import SolverState, start
 from solrl_lightning.seeds import pool_seeds
-from solrl_lightning.training.kept_seeds import KeptSeeds
 from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES, Stopwatch
@@ -63,11 +62,10 @@ class ExploreTrainLoop(_FitLoop):
         optimizer_steps: optimiser steps per iteration, each on an equal share of its rows.
         seed: seed of the candidates.
         max_seconds: of training, as in ``cost``; the run ends at the end of the iteration that reaches them.
-        sets: sets of seeds that an exploration selects; see `KeptSeeds`.
         ahead: iterations whose exploration begins in other processes while this one trains.
 
     Raises:
-        UserError: there are fewer new prompts per iteration than ranks.
+        UserError: there are fewer prompts per iteration than ranks.
     """
 
     def __init__(
@@ -81,17 +79,15 @@ class ExploreTrainLoop(_FitLoop):
         optimizer_steps: int,
         seed: int,
         max_seconds: float | None = None,
-        sets: int = 1,
         ahead: int = 0,
     ) -> None:
         super().__init__(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
         self.epoch_loop = trainer.fit_loop.epoch_loop  # has the Trainer's max_steps
-        if schedule.new < trainer.world_size:
-            explored = f" to explore, with family.explore.every={schedule.uses}" if schedule.uses > 1 else ""
+        if schedule.per_iteration < trainer.world_size:
             raise UserError(
-                f"prompts_per_iteration={schedule.per_iteration} is invalid: every device needs at least one prompt"
-                f"{explored}; there are {trainer.world_size} devices. Use prompts_per_iteration="
-                f"{trainer.world_size * schedule.uses}, or lower trainer.devices."
+                f"prompts_per_iteration={schedule.per_iteration} is invalid: every device needs at least one prompt; "
+                f"there are {trainer.world_size} devices. Use prompts_per_iteration={trainer.world_size}, or lower "
+                "trainer.devices."
             )
         self.schedule, self.pool, self.seed, self.ahead = schedule, pool, seed, ahead
         self.levels = levels
@@ -111,10 +107,6 @@ class ExploreTrainLoop(_FitLoop):
         self._seconds_before = 0.0  # in the runs that this one resumes
         self._training_velocities_per_prompt = rows * objective.forward_passes
         self._encoded: tuple[int, EncodedPrompts] | None = None  # first iteration of those encoded, their prompts
-        self.kept_seeds = KeptSeeds(schedule, sets)
-        self._kept_by: str | None = None  # `_selection` of the kept seeds
-        self.reused_prompts = 0
-        """Prompts of all ranks, the last of the iteration, that it does not explore."""
         self.explored: Candidates | None = None
         """The whole pool with its proxy rewards; None in families of one stage."""
         self._rollouts: Rollouts | None = None
@@ -141,10 +133,6 @@ class ExploreTrainLoop(_FitLoop):
 
     def on_run_start(self) -> None:
         super().on_run_start()
-        selection = self._selection()
-        if self._kept_by != selection:  # a branch may select other seeds, or for another reward
-            self.kept_seeds.load_state_dict({})
-        self._kept_by = selection
         if not self._module.evaluation.comparable:  # the first of another kind, of the state that was loaded
             self.trainer.validating = True
             self.epoch_loop.val_loop.run()
@@ -166,27 +154,23 @@ class ExploreTrainLoop(_FitLoop):
         """Explore, select and regenerate on this rank's prompts, and return the training rows."""
         iteration = self.trainer.current_epoch
         texts = self._texts(iteration)
-        self.reused_prompts = self.kept_seeds.reused(iteration)
-        new = len(self._places_of_new_prompts)
-        seeds = pool_seeds(self.seed, iteration, texts[:new], self.pool)
+        seeds = pool_seeds(self.seed, iteration, texts, self.pool)
         with self.stopwatch.stage(self.stages[0].name):
             prompts = self._encode(iteration, texts)
-        run = partial(self._run, prompts.rows(range(new)))
-        explored, samples, kept = run_family(self.stages, seeds, texts[:new], run, self.kept_seeds.sets)
+        explored, samples, proxy_merits = run_family(self.stages, seeds, texts, partial(self._run, prompts))
         self.explored = explored if len(self.stages) > 1 else None
-        proxy_merits = kept.merits[:, 0]
-        if reused := texts[new:]:  # explored in an earlier iteration: only regenerated
-            earlier = self.kept_seeds.next_set(reused)
-            again = self._run(prompts.rows(range(new, len(texts))), self.stages[-1], earlier.seeds[:, 0])
-            samples = samples.joined(again)
-            proxy_merits = torch.cat([proxy_merits, earlier.merits[:, 0].to(proxy_merits)])
-        if self.schedule.uses > 1:
-            self.kept_seeds.keep(iteration, self._of_all_ranks(kept))
         merits = self._module.rewards.for_training.merits(samples.scores)  # among the samples, not in the pool
         advantages = self.objective.advantages(merits, self._sum)
-        rewards = (proxy_merits, samples.rewards, samples.scores, advantages)
-        history = samples.recorded_steps, len(reused), iteration
-        self._rollouts = Rollouts(texts, samples.seeds, samples.x0, *rewards, *history)
+        self._rollouts = Rollouts(
+            texts,
+            samples.seeds,
+            samples.x0,
+            proxy_merits,
+            samples.rewards,
+            samples.scores,
+            advantages,
+            samples.recorded_steps,
+        )
         self._explore_ahead(iteration)
         sigmas = self._module.policy.sigmas(self.stages[-1].steps)
         return MicroBatches(self._rollouts, prompts, sigmas, self.objective, self.plan)
@@ -200,21 +184,6 @@ class ExploreTrainLoop(_FitLoop):
             explorer = self._module.transformers.explorers[stage.sampler]
             spec = self._module.spec(stage, with_states=stage.continues_in(following))
             explorer.explore_ahead(self._encode(later, texts), seeds, spec)
-
-    @property
-    def _places_of_new_prompts(self) -> range:
-        """This rank's places among the prompts of all ranks that this iteration explores."""
-        count = self.schedule.per_iteration - self.reused_prompts
-        return range(self.trainer.global_rank, count, self.trainer.world_size)
-
-    def _of_all_ranks(self, kept: Kept) -> Kept:
-        """Return the seeds and merits of the new prompts of all ranks. Collective."""
-        count = self.schedule.per_iteration - self.reused_prompts
-        values = torch.stack([kept.seeds.double(), kept.merits.double().cpu()])
-        table = torch.zeros(2, count, *kept.seeds.shape[1:], dtype=torch.float64)
-        table[:, self._places_of_new_prompts] = values
-        seeds, merits = self._sum(table)
-        return Kept(seeds.long(), merits.float())
 
     def _texts(self, iteration: int) -> list[str]:
         """Return this rank's prompts."""
@@ -272,8 +241,6 @@ class ExploreTrainLoop(_FitLoop):
         self.iterations_done += last
         for name, number in self._cost_of_iteration().items():
             self._counts[name] += last * number
-        if last:
-            self.kept_seeds.advance()
         if last and self.trainer.strategy.broadcast(self.is_time_up):
             self.trainer.should_stop, self.trainer.check_val_every_n_epoch = True, 1  # with a last evaluation
         return last
@@ -290,13 +257,9 @@ class ExploreTrainLoop(_FitLoop):
 
     def _cost_of_iteration(self) -> dict[str, int]:
         """Return the model evaluations and the scored images of this iteration, of all ranks."""
-        new = self.schedule.per_iteration - self.reused_prompts
-        velocities = self.schedule.per_iteration * self._training_velocities_per_prompt
-        samples = 0
-        explored, reused = (new, self.stages, self.pool), (self.reused_prompts, self.stages[-1:], self.keep)
-        for prompts, stages, pool in (explored, reused):
-            velocities += prompts * sum(evaluations(stages, pool))
-            samples += prompts * sum(candidates_per_prompt(stages, pool))
+        prompts = self.schedule.per_iteration
+        velocities = prompts * (sum(evaluations(self.stages, self.pool)) + self._training_velocities_per_prompt)
+        samples = prompts * sum(candidates_per_prompt(self.stages, self.pool))
         forwards = round(velocities * forward_passes(self._module.policy.guidance_scale))
         return {"evaluations": forwards, "samples": samples}
 
@@ -309,12 +272,6 @@ class ExploreTrainLoop(_FitLoop):
         seconds = sum(self.stopwatch.seconds.get(stage, 0.0) for stage in STOPWATCH_STAGES)
         return {"seconds": self._seconds_before + seconds, **self._counts}
 
-    def _selection(self) -> str:
-        """Return the digest of the prompts and of what selects seeds for them."""
-        schedule, weights = self.schedule, self._module.rewards.weights
-        prompts = schedule.prompts, schedule.per_iteration, schedule.seed, schedule.uses
-        return digest(prompts, self.seed, self.keep, self.kept_seeds.sets, dict(weights))
-
     def logged_values(self) -> dict[str, Tensor]:
         """Return the values that this iteration has logged; only in ``on_train_epoch_end``. Collective."""
         return self._results.metrics(on_step=False)["log"]
@@ -322,8 +279,7 @@ class ExploreTrainLoop(_FitLoop):
     def on_save_checkpoint(self) -> dict[str, Any]:
         state = {"iterations_done": self.iterations_done, "stopped": self.trainer.should_stop}
         prompts = {"training_prompts": digest(self.schedule.prompts)}
-        kept = {"kept_seeds": self.kept_seeds.state_dict(), "kept_by": self._kept_by}
-        return super().on_save_checkpoint() | state | prompts | kept | self.cost()
+        return super().on_save_checkpoint() | state | prompts | self.cost()
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:
         """Resume after the last finished iteration; an interrupted one is repeated."""
@@ -332,8 +288,6 @@ class ExploreTrainLoop(_FitLoop):
         self.iterations_done = state.get("iterations_done", self.trainer.global_step)
         self._counts = {name: state.get(name, 0) for name in self._counts}
         self._seconds_before = state.get("seconds", 0.0)
-        self.kept_seeds.load_state_dict(state.get("kept_seeds", {}))
-        self._kept_by = state.get("kept_by")
         self.trainer.should_stop = self.ends_again and state.get("stopped", False)
         for progress in (self.epoch_progress.current, self.epoch_progress.total):
             for counter in ("ready", "started", "processed", "completed"):

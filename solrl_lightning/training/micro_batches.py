@@ -50,7 +50,7 @@ class MicroBatches(Sequence[TrainingBatch]):
     ) -> None:
         recorded = rollouts.recorded_steps
         first, levels = (0, len(sigmas) - 1) if recorded is None else (recorded.first, recorded.x.shape[2] - 1)
-        steps = first + objective.train_steps(rollouts.training_seeds.flatten(), levels)  # [P * K, timesteps]
+        steps = first + objective.train_steps(rollouts.seeds.flatten(), levels)  # [P * K, timesteps]
         self._rollouts, self._prompts, self._sigmas = rollouts, prompts, sigmas
         self._objective, self._plan = objective, plan
         self._steps = steps.flatten()
@@ -76,8 +76,7 @@ class MicroBatches(Sequence[TrainingBatch]):
         x0 = rollouts.x0.flatten(0, 1)[samples_there]
         sigmas = self._sigmas.to(device)
         if rollouts.recorded_steps is None:
-            noise_seeds = rollouts.training_seeds.flatten()[samples]
-            x_t, x_next, log_prob = self._objective.noisy(x0, noise_seeds, steps, sigmas), None, None
+            x_t, x_next, log_prob = self._objective.noisy(x0, seeds, steps, sigmas), None, None
         else:
             first, x, log_probs = map_tensors(lambda tensor: tensor.flatten(0, 1), rollouts.recorded_steps)
             place = steps_there - first

@@ -42,7 +42,7 @@ class ShardedBase(DDPStrategy):
     def setup(self, trainer: Trainer) -> None:
         module: Any = self.lightning_module
         schedule = trainer.fit_loop.schedule  # type: ignore[attr-defined]
-        check_shares(schedule.per_iteration, schedule.uses, len(module.evaluation.prompts), self.world_size)
+        check_shares(schedule.per_iteration, len(module.evaluation.prompts), self.world_size)
         trained = module.transformers.trained
         if not isinstance(trained.transformer, FSDPModule):
             mesh = init_device_mesh(self.root_device.type, (self.world_size,))

@@ -61,7 +61,7 @@ explorers.urls=["http://a:1","http://a:1"] | an address stands there twice. Name
 explorers.urls=["http://a:1"] family=diffusionnft | this family does not explore. Leave explorers out.
 explorers.urls=["http://a:1"] trainer=fsdp family=prefix ~callbacks | trainer=fsdp explores with its own ranks
 explorers.max_lag=1              | only explorers elsewhere lag behind. Set explorers.urls
-explorers.max_lag=1 explorers.urls=["http://a:1"] family=adaptive | with family.levels or family.explore.every
+explorers.max_lag=1 explorers.urls=["http://a:1"] family=adaptive | with family.levels it must be 0
 callbacks.guard=5                | it must be a group of keys
 callbacks.best.monitor=nothing   | it must be one of the run's rewards, shapes, or null
 data.column=5                    | it must be a text; a number needs quotes

@@ -156,26 +156,6 @@ def test_iteration_may_use_the_whole_set() -> None:
     assert schedule.for_iteration(0) != schedule.for_iteration(1)
 
 
-@pytest.mark.parametrize("uses", [2, 3])
-def test_a_prompt_is_in_consecutive_iterations_of_a_pass(uses: int) -> None:
-    schedule = PromptSchedule(PROMPTS, 6, seed=1, uses=uses)
-    new = 6 // uses
-    each_pass = 23 // new - uses + 1
-    for iteration in range(2 * each_pass):
-        before, prompts = schedule.for_iteration(iteration - 1) if iteration else [], schedule.for_iteration(iteration)
-        begins = iteration % each_pass == 0
-        assert len(set(prompts)) == 6 and schedule.repeated(iteration) == (0 if begins else 6 - new)
-        assert begins or prompts[new:] == before[:-new]
-    assert sorted({p for i in range(each_pass) for p in schedule.for_iteration(i)}) == sorted(
-        PromptSchedule(PROMPTS, 23 // new * new, seed=1).for_iteration(0)
-    )
-
-
-def test_number_of_uses_that_does_not_divide_the_prompts_is_an_error() -> None:
-    with pytest.raises(UserError, match=r"family.explore.every=4 is invalid: .* Use prompts_per_iteration=4\.$"):
-        PromptSchedule(PROMPTS, 6, seed=0, uses=4)
-
-
 @pytest.mark.parametrize("per_iteration", [0, 24])
 def test_invalid_number_of_prompts_per_iteration_is_an_error(per_iteration: int) -> None:
     with pytest.raises(UserError, match=rf"prompts_per_iteration={per_iteration} is invalid: .* 1 and at most .* 23\."):

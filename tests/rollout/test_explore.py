@@ -33,13 +33,13 @@ def test_every_rung_selects_from_the_survivors_of_the_one_before() -> None:
         rewards = scores(seeds, number)
         return Candidates(seeds, start(seeds[..., None]), rewards, rewards[..., None], rewards)
 
-    pool, kept, selected = run_family(stages, seeds, ["a", "b", "c"], run)
+    pool, kept, proxy_merits = run_family(stages, seeds, ["a", "b", "c"], run)
     expected = [seeds]
     for number, keep in enumerate(KEEPS):
         expected.append(expected[-1].gather(1, select_contrastive(scores(expected[-1], number), keep)))
     assert len(ran) == 4 and all(map(torch.equal, ran, expected))
     assert torch.equal(kept.seeds, expected[3]) and torch.equal(kept.rewards, scores(expected[3], 3))
-    assert torch.equal(selected.merits, scores(expected[3], 2)[:, None])
+    assert torch.equal(proxy_merits, scores(expected[3], 2))
     # The pool has the merits of the first rung, in an order that leads to the selections of all rungs.
     assert torch.equal(pool.seeds, seeds)
     assert torch.equal(pool.merits.sort(1).values, scores(seeds, 0).sort(1).values)
@@ -47,22 +47,6 @@ def test_every_rung_selects_from_the_survivors_of_the_one_before() -> None:
         chosen = select_contrastive(pool.merits, keep)
         assert torch.equal(pool.seeds.gather(1, chosen).sort(1).values, survivors.sort(1).values)
     assert torch.equal(pool.seeds.gather(1, chosen), expected[3])
-
-
-def test_only_the_last_selection_is_of_several_sets_and_the_first_is_regenerated() -> None:
-    seeds = torch.arange(60).view(3, 20)
-    rungs = [Stage(EXPLORE, "merged", 10, "euler", stop_step=step, keep=keep) for step, keep in ((2, 12), (4, 4))]
-    stages = [*rungs, Stage(REGENERATE, "merged", 10, "euler")]
-
-    def run(stage: Stage, seeds: Tensor, state: SolverState | None, with_states: bool) -> Candidates:
-        rewards = scores(seeds, stages.index(stage))
-        return Candidates(seeds, start(seeds[..., None]), rewards, rewards[..., None], rewards)
-
-    _, regenerated, kept = run_family(stages, seeds, ["a", "b", "c"], run, sets=3)
-    survivors = seeds.gather(1, select_contrastive(scores(seeds, 0), 12))
-    expected = survivors.gather(1, select_contrastive(scores(survivors, 1), 12)).unflatten(1, (4, 3)).mT
-    assert torch.equal(kept.seeds, expected) and torch.equal(kept.merits, scores(expected, 1))
-    assert torch.equal(regenerated.seeds, expected[:, 0])
 
 
 def test_latents_of_the_pool_are_freed_before_the_kept_candidates_are_sampled() -> None:
@@ -78,10 +62,10 @@ def test_latents_of_the_pool_are_freed_before_the_kept_candidates_are_sampled() 
 
     rung = Stage("explore", "merged", 3, "euler", 1, keep=4)
     stages = [rung, rung._replace(stop_step=2, keep=2), Stage("regenerate", "merged", 3, "euler")]
-    pool, kept, selected = run_family(stages, torch.arange(6).expand(2, 6), ["a", "b"], run)
+    pool, kept, proxy_merits = run_family(stages, torch.arange(6).expand(2, 6), ["a", "b"], run)
     assert states == [(False, []), (True, [False, False]), (True, [False, False])]
     assert pool.state is None and pool.rewards.shape == (2, 6)
-    assert kept.x0.shape == (2, 2, 4) and selected.merits.shape == (2, 1, 2)
+    assert kept.x0.shape == (2, 2, 4) and proxy_merits.shape == (2, 2)
 
 
 def test_states_are_kept_where_a_stage_continues_them_and_at_the_end() -> None:

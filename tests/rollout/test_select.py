@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from solrl_lightning.rollout.select import deal, rerank, select_contrastive, take
+from solrl_lightning.rollout.select import rerank, select_contrastive, take
 
 NAN, INF = float("nan"), float("inf")
 
@@ -78,14 +78,6 @@ def test_selection_matches_slow_reference_with_ties_and_nans() -> None:
         chosen = select_contrastive(torch.tensor(rows), keep).tolist()
         assert chosen == [slow_select(row, keep) for row in rows]
         assert all(len(set(row)) == keep for row in chosen)
-
-
-def test_sets_are_dealt_from_the_most_extreme_on() -> None:
-    scores = torch.tensor([[5.0, 1.0, 4.0, 3.0, 2.0, 0.0, 7.0, 6.0]])
-    first, second = deal(select_contrastive(scores, 8), 2)
-    assert scores.gather(1, first).tolist() == [[7.0, 5.0, 0.0, 2.0]]  # the best and the third best, ...
-    assert scores.gather(1, second).tolist() == [[6.0, 4.0, 1.0, 3.0]]
-    assert torch.equal(deal(first, 1)[0], first)
 
 
 def test_take_gathers_any_trailing_shape() -> None:

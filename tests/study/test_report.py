@@ -82,7 +82,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_every_rank_tag_has_a_chart_and_those_of_probes_a_row() -> None:
     probed = [f"rank/{name}" for name in NAMES]
-    others = [f"rank/{which}_{name}" for which in ("kept", "reused") for name in ("spearman", "kendall")]
+    others = ["rank/kept_spearman", "rank/kept_kendall"]
     section = rank_section([{"iteration": i} | dict.fromkeys([*probed, *others], 0.5) for i in (1, 2)])
     assert sorted(label for chart in section.charts for label, *_ in chart.legend) == sorted([*probed, *others])
     assert [row[0] for row in section.tables[0].rows] == probed

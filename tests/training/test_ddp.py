@@ -18,7 +18,6 @@ from solrl_lightning.cli.checks import LORA_FILE
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies import pipeline
-from solrl_lightning.shapes.world import train_captions
 from solrl_lightning.training.schedules import old_policy_decay
 
 Results = dict[str, dict[str, Any]]  # by the names of ranks.train_all
@@ -28,7 +27,6 @@ Results = dict[str, dict[str, Any]]  # by the names of ranks.train_all
 def arguments(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "prompts.txt").write_text("\n".join(PROMPTS))
-    (folder / "more.txt").write_text("\n".join(train_captions()[:9]))
     return [*ranks.OPTIONS, f"model.pretrained={save_nano(folder / 'nano')}", f"data.train={folder}/prompts.txt"]
 
 
@@ -43,7 +41,7 @@ def test_two_ranks_match_one_rank(
     assert not any("sync_dist" in each.output for each in ended)
     alone: Results = ranks.train_all(compose("trainer=cpu", *arguments))
     of_ranks: list[Results] = [torch.load(tmp_path / "two" / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
-    for name, share in {"whole": 1, "sharded": 2, "reused": 1}.items():
+    for name, share in {"whole": 1, "sharded": 2}.items():
         check(alone[name], [results[name] for results in of_ranks])
         assert all(results[name]["elements"] * share == alone[name]["elements"] for results in of_ranks)
     rewards = [results["whole"]["rewards"] for results in (*of_ranks, alone)]

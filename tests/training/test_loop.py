@@ -772,65 +772,6 @@ def test_adaptive_exploration_resumes_exactly(save: str, adapted: Run, tmp_path:
     assert torch.equal(weights(run.module), weights(adapted.module))
 
 
-EVERY = ("family.explore.every=2", "family.pool=6")
-
-
-def make_reusing(folder: Path, callbacks: tuple[Callback, ...] = (), max_epochs: int = 3, *options: str) -> Run:
-    callbacks = (RankCorrelation(probe_every=0), *callbacks)
-    return make(folder, *EVERY, *options, callbacks=callbacks, max_epochs=max_epochs)
-
-
-@pytest.fixture(scope="module")
-def reusing(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return fit(make_reusing(tmp_path_factory.mktemp("reusing")))
-
-
-@pytest.mark.parametrize("reuse", ["next", "same"])
-def test_half_of_the_prompts_take_seeds_of_the_exploration_before(reuse: str, reusing: Run, tmp_path: Path) -> None:
-    run = reusing if reuse == "next" else fit(make_reusing(tmp_path, (), 3, "family.explore.reuse=same"))
-    assert [len(prompts) for _, prompts, _ in run.recorder.explored] == [2, 1, 1]
-    first, whole, _, again, reused = run.recorder.candidates[:5]
-    assert whole.seeds.shape == (2, 3) and again.seeds.shape == reused.seeds.shape == (1, 3)
-    number = {"next": 6, "same": 3}[reuse]
-    sets = select_contrastive(first.merits, number).unflatten(1, (3, -1)).unbind(2)
-    assert torch.equal(whole.seeds, first.seeds.gather(1, sets[0]))
-    assert torch.equal(reused.seeds[0], first.seeds.gather(1, sets[-1])[0])  # the new prompts come first
-    prompts = [texts for _, texts, _ in run.recorder.explored]
-    assert prompts[1][0] not in prompts[0] and run.loop.rollouts.prompts == [*prompts[2], *prompts[1]]
-    each, regenerated, trained = 6 * 2, 3 * 3, 3 * 3
-    assert run.loop.cost()["evaluations"] == 4 * each + 6 * (regenerated + trained)
-    assert run.loop.cost()["samples"] == 4 * 6 + 6 * 3
-    names = {"rank/reused_spearman", "rank/reused_kendall"}
-    assert not names & run.recorder.metrics[0].keys() and names <= run.recorder.metrics[1].keys()
-
-
-def test_a_reused_candidate_trains_at_other_levels_and_noise(tmp_path: Path) -> None:
-    run = fit(make_reusing(tmp_path, (), 2, "family.explore.reuse=same"))
-    rollouts = run.loop.rollouts
-    assert rollouts.reused == 1 and rollouts.iteration == 1
-    assert torch.equal(rollouts.training_seeds[0], rollouts.seeds[0])
-    assert not (rollouts.training_seeds[1] == rollouts.seeds[1]).any()
-
-
-@pytest.mark.filterwarnings(IGNORED)
-@pytest.mark.parametrize("save", ["at the end of an iteration", "between two micro-batches"])
-def test_run_with_kept_seeds_resumes_exactly(save: str, reusing: Run, tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(make_reusing, tmp_path, save, 3)
-    run = fit(make_reusing(tmp_path), checkpoint)
-    assert run.recorder.explored == reusing.recorder.explored[1:]
-    assert run.loop.cost()["evaluations"] == reusing.loop.cost()["evaluations"]
-    assert torch.equal(weights(run.module), weights(reusing.module))
-
-
-@pytest.mark.filterwarnings(IGNORED)
-@pytest.mark.parametrize("options", [("family.keep=2",), ("seed=1",), ("family.explore.reuse=same",)])
-def test_branch_that_selects_otherwise_explores_all_prompts_first(
-    options: tuple[str, ...], reusing: Run, tmp_path: Path
-) -> None:
-    run = fit(make_reusing(tmp_path, (), 4, *options), saved(reusing, tmp_path))
-    assert [len(prompts) for _, prompts, _ in run.recorder.explored] == [2]
-
-
 def test_checkpoint_holds_adapters_only(finished: tuple[Run, Path]) -> None:
     state = torch.load(finished[1], weights_only=True)["state_dict"]
     assert all(".lora_A.default." in k or ".lora_B.default." in k or ".old." in k for k in state)
