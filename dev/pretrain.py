@@ -7,7 +7,9 @@ The model is a ``FluxPipeline`` of the real classes, small enough for two CPU co
    full-rank noise.
 2. The transformer and both text encoders are trained together by flow matching: x_t = (1 - sigma) x0 + sigma eps,
    target eps - x0, sigma from a logit-normal distribution (Esser et al. 2024, arXiv 2403.03206, eq. 19).
-3. The decoder of a tiny autoencoder is trained to reproduce the images of the autoencoder (L1 loss), also from noisy
+3. Both are trained further on captions with wrong words: a share of the relations is reversed, a share of the shapes is
+   random. The model still knows the answer and no longer always gives it, as a real base model.
+4. The decoder of a tiny autoencoder is trained to reproduce the images of the autoencoder (L1 loss), also from noisy
    latents, because few solver steps leave noise. Its encoder is not trained.
 
 Training uses training captions only. The model is a function of the seed. Renderings come from a CPU generator, so a
@@ -17,6 +19,7 @@ GPU run has the same scenes.
 import argparse
 import copy
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -63,15 +66,23 @@ _LARGEST_NOISE = 0.5  # standard deviation, on latents of unit variance
 
 
 class Recipe(NamedTuple):
-    """Steps, batch sizes and peak learning rates of the three trainings."""
+    """Steps, batch sizes and peak learning rates of the four trainings."""
 
     seed: int = 0
     vae_steps: int = 1200
     vae_batch: int = 32
     vae_lr: float = 2e-3
-    flow_steps: int = 3000
+    flow_steps: int = 6000
+    flow_cycle: int = 12000
+    """Steps of the one-cycle schedule of ``flow_lr``, which ends before the rate falls to 0."""
     flow_batch: int = 64
     flow_lr: float = 1e-3
+    doubt_steps: int = 1400
+    doubt_lr: float = 5e-4
+    reversed_relations: float = 0.35
+    """Share of the captions whose relation is reversed in step 3."""
+    random_shapes: float = 0.25
+    """Share of the captions' shape words that are drawn at random in step 3."""
     distractors: float = 0.4
     """Share of the flow's images with a third object that is not in the caption, a flaw that post-training removes."""
     preview_steps: int = 2500
@@ -150,16 +161,30 @@ def train_autoencoder(vae: AutoencoderKL, recipe: Recipe, device: torch.device) 
     vae.register_to_config(shift_factor=latents.mean().item(), scaling_factor=1 / latents.std().item())
 
 
-def train_flow(pipeline: FluxPipeline, recipe: Recipe, device: torch.device) -> None:
-    """Train the transformer and the text encoders of ``pipeline`` in place. The result is an average over the steps."""
-    trained = nn.ModuleList([pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2]).to(device).train()
+def train_flow(
+    pipeline: FluxPipeline,
+    recipe: Recipe,
+    device: torch.device,
+    *,
+    steps: int,
+    cycle: int,
+    lr: float,
+    misspeak: Callable[[str], str] = str,
+) -> None:
+    """Train the transformer and the text encoders of ``pipeline`` in place. The result is an average over the steps.
+
+    ``misspeak`` maps the caption of a rendering to the caption that the model is given.
+    """
+    trained = nn.ModuleList([pipeline.transformer, pipeline.text_encoder, pipeline.text_encoder_2])
+    trained.to(device).train().requires_grad_(True)
     averaged = copy.deepcopy(trained)
     generator = torch.Generator().manual_seed(recipe.seed + 2)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=recipe.flow_lr, weight_decay=0.01, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.flow_lr, recipe.flow_steps, pct_start=0.05)
-    progress = tqdm(range(recipe.flow_steps), desc="flow matching", mininterval=2)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=lr, weight_decay=0.01, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, cycle, pct_start=0.05)
+    progress = tqdm(range(steps), desc="flow matching", mininterval=2)
     for _ in progress:
         images, captions = _batch(recipe.flow_batch, generator, device, recipe.distractors)
+        captions = [misspeak(caption) for caption in captions]
         x0 = _scaled_latents(pipeline.vae, images)
         eps = torch.randn(x0.shape, generator=generator).to(device)
         sigma = torch.sigmoid(torch.randn(len(captions), generator=generator)).to(device)
@@ -180,6 +205,24 @@ def train_flow(pipeline: FluxPipeline, recipe: Recipe, device: torch.device) -> 
         progress.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
     trained.load_state_dict(averaged.state_dict())
     trained.eval().requires_grad_(False)
+
+
+def misspeaker(recipe: Recipe) -> Callable[[str], str]:
+    """Return a function that reverses the relation and replaces the shapes of captions, in the recipe's shares."""
+    reversed_ = {(-x, -y): name for name, (x, y) in RELATIONS.items()}
+    draw = random.Random(recipe.seed + 4)
+
+    def misspeak(caption: str) -> str:
+        scene = parse_caption(caption)
+        reverse = draw.random() < recipe.reversed_relations
+        relation = reversed_[RELATIONS[scene.relation]] if reverse else scene.relation
+        first, second = (
+            (colour, draw.choice(SHAPES) if draw.random() < recipe.random_shapes else shape)
+            for colour, shape in (scene.first, scene.second)
+        )
+        return Scene(first, relation, second).caption()
+
+    return misspeak
 
 
 def train_preview_decoder(vae: AutoencoderKL, recipe: Recipe, device: torch.device) -> AutoencoderTiny:
@@ -213,7 +256,11 @@ def pretrain_pipeline(folder: Path, recipe: Recipe, device: torch.device) -> Flu
     pipeline = build_pipeline(recipe.seed)
     pipeline.set_progress_bar_config(disable=True)
     train_autoencoder(pipeline.vae, recipe, device)
-    train_flow(pipeline, recipe, device)
+    train_flow(pipeline, recipe, device, steps=recipe.flow_steps, cycle=recipe.flow_cycle, lr=recipe.flow_lr)
+    train_flow(
+        pipeline, recipe, device, steps=recipe.doubt_steps, cycle=recipe.doubt_steps, lr=recipe.doubt_lr,
+        misspeak=misspeaker(recipe),
+    )  # fmt: skip
     pipeline.transformer.to(torch.bfloat16)
     with written_whole(folder) as part:
         pipeline.save_pretrained(part, safe_serialization=True)

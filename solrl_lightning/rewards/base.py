@@ -28,6 +28,8 @@ class Reward(ABC):
     name: str = "of your own"  # labels messages
     example: tuple[str, Metadata] = ("a red circle above a blue square", {})
     """A prompt that the reward can score, with its metadata; task=doctor scores an image with it."""
+    part_names: tuple[str, ...] = ()
+    """Names of what ``parts`` returns; evaluations log the means as ``eval/<reward>_<part>``."""
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
@@ -75,6 +77,10 @@ class Reward(ABC):
 
         A third parameter ``metadata`` gets a list of B dicts, which are empty for prompts without metadata.
         """
+
+    def parts(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """Return properties of images [B, 3, H, W] that explain their scores, float32 [B, len(part_names)]."""
+        return images.new_zeros(len(images), 0)
 
     def check_prompts(self, prompts: list[str], *args: Any, **kwargs: Any) -> None:  # noqa: B027  (most take any text)
         """Raise ``UserError`` for a prompt that the reward cannot score; ``metadata`` as in ``score``."""

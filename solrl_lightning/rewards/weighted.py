@@ -94,14 +94,33 @@ class WeightedRewards:
         scores = [reward(images.clone() if several else images, texts, metadata) for reward in self.rewards.values()]
         return torch.stack(scores, dim=-1)
 
+    @property
+    def part_names(self) -> list[str]:
+        """Names of what ``parts`` returns: <reward>_<part>."""
+        return [f"{name}_{part}" for name, reward in self.rewards.items() for part in reward.part_names]
+
+    @torch.no_grad()
+    def parts(self, images: Tensor, prompts: list[str]) -> Tensor:
+        """Return the rewards' parts of images or videos, float32 [B, len(part_names)]; of a video, its frames' mean."""
+        if images.ndim == 5:
+            scored, each = self._frames_of(images, prompts)
+            return self.parts(*scored).unflatten(0, (len(images), each)).mean(1)
+        texts, _ = self._rows(prompts)
+        return torch.cat([reward.parts(images, texts) for reward in self.rewards.values()], dim=1)
+
     def _of_videos(self, videos: Tensor, prompts: list[str]) -> Tensor:
-        scored = choose_frames(videos, "all" if self.frames is None else self.frames)
-        each = scored.shape[1]
+        scored, each = self._frames_of(videos, prompts)
         try:
-            scores = self(scored.flatten(0, 1), [prompt for prompt in prompts for _ in range(each)])
+            scores = self(*scored)
         except NonFiniteError as error:
             raise NonFiniteError(str(error), error.row // each) from error
         return scores.unflatten(0, (len(videos), each)).mean(1)
+
+    def _frames_of(self, videos: Tensor, prompts: list[str]) -> tuple[tuple[Tensor, list[str]], int]:
+        """Return the scored frames of videos with their prompts, and their number in each video."""
+        scored = choose_frames(videos, "all" if self.frames is None else self.frames)
+        each = scored.shape[1]
+        return (scored.flatten(0, 1), [prompt for prompt in prompts for _ in range(each)]), each
 
     def _rows(self, prompts: list[str]) -> tuple[list[str], list[Metadata]]:
         """Texts and metadata of prompts."""

@@ -6,6 +6,7 @@ Shapes: P held-out prompts, n images per prompt, R scores (every reward and, of 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -57,8 +58,9 @@ class Evaluation:
 
     @property
     def columns(self) -> list[str]:
-        """Columns of ``table``: scores and statistics of the images."""
-        return [*self.names, *(f"images/{name}" for name in STATISTICS)]
+        """Columns of ``table``: scores, parts of the rewards, and statistics of the images."""
+        parts = (f"eval/{name}" for name in self.rewards.part_names)
+        return [*self.names, *parts, *(f"images/{name}" for name in STATISTICS)]
 
     @property
     def digest(self) -> str:
@@ -80,17 +82,21 @@ class Evaluation:
     def measure(self, prompts: list[str], score: Score, decode: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the rows of ``table`` for some of the prompts; ``decode``: latents -> images, of the policy."""
         statistics: list[Tensor] = []
+        parts: list[Tensor] = []
+        of_images = iter([prompt for prompt in prompts for _ in range(self.images)])
 
         def decode_and_describe(x0: Tensor) -> Tensor:
             images = decode(x0)
             statistics.append(describe(images).cpu())
+            parts.append(self.rewards.parts(images, list(islice(of_images, len(images)))).cpu())
             return images
 
         seeds = evaluation_seeds(self.seed, prompts, self.images)
         candidates = score(prompts, seeds, steps=self.steps, decode=decode_and_describe)
         means = self.scores(candidates).double().mean(1)
         of_prompts = prompt_statistics(torch.cat(statistics).unflatten(0, tuple(seeds.shape)))
-        return torch.cat([means, of_prompts.to(means)], dim=1)
+        mean_parts = torch.cat(parts).double().unflatten(0, tuple(seeds.shape)).mean(1)
+        return torch.cat([means, mean_parts.to(means), of_prompts.to(means)], dim=1)
 
     def means(self) -> dict[str, float]:
         """Return the mean over prompts of each column of ``table``."""
@@ -106,9 +112,11 @@ class Evaluation:
         statistics = {name: means[f"images/{name}"] for name in STATISTICS}
         if not self.history:
             self.base = scores
+        parts = {name: means[f"eval/{name}"] for name in self.rewards.part_names}
         errors = evaluation_errors(self.names, scores, self.base)
-        self.history.append({"iteration": iteration, **cost, **rewards, "statistics": statistics, **errors})
-        logged = {f"eval/{name}": mean for name, mean in rewards.items()}
+        row = {"iteration": iteration, **cost, **rewards, "statistics": statistics, **errors}
+        self.history.append(row | ({"parts": parts} if parts else {}))
+        logged = {f"eval/{name}": mean for name, mean in (rewards | parts).items()}
         return logged | {f"images/{name}": mean for name, mean in statistics.items()}
 
 

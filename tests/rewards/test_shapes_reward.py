@@ -1,5 +1,6 @@
 """The programmatic reward: high for correct pictures, lower for each mistake, smooth in the pixels."""
 
+import math
 from itertools import product
 
 import pytest
@@ -8,7 +9,7 @@ from pretrain import render
 from torch import Tensor
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.rewards.shapes import ShapesReward
+from solrl_lightning.rewards.shapes import ShapesReward, ShapesStrict
 from solrl_lightning.shapes.world import (
     BACKGROUND,
     COLOURS,
@@ -130,3 +131,50 @@ def test_score_does_not_depend_on_the_batch_and_is_computed_in_float32() -> None
 def test_prompt_outside_the_grammar_is_an_error() -> None:
     with pytest.raises(UserError, match="a photo of a cat"):
         REWARD(pictures(SCENES[:2]), [PROMPTS[0], "a photo of a cat"])
+
+
+def superellipses(colour: str, radius: float) -> Tensor:
+    """|x|^p + |y|^p <= 1 of equal area, p = 2 (circle), 3, 4, 6, 12 (almost a square), left of a blue circle."""
+    axis = (torch.arange(32 * 8) + 0.5) / 8
+    others = coverage(torch.tensor([0]), torch.tensor([[24.0, 16.0]]), torch.tensor([4.7]))
+    images = []
+    for p in (2, 3, 4, 6, 12):
+        side = radius * math.sqrt(math.pi * math.gamma(1 + 2 / p)) / (2 * math.gamma(1 + 1 / p))
+        inside = ((axis - 8.3).abs() / side) ** p + ((axis[:, None] - 15.8).abs() / side) ** p <= 1
+        mask = inside.float().view(32, 8, 32, 8).mean((1, 3))
+        image = torch.tensor(BACKGROUND)[:, None, None].expand(3, 32, 32)
+        for covered, name in ((mask, colour), (others[0], "blue")):
+            image = image * (1 - covered) + torch.tensor(COLOURS[name])[:, None, None] * covered
+        images.append(image)
+    return torch.stack(images)
+
+
+@pytest.mark.parametrize("colour", [name for name in COLOURS if name != "blue"])
+@pytest.mark.parametrize("radius", [4.7, 5.5])
+def test_rounder_shapes_are_better_circles_and_worse_squares(colour: str, radius: float) -> None:
+    images = superellipses(colour, radius)
+    circles = REWARD(images, [f"a {colour} circle left of a blue circle"] * 5)
+    squares = REWARD(images, [f"a {colour} square left of a blue circle"] * 5)
+    assert circles.diff().max() < 0 and circles[0] > circles[2] + 0.02 and squares.diff().min() > 0
+
+
+def test_strict_reward_is_1_for_true_pictures_and_0_for_every_mistake() -> None:
+    strict = ShapesStrict()
+    assert strict(pictures(SCENES), PROMPTS).min() == 1
+    wrong_shape = [s._replace(second=(s.second[0], other_shape(s.second[1]))) for s in SCENES]
+    wrong_side = [s._replace(relation=OPPOSITE[s.relation]) for s in SCENES]
+    wrong_colour = [s._replace(second=(next(c for c in COLOURS if c not in s.caption()), s.second[1])) for s in SCENES]
+    for scenes in (wrong_shape, wrong_side, wrong_colour):
+        assert strict(pictures(scenes), PROMPTS).mean() < 0.02
+    generator = torch.Generator().manual_seed(0)
+    assert strict(render(SCENES, generator, distractors=1.0), PROMPTS).mean() < 0.1
+
+
+def test_parts_say_what_is_wrong() -> None:
+    wrong_side = pictures([s._replace(relation=OPPOSITE[s.relation]) for s in SCENES])
+    parts = dict(zip(REWARD.part_names, REWARD.parts(wrong_side, PROMPTS).mean(0).tolist(), strict=True))
+    assert parts["right_side"] == 0 and parts["right_shape"] > 0.99 and parts["all_right"] == 0
+    true = REWARD.parts(pictures(SCENES), PROMPTS)
+    objects, relation, purity, _shape, _side, right = true.T
+    torch.testing.assert_close(purity * (0.6 * objects + 0.4 * relation), TRUE)
+    assert torch.equal(right, ShapesStrict()(pictures(SCENES), PROMPTS))
