@@ -60,7 +60,7 @@ class ShapesReward(Reward):
     """Scores images [B, 3, 32, 32] in [0, 1] by their shapes captions; the module docstring has the formula."""
 
     name = "shapes"
-    part_names = ("objects", "relation", "purity", "right_shape", "right_side", "all_right")
+    part_names: tuple[str, ...] = ("objects", "relation", "purity", "right_shape", "right_side", "all_right")
 
     def __init__(self, device: str | torch.device = "cpu") -> None:
         self.device = torch.device(device)
