@@ -11,7 +11,17 @@ from torch import Tensor
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.shapes.world import all_scenes, eval_captions, train_captions
 
-RECIPE = Recipe(seed=3, vae_steps=2, vae_batch=2, flow_steps=2, flow_cycle=4, flow_batch=2, doubt_steps=2, preview_steps=2, preview_batch=2)
+RECIPE = Recipe(
+    seed=3,
+    vae_steps=2,
+    vae_batch=2,
+    flow_steps=2,
+    flow_cycle=4,
+    flow_batch=2,
+    doubt_steps=2,
+    preview_steps=2,
+    preview_batch=2,
+)
 COMPONENTS = ("vae", "transformer", "text_encoder", "text_encoder_2")
 
 
