@@ -110,8 +110,9 @@ WEIGHTED = "tests/rewards/test_reward_base.py"
 GUARD = "tests/callbacks/test_guard.py"
 CHECKPOINTS = "tests/callbacks/test_checkpoints.py"
 GUIDANCE = "tests/policies/test_guidance.py"
-ADAPTIVE, PROGRESS, ROLLOUT_STATS, SUMMARY, TIMINGS = (
-    f"tests/callbacks/test_{name}.py" for name in "adaptive_exploration progress rollout_stats summary timings".split()
+RANK_CORRELATION = "tests/callbacks/test_rank_correlation.py"
+PROGRESS, ROLLOUT_STATS, SUMMARY, TIMINGS = (
+    f"tests/callbacks/test_{name}.py" for name in "progress rollout_stats summary timings".split()
 )
 PROMPTS, SOURCES = "tests/data/test_prompts.py", "tests/data/test_sources.py"
 AUDIT, COMPARE, EVALUATE = (f"tests/tasks/test_{name}.py" for name in ("audit", "compare", "evaluate"))
@@ -744,24 +745,25 @@ MUTANTS: dict[str, list[Edit]] = {
         ("a diverged LoRA is exported", "WriteError | NonFiniteError", "WriteError", DIVERGED),
         ("best exported after every run", " and stop_reason(trainer) is not None", "", CHECKPOINTS),
     ],
-    "callbacks/adaptive_exploration.py": [
-        ("newest probe first", "for probe in latest][::-1]", "for probe in latest]", ADAPTIVE),
-        ("repeated probe counts twice", "<= trainer.current_epoch]", "<= trainer.current_epoch + 1]", ADAPTIVE),
-    ],
     "callbacks/rank_correlation.py": [
         (
             "seconds of all probes",
             '.seconds["probe"] - before',
             '.seconds["probe"]',
-            "tests/callbacks/test_rank_correlation.py",
+            RANK_CORRELATION,
         ),
         (
             "probes of another reward",
             "if self._reward not in (None, reward):",
             "if False:",
-            "tests/callbacks/test_rank_correlation.py",
+            RANK_CORRELATION,
         ),
-        ("repeated probe recorded twice", 'row["iteration"] < iteration]', 'row["iteration"] <= iteration]', ADAPTIVE),
+        (
+            "repeated probe recorded twice",
+            'row["iteration"] < iteration]',
+            'row["iteration"] <= iteration]',
+            RANK_CORRELATION,
+        ),
     ],
     "callbacks/rollout_stats.py": [
         ("prompts compared with the first", "rewards[:, :1]", "rewards[:1]", ROLLOUT_STATS),
@@ -922,8 +924,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "latents of all devices",
-            "levels_of(cfg, objective, sigmas)[-1], math.ceil(cfg.prompts_per_iteration / devices)",
-            "levels_of(cfg, objective, sigmas)[-1], cfg.prompts_per_iteration",
+            "stages_of(cfg, objective, sigmas), math.ceil(cfg.prompts_per_iteration / devices)",
+            "stages_of(cfg, objective, sigmas), cfg.prompts_per_iteration",
             SHARE,
         ),
         ("cards of 2^30 bytes", "(card.memory - task.reserve) * 1e9", "(card.memory - task.reserve) * 2**30", PLAN),

@@ -25,7 +25,6 @@ from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import __version__
 from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint
-from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
@@ -125,11 +124,8 @@ def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
 
 
 def build_trainer(cfg: Run) -> Trainer:
-    """With the chosen callbacks and loggers, which ``~callbacks`` and ``~logger`` leave out, and that of the levels."""
+    """Return the trainer with the chosen callbacks and loggers."""
     callbacks = _made_each("callbacks", cfg.callbacks, Callback)
-    if cfg.family.levels:
-        rule = Rule(cfg.family.threshold, cfg.family.margin, cfg.family.patience)
-        callbacks.append(AdaptiveExploration(cfg.family.start, rule))
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))  # stable: these two follow
     loggers = _made_each("logger", cfg.logger, Logger)
     # Lightning adds its own ModelCheckpoint, in the logger's folder, where there is none.
@@ -143,20 +139,17 @@ def _made_each(group: str, nodes: Mapping[str, Any], kind: type) -> list[Any]:
     return [make(f"{group}.{name!s}", node, kind=kind) for name, node in nodes.items() if node is not None]
 
 
-def levels_of(cfg: Run, objective: Objective, sigmas: Sigmas) -> list[list[Stage]]:
-    """The passes over the pool at each level of the family, from cheap to expensive; most families have one level.
+def stages_of(cfg: Run, objective: Objective, sigmas: Sigmas) -> list[Stage]:
+    """Return the family's passes over the pool: those that explore, if it does, and the one that regenerates.
 
-    Each explores, where the family does, and regenerates. ``sigmas``: the policy's noise levels.
+    ``sigmas``: the policy's noise levels.
     """
     family, last = cfg.family, cfg.family.regenerate
     solver = objective.solver or last.solver
     regenerate = Stage(REGENERATE, last.sampler, last.steps, solver)
-    if not family.explorers:
-        return [[regenerate._replace(keep=family.keep)]]
-    return [
-        [*exploring_stages(f"family.{key}", explorer, last.solver, family.keep, sigmas), regenerate]
-        for key, explorer in family.explorers.items()
-    ]
+    if family.explore is None:
+        return [regenerate._replace(keep=family.keep)]
+    return [*exploring_stages("family.explore", family.explore, last.solver, family.keep, sigmas), regenerate]
 
 
 def build_objective(cfg: Run) -> Objective:
@@ -165,8 +158,8 @@ def build_objective(cfg: Run) -> Objective:
 
 
 def exploring_samplers(cfg: Run) -> set[str]:
-    """Names of the samplers that the family explores with, at all levels."""
-    return {explorer.sampler for explorer in cfg.family.explorers.values()}
+    """Return the name of the sampler that the family explores with, if it does."""
+    return set() if cfg.family.explore is None else {cfg.family.explore.sampler}
 
 
 def samplers_of(cfg: Run) -> set[str]:
@@ -414,7 +407,7 @@ def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas)
     return ExploreTrainLoop(
         trainer,
         schedule=PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed),
-        levels=levels_of(cfg, objective, sigmas),
+        stages=stages_of(cfg, objective, sigmas),
         pool=cfg.family.pool,
         objective=objective,
         micro_batch=cfg.model.micro_batch,

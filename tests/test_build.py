@@ -228,5 +228,5 @@ def test_a_run_makes_its_objective_once(
     monkeypatch.setattr(NFT, "__init__", recorded)
     short = f"model.pretrained={pipeline} model.max_sequence_length={MAX_WORDS} trainer=cpu iterations=1 ~logger "
     short += "prompts_per_iteration=1 data.eval_prompts=1 callbacks.sample_grid.every=0"
-    train(compose("experiment=smoke", "family=adaptive", *short.split(), f"hydra.run.dir={tmp_path}"))
+    train(compose("experiment=smoke", *short.split(), f"hydra.run.dir={tmp_path}"))
     assert len(objectives) == 1

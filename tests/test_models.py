@@ -25,13 +25,11 @@ KINDS_OF_BLOCKS = {"flux1": 2, "flux2": 2, "sd3": 2, "sana": 2, "qwen_image": 1}
 FAMILIES = sorted(file.stem for file in Path(__file__).parents[1].joinpath("conf", "family").glob("*.yaml"))
 # One model in every family, every model in the default one and in another.
 CASES = [*(("flux1", family) for family in FAMILIES), *((model, "sol_rl") for model in BUILDERS if model != "flux1")]
-CASES += [("sd3", "prefix"), ("sana", "adaptive"), ("flux2", "race"), ("qwen_image", "diffusionnft")]
+CASES += [("sd3", "prefix"), ("sana", "race"), ("flux2", "race"), ("qwen_image", "diffusionnft")]
 CASES += [(model, family) for model in ("z_image", "wan") for family in ("prefix", "race", "diffusionnft")]
-LEVELS = "{sampler:merged,steps:3,stop_after:1},{sampler:merged,steps:3,stop_after:2}"
 VIDEO = "model.num_frames=5", "model.frames=2"
 STAGES = {
     "race": ("family.explore.rungs=[{step:1,keep:4},{step:2,keep:3}]",),
-    "adaptive": (f"family.levels=[{LEVELS}]", "family.start=0"),
     "compile": ("family.compile=true", "iterations=2"),
 }
 SMALL = (

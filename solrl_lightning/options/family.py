@@ -12,13 +12,10 @@ from solrl_lightning.options.rules import (
     Broken,
     Compile,
     Count,
-    CountOrZero,
     Group,
     Images,
     Kept,
     Level,
-    NotNegative,
-    Share,
 )
 from solrl_lightning.options.rules import Steps as StepCount
 
@@ -124,16 +121,6 @@ class Pool(Group):
 class Family(Pool):
     explore: Explorer | None
     """The whole pool's pass, for the selection only; null: the pool is sampled once."""
-    levels: list[Explorer] | None = None
-    """Ways to explore from cheap to expensive, between which the probes move."""
-    start: CountOrZero = 0
-    """Index of the first level."""
-    threshold: Share = 0.85
-    """Spearman correlation; a probe below it moves one level up."""
-    margin: NotNegative = 0.05
-    """Probes of at least ``threshold + margin`` move one level down."""
-    patience: Count = 3
-    """Number of such probes in a row."""
     regenerate: Regeneration
     """The kept candidates' pass."""
     compile: Compile
@@ -145,41 +132,21 @@ class Family(Pool):
     smoke_rungs: list[dict[str, int]] | None = None
     """Rungs in experiment=smoke."""
 
-    @property
-    def explorers(self) -> dict[str, Explorer]:
-        """The ways to explore by their keys below ``family``."""
-        levels = {f"levels.{index}": level for index, level in enumerate(self.levels or ())}
-        return levels or ({} if self.explore is None else {"explore": self.explore})
-
     def check(self) -> None:
+        """Raise unless a pass that stops early is one that regeneration with the same weights can continue."""
         super().check()
-        if self.levels is not None and (not self.levels or self.explore is not None):
-            example = "'family.levels=[{sampler:shadow,steps:4},{sampler:shadow,steps:6}]'"
-            rule = f"it must be a list of at least one way to explore, for example {example}, and family.explore null."
-            raise Broken(rule, "levels")
-        self.check_stages()
-        if self.levels is None:
+        last, explorer = self.regenerate, self.explore
+        if explorer is None:
             return
-        if self.start >= len(self.levels):
-            raise Broken(f"it must be the index of a level, from 0 to {len(self.levels) - 1}.", "start")
-        if self.threshold + self.margin > 1:
-            most = f"1 - family.threshold={1 - self.threshold:.3g}"
-            raise Broken(f"it must be at most {most}, as no correlation is above 1.", "margin", "Set family.margin=0.")
-
-    def check_stages(self) -> None:
-        """A pass that stops early and has the weights of regeneration is continued by it, so it must be the same."""
-        last = self.regenerate
-        for key, explorer in self.explorers.items():
-            explorer.check_rungs(key, self.pool, self.keep)
-            first = explorer.sampler, explorer.steps, explorer.solver or last.solver
-            same = first == (last.sampler, last.steps, last.solver)
-            if explorer.stops_early and explorer.sampler == last.sampler and not same:
-                raise UserError(
-                    f"family.regenerate={last.sampler}, {last.steps}, {last.solver} is invalid: it samples with the "
-                    f"same weights as family.{key} ({', '.join(map(str, first))}), which stops early, so it continues "
-                    "the same trajectories and must have the same steps and solver. Set family.regenerate.steps and "
-                    ".solver so."
-                )
-            if same and explorer.rungs and explorer.rungs[-1].step == explorer.steps:
-                rule = f"it must be a race that ends before step {explorer.steps}, the last one."
-                raise Broken(rule, f"{key}.rungs")
+        explorer.check_rungs("explore", self.pool, self.keep)
+        first = explorer.sampler, explorer.steps, explorer.solver or last.solver
+        same = first == (last.sampler, last.steps, last.solver)
+        if explorer.stops_early and explorer.sampler == last.sampler and not same:
+            raise UserError(
+                f"family.regenerate={last.sampler}, {last.steps}, {last.solver} is invalid: it samples with the same "
+                f"weights as family.explore ({', '.join(map(str, first))}), which stops early, so it continues the "
+                "same trajectories and must have the same steps and solver. Set family.regenerate.steps and .solver so."
+            )
+        if same and explorer.rungs and explorer.rungs[-1].step == explorer.steps:
+            rule = f"it must be a race that ends before step {explorer.steps}, the last one."
+            raise Broken(rule, "explore.rungs")

@@ -214,17 +214,11 @@ class Run(Group):
                 raise Broken(f"it must be {value}, as ckpt=last reads that file.", f"callbacks.checkpoint.{key}", fix)
 
     def check_exploration(self) -> None:
-        explorers: dict[str, Explorer] = {f"family.{key}": each for key, each in self.family.explorers.items()}
+        explorers: dict[str, Explorer] = {} if self.family.explore is None else {"family.explore": self.family.explore}
         if isinstance(self.task, Audit):
             explorers |= {f"task.proxies.{index}": each for index, each in enumerate(self.task.proxies)}
         for key, explorer in explorers.items():
             self.check_decoder(f"{key}.decoder", explorer.decoder)
-        probes = self.callback("rank_correlation").get("probe_every")
-        if self.family.levels and "train" in self.task.reads and not probes:
-            raise UserError(
-                f"callbacks.rank_correlation.probe_every={written(probes)} is invalid: it must be at least 1, because "
-                "the probes move the exploration between family.levels. Leave it out."
-            )
 
     def check_decoder(self, key: str, decoder: str) -> None:
         """UserError if ``decoder``, the value of ``key``, is "preview" without ``model.preview_decoder``."""
@@ -255,7 +249,7 @@ class Run(Group):
             return
         if type(self.task) not in (Task, Plan):
             raise UserError("trainer=fsdp is invalid: only task=train shards the weights. Set trainer=auto.")
-        shadow = any(explorer.sampler == SHADOW for explorer in self.family.explorers.values())
+        shadow = self.family.explore is not None and self.family.explore.sampler == SHADOW
         grid = self.callback("sample_grid").get("every")
         rules = {
             "family.explore.sampler=shadow": (shadow, "family=prefix"),
@@ -289,14 +283,11 @@ class Run(Group):
                 raise UserError(f"{option} is invalid: {use}, and model.train=full has none. Set {fix}.")
 
     def check_explorers(self) -> None:
-        """With explorers.urls a family explores; ahead of its time only what no training decides."""
+        """Raise unless a run with explorers.urls explores."""
         if not self.explorers.urls:
             return
         fix = "Leave explorers out."
-        if not self.family.explorers:
+        if self.family.explore is None:
             raise Broken("this family does not explore.", "explorers.urls", fix)
         if self.is_sharded:
             raise Broken("trainer=fsdp explores with its own ranks.", "explorers.urls", fix)
-        if self.explorers.max_lag and self.family.levels:
-            rule = "with family.levels it must be 0, as the last iteration decides the next."
-            raise Broken(rule, "explorers.max_lag")

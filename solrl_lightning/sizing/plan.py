@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from hydra.utils import instantiate
 
-from solrl_lightning.build import build_objective, levels_of, quantization_rule, trained_as, uses_shadow, with_option
+from solrl_lightning.build import build_objective, quantization_rule, stages_of, trained_as, uses_shadow, with_option
 from solrl_lightning.names import TRAINED
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan as PlanOptions
@@ -145,7 +145,7 @@ def plan_run(
 def pool_latents(cfg: Run, shape: Sequence[int], sigmas: Sigmas, devices: int = 1) -> Latents:
     """Bytes of the latents of an iteration of ``cfg`` on one of ``devices``; one candidate's have ``shape``."""
     objective = build_objective(cfg)
-    stages, prompts = levels_of(cfg, objective, sigmas)[-1], math.ceil(cfg.prompts_per_iteration / devices)
+    stages, prompts = stages_of(cfg, objective, sigmas), math.ceil(cfg.prompts_per_iteration / devices)
     transitions = len(objective.transitions(stages[-1].steps, 0))
     return latent_bytes(stages, cfg.family.pool, cfg.family.keep, transitions, 4 * prompts * math.prod(shape))
 

@@ -53,9 +53,7 @@ class ExploreTrainLoop(_FitLoop):
     Args:
         trainer: its fit loop is replaced by this one.
         schedule: prompts of each iteration, of all ranks together.
-        levels: the family's stages, or those of each of its levels, from cheap to expensive; a stage with ``keep``
-            selects the candidates of the next one. The run begins with the last level, and a callback may set
-            ``stages`` to those of another one between iterations. All levels keep as many and end with the same stage.
+        stages: of the family, from cheap to expensive; one with ``keep`` selects the candidates of the next one.
         pool: N, candidates per prompt.
         objective: determines the training rows.
         micro_batch: maximum number of rows (sample, noise level) in one forward and backward pass.
@@ -72,7 +70,7 @@ class ExploreTrainLoop(_FitLoop):
         self,
         trainer: Trainer,
         schedule: PromptSchedule,
-        levels: Sequence[list[Stage]],
+        stages: Sequence[Stage],
         pool: int,
         objective: Objective,
         micro_batch: int,
@@ -90,8 +88,7 @@ class ExploreTrainLoop(_FitLoop):
                 "trainer.devices."
             )
         self.schedule, self.pool, self.seed, self.ahead = schedule, pool, seed, ahead
-        self.levels = levels
-        self.stages = stages = levels[-1]
+        self.stages = stages
         self.objective, self.max_seconds = objective, max_seconds
         self.keep = next((stage.keep for stage in reversed(stages) if stage.keep is not None), pool)
         rows = self.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt

@@ -46,6 +46,13 @@ def test_resume_restores_the_history_of_probes(fit):
     assert [row["iteration"] for row in ranks.history] == [1, 2, 3]
 
 
+def test_the_probe_of_a_repeated_iteration_replaces_the_earlier_one(fit):
+    ranks = RankCorrelation(probe_every=1)
+    ranks.load_state_dict({"history": [{"iteration": 1, "spearman": 0.5}]})
+    fit(ranks)
+    assert [(row["iteration"], row["spearman"]) for row in ranks.history] == [(1, pytest.approx(1))]
+
+
 def test_branch_into_another_reward_drops_the_probes_of_the_first(fit, stand_in):
     class OtherReward(stand_in.Evaluated):
         def setup(self, stage):

@@ -68,7 +68,7 @@ def test_groups_and_names_of_the_contract_exist() -> None:
     with ConfigTree() as tree:
         assert set(tree.groups()) == {*GROUPS, "experiment"}
     published = {"diffusionnft", "naive_scaling", "compile", "naive_quant", "sol_rl"}
-    assert set(options("family")) == published | {"adaptive", "prefix", "race"}
+    assert set(options("family")) == published | {"prefix", "race"}
     assert set(options("scheduler")) == {"constant", "linear", "cosine"}
 
 

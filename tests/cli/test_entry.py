@@ -759,7 +759,7 @@ def test_help_reads_like_a_manual_and_loads_no_library(tmp_path: Path) -> None:
     result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0
     headings = ("USAGE", "GROUPS", "COMMON KNOBS", "EXAMPLES", "RESULTS")
-    options = ("family: adaptive, compile, diffusionnft", "ckpt=last")
+    options = ("family: compile, diffusionnft, naive_quant", "ckpt=last")
     knobs = ("  trainer ", "  base_weights ", "  encode_on ")  # for small GPUs
     assert all(part in result.stdout for part in headings + options + knobs)
     assert "???" not in result.stdout and "${" not in result.stdout

@@ -61,7 +61,6 @@ explorers.urls=["http://a:1","http://a:1"] | an address stands there twice. Name
 explorers.urls=["http://a:1"] family=diffusionnft | this family does not explore. Leave explorers out.
 explorers.urls=["http://a:1"] trainer=fsdp family=prefix ~callbacks | trainer=fsdp explores with its own ranks
 explorers.max_lag=1              | only explorers elsewhere lag behind. Set explorers.urls
-explorers.max_lag=1 explorers.urls=["http://a:1"] family=adaptive | with family.levels it must be 0
 callbacks.guard=5                | it must be a group of keys
 callbacks.best.monitor=nothing   | it must be one of the run's rewards, shapes, or null
 data.column=5                    | it must be a text; a number needs quotes
@@ -128,16 +127,6 @@ task=serve task.port=70000       | it must be a whole number from 0 to 65535; 0 
 task=plan task.reserve=nan        | it must be a finite number of at least 0
 model.policy.decode_batch=[]     | it is model.decode_batch. Set model.decode_batch, which
 callbacks.checkpoint.filename=x  | it must be last, as ckpt=last reads that file
-family=adaptive family.levels=[] | it must be a list of at least one way to explore
-family=adaptive family.explore={sampler:merged,steps:6} | and family.explore null
-family=adaptive family.levels=[{sampler:bf16,steps:3}] | family.levels.0.sampler=bf16 is invalid: it must be one of
-family=adaptive family.levels=[{sampler:merged,steps:3,precision:fp8}] | family.levels.0.precision=fp8 is invalid
-family=adaptive family.levels=[{sampler:merged,steps:6,stop_below:0.7}] | family.levels.0 (merged, 6, euler), which
-family=adaptive family.levels=[{sampler:merged,steps:6,stop_after:3}] | family.levels.0 (merged, 6, euler), which stops
-family=adaptive family.start=3   | it must be the index of a level, from 0 to 2
-family=adaptive family.margin=0.2 | it must be at most 1 - family.threshold=0.15
-family=adaptive callbacks.rank_correlation.probe_every=0 | probe_every=0 is invalid: it must be at least 1, because
-family=adaptive ~callbacks.rank_correlation | callbacks.rank_correlation.probe_every=null is invalid
 family=race family.explore.rungs=[] | it must be a list of rungs such as 'family.explore.rungs=[{step:2,keep:48},
 family=race family.explore.rungs=[{step:2}] | family.explore.rungs.0.keep is missing
 family=race family.explore.rungs=[{keep:24}] | rungs.0={keep:24} is invalid: it must have a step or below, a noise
@@ -194,7 +183,7 @@ def test_values_keep_their_types(compose: Compose) -> None:
 
 
 def test_options_hold_what_the_files_say() -> None:
-    for arguments in (["reward=[shapes,http]", "family=race"], ["task=audit", "family=adaptive"]):
+    for arguments in (["reward=[shapes,http]", "family=race"], ["task=audit", "family=prefix"]):
         with ConfigTree() as tree:
             cfg = application_config(tree.compose(arguments), "run")
         tree = Run.of(cfg).tree()

@@ -6,7 +6,7 @@ import pytest
 from nano import load_nano
 from sigmas import shifted_sigmas, uniform_sigmas
 
-from solrl_lightning.build import build_objective, levels_of
+from solrl_lightning.build import build_objective, stages_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.rollout.stage import evaluations, level_of, step_at
@@ -33,16 +33,13 @@ def test_a_step_is_named_by_a_short_level_that_leads_back_to_it() -> None:
 def test_equal_levels_are_other_steps_of_another_schedule(compose: Compose, folder_of: Callable[[str], str]) -> None:
     prefix = compose("family=prefix", "family.explore.stop_after=null", "family.explore.stop_below=0.7")
     race = compose("family=race", "family.explore.rungs=[{below:0.9,keep:48},{step:8,keep:24}]")
-    levels = "{sampler:shadow,steps:6,stop_below:0.9},{sampler:merged,steps:10,stop_below:0.5}"
-    adaptive = compose("family=adaptive", f"family.levels=[{levels}]", "family.start=0")
-    for architecture, stops in {"flux1": (4, 2, [2, 6]), "sd3": (7, 4, [3, 8])}.items():
+    for architecture, stops in {"flux1": (4, 2), "sd3": (7, 4)}.items():
         sigmas = load_nano(architecture, folder_of(architecture), weights="random", device="meta").sigmas
-        (stopped, last), *_ = levels_of(prefix, build_objective(prefix), sigmas)
+        stopped, last = stages_of(prefix, build_objective(prefix), sigmas)
         assert (stopped.stop_step, last.stop_step) == (stops[0], None) and stopped.continues_in(last)
         assert evaluations([stopped, last], 96) == [96 * stops[0], 24 * (10 - stops[0])]
-        ((first, second, _),) = levels_of(race, build_objective(race), sigmas)
+        first, second, _ = stages_of(race, build_objective(race), sigmas)
         assert [(first.stop_step, first.keep), (second.stop_step, second.keep)] == [(stops[1], 48), (8, 24)]
-        assert [stages[0].stop_step for stages in levels_of(adaptive, build_objective(adaptive), sigmas)] == stops[2]
 
 
 @pytest.mark.parametrize(
@@ -64,14 +61,10 @@ def test_equal_levels_are_other_steps_of_another_schedule(compose: Compose, fold
             "family=sol_rl +family.explore.stop_below=0.5 family.explore.steps=2",
             "it stops at step 2 of 2, and must stop after step 1 and before step 2. Raise family.explore.steps.",
         ),
-        (
-            "family=adaptive family.levels=[{sampler:shadow,steps:4,stop_below:0.2}] family.start=0",
-            "family.levels.0.sto",
-        ),
     ],
 )
 def test_a_level_that_is_no_early_stop_is_an_error(compose: Compose, arguments: str, message: str) -> None:
     cfg = compose(*arguments.split())
     with pytest.raises(UserError) as error:
-        levels_of(cfg, build_objective(cfg), uniform_sigmas)
+        stages_of(cfg, build_objective(cfg), uniform_sigmas)
     assert message in str(error.value) and "\n" not in str(error.value)

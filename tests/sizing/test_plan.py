@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from solrl_lightning.build import build_objective, levels_of, lora_config
+from solrl_lightning.build import build_objective, lora_config, stages_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan
@@ -240,7 +240,7 @@ def test_evaluations_per_prompt(compose: Compose) -> None:
     baselines = {"diffusionnft": [240], "naive_scaling": [960], "compile": [960], "naive_quant": [960]}
     for name, counts in (baselines | {"sol_rl": [384, 240], "prefix": [384, 144], "race": [288, 96, 120]}).items():
         cfg = compose(f"family={name}")
-        assert evaluations(levels_of(cfg, build_objective(cfg), uniform_sigmas)[-1], cfg.family.pool) == counts
+        assert evaluations(stages_of(cfg, build_objective(cfg), uniform_sigmas), cfg.family.pool) == counts
 
 
 def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[..., Any], tmp_path: Path) -> None:

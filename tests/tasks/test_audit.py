@@ -15,7 +15,7 @@ from matplotlib.text import Annotation
 from PIL import Image
 from sigmas import uniform_sigmas
 
-from solrl_lightning.build import build_objective, levels_of
+from solrl_lightning.build import build_objective, stages_of
 from solrl_lightning.metrics.rank import reward_gap
 from solrl_lightning.options.family import Explorer
 from solrl_lightning.options.run import Run
@@ -85,7 +85,7 @@ def test_search_gives_the_numbers_of_the_proxies_that_it_names(
         enough = [other for other in result["search"] if other["gap_kept"] >= 0.05 and other["family"] == row["family"]]
         assert row == enough[0] and f"{row['name']}" in out and row["command"] in out
         run = compose(*shlex.split(row["command"])[3:])
-        (stages,) = levels_of(run, build_objective(run), uniform_sigmas)
+        stages = stages_of(run, build_objective(run), uniform_sigmas)
         assert run.family.pool == 8 and sum(evaluations(stages, 8)) == row["evaluations"]
         assert [stage.keep for stage in stages[:-1]] == row["keep"]
 
@@ -161,7 +161,7 @@ def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, pro
     run = compose(*arguments)
     assert program == "solrl_lightning" and f"family={family}" in arguments
     explored = [stage._replace(name="explore") for stage in stages[:-1]]
-    assert levels_of(run, build_objective(run), uniform_sigmas) == [explored + stages[-1:]]
+    assert stages_of(run, build_objective(run), uniform_sigmas) == explored + stages[-1:]
     named = explorer.precision or "nvfp4" if stages[0].sampler == "shadow" else "auto"
     assert (run.family.pool, run.family.keep, run.precision.name) == (96, 24, named)
     assert (run.family.compile, run.trainer["deterministic"], run.prompts_per_iteration) == (False, True, 3)

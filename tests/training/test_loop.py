@@ -21,9 +21,7 @@ from torch import Tensor
 
 from solrl_lightning.build import build_loop, build_module, build_objective, samplers_of
 from solrl_lightning.callbacks import ema
-from solrl_lightning.callbacks.adaptive_exploration import AdaptiveExploration, Rule
 from solrl_lightning.callbacks.ema import WeightEMA
-from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.data.loaders import RankPrompts
@@ -40,7 +38,7 @@ from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards, gdpo
 from solrl_lightning.rollout.records import Candidates, Rollouts, TrainingBatch
 from solrl_lightning.rollout.select import select_contrastive
-from solrl_lightning.rollout.stage import Stage, evaluations
+from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import SolRLModule
 
@@ -738,38 +736,6 @@ def test_resume_is_bit_exact_from_a_checkpoint_taken(save: str, straight: Straig
     rows, expected = run.module.evaluation.history, straight.run.module.evaluation.history
     for name in ("iteration", "evaluations", "samples", "shapes"):
         assert [row[name] for row in rows[-2:]] == [row[name] for row in expected[-2:]]
-
-
-LEVELS = (
-    "family=adaptive",
-    "family.levels=[{sampler:merged,steps:3,stop_after:1},{sampler:shadow,steps:2},{sampler:merged,steps:3,stop_after:2}]",
-)
-
-
-def make_adaptive(folder: Path, callbacks: tuple[Callback, ...] = (), max_epochs: int = 3) -> Run:
-    """Every probe moves: at most this correlation up, above it down."""
-    adaptive = AdaptiveExploration(1, Rule(threshold=0.85, margin=0.0, patience=1))
-    callbacks = (RankCorrelation(probe_every=1), adaptive, *callbacks)
-    return make(folder, *LEVELS, callbacks=callbacks, max_epochs=max_epochs)
-
-
-@pytest.fixture(scope="module")
-def adapted(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = fit(make_adaptive(tmp_path_factory.mktemp("adapted")))
-    assert len({stages[0] for stages in run.recorder.stages}) > 1
-    each = [2 * (sum(evaluations(stages, 5)) + 3 * 3) for stages in run.recorder.stages]
-    assert run.loop.cost()["evaluations"] == sum(each)
-    return run
-
-
-@pytest.mark.filterwarnings(IGNORED)
-@pytest.mark.parametrize("save", ["at the end of an iteration", "between two micro-batches"])
-def test_adaptive_exploration_resumes_exactly(save: str, adapted: Run, tmp_path: Path) -> None:
-    checkpoint = checkpoint_of(make_adaptive, tmp_path, save, 3)
-    run = fit(make_adaptive(tmp_path), checkpoint)
-    assert run.recorder.stages == adapted.recorder.stages[1:]
-    assert run.loop.cost()["evaluations"] == adapted.loop.cost()["evaluations"]
-    assert torch.equal(weights(run.module), weights(adapted.module))
 
 
 def test_checkpoint_holds_adapters_only(finished: tuple[Run, Path]) -> None:
