@@ -127,6 +127,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         ("the first optimiser step ends the run", "if last and self.trainer", "if self.trainer", SECONDS),
         (
+            "weights of an earlier iteration are sampled",
+            "sampler.version != self.iterations_done",
+            "sampler.version is None",
+            f"{LOOP}::test_roll_out_with_weights_of_another_iteration_is_an_error",
+        ),
+        (
             "learning rate of optimiser steps",
             "self._steps_taken % steps) / steps",
             "self._steps_taken % steps)",

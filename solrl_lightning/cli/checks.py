@@ -3,10 +3,11 @@
 Each raises UserError for the first thing that a run would lack.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from solrl_lightning.artifacts.finished_runs import finished_runs
 from solrl_lightning.cli.config import without_hydra
@@ -21,16 +22,33 @@ from solrl_lightning.options.trainer import Trainer
 from solrl_lightning.rewards.addresses import check_served, check_server, read_token
 from solrl_lightning.rewards.geneval_metadata import check_metadata
 
+_TRAIN = "solrl_lightning.tasks.train.train"
+_NEEDED_CALLBACKS = ("requantize", "checkpoint", "export", "summary")
 LORA_FILE = "pytorch_lora_weights.safetensors"  # of diffusers' save_lora_weights
 
 
 def options_of(cfg: DictConfig, run_dir: str) -> Run:
     """The options of a composed configuration. UserError for the first that is missing, unknown or invalid."""
+    check_callbacks(cfg)  # first: what an experiment sets of a callback that is left out has no class
     with without_hydra(cfg, run_dir) as application:
         options = Run.of(application)
     check_overrides(options, cfg.hydra.overrides.task)
     check_paths(options)
     return options
+
+
+def check_callbacks(cfg: DictConfig) -> None:
+    """UserError for training without the callbacks that requantise and write the results."""
+    missing = [name for name in _NEEDED_CALLBACKS if OmegaConf.select(cfg, f"callbacks.{name}") is None]
+    if not missing or cfg.task.get("_target_") != _TRAIN:  # a task of the user's own has callbacks of its own
+        return
+    key = re.compile(rf"[~+]*callbacks(\.({'|'.join(missing)}))?(=|$)")
+    culprits = " ".join(filter(key.match, cfg.hydra.overrides.task)) or "callbacks in a file of your own"
+    raise UserError(
+        f"{culprits} is invalid: training needs the callbacks {', '.join(_NEEDED_CALLBACKS)}, and this leaves out "
+        f"{', '.join(missing)}. Add callbacks with callbacks=[default,<name>], remove another one with "
+        "~callbacks.<name>."
+    )
 
 
 def check_overrides(options: Run, overrides: Sequence[str]) -> None:

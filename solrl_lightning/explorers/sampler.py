@@ -279,7 +279,7 @@ class RemoteSampler:
     ) -> None:
         self.policy, self.batch_size, self.name, self.fleet, self.metadata = policy, batch_size, name, fleet, metadata
         self.precision = precision
-        self.version: int | None = 0
+        self.version: int | None = None
         self.lags: list[int] = []
         """Of the chunks since the last `sync`: iterations by which their weights were older."""
         self._ahead: dict[bytes, list[Task]] = {}  # by the seeds

@@ -14,7 +14,7 @@ Only this file and ``termination.py`` use Lightning's private names; ``tests/tra
 them.
 
 1. ``trainer.fit_loop`` is replaced before ``fit``. The rollout runs at the start of the epoch, after
-   ``on_train_epoch_start`` (which synchronises the replicas) and before the first micro-batch is fetched.
+   ``on_train_epoch_start`` (which synchronises the samplers) and before the first micro-batch is fetched.
 2. Prompts and seeds are functions of (seed, iteration), so a resume needs only the iteration. An interrupted iteration
    is repeated from its start.
 """
@@ -148,8 +148,18 @@ class ExploreTrainLoop(_FitLoop):
             super().advance()
 
     def roll_out(self) -> MicroBatches:
-        """Explore, select and regenerate on this rank's prompts, and return the training rows."""
-        iteration = self.trainer.current_epoch
+        """Explore, select and regenerate on this rank's prompts, and return the training rows.
+
+        Raises:
+            UserError: a sampler has other weights than those of this iteration's old policy.
+        """
+        transformers, iteration = self._module.transformers, self.trainer.current_epoch
+        for name, sampler in (*transformers.samplers.items(), *transformers.explorers.items()):
+            if sampler.version != self.iterations_done:
+                raise UserError(
+                    f"callbacks.requantize is invalid: after {self.iterations_done} iterations the sampler {name} has "
+                    f"the weights of {sampler.version}. Use solrl_lightning.callbacks.requantize.Requantize."
+                )
         texts = self._texts(iteration)
         seeds = pool_seeds(self.seed, iteration, texts, self.pool)
         with self.stopwatch.stage(self.stages[0].name):

@@ -21,7 +21,7 @@ class Sampler(Protocol):
     policy: PipelineAdapter
     batch_size: BatchSize
     version: int | None
-    """That of the last `sync`."""
+    """Version passed to the last `sync`; None before it, or if the weights are not the old policy's."""
 
     def sample(self, prompts: EncodedPrompts, seeds: Tensor, spec: SamplingSpec) -> Generator[Chunk, None, None]:
         """Yield the sampled chunks of seeds [P, N]; who stops before the last one closes the generator."""
@@ -49,7 +49,7 @@ class PolicySampler:
         batch_size: BatchSize,
     ) -> None:
         self.policy, self.batch_size = policy, batch_size
-        self.version: int | None = 0
+        self.version: int | None = None
         self._old = old
         self._state: State | None = None
 
@@ -82,7 +82,7 @@ class ReplicaSampler:
     ) -> None:
         self.policy, self.transformer, self.batch_size = policy, transformer, batch_size
         self._write = write
-        self.version: int | None = 0
+        self.version: int | None = None
 
     def sample(self, prompts: EncodedPrompts, seeds: Tensor, spec: SamplingSpec) -> Generator[Chunk, None, None]:
         """Yield the sampled chunks of seeds [P, N]."""

@@ -83,6 +83,10 @@ def test_lora_files_have_permissions_of_folder(tmp_path: Path) -> None:
     assert (tmp_path / "lora" / "weights.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
+NO_CHECKPOINT, NO_EXPORT = (
+    "callbacks.checkpoint.every_n_epochs=9",
+    "callbacks.export._target_=lightning.pytorch.Callback",
+)
 LONG_SUMMARY = f"+callbacks.summary.hparams.note={'n' * 2**14}"
 
 
@@ -101,10 +105,10 @@ class FillDisk(Callback):
     ("file", "size", "arguments"),
     [
         ("checkpoints/last.ckpt", 2**20, []),
-        ("samples/grid_000002.png", 2**14, ["~callbacks.checkpoint", "~logger", "callbacks.sample_grid.every=1"]),
-        ("lora", 2**20, ["~callbacks.checkpoint"]),
+        ("samples/grid_000002.png", 2**14, [NO_CHECKPOINT, "~logger", "callbacks.sample_grid.every=1"]),
+        ("lora", 2**20, [NO_CHECKPOINT]),
         # Without a logger, as TensorBoard's thread would write after the test, when the folder is gone.
-        ("summary.json", 2**14, ["~callbacks.checkpoint", "~callbacks.export", "~logger", LONG_SUMMARY]),
+        ("summary.json", 2**14, [NO_CHECKPOINT, NO_EXPORT, "~logger", LONG_SUMMARY]),
     ],
 )
 def test_full_disk_ends_run_with_one_line_and_no_partial_file(

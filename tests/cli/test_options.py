@@ -59,8 +59,12 @@ callbacks.guard.limits=null      | it must be a group of keys
 explorers.urls=[here]            | explorers.urls.0=here is invalid: it must begin with http:// or https://
 explorers.urls=["http://a:1","http://a:1"] | an address stands there twice. Name each once.
 explorers.urls=["http://a:1"] family=diffusionnft | this family does not explore. Leave explorers out.
-explorers.urls=["http://a:1"] trainer=fsdp family=prefix ~callbacks | trainer=fsdp explores with its own ranks
+explorers.urls=["http://a:1"] trainer=fsdp family=prefix ~callbacks.sample_grid | trainer=fsdp explores
 explorers.max_lag=1              | only explorers elsewhere lag behind. Set explorers.urls
+~callbacks                       | ~callbacks is invalid: training needs the callbacks requant
+experiment=smoke ~callbacks      | ~callbacks is invalid: training needs the callbacks requant
+~callbacks.requantize            | ~callbacks.requantize is invalid: training needs
+callbacks.summary=null ~callbacks.export | callbacks.summary=null ~callbacks.export is invalid: training needs
 callbacks.guard=5                | it must be a group of keys
 callbacks.best.monitor=nothing   | it must be one of the run's rewards, shapes, or null
 data.column=5                    | it must be a text; a number needs quotes
@@ -161,8 +165,9 @@ def test_error_of_a_wrong_value_states_its_rule(line: str) -> None:
         "trainer.precision=32 +trainer.max_steps=3 +trainer.deterministic=true trainer.gradient_clip_val=null",
         "~trainer.precision ~trainer.strategy +trainer.accumulate_grad_batches=1 +trainer.limit_train_batches=1.0",
         "trainer.strategy={_target_:lightning.pytorch.strategies.DDPStrategy} trainer.devices=auto",
-        "~callbacks ~logger",
-        "~callbacks.checkpoint callbacks.guard.limits.kl=null callbacks.sample_grid=null",
+        "task=evaluate ~callbacks ~logger",
+        "task._target_=mine.task ~callbacks",
+        "~callbacks.best callbacks.guard.limits.kl=null callbacks.sample_grid=null",
         "+callbacks.mine={_target_:mine.Mine,every:x} +optimizer.amsgrad=true +objective.more=1",
         "family.pool=7 family.keep=7 optimizer.lr=1",
         "family=sol_rl +family.explore.rungs=[{step:3,keep:48},{step:4,keep:24}] ~family.explore.solver",
@@ -173,6 +178,11 @@ def test_error_of_a_wrong_value_states_its_rule(line: str) -> None:
 )
 def test_other_values_are_left_to_the_user(compose: Compose, arguments: str) -> None:
     compose(*arguments.split())
+
+
+@pytest.mark.parametrize("words", ["early_stopping", "[default,early_stopping]"])
+def test_early_stopping_is_added_to_the_default_callbacks(compose: Compose, words: str) -> None:
+    assert list(compose(f"callbacks={words}").callbacks) == [*compose().callbacks, "early_stopping"]
 
 
 def test_values_keep_their_types(compose: Compose) -> None:

@@ -142,6 +142,25 @@ def fit(run: Run, ckpt: Path | None = None) -> Run:
     return run
 
 
+class RequantizeBefore(Requantize):
+    """Requantises before the iterations below ``end`` only."""
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        if trainer.current_epoch < self.end:
+            super().on_train_epoch_start(trainer, pl_module)
+
+
+@pytest.mark.parametrize(("end", "weights"), [(0, "None"), (1, "0")])
+def test_roll_out_with_weights_of_another_iteration_is_an_error(tmp_path: Path, end: int, weights: str) -> None:
+    run = make(tmp_path, "family=diffusionnft", max_epochs=2)
+    run.trainer.callbacks[0] = RequantizeBefore(end)
+    with pytest.raises(UserError, match=f"after {end} iterations the sampler merged has the weights of {weights}"):
+        fit(run)
+
+
 def train(folder: Path, *overrides: str, ckpt: Path | None = None, max_epochs: int = 1, **options: Any) -> Run:
     return fit(make(folder, *overrides, max_epochs=max_epochs, **options), ckpt)
 
