@@ -4,7 +4,7 @@ A mistake is reported in one message without a traceback, before a model library
 written.
 """
 
-from solrl_lightning.machine import interrupts, threads  # first: they act while the others are loaded
+from solrl_lightning.machine import allocator, interrupts, threads  # first: they act while the others are loaded
 
 # isort: split
 import logging
@@ -107,6 +107,7 @@ def run(cfg: DictConfig) -> Any:
         if sweeps:
             silence_libraries()  # a launcher may have started this process
             threads.configure(ranks_here())
+            allocator.configure()
         from solrl_lightning.options.run import Run
 
         options = Run.of(cfg)  # whose values a sweeper may have chosen
@@ -194,6 +195,7 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
 
 def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[list[str], dict[Path, bool]]:
     notes = threads.configure(ranks_here())  # before torch is loaded: ranks of torchrun agree on a folder by its store
+    allocator.configure()
     for override in tree.parse(flags.overrides):
         sources = override.value()
         if override.key_or_group == "hydra.searchpath" and isinstance(sources, list):

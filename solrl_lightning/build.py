@@ -1,7 +1,6 @@
 """From a composed configuration to objects. Only this file and the tasks read ``cfg``; all else takes arguments."""
 
 import logging
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -39,6 +38,7 @@ from solrl_lightning.objectives.base import Objective
 from solrl_lightning.options.family import Explorer
 from solrl_lightning.options.rules import written
 from solrl_lightning.options.run import Run
+from solrl_lightning.options.trainer import named_devices
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.addresses import read_token
@@ -58,12 +58,12 @@ from solrl_lightning.training.transformers import AdaptedTransformer, TrainedTra
 log = logging.getLogger(__name__)
 
 NO_REWARDS = WeightedRewards({}, {})
-ALLOCATOR_VARIABLES = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 def device_of(cfg: Run) -> torch.device:
     """Where a task without training runs: the first device that the trainer would use."""
-    options = dict(logger=False, devices=1, strategy="auto", enable_checkpointing=False)
+    devices = named_devices(cfg.trainer)[:1] or 1
+    options = dict(logger=False, devices=devices, strategy="auto", enable_checkpointing=False)
     return instantiate_trainer(cfg, **options).strategy.root_device
 
 
@@ -86,6 +86,8 @@ def instantiate_trainer(cfg: Run, **options: Any) -> Trainer:
             f"trainer.strategy={cfg.trainer.get('strategy')} is invalid: every rank holds the whole policy, so it must "
             "be a DDPStrategy or a SingleDeviceStrategy. Use trainer.strategy=ddp."
         )
+    if isinstance(trainer.strategy, DDPStrategy):  # otherwise its buckets are a second copy of the gradients
+        trainer.strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)
     ranks = getattr(trainer.strategy, "cluster_environment", None)
     if ranks is None or not ranks.creates_processes_externally:
         divide_threads(trainer.num_devices)
@@ -235,12 +237,8 @@ def prepare_device(device: torch.device) -> None:
        sets it only when a run starts.
     2. No cuDNN attention on compute capability 10.x, where its backward pass fails (so does the published code).
     3. TF32 for the products that stay in float32: rewards, autoencoder, merged weights.
-    4. Expandable segments, unless the environment configures the allocator, which reads it at its first use: text
-       encoders come and go beside other sizes, and free memory of one size cannot serve another otherwise.
     """
     if device.type == "cuda":
-        if not ALLOCATOR_VARIABLES & os.environ.keys():
-            os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
         torch.cuda.set_device(device)
         torch.backends.cuda.enable_cudnn_sdp(torch.cuda.get_device_capability(device)[0] != 10)
         torch.set_float32_matmul_precision("high")

@@ -17,6 +17,7 @@ from sigmas import uniform_sigmas
 from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import build
+from solrl_lightning.__main__ import prepare
 from solrl_lightning.artifacts.loggers import has_wandb_key
 from solrl_lightning.build import (
     build_loop,
@@ -24,12 +25,14 @@ from solrl_lightning.build import (
     build_module,
     build_rewards,
     build_trainer,
+    device_of,
     instantiate_trainer,
     prepare_device,
     samplers_of,
 )
-from solrl_lightning.cli.checks import check_machine
+from solrl_lightning.cli.checks import check_machine, devices_of
 from solrl_lightning.errors import UserError
+from solrl_lightning.machine import allocator
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.options.run import Run
 from solrl_lightning.tasks.train import train
@@ -147,9 +150,6 @@ def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
     compose: Compose, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cudnn: bool
 ) -> None:
     calls: list[object] = []
-    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")  # restored at the end
-    monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: calls.append(("cudnn", enabled)))
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: calls.append(precision))
@@ -166,12 +166,64 @@ def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
             make(compose(), device, [])
         assert calls == [device, ("cudnn", cudnn), "high", "made"]
         calls.clear()
-    assert os.environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"
     prepare_device(CPU)
-    assert calls == [] and "PYTORCH_ALLOC_CONF" not in os.environ
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    prepare_device(device)
-    assert "PYTORCH_ALLOC_CONF" not in os.environ
+    assert calls == []
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine whose last GPU is the only one with FP8 units."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index == 3 else (8, 0))
+
+
+@pytest.mark.parametrize(
+    ("configured", "expected"), [(None, "expandable_segments:True"), ("max_split_size_mb:64", None)]
+)
+def test_the_allocator_is_configured_before_the_first_call_of_cuda(
+    four_gpus: None, monkeypatch: pytest.MonkeyPatch, configured: str | None, expected: str | None
+) -> None:
+    at_first_call: list[str | None] = []
+
+    def capability(device: torch.device) -> tuple[int, int]:
+        at_first_call.append(os.environ.get("PYTORCH_ALLOC_CONF"))
+        raise KeyboardInterrupt
+
+    for variable in allocator.VARIABLES:
+        monkeypatch.setenv(variable, "")  # restored at the end
+        monkeypatch.delenv(variable)
+    if configured:
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", configured)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    with pytest.raises(KeyboardInterrupt):
+        prepare(["trainer=gpu"])
+    assert at_first_call == [expected]
+
+
+@pytest.mark.parametrize(
+    ("devices", "index", "count"), [("[3]", 3, 1), ("'3,'", 3, 1), ("[3,1]", 3, 2), ("'3,1'", 3, 2), ("2", 0, 2)]
+)
+def test_tasks_and_checks_take_the_devices_that_the_user_names(
+    four_gpus: None, compose: Compose, monkeypatch: pytest.MonkeyPatch, devices: str, index: int, count: int
+) -> None:
+    cfg = compose(f"trainer.devices={devices}", "precision=fp8", "precision.backend=torch")
+    assert device_of(cfg) == torch.device("cuda", index) and devices_of(cfg.trainer) == count
+    if index == 3:
+        check_machine(cfg)
+    else:
+        with pytest.raises(UserError, match="compute capability 8.9 or higher"):
+            check_machine(cfg)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(UserError, match=r"trainer.devices=.* is invalid: torch finds 1 GPUs"):
+        check_machine(compose("trainer.accelerator=cuda", f"trainer.devices={devices}"))
+
+
+@pytest.mark.parametrize("trainer", ["auto", "ddp"])
+def test_ddp_keeps_one_copy_of_the_gradients(compose: Compose, trainer: str) -> None:
+    arguments = f"trainer={trainer}", "trainer.accelerator=cpu", "trainer.devices=2"
+    assert instantiate_trainer(compose(*arguments)).strategy._ddp_kwargs["gradient_as_bucket_view"]  # type: ignore[attr-defined]
 
 
 def test_weights_and_combination_reach_the_rewards(compose: Compose) -> None:
@@ -215,7 +267,7 @@ def test_what_was_left_out_of_the_prompts_is_logged_once(
     ]
 
 
-def test_a_run_makes_its_objective_once(
+def test_a_run_makes_its_objective_once_and_leaves_its_weights_where_they_are(
     compose: Compose, pipeline: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objectives: list[NFT] = []
@@ -225,7 +277,11 @@ def test_a_run_makes_its_objective_once(
         objectives.append(self)
         init(self, *args, **kwargs)
 
+    def moved(self: torch.nn.Module) -> None:
+        raise AssertionError("Lightning moves the model to the CPU")
+
     monkeypatch.setattr(NFT, "__init__", recorded)
+    monkeypatch.setattr(torch.nn.Module, "cpu", moved)
     short = f"model.pretrained={pipeline} model.max_sequence_length={MAX_WORDS} trainer=cpu iterations=1 ~logger "
     short += "prompts_per_iteration=1 data.eval_prompts=1 callbacks.sample_grid.every=0"
     train(compose("experiment=smoke", *short.split(), f"hydra.run.dir={tmp_path}"))

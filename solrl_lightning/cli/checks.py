@@ -18,7 +18,7 @@ from solrl_lightning.facts import check_shares, prompt_sets, requested_prompts, 
 from solrl_lightning.options.reward import GENEVAL, HTTP, REWARD_FILES, VLM
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Compare, Explore, Export, Generate, Serve
-from solrl_lightning.options.trainer import Trainer
+from solrl_lightning.options.trainer import Trainer, named_devices
 from solrl_lightning.rewards.addresses import check_served, check_server, read_token
 from solrl_lightning.rewards.geneval_metadata import check_metadata
 
@@ -153,7 +153,7 @@ def devices_of(trainer: Trainer) -> int:
     devices = trainer.get("devices", "auto")
     if str(devices) in ("auto", "-1"):
         return max(1, torch.cuda.device_count() if trainer.get("accelerator") != "cpu" else 1)
-    return max(1, len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdigit() else 1)
+    return len(named_devices(trainer)) or int(devices)
 
 
 def check_machine(options: Run) -> None:
@@ -166,7 +166,9 @@ def check_machine(options: Run) -> None:
 
     accelerator, devices = options.trainer.get("accelerator"), options.trainer.get("devices")
     on_gpus = accelerator == "cuda" or (accelerator == "gpu" and not torch.backends.mps.is_available())
-    if options.uses_model and on_gpus and devices_of(options.trainer) > torch.cuda.device_count():
+    indices = named_devices(options.trainer)
+    needed = max(indices) + 1 if indices else devices_of(options.trainer)
+    if options.uses_model and on_gpus and needed > torch.cuda.device_count():
         raise UserError(
             f"trainer.accelerator={accelerator} trainer.devices={devices} is invalid: torch finds "
             f"{torch.cuda.device_count()} GPUs on this machine. Use trainer=auto."
@@ -174,7 +176,7 @@ def check_machine(options: Run) -> None:
     samples = not {"train", "eval"}.isdisjoint(options.task.reads) or isinstance(options.task, Explore)
     if samples and not options.explores_elsewhere:
         gpu = accelerator != "cpu" and torch.cuda.is_available()
-        device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+        device = torch.device("cuda", indices[0] if indices else 0) if gpu else torch.device("cpu")
         resolve(options.precision.name, options.precision.backend, device)
     if options.uses_model:
         check_storage(options.base_weights)

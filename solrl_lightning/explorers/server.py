@@ -62,6 +62,8 @@ class Explorer:
             UnknownWeights: the run must push the weights first.
         """
         module, device = self.module, self.module.policy.device
+        if device.type == "cuda":  # this thread's current device is the first one
+            torch.cuda.set_device(device)
         weights, request = messages.unpack_request(message, device)
         if weights not in self._weights:
             raise UnknownWeights(weights)

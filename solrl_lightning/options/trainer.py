@@ -60,6 +60,14 @@ class Trainer(TypedDict, total=False):
     """All of them."""
 
 
+def named_devices(trainer: Trainer) -> list[int]:
+    """The indices of the devices that ``trainer.devices`` names; empty where it is a number or auto."""
+    devices: Any = trainer.get("devices")
+    if isinstance(devices, str) and "," in devices:  # Lightning's form of a list
+        return [int(index) for index in devices.split(",") if index]
+    return list(devices) if isinstance(devices, list) else []
+
+
 def is_sharded(trainer: Trainer) -> bool:
     """Whether the ranks share the weights, as with trainer=fsdp."""
     strategy: Any = trainer.get("strategy")

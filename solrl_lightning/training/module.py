@@ -19,6 +19,7 @@ from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Self
 
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.frames import filmstrip
@@ -81,6 +82,10 @@ class SolRLModule(LightningModule):
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, frozen)
         on_gpu = policy.device.type == "cuda"
         self.scoring_worker = partial(background_worker, policy.device) if on_gpu else inline_worker
+
+    def cpu(self) -> Self:
+        """Return self, where it is: Lightning would move the weights to the CPU after ``validate``, and back."""
+        return self
 
     # Rollouts
 
