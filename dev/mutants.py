@@ -72,6 +72,7 @@ LOSSES, NFT = "tests/objectives/test_losses.py", "tests/objectives/test_nft.py"
 ARCHITECTURES = "tests/policies/test_architectures.py"
 EDIT = "tests/policies/test_qwen_image_edit.py"
 INPUTS = "tests/data/test_input_images.py"
+BUILD, EMBEDDINGS = "tests/test_build.py", "tests/policies/test_embeddings.py"
 COMPILATION, COMPILED = "tests/policies/test_compilation.py", "tests/training/test_compiled_runs.py"
 BASE_WEIGHTS = "tests/policies/test_base_weights.py"
 AESTHETIC, GENEVAL, HTTP = (f"tests/rewards/test_{name}.py" for name in ("aesthetic", "geneval", "http"))
@@ -338,6 +339,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("levels rounded to the nearest", "math.ceil(sigma * 10**n - 1e-4)", "round(sigma * 10**n)", NOISE),
     ],
     "solrl_lightning/build.py": [
+        ("tasks on the first GPU", "named_devices(cfg.trainer)[:1] or 1", "1", BUILD),
+        ("gradients twice", '.setdefault("gradient_as_bucket_view", True)', '.get("")', BUILD),
         ("early stop at the last step", "level is not None and step == steps", "level is not None and False", NOISE),
         ("two rungs at one step", "(step <= before or", "(step < before or", NOISE),
     ],
@@ -418,8 +421,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ("rare reference of the same weight", "self.kl_weight * self.reference_every if", "self.kl_weight if", NFT),
         ("one noise for all timesteps", "training_noise(seeds, steps,", "training_noise(seeds, 0 * steps,", ROWS),
     ],
+    "solrl_lightning/machine/memory.py": [
+        ("encoders are copied back", " tensor.data = data\n", " tensor.data = data.clone()\n", EMBEDDINGS),
+    ],
     "solrl_lightning/policies/compilation.py": [
         ("8 variants of a block", "max(config.recompile_limit, _MOST_VARIANTS)", "config.recompile_limit", COMPILED),
+        ("DDP splits a block", "config.optimize_ddp = False", "config.optimize_ddp = True", COMPILATION),
         ("a GPU needs no headers", '(Path(headers) / "Python.h").is_file()', "True", COMPILATION),
         ("a GPU calls g++", '["gcc", "clang"]', '["g++", "clang++"]', COMPILATION),
     ],
@@ -581,7 +588,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("weights of an evaluation stay", "parameter.data = former[name]", "pass", LORA),
         ("alpha of a file for its share of the rank", "(alpha / tensors[name].shape[1])", "alpha", LORA),
         ("branch with the LoRA's scale left out", " * layer.scaling[TRAINED]\n", "\n", LOW_RANK),
-        ("old policy trains", "inference_mode=adapter != TRAINED", "inference_mode=False", LORA),
+        ("old policy trains", "inference_mode=not requires_gradients", "inference_mode=False", LORA),
+        ("unused adapters train again", " and layer.is_trained", "", PIPELINES),
     ],
     "solrl_lightning/policies/guidance.py": [
         ("unconditional velocity trained", "with torch.no_grad():", "with torch.enable_grad():", GUIDANCE),
@@ -591,6 +599,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("latents without variance", "x * std + mean", "x + mean", ARCHITECTURES),
     ],
     "solrl_lightning/policies/qwen_image.py": [
+        ("the last block's text is trained", 'f"transformer_blocks.{len(', 'f"other_blocks.{len(', PIPELINES),
         ("norm of the guided velocity", "combined.norm(dim=-1", "combined.norm(dim=1", ARCHITECTURES),
         ("padding unmasked", "F.pad(mask, (0, missing))", "F.pad(mask, (0, missing), value=True)", ARCHITECTURES),
     ],

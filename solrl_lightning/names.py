@@ -26,7 +26,7 @@ AUTO = "auto"
 """The precision that is chosen for the hardware, by ``quantization.choose_precision``; and the fastest backend."""
 
 BACKENDS = {
-    "nvfp4": ("auto", "transformer_engine", "torch", "emulated"),
+    "nvfp4": ("auto", "torch", "transformer_engine", "emulated"),
     "fp8": ("auto", "torch", "emulated"),
     "int8": ("auto", "torch", "emulated"),
     "int4": ("auto", "cache_dit", "emulated"),

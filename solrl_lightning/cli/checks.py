@@ -153,7 +153,7 @@ def devices_of(trainer: Trainer) -> int:
     devices = trainer.get("devices", "auto")
     if str(devices) in ("auto", "-1"):
         return max(1, torch.cuda.device_count() if trainer.get("accelerator") != "cpu" else 1)
-    return len(named_devices(trainer)) or int(devices)
+    return len(named_devices(trainer)) or int(str(devices))
 
 
 def check_machine(options: Run) -> None:

@@ -2,10 +2,12 @@
 
 import resource
 import sys
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
 T = TypeVar("T")
 
@@ -21,6 +23,27 @@ def retry_with_empty_cache(work: Callable[[], T]) -> T:
         pass  # the exception's traceback keeps the failed call's tensors alive inside the handler
     torch.cuda.empty_cache()
     return work()
+
+
+@contextmanager
+def visiting(modules: Sequence[nn.Module], device: torch.device) -> Iterator[None]:
+    """Have the modules, whose weights do not change, on ``device``; afterwards they get their former tensors again.
+
+    ``module.to`` would copy the weights back.
+    """
+    parts = [part for module in modules for part in module.modules()]
+    owners: list[dict[str, Any]] = [owner for part in parts for owner in (part._parameters, part._buffers)]
+    former = [
+        (owner, name, tensor, tensor.data) for owner in owners for name, tensor in owner.items() if tensor is not None
+    ]
+    try:
+        for module in modules:
+            module.to(device)
+        yield
+    finally:
+        for owner, name, tensor, data in former:
+            tensor.data = data
+            owner[name] = tensor
 
 
 def peak_memory(device: torch.device) -> tuple[int, int | None]:

@@ -82,6 +82,7 @@ def compile_blocks(
         from solrl_lightning.policies.logistic_gelu import use_logistic_gelu  # imports diffusers
 
         use_logistic_gelu(transformer)
+    config.optimize_ddp = False  # it splits blocks to reduce gradients early, which an iteration does once, at its end
     config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)  # 8 by default; of this thread in torch 2.15
     for block in blocks_of(transformer):
         block.compile(fullgraph=fullgraph, dynamic=False, backend=backend)

@@ -8,7 +8,7 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict
             transformer.add_adapter(config, adapter_name=name)
     layers = {name: module for name, module in transformer.named_modules() if isinstance(module, LoraLayer)}
     for layer in layers.values():
+        layer.is_trained = True
         for weights in (layer.lora_A, layer.lora_B):
             weights.float()
         if isinstance(layer, PeftLinear):
@@ -286,6 +287,14 @@ def with_weights(layers: dict[str, LoraLayer], adapter: str, state: State) -> It
             parameter.data = former[name]
 
 
+def freeze_adapters(layers: dict[str, LoraLayer], names: Iterable[str]) -> None:
+    """Do not train the adapters of these layers, where they have any."""
+    for name in layers.keys() & set(names):
+        layers[name].is_trained = False
+    _activate(layers, TRAINED)
+
+
 def _activate(layers: dict[str, LoraLayer], adapter: str) -> None:
     for layer in layers.values():
-        layer.set_adapter(adapter, inference_mode=adapter != TRAINED)  # only "default" ever requires gradients
+        requires_gradients = adapter == TRAINED and layer.is_trained  # "old" never does
+        layer.set_adapter(adapter, inference_mode=not requires_gradients)

@@ -9,8 +9,8 @@ Shapes: P prompts, L tokens of text, B batch, T solver steps.
 import copy
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from solrl_lightning.artifacts.files import written_whole
 from solrl_lightning.errors import UserError
-from solrl_lightning.machine.memory import retry_with_empty_cache
+from solrl_lightning.machine.memory import retry_with_empty_cache, visiting
 from solrl_lightning.policies import bf16
 from solrl_lightning.policies.architectures import find_architecture
 from solrl_lightning.policies.base_weights import store_weights
@@ -193,6 +193,11 @@ class PipelineAdapter(ABC):
         """Side in pixels of the square that one latent covers."""
         return self.pipeline.vae_scale_factor
 
+    @property
+    def unused_layers(self) -> Collection[str]:
+        """Names of the transformer's layers that the velocity does not depend on, so their weights get no gradient."""
+        return ()
+
     def noise(self, seeds: Tensor) -> Tensor:
         """float32 [B, *latent_shape] initial latents of the candidates, each a function of its seed alone."""
         return noise(seeds, self.latent_shape).to(self.device)
@@ -254,15 +259,10 @@ class PipelineAdapter(ABC):
         encoders = [self.pipeline.components[name] for name in self.encoders]
         modules = [encoder for encoder in encoders if isinstance(encoder, nn.Module)]
         device = self.device if self.encode_on == "device" else torch.device("cpu")
-        for module in modules:
-            module.to(device)
         self._note_long_prompts(texts)
         chunks = [texts[first : first + EMBED_BATCH] for first in range(0, len(texts), EMBED_BATCH)]
-        with errors_only():  # the pipelines print the text that a tokenizer drops, in full
+        with visiting(modules, device), errors_only():  # the pipelines print the text that a tokenizer drops, in full
             parts = [self.encode_uncached(chunk, device) for chunk in chunks]
-        if device.type != "cpu":
-            for module in modules:
-                module.to("cpu")
         return [
             {name: value[row] for name, value in part.items()}
             for part, chunk in zip(parts, chunks, strict=True)
@@ -290,10 +290,15 @@ class PipelineAdapter(ABC):
         return self._images(x, self.pipeline.vae)
 
     def decode_in_bf16(self, x: Tensor) -> Tensor:
-        """As ``decode``, with the autoencoder's products in bfloat16, except on a CPU that is slower in it."""
+        """As ``decode``, by a copy of the autoencoder in bfloat16, except on a CPU that is slower in it."""
         faster = self.device.type != "cpu" or bf16.has_fast_bf16_products()
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=faster):
-            return self.decode(x)
+        return self._images(x, self._bf16_vae if faster else self.pipeline.vae)
+
+    @cached_property
+    def _bf16_vae(self) -> Any:
+        # Not autocast, which normalises the largest activations in float32.
+        vae = self.pipeline.vae
+        return vae if vae.dtype == torch.bfloat16 else copy.deepcopy(vae).to(torch.bfloat16)
 
     def preview(self, x: Tensor) -> Tensor:
         """As ``decode``, by the preview decoder."""
@@ -323,19 +328,19 @@ class PipelineAdapter(ABC):
         if self.decode_batch > 1:
             self.decode_batch //= 2
             log.warning("the autoencoder ran out of memory: model.decode_batch=%d from now on", self.decode_batch)
-        elif vae is self.pipeline.vae and not vae.use_tiling:
-            self._tile()
+        elif vae is not self.preview_decoder and not vae.use_tiling:
+            self._tile(vae)
             log.warning("the autoencoder ran out of memory on one image: it decodes tiles of it from now on")
         else:
             return False
         return True
 
-    def _tile(self) -> None:
+    def _tile(self, vae: Any) -> None:
         """Enables tiles of half the side, in whole latents, that overlap by a quarter.
 
         The default of diffusers is as large as the image.
         """
-        vae, factor = self.pipeline.vae, self.pixels_per_latent
+        factor = self.pixels_per_latent
         side = max(self.resolution // 2 // factor, 1) * factor
         if hasattr(vae, "tile_sample_min_size"):  # AutoencoderKL and AutoencoderKLFlux2, which take no arguments
             vae.enable_tiling()

@@ -58,6 +58,12 @@ class QwenImage(VideoPipelineAdapter):
         return {name: F.pad(embeds, (0, 0, 0, missing)), f"{name}_mask": F.pad(mask, (0, missing))}
 
     @property
+    def unused_layers(self) -> list[str]:
+        """What makes the text's output of the last block, which nothing reads."""
+        last = f"transformer_blocks.{len(self.transformer.transformer_blocks) - 1}"
+        return [f"{last}.{layer}" for layer in ("attn.to_add_out", "txt_mlp.net.0.proj", "txt_mlp.net.2")]
+
+    @property
     def prompt_length(self) -> int:
         """Tokens of a padded prompt."""
         return self.max_sequence_length

@@ -52,10 +52,10 @@ NVFP4 = Format(
     NVFP4Linear,
     2**-6,
     {
+        "torch": NativeBackend(PackedNVFP4Linear, 4.5, (10, 0)),  # first: a block stays one graph, which fuses scales
         "transformer_engine": NativeBackend(
             TransformerEngineLinear, 4.5, (10, 0), fullgraph=False, package="transformer_engine"
         ),
-        "torch": NativeBackend(PackedNVFP4Linear, 4.5, (10, 0)),
     },
 )
 FP8 = Format("fp8", EmulatedFP8Linear, 2**-5, {"torch": NativeBackend(FP8Linear, 8, (8, 9))})

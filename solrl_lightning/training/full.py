@@ -59,6 +59,10 @@ class FullTransformer(TrainedTransformer):
         """Return whether the tensor is a parameter, trained or of the old policy, and no buffer."""
         return name in self._saved
 
+    def freeze(self, layers: Iterable[str]) -> None:
+        for name in layers:
+            self.weights[TRAINED].get_submodule(name).requires_grad_(False)
+
     def state(self, name: str) -> State:
         """Return the weights "default" (trained) or "old", float32, or "base", as loaded; the tensors themselves."""
         if name == "base":

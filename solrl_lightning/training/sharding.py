@@ -139,6 +139,7 @@ def shard_transformers(
         batch_size: candidates per forward pass.
     """
     trained = train(policy.transformer)
+    trained.freeze(policy.unused_layers)
     sampler = PolicySampler(policy, trained.old, FixedBatchSize(batch_size, pad_to_size=False))
     velocity_models: dict[str, VelocityModel] = {
         "old": trained.old,

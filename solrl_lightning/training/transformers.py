@@ -17,7 +17,7 @@ not see them.
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +40,7 @@ from solrl_lightning.policies.lora import (
     add_adapters,
     base_norm,
     follow,
+    freeze_adapters,
     load_state,
     merged_weights,
     read_lora,
@@ -91,6 +92,10 @@ class TrainedTransformer(ABC):
     @abstractmethod
     def state(self, name: str) -> State:
         """Return the weights "default" (trained) or "old", the tensors themselves, or those of the model "base"."""
+
+    @abstractmethod
+    def freeze(self, layers: Iterable[str]) -> None:
+        """Do not train these layers; DDP waits for a gradient of every weight that is trained."""
 
     @abstractmethod
     def current(self) -> AbstractContextManager[nn.Module]:
@@ -151,6 +156,9 @@ class AdaptedTransformer(TrainedTransformer):
 
     def is_saved(self, name: str) -> bool:
         return ".lora_" in name
+
+    def freeze(self, layers: Iterable[str]) -> None:
+        freeze_adapters(self.lora_layers, layers)
 
     def current(self) -> AbstractContextManager[nn.Module]:
         return nullcontext(self.transformer)
@@ -270,6 +278,7 @@ def replicate(
     reference = clone(policy.transformer).eval()
     replicas = {name: clone(policy.transformer).eval() for name in ([MERGED, SHADOW] if with_shadow else [MERGED])}
     trained = train(policy.transformer)
+    trained.freeze(policy.unused_layers)
     shadow_layers = ""
     if with_shadow:
         plans = plan_quantization(replicas[SHADOW], rule, backend)

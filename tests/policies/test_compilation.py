@@ -2,12 +2,14 @@
 
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import distributed, nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.policies.compilation import can_compile, should_compile
+from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 ROLLOUTS = "family.compile", "rollouts"
@@ -84,3 +86,22 @@ def test_cpu_compiles_only_when_required(programs: Path) -> None:
     assert should_compile(*ROLLOUTS, True, CPU) == (True, line)
     for device in (CPU, GPU):
         assert should_compile(*ROLLOUTS, False, device) == (False, "family.compile=false: rollouts run eagerly")
+
+
+def test_ddp_leaves_a_compiled_block_whole() -> None:
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    block = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))  # 4 MB of gradients; DDP's first bucket has 1 MB
+    transformer = nn.Module()
+    transformer.blocks = nn.ModuleList([block])
+    compile_blocks(transformer, backend=backend)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        nn.parallel.DistributedDataParallel(block)(torch.ones(2, 512)).sum().backward()
+    finally:
+        distributed.destroy_process_group()
+    assert len(graphs) == 1

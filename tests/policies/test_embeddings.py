@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,12 +148,24 @@ def test_one_line_names_the_first_prompt_that_is_cut_off(
 def test_encoders_move_to_a_gpu_for_embedding_only(
     architecture: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy, events = load_nano(architecture, folder), []
+    policy = load_nano(architecture, folder)
     modules = [m for name, m in policy.pipeline.components.items() if name in policy.encoders and hasattr(m, "to")]
     rows = policy.encode_uncached(PROMPTS, torch.device("cpu"))
-    for module in modules:
-        monkeypatch.setattr(module, "to", lambda device: events.append(str(device)))
-    monkeypatch.setattr(policy, "device", torch.device("cuda"))
-    monkeypatch.setattr(policy, "encode_uncached", lambda texts, device: events.append(f"embed on {device}") or rows)
-    assert len(policy._encode_rows(PROMPTS)) == 3
-    assert events == ["cuda"] * len(modules) + ["embed on cuda"] + ["cpu"] * len(modules) and modules
+
+    def tensors() -> list[torch.Tensor]:
+        return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+
+    def embed(texts: list[str], device: torch.device) -> Any:
+        assert {tensor.device for tensor in tensors()} == {device}
+        if len(texts) == 1:
+            raise torch.OutOfMemoryError
+        return rows
+
+    before, places = tensors(), [tensor.data_ptr() for tensor in tensors()]
+    monkeypatch.setattr(policy, "device", torch.device("meta"))  # stands in for a GPU
+    monkeypatch.setattr(policy, "encode_uncached", embed)
+    assert len(policy._encode_rows(PROMPTS)) == 3 and modules
+    with pytest.raises(torch.OutOfMemoryError):
+        policy._encode_rows(PROMPTS[:1])
+    assert all(now is then for now, then in zip(tensors(), before, strict=True))
+    assert [tensor.data_ptr() for tensor in tensors()] == places  # they are not copied back

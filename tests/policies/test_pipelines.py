@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,17 @@ from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import TRAINED
-from solrl_lightning.policies import lora, replica
+from solrl_lightning.policies import bf16, lora, replica
 from solrl_lightning.policies.flux2 import Flux2
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.qwen_image import QwenImage
 from solrl_lightning.policies.sana import Sana
 from solrl_lightning.policies.wan import Wan
 from solrl_lightning.policies.z_image import ZImage
+from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.sampling import integrate
+from solrl_lightning.training.full import FullTransformer
+from solrl_lightning.training.transformers import AdaptedTransformer, replicate
 
 SEEDS = torch.tensor([3, 4, 2**32 - 1])
 STEPS = 4
@@ -200,6 +204,27 @@ def test_gradients_are_the_same_with_checkpointing_and_without(architecture: str
     assert any(value.any() for value in gradients[False].values())
 
 
+@pytest.mark.parametrize("train", ["lora", "full"])
+def test_every_trained_weight_gets_a_gradient(architecture: str, folder: str, train: str) -> None:
+    """DDP ends with an error otherwise; with a LoRA on every linear layer."""
+    policy = load_nano(architecture, folder)
+    layers = [name for name, module in policy.transformer.named_modules() if isinstance(module, nn.Linear)]
+    adapted = partial(AdaptedTransformer, config=lora_config(targets=layers), seed=0)
+    backend, rule = resolve("bf16", "auto", policy.device), QuantizationRule([], {})
+    eager = dict(old_velocity="policy", compile_replicas=False, compile_policy=False, with_shadow=False)
+    makers = {"lora": adapted, "full": FullTransformer}
+    trained = replicate(policy, makers[train], 2, backend=backend, rule=rule, **eager).trained
+    x, conditioning = policy.noise(SEEDS), policy.encode(PROMPTS)
+    with torch.no_grad(), trained.old() as transformer:  # after which the same weights are trained
+        policy.velocity(transformer, x, torch.tensor(0.5), conditioning)
+    with trained.current() as transformer:
+        policy.velocity(transformer, x, torch.tensor(0.5), conditioning).square().mean().backward()
+    weights = {name: weight for name, weight in trained.weights.named_parameters() if weight.requires_grad}
+    assert [name for name, weight in weights.items() if weight.grad is None] == []
+    unused = [name for name in trained.state("default") if any(layer in name for layer in policy.unused_layers)]
+    assert len(weights) + len(unused) == len(trained.state("default")) and len(weights) > len(unused)
+
+
 def counted(module: nn.Module) -> list[None]:
     calls: list[None] = []
     module.register_forward_pre_hook(lambda module, inputs: calls.append(None))
@@ -257,6 +282,23 @@ def test_components_and_embeddings_have_the_configured_dtypes(architecture: str,
 
 
 # Memory
+
+
+def test_the_decoder_in_bfloat16_has_no_activation_in_float32(
+    policy: PipelineAdapter, architecture: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bf16, "has_fast_bf16_products", lambda: True)
+    latents, dtypes = policy.noise(SEEDS), set()
+
+    def record(module: nn.Module, inputs: Any, output: Any) -> None:
+        if isinstance(module, nn.GroupNorm | nn.Conv2d | nn.Conv3d):
+            dtypes.add(output.dtype)
+
+    whole = policy.decode(latents)
+    with nn.modules.module.register_module_forward_hook(record):
+        images = policy.decode_in_bf16(latents)
+    assert dtypes == {torch.bfloat16} and policy.pipeline.vae.dtype == torch.float32
+    assert images.dtype == torch.float32 and (images - whole).abs().mean() < 0.02
 
 
 def limited(policy: PipelineAdapter, images: int, side: int) -> list[tuple[int, int]]:

@@ -47,8 +47,8 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> OnHardware:
         ("8.9", {"te": True, "dit": True}, ("emulated", "torch", "torch", "cache_dit")),
         ("9.0", {"dit": True}, ("emulated", "torch", "torch", "emulated")),
         ("10.0", {}, ("torch", "torch", "torch", "emulated")),
-        ("10.0", {"te": True}, ("transformer_engine", "torch", "torch", "emulated")),
-        ("12.0", {"te": True, "dit": True}, ("transformer_engine", "torch", "torch", "emulated")),
+        ("10.0", {"te": True}, ("torch", "torch", "torch", "emulated")),
+        ("12.0", {"te": True, "dit": True}, ("torch", "torch", "torch", "emulated")),
     ],
 )
 def test_auto_selects_fastest_supported_backend(
@@ -115,33 +115,31 @@ def test_only_transformer_engine_breaks_compiled_graphs(hardware: OnHardware) ->
     device, names = hardware("10.0", te=True), [(p, name) for p, names in BACKENDS.items() for name in names]
     names.remove(("int4", "cache_dit"))
     broken = [name for name in names if not resolve(*name, device).fullgraph]
-    assert broken == [("nvfp4", "auto"), ("nvfp4", "transformer_engine")]
+    assert broken == [("nvfp4", "transformer_engine")]
     assert resolve("int4", "cache_dit", hardware("8.9", dit=True)).fullgraph
 
 
 @pytest.mark.parametrize(
-    ("extension", "backend"),
+    ("extension", "installed"),
     [
-        (None, "torch"),  # the wheel of Python files alone
-        ("transformer_engine/libtransformer_engine.so", "torch"),
-        ("transformer_engine/wheel_lib/transformer_engine_torch.cpython-311-x86_64-linux-gnu.so", "transformer_engine"),
-        ("transformer_engine/transformer_engine_torch.cpython-311-x86_64-linux-gnu.so", "transformer_engine"),
-        ("transformer_engine_torch.cpython-311-x86_64-linux-gnu.so", "transformer_engine"),
+        (None, False),  # the wheel of Python files alone
+        ("transformer_engine/libtransformer_engine.so", False),
+        ("transformer_engine/wheel_lib/transformer_engine_torch.cpython-311-x86_64-linux-gnu.so", True),
+        ("transformer_engine/transformer_engine_torch.cpython-311-x86_64-linux-gnu.so", True),
+        ("transformer_engine_torch.cpython-311-x86_64-linux-gnu.so", True),
     ],
 )
-def test_auto_selects_transformer_engine_only_with_pytorch_extension(
-    hardware: OnHardware, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extension: str | None, backend: str
+def test_transformer_engine_needs_its_pytorch_extension(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extension: str | None, installed: bool
 ) -> None:
-    is_installed, device = transformer_engine.is_installed, hardware("10.0")
-    monkeypatch.setattr(transformer_engine, "is_installed", is_installed)
     spec = ModuleSpec("transformer_engine", None, origin=str(tmp_path / "transformer_engine" / "__init__.py"))
     monkeypatch.setattr(transformer_engine, "find_spec", {"transformer_engine": spec}.get)
     if extension is not None:
         (tmp_path / extension).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / extension).touch()
-    assert resolve("nvfp4", "auto", device).name == backend
+    assert transformer_engine.is_installed() is installed
     monkeypatch.setattr(transformer_engine, "find_spec", {}.get)
-    assert resolve("nvfp4", "auto", device).name == "torch"
+    assert not transformer_engine.is_installed()
 
 
 def test_cache_dit_needs_its_extension(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -198,7 +196,7 @@ def test_unsupported_backend_error_names_hardware_and_alternatives(
     ("precision", "backend", "message"),
     [
         ("fp4", "auto", "precision=fp4 is invalid: it must be one of auto, nvfp4, fp8, int8, int4, bf16"),
-        ("nvfp4", "cuda", "backend=cuda is invalid: with precision=nvfp4 it must be one of auto, transfor"),
+        ("nvfp4", "cuda", "backend=cuda is invalid: with precision=nvfp4 it must be one of auto, torch, t"),
         (
             "int8",
             "transformer_engine",
