@@ -32,6 +32,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.explorers.facts import SAMPLERS, Facts
 from solrl_lightning.explorers.sampler import Connection, Fleet, Lost, RemoteSampler
 from solrl_lightning.facts import prompt_sets
+from solrl_lightning.machine import attention
 from solrl_lightning.machine.threads import divide_threads
 from solrl_lightning.names import SHADOW, TRAINED
 from solrl_lightning.objectives.base import Objective
@@ -235,12 +236,12 @@ def prepare_device(device: torch.device) -> None:
 
     1. The current device. Transformer Engine quantises onto it wherever its layer is (its issue 3124), and Lightning
        sets it only when a run starts.
-    2. No cuDNN attention on compute capability 10.x, where its backward pass fails (so does the published code).
+    2. The kernels of attention.
     3. TF32 for the products that stay in float32: rewards, autoencoder, merged weights.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.backends.cuda.enable_cudnn_sdp(torch.cuda.get_device_capability(device)[0] != 10)
+        attention.prepare(device)
         torch.set_float32_matmul_precision("high")
 
 

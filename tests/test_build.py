@@ -32,7 +32,7 @@ from solrl_lightning.build import (
 )
 from solrl_lightning.cli.checks import check_machine, devices_of
 from solrl_lightning.errors import UserError
-from solrl_lightning.machine import allocator
+from solrl_lightning.machine import allocator, attention
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.options.run import Run
 from solrl_lightning.tasks.train import train
@@ -145,13 +145,41 @@ def test_missing_gpu_is_an_error_of_one_sentence(compose: Compose, monkeypatch: 
         instantiate_trainer(compose("trainer.accelerator=cuda"))
 
 
-@pytest.mark.parametrize(("capability", "cudnn"), [((9, 0), True), ((10, 0), False), ((10, 3), False), ((12, 0), True)])
-def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
-    compose: Compose, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], cudnn: bool
+@pytest.mark.parametrize(
+    ("capability", "installed", "kernels", "without_gradients"),
+    [
+        ((8, 0), True, ["cudnn True"], []),
+        ((9, 0), False, ["cudnn True"], []),
+        ((9, 0), True, ["FA4", "cudnn False"], []),
+        ((10, 0), False, ["cudnn False"], ["cudnn True", "cudnn False"]),
+        ((10, 3), True, ["FA4", "cudnn False"], []),
+        ((12, 0), True, ["cudnn True"], []),
+    ],
+)
+def test_a_process_takes_its_gpu_and_kernels_before_anything_is_made_on_it(
+    compose: Compose,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capability: tuple[int, int],
+    installed: bool,
+    kernels: list[str],
+    without_gradients: list[str],
 ) -> None:
     calls: list[object] = []
+    is_allowed = True
+
+    def enable(enabled: bool) -> None:
+        nonlocal is_allowed
+        is_allowed = enabled
+        calls.append(f"cudnn {enabled}")
+
+    (tmp_path / "flash_attn" / ("cute" if installed else "layers")).mkdir(parents=True)  # FlashAttention 2 has layers
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: is_allowed)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", calls.append)
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA4" if "FA4" in calls else None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(device))
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", lambda enabled: calls.append(("cudnn", enabled)))
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", enable)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda precision: calls.append(precision))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     device = torch.device("cuda", 3)
@@ -164,10 +192,14 @@ def test_a_process_takes_its_gpu_before_anything_is_made_on_it(
         monkeypatch.setattr(build, name, made)
         with pytest.raises(KeyboardInterrupt):
             make(compose(), device, [])
-        assert calls == [device, ("cudnn", cudnn), "high", "made"]
+        assert calls == [device, *kernels, "high", "made"]
         calls.clear()
+    calls.extend(kernels)
+    with attention.without_gradients(device):
+        pass
     prepare_device(CPU)
-    assert calls == []
+    with attention.without_gradients(CPU):
+        assert calls == [*kernels, *without_gradients]
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from solrl_lightning.errors import NonFiniteError
+from solrl_lightning.machine.attention import without_gradients
 from solrl_lightning.machine.memory import retry_with_empty_cache
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -123,7 +124,8 @@ def iter_sampled_chunks(
         index = torch.arange(done, min(done + batch_size.size, count))
         padded = torch.arange(done, done + batch_size.size).remainder(count) if batch_size.pad_to_size else index
         try:
-            state, recorded = batch_size.sample(partial(integrate, padded))
+            with without_gradients(policy.device):
+                state, recorded = batch_size.sample(partial(integrate, padded))
         except torch.OutOfMemoryError:
             if len(padded) == 1:
                 raise

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
+from solrl_lightning.machine.attention import without_gradients
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.sizing.timing import format_seconds, least_seconds
 from solrl_lightning.sizing.trace import FusedAttention
@@ -131,7 +132,8 @@ def _has(kernel: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> bool:
 
 @torch.no_grad()
 def _sample(kernel: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> Tensor:
-    return kernel(*operands)
+    with without_gradients(operands[0].device):
+        return kernel(*operands)
 
 
 def _train(kernel: Callable[..., Tensor], operands: tuple[Tensor, ...]) -> bool:
