@@ -91,7 +91,6 @@ INT4 = f"{EMULATED}::test_int4_codes_and_scales_match_definition"
 CODES = f"{EMULATED}::test_rowwise_codes_and_scales_match_definition"
 LORA = "tests/policies/test_lora.py"
 ATTENTION = "tests/policies/test_bf16_attention.py"
-LOW_RANK = "tests/quantization/test_low_rank.py"
 HPSV3, VLM, VLM_LOCAL = (f"tests/rewards/test_{name}.py" for name in ("hpsv3", "vlm", "vlm_local"))
 REPLICA = "tests/policies/test_replica.py"
 SHARDED_STEPS, SHARDED_RUNS = (
@@ -587,7 +586,6 @@ MUTANTS: dict[str, list[Edit]] = {
         ("adapters in BF16", "            weights.float()", "            weights", LORA),
         ("weights of an evaluation stay", "parameter.data = former[name]", "pass", LORA),
         ("alpha of a file for its share of the rank", "(alpha / tensors[name].shape[1])", "alpha", LORA),
-        ("branch with the LoRA's scale left out", " * layer.scaling[TRAINED]\n", "\n", LOW_RANK),
         ("old policy trains", "inference_mode=not requires_gradients", "inference_mode=False", LORA),
         ("unused adapters train again", " and layer.is_trained", "", PIPELINES),
     ],
@@ -839,11 +837,6 @@ MUTANTS: dict[str, list[Edit]] = {
         ("sums that vanish", "least > _LEAST_SUM and most < 1 / _LEAST_SUM", "most < 1 / _LEAST_SUM", ATTENTION),
         ("softmax divided again", "torch.ones_like(sums)", "sums", ATTENTION),
         ("gradient of weights that are not divided", "weights.div_(sums)", "weights", ATTENTION),
-    ],
-    "solrl_lightning/quantization/low_rank.py": [
-        ("whole weight beside its branch", "(weight.float() - product)", "weight.float()", LOW_RANK),
-        ("LoRA over the base's part", "weight[self.rank :] =", "weight[: len(down)] =", LOW_RANK),
-        ("generators moved by the branch", "torch.random.fork_rng(devices=devices)", "torch.no_grad()", LOW_RANK),
     ],
     "solrl_lightning/rewards/hpsv3.py": [
         ("spread for mean", ".float())[:, 0]", ".float())[:, 1]", HPSV3),

@@ -111,13 +111,6 @@ def with_option(cfg: Run, group: str, option: str) -> Run:
     return cfg.with_group(group, OmegaConf.to_container(tree[group]))
 
 
-def with_precision(cfg: Run, precision: str) -> Run:
-    """A copy of the options with another precision and the same ``precision.low_rank``, which bf16 does not have."""
-    changed = with_option(cfg, "precision", precision)
-    changed.precision.low_rank = 0 if precision == "bf16" else cfg.precision.low_rank
-    return changed
-
-
 def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
     """The trained weights and their evaluation average, from a checkpoint of a training run."""
     checkpoint = read_checkpoint(ckpt, module.policy.device)
@@ -320,7 +313,7 @@ def trained_as(cfg: Run) -> Callable[[ModelMixin], TrainedTransformer]:
     """What makes the trained transformer of the loaded one."""
     if cfg.model.train == "full":
         return ShardedFullTransformer if cfg.is_sharded else FullTransformer
-    return partial(AdaptedTransformer, config=lora_config(cfg), seed=cfg.seed, low_rank=cfg.precision.low_rank)
+    return partial(AdaptedTransformer, config=lora_config(cfg), seed=cfg.seed)
 
 
 def lora_config(cfg: Run) -> LoraConfig:

@@ -309,9 +309,9 @@ def lora_config(rank: int = 4, alpha: int = 8, targets: Sequence[str] = ATTENTIO
     return LoraConfig(r=rank, lora_alpha=alpha, target_modules=list(targets), init_lora_weights="gaussian")
 
 
-def adapters(low_rank: int = 0) -> Callable[[ModelMixin], AdaptedTransformer]:
+def adapters() -> Callable[[ModelMixin], AdaptedTransformer]:
     """What adds `lora_config` to a transformer."""
-    return partial(AdaptedTransformer, config=lora_config(), seed=0, low_rank=low_rank)
+    return partial(AdaptedTransformer, config=lora_config(), seed=0)
 
 
 def random_state(state: dict[str, Tensor], seed: int, size: float = 0.3) -> dict[str, Tensor]:

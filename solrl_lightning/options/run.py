@@ -269,11 +269,10 @@ class Run(Group):
         """With model.train=full there are neither frozen weights nor a LoRA."""
         if self.model.train != "full":
             return
-        urls, lora, rank = self.explorers.urls, self.model.init_lora, self.precision.low_rank
+        urls, lora = self.explorers.urls, self.model.init_lora
         storage = self.base_weights
         rules = {
             f"base_weights={storage}": (storage != "bfloat16", "it stores frozen weights", "base_weights=bfloat16"),
-            f"precision.low_rank={rank}": (rank > 0, "its branches hold the LoRA", "precision.low_rank=0"),
             f"model.init_lora={lora}": (lora is not None, "it starts a LoRA", "model.init_lora=null"),
             f"explorers.urls={written(urls)}": (bool(urls), "explorers get a LoRA", "explorers.urls=[]"),
             "task=explore": (isinstance(self.task, Explore), "explorers get a LoRA", "model.train=lora"),

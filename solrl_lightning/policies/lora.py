@@ -257,11 +257,6 @@ def merged_weights(layers: dict[str, LoraLayer], state: State) -> Iterator[tuple
         yield f"{name}.weight", torch.addmm(base.float(), up.float(), down.float(), alpha=layer.scaling[TRAINED])
 
 
-def factors(layer: LoraLayer, state: State, name: str) -> tuple[Tensor, Tensor]:
-    """Return A [r, in] and (alpha / r) B [out, r] of an adapted layer."""
-    return state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"] * layer.scaling[TRAINED]
-
-
 @contextmanager
 def active_adapter(transformer: nn.Module, layers: dict[str, LoraLayer], adapter: str) -> Iterator[nn.Module]:
     """The transformer under another adapter; "default" is active again afterwards."""

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from solrl_lightning.build import build_module, uses_shadow, with_option, with_precision
+from solrl_lightning.build import build_module, uses_shadow, with_option
 from solrl_lightning.names import SHADOW, Decoder
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
@@ -41,7 +41,7 @@ def family_configs(cfg: Run, device: torch.device) -> dict[str, Run]:
         precisions: Sequence[str | None] = (uses_shadow(run) and task.precisions) or [None]
         decoders: Sequence[Decoder | None] = (run.family.explore is not None and task.decoders) or [None]
         for precision, decoder in product(precisions, decoders):
-            row = run.model_copy(deep=True) if precision is None else with_precision(run, precision)
+            row = run.model_copy(deep=True) if precision is None else with_option(run, "precision", precision)
             if decoder is not None and row.family.explore is not None:
                 row.family.explore.decoder = decoder
                 run.check_decoder("task.decoders", decoder)

@@ -92,21 +92,13 @@ def plan_run(
     average = 4 * sum(weight.numel() for weight in trained.state(TRAINED).values())
     beside = separate_bytes((trained.transformer, trained.weights), weights.values())
     replaced = trained.replaced
-    lora = cfg.model.lora.rank
     rounded = 0 if trained.weights is trained.transformer else stored["bfloat16"]
     quantized = {
         each: [f"{layer.name}.weight" for layer in layers if layer.quantized] for each, layers in plans.items()
     }
-    rank = cfg.precision.low_rank
-    branches = {
-        each: sum(2 * (rank + lora * (name in replaced)) * sum(weights[name].shape[:2]) for name in names)
-        if rank
-        else 0
-        for each, names in quantized.items()
-    }
-    packed = replica_bytes(weights, replaced, quantized[backend], PACKED_BITS[backend.precision]) + branches[backend]
+    packed = replica_bytes(weights, replaced, quantized[backend], PACKED_BITS[backend.precision])
     shadows = {
-        each: branches[each] + replica_bytes(weights, replaced, names, each.bits_per_weight) if uses_shadow(cfg) else 0
+        each: replica_bytes(weights, replaced, names, each.bits_per_weight) if uses_shadow(cfg) else 0
         for each, names in quantized.items()
     }
     latents: dict[str | None, Latents] = {None: pool_latents(cfg, policy.latent_shape, policy.sigmas, devices)}

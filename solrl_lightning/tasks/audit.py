@@ -26,7 +26,7 @@ from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.tables import format_table, write_json
-from solrl_lightning.build import build_module, device_of, exploring_stages, load_trained, with_option, with_precision
+from solrl_lightning.build import build_module, device_of, exploring_stages, load_trained, with_option
 from solrl_lightning.metrics.rank import NAMES, RankFidelity, reward_gap
 from solrl_lightning.names import MERGED, SHADOW
 from solrl_lightning.options.family import Explorer
@@ -80,7 +80,7 @@ def audit(cfg: Run) -> dict[str, Any]:
         precision = None if explorer.precision == default_precision else explorer.precision
         grouped.setdefault(precision, {})[f"task.proxies.{index}"] = explorer
     for precision, group in grouped.items():
-        changed = cfg if precision is None else with_precision(cfg, precision)
+        changed = cfg if precision is None else with_option(cfg, "precision", precision)
         scored += score_pool(changed, group, with_truth=not scored)
     truth, *explorers = scored
     gap = reward_gap(truth.merits, truth.merits, options.keep)
@@ -265,8 +265,7 @@ def command_of(explorer: Explorer, precision: str, cfg: Run) -> str | None:
     counts = {"pool": task.pool, "keep": task.keep}
     arguments = [f"family={family}"]
     if explorer.sampler == SHADOW:
-        low_rank = with_precision(cfg, precision).precision.low_rank
-        arguments += [f"precision={precision}", *([f"precision.low_rank={low_rank}"] if low_rank else [])]
+        arguments.append(f"precision={precision}")
     all_of_it = any(override.startswith("experiment=") for override in task.overrides)  # which may set them, too
     arguments += [f"family.{key}={count}" for key, count in counts.items() if all_of_it or count != defaults[key]]
     for key, value in ({"stop_below": None} | defaults["explore"]).items():

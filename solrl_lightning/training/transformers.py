@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from solrl_lightning.explorers.sampler import RemoteSampler
 from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE, SHADOW, TRAINED, Storage
-from solrl_lightning.policies import lora, replica
+from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import compile_blocks
 from solrl_lightning.policies.lora import (
     State,
@@ -50,7 +50,6 @@ from solrl_lightning.policies.lora import (
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, LayerPlan, QuantizationRule, convert, format_table
 from solrl_lightning.quantization import plan as plan_quantization
-from solrl_lightning.quantization.low_rank import convert_with_low_rank, low_rank_branch
 from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.training.samplers import PolicySampler, ReplicaSampler, Sampler
@@ -137,16 +136,15 @@ class AdaptedTransformer(TrainedTransformer):
         transformer: gets the adapters.
         config: rank, alpha and target modules of the adapters.
         seed: seed of the adapters' initial values.
-        low_rank: rank of the base weights' part in a 16-bit branch beside the shadow's layers; 0: no branch.
     """
 
     folder: ClassVar[str] = "lora"
     exports: ClassVar[Mapping[str, str]] = {"lora_ema": "ema", "lora_trained": "default"}
     storages: ClassVar[Collection[str]] = get_args(Storage)
 
-    def __init__(self, transformer: ModelMixin, config: LoraConfig, seed: int, low_rank: int = 0) -> None:
+    def __init__(self, transformer: ModelMixin, config: LoraConfig, seed: int) -> None:
         self.transformer = self.weights = transformer.train()  # none of these models has dropout
-        self.config, self.low_rank = config, low_rank
+        self.config = config
         self.lora_layers: dict[str, LoraLayer] = add_adapters(transformer, config, seed)
         self.base_norm = base_norm(self.lora_layers)  # of all adapted layers; before a strategy shards the weights
 
@@ -190,22 +188,14 @@ class AdaptedTransformer(TrainedTransformer):
         return {"base_distance": update / self.base_norm, "old_distance": difference / self.base_norm}
 
     def quantize(self, shadow: nn.Module, plans: Sequence[LayerPlan], backend: Backend) -> None:
-        """Replace the planned layers of ``shadow`` in place; with ``low_rank``, each gets a branch for the adapters."""
-        if self.low_rank:
-            convert_with_low_rank(shadow, plans, backend, self.low_rank, self.lora_layers, self.config.r)
-        else:
-            convert(shadow, plans, backend)
+        convert(shadow, plans, backend)
 
     def untie(self, module: nn.Module) -> None:
         replica.untie_parameters(module, self.replaced)
 
     def write(self, module: nn.Module, state: State) -> None:
-        """Write ``state`` into a replica in place: into its low-rank branches, or merged with the base weights."""
-        branches = {name: branch for name in self.lora_layers if (branch := low_rank_branch(module, name))}
-        for name, branch in branches.items():
-            branch.set_lora(*lora.factors(self.lora_layers[name], state, name))
-        others = {name: layer for name, layer in self.lora_layers.items() if name not in branches}
-        replica.write_parameters(module, merged_weights(others, state))
+        """Write ``state``, merged with the base weights, into a replica in place."""
+        replica.write_parameters(module, merged_weights(self.lora_layers, state))
 
     def save(self, policy: PipelineAdapter, folder: Path, state: State) -> None:
         """Write an adapter in the format of diffusers' ``pipe.load_lora_weights(folder)``."""

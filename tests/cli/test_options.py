@@ -76,7 +76,7 @@ model.data=null                  | model.data=null is invalid: it must be a grou
 ~model.lora                      | model.lora is missing: a run needs it. Leave ~model.lora out
 ~family.pool                     | family.pool is missing
 +evaluation.ever=5               | evaluation.ever=5 is invalid: nothing reads that key. Did you mean every?
-+precision.x=5                   | nothing reads that key. The keys here are name, backend, low_rank.
++precision.x=5                   | nothing reads that key. The keys here are name, backend.
 +model.ful_steps=8               | model.ful_steps=8 is invalid: nothing reads that key. Did you mean full_steps?
 reward.combine=mean              | it must be one of sum, gdpo
 ++reward.shapes=3                | it must have a _target_ and a weight. Begin the reward's file

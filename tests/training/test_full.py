@@ -118,7 +118,6 @@ def test_the_saved_transformer_has_the_average(tmp_path: Path) -> None:
     ("option", "message"),
     [
         ("base_weights=int8", "base_weights=int8 is invalid: it stores frozen weights, and model.train=full has none"),
-        ("precision.low_rank=8", "precision.low_rank=8 is invalid: its branches hold the LoRA"),
         ("model.init_lora=a", "model.init_lora=a is invalid: it starts a LoRA, and model.train=full has none"),
         ("explorers.urls=[http://a:1]", r"explorers.urls=\[http://a:1\] is invalid: explorers get a LoRA"),
     ],

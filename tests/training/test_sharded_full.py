@@ -148,6 +148,6 @@ def test_a_model_of_several_dtypes_needs_a_torch_that_gathers_them(
 def test_options_are_those_of_full_and_of_shards(compose: Callable[..., Run]) -> None:
     good = ("model.train=full", "trainer=fsdp", "family=prefix", "callbacks.sample_grid.every=0")
     compose(*good)
-    for argument in ("precision.low_rank=8", "family=sol_rl", "compile_training=true"):
+    for argument in ("base_weights=int8", "family=sol_rl", "compile_training=true"):
         with pytest.raises(UserError, match="is invalid"):
             compose(*good, argument)
