@@ -22,14 +22,10 @@ lint: $(VENV)/installed-dev ## Check style and formatting of imports with ruff
 type: $(VENV)/installed-dev ## Check types with mypy
 	$(BIN)/python -m mypy
 
-contract: $(VENV)/installed-dev ## Check our calls of Transformer Engine and cache-dit against their sources, oldest and newest
+contract: $(VENV)/installed-dev ## Check our calls of Transformer Engine against its source, oldest and newest
 	for version in "==2.9.0" ">=2.9"; do \
 		$(BIN)/python -m pip install --quiet --upgrade --target "$(VENV)/contract$$version" "transformer-engine$$version" pydantic && \
 		PYTHONPATH="$(VENV)/contract$$version" $(BIN)/python tests/quantization/check_transformer_engine.py || exit 1; \
-	done
-	for version in "==1.5.0" ">=1.5"; do \
-		$(BIN)/python -m pip install --quiet --upgrade --no-deps --target "$(VENV)/cache-dit$$version" "cache-dit$$version" && \
-		PYTHONPATH="$(VENV)/cache-dit$$version" $(BIN)/python tests/quantization/check_cache_dit.py || exit 1; \
 	done
 
 docs: $(VENV)/installed-dev ## Build the documentation as a site in site/; a warning is an error

@@ -29,7 +29,6 @@ BACKENDS = {
     "nvfp4": ("auto", "torch", "transformer_engine", "emulated"),
     "fp8": ("auto", "torch", "emulated"),
     "int8": ("auto", "torch", "emulated"),
-    "int4": ("auto", "cache_dit", "emulated"),
     "bf16": ("auto",),
 }
 """The backends of each precision of the shadow, which ``quantization.backends`` implements."""

@@ -1,9 +1,9 @@
 """Choose the layer class that runs the shadow from `precision` and `precision.backend`.
 
-A precision is a number format, a backend an implementation of it. `transformer_engine`, `cache_dit` and `torch`
-(PyTorch's scaled and integer matrix products) need hardware that multiplies the format and store packed weights.
-`emulated` computes the same numbers on any hardware, neither faster nor smaller than BF16. ``precision=auto`` is the
-first of ``FORMATS`` that the hardware multiplies.
+A precision is a number format, a backend an implementation of it. `transformer_engine` and `torch` (PyTorch's scaled
+and integer matrix products) need hardware that multiplies the format and store packed weights. `emulated` computes the
+same numbers on any hardware, neither faster nor smaller than BF16. ``precision=auto`` is the first of ``FORMATS`` that
+the hardware multiplies.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import AUTO, BACKENDS, check_backend
-from solrl_lightning.quantization import cache_dit, transformer_engine
+from solrl_lightning.quantization import transformer_engine
 from solrl_lightning.quantization.formats import FORMATS, NativeBackend
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.scaled_linear import operand_dtype
@@ -43,7 +43,7 @@ class Hardware(NamedTuple):
     emulation_dtype: torch.dtype = torch.bfloat16  # of the operands of emulated products
 
 
-PACKAGES = {"transformer_engine": ("Transformer Engine", transformer_engine), "cache_dit": ("cache-dit", cache_dit)}
+PACKAGES = {"transformer_engine": ("Transformer Engine", transformer_engine)}
 """Optional packages of backends: key -> name in messages, and the module with ``is_installed`` and ``INSTALL``."""
 
 PACKED_BITS = {name: next((n.bits_per_weight for n in each.native.values()), 16) for name, each in FORMATS.items()}
@@ -87,7 +87,7 @@ def resolve(precision: str, backend: str, device: torch.device | Hardware) -> Ba
         name = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "emulated")
     if name == "emulated":
         description = f"{option}: {_emulation_description(precision, backend, hardware)}"
-        bits = 8 * _operands(precision, hardware).itemsize
+        bits = 8 * hardware.emulation_dtype.itemsize
         return Backend(precision, name, FORMATS[precision].emulated, description, bits)
     linear_cls, bits_per_weight, *_ = native[name]
     description = (
@@ -144,8 +144,7 @@ def _runs(candidate: NativeBackend, hardware: Hardware) -> bool:
     if candidate.package and candidate.package not in hardware.packages:
         return False
     if hardware.type == "cuda":
-        newer = candidate.below is not None and hardware.capability >= candidate.below
-        return hardware.capability >= candidate.capability and not newer
+        return hardware.capability >= candidate.capability
     return hardware.type == "cpu" and candidate.cpu and hardware.int8_units
 
 
@@ -154,13 +153,8 @@ def _native_precisions(hardware: Hardware) -> list[str]:
     return [name for name, each in FORMATS.items() if any(_runs(native, hardware) for native in each.native.values())]
 
 
-def _operands(precision: str, hardware: Hardware) -> torch.dtype:
-    """Return the dtype in which the emulation of ``precision`` stores and multiplies its values."""
-    return FORMATS[precision].emulated.dtype or hardware.emulation_dtype
-
-
 def _emulation_description(precision: str, backend: str, hardware: Hardware) -> str:
-    operands = {torch.bfloat16: "BF16", torch.float32: "FP32"}[_operands(precision, hardware)]
+    operands = {torch.bfloat16: "BF16", torch.float32: "FP32"}[hardware.emulation_dtype]
     on_cpu, name = hardware.type == "cpu", precision.upper()
     cost = "costs no less time and memory than BF16" if on_cpu else "is slower than BF16 and takes no less memory"
     description = (
@@ -175,8 +169,6 @@ def _refusal(precision: str, backend: str, hardware: Hardware) -> str:
     native = FORMATS[precision].native
     refused = native[backend]
     needs = [f"an NVIDIA GPU of compute capability {refused.capability[0]}.{refused.capability[1]} or higher"]
-    if refused.below is not None:
-        needs[0] += f", below {refused.below[0]}.{refused.below[1]},"
     if refused.cpu:
         needs[0] += " or a CPU with INT8 units (AVX512-VNNI)"
     present = hardware.name

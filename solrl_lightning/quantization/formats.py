@@ -8,12 +8,10 @@ A new format is a quantiser (``rowwise`` scales rows, ``nvfp4`` blocks), layers 
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from solrl_lightning.quantization.cache_dit import CacheDiTLinear
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.nvfp4_packed import PackedNVFP4Linear
 from solrl_lightning.quantization.scaled_linear import (
     EmulatedFP8Linear,
-    EmulatedINT4Linear,
     EmulatedINT8Linear,
     FP8Linear,
     INT8Linear,
@@ -29,7 +27,6 @@ class NativeBackend(NamedTuple):
     linear_cls: type[QuantizedLinear]
     bits_per_weight: float
     capability: tuple[int, int]  # minimum compute capability of an NVIDIA GPU
-    below: tuple[int, int] | None = None  # the compute capability from which on GPUs lack these units
     cpu: bool = False  # also runs on a CPU with INT8 units
     fullgraph: bool = True
     package: str = ""  # a key of backends.PACKAGES, which it needs
@@ -45,8 +42,7 @@ class Format(NamedTuple):
 
 
 # Tolerances: BF16 rounds an output by 2^-9, and twice on a CPU with BF16 units. Compiled code may round a value between
-# two codes to the other code. FP8 units of capability 9.0 keep 14 bits of a sum. cache-dit adds sums of 64 products in
-# BF16: of 12288 products, tests/quantization/check_cache_dit.py finds 4 % of the largest output.
+# two codes to the other code. FP8 units of capability 9.0 keep 14 bits of a sum.
 NVFP4 = Format(
     "nvfp4",
     NVFP4Linear,
@@ -60,12 +56,6 @@ NVFP4 = Format(
 )
 FP8 = Format("fp8", EmulatedFP8Linear, 2**-5, {"torch": NativeBackend(FP8Linear, 8, (8, 9))})
 INT8 = Format("int8", EmulatedINT8Linear, 2**-7, {"torch": NativeBackend(INT8Linear, 8, (8, 0), cpu=True)})
-INT4 = Format(
-    "int4",
-    EmulatedINT4Linear,
-    2**-4,
-    {"cache_dit": NativeBackend(CacheDiTLinear, 4.25, (8, 0), below=(9, 0), package="cache_dit")},
-)
 
-FORMATS = {each.name: each for each in (NVFP4, FP8, INT8, INT4)}
-"""By name, in the order of ``precision=auto``. INT4 is last: where hardware multiplies it, INT8 ranks better."""
+FORMATS = {each.name: each for each in (NVFP4, FP8, INT8)}
+"""By name, in the order of ``precision=auto``."""

@@ -52,15 +52,11 @@ class BufferedLinear(QuantizedLinear):
         super().__init__()
         for name, value in self.quantized_weight(dense(linear.weight)).items():
             self.register_buffer(name, value)
-        self.register_buffer("bias", None if linear.bias is None else self.stored_bias(linear.bias))
+        self.register_buffer("bias", None if linear.bias is None else linear.bias.to(self.bias_dtype, copy=True))
 
     @abstractmethod
     def quantized_weight(self, weight: Tensor) -> dict[str, Tensor]:
         """Return the buffers of a weight [out, in] by name."""
-
-    def stored_bias(self, bias: Tensor) -> Tensor:
-        """Return the buffer of a bias [out], a copy."""
-        return bias.to(self.bias_dtype, copy=True)
 
     @torch.no_grad()
     def requantize_(self, weight: Tensor) -> None:
@@ -69,7 +65,7 @@ class BufferedLinear(QuantizedLinear):
 
     @torch.no_grad()
     def set_bias_(self, bias: Tensor) -> None:
-        self.get_buffer("bias").copy_(self.stored_bias(bias))
+        self.get_buffer("bias").copy_(bias)
 
 
 def is_linear(module: nn.Module) -> bool:

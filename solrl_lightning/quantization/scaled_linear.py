@@ -6,8 +6,7 @@ The input is quantised at every call with one scale per token, so a token depend
 
 The emulation computes what the hardware computes, neither faster nor smaller than BF16: it multiplies the same values,
 stored in BF16 or FP32, sums in FP32 (in another order), applies both scales and the bias to the sum, and rounds once to
-the dtype of the input. Sums of INT8 products are exact up to in_features = 1040, where they stay below 2^24. INT4 is
-always stored in FP32.
+the dtype of the input. Sums of INT8 products are exact up to in_features = 1040, where they stay below 2^24.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from solrl_lightning.policies.bf16 import has_fast_bf16_products
-from solrl_lightning.quantization import int4
 from solrl_lightning.quantization.cached_quantizer import CachedQuantizer
 from solrl_lightning.quantization.linear import BufferedLinear
 from solrl_lightning.quantization.nvfp4 import BLOCK, fake_quantize
@@ -89,18 +87,6 @@ class NVFP4Linear(ScaledLinear):
 
     def rescale_(self, sums: Tensor, scale: Tensor) -> Tensor:
         return sums.mul_(scale * self.weight_scale)
-
-
-class EmulatedINT4Linear(ScaledLinear):
-    """Emulated INT4; a value is code * scale, and there is no further scale."""
-
-    feature_multiples = (int4.GROUP, 1)
-    dtype = torch.float32  # BF16 does not represent the values
-    quantize_weight = staticmethod(int4.quantize_weight)
-    quantize_input = CachedQuantizer(int4.quantize_input)
-
-    def rescale_(self, sums: Tensor, scale: Tensor) -> Tensor:
-        return sums
 
 
 class EmulatedFP8Linear(ScaledLinear):

@@ -12,7 +12,7 @@ from torch import nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import BACKENDS
-from solrl_lightning.quantization import backends, cache_dit, resolve, resolve_from, transformer_engine
+from solrl_lightning.quantization import backends, resolve, resolve_from, transformer_engine
 from solrl_lightning.quantization.backends import Backend, Hardware, choose_precision, hardware_of
 from solrl_lightning.quantization.formats import FORMATS
 
@@ -24,13 +24,12 @@ OnHardware = Callable[..., torch.device]
 def hardware(monkeypatch: pytest.MonkeyPatch) -> OnHardware:
     """Return a function: hardware("10.0") is an NVIDIA GPU of that compute capability, hardware("") the CPU."""
 
-    def on(capability: str, te: bool = False, dit: bool = False, vnni: bool = False) -> torch.device:
+    def on(capability: str, te: bool = False, vnni: bool = False) -> torch.device:
         pair = tuple(map(int, capability.split("."))) if capability else (0, 0)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: pair)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": vnni})
         monkeypatch.setattr(transformer_engine, "is_installed", lambda: te)
-        monkeypatch.setattr(cache_dit, "is_installed", lambda: dit)
         return GPU if capability else CPU
 
     return on
@@ -39,23 +38,20 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> OnHardware:
 @pytest.mark.parametrize(
     ("capability", "options", "names"),
     [
-        ("", {"dit": True}, ("emulated", "emulated", "emulated", "emulated")),
-        ("", {"vnni": True}, ("emulated", "emulated", "torch", "emulated")),
-        ("7.5", {"dit": True}, ("emulated", "emulated", "emulated", "emulated")),
-        ("8.0", {}, ("emulated", "emulated", "torch", "emulated")),
-        ("8.0", {"dit": True}, ("emulated", "emulated", "torch", "cache_dit")),
-        ("8.9", {"te": True, "dit": True}, ("emulated", "torch", "torch", "cache_dit")),
-        ("9.0", {"dit": True}, ("emulated", "torch", "torch", "emulated")),
-        ("10.0", {}, ("torch", "torch", "torch", "emulated")),
-        ("10.0", {"te": True}, ("torch", "torch", "torch", "emulated")),
-        ("12.0", {"te": True, "dit": True}, ("torch", "torch", "torch", "emulated")),
+        ("", {}, ("emulated", "emulated", "emulated")),
+        ("", {"vnni": True}, ("emulated", "emulated", "torch")),
+        ("7.5", {}, ("emulated", "emulated", "emulated")),
+        ("8.0", {}, ("emulated", "emulated", "torch")),
+        ("8.9", {"te": True}, ("emulated", "torch", "torch")),
+        ("10.0", {}, ("torch", "torch", "torch")),
+        ("10.0", {"te": True}, ("torch", "torch", "torch")),
     ],
 )
 def test_auto_selects_fastest_supported_backend(
     hardware: OnHardware, capability: str, options: dict[str, bool], names: tuple[str, ...]
 ) -> None:
     device = hardware(capability, **options)
-    chosen = [resolve(precision, "auto", device) for precision in ("nvfp4", "fp8", "int8", "int4")]
+    chosen = [resolve(precision, "auto", device) for precision in ("nvfp4", "fp8", "int8")]
     assert tuple(backend.name for backend in chosen) == names
     assert all(backend.description.count("precision.backend=auto: ") == 1 for backend in chosen)
     assert not any("\n" in backend.description for backend in chosen)
@@ -87,7 +83,6 @@ def test_emulation_description_names_operands_and_cost(
         ("", "nvfp4", "emulated", 32),
         ("", "fp8", "emulated", 32),
         ("", "int8", "emulated", 32),
-        ("", "int4", "emulated", 32),
         ("", "int8", "torch", 8),
         ("10.0", "nvfp4", "torch", 4.5),
     ],
@@ -103,20 +98,15 @@ def test_bits_per_weight_match_layer_buffers(
 def test_bits_per_weight_on_a_gpu(hardware: OnHardware) -> None:
     device = hardware("10.0")
     assert resolve("nvfp4", "emulated", device).bits_per_weight == 16
-    int4 = resolve("int4", "auto", device)
-    assert int4.bits_per_weight == 32 and "INT4 is emulated by FP32 products" in int4.description
     assert resolve("fp8", "auto", device).bits_per_weight == 8
     bf16 = resolve("bf16", "auto", device)
     assert bf16.bits_per_weight == 16 and bf16.linear_cls is None
-    assert resolve("int4", "auto", hardware("8.6", dit=True)).bits_per_weight == 4.25
 
 
 def test_only_transformer_engine_breaks_compiled_graphs(hardware: OnHardware) -> None:
     device, names = hardware("10.0", te=True), [(p, name) for p, names in BACKENDS.items() for name in names]
-    names.remove(("int4", "cache_dit"))
     broken = [name for name in names if not resolve(*name, device).fullgraph]
     assert broken == [("nvfp4", "transformer_engine")]
-    assert resolve("int4", "cache_dit", hardware("8.9", dit=True)).fullgraph
 
 
 @pytest.mark.parametrize(
@@ -140,17 +130,6 @@ def test_transformer_engine_needs_its_pytorch_extension(
     assert transformer_engine.is_installed() is installed
     monkeypatch.setattr(transformer_engine, "find_spec", {}.get)
     assert not transformer_engine.is_installed()
-
-
-def test_cache_dit_needs_its_extension(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    spec = ModuleSpec("cache_dit", None, origin=str(tmp_path / "__init__.py"))
-    monkeypatch.setattr(cache_dit, "find_spec", {"cache_dit": spec}.get)
-    (tmp_path / "__init__.py").touch()
-    assert not cache_dit.is_installed()  # the wheel of Python files alone
-    (tmp_path / "_C_svdquant.cpython-311-x86_64-linux-gnu.so").touch()
-    assert cache_dit.is_installed()
-    monkeypatch.setattr(cache_dit, "find_spec", {}.get)
-    assert not cache_dit.is_installed()
 
 
 NEEDS_BLACKWELL = (
@@ -179,8 +158,6 @@ NEEDS_BLACKWELL = (
         ),
         ("8.0", "fp8", "torch", "needs an NVIDIA GPU of compute capability 8.9 or higher; found: NVIDIA Test"),
         ("", "int8", "torch", "8.0 or higher or a CPU with INT8 units (AVX512-VNNI); found: a CPU without INT8"),
-        ("9.0", "int4", "cache_dit", "8.0 or higher, below 9.0, and cache-dit with its PyTorch extension (docs/precis"),
-        ("8.6", "int4", "cache_dit", "cache-dit not installed. Use precision.backend=emulated (the same numbers, with"),
     ],
 )
 def test_unsupported_backend_error_names_hardware_and_alternatives(
@@ -195,7 +172,7 @@ def test_unsupported_backend_error_names_hardware_and_alternatives(
 @pytest.mark.parametrize(
     ("precision", "backend", "message"),
     [
-        ("fp4", "auto", "precision=fp4 is invalid: it must be one of auto, nvfp4, fp8, int8, int4, bf16"),
+        ("fp4", "auto", "precision=fp4 is invalid: it must be one of auto, nvfp4, fp8, int8, bf16"),
         ("nvfp4", "cuda", "backend=cuda is invalid: with precision=nvfp4 it must be one of auto, torch, t"),
         (
             "int8",
@@ -214,17 +191,17 @@ def test_documented_table_is_what_each_machine_gets() -> None:
     first = page[page.index("| hardware") :].partition("\n\n")[0]
     table = [line.strip("| ").split(" | ") for line in first.splitlines() if "`" in line]
     header, *rows = table
-    assert header[1:6] == ["`auto`", "`nvfp4`", "`fp8`", "`int8`", "`int4`"]
+    assert header[1:] == ["`auto`", "`nvfp4`", "`fp8`", "`int8`"]
     machines = ", ".join(row[0] for row in rows)
     assert all(name in machines for name in ("CPU", "A100", "H100", "RTX 40", "L40S", "RTX 50", "B200"))
     for machine, *cells in rows:
         match = re.search(r"\((\d+)\.(\d)\)", machine)
         kind = Hardware(machine, capability=(int(match[1]), int(match[2]))) if match else Hardware(machine, "cpu")
-        chosen, *expected = (cell.split()[0].strip("`,") for cell in cells[:5])
+        chosen, *expected = (cell.split()[0].strip("`,") for cell in cells)
         assert choose_precision(kind) == chosen, machine
         best = kind._replace(packages=frozenset(backends.PACKAGES), int8_units=True)
-        assert choose_precision(best) == chosen, machine  # never INT4
-        names = [resolve(precision, "auto", best).name for precision in ("nvfp4", "fp8", "int8", "int4")]
+        assert choose_precision(best) == chosen, machine
+        names = [resolve(precision, "auto", best).name for precision in ("nvfp4", "fp8", "int8")]
         assert names == expected, machine
 
 
@@ -232,7 +209,7 @@ def test_documented_table_is_what_each_machine_gets() -> None:
     ("capability", "precision", "message"),
     [
         ("", "nvfp4", "precision=auto: NVFP4 is emulated by FP32 products on this CPU: the shadow ranks candidates as"),
-        ("7.5", "bf16", "(compute capability 7.5) multiplies none of NVFP4, FP8, INT8, INT4. Without a shadow"),
+        ("7.5", "bf16", "(compute capability 7.5) multiplies none of NVFP4, FP8, INT8. Without a shadow"),
         ("8.0", "int8", "precision=auto: INT8 by torch on NVIDIA Test (compute capability 8.0), weights"),
         ("8.9", "fp8", "precision=auto: FP8 by torch"),
         ("10.0", "nvfp4", "precision=auto: NVFP4 by torch"),

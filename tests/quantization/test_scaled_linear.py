@@ -14,14 +14,11 @@ from diffusers import FluxTransformer2DModel
 from exact_formats import E4M3, F32, LAYERS, linear, nearest_code, random
 from torch import Tensor, nn
 
-from solrl_lightning.quantization import int4
-from solrl_lightning.quantization.cache_dit import CacheDiTLinear
 from solrl_lightning.quantization.cached_quantizer import CachedQuantizer
 from solrl_lightning.quantization.nvfp4 import encode, fake_quantize, quantize
 from solrl_lightning.quantization.rowwise import quantize_fp8, quantize_int8
 from solrl_lightning.quantization.scaled_linear import (
     EmulatedFP8Linear,
-    EmulatedINT4Linear,
     EmulatedINT8Linear,
     FP8Linear,
     INT8Linear,
@@ -41,21 +38,6 @@ def reference(x: Tensor, precision: str) -> tuple[np.ndarray, np.ndarray]:
         return np.rint(values / scale).astype(np.float64), scale
     magnitude = np.minimum(np.abs(values / scale), 448)
     return np.copysign(E4M3[nearest_code(magnitude, E4M3)], values), scale
-
-
-def bf16(x: np.ndarray) -> np.ndarray:
-    """Round FP32 numbers to BF16, ties to even, by their bits."""
-    bits = x.view(np.uint32)
-    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).view(F32)
-
-
-def int4_reference(x: Tensor, weight: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return codes and scales [M, D] by NumPy and the source of the kernels; see int4.py."""
-    groups = x.float().numpy().reshape(len(x), -1, 64)
-    amax = np.maximum(np.abs(groups).max(-1, keepdims=True), F32(1e-12))
-    scale = bf16(amax / F32(7)) if weight else amax * F32(1 / 7)
-    codes = np.rint(groups / scale if weight else groups * (F32(1) / scale))
-    return codes.reshape(x.shape).astype(np.float64), np.repeat(bf16(scale)[..., 0], 64, axis=-1).astype(np.float64)
 
 
 INPUTS = {
@@ -79,21 +61,6 @@ def test_rowwise_codes_and_scales_match_definition(x: Tensor, precision: str, dt
         assert np.array_equal(result_scale.numpy(), scale)
 
 
-@pytest.mark.parametrize("x", INPUTS.values(), ids=INPUTS)
-@pytest.mark.parametrize("weight", [True, False])
-def test_int4_codes_and_scales_match_definition(x: Tensor, weight: bool) -> None:
-    x = torch.cat((x, 3 * x), dim=-1)  # three groups, the second one of both parts
-    codes, scales = int4_reference(x, weight)
-    assert np.abs(codes).max() <= 7
-    encoded = int4.encode_weight(x) if weight else int4.encode_input(x)
-    assert np.array_equal(encoded[0].flatten(1).double(), codes)
-    assert np.array_equal(encoded[1].expand(-1, -1, 64).flatten(1).double(), scales)
-    values, one = (int4.quantize_weight if weight else int4.quantize_input)(x, torch.float32)
-    assert np.array_equal(values.double(), codes * scales) and one.equal(torch.ones(len(x), 1))
-    tf32 = values.view(torch.int32) & 0x1FFF  # the 13 bits that TF32 leaves out
-    assert not tf32.any()
-
-
 @layers
 @pytest.mark.parametrize("bias", [True, False])
 def test_product_equals_that_of_dequantised_operands(layer_cls: Any, bias: bool) -> None:
@@ -101,12 +68,6 @@ def test_product_equals_that_of_dequantised_operands(layer_cls: Any, bias: bool)
     y = layer_cls(layer)(x)
     if layer_cls is NVFP4Linear:
         exact = encode(x, per_row=True).dequantize(torch.float64) @ quantize(layer.weight).dequantize(torch.float64).T
-    elif layer_cls is EmulatedINT4Linear:
-        codes_x, codes_w = (
-            torch.from_numpy(np.multiply(*int4_reference(operand, weight)))
-            for operand, weight in ((x.flatten(0, 1), False), (layer.weight, True))
-        )
-        exact = (codes_x @ codes_w.T).unflatten(0, (3, 20))
     else:
         fp8, int8 = dict.fromkeys((FP8Linear, EmulatedFP8Linear), "fp8"), (INT8Linear, EmulatedINT8Linear)
         precision = (fp8 | dict.fromkeys(int8, "int8"))[layer_cls]
@@ -185,8 +146,6 @@ def test_cache_keeps_neither_input_nor_codes_alive() -> None:
         (TransformerEngineLinear, (24, 32), "in_features 24 is not a multiple of 16"),
         (TransformerEngineLinear, (32, 24), "out_features 24 is not a multiple of 16"),
         (EmulatedFP8Linear, (5, 3), ""),
-        (EmulatedINT4Linear, (96, 3), "in_features 96 is not a multiple of 64"),
-        (CacheDiTLinear, (192, 128), "in_features 192 is not a multiple of 128"),
     ],
 )
 def test_unsupported_shapes_have_a_reason(layer_cls: Any, shape: tuple[int, int], reason: str) -> None:
@@ -217,7 +176,7 @@ def activations() -> list[tuple[nn.Linear, Tensor]]:
 
 @pytest.mark.parametrize(
     ("layer_cls", "mean", "worst"),
-    [(EmulatedFP8Linear, 0.035, 0.045), (EmulatedINT8Linear, 0.01, 0.015), (EmulatedINT4Linear, 0.16, 0.25)],
+    [(EmulatedFP8Linear, 0.035, 0.045), (EmulatedINT8Linear, 0.01, 0.015)],
 )
 def test_quantisation_error_of_embedded_model_is_small(
     activations: list[tuple[nn.Linear, Tensor]], layer_cls: Any, mean: float, worst: float

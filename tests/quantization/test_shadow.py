@@ -86,7 +86,7 @@ def tiny() -> Flux1:
     return load_policy("tiny")
 
 
-@pytest.mark.parametrize("precision", ["nvfp4", "int8", "int4"])
+@pytest.mark.parametrize("precision", ["nvfp4", "int8"])
 def test_candidate_is_independent_of_batch_and_position(tiny: Flux1, precision: str) -> None:
     backend = resolve(precision, "emulated", torch.device("cpu"))
     converted = replica.clone_sharing_weights(tiny.transformer)

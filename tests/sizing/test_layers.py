@@ -21,7 +21,7 @@ def backend_of(precision: str, name: str = "emulated") -> Backend:
     return resolve(precision, "emulated", CPU)._replace(name=name)
 
 
-@pytest.mark.parametrize("precision", ["nvfp4", "fp8", "int8", "int4"])
+@pytest.mark.parametrize("precision", ["nvfp4", "fp8", "int8"])
 def test_layer_is_compared_with_the_exact_product(precision: str) -> None:
     torch.manual_seed(0)
     linear, x = nn.Linear(64, 48, dtype=torch.bfloat16), torch.randn(600, 64, dtype=torch.bfloat16)

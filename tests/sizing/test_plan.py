@@ -193,12 +193,11 @@ def test_shadow_on_a_card_has_the_bits_of_its_capability(compose: Compose, capsy
         }
         return [by_capability[capability] for capability in ("8.0", "9.0", "10.0")]
 
-    of_precision = {name: cards(f"precision={name}") for name in ("auto", "nvfp4", "int4", "bf16")}
+    of_precision = {name: cards(f"precision={name}") for name in ("auto", "nvfp4", "bf16")}
     shadows = {name: [(c["precision"], c["bits_a_weight"]) for c in each] for name, each in of_precision.items()}
     assert shadows == {
         "auto": [("int8", 8), ("fp8", 8), ("nvfp4", 4.5)],
         "nvfp4": [("nvfp4", 16), ("nvfp4", 16), ("nvfp4", 4.5)],
-        "int4": [("int4", 4.25), ("int4", 32), ("int4", 32)],
         "bf16": [("bf16", 16)] * 3,
     }
     quantised = 17 * 128 * 128 + 5 * 128 * 512

@@ -75,7 +75,7 @@ def test_search_gives_the_numbers_of_the_proxies_that_it_names(
         assert row["evaluations"] == proxy["evaluations"] + proxy["regenerate_evaluations"]
         # Products of another number of rows may round otherwise, which can swap candidates of nearly equal rewards.
         assert row["gap_kept"] == pytest.approx(proxy["gap_kept"], abs=0.01)
-    assert len({round(row["gap_kept"], 6) for row in rows.values()}) > 2
+    assert len({round(row["gap_kept"], 6) for row in rows.values()}) > 1
     costs = [row["evaluations"] for row in result["search"]]
     assert costs == sorted(costs)
     chosen = [row for row in result["search"] if row["command"] is not None]
