@@ -27,6 +27,7 @@ from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
+from solrl_lightning.cli.launch import advice, check_world
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
 from solrl_lightning.explorers.facts import SAMPLERS, Facts
@@ -64,19 +65,22 @@ NO_REWARDS = WeightedRewards({}, {})
 def device_of(cfg: Run) -> torch.device:
     """Where a task without training runs: the first device that the trainer would use."""
     devices = named_devices(cfg.trainer)[:1] or 1
-    options = dict(logger=False, devices=devices, strategy="auto", enable_checkpointing=False)
+    options = dict(logger=False, devices=devices, num_nodes=1, strategy="auto", enable_checkpointing=False)
     return instantiate_trainer(cfg, **options).strategy.root_device
 
 
 def instantiate_trainer(cfg: Run, **options: Any) -> Trainer:
-    """Raises ``UserError`` for devices that this machine does not have, and for another arithmetic or strategy."""
+    """Raises ``UserError`` for devices that this machine does not have, for another arithmetic or strategy, and where
+    a launcher has started other processes than the trainer's ranks."""
     try:
         trainer: Trainer = make("trainer", cfg.trainer, **options)
     except UserError as error:
         cause = error.__cause__ and error.__cause__.__cause__
-        if not isinstance(cause, MisconfigurationException):
+        if not isinstance(cause, MisconfigurationException | RuntimeError):
             raise
-        raise UserError(f"trainer cannot run here: {cause} trainer=auto takes what there is.") from error
+        reason = " ".join(str(cause).split())
+        fix = advice().strip() or "trainer=auto takes what there is."
+        raise UserError(f"trainer cannot run here: {reason} {fix}") from error
     if trainer.precision != "32-true":  # by trainer.plugins
         raise UserError(
             f"trainer.plugins={cfg.trainer.get('plugins')} is invalid: every dtype is set in the code and Lightning "
@@ -89,6 +93,7 @@ def instantiate_trainer(cfg: Run, **options: Any) -> Trainer:
         )
     if isinstance(trainer.strategy, DDPStrategy):  # otherwise its buckets are a second copy of the gradients
         trainer.strategy._ddp_kwargs.setdefault("gradient_as_bucket_view", True)
+    check_world(trainer.num_nodes, trainer.num_devices, trainer.global_rank, one_process="devices" in options)
     ranks = getattr(trainer.strategy, "cluster_environment", None)
     if ranks is None or not ranks.creates_processes_externally:
         divide_threads(trainer.num_devices)

@@ -31,12 +31,15 @@ def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = obj
         if unknown:
             cause = cause.__cause__ or cause
         reason = " ".join(str(cause).partition("full_key:")[0].split()).rstrip(".?")
-        fix = (
-            "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
-            if unknown
-            else f"It must take {takes}{takes and ' and '}the keys beside _target_. Leave a key out with "
-            f"~{key}.<name>, add one with +{key}.<name>=<value>."
-        )
+        if unknown:
+            fix = "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
+        elif isinstance(cause, TypeError):  # Python's, about arguments
+            fix = (
+                f"It must take {takes}{takes and ' and '}the keys beside _target_. Leave a key out with ~{key}.<name>, "
+                f"add one with +{key}.<name>=<value>."
+            )
+        else:
+            fix = f"Correct the values below {key}."
         raise UserError(f"{key}: {target} could not be made: {reason}. {fix}") from error
     if not isinstance(instance, kind):
         raise UserError(f"{key}: {target} is invalid: it must be a {kind.__module__}.{kind.__qualname__}.")

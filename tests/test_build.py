@@ -145,6 +145,34 @@ def test_missing_gpu_is_an_error_of_one_sentence(compose: Compose, monkeypatch: 
         instantiate_trainer(compose("trainer.accelerator=cuda"))
 
 
+def test_trainer_is_made_without_a_warning_where_srun_is_installed(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "srun").touch(mode=0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    build_trainer(compose("trainer=cpu", "~logger"))
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        ({"SLURM_NTASKS": "4"}, "trainer cannot run here: You set `--ntasks=4` in .* set SLURM_JOB_NAME=interactive.$"),
+        (
+            {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "1", "SLURM_NNODES": "2"},
+            "SLURM_NTASKS=2 is invalid here: srun has started 2 processes, and {takes}",
+        ),
+    ],
+)
+def test_tasks_of_slurm_that_are_no_ranks_are_an_error(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, tasks: dict[str, str], message: str
+) -> None:
+    for name, value in {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "jupyter", "SLURM_NNODES": "1", **tasks}.items():
+        monkeypatch.setenv(name, value)
+    for make, takes in ((build_trainer, "the trainer takes 1"), (device_of, "this task takes one process. Start one")):
+        with pytest.raises(UserError, match=message.format(takes=takes)):
+            make(compose("trainer=cpu"))
+
+
 @pytest.mark.parametrize(
     ("capability", "installed", "kernels", "without_gradients"),
     [

@@ -91,6 +91,7 @@ def silence_libraries() -> None:
     warnings.filterwarnings("ignore", "It is recommended to use `self.log.*sync_dist=True")
     warnings.filterwarnings("ignore", "Checkpoint directory .* exists and is not empty")
     warnings.filterwarnings("ignore", "The dirpath has changed from")
+    warnings.filterwarnings("ignore", "The `srun` command is available on your system but is not used")
     # torchao registers classes in a way that torch deprecates, diffusers misses classes that newer versions of torchao
     # do not have, and its AutoencoderTiny warns about a key that it has written itself.
     quiet = "torch.utils._pytree diffusers.quantizers.torchao.torchao_quantizer diffusers.configuration_utils"

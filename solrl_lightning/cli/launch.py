@@ -8,21 +8,84 @@ import re
 import sys
 from datetime import datetime
 from functools import cache
+from typing import NamedTuple
 
 from solrl_lightning.errors import UserError
 
 _OTHERS = ("OMPI_COMM_WORLD", "PMI", "JSM_NAMESPACE")  # mpirun of Open MPI, of MPICH and Intel MPI; jsrun
+_HERE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # of torchrun, Open MPI, MPICH
+
+
+class _Launcher(NamedTuple):
+    """What has started the processes of a run, and its variables."""
+
+    name: str
+    size: str
+    """Number of processes."""
+    ranks: tuple[str, ...]
+    """All are 0 in the first process."""
+    advice: str
+
+
+def _launcher() -> _Launcher:
+    if _torchrun():  # which numbers nodes itself, whatever srun calls them
+        return _Launcher("torchrun", "WORLD_SIZE", ("RANK",), "")
+    if _srun():
+        advice = (
+            " Each task must see all GPUs of its node (no --gpus-per-task). For one process in an allocation, as in a "
+            "notebook, set SLURM_JOB_NAME=interactive."
+        )
+        return _Launcher("srun", "SLURM_NTASKS", ("SLURM_PROCID",), advice)
+    for name in _OTHERS:
+        if _number(f"{name}_SIZE", 1) > 1:
+            advice = " Lightning finds the ranks of mpirun by the package mpi4py."
+            return _Launcher("mpirun or jsrun", f"{name}_SIZE", (f"{name}_RANK",), advice)
+    advice = " Start ranks by torchrun or srun; for one process, unset these variables."
+    return _Launcher("", "WORLD_SIZE", ("NODE_RANK", "GROUP_RANK", "LOCAL_RANK"), advice)
+
+
+def _number(name: str, default: int = 0) -> int:
+    return int(os.environ.get(name, default))
 
 
 def is_first() -> bool:
     """Whether this process starts the run: rank 0, the only one that checks and writes its folder."""
-    if _torchrun():  # which numbers nodes itself, whatever srun calls them
-        names = ["RANK"]
-    elif _srun():
-        names = ["SLURM_PROCID"]
-    else:
-        names = [f"{name}_RANK" for name in _OTHERS] if _others() else ["RANK", "NODE_RANK", "GROUP_RANK", "LOCAL_RANK"]
-    return all(int(os.environ.get(name, "0")) == 0 for name in names)
+    return not any(map(_number, _launcher().ranks))
+
+
+def advice() -> str:
+    """Return what to do where the trainer does not run with what has started this process; empty without a launcher."""
+    launcher = _launcher()
+    return launcher.advice if launcher.name else ""
+
+
+def check_world(num_nodes: int, devices: int, rank: int, one_process: bool) -> None:
+    """Raise ``UserError`` unless the processes that were started are the ranks of a trainer.
+
+    Args:
+        num_nodes, devices: of the trainer.
+        rank: the trainer's rank of this process.
+        one_process: whether the task takes one process, whatever the options.
+    """
+    launcher, size = _launcher(), num_nodes * devices
+    variables = (launcher.size, *launcher.ranks)
+    started, here = _number(launcher.size, 1), next((_number(name) for name in _HERE if name in os.environ), devices)
+    if launcher.name == "srun":
+        here = min(started, _number("SLURM_NTASKS_PER_NODE") or max(1, started // _number("SLURM_NNODES", 1)))
+    fits = started == size and here == devices
+    who = f"{launcher.name} has started {started} processes"
+    fix = f" Set trainer.num_nodes={started // here} trainer.devices={here}."
+    if not launcher.name:
+        variables += ("RANK",)  # which Lightning does not read
+        fits = started == 1 or (started == size and "LOCAL_RANK" in os.environ)
+        who, fix = "no launcher has started this process", ""
+    elif one_process:
+        fix = " Start one."
+    if fits and not (rank == 0 and any(map(_number, variables[1:]))):
+        return
+    takes = "this task takes one process" if one_process else f"the trainer takes {size}, this one for rank {rank}"
+    environment = " ".join(f"{name}={os.environ[name]}" for name in variables if name in os.environ)
+    raise UserError(f"{environment} is invalid here: {who}, and {takes}.{'' if fits else fix}{launcher.advice}")
 
 
 def ranks_here() -> int:
@@ -87,7 +150,7 @@ def _srun() -> bool:
 
 def _others() -> bool:
     """Whether a launcher without a name for the folder has started several processes."""
-    return any(int(os.environ.get(f"{name}_SIZE", "1")) > 1 for name in _OTHERS)
+    return any(_number(f"{name}_SIZE", 1) > 1 for name in _OTHERS)
 
 
 def _time_of_first(pattern: str) -> str:

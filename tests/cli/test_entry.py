@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from small_runs import Command, files_of
 
 from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.cli.config import ConfigTree
-from solrl_lightning.cli.launch import is_first
+from solrl_lightning.cli.launch import check_world, is_first
 from solrl_lightning.cli.resume import resume
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.options.run import Run
@@ -82,6 +83,7 @@ def chatter(cfg: Run) -> None:
     for logger in (logging.getLogger("torch.utils._pytree"), torchao_quantizer.logger):
         logger.warning("between libraries")
     warnings.warn("The dirpath has changed from 'a' to 'b', therefore", stacklevel=1)
+    warnings.warn("The `srun` command is available on your system but is not used. HINT: between", stacklevel=1)
     logging.getLogger("library.of.interest").warning("for all")
 
 
@@ -232,7 +234,7 @@ def test_failed_job_of_a_sweep_does_not_stop_the_others(command: Command, tmp_pa
 
 def test_messages_between_libraries_are_hidden(command: Command) -> None:
     result = command(task(chatter))
-    assert "between libraries" not in result.out + result.err
+    assert not any(word in result.out + result.err for word in ("between", "dirpath", "srun"))
     assert "for all" in result.out + result.err
 
 
@@ -658,6 +660,46 @@ def test_first_process_is_rank_0_of_the_launcher_that_lightning_sees(
 ) -> None:
     set_all(monkeypatch, environment)
     assert is_first() == first
+
+
+SUBPROCESS = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", NODE_RANK="0", LOCAL_RANK="1", WORLD_SIZE="2")
+POD = dict(MASTER_ADDR="10.0.0.1", MASTER_PORT="1", WORLD_SIZE="2", RANK="1")  # of a PyTorchJob
+
+
+@pytest.mark.parametrize(
+    ("environment", "ranks", "message"),
+    [
+        ({}, (1, 2, 0), ""),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, (1, 2, 0), ""),
+        (SUBPROCESS, (1, 2, 1), ""),
+        (SUBPROCESS, (1, 1, 0), "WORLD_SIZE=2 NODE_RANK=0 LOCAL_RANK=1 is invalid here: no launcher has started this"),
+        (POD, (1, 1, 0), "WORLD_SIZE=2 RANK=1 is invalid here: .* the trainer takes 1, .* unset these variables."),
+        (POD | {"RANK": "0"}, (2, 1, 0), "WORLD_SIZE=2 RANK=0 is invalid here: no launcher"),
+        ({"RANK": "1"}, (1, 1, 0), "RANK=1 is invalid here: no launcher has started this .*, this one for rank 0. St"),
+        ({"LOCAL_RANK": "1"}, (1, 1, 0), "LOCAL_RANK=1 is invalid here"),
+        (SRUN | {"SLURM_PROCID": "3"}, (2, 2, 3), ""),
+        (
+            SRUN | {"SLURM_PROCID": "3"},
+            (1, 1, 0),
+            "=4 SLURM_PROCID=3 is .*.num_nodes=2 trainer.devices=2. Each",
+        ),
+        (SRUN | {"SLURM_PROCID": "0"}, (4, 1, 0), "the trainer takes 4, .* Set trainer.num_nodes=2 trainer.devices=2."),
+        (SRUN | {"SLURM_NTASKS": "1"}, (1, 1, 0), ""),
+        (SRUN | {"SLURM_NTASKS": "1"}, (1, 8, 0), "srun has started 1 processes, .* set SLURM_JOB_NAME=interactive."),
+        (SRUN | {"SLURM_JOB_NAME": "interactive"}, (1, 1, 0), ""),
+        (TORCHRUN | {"RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (2, 2, 1), ""),
+        (TORCHRUN | {"RANK": "1", "LOCAL_WORLD_SIZE": "2"}, (1, 1, 0), "torchrun has started 4 .*.num_nodes=2 tr"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "1"}, (1, 4, 0), "takes 4, this one for rank 0. Lightning .* mpi4py."),
+    ],
+)
+def test_ranks_of_the_trainer_are_the_processes_that_were_started(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], ranks: tuple[int, int, int], message: str
+) -> None:
+    for name in ("WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "RANK"):
+        monkeypatch.delenv(name, raising=False)  # Lightning leaves them in a process that has trained on several ranks
+    set_all(monkeypatch, environment)
+    with pytest.raises(UserError, match=message) if message else nullcontext():
+        check_world(*ranks, one_process=False)
 
 
 @pytest.mark.parametrize(
