@@ -205,8 +205,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("old policy not saved", 'return ".lora_" in name', 'return ".default." in name', CHECKPOINT),
         ("default samples", "self.lora_layers, OLD) as", "self.lora_layers, TRAINED) as", WEIGHTS),
         ("old policy stays", "follow(self.state(OLD), self.state(TRAINED), decay)", "pass", FOLLOWS),
-        ("old velocity is the base's", "{OLD: old,", "{OLD: as_it_is(reference),", WEIGHTS),
-        ("reference is the old policy", "REFERENCE: as_it_is(reference)}", "REFERENCE: old}", WEIGHTS),
+        ("old velocity is the base's", "{OLD: trained.old,", "{OLD: as_it_is(reference),", WEIGHTS),
+        ("reference is the old policy", "REFERENCE: as_it_is(reference)}", "REFERENCE: trained.old}", WEIGHTS),
     ],
     "solrl_lightning/training/module.py": [
         ("step with a gradient that is not finite", "if not norm.isfinite():", "if False:", NAN_GRADIENT),

@@ -291,7 +291,6 @@ def build_model(
             policy,
             trained_as(cfg),
             batch_size=cfg.model.rollout_batch,
-            old_velocity=cfg.old_velocity,
             compile_replicas=compiled["family.compile"],
             compile_policy=compiled["compile_training"],
             with_shadow=SHADOW in samplers,

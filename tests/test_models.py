@@ -115,7 +115,7 @@ def test_compiled_training_has_two_graphs_per_kind_of_block_and_the_eager_gradie
     autograd = ThreadPoolExecutor(1)
     for compiled in (False, True):
         policy = load_nano(model, folders[model], gradient_checkpointing=checkpointing)
-        options = dict(batch_size=3, old_velocity="policy", compile_replicas=False, with_shadow=False)
+        options = dict(batch_size=3, compile_replicas=False, with_shadow=False)
         options |= dict(rule=QuantizationRule([], {}), backend=resolve("bf16", "auto", policy.device))
         transformers = replicate(policy, adapters(), compile_policy=compiled, **options)
         adapted = transformers.trained

@@ -58,8 +58,6 @@ class Run(Group):
     """Of an iteration; each takes an equal part of the training rows."""
     training_sampler: TrainingSampler
     """Samples the images to train on."""
-    old_velocity: TrainingSampler
-    """Computes the old policy's velocity in training."""
     base_weights: Storage
     """Storage of the frozen linear layers of the blocks."""
     encode_on: Literal["device", "cpu"]

@@ -74,7 +74,6 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
         policy,
         trained_as(cfg),
         cfg.model.rollout_batch,
-        cfg.old_velocity,
         compile_replicas=True,
         compile_policy=trains,
         with_shadow=shadow is not None,

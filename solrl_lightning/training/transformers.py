@@ -10,8 +10,8 @@ With model.train=lora the trained one has adapters (`AdaptedTransformer`); with 
 | shadow | old policy, merged and quantised | replica, if a stage samples from it |
 | reference | base model without adapters | replica |
 
-The first three sample (see ``samplers``). In training, the objective reads velocities of the old policy (policy or
-merged) and of the reference. Replicas are not submodules of the LightningModule, so checkpoints, optimisers and DDP do
+The first three sample (see ``samplers``). In training, the objective reads velocities of the old policy (policy)
+and of the reference. Replicas are not submodules of the LightningModule, so checkpoints, optimisers and DDP do
 not see them.
 """
 
@@ -244,7 +244,6 @@ def replicate(
     policy: PipelineAdapter,
     train: Callable[[ModelMixin], TrainedTransformer],
     batch_size: int,
-    old_velocity: str,
     compile_replicas: bool,
     compile_policy: bool,
     with_shadow: bool,
@@ -258,7 +257,6 @@ def replicate(
         policy: architecture with loaded weights; its transformer is trained.
         train: makes the trained transformer of that of ``policy``.
         batch_size: candidates per forward pass.
-        old_velocity: what computes the old policy's velocity in training: policy (as published) or merged.
         compile_replicas, compile_policy: compile the blocks of the replicas, and those of the trained transformer.
         with_shadow: make the quantised replica.
         backend, rule: arithmetic of the shadow, and the layers to quantise.
@@ -287,6 +285,5 @@ def replicate(
         for name, module in replicas.items()
     }
     samplers[POLICY] = PolicySampler(policy, trained.old, BatchSize(batch_size, pad_to_size=compile_policy))
-    old = trained.old if old_velocity == POLICY else as_it_is(replicas[old_velocity])
-    velocity_models = {OLD: old, REFERENCE: as_it_is(reference)}
+    velocity_models = {OLD: trained.old, REFERENCE: as_it_is(reference)}
     return Transformers(trained, samplers, velocity_models, replicas, backend if with_shadow else None, shadow_layers)

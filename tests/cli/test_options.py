@@ -51,7 +51,7 @@ trainer.strategy=deepspeed       | Use trainer.strategy=ddp
 +trainer.limit_train_batches=1   | trainer.limit_train_batches=1 is invalid: it must be 1.0
 trainer.max_epochs=5             | Leave it out, or set iterations=<number>
 ~trainer.max_epochs              | trainer.max_epochs=null is invalid
-precision.backend=foo            | with precision=auto it must be one of auto, transformer_engine, torch, emulated
+precision.backend=foo            | with precision=auto it must be one of auto, torch, transformer_engine, emulated
 callbacks.guard.stop=5           | it must be true or false
 callbacks.guard.limits.drift=0   | it must be a whole number of at least 1
 callbacks.guard.limits=null      | it must be a group of keys

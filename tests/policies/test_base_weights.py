@@ -24,7 +24,7 @@ def make_transformers(policy: Flux1) -> Transformers:
     """With an old and a trained adapter that differ."""
     rule = QuantizationRule(["single_transformer_blocks.*"], {})
     backend = resolve("nvfp4", "emulated", CPU)
-    transformers = replicate(policy, adapters(), 4, "policy", False, False, True, backend, rule)
+    transformers = replicate(policy, adapters(), 4, False, False, True, backend, rule)
     adapted = transformers.trained
     for seed, name in enumerate((TRAINED, OLD)):
         state = random_state(adapted.state(name), seed, size=0.05)

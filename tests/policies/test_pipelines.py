@@ -211,7 +211,7 @@ def test_every_trained_weight_gets_a_gradient(architecture: str, folder: str, tr
     layers = [name for name, module in policy.transformer.named_modules() if isinstance(module, nn.Linear)]
     adapted = partial(AdaptedTransformer, config=lora_config(targets=layers), seed=0)
     backend, rule = resolve("bf16", "auto", policy.device), QuantizationRule([], {})
-    eager = dict(old_velocity="policy", compile_replicas=False, compile_policy=False, with_shadow=False)
+    eager = dict(compile_replicas=False, compile_policy=False, with_shadow=False)
     makers = {"lora": adapted, "full": FullTransformer}
     trained = replicate(policy, makers[train], 2, backend=backend, rule=rule, **eager).trained
     x, conditioning = policy.noise(SEEDS), policy.encode(PROMPTS)

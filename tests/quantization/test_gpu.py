@@ -114,7 +114,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
     policy = load_policy(folder, device=device)
     rule = QuantizationRule(["transformer_blocks.*", "single_transformer_blocks.*"])
-    transformers = replicate(policy, adapters(), 2, "policy", False, False, True, backend, rule)
+    transformers = replicate(policy, adapters(), 2, False, False, True, backend, rule)
     return SolRLModule(
         policy,
         transformers,

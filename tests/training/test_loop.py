@@ -6,7 +6,6 @@ import math
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -629,9 +628,8 @@ def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begin
     assert run.module.objective.forward_passes == 2.5
 
 
-@pytest.mark.parametrize("sampler", ["policy", "merged"])
-def test_old_velocity_uses_named_sampler(tmp_path: Path, sampler: str) -> None:
-    module = make(tmp_path, f"old_velocity={sampler}").module
+def test_old_velocity_is_that_of_the_old_adapter(tmp_path: Path) -> None:
+    module = make(tmp_path).module
     for name, value in module.policy_state("old").items():
         value.fill_(0.1 if "lora_B" in name else 0.2)  # the trained adapter's B is 0
     module.sync_samplers(version=0)
@@ -650,8 +648,7 @@ def test_old_velocity_uses_named_sampler(tmp_path: Path, sampler: str) -> None:
     module.log_dict = lambda *args, **kwargs: None  # type: ignore[method-assign]
     module.training_step(batch, 0)
     velocity, old, reference = seen
-    replicas, adapted = module.transformers.replicas, module.transformers.trained
-    with torch.no_grad(), adapted.old() if sampler == "policy" else nullcontext(replicas[sampler]) as transformer:
+    with torch.no_grad(), module.transformers.trained.old() as transformer:
         assert torch.equal(old, module.policy.velocity(transformer, batch.x_t, batch.sigma, batch.conditioning))
     assert torch.equal(velocity, reference) and not torch.equal(old, velocity)
 
