@@ -28,11 +28,12 @@ from omegaconf.errors import OmegaConfBaseException
 from solrl_lightning.artifacts.finished_runs import end_of
 from solrl_lightning.artifacts.formatting import counted
 from solrl_lightning.artifacts.run_folder import check_free, check_new, check_writable, claimed, remove_unused
+from solrl_lightning.artifacts.started_runs import remember
 from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, check_choices
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.cli.hub import check_hub
 from solrl_lightning.cli.launch import check_launched, is_first, launched, ranks_here
-from solrl_lightning.cli.resume import check_contents, check_left, resume
+from solrl_lightning.cli.resume import check_contents, check_left, check_sweep, resume
 from solrl_lightning.cli.sweep_job import isolated_sweep_job
 from solrl_lightning.errors import UserError
 
@@ -112,6 +113,8 @@ def run(cfg: DictConfig) -> Any:
 
         options = Run.of(cfg)  # whose values a sweeper may have chosen
         task = _task(options.task.target)
+        if options.trains and is_first():
+            remember(folder)
         with isolated_sweep_job(folder) if sweeps else nullcontext():
             return task(options)
     except BrokenPipeError:  # the reader of the output is gone
@@ -229,6 +232,8 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
             ended = f"has ended after {counted(done, 'iteration')}"
             _print_first(f"ckpt=auto: the run in {resumed.folder} {ended}; nothing to do")
             raise SystemExit(0)
+        if resumed.newest and resumed.folder is not None and end is not None:
+            check_sweep(resumed.folder, resumed.checkpoint)
         if resumed.training and (resumed.folder is None or end is not None):
             check_left(resumed.checkpoint, done, "iterations", iterations)
             check_left(resumed.checkpoint, seconds, "max_seconds", limit)

@@ -107,6 +107,13 @@ def compositions_of_the_package_are_made_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def runs_are_recorded_elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def forks() -> Iterator[Forks]:
     """Runs commands in processes of their own that can be killed, without the seconds of their imports."""
@@ -140,7 +147,10 @@ def compose(tmp_path: Path) -> Callable[..., Run]:
 
 @pytest.fixture
 def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> Iterator[Callable[..., Finished]]:
     """command("iterations=2") is `python -m solrl_lightning iterations=2` in the folder ``tmp_path``."""
     import torch
@@ -148,6 +158,7 @@ def command(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["solrl_lightning"])
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
     monkeypatch.setattr(threading, "excepthook", threading.excepthook)  # main sets both for its process
     monkeypatch.setattr(logging, "raiseExceptions", logging.raiseExceptions)
     loggers = (None, "lightning", "solrl_lightning.record")  # which write the log file of a run

@@ -4,6 +4,7 @@ A run records its overrides in ``.hydra/overrides.yaml``. In its own folder only
 record is replaced once training has started (``run_folder.commit_overrides``).
 """
 
+import os
 import shlex
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -11,11 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hydra.core.override_parser.types import Override
+from hydra.types import RunMode
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free
+from solrl_lightning.artifacts.started_runs import started_runs
 from solrl_lightning.cli.config import ConfigTree, own_sources, quoted, searched
 from solrl_lightning.errors import UserError
 
@@ -44,13 +47,14 @@ class Resumed(NamedTuple):
     training: bool = False
     message: str = ""
     requeued: bool = False  # a run that has finished is then no error
+    newest: bool = False  # no option names the run
 
 
 def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resumed:
     """Resolves ``ckpt=``: finds the file, and puts the overrides that its run recorded before those given.
 
-    Training from ``ckpt=last`` and ``ckpt=auto`` resumes in the same folder; every other use of a checkpoint gets a new
-    folder. ``ckpt=auto`` begins the run if its folder has no checkpoint.
+    Training from ``ckpt=last`` and ``ckpt=auto`` resumes in the same folder, as a file does whose folder is named;
+    every other use of a checkpoint gets a new folder. ``ckpt=auto`` begins the run if its folder has no checkpoint.
     """
     overrides = tree.parse(arguments)
     checkpoints = [override for override in overrides if override.key_or_group == "ckpt"]
@@ -105,7 +109,8 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         f"{'continuing' if in_place else 'from'} {checkpoint}, with the overrides of its run: {of_run}; "
         f"overridden here: {_listed(new)}"
     )
-    return Resumed(merged, checkpoint, source if in_place else None, training, message, value == "auto")
+    newest = value == "last" and folder is None
+    return Resumed(merged, checkpoint, source if in_place else None, training, message, value == "auto", newest)
 
 
 def _stable_folder(tree: ConfigTree, overrides: list[Override], training: bool) -> Path:
@@ -155,14 +160,42 @@ def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
 
 
 def _newest_checkpoint(name: Path) -> Path:
-    """The checkpoint ``name`` of the newest run under outputs/ that has one."""
-    files = list(OUTPUTS.rglob(str(name)))
-    if not files:
+    """Return the checkpoint ``name`` of the newest run.
+
+    That is of the runs that were started in this working directory or lie in its outputs/; if there are none, of all
+    that were started on this machine.
+    """
+    runs = started_runs()
+    found = (folder for depth in range(5) for folder in OUTPUTS.glob("*/" * depth + LAST.parent.name))
+    here = [folder.parent for folder in found]  # behind links, too, which rglob does not follow
+    here += [folder for folder, cwd in runs if cwd == Path.cwd()]
+    for folders in (here, [folder for folder, _ in runs]):
+        times = {f: max(map(os.path.getmtime, files)) for f in folders if (files := _checkpoints(f))}
+        if times:
+            newest = max(times, key=lambda folder: times[folder])
+            if (newest / name).is_file():
+                return newest / name
+            raise UserError(f"ckpt={name.stem} is invalid: the newest run, {newest}, has no {name}. Use ckpt=<file>.")
+    raise UserError(
+        f"ckpt={name.stem} is invalid: no run with {name} was started on this machine, and there is none under "
+        f"{OUTPUTS.resolve()}. Name a file with ckpt=<file>."
+    )
+
+
+def _checkpoints(folder: Path) -> list[Path]:
+    return [folder / name for name in (LAST, BEST) if os.path.isfile(folder / name)]
+
+
+def check_sweep(folder: Path, checkpoint: Path) -> None:
+    """Raise UserError if the run in ``folder``, which has ended and which no option names, is a job of a sweep."""
+    record = folder / RECORD / "hydra.yaml"
+    mode = _read_record(record, DictConfig, "hydra").hydra.get("mode") if record.is_file() else None
+    if mode == RunMode.MULTIRUN.name or any((parent / "multirun.yaml").is_file() for parent in folder.parents):
         raise UserError(
-            f"ckpt={name.stem} takes the newest run that has {name}; there is none under {OUTPUTS.resolve()}. "
-            "Change to the folder where it was started, or name a file with ckpt=<file>."
+            f"ckpt=last is invalid: the newest run, {folder}, is a job of a sweep that has ended, and would no longer "
+            f"be comparable. Name it with ckpt=last hydra.run.dir={folder}, or begin a new folder with "
+            f"ckpt={checkpoint}."
         )
-    return max(files, key=lambda file: file.stat().st_mtime)
 
 
 def _check_resumable(

@@ -148,9 +148,14 @@ class Run(Group):
         return not {"train", "eval", "ckpt"}.isdisjoint(self.task.reads) or isinstance(self.task, Generate | Explore)
 
     @property
+    def trains(self) -> bool:
+        """Whether the task is task=train, or one of the user's own."""
+        return type(self.task) is Task
+
+    @property
     def explores_elsewhere(self) -> bool:
         """Whether other processes explore for the training."""
-        return bool(self.explorers.urls) and type(self.task) is Task
+        return bool(self.explorers.urls) and self.trains
 
     @property
     def is_sharded(self) -> bool:

@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -291,7 +292,7 @@ def test_ctrl_c_ends_with_status_130_and_no_folder(command: Command, function: C
         ("ckpt=auto", "ckpt=auto is invalid: it needs a folder that the same command finds again"),
         ("ckpt=auto -m hydra.sweep.dir=x", "ckpt=auto continues one run"),
         ("task=evaluate ckpt=auto hydra.run.dir=x", "Use ckpt=last or ckpt=best for other tasks"),
-        ("ckpt=best", "ckpt=best takes the newest run that has checkpoints/best.ckpt; there is none under"),
+        ("ckpt=best", "ckpt=best is invalid: no run with checkpoints/best.ckpt was started on this machine"),
     ],
 )
 def test_wrong_command_line_is_one_message_and_writes_nothing(command: Command, arguments: str, message: str) -> None:
@@ -377,15 +378,42 @@ def test_last_run_resumes_in_its_folder_with_its_overrides(command: Command, tmp
     assert cfg["ckpt"] == str(earlier / "checkpoints" / "last.ckpt")
 
 
-def test_newest_of_several_runs_resumes_unless_a_folder_is_named(
-    command: Command, tmp_path: Path, earlier: Path
-) -> None:
+@pytest.mark.usefixtures("earlier")
+def test_finished_job_of_a_sweep_resumes_only_by_its_name(command: Command, tmp_path: Path) -> None:
     assert command(RECORD, "-m", "seed=8,9").status == 0
     newest = only(tmp_path, "outputs/multirun/*/1_seed-9")
-    assert command(RECORD, "ckpt=last", "iterations=7").status == 0
+    message = error_of(command, RECORD, "ckpt=last", "iterations=7")
+    assert f"the newest run, {newest}, is a job of a sweep" in message and f"hydra.run.dir={newest}, or" in message
+    assert command(RECORD, "ckpt=last", "task=audit").status == 0
+    assert command(RECORD, "ckpt=last", f"hydra.run.dir={newest}", "iterations=7").status == 0
     assert (config(newest)["iterations"], config(newest)["seed"]) == (7, 9)
-    assert command(RECORD, "ckpt=last", f"hydra.run.dir={earlier.relative_to(tmp_path)}", "iterations=4").status == 0
-    assert (config(earlier)["iterations"], config(earlier)["seed"]) == (4, 5)
+    (newest / "summary.json").unlink()  # a killed one
+    assert command(RECORD, "ckpt=last", "iterations=8").status == 0
+    assert config(newest)["iterations"] == 8
+
+
+def test_newest_run_is_found_wherever_it_lies(
+    command: Command, tmp_path: Path, earlier: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        assert command(RECORD, "seed=3", f"hydra.run.dir=runs/{name}").status == 0
+    shutil.rmtree(tmp_path / "runs" / "c")
+    (tmp_path / "elsewhere").mkdir()
+    for folder in (tmp_path, tmp_path / "elsewhere"):  # where no run was started
+        monkeypatch.chdir(folder)
+        assert "from " + str(tmp_path / "runs" / "b") in command(RECORD, "ckpt=last", "task=audit").out
+    assert command(RECORD, "seed=4").status == 0
+    started_here = only(tmp_path, "elsewhere/outputs/train/*")
+    (tmp_path / "runs" / "b" / "checkpoints" / "last.ckpt").touch()
+    assert str(started_here.name) in command(RECORD, "ckpt=last", "iterations=9").out
+    assert "the newest run, outputs" in error_of(command, RECORD, "ckpt=best", "iterations=9", "hydra.run.dir=new")
+    monkeypatch.setenv("XDG_STATE_HOME", "/proc/none")  # a record that can be neither read nor written
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "outputs" / "train").rename(tmp_path / "moved")
+    (tmp_path / "outputs" / "train").symlink_to(tmp_path / "moved")
+    (tmp_path / "moved" / earlier.name / "checkpoints" / "last.ckpt").touch()
+    assert command(RECORD, "ckpt=last", "iterations=11").status == 0
+    assert config(tmp_path / "moved" / earlier.name)["iterations"] == 11
 
 
 AUTO = [RECORD, "ckpt=auto", "hydra.run.dir=runs/${seed}", "seed=3"]
@@ -440,10 +468,12 @@ def test_checkpoint_begins_a_new_folder_or_another_task_with_the_overrides_of_it
         ([f"ckpt={last.relative_to(tmp_path)}", "seed=6", "hydra.run.dir=other"], "other", last, 6),
         (["ckpt=last", "task=audit"], "outputs/audit/*_tiny_compile_shapes", last, 5),
     ):
+        best.touch()  # the newest run
         done = command(*arguments, RECORD)
         assert done.status == 0, done.err
         cfg = config(only(tmp_path, folder))
         assert (cfg["ckpt"], cfg["seed"], cfg["family"]["pool"]) == (str(file), seed, 96)
+    best.touch()
     assert "already holds a run" in error_of(command, RECORD, "ckpt=best", "iterations=4", f"hydra.run.dir={earlier}")
     assert (earlier / "record.json").read_bytes() == before
 
