@@ -166,8 +166,8 @@ def _newest_checkpoint(name: Path) -> Path:
     that were started on this machine.
     """
     runs = started_runs()
-    found = (folder for depth in range(5) for folder in OUTPUTS.glob("*/" * depth + LAST.parent.name))
-    here = [folder.parent for folder in found]  # behind links, too, which rglob does not follow
+    places = (place for depth in range(5) for place in OUTPUTS.glob("*/" * depth + LAST.parent.name))
+    here = [place.parent for place in places]  # behind links, too, which rglob does not follow
     here += [folder for folder, cwd in runs if cwd == Path.cwd()]
     for folders in (here, [folder for folder, _ in runs]):
         times = {f: max(map(os.path.getmtime, files)) for f in folders if (files := _checkpoints(f))}
