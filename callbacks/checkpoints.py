@@ -1,7 +1,8 @@
-"""Checkpoints beside ``last.ckpt``: that of the best evaluation, and those of every few iterations.
+"""Checkpoints: that of the last iteration, that of the best evaluation, and those of every few iterations.
 
-Lightning's ModelCheckpoint warns until the first evaluation, compares stale scores in the iterations between
-evaluations, forgets its best score when the folder is moved, and counts from 0 in file names.
+Lightning's ModelCheckpoint does not write the last iteration of a run unless it is one of every few. It warns until the
+first evaluation, compares stale scores in the iterations between evaluations, forgets its best score when the folder is
+moved, and counts from 0 in file names.
 """
 
 from pathlib import Path
@@ -10,8 +11,35 @@ from typing import Any
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 
-from solrl_lightning.artifacts.run_folder import BEST
+from solrl_lightning.artifacts.files import CHECKPOINT_BYTES
+from solrl_lightning.artifacts.run_folder import BEST, LAST
 from solrl_lightning.callbacks.common import loop_of, module_of
+from solrl_lightning.names import TRAINED
+
+_LARGE = 4 * 10**9  # bytes that take seconds to write
+
+
+class LastCheckpoint(Checkpoint):
+    """Writes ``last.ckpt`` after every few iterations, and after the last one of the run.
+
+    Args:
+        dirpath: folder of the checkpoints.
+        every: iterations from one to the next; None: 1, or 10 if the file has more than 4 GB.
+    """
+
+    def __init__(self, dirpath: str, every: int | None = None) -> None:
+        self.path, self.every = Path(dirpath) / LAST.name, every
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loop, every = loop_of(trainer), self.every
+        if every is None:
+            state = module_of(pl_module).policy_state(TRAINED)
+            size = CHECKPOINT_BYTES * sum(weight.numel() for weight in state.values())
+            every = 1 if size <= _LARGE else 10
+        ends = trainer.should_stop or loop.iterations_done == trainer.max_epochs
+        if ends or loop.iterations_done % every == 0:
+            with loop.stopwatch.stage("checkpoint"):
+                trainer.save_checkpoint(self.path, weights_only=False)
 
 
 class BestCheckpoint(Checkpoint):

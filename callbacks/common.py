@@ -15,7 +15,7 @@ from solrl_lightning.training.module import SolRLModule
 file_logger = logging.getLogger("solrl_lightning.record")
 """Writes to the run's log file only. Use it for text that the terminal shows as a bar, a line or a table."""
 
-EXTRA_STAGES = ("evaluate", "probe", "grid")
+EXTRA_STAGES = ("evaluate", "probe", "grid", "checkpoint")
 """Stages of some iterations that only observe training. ``time/iteration`` excludes them."""
 
 C = TypeVar("C", bound=Callback)

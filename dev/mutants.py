@@ -725,6 +725,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
     ],
     "callbacks/checkpoints.py": [
+        ("no checkpoint of the last iteration", "if ends or loop", "if loop", CHECKPOINTS),
         ("best is the newest", "reward > self.reward", "reward is not None", CHECKPOINTS),
         ("a branch keeps the best of the other run", "self.reward = self.iteration = None", "pass", CHECKPOINTS),
         ("best of the trained reward", "self.monitor or module.rewards.name", "module.rewards.name", CHECKPOINTS),

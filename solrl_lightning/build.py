@@ -72,6 +72,8 @@ def device_of(cfg: Run) -> torch.device:
 def instantiate_trainer(cfg: Run, **options: Any) -> Trainer:
     """Raises ``UserError`` for devices that this machine does not have, for another arithmetic or strategy, and where
     a launcher has started other processes than the trainer's ranks."""
+    if cfg.trainer.get("benchmark") is None:  # cuDNN would choose by time
+        options["benchmark"] = not cfg.trainer.get("deterministic")
     try:
         trainer: Trainer = make("trainer", cfg.trainer, **options)
     except UserError as error:

@@ -280,6 +280,21 @@ def test_tasks_and_checks_take_the_devices_that_the_user_names(
         check_machine(compose("trainer.accelerator=cuda", f"trainer.devices={devices}"))
 
 
+def test_a_deterministic_run_lets_cudnn_choose_nothing_by_time(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen: list[object] = []
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda mode, **kw: chosen.append(mode))
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)
+    for arguments, deterministic, by_time in (
+        ((), False, True),
+        (("trainer.deterministic=true",), True, False),
+        (("trainer.benchmark=false",), False, False),
+    ):
+        instantiate_trainer(compose("trainer=cpu", *arguments))
+        assert (chosen.pop(), torch.backends.cudnn.benchmark) == (deterministic, by_time)
+
+
 @pytest.mark.parametrize("trainer", ["auto", "ddp"])
 def test_ddp_keeps_one_copy_of_the_gradients(compose: Compose, trainer: str) -> None:
     arguments = f"trainer={trainer}", "trainer.accelerator=cpu", "trainer.devices=2"

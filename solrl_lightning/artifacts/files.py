@@ -1,6 +1,5 @@
 """Atomic writes of files and folders, and reading of checkpoints and published weights."""
 
-import io
 import math
 import os
 import shutil
@@ -8,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, BinaryIO
 from zipfile import is_zipfile
 
 import torch
@@ -19,9 +18,19 @@ from torch import Tensor
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.errors import UserError, WriteError, sentence
 
+CHECKPOINT_BYTES = 20
+"""Of a trained weight: in float32 the weight, that of the old policy, the average, and two moments of AdamW."""
+
 
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Write ``path`` by a temporary file and a rename; after a crash it has its old or its new content.
+    """Write ``content`` into ``path``, as with `opened_atomically`."""
+    with opened_atomically(path) as file:
+        file.write(content)
+
+
+@contextmanager
+def opened_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Yield a temporary file that replaces ``path`` on exit; after a crash it has its old or its new content.
 
     Raises:
         WriteError: writing fails, for example on a full disk; the old file is intact.
@@ -30,7 +39,7 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(temporary, "wb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -165,6 +174,8 @@ class WholeCheckpointIO(TorchCheckpointIO):
         if "://" in str(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        buffer = io.BytesIO()
-        torch.save(checkpoint, buffer)
-        write_atomically(Path(path), buffer.getbuffer())
+        with opened_atomically(Path(path)) as file:
+            try:
+                torch.save(checkpoint, file)
+            except RuntimeError as error:  # closing the archive fails after writing to it has
+                raise error.__context__ if isinstance(error.__context__, OSError) else error from None

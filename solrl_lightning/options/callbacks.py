@@ -64,6 +64,11 @@ class Best(Callback, total=False):
     """Name of a held-out reward; null: the one that is trained on."""
 
 
+class Last(Callback, total=False):
+    every: Count | None
+    """Iterations between checkpoints; null: 1, or 10 for large ones."""
+
+
 class Periodic(Callback, total=False):
     every: CountOrZero
     """Iterations between checkpoints; 0: none."""
@@ -81,8 +86,8 @@ class Callbacks(TypedDict, total=False):
     """Pictures of the base and the current model."""
     best: Best | None
     """The checkpoint after the best evaluation."""
-    checkpoint: Callback | None
-    """The checkpoint after each iteration."""
+    checkpoint: Last | None
+    """The checkpoint of the last iteration."""
     periodic: Periodic | None
     """Checkpoints at equal distances."""
 

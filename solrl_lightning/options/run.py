@@ -210,11 +210,10 @@ class Run(Group):
         if monitor is not None and monitor not in names:
             rule = f"it must be one of the run's rewards, {', '.join(names)}, or null."
             raise Broken(rule, "callbacks.best.monitor")
-        last, place = self.callback("checkpoint"), {"dirpath": f"{self.run_dir}/checkpoints", "filename": "last"}
-        for key, value in place.items() if last else ():
-            if last.get(key) != value:
-                fix = "For other checkpoints set callbacks.periodic.every=<iterations>."
-                raise Broken(f"it must be {value}, as ckpt=last reads that file.", f"callbacks.checkpoint.{key}", fix)
+        last, folder = self.callback("checkpoint"), f"{self.run_dir}/checkpoints"
+        if last and last.get("dirpath") != folder:
+            fix = "For other checkpoints set callbacks.periodic.every=<iterations>."
+            raise Broken(f"it must be {folder}, as ckpt=last reads from it.", "callbacks.checkpoint.dirpath", fix)
 
     def check_exploration(self) -> None:
         explorers: dict[str, Explorer] = {} if self.family.explore is None else {"family.explore": self.family.explore}

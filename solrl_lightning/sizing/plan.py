@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from hydra.utils import instantiate
 
+from solrl_lightning.artifacts.files import CHECKPOINT_BYTES
 from solrl_lightning.build import build_objective, quantization_rule, stages_of, trained_as, uses_shadow, with_option
 from solrl_lightning.names import TRAINED
 from solrl_lightning.options.run import Run
@@ -52,6 +53,7 @@ class Plan(NamedTuple):
     passes: Passes
     parameters: int
     bytes: dict[str, int]
+    checkpoint_bytes: int  # on disk
     footprint: Footprint  # with the shadow as it is held here
     options: Options
     shadows: Mapping[Backend, int]  # bytes by backend
@@ -89,7 +91,8 @@ def plan_run(
     gathered = gathered_bytes(policy.transformer, blocks, cfg.model.train == "full") if cfg.is_sharded else 0
     stored = stored_bytes(bytes_of(policy.transformer), block_linears(policy.transformer).values())
     passes, trained = trace(policy, trained_as(cfg), recomputed)
-    average = 4 * sum(weight.numel() for weight in trained.state(TRAINED).values())
+    trained_weights = sum(weight.numel() for weight in trained.state(TRAINED).values())
+    average = 4 * trained_weights
     beside = separate_bytes((trained.transformer, trained.weights), weights.values())
     replaced = trained.replaced
     rounded = 0 if trained.weights is trained.transformer else stored["bfloat16"]
@@ -131,7 +134,8 @@ def plan_run(
     activations = passes.training_bytes, passes.sampling_bytes, passes.decoding_bytes
     footprint = Footprint(policies, shadows[backend], replicas, size["text_encoders"], *activations, latents)
     parameters = sum(weight.numel() for weight in weights.values())
-    return Plan(policy, architecture, layers, passes, parameters, size, footprint, options, shadows)
+    checkpoint = CHECKPOINT_BYTES * trained_weights
+    return Plan(policy, architecture, layers, passes, parameters, size, checkpoint, footprint, options, shadows)
 
 
 def pool_latents(cfg: Run, shape: Sequence[int], sigmas: Sigmas, devices: int = 1) -> Latents:

@@ -49,6 +49,7 @@ def plan(cfg: Run) -> Json:
         "training_bytes": {
             str(blocks).lower(): cfg.model.micro_batch * row for blocks, row in run.passes.training_bytes.items()
         },
+        "checkpoint_bytes": run.checkpoint_bytes,
         "planned_peak": run.peak,
         "reserve": task.reserve,
         "cards": [on_card(run, *each, task) for each in zip(cards, backends, strict=True)],
@@ -122,6 +123,7 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         "Bytes on one device (G of 10^9; not counted: reward models, CUDA):\n"
         f"{format_table(['', 'bytes'], sizes)}\n"
         f"  activations of training by model.gradient_checkpointing: {training}\n"
+        f"  a checkpoint {_si(result['checkpoint_bytes'])} on disk\n"
         f"  peak {_si(result['planned_peak'])} here: activations and text encoders are not there at the same time\n"
         f"  weights of policy, merged replica and shadow: {ratio['packed']:.2f}x one copy if packed, "
         f"{ratio['here']:.2f}x here; published: {ratio['published']:.0f}x\n\n"

@@ -1,6 +1,10 @@
+import pytest
 import torch
+from lightning.pytorch import Callback
 
-from solrl_lightning.callbacks.checkpoints import BestCheckpoint, PeriodicCheckpoints
+from solrl_lightning.callbacks import checkpoints
+from solrl_lightning.callbacks.checkpoints import BestCheckpoint, LastCheckpoint, PeriodicCheckpoints
+from solrl_lightning.callbacks.common import loop_of
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.export import ExportLoRA
 
@@ -23,6 +27,23 @@ def test_a_resumed_run_keeps_the_best_checkpoint_and_a_branch_begins_its_own(tmp
     assert (tmp_path / "branch" / "best.ckpt").is_file()
     assert best_of("run", 3, resumed=checkpoint) == {"reward": 0.6, "iteration": 2}
     assert best_of("other", 4, monitor="bright") == {"reward": -0.3, "iteration": 3}
+
+
+@pytest.mark.parametrize(
+    ("every", "bytes_a_weight", "expected"), [(None, 20, [1, 2, 3, 4, 5]), (2, 20, [2, 4, 5]), (None, 10**10, [5])]
+)
+def test_the_last_iteration_has_a_checkpoint_and_large_ones_are_rare(
+    tmp_path, fit, monkeypatch, every, bytes_a_weight, expected
+):
+    saved = []
+
+    class Recorder(Callback):
+        def on_save_checkpoint(self, trainer, pl_module, checkpoint):
+            saved.append(loop_of(trainer).iterations_done)
+
+    monkeypatch.setattr(checkpoints, "CHECKPOINT_BYTES", bytes_a_weight)
+    fit(LastCheckpoint(str(tmp_path), every), Recorder(), iterations=5, enable_checkpointing=True)
+    assert saved == expected and [file.name for file in tmp_path.glob("*.ckpt")] == ["last.ckpt"]
 
 
 def test_the_newest_checkpoints_of_every_few_iterations_are_kept(tmp_path, fit):

@@ -199,7 +199,7 @@ def test_experiment_sweeps_families_with_equal_settings_over_three_seeds(
         ("callbacks.guard.limits.pictures=4", "limits has fall, diversity, kl, drift. --help"),
         ("family=zzz", "compile, diffusionnft, naive_quant, naive_scaling, "),
         ("family=diffusionnft family.explore.steps=4", "family.explore is null in the chosen family"),
-        ("callbacks.checkpoint.verbose=true", "Write +callbacks.checkpoint.verbose=<value> if lightning."),
+        ("callbacks.checkpoint.verbose=true", "Write +callbacks.checkpoint.verbose=<value> if solrl_lightning."),
         ("optimizer.amsgrad=true", "Write +optimizer.amsgrad=<value> if torch.optim.AdamW takes it."),
         ("reward=vlm reward.vlm.answers=[yes]", "must be keys with values. Write 'reward.vlm.answers={<key>: <value>"),
         (
@@ -207,7 +207,7 @@ def test_experiment_sweeps_families_with_equal_settings_over_three_seeds(
             "has the keys yes, no and no good. Replace it by ~reward.vlm.answers '+reward.vlm.answers={good:1,no:0}'.",
         ),
         ("optimizer.betas={a:1}", "betas={a:1} is invalid: it must be a list. Write 'optimizer.betas=[<value>"),
-        ("trainer.deterministic=true", "Write +trainer.deterministic=<value> if lightning.Trainer takes it."),
+        ("trainer.profiler=simple", "Write +trainer.profiler=<value> if lightning.Trainer takes it."),
     ],
 )
 def test_unknown_name_error_names_the_nearest_or_all(argument: str, message: str) -> None:
@@ -238,7 +238,7 @@ def test_plus_adds_no_key_at_the_root(argument: str, hint: str, sweep: tuple[str
 
 
 def test_known_names_and_plus_with_what_is_passed_on_are_accepted() -> None:
-    arguments = """family=compile family.pool=48 ~callbacks.progress +trainer.deterministic=true +optimizer.amsgrad=true
+    arguments = """family=compile family.pool=48 ~callbacks.progress +trainer.profiler=simple +optimizer.amsgrad=true
     +callbacks.lr._target_=lightning.pytorch.callbacks.LearningRateMonitor +reward.mine={_target_:a.B,weight:1.0}
     +objective.more=1 +hydra.job.env_set.A=b""".split()
     with ConfigTree() as tree:

@@ -130,7 +130,7 @@ task=serve task.max_pixels=none   | task.max_pixels=none is invalid: it must be
 task=serve task.port=70000       | it must be a whole number from 0 to 65535; 0 takes a free port
 task=plan task.reserve=nan        | it must be a finite number of at least 0
 model.policy.decode_batch=[]     | it is model.decode_batch. Set model.decode_batch, which
-callbacks.checkpoint.filename=x  | it must be last, as ckpt=last reads that file
+callbacks.checkpoint.dirpath=x  | checkpoints, as ckpt=last reads from it
 family=race family.explore.rungs=[] | it must be a list of rungs such as 'family.explore.rungs=[{step:2,keep:48},
 family=race family.explore.rungs=[{step:2}] | family.explore.rungs.0.keep is missing
 family=race family.explore.rungs=[{keep:24}] | rungs.0={keep:24} is invalid: it must have a step or below, a noise
@@ -162,7 +162,7 @@ def test_error_of_a_wrong_value_states_its_rule(line: str) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "trainer.precision=32 +trainer.max_steps=3 +trainer.deterministic=true trainer.gradient_clip_val=null",
+        "trainer.precision=32 +trainer.max_steps=3 trainer.deterministic=true trainer.gradient_clip_val=null",
         "~trainer.precision ~trainer.strategy +trainer.accumulate_grad_batches=1 +trainer.limit_train_batches=1.0",
         "trainer.strategy={_target_:lightning.pytorch.strategies.DDPStrategy} trainer.devices=auto",
         "task=evaluate ~callbacks ~logger",

@@ -260,6 +260,7 @@ def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[.
     assert sizes_of["training"] == result["training_bytes"]["false"] > result["training_bytes"]["true"]
     always = ("policy", "merged", "shadow_here", "trained", "gradients_and_moments", "autoencoder", "kept_latents")
     largest = max(sizes_of["text_encoders"], sizes_of["training"], sizes_of["rollout"] + sizes_of["pool_latents"])
+    assert 3 * result["checkpoint_bytes"] == 5 * sizes_of["gradients_and_moments"]  # weights, old, average, 2 moments
     assert result["planned_peak"] == sum(sizes_of[name] for name in always) + largest
     assert [(card["card"], card["fits"]) for card in result["cards"]] == [("a", True), ("b", False)]
     assert result["cards"][0]["arguments"] == ["trainer=cpu", "model.micro_batch=3", *absent[:-1], "precision=fp8"]

@@ -148,7 +148,7 @@ def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
     ],
 )
 def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, proxy: str, family: str | None) -> None:
-    options = ("model.preview_decoder=tiny", "+trainer.deterministic=true", "prompts_per_iteration=3")
+    options = ("model.preview_decoder=tiny", "trainer.deterministic=true", "prompts_per_iteration=3")
     options += ("family.compile=false", "family.explore.steps=3")
     cfg = compose("task=audit", *options, f"task.proxies=[{{{proxy}}}]")
     explorer = cfg.task.proxies[0]
