@@ -16,7 +16,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from solrl_lightning import IMPORTED
+import solrl_lightning
 from solrl_lightning.artifacts.files import finite_only, iterations_done, read_checkpoint, write_atomically
 from solrl_lightning.artifacts.formatting import counted, gibibytes, measured
 from solrl_lightning.artifacts.run_folder import BEST, LAST, RECORD
@@ -174,7 +174,7 @@ class RunSummary(Callback):
             "iterations": loop_of(trainer).iterations_done,
             "last_checkpoint_iterations": iterations_done(read_checkpoint(last)) if last.exists() else None,
             "seconds_total": self._seconds(),
-            "seconds_since_process_start": time.perf_counter() - IMPORTED,  # in a sweep, includes the earlier jobs
+            "seconds_since_process_start": time.perf_counter() - solrl_lightning.BEGAN,
             "seconds_before_resume": self._seconds_before,
             "seconds_per_stage": timings.seconds_per_stage() if timings else {},
             "rank_fidelity": rank_fidelity(find_callback(trainer, RankCorrelation)),
@@ -274,7 +274,7 @@ def _status(facts: Mapping[str, Any]) -> str:
     status = f"{facts['status']} after {counted(facts['iterations'], 'iteration')} in {facts['seconds_total']:.0f} s"
     if facts["seconds_before_resume"] > 0:
         status += f", {facts['seconds_before_resume']:.0f} s of them before it was resumed"
-    status += f" ({facts['seconds_since_process_start']:.0f} s since the process started)"
+    status += f" ({facts['seconds_since_process_start']:.0f} s with start-up)"
     if facts["stopped_by"] is not None:
         status += f", by {facts['stopped_by']}"
         result = "transformer" if "transformer" in facts["paths"] else "lora"

@@ -3,5 +3,5 @@
 import time
 
 __version__ = "0.2.0"
-IMPORTED = time.perf_counter()
-"""When this process began, but for Python's own start: `python -m solrl_lightning` imports this first."""
+BEGAN = time.perf_counter()
+"""When this job began: with the process, but for Python's own start, or at the end of an earlier job of a sweep."""

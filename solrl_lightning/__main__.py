@@ -27,13 +27,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from solrl_lightning.artifacts.finished_runs import end_of
 from solrl_lightning.artifacts.formatting import counted
-from solrl_lightning.artifacts.run_folder import check_free, check_new, check_writable, claimed, remove_unused
+from solrl_lightning.artifacts.run_folder import LAST, check_free, check_new, check_writable, claimed, remove_unused
 from solrl_lightning.artifacts.started_runs import remember
 from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, check_choices
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.cli.hub import check_hub
 from solrl_lightning.cli.launch import check_launched, is_first, launched, ranks_here
-from solrl_lightning.cli.resume import check_contents, check_left, check_sweep, resume
+from solrl_lightning.cli.resume import check_contents, check_left, check_sweep, resume, resume_command
 from solrl_lightning.cli.sweep_job import isolated_sweep_job
 from solrl_lightning.errors import UserError
 
@@ -78,13 +78,14 @@ def main(arguments: list[str] | None = None) -> int:
             hydra.main(config_path=f"pkg://{CONFIG_MODULE}", config_name="config", version_base="1.3")(job)()
     except (KeyboardInterrupt, SystemExit) as stop:
         # Lightning ends a run with SIGTERMException after SIGTERM, and with exit(1) after Ctrl-C.
-        if type(stop).__name__ == "SIGTERMException":
-            print("terminated", file=sys.stderr)
-            return _TERMINATED
-        if not isinstance(stop, KeyboardInterrupt) and not isinstance(stop.__context__, KeyboardInterrupt):
+        terminated = type(stop).__name__ == "SIGTERMException"
+        if not terminated and not any(isinstance(e, KeyboardInterrupt) for e in (stop, stop.__context__)):
             raise
-        print("interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        print("terminated" if terminated else "interrupted", file=sys.stderr)
+        folder = Path(jobs[-1].run_dir) if jobs else Path()
+        if jobs and (folder / LAST).is_file() and is_first():
+            print(f"resume with: {resume_command(folder)}", file=sys.stderr)
+        return _TERMINATED if terminated else _INTERRUPTED
     except BrokenPipeError as error:
         reported.append(error)
     except Exception as error:
@@ -121,7 +122,8 @@ def run(cfg: DictConfig) -> Any:
         raise
     except Exception as error:
         logging.getLogger("solrl_lightning.record").exception("the task ended with an error")  # in the run's log
-        reported = report_error(error, folder)
+        trains = HydraConfig.get().runtime.choices.get("task") == "train"
+        reported = report_error(error, folder, resumable=trains and not sweeps)
         if isinstance(reported, UserError) and is_first():
             remove_unused(folder)
         raise reported from None

@@ -42,10 +42,13 @@ def _is_raised_by_hydra(error: Exception) -> bool:
     return library in {"hydra", "omegaconf", "yaml", "antlr4"}
 
 
-def report_error(error: Exception, folder: Path | None = None, *, in_job: bool = True) -> Exception:
+def report_error(
+    error: Exception, folder: Path | None = None, *, in_job: bool = True, resumable: bool = False
+) -> Exception:
     """Prints and returns the cause that a user can act on, of the run in ``folder``; raises an error without one.
 
-    Outside of a job, what Hydra itself raises is about the command line.
+    Outside of a job, what Hydra itself raises is about the command line. ``resumable``: ``ckpt=auto`` begins the run
+    again.
     """
     causes: list[BaseException] = [error]
     while (cause := causes[-1].__cause__) is not None:
@@ -76,7 +79,7 @@ def report_error(error: Exception, folder: Path | None = None, *, in_job: bool =
         if folder is not None and (folder / LAST).is_file():
             again = f"continue the run with ckpt=last hydra.run.dir={folder}"
         elif folder is not None:
-            again = f"remove {folder} and {again}"
+            again = f"{again} with ckpt=auto hydra.run.dir={folder}" if resumable else f"remove {folder} and {again}"
         fix = f" {_CURES[type(failure)]}, then {again}."
     end = "" if str(failure).endswith((".", "?")) or not fix else "."
     print(f"error: {failure}{end}{fix}", file=sys.stderr)

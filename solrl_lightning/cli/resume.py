@@ -5,6 +5,7 @@ record is replaced once training has started (``run_folder.commit_overrides``).
 """
 
 import os
+import re
 import shlex
 import zipfile
 from collections.abc import Iterable, Sequence
@@ -111,6 +112,12 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
     )
     newest = value == "last" and folder is None
     return Resumed(merged, checkpoint, source if in_place else None, training, message, value == "auto", newest)
+
+
+def resume_command(folder: Path) -> str:
+    """Return the command that continues the run in ``folder``."""
+    plain = re.fullmatch(r"[\w./@:+~-]+", str(folder))
+    return f"python -m solrl_lightning ckpt=last {shlex.quote(f'hydra.run.dir={folder if plain else quoted(folder)}')}"
 
 
 def _stable_folder(tree: ConfigTree, overrides: list[Override], training: bool) -> Path:

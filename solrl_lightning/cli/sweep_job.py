@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import open_dict, read_write
 
+import solrl_lightning
 from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.cli.config import own_sources, searched
 from solrl_lightning.cli.launch import is_first
@@ -38,6 +40,7 @@ def isolated_sweep_job(folder: Path) -> Iterator[None]:
         with claimed(folder, new=False) if is_first() else nullcontext():
             yield
     finally:
+        solrl_lightning.BEGAN = time.perf_counter()  # of the next job in this process
         program.__spec__ = spec
         sys.argv[1:] = arguments
         for name in _RANK_VARIABLES - environment.keys():

@@ -8,6 +8,6 @@ _HANDLER = signal.signal(signal.SIGINT, signal.SIG_DFL) if _IN_MAIN else None
 
 
 def restore() -> None:
-    """Make Ctrl-C a KeyboardInterrupt again."""
+    """Make Ctrl-C a KeyboardInterrupt again, also where a shell has started the program in its background."""
     if _IN_MAIN:
-        signal.signal(signal.SIGINT, _HANDLER)
+        signal.signal(signal.SIGINT, signal.default_int_handler if _HANDLER is signal.SIG_IGN else _HANDLER)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from solrl_lightning import IMPORTED
+import solrl_lightning
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
 from solrl_lightning.build import device_of, uses_shadow
 from solrl_lightning.callbacks.common import file_logger
@@ -64,12 +64,12 @@ def doctor(cfg: Run) -> Json:
         "rows": [row._asdict() for row in rows],
         "peak_memory": peak_memory(torch.device("cpu"))[0],
         "seconds": time.perf_counter() - start,
-        "seconds_since_process_start": time.perf_counter() - IMPORTED,
+        "seconds_since_process_start": time.perf_counter() - solrl_lightning.BEGAN,
     }
     path = Path(cfg.run_dir) / "doctor.json"
     write_json(path, result)
     counted = ", ".join(f"{n} {status}" for status, n in counts.items())
-    whole = f"{result['seconds_since_process_start']:.0f} s since the process started"
+    whole = f"{result['seconds_since_process_start']:.0f} s with start-up"
     print(f"{counted}, in {result['seconds']:.0f} s ({whole})\n  {path}")
     if counts[WRONG]:
         wrong = dict.fromkeys(row.check for row in rows if row.status == WRONG)

@@ -89,7 +89,7 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     assert summary["machine"]["cores"] >= 1 and summary["machine"]["device"].startswith("CPU ")
 
     printed = capsys.readouterr().out
-    assert re.search(r"completed after 3 iterations in \d+ s \(\d+ s since the process started\)\n", printed)
+    assert re.search(r"completed after 3 iterations in \d+ s \(\d+ s with start-up\)\n", printed)
     assert "0.5000 -> 0.5488 (+0.0488), evaluated after 3 iterations" in printed
     assert "1.0000 at first, 1.0000 at last" in printed
     assert re.search(r"an iteration +\d[.]\d\d s [(]explore \d[.]\d\d, .*[)], without evaluation, probe", printed)

@@ -25,11 +25,13 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
 from small_runs import Command, files_of
 
+import solrl_lightning
 from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.cli.launch import check_world, is_first
 from solrl_lightning.cli.resume import resume
 from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.machine import interrupts
 from solrl_lightning.options.run import Run
 
 # Tasks
@@ -39,7 +41,13 @@ def record(cfg: Run) -> None:
     """Writes its configuration and process, and the checkpoint and summary that a training run would leave."""
     folder = Path(cfg.run_dir)
     spec = sys.modules["__main__"].__spec__
-    facts = {"cfg": cfg.tree(), "name": spec and spec.name, "argv": sys.argv[1:], "cwd": os.getcwd()}
+    facts = {
+        "began": solrl_lightning.BEGAN,
+        "cfg": cfg.tree(),
+        "name": spec and spec.name,
+        "argv": sys.argv[1:],
+        "cwd": os.getcwd(),
+    }
     (folder / "record.json").write_text(json.dumps(facts), encoding="utf-8")
     (folder / "checkpoints").mkdir(exist_ok=True)
     checkpoint = {"pytorch-lightning_version": "2.6", "global_step": 1, "optimizer_states": []}
@@ -101,6 +109,11 @@ class StopAtOnce(Callback):
         raise KeyboardInterrupt
 
 
+def stop_after_a_checkpoint(cfg: Run) -> None:
+    record(cfg)
+    raise KeyboardInterrupt
+
+
 def stop_in_lightning(cfg: Run) -> None:
     """Lightning's trainer catches the interrupt and exits."""
     options: dict[str, Any] = dict(accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False)
@@ -160,6 +173,7 @@ def test_sweep_runs_every_combination_in_its_own_folder(command: Command, tmp_pa
     assert [folder.name for folder in folders] == [f"{i}_family-{f}_seed-{s}" for i, (f, s) in enumerate(pairs)]
     cfg = config(folders[3])
     assert (cfg["seed"], cfg["family"]["pool"], cfg["iterations"]) == (2, 24, 5)
+    assert recorded(folders[0])["began"] < recorded(folders[3])["began"]
     # What a rank that Lightning starts would run: this job only, by the name of the program.
     assert recorded(folders[3])["argv"] == [RECORD, "family=diffusionnft", "seed=2", "iterations=5"]
     assert recorded(folders[3])["name"] == "solrl_lightning.__main__"
@@ -252,6 +266,27 @@ def test_ctrl_c_ends_with_status_130_and_no_folder(command: Command, function: C
     assert result.status == 130
     assert result.err.endswith("interrupted\n")
     assert not list(Path("outputs").glob("*/*"))
+
+
+@pytest.mark.parametrize("name", ["run", "it's a, (run) = [1]"])
+def test_ctrl_c_prints_the_command_that_resumes(command: Command, tmp_path: Path, name: str) -> None:
+    quoted_name = name.replace("'", "\\'")
+    result = command(task(stop_after_a_checkpoint), f"hydra.run.dir='{quoted_name}'")
+    *_, last = result.err.splitlines()
+    program, words = last.split("python -m solrl_lightning ")
+    assert (result.status, program) == (130, "resume with: ")
+    assert command(RECORD, *shlex.split(words), "iterations=7").status == 0
+    assert config(tmp_path / name)["iterations"] == 7
+
+
+def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(interrupts, "_HANDLER", signal.SIG_IGN)
+    try:
+        interrupts.restore()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 # Errors before anything is written; test_malformed.py has command lines whose messages are those of libraries

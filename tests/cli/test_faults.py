@@ -132,7 +132,7 @@ def test_full_disk_ends_run_with_one_line_and_no_partial_file(
         assert "ckpt=last hydra.run.dir=" in line
     else:
         assert not (tmp_path / "run" / file).exists()
-        assert "remove " in line
+        assert "then give the same command again with ckpt=auto hydra.run.dir=" in line
 
 
 # Kills
