@@ -16,12 +16,13 @@ from torch.nn.functional import avg_pool2d, interpolate
 
 from solrl_lightning.build import build_module
 from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.metrics.selection_gain import gap_of_prompts
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.seeds import noise, pool_seeds
-from solrl_lightning.tasks.audit import fidelity, reward_gap
+from solrl_lightning.tasks.audit import fidelity
 
 PROMPTS, POOL, KEEP, STEPS = 12, 96, 24, (10, 6)
 
@@ -79,11 +80,11 @@ def measure(seed: int) -> None:
             full._replace(rewards=enlarged.total(enlarged(shrunk, texts)).view_as(truth)),
             0.0,
         )
-    whole = reward_gap(truth, truth, KEEP)
+    whole = gap_of_prompts(truth, truth, KEEP).mean()
     for name, (candidates, seconds) in rows.items():
         values = fidelity(candidates.rewards, truth, KEEP)
         columns = " ".join(f"{value:7.3f}" for value in values.values())
-        share = 100 * reward_gap(candidates.rewards, truth, KEEP) / whole
+        share = 100 * gap_of_prompts(candidates.rewards, truth, KEEP).mean() / whole
         milliseconds, mean = 1000 * seconds / seeds.numel(), candidates.rewards.mean()
         print(f"seed {seed}  {name:40} {columns}  gap {share:4.0f} %  mean reward {mean:.3f}  {milliseconds:5.1f} ms")
 

@@ -955,15 +955,33 @@ MUTANTS: dict[str, list[Edit]] = {
             "evaluations(stages, pool)",
             AUDIT,
         ),
-        ("too little of the gap is enough", "stop.gap_kept >= min_gap", "stop.gap_kept <= min_gap", AUDIT),
+        (
+            "too little of the gap is enough",
+            "self.gap_kept + error >= min_gap",
+            "self.gap_kept + error <= min_gap",
+            AUDIT,
+        ),
         ("scores of the step before", "scores[stage.stop_step or stage.steps]", "scores[min(scores)]", AUDIT),
-        ("gap of the search inverted", "truth, keep) / gap", "truth, keep) * gap", AUDIT),
+        ("gap of the search without its error", "self.gap_kept + error", "self.gap_kept", AUDIT),
     ],
     "solrl_lightning/tasks/audit.py": [
         ("seconds of a prompt under those of a candidate", "value / seeds.numel()", "value / len(seeds)", AUDIT),
-        ("gap inverted", "proxy_gap / gap", "gap / proxy_gap", AUDIT),
-        ("cheapest exploration alone", 'row["seconds"] + row["regenerate_seconds"]', 'row["seconds"]', AUDIT),
-        ("seconds under milliseconds", "{1000 * row['seconds']:.1f}", "{row['seconds']:.1f}", AUDIT),
+        (
+            "an iteration without training",
+            "sum(explorer.seconds.values()) + training",
+            "sum(explorer.seconds.values())",
+            AUDIT,
+        ),
+        ("pool of the family without selection", "task.keep, task.keep)], task", "task.pool, task.keep)], task", AUDIT),
+    ],
+    "solrl_lightning/tasks/audit_verdict.py": [
+        ("cost inverted", "gain.times(1 / cost)", "gain.times(cost)", AUDIT),
+        ("a chance pays", 'if ratio["low"] > 1', 'if ratio["mean"] > 1', AUDIT),
+        ("equal gains by the largest", 'best["mean"] - (0', 'best["mean"] + (0', AUDIT),
+    ],
+    "solrl_lightning/metrics/selection_gain.py": [
+        ("variance of the pool", "* (1 - 1 / keep)", "", "tests/metrics/test_selection_gain.py"),
+        ("error of a mean of ratios", "(prompts - 1) * (without", "(without", "tests/metrics/test_selection_gain.py"),
     ],
     "solrl_lightning/tasks/evaluate.py": [
         ("columns of models and rewards swapped", "scores.permute(1, 2, 3, 0)", "scores.permute(1, 2, 0, 3)", EVALUATE),

@@ -10,19 +10,9 @@ from torch import Tensor
 from torchmetrics import Metric
 from torchmetrics.functional.regression import kendall_rank_corrcoef, spearman_corrcoef
 
-from solrl_lightning.rollout.select import select_contrastive, take
+from solrl_lightning.rollout.select import select_contrastive
 
 NAMES = ("spearman", "kendall", "top_overlap", "bottom_overlap", "top_mean_rank", "bottom_mean_rank")
-
-
-def reward_gap(proxy: Tensor, truth: Tensor, keep: int) -> float:
-    """Mean true merit of the best half minus the worst half of the candidates that the proxy's merits [P, N] select.
-
-    This is the contrast that training gets. It is largest if the proxy is the truth.
-    """
-    merits = take(truth, select_contrastive(proxy, keep))
-    best, worst = merits[:, : keep // 2], merits[:, keep // 2 :]
-    return (best.mean() - worst.mean()).item()
 
 
 class RankFidelity(Metric):

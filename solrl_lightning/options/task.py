@@ -73,7 +73,7 @@ class Audit(_Known, Pool):
     prompts: Count
     """Number of prompts, the first of ``data.eval``."""
     min_gap: Share
-    """Share of the reward gap that the recommended proxy keeps."""
+    """Share of the reward gap that the early stops of ``search`` keep."""
     overrides: list[str]
     """Options of this command, for the recommended one."""
     proxies: list[Proxy]

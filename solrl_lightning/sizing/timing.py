@@ -17,6 +17,7 @@ from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
+from solrl_lightning.options.trainer import named_devices
 
 _ROUNDS, _SECONDS = 20, 0.5  # of ``least_seconds``: maximum number of timed calls, and when no call starts any more
 
@@ -60,7 +61,7 @@ def run_iterations(cfg: Run, device: torch.device, *observers: Callback) -> list
         logger=False,
         callbacks=[*observers, timings, Requantize()],
         max_epochs=1 + cfg.task_as(Benchmark).repeats,
-        devices=1,
+        devices=named_devices(cfg.trainer)[:1] or 1,
         num_nodes=1,
         strategy="auto",
         limit_val_batches=0,

@@ -3,15 +3,16 @@
 Every explorer of ``task.proxies`` and the truth (BF16 at full steps) score the same pool; their rankings are compared
 prompt by prompt. An explorer is a sampler (the shadow in some precision, or BF16), a number of steps, a solver and a
 decoder. It may stop at a step and score the predicted image, as in ``family=prefix``, or select candidates at rungs, as
-in ``family=race``. Its cost is in seconds per candidate of the pool, with decoding and reward,
-and in model evaluations of a pool. Then its kept candidates are regenerated, as in a family with this explorer. The
-report ends with the command of the cheapest family that keeps enough of the reward gap.
+in ``family=race``. Its cost is in seconds, with decoding and reward, and in model evaluations. Then its kept candidates
+are regenerated, as in a family with this explorer, and a training step is timed. The report ends with a verdict,
+whether selection pays (``audit_verdict.py``), and one command.
 
 Shapes: P prompts, N pool.
 """
 
 import io
 import logging
+import math
 import shlex
 import time
 from collections import defaultdict
@@ -25,9 +26,15 @@ from matplotlib.transforms import Bbox
 from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
-from solrl_lightning.artifacts.tables import format_table, write_json
+from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_module, device_of, exploring_stages, load_trained, with_option
-from solrl_lightning.metrics.rank import NAMES, RankFidelity, reward_gap
+from solrl_lightning.metrics.rank import RankFidelity
+from solrl_lightning.metrics.selection_gain import (
+    equal_random,
+    equal_selected,
+    gap_of_prompts,
+    ratio_of_sums,
+)
 from solrl_lightning.names import MERGED, SHADOW
 from solrl_lightning.options.family import Explorer
 from solrl_lightning.options.rules import written
@@ -41,6 +48,8 @@ from solrl_lightning.rollout.stage import REGENERATE, Sigmas, Stage, evaluations
 from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.audit_search import cheapest, label, levels_at, score_steps, search
+from solrl_lightning.tasks.audit_text import format_audit, format_search, format_verdict
+from solrl_lightning.tasks.audit_verdict import expected_gain, judge, recommend, training_seconds, with_verdict
 from solrl_lightning.training.module import SolRLModule
 
 log = logging.getLogger(__name__)
@@ -83,39 +92,86 @@ def audit(cfg: Run) -> dict[str, Any]:
         changed = cfg if precision is None else with_option(cfg, "precision", precision)
         scored += score_pool(changed, group, with_truth=not scored)
     truth, *explorers = scored
-    gap = reward_gap(truth.merits, truth.merits, options.keep)
-    result: dict[str, Any] = {
-        "prompts": truth.merits.shape[0],
-        "pool": truth.merits.shape[1],
-        "keep": options.keep,
-        "checkpoint": cfg.ckpt,
-        "truth": {
-            "steps": truth.stages[0].steps,
-            "solver": truth.stages[0].solver,
-            "reward": truth.reward,
-            "seconds": truth.seconds[_PROXY],
-            "gap": gap,
-        },
-        "proxies": [describe(explorer, truth.merits, gap, cfg) for explorer in explorers],
-    }
-    result["recommended"] = recommend(result["proxies"], options.min_gap)
+    training = training_seconds(cfg, device_of(cfg))
+    result = describe_all(truth, explorers, training, cfg)
     result["search"] = search_stops(cfg, truth.merits) if options.search and cfg.model.full_steps > 2 else []
     folder = Path(cfg.run_dir)
     write_json(folder / "audit.json", result)
     write_atomically(folder / "audit.png", draw(result))
     print(f"{format_audit(result)}\n  {folder / 'audit.json'}, {folder / 'audit.png'}")
-    print(format_recommendation(result, options.min_gap))
     if result["search"]:
         print(format_search(result, options.min_gap))
+    print(format_verdict(result))
     return result
 
 
-def describe(explorer: Scored, truth: Tensor, gap: float, cfg: Run) -> dict[str, Any]:
-    """An explorer's settings, cost and fidelity to the merits ``truth`` [P, N], whose gap is ``gap``."""
+def describe_all(truth: Scored, explorers: Sequence[Scored], training: float, cfg: Run) -> dict[str, Any]:
+    """The content of audit.json but for the search. ``training``: seconds of training a prompt."""
+    task, merits = cfg.task_as(Audit), truth.merits
+    pool, keep = task.pool, task.keep
+    sampling = keep * truth.seconds[_PROXY]
+    without = sampling + training
+    proxies = [
+        with_verdict(
+            describe(explorer, merits, cfg),
+            *expected_gain(explorer.merits, merits, keep),
+            pool * sum(explorer.seconds.values()) + training,
+            without,
+        )
+        for explorer in explorers
+    ]
+    rho, gain = expected_gain(merits, merits, keep)
+
+    def evaluations_of(candidates: int) -> int:
+        return forward_passes(cfg.model.guidance_scale) * sum(evaluations(truth.stages, candidates))
+
+    chosen = recommend(proxies)
+    pays, verdict = judge(chosen, len(merits), equal=math.isnan(rho))
+    return {
+        "prompts": len(merits),
+        "pool": pool,
+        "keep": keep,
+        "checkpoint": cfg.ckpt,
+        "truth": with_verdict(
+            {
+                "steps": truth.stages[0].steps,
+                "solver": truth.stages[0].solver,
+                "evaluations": evaluations_of(pool),
+                "reward": truth.reward,
+                "seconds": truth.seconds[_PROXY],
+                "gap": gap_of_prompts(merits, merits, keep).mean().item(),
+                "equal_groups": equal_selected(merits, merits, keep),
+            },
+            rho,
+            gain,
+            pool * truth.seconds[_PROXY] + training,
+            without,
+        ),
+        "without_selection": {
+            "evaluations": evaluations_of(keep),
+            "sampling_seconds": sampling,
+            "training_seconds": training,
+            "iteration_seconds": without,
+            "equal_groups": equal_random(merits, keep),
+        },
+        "proxies": proxies,
+        "recommended": {
+            "name": chosen["name"] if chosen and pays else "diffusionnft",
+            "closest": chosen and chosen["name"],
+            "pays": pays,
+            "verdict": verdict,
+            "command": chosen["command"] if chosen and pays else command_without_selection(cfg),
+        },
+    }
+
+
+def describe(explorer: Scored, truth: Tensor, cfg: Run) -> dict[str, Any]:
+    """An explorer's settings, cost and fidelity to the merits ``truth`` [P, N]."""
     task = cfg.task_as(Audit)
     first, keep, passes = explorer.stages[0], task.keep, forward_passes(cfg.model.guidance_scale)
     *explored, regenerated = evaluations(explorer.stages, task.pool)
-    proxy_gap = reward_gap(explorer.merits, truth, keep)
+    gaps = gap_of_prompts(explorer.merits, truth, keep)
+    gap_kept, gap_error = ratio_of_sums(gaps, gap_of_prompts(truth, truth, keep))
     return {
         "name": name_of(explorer, cfg.model.solver),
         "command": command_of(explorer.explorer, explorer.precision, cfg),
@@ -134,8 +190,10 @@ def describe(explorer: Scored, truth: Tensor, gap: float, cfg: Run) -> dict[str,
         "reward": explorer.reward,
         "seconds": explorer.seconds[_PROXY],
         "regenerate_seconds": explorer.seconds[REGENERATE],
-        "gap": proxy_gap,
-        "gap_kept": proxy_gap / gap,
+        "gap": gaps.mean().item(),
+        "gap_kept": gap_kept,
+        "gap_error": gap_error,
+        "equal_groups": equal_selected(explorer.merits, truth, keep),
         **fidelity(explorer.merits, truth, keep),
     }
 
@@ -224,6 +282,8 @@ def search_stops(cfg: Run, truth: Tensor) -> list[dict[str, Any]]:
             "keep": stop.keep,
             "evaluations": passes * stop.evaluations,
             "gap_kept": stop.gap_kept,
+            "gap_error": stop.gap_error,
+            "enough": stop.enough(task.min_gap),
             "command": command_of(stop.explorer, "bf16", cfg) if stop in chosen else None,
         }
         for stop in stops
@@ -262,95 +322,42 @@ def command_of(explorer: Explorer, precision: str, cfg: Run) -> str | None:
     rungs = [rung.model_dump(exclude_none=True) for rung in explorer.rungs or ()]
     explore = explorer.model_dump() | {"solver": solver, "rungs": rungs}
     defaults = with_option(cfg, "family", family).family.model_dump(exclude_unset=True)
-    counts = {"pool": task.pool, "keep": task.keep}
     arguments = [f"family={family}"]
     if explorer.sampler == SHADOW:
         arguments.append(f"precision={precision}")
-    all_of_it = any(override.startswith("experiment=") for override in task.overrides)  # which may set them, too
-    arguments += [f"family.{key}={count}" for key, count in counts.items() if all_of_it or count != defaults[key]]
+    all_of_it = _has_experiment(task)  # which may set these, too
+    arguments += _counts(cfg, family, task.pool, task.keep)
     for key, value in ({"stop_below": None} | defaults["explore"]).items():
         if key in explore and (value != explore[key] or (all_of_it and value is not None)):
             arguments.append(f"family.explore.{key}={written(explore[key]).replace(' ', '')}")
+    return _command(arguments, task)
+
+
+def command_without_selection(cfg: Run) -> str:
+    """The command of a run that trains on ``keep`` random candidates, with the audit's other options."""
+    task = cfg.task_as(Audit)
+    family = "diffusionnft"
+    return _command([f"family={family}", *_counts(cfg, family, task.keep, task.keep)], task)
+
+
+def _command(arguments: Sequence[str], task: Audit) -> str:
     return shlex.join(["python", "-m", "solrl_lightning", *arguments, *filter(_is_kept, task.overrides)])
+
+
+def _counts(cfg: Run, family: str, pool: int, keep: int) -> list[str]:
+    """The arguments that give ``family`` these numbers of candidates."""
+    defaults, all_of_it = with_option(cfg, "family", family).family, _has_experiment(cfg.task_as(Audit))
+    counts = {"pool": (pool, defaults.pool), "keep": (keep, defaults.keep)}
+    return [f"family.{key}={count}" for key, (count, default) in counts.items() if all_of_it or count != default]
+
+
+def _has_experiment(task: Audit) -> bool:
+    return any(override.startswith("experiment=") for override in task.overrides)
 
 
 def _is_kept(override: str) -> bool:
     key = override.lstrip("+~").partition("=")[0]
     return key == "family.compile" or key.partition(".")[0] not in ("task", "family", "precision", "ckpt", "hydra")
-
-
-def recommend(rows: Sequence[Mapping[str, Any]], min_gap: float) -> Mapping[str, Any] | None:
-    """The cheapest row whose ``gap_kept`` is at least ``min_gap``; without one, the row with the largest.
-
-    The cost is the measured seconds of exploring and regenerating. Seconds that are equal to two digits are compared by
-    evaluations. Rows without a command are left out; None if no row has one.
-    """
-
-    def cost(row: Mapping[str, Any]) -> tuple[float, int]:
-        seconds = row["seconds"] + row["regenerate_seconds"]
-        return float(f"{seconds:.2g}"), row["evaluations"] + row["regenerate_evaluations"]
-
-    possible = [row for row in rows if row["command"] is not None]
-    enough = [row for row in possible if row["gap_kept"] >= min_gap]
-    if enough:
-        return min(enough, key=cost)
-    return max(possible, key=lambda row: row["gap_kept"], default=None)
-
-
-def format_recommendation(result: Mapping[str, Any], min_gap: float) -> str:
-    row, pool = result["recommended"], result["pool"]
-    if row is None:
-        return "no recommendation: no family can explore as these proxies do and then regenerate"
-    share, least = (f"{100 * gap:.1f} %" for gap in (row["gap_kept"], min_gap))
-    verdict = (
-        f"recommended: {row['name']}, the cheapest that keeps {least} of the gap (task.min_gap): {share}"
-        if row["gap_kept"] >= min_gap
-        else f"no proxy keeps {least} of the gap (task.min_gap); the closest is {row['name']} with {share}"
-    )
-    explored, regenerated = row["evaluations"], row["regenerate_evaluations"]
-    cheap = row["sampler"] == SHADOW and row["precision"] != "bf16"
-    counts = [f"{explored} {row['precision']}", f"{regenerated} BF16"] if cheap else [f"{explored + regenerated} BF16"]
-    seconds, regenerating, all_of_it = (
-        pool * value for value in (row["seconds"], row["regenerate_seconds"], result["truth"]["seconds"])
-    )
-    return (
-        f"{verdict}\n  {' + '.join(counts)} evaluations a prompt; {seconds + regenerating:.3g} s a prompt, "
-        f"{seconds:.3g} to explore and {regenerating:.3g} to regenerate (the pool in BF16 at full steps: "
-        f"{all_of_it:.3g} s)\n  the cheapest by measured seconds, by evaluations where the seconds agree to two digits"
-        f"\n  {row['command']}"
-    )
-
-
-def format_search(result: Mapping[str, Any], min_gap: float) -> str:
-    lines = ["early stops of one BF16 trajectory, simulated; the cheapest by model evaluations a prompt:"]
-    for row in (row for row in result["search"] if row["command"] is not None):
-        enough = "" if row["gap_kept"] >= min_gap else f", less than task.min_gap={min_gap}, the most"
-        kept = f", keeping {'/'.join(map(str, row['keep']))}" if row["family"] == "race" else ""
-        share = f"{100 * row['gap_kept']:.1f} % of the gap{enough}"
-        lines += [
-            f"{row['family']}, {row['name']}{kept}: {row['evaluations']} evaluations, {share}",
-            f"  {row['command']}",
-        ]
-    return "\n".join(lines)
-
-
-def format_audit(result: dict[str, Any]) -> str:
-    truth, pool, k = result["truth"], result["pool"], result["keep"] // 2
-    columns = ["proxy", "spearman", "kendall", "top", "bottom", "top rank", "bottom rank", "gap kept", "evals", "ms"]
-    rows = []
-    for row in result["proxies"]:
-        ranks = [*(f"{row[name]:.3f}" for name in NAMES[:4]), *(f"{row[name]:.1f}" for name in NAMES[4:])]
-        share, seconds = f"{100 * row['gap_kept']:.0f} %", f"{1000 * row['seconds']:.1f}"
-        rows.append([row["name"], *ranks, share, row["evaluations"], seconds])
-    ranks = [f"{(k + 1) / 2:.1f}", f"{pool - (k - 1) / 2:.1f}"]
-    costs = [truth["steps"] * pool, f"{1000 * truth['seconds']:.1f}"]
-    perfect = ["the truth itself", *["1.000"] * 4, *ranks, "100 %", *costs]
-    return (
-        f"against BF16 at {truth['steps']} steps, mean reward {truth['reward']:.4f}: {result['prompts']} prompts x "
-        f"{pool} seeds\noverlap of the {k} best and of the {k} worst, their mean true rank, share of the true reward "
-        "gap between both that is kept, model evaluations a prompt and milliseconds a candidate\n"
-        + format_table(columns, [*rows, perfect])
-    )
 
 
 def draw(result: Mapping[str, Any]) -> bytes:

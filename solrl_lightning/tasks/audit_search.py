@@ -6,6 +6,7 @@ steps select from these scores as they would in a run.
 Shapes: P prompts, N pool, K candidates of a stage, R rewards.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations, product
 from typing import NamedTuple
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.build import exploring_stages
-from solrl_lightning.metrics.rank import reward_gap
+from solrl_lightning.metrics.selection_gain import gap_of_prompts, ratio_of_sums
 from solrl_lightning.options.family import Explorer, Rung
 from solrl_lightning.rollout.explore import RunStage, run_family
 from solrl_lightning.rollout.records import Candidates
@@ -59,10 +60,15 @@ class EarlyStop(NamedTuple):
     keep: list[int | None]  # candidates that continue after each stop
     evaluations: int  # of the model, a prompt, with those that regenerate
     gap_kept: float  # share of the reward gap
+    gap_error: float  # its standard error over prompts, NaN for a single one
 
     @property
     def family(self) -> str:
         return "race" if self.explorer.rungs else "prefix"
+
+    def enough(self, min_gap: float) -> bool:
+        error = 0.0 if math.isnan(self.gap_error) else self.gap_error
+        return self.gap_kept + error >= min_gap
 
 
 def early_stops(explorer: Explorer, sigmas: Tensor, pool: int, keep: int) -> Iterator[Explorer]:
@@ -86,20 +92,23 @@ def search(
 ) -> list[EarlyStop]:
     """Simulate the early stops of ``explorer``; the cheapest is first. ``truth``: merits [P, N]."""
     assert explorer.solver is not None, "the families name it"
-    pool, gap, stops = truth.shape[1], reward_gap(truth, truth, keep), []
+    pool, gaps, stops = truth.shape[1], gap_of_prompts(truth, truth, keep), []
     regenerate = Stage(REGENERATE, explorer.sampler, explorer.steps, explorer.solver)
     for candidate in early_stops(explorer, sigmas(explorer.steps), pool, keep):
         stages = exploring_stages("", candidate, explorer.solver, keep, sigmas)
         name, kept = label(stages, levels_at(stages, sigmas)), [stage.keep for stage in stages]
-        share = reward_gap(simulate(stages, scores, merits), truth, keep) / gap
-        stops.append(EarlyStop(candidate, name, kept, sum(evaluations([*stages, regenerate], pool)), share))
+        share = ratio_of_sums(gap_of_prompts(simulate(stages, scores, merits), truth, keep), gaps)
+        stops.append(EarlyStop(candidate, name, kept, sum(evaluations([*stages, regenerate], pool)), *share))
     return sorted(stops, key=lambda stop: (stop.evaluations, -stop.gap_kept))
 
 
 def cheapest(stops: Sequence[EarlyStop], family: str, min_gap: float) -> EarlyStop | None:
-    """Return the first of ``family`` that keeps ``min_gap`` of the gap; without one, the one that keeps most."""
+    """Return the first of ``family`` that keeps ``min_gap`` of the gap; without one, the one that keeps most.
+
+    A share that is smaller by at most its standard error is enough.
+    """
     of_family = [stop for stop in stops if stop.family == family]
-    enough = (stop for stop in of_family if stop.gap_kept >= min_gap)
+    enough = (stop for stop in of_family if stop.enough(min_gap))
     return next(enough, max(of_family, key=lambda stop: stop.gap_kept, default=None))
 
 

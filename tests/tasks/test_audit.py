@@ -1,12 +1,14 @@
 """The audit of proxies against BF16 at full steps."""
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from PIL import Image
 from sigmas import uniform_sigmas
 
 from solrl_lightning.build import build_objective, stages_of
-from solrl_lightning.metrics.rank import reward_gap
+from solrl_lightning.metrics.selection_gain import GAIN_EXPONENT, gap_of_prompts
 from solrl_lightning.options.family import Explorer
 from solrl_lightning.options.run import Run
 from solrl_lightning.rollout.stage import evaluations
@@ -26,11 +28,11 @@ from solrl_lightning.tasks.audit import (
     annotate,
     audit,
     command_of,
+    command_without_selection,
     fidelity,
-    format_recommendation,
-    recommend,
 )
 from solrl_lightning.tasks.audit_search import EarlyStop, cheapest
+from solrl_lightning.tasks.audit_verdict import Gain, expected_gain, judge, recommend, with_verdict
 
 Compose = Callable[..., Run]
 
@@ -44,6 +46,7 @@ def test_race_is_ranked_by_the_latest_rungs_and_timed_a_candidate(
     compose: Compose, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(audit_module, "time", SimpleNamespace(perf_counter=count().__next__))  # a second per reading
+    monkeypatch.setattr(audit_module, "training_seconds", lambda cfg, device: 0.75)
     race = "{sampler:merged,steps:3,rungs:[{step:1,keep:6},{step:2,keep:4}]}"
     prefix = "{sampler:merged,steps:3,stop_after:1}"
     result = audit(compose(*SMALL, "task.keep=4", f"task.proxies=[{race},{prefix}]"))
@@ -54,12 +57,23 @@ def test_race_is_ranked_by_the_latest_rungs_and_timed_a_candidate(
     # Every stage takes a second, for the 8 candidates of both prompts.
     assert (raced["seconds"], raced["regenerate_seconds"]) == (2 / 16, 1 / 16)
     assert (stopped["seconds"], stopped["regenerate_seconds"]) == (1 / 16, 1 / 16)
-    assert re.search(r"bf16 1/2 of 3 steps .*%.* 14 +125[.]0\n", capfd.readouterr().out)
+    assert result["truth"]["seconds"] == 1 / 16
+    # Without selection 4 candidates a prompt are sampled.
+    without, costs = 4 / 16 + 0.75, [each["cost"] for each in (raced, stopped, result["truth"])]
+    assert result["without_selection"]["iteration_seconds"] == without
+    assert costs == pytest.approx([(8 * seconds + 0.75) / without for seconds in (3 / 16, 2 / 16, 1 / 16)])
+    for row in (raced, stopped):
+        assert row["gain"]["mean"] == pytest.approx(row["spread_ratio"] ** GAIN_EXPONENT)
+        assert row["gain_per_cost"]["low"] == pytest.approx(row["gain"]["low"] / row["cost"])
+    out = capfd.readouterr().out
+    assert re.search(r"bf16 1/2 of 3 steps .* ± \d+ % +14[+]8 +1[.]5 .*\] +2[.]25 +0[.]\d\d\n", out)
+    assert re.search(r"\n  4 random +- +- +8 +0[.]25( +1[.]00){4}\n", out)
 
 
 def test_search_gives_the_numbers_of_the_proxies_that_it_names(
-    compose: Compose, capfd: pytest.CaptureFixture[str]
+    compose: Compose, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(audit_module, "training_seconds", lambda cfg, device: 0.75)
     stops = ["stop_below:0.8", "stop_after:3", "stop_below:0.4"]
     stops += ["rungs:[{below:0.8,keep:6},{below:0.6,keep:4}]", "rungs:[{below:0.6,keep:5},{step:4,keep:4}]"]
     proxies = ",".join(f"{{sampler:merged,steps:5,{stop}}}" for stop in stops)
@@ -82,7 +96,11 @@ def test_search_gives_the_numbers_of_the_proxies_that_it_names(
     assert {row["family"] for row in chosen} == {"prefix", "race"}
     out = capfd.readouterr().out
     for row in chosen:
-        enough = [other for other in result["search"] if other["gap_kept"] >= 0.05 and other["family"] == row["family"]]
+        enough = [
+            other
+            for other in result["search"]
+            if other["gap_kept"] + other["gap_error"] >= 0.05 and other["family"] == row["family"]
+        ]
         assert row == enough[0] and f"{row['name']}" in out and row["command"] in out
         run = compose(*shlex.split(row["command"])[3:])
         stages = stages_of(run, build_objective(run), uniform_sigmas)
@@ -93,8 +111,10 @@ def test_search_gives_the_numbers_of_the_proxies_that_it_names(
 def test_without_enough_of_the_gap_the_search_names_the_early_stop_that_keeps_most() -> None:
     explorer = Explorer(sampler="merged", steps=5)
     rows = [(10, 0.5), (20, 0.8), (30, 0.7), (40, 0.9)]
-    stops = [EarlyStop(explorer, "", [4], evaluations, share) for evaluations, share in rows]
+    stops = [EarlyStop(explorer, "", [4], evaluations, share, math.nan) for evaluations, share in rows]
     assert [cheapest(stops, "prefix", least).evaluations for least in (0.4, 0.6, 0.95)] == [10, 20, 40]  # type: ignore[union-attr]
+    within = [stop._replace(gap_error=0.02) for stop in stops]
+    assert [cheapest(within, "prefix", least).evaluations for least in (0.51, 0.53, 0.82)] == [10, 20, 20]  # type: ignore[union-attr]
     assert cheapest(stops, "race", 0.5) is None
 
 
@@ -114,6 +134,7 @@ def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
         assert {name: proxy[name] for name in PERFECT} == PERFECT
         assert proxy["reward"] == result["truth"]["reward"]
         assert proxy["gap"] == result["truth"]["gap"] > 0
+        assert (proxy["spread_ratio"], proxy["gap_error"]) == (result["truth"]["spread_ratio"], 0)
     for proxy in (quantised, prefix, other):
         assert proxy["reward"] != result["truth"]["reward"]
         assert proxy["gap_kept"] == pytest.approx(proxy["gap"] / result["truth"]["gap"])
@@ -125,7 +146,11 @@ def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
     assert json.loads((tmp_path / "audit.json").read_text()) == result
     out = capfd.readouterr().out
     assert "nvfp4 2 steps" in out and "bf16 1 of 2 steps (1.00)" in out
+    assert result["without_selection"]["training_seconds"] > 0  # measured here
     assert result["recommended"]["command"] in out
+    report = out[out.index("against BF16") :].splitlines()
+    assert len(report) <= 25
+    assert all(len(line) <= 110 for line in report if "audit.json" not in line and "python -m" not in line)
     with Image.open(tmp_path / "audit.png") as picture:
         assert min(picture.size) > 300
 
@@ -167,35 +192,84 @@ def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, pro
     assert (run.family.compile, run.trainer["deterministic"], run.prompts_per_iteration) == (False, True, 3)
 
 
-def test_recommended_is_the_cheapest_of_those_with_enough_of_the_gap() -> None:
-    def row(
-        name: str, gap: float, seconds: float, evaluations: int, command: str | None = "run", later: float = 0.5
-    ) -> dict[str, object]:
-        costs = {"seconds": seconds, "regenerate_seconds": later, "evaluations": evaluations}
-        kind = {"sampler": "shadow", "precision": "nvfp4", "regenerate_evaluations": 9}
-        return {"name": name, "gap_kept": gap, "command": command} | costs | kind
+@pytest.mark.parametrize(
+    ("options", "arguments"),
+    [
+        ([], "family=diffusionnft"),
+        (
+            ["task.keep=12", "objective.beta=0.5"],
+            "family=diffusionnft family.pool=12 family.keep=12 objective.beta=0.5",
+        ),
+        (["experiment=fast"], "family=diffusionnft family.pool=24 family.keep=24 experiment=fast"),
+    ],
+)
+def test_command_without_selection_trains_on_all_that_it_samples(
+    compose: Compose, options: list[str], arguments: str
+) -> None:
+    cfg = compose("task=audit", *options)
+    program, *words = shlex.split(command_without_selection(cfg))[2:]
+    assert (program, " ".join(words)) == ("solrl_lightning", arguments)
+    family = compose(*words).family
+    assert (family.pool, family.keep, family.explore) == (cfg.task.keep, cfg.task.keep, None)
 
+
+def verdict_row(
+    name: str, ratio: float, seconds: float, evaluations: int, command: str | None = "run", error: float = 0.01
+) -> dict[str, Any]:
+    gain = Gain(ratio, error, ratio - 2 * error, ratio + 2 * error)
+    costs = {"evaluations": evaluations, "regenerate_evaluations": 9}
+    return with_verdict({"name": name, "command": command} | costs, 1.5, gain.times(seconds), seconds, 1)
+
+
+def test_recommended_is_the_cheapest_of_those_with_the_largest_gain_at_equal_cost() -> None:
     rows = [
-        row("poor", 0.94, 0.1, 1),
-        row("exact", 0.95, 1.0, 30),
-        row("equal seconds", 0.97, 1.01, 20),
-        row("slow to regenerate", 0.97, 0.1, 1, later=3.0),
-        row("slow", 0.99, 2.0, 10),
-        row("no family", 1.0, 0.1, 1, None),
+        verdict_row("cheap", 1.1, 0.5, 1),
+        verdict_row("best", 1.2, 2.0, 10),
+        verdict_row("within its error", 1.192, 1.0, 30),
+        verdict_row("as fast with fewer evaluations", 1.191, 1.01, 20),
+        verdict_row("no family", 2.0, 0.1, 1, None),
+        verdict_row("no gain", math.nan, 0.1, 1),
     ]
 
-    def name(min_gap: float) -> str:
-        row = recommend(rows, min_gap)
+    def name(*left_out: int) -> str:
+        row = recommend([row for number, row in enumerate(rows) if number not in left_out])
         assert row is not None
         return str(row["name"])
 
-    assert [name(least) for least in (0.94, 0.95, 0.96, 0.98, 1.0)] == ["poor", *["equal seconds"] * 2, "slow", "slow"]
-    assert recommend(rows[-1:], 0.5) is None
-    result = {"pool": 10, "truth": {"seconds": 4.0}, "recommended": recommend(rows, 1.0)}
-    text = format_recommendation(result, 1.0)
-    assert "no proxy keeps 100.0 % of the gap (task.min_gap); the closest is slow with 99.0 %" in text
-    assert "10 nvfp4 + 9 BF16 evaluations a prompt; 25 s a prompt, 20 to explore and 5 to regenerate" in text
-    assert "(the pool in BF16 at full steps: 40 s)" in text
+    assert (name(), name(3), name(2, 3)) == ("as fast with fewer evaluations", "within its error", "best")
+    assert recommend(rows[-2:]) is None
+    assert recommend([verdict_row("one prompt", 1.2, 1, 1, error=math.nan)]) is not None
+
+
+@pytest.mark.parametrize(
+    ("ratio", "error", "pays", "words"),
+    [
+        (1.3, 0.1, True, "selection pays: with p an iteration learns 2.60 times as much (estimated) and takes 2.00"),
+        (0.7, 0.1, False, "selection does not pay: "),
+        (1.1, 0.1, False, "not distinguishable: "),
+        (0.9, 0.1, False, "includes 1; task.prompts=48 narrows the interval"),
+        (1.3, math.nan, False, "not distinguishable: "),
+    ],
+)
+def test_verdict_is_by_the_interval_of_gain_by_cost(ratio: float, error: float, pays: bool, words: str) -> None:
+    row = verdict_row("p", ratio, 2, 1, error=error)
+    result, sentence = judge(row, 12, equal=False)
+    assert result == pays and words in sentence
+    assert judge(row, 12, equal=True)[0] is judge(None, 12, equal=False)[0] is False
+
+
+def test_expected_gain_is_a_power_of_the_spread_with_an_interval_over_prompts() -> None:
+    truth = torch.randn(4000, 96, generator=torch.Generator().manual_seed(0))
+    rho, gain = expected_gain(truth, truth, 24)
+    assert rho == pytest.approx(1.72, rel=0.01) and gain.mean == pytest.approx(rho**GAIN_EXPONENT)
+    # The error is that of the mean of independent groups of prompts.
+    logs = [math.log(expected_gain(row, row, 24)[1].mean) for row in truth.split(20)]
+    assert gain.error / gain.mean == pytest.approx(torch.tensor(logs).std().item() / math.sqrt(len(logs)), rel=0.15)
+    assert math.log(gain.high / gain.mean) == pytest.approx(1.9606 * gain.error / gain.mean, rel=1e-3)
+    single, unknown = expected_gain(truth[:1], truth[:1], 24)
+    assert single > 1 and math.isnan(unknown.low) and unknown.mean > 1
+    equal, nothing = expected_gain(torch.ones(3, 8), torch.ones(3, 8), 4)
+    assert math.isnan(equal) and math.isnan(nothing.mean)
 
 
 def test_labels_of_neighbouring_points_do_not_overlap() -> None:
@@ -214,9 +288,9 @@ def test_labels_of_neighbouring_points_do_not_overlap() -> None:
 
 def test_gap_is_between_the_reference_rewards_of_the_proxys_best_and_worst() -> None:
     truth = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]])
-    assert reward_gap(truth, truth, keep=4) == 4.5 - 0.5
-    assert reward_gap(-truth, truth, keep=4) == 0.5 - 4.5
-    assert reward_gap(torch.tensor([[5.0, 1.0, 2.0, 3.0, 4.0, 0.0]]), truth, keep=2) == 0.0 - 5.0
+    assert gap_of_prompts(truth, truth, keep=4).tolist() == [4.5 - 0.5]
+    assert gap_of_prompts(-truth, truth, keep=4).tolist() == [0.5 - 4.5]
+    assert gap_of_prompts(torch.tensor([[5.0, 1.0, 2.0, 3.0, 4.0, 0.0]]), truth, keep=2).tolist() == [0.0 - 5.0]
 
 
 def test_reversed_proxy_has_no_overlap() -> None:

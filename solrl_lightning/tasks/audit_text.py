@@ -1,0 +1,85 @@
+"""The report of task=audit on the terminal: a table, early stops, the verdict and its command."""
+
+import math
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from solrl_lightning.artifacts.tables import format_table
+from solrl_lightning.metrics.selection_gain import GAIN_EXPONENT
+
+_WIDTH = 110  # columns
+
+
+def format_audit(result: dict[str, Any]) -> str:
+    truth, pool, keep, without = result["truth"], result["pool"], result["keep"], result["without_selection"]
+    columns = ["proxy", "spearman", "gap kept", "evals", "s/prompt", "rho", "gain", "cost", "gain/cost"]
+    rows = [
+        [row["name"], f"{row['spearman']:.3f}", _share(row), _evaluations(row), *_costs(row, without)]
+        for row in result["proxies"]
+    ]
+    full = truth["steps"]
+    rows.append(["the truth itself", "1.000", "100 %", truth["evaluations"], *_costs(truth, without)])
+    rows.append(
+        [f"{keep} random", None, None, without["evaluations"], f"{without['sampling_seconds']:.3g}", *["1.00"] * 4]
+    )
+    legend = (
+        "gap kept: share of the true reward gap between best and worst; evals, s/prompt: model evaluations and seconds "
+        f"to explore + regenerate; rho: spread of the kept rewards over that of {keep} random ones; gain: expected "
+        f"factor of what an iteration learns, rho ** {GAIN_EXPONENT} [95 % over prompts], between 1 and rho; cost: "
+        f"seconds of an iteration, with {without['training_seconds']:.3g} s of training a prompt, over those without "
+        "selection"
+    )
+    best = next((row for row in result["proxies"] if row["name"] == result["recommended"]["closest"]), truth)
+    equal = [f"{100 * groups['equal_groups']:.0f} %" for groups in (without, best)]
+    return (
+        f"against BF16 at {full} steps, mean reward {truth['reward']:.4f}: {result['prompts']} prompts x {pool} seeds, "
+        f"{keep} kept\n{wrapped(legend)}\n{format_table(columns, rows)}\n"
+        f"groups of {keep} equal rewards, which teach nothing: {equal[0]} of random ones, {equal[1]} with selection"
+    )
+
+
+def format_search(result: Mapping[str, Any], min_gap: float) -> str:
+    lines = ["early stops of one BF16 trajectory, simulated; the cheapest by model evaluations a prompt:"]
+    for row in (row for row in result["search"] if row["command"] is not None):
+        enough = "" if row["enough"] else f", less than task.min_gap={min_gap}, the most"
+        kept = f", keeping {'/'.join(map(str, row['keep']))}" if row["family"] == "race" else ""
+        share = f"{_share(row)} of the gap{enough}"
+        lines += [
+            f"{row['family']}, {row['name']}{kept}: {row['evaluations']} evaluations, {share}",
+            f"  {row['command']}",
+        ]
+    return "\n".join(lines)
+
+
+def format_verdict(result: Mapping[str, Any]) -> str:
+    """The sentence and the one command, below each other."""
+    recommended = result["recommended"]
+    return f"{wrapped(recommended['verdict'])}\n  {recommended['command']}"
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, break_on_hyphens=False)
+
+
+def _share(row: Mapping[str, Any]) -> str:
+    error = "" if math.isnan(row["gap_error"]) else f" ± {100 * row['gap_error']:.0f}"
+    return f"{100 * row['gap_kept']:.0f}{error} %"
+
+
+def _evaluations(row: Mapping[str, Any]) -> str:
+    return f"{row['evaluations']}+{row['regenerate_evaluations']}"
+
+
+def _costs(row: Mapping[str, Any], without: Mapping[str, Any]) -> list[str]:
+    sampling = row["iteration_seconds"] - without["training_seconds"]
+    ratios = f"{row['spread_ratio']:.2f}", interval_of(row["gain"])
+    return [f"{sampling:.3g}", *ratios, f"{row['cost']:.2f}", f"{row['gain_per_cost']['mean']:.2f}"]
+
+
+def interval_of(value: Mapping[str, float]) -> str:
+    """``1.31 [1.25, 1.37]``; "-" for NaN."""
+    mean, low, high = (value[name] for name in ("mean", "low", "high"))
+    if math.isnan(mean):
+        return "-"
+    return f"{mean:.2f}" if math.isnan(low) else f"{mean:.2f} [{low:.2f}, {high:.2f}]"
