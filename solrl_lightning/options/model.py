@@ -13,6 +13,7 @@ from solrl_lightning.options.rules import (
     CountOrZero,
     Finite,
     Group,
+    Images,
     NotNegative,
     Positive,
     Share,
@@ -88,6 +89,8 @@ class ModelData(Group):
     """Held-out prompts."""
     column: str
     """Column of the prompts in a table."""
+    images: Images = 2
+    """Images per held-out prompt."""
 
 
 class Model(Group):

@@ -5,6 +5,8 @@ The images of a prompt always start from the same noise, so evaluations are comp
 Shapes: P held-out prompts, n images per prompt, R scores (every reward and, of several, their weighted sum).
 """
 
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
@@ -15,8 +17,11 @@ from torch import Tensor
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.metrics.images import STATISTICS, describe, prompt_statistics
 from solrl_lightning.rewards.weighted import WeightedRewards
+from solrl_lightning.rollout.chunks import Progress
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.seeds import evaluation_seeds
+
+log = logging.getLogger(__name__)
 
 
 class Score(Protocol):
@@ -25,6 +30,34 @@ class Score(Protocol):
     def __call__(
         self, prompts: list[str], seeds: Tensor, *, steps: int, decode: Callable[[Tensor], Tensor]
     ) -> Candidates: ...
+
+
+class Estimate:
+    """Progress that also logs, once, how long an evaluation takes on this machine, if it is more than a minute.
+
+    It counts from the end of the first batch, which compiles. A GPU's work is launched ahead of its end by less than
+    the seconds that it waits.
+    """
+
+    _WAITS = 10.0
+
+    def __init__(self) -> None:
+        self._first: tuple[float, int] | None = None
+        self._logged = False
+
+    def __call__(self, progress: Progress, done: int, total: int) -> None:
+        """Report that ``done`` images of ``total`` are."""
+        progress(done, total)
+        now = time.perf_counter()
+        if done == 0 or self._logged:
+            return
+        if self._first is None:
+            self._first = now, done
+        elif (seconds := now - self._first[0]) >= self._WAITS:
+            self._logged = True
+            minutes = seconds / (done - self._first[1]) * total / 60
+            if minutes >= 1:
+                log.info("an evaluation takes about %.0f minutes here", minutes)
 
 
 class Evaluation:
@@ -48,8 +81,14 @@ class Evaluation:
         """Means over each prompt's images in the last evaluation, float64 [P, columns]."""
         self.base: Tensor | None = None
         """Scores of the first evaluation, float64 [P, R]."""
+        self.estimate = Estimate()
         self.comparable = True
         """Whether the evaluations of the checkpoint that was loaded compare with those of this run."""
+
+    @property
+    def passes(self) -> int:
+        """Passes of one image through the solver's steps, without those of guidance."""
+        return len(self.prompts) * self.images * self.steps
 
     @property
     def names(self) -> list[str]:

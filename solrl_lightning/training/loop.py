@@ -246,7 +246,7 @@ class ExploreTrainLoop(_FitLoop):
         self._steps_taken += 1
         last = self._steps_taken == self.plan.optimizer_steps
         self.iterations_done += last
-        for name, number in self._cost_of_iteration().items():
+        for name, number in self.cost_of_iteration().items():
             self._counts[name] += last * number
         if last and self.trainer.strategy.broadcast(self.is_time_up):
             self.trainer.should_stop, self.trainer.check_val_every_n_epoch = True, 1  # with a last evaluation
@@ -262,8 +262,8 @@ class ExploreTrainLoop(_FitLoop):
         steps = self.plan.optimizer_steps
         return (self.iterations_done * steps + self._steps_taken % steps) / steps
 
-    def _cost_of_iteration(self) -> dict[str, int]:
-        """Return the model evaluations and the scored images of this iteration, of all ranks."""
+    def cost_of_iteration(self) -> dict[str, int]:
+        """Return the model evaluations and the scored images of an iteration, of all ranks."""
         prompts = self.schedule.per_iteration
         velocities = prompts * (sum(evaluations(self.stages, self.pool)) + self._training_velocities_per_prompt)
         samples = prompts * sum(candidates_per_prompt(self.stages, self.pool))

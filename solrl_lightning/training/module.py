@@ -6,6 +6,7 @@ registered, so a checkpoint holds these weights only. ``optimizer_step`` also up
 never separates the two.
 """
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
@@ -25,6 +26,7 @@ from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.frames import filmstrip
 from solrl_lightning.names import MERGED, OLD, TRAINED
 from solrl_lightning.objectives.base import Objective, check_loss
+from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -38,6 +40,8 @@ from solrl_lightning.training.optimizer_state import ConfiguredSchedule, keep_co
 from solrl_lightning.training.samplers import Sampler
 from solrl_lightning.training.shards import gather
 from solrl_lightning.training.transformers import Transformers
+
+log = logging.getLogger(__name__)
 
 _LOWER_RATE = "Lower optimizer.lr, or correct the objective."
 
@@ -245,6 +249,16 @@ class SolRLModule(LightningModule):
 
     # Evaluation
 
+    def on_validation_start(self) -> None:
+        """Say what an evaluation costs before the first one."""
+        loop: Any = self.trainer.fit_loop
+        evaluation = self.evaluation
+        if not evaluation.history:
+            passes = evaluation.passes * forward_passes(self.policy.guidance_scale)
+            message = "evaluation: %d held-out prompts x %d images x %d steps, %.1f times the passes of an iteration"
+            costs = loop.cost_of_iteration()["evaluations"]
+            log.info(message, len(evaluation.prompts), evaluation.images, evaluation.steps, passes / costs)
+
     def validation_step(self, prompts: list[str], batch_idx: int) -> None:
         """Score the evaluation average on this rank's held-out prompts."""
         loop: Any = self.trainer.fit_loop
@@ -253,7 +267,8 @@ class SolRLModule(LightningModule):
             shape = len(evaluation.prompts), len(evaluation.columns)
             table = torch.zeros(shape, dtype=torch.float64, device=self.device)
             if prompts:
-                score = partial(self.score, weights="ema", progress=stopwatch.progress)
+                progress = partial(evaluation.estimate, stopwatch.progress)
+                score = partial(self.score, weights="ema", progress=progress)
                 rows = evaluation.measure(prompts, score, self.policy.decode)
                 table[self.trainer.global_rank :: self.trainer.world_size] = rows.to(table)
             evaluation.table = self.trainer.strategy.reduce(table, reduce_op="sum").cpu()

@@ -624,7 +624,7 @@ def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begin
     models["reference"] = recorded
     fit(run)
     assert count >= 3 and turns == [(i, b) for i in range(2) for b in range(count) if (i + b) % 2 == 0]
-    assert run.loop.cost()["evaluations"] == 2 * run.loop._cost_of_iteration()["evaluations"]
+    assert run.loop.cost()["evaluations"] == 2 * run.loop.cost_of_iteration()["evaluations"]
     assert run.module.objective.forward_passes == 2.5
 
 
