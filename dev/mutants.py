@@ -109,6 +109,7 @@ WEIGHTED = "tests/rewards/test_reward_base.py"
 GUARD = "tests/callbacks/test_guard.py"
 CHECKPOINTS = "tests/callbacks/test_checkpoints.py"
 GUIDANCE = "tests/policies/test_guidance.py"
+PAGE = "tests/test_iteration.py"
 RANK_CORRELATION = "tests/callbacks/test_rank_correlation.py"
 PROGRESS, ROLLOUT_STATS, SUMMARY, TIMINGS = (
     f"tests/callbacks/test_{name}.py" for name in "progress rollout_stats summary timings".split()
@@ -286,6 +287,10 @@ MUTANTS: dict[str, list[Edit]] = {
         ("sample std", "(squares / count)", "(squares / (count - 1))", ADVANTAGES),
         ("std around the rank's mean", "rewards - total / count", "rewards - rewards.mean()", ADVANTAGES),
         ("float32 advantages", "rewards.double()\n    count", "rewards.float()\n    count", ADVANTAGES),
+    ],
+    "solrl_lightning/iteration.py": [
+        ("page without requantisation", "        module.sync_samplers(iteration)\n", "", PAGE),
+        ("page of another old policy", "module.old_decay(iteration + 1)", "module.old_decay(iteration)", PAGE),
     ],
     "solrl_lightning/rollout/explore.py": [
         (

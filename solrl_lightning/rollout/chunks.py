@@ -135,6 +135,12 @@ def iter_sampled_chunks(
         done += len(index)
 
 
+def one_noise(policy: PipelineAdapter, seeds: Tensor) -> SolverState:
+    """Return the start [P, N, ...] of seeds [P, N] from one noise for each prompt, of its first seed."""
+    first = policy.noise(seeds[:, 0])
+    return start(first[:, None].expand(*seeds.shape, *first.shape[1:]))
+
+
 def record(states: Sequence[SolverState]) -> RecordedSteps:
     """Return the steps between consecutive ``states``."""
     log_probs = [state.log_prob for state in states[1:] if state.log_prob is not None]

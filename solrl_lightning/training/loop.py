@@ -33,10 +33,11 @@ from solrl_lightning.data.prompts import PromptSchedule, digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.policies.guidance import forward_passes
+from solrl_lightning.rollout.chunks import one_noise
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts, TrainingBatch
 from solrl_lightning.rollout.stage import EXPLORE, Stage, candidates_per_prompt, evaluations
-from solrl_lightning.sampling import SolverState, start
+from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
 from solrl_lightning.training.module import SolRLModule
@@ -228,8 +229,7 @@ class ExploreTrainLoop(_FitLoop):
             if stage.name != EXPLORE:
                 transitions = self.objective.transitions(stage.steps, self.trainer.current_epoch)
                 if self.objective.shared_noise and len(self.stages) == 1:
-                    first = module.policy.noise(seeds[:, 0])
-                    initial_state = start(first[:, None].expand(*seeds.shape, *first.shape[1:]))
+                    initial_state = one_noise(module.policy, seeds)
             progress = self.stopwatch.progress
             return module.run_stage(stage, prompts, seeds, progress, initial_state, transitions, with_states)
 

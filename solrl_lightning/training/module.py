@@ -206,9 +206,9 @@ class SolRLModule(LightningModule):
             if every > 1 and (batch_idx + self.trainer.fit_loop.iterations_done) % every:  # type: ignore[attr-defined]
                 continue
             with torch.no_grad(), self.transformers.velocity_models[name]() as transformer:
-                others[name] = self._velocity(transformer, batch)[:rows]
+                others[name] = self.velocity(transformer, batch)[:rows]
         with self.transformers.trained.current() as transformer:
-            velocity, real = self._velocity(transformer, batch)[:rows], batch.first(rows)
+            velocity, real = self.velocity(transformer, batch)[:rows], batch.first(rows)
         per_sample, metrics = check_loss(self.objective, self.objective(velocity, real, **others), rows)
         what = f"loss of objective={type(self.objective).__name__}"
         check_finite(per_sample.detach(), what, real.prompts, real.seeds)
@@ -217,7 +217,7 @@ class SolRLModule(LightningModule):
         self.log_dict(values, on_step=False, on_epoch=True, sync_dist=True, batch_size=batch.real)
         return (per_sample * real.weight).sum() / len(batch.weight)
 
-    def _velocity(self, transformer: nn.Module, batch: TrainingBatch) -> Tensor:
+    def velocity(self, transformer: nn.Module, batch: TrainingBatch) -> Tensor:
         return self.policy.guided_velocity(transformer, batch.x_t, batch.sigma, batch.conditioning)
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

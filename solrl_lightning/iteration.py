@@ -1,0 +1,100 @@
+"""Sol-RL on one device, on one page and without Lightning's Trainer: equal to the command, bit for bit.
+
+    python -m solrl_lightning.iteration experiment=smoke seed=3
+
+``training/loop.py`` adds ranks, checkpoints, evaluations, callbacks, and exploration in other processes.
+
+Shapes: P prompts, N candidates of each, K kept, R rewards, B rows of a micro-batch.
+"""
+
+import sys
+from functools import partial
+
+import torch
+from hydra.utils import instantiate
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from solrl_lightning.build import build_model, build_objective, build_rewards, samplers_of, stages_of
+from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.data.prompts import PromptSchedule
+from solrl_lightning.facts import prompt_sets
+from solrl_lightning.options.run import Run
+from solrl_lightning.rollout.chunks import one_noise
+from solrl_lightning.rollout.explore import run_family
+from solrl_lightning.rollout.records import Candidates, EncodedPrompts, Rollouts
+from solrl_lightning.rollout.stage import EXPLORE, Stage
+from solrl_lightning.sampling import SolverState
+from solrl_lightning.seeds import pool_seeds
+from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
+from solrl_lightning.training.module import SolRLModule
+
+
+def train(cfg: Run, device: torch.device) -> SolRLModule:
+    """Train from the base model, and return the module with the trained weights."""
+    prompts, objective = prompt_sets(cfg), build_objective(cfg)
+    rewards = build_rewards(cfg, device, prompts.metadata)
+    module = build_model(cfg, device, samplers_of(cfg), rewards, (), objective)
+    policy, models = module.policy, module.transformers
+    optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
+    rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))
+    stages = stages_of(cfg, objective, policy.sigmas)  # those that explore, and the last one, which regenerates
+    sigmas = policy.sigmas(stages[-1].steps)  # noise levels, from 1 to 0
+    rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt
+    plan = plan_micro_batches(cfg.prompts_per_iteration, rows, cfg.model.micro_batch, 1, cfg.optimizer_steps)
+    schedule = PromptSchedule(prompts.train, cfg.prompts_per_iteration, cfg.seed)
+    texts_of = [schedule.for_iteration(iteration) for iteration in range(cfg.iterations)]
+    everything = module.encode(list(dict.fromkeys(sum(texts_of, []))))
+
+    def run(
+        recorded: range, encoded: EncodedPrompts, stage: Stage, seeds: Tensor, state: SolverState | None, states: bool
+    ) -> Candidates:
+        """Sample and score the candidates of seeds [P, n]; the last stage records the steps of a stochastic solver."""
+        if objective.shared_noise and len(stages) == 1:
+            state = one_noise(policy, seeds)
+        steps = range(0) if stage.name == EXPLORE else recorded
+        return module.run_stage(stage, encoded, seeds, initial_state=state, transitions=steps, with_states=states)
+
+    for iteration, texts in enumerate(texts_of):
+        encoded = everything.gather(torch.tensor([everything.texts.index(text) for text in texts]))
+        recorded = objective.transitions(stages[-1].steps, iteration)
+
+        # Requantise: everything that samples gets the weights of the old policy.
+        module.sync_samplers(iteration)
+
+        # Explore the pool cheaply, select the best and the worst, and regenerate them in BF16 from the same noise.
+        seeds = pool_seeds(cfg.seed, iteration, texts, cfg.family.pool)  # [P, N]
+        explored, samples, proxy_merits = run_family(stages, seeds, texts, partial(run, recorded, encoded))
+
+        # Train, only on the rewards of the regenerated samples; a row is a sample at a noise level.
+        merits = rewards.for_training.merits(samples.scores)  # [P, K] of [P, K, R]
+        advantages = objective.advantages(merits, lambda total: total)  # [P, K]
+        scored = samples.x0, proxy_merits, samples.rewards, samples.scores, advantages, samples.recorded_steps
+        batches = MicroBatches(Rollouts(texts, samples.seeds, *scored), encoded, sigmas, objective, plan)
+        for number, batch in enumerate(batches):
+            real = max(1, batch.real)  # the other rows pad the batch and weigh nothing
+            others = {}
+            for name, every in objective.needs.items():  # "old", "reference"
+                if (number + iteration) % every == 0:
+                    with torch.no_grad(), models.velocity_models[name]() as transformer:
+                        others[name] = module.velocity(transformer, batch)[:real]
+            with models.trained.current() as transformer:
+                loss = objective(module.velocity(transformer, batch)[:real], batch.first(real), **others)
+            weighted = (loss.per_sample * batch.weight[:real]).sum() / len(batch.weight)
+            (weighted / plan.micro_batches).backward()
+            if (number + 1) % plan.micro_batches == 0:
+                torch.nn.utils.clip_grad_norm_(module.trained_parameters(), cfg.model.max_grad_norm)
+                optimizer.step()
+                rate.step()
+                optimizer.zero_grad()
+
+        # The old policy, which samples, follows the trained one.
+        models.trained.update_old(module.old_decay(iteration + 1))
+        print(f"iteration {iteration + 1}: proxy {explored.rewards.mean():.4f}, reward {samples.rewards.mean():.4f}")
+    return module
+
+
+if __name__ == "__main__":
+    with ConfigTree() as tree:
+        cfg = Run.of(application_config(tree.compose(sys.argv[1:]), "run"))
+    train(cfg, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

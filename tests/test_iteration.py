@@ -1,0 +1,36 @@
+"""The page ``solrl_lightning/iteration.py`` is what the command does: their trained weights are equal bit for bit."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from solrl_lightning import iteration
+from solrl_lightning.options.run import Run
+from solrl_lightning.tasks.train import train
+
+FAMILIES = sorted(file.stem for file in Path(__file__).parents[1].joinpath("conf", "family").glob("*.yaml"))
+RUNS = [
+    *(f"family={family}" for family in FAMILIES),
+    "family=prefix objective=awm objective.reference_every=2",
+    "family=naive_scaling objective=ram optimizer_steps=2 scheduler=cosine",
+    "objective=pepg prompts_per_iteration=3 optimizer_steps=3",
+    "objective=flow_grpo",
+    "family=compile objective=dance_grpo",
+    "family=race objective=dance_grpo",
+]
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_page_trains_the_weights_that_the_command_trains(
+    compose: Callable[..., Run], tmp_path: Path, run: str
+) -> None:
+    small = "experiment=smoke trainer=cpu ~logger data.eval_prompts=1 data.eval_images=1 model.micro_batch=5"
+    others = "~callbacks.sample_grid ~callbacks.rank_correlation ~callbacks.guard"
+    cfg = compose(*small.split(), *others.split(), *run.split())
+    of_page = iteration.train(cfg, torch.device("cpu")).state_dict()
+    train(cfg)
+    state = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    assert len(state) > 100 and state.keys() <= of_page.keys()
+    assert all(torch.equal(value, of_page[name]) for name, value in state.items())
