@@ -69,8 +69,8 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         # Train, only on the rewards of the regenerated samples; a row is a sample at a noise level.
         merits = rewards.for_training.merits(samples.scores)  # [P, K] of [P, K, R]
         advantages = objective.advantages(merits, lambda total: total)  # [P, K]
-        scored = samples.x0, proxy_merits, samples.rewards, samples.scores, advantages, samples.recorded_steps
-        batches = MicroBatches(Rollouts(texts, samples.seeds, *scored), encoded, sigmas, objective, plan)
+        rollouts = Rollouts.of(texts, samples, proxy_merits, advantages)
+        batches = MicroBatches(rollouts, encoded, sigmas, objective, plan)
         for number, batch in enumerate(batches):
             real = max(1, batch.real)  # the other rows pad the batch and weigh nothing
             others = {}

@@ -56,6 +56,12 @@ class Rollouts(NamedTuple):
     advantages: Tensor  # [P, K] float32, computed from the merits of `scores`
     recorded_steps: RecordedSteps | None = None  # [P, K, ...]; see `Objective.transitions`
 
+    @classmethod
+    def of(cls, prompts: list[str], samples: Candidates, proxy_rewards: Tensor, advantages: Tensor) -> "Rollouts":
+        """Return the ``samples`` of P prompts with their [P, K] proxy rewards and advantages."""
+        seeds, _, rewards, scores, _, recorded_steps = samples
+        return cls(prompts, seeds, samples.x0, proxy_rewards, rewards, scores, advantages, recorded_steps)
+
 
 class TrainingBatch(NamedTuple):
     """Micro-batch of rows; a row is a kept sample at one noise level."""

@@ -1,8 +1,8 @@
-"""The training loop: one Lightning epoch is one iteration, in five steps.
+"""The training loop: one Lightning epoch is one iteration, in five steps. ``iteration.py`` has them on one page.
 
 | step | where |
 |---|---|
-| requantise | ``callbacks/requantize.py``: the old policy goes to all samplers, in ``on_train_epoch_start`` |
+| requantise | ``callbacks/requantize.py``: the old policy goes to all samplers; ``roll_out`` raises if it did not |
 | explore | ``roll_out``: the stages before the last one score the pool by proxy rewards |
 | select | ``roll_out``, in ``run_family``: each stage with ``keep`` passes on the best and the worst candidates |
 | regenerate | ``roll_out``: the last stage samples and scores what is trained on |
@@ -137,16 +137,21 @@ class ExploreTrainLoop(_FitLoop):
             self.trainer.training = True
 
     def advance(self) -> None:
-        """Run one iteration, whose requantisation has run in ``on_train_epoch_start``."""
+        """Run one iteration; ``callbacks/requantize.py`` has given the old policy to everything that samples."""
+        self._set_counters()
+        self.loader.fill(self.roll_out())
+        self._explore_ahead()
+        with self.stopwatch.stage("train"):
+            super().advance()  # its last optimiser step moves the old policy
+
+    def _set_counters(self) -> None:
+        """Tell Lightning when to evaluate, and at which step to log."""
         last = self.trainer.current_epoch + 1 == self.max_epochs
         self.trainer.check_val_every_n_epoch = 1 if last else self._evaluate_every  # evaluate after the last one
         # At the end of an epoch Lightning logs at step _batches_that_stepped - 1, which counts the optimiser steps of
         # this epoch, too: (iterations_done + 2 - optimizer_steps) + optimizer_steps - 1 = iterations_done + 1.
         self.epoch_loop._batches_that_stepped = self.iterations_done + 2 - self.plan.optimizer_steps
         self._steps_taken = 0
-        self.loader.fill(self.roll_out())
-        with self.stopwatch.stage("train"):
-            super().advance()
 
     def roll_out(self) -> MicroBatches:
         """Explore, select and regenerate on this rank's prompts, and return the training rows.
@@ -154,37 +159,31 @@ class ExploreTrainLoop(_FitLoop):
         Raises:
             UserError: a sampler has other weights than those of this iteration's old policy.
         """
-        transformers, iteration = self._module.transformers, self.trainer.current_epoch
+        self._check_requantised()
+        iteration = self.trainer.current_epoch
+        with self.stopwatch.stage(self.stages[0].name):
+            prompts = self._encode(iteration, self._texts(iteration))
+        seeds = pool_seeds(self.seed, iteration, prompts.texts, self.pool)
+        explored, samples, proxy_merits = run_family(self.stages, seeds, prompts.texts, partial(self._run, prompts))
+        merits = self._module.rewards.for_training.merits(samples.scores)  # among the samples, not in the pool
+        advantages = self.objective.advantages(merits, self._sum)
+        self.explored = explored if len(self.stages) > 1 else None
+        self._rollouts = Rollouts.of(prompts.texts, samples, proxy_merits, advantages)
+        sigmas = self._module.policy.sigmas(self.stages[-1].steps)
+        return MicroBatches(self._rollouts, prompts, sigmas, self.objective, self.plan)
+
+    def _check_requantised(self) -> None:
+        transformers = self._module.transformers
         for name, sampler in (*transformers.samplers.items(), *transformers.explorers.items()):
             if sampler.version != self.iterations_done:
                 raise UserError(
                     f"callbacks.requantize is invalid: after {self.iterations_done} iterations the sampler {name} has "
                     f"the weights of {sampler.version}. Use solrl_lightning.callbacks.requantize.Requantize."
                 )
-        texts = self._texts(iteration)
-        seeds = pool_seeds(self.seed, iteration, texts, self.pool)
-        with self.stopwatch.stage(self.stages[0].name):
-            prompts = self._encode(iteration, texts)
-        explored, samples, proxy_merits = run_family(self.stages, seeds, texts, partial(self._run, prompts))
-        self.explored = explored if len(self.stages) > 1 else None
-        merits = self._module.rewards.for_training.merits(samples.scores)  # among the samples, not in the pool
-        advantages = self.objective.advantages(merits, self._sum)
-        self._rollouts = Rollouts(
-            texts,
-            samples.seeds,
-            samples.x0,
-            proxy_merits,
-            samples.rewards,
-            samples.scores,
-            advantages,
-            samples.recorded_steps,
-        )
-        self._explore_ahead(iteration)
-        sigmas = self._module.policy.sigmas(self.stages[-1].steps)
-        return MicroBatches(self._rollouts, prompts, sigmas, self.objective, self.plan)
 
-    def _explore_ahead(self, iteration: int) -> None:
-        """Begin the next iterations, as far as they may be explored with the weights of this one."""
+    def _explore_ahead(self) -> None:
+        """Explorers elsewhere begin the next iterations, as far as the weights of this one may be used for them."""
+        iteration = self.trainer.current_epoch
         for later in range(iteration + 1, min(iteration + self.ahead + 1, cast(int, self.max_epochs))):
             stage, following, *_ = self.stages
             texts = self._texts(later)
