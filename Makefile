@@ -16,8 +16,10 @@ run: $(VENV)/installed ## Install, then run the main job on the embedded model (
 test: $(VENV)/installed-test ## Install with the extra `test`, then run the tests (ARGS="-k nft" passes options)
 	$(BIN)/python -m pytest $(ARGS)
 
-lint: $(VENV)/installed-dev ## Check style and formatting of imports with ruff
+lint: $(VENV)/installed-dev ## Check style, formatting and spelling with ruff and codespell
 	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+	$(BIN)/codespell
 
 type: $(VENV)/installed-dev ## Check types with mypy
 	$(BIN)/python -m mypy

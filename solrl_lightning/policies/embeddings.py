@@ -39,7 +39,7 @@ class EmbeddingCache:
         if not path.is_file():
             return None
         with suppress(SafetensorError), safe_open(path, framework="pt") as file:
-            row = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+            row = {name: file.get_tensor(name) for name in file.keys()}  # file is no dict
             if (file.metadata() or {}).get("digest") == _digest(row):
                 return row
         log.warning("%s is damaged; the prompt is embedded again", path)

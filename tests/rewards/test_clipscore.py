@@ -101,7 +101,7 @@ def test_model_is_frozen_and_no_submodule(reward: CLIPScore, images: Tensor) -> 
     assert not reward(images.clone().requires_grad_(), FOUR).requires_grad
 
 
-@pytest.mark.parametrize("dtype, tolerance", [("bfloat16", 2e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 2e-2), (torch.float16, 2e-3)])
 def test_weights_have_the_requested_dtype_and_scores_are_float32(
     reward: CLIPScore, clip_folder: str, images: Tensor, dtype: str | torch.dtype, tolerance: float
 ) -> None:

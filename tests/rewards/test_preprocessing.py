@@ -33,7 +33,7 @@ def test_padding_equals_the_published_transform(pictures: list[Image.Image]) -> 
     torch.testing.assert_close(pad_to_square(batch_of(pictures), 224), reference, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("height, width", [(300, 500), (500, 300), (100, 60)])
+@pytest.mark.parametrize(("height", "width"), [(300, 500), (500, 300), (100, 60)])
 def test_padding_centres_the_whole_image_on_black(height: int, width: int) -> None:
     square = pad_to_square(torch.full((1, 3, height, width), 0.6), 224)[0, 0]
     high, wide = (round(pixels * 224 / max(height, width)) for pixels in (height, width))

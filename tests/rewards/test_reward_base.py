@@ -71,7 +71,9 @@ def test_number_of_prompts_must_equal_the_number_of_images(prompts: list[str]) -
         Brightness()(THREE, prompts)
 
 
-@pytest.mark.parametrize("level, span", [(1.25, "0.5 to 1.25"), (-0.5, "-0.5 to 0.5"), (float("inf"), "0.5 to inf")])
+@pytest.mark.parametrize(
+    ("level", "span"), [(1.25, "0.5 to 1.25"), (-0.5, "-0.5 to 0.5"), (float("inf"), "0.5 to inf")]
+)
 def test_error_about_an_image_outside_0_to_1_names_its_row_and_prompt(level: float, span: str) -> None:
     images = grey(0.0, 0.5, 0.5)
     images[2, 1, 3, 4] = level

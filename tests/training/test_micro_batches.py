@@ -51,7 +51,7 @@ def value(batch: TrainingBatch) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "prompts, world, micro_batch, expected",
+    ("prompts", "world", "micro_batch", "expected"),
     [
         (4, 1, 96, (1, 24)),
         (4, 1, 23, (2, 12)),
@@ -69,7 +69,7 @@ def test_plan_balances_micro_batches(prompts: int, world: int, micro_batch: int,
     assert largest_share <= actual.micro_batches * actual.rows < largest_share + actual.micro_batches
 
 
-@pytest.mark.parametrize("prompts, world, micro_batch", [(2, 1, 96), (2, 1, 5), (3, 2, 5), (7, 3, 4), (4, 4, 6)])
+@pytest.mark.parametrize(("prompts", "world", "micro_batch"), [(2, 1, 96), (2, 1, 5), (3, 2, 5), (7, 3, 4), (4, 4, 6)])
 def test_averaged_gradient_is_mean_over_real_rows(prompts: int, world: int, micro_batch: int) -> None:
     """Lightning divides each loss by the number of micro-batches, and DDP averages over the ranks."""
     everyone = ranks(prompts, world, micro_batch)
@@ -140,7 +140,7 @@ def test_micro_batches_are_a_sequence() -> None:
             rank.rows[beyond]
 
 
-@pytest.mark.parametrize("prompts, world, optimizer_steps", [(2, 1, 2), (3, 2, 2), (3, 1, 4), (5, 3, 5)])
+@pytest.mark.parametrize(("prompts", "world", "optimizer_steps"), [(2, 1, 2), (3, 2, 2), (3, 1, 4), (5, 3, 5)])
 def test_each_optimizer_step_averages_disjoint_rows(prompts: int, world: int, optimizer_steps: int) -> None:
     everyone = ranks(prompts, world, 5, optimizer_steps)
     per_step = len(everyone[0].rows) // optimizer_steps
