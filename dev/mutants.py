@@ -914,6 +914,11 @@ MUTANTS: dict[str, list[Edit]] = {
             COMPARE,
         ),
     ],
+    "solrl_lightning/study/elsewhere.py": [
+        ("factors of the sum", "cost.factors.get(stage, 1) * seconds", "cost.factors.get(stage, 1)", COMPARE),
+        ("BF16 at the price of the shadow", "stage.sampler == SHADOW and cheap", "cheap", COMPARE),
+        ("the rows of one prompt", "prompts * family.keep * rows", "family.keep * rows", COMPARE),
+    ],
     "solrl_lightning/study/charts.py": [
         ("a chart has the lines of the one before", "artist.remove()", "pass", CHARTS),
         ("texts as short as coordinates", '(?=[ "])', "", CHARTS),

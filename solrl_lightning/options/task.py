@@ -119,6 +119,8 @@ class Compare(_Known):
     """Pattern of run folders."""
     reference: str | None
     """Words of the name of a group."""
+    cost: Any
+    """Factors of stages, or a table of another machine, for simulated seconds."""
 
 
 class Doctor(_Known):

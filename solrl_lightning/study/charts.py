@@ -61,11 +61,12 @@ class Chart(NamedTuple):
 
 
 def cost_axis(cost: str, largest: float) -> tuple[str, float]:
-    """Label and divisor of the axis of a cost: "iteration", "evaluations" or "seconds"."""
+    """Label and divisor of the axis of a cost: "iteration", "evaluations", "seconds" or "simulated_seconds"."""
     if cost == "iteration":
         return ITERATIONS, 1
-    if cost == "seconds":
-        return ("hours of training", 3600) if largest > _MANY else ("seconds of training", 1)
+    if cost.endswith("seconds"):
+        kind = "simulated " * cost.startswith("simulated")
+        return (f"{kind}hours of training", 3600) if largest > _MANY else (f"{kind}seconds of training", 1)
     return ("thousands of model evaluations", 1000) if largest > _MANY else ("model evaluations", 1)
 
 

@@ -70,7 +70,8 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     ]
     columns = max(1, min(4, len(groups), _LEGEND // (max(map(len, texts)) + 4)))
     height = 3.9 + 0.2 * -(-len(groups) // columns)
-    figure = Figure(figsize=(_WIDTH, height), dpi=_DPI, layout="constrained")
+    width = _WIDTH * max(1, len(panels) / 3)
+    figure = Figure(figsize=(width, height), dpi=_DPI, layout="constrained")
     lines = []
     for panel, cost in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels, strict=True):
         series, label = series_of(groups, cost, result)
@@ -85,6 +86,8 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
         note = f"dashed: {result['plateau']:.4f}, the plateau of {result['reference']}"
         note += "; the legend has the time to it and the speed-up"
         title += "\n" + textwrap.fill(note, _TITLE, break_on_hyphens=False) + f"\n{_DOTS}"
+    if result["simulated"] is not None:
+        title += "\n" + textwrap.fill(result["simulated"]["note"], _TITLE, break_on_hyphens=False)
     figure.suptitle(title, fontsize=11)
     order = sorted(range(len(groups)), key=lambda number: reached[number][0])
     handles, texts = [lines[number] for number in order], [texts[number] for number in order]

@@ -16,8 +16,9 @@ from solrl_lightning.cli.resume import is_subkey, leaves
 from solrl_lightning.names import AUTO, BACKENDS
 from solrl_lightning.study.time_to_reward import GroupCurve, Plateau, plateau
 
-COSTS = ("iteration", "seconds", "evaluations")
-"""Keys of an evaluation's row that measure what was spent until then."""
+SIMULATED = "simulated_seconds"
+COSTS = ("iteration", "seconds", SIMULATED, "evaluations")
+"""Keys of an evaluation's row that measure what was spent until then; ``SIMULATED`` with ``task.cost`` only."""
 
 # Keys, with those below them, in which runs of one experiment may differ.
 _SAME_EXPERIMENT = (
@@ -89,12 +90,7 @@ def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
 
 
 def read_settings(run: Run) -> Settings:
-    cfg = OmegaConf.load(Path(run.folder) / RECORDED_CONFIG)
-    assert isinstance(cfg, DictConfig)
-    cfg.run_dir = run.folder
-    for group in ("callbacks", "logger"):  # their interpolations need Hydra
-        cfg.pop(group, None)
-    resolved = leaves(OmegaConf.to_container(cfg, resolve=True))
+    resolved = leaves(resolved_config(run))
     values = {key: _plain(value) for key, value in resolved.items() if not is_subkey(key, *_SAME_EXPERIMENT)}
     groups = {key.partition(".")[0] for key in values if "." in key}
     options = {key: value for key, value in run.summary["config"].items() if key in groups}
@@ -105,6 +101,17 @@ def read_settings(run: Run) -> Settings:
     pairs = [str(argument).lstrip("+~").partition("=") for argument in yaml.safe_load(file.read_text())]
     overrides = {key: value for key, _, value in pairs if not is_subkey(key, *_SAME_EXPERIMENT)}
     return Settings(values, options, overrides)
+
+
+def resolved_config(run: Run) -> dict[str, Any]:
+    """Return the recorded configuration of a run, without callbacks and loggers."""
+    cfg = OmegaConf.load(Path(run.folder) / RECORDED_CONFIG)
+    assert isinstance(cfg, DictConfig)
+    cfg.run_dir = run.folder
+    for group in ("callbacks", "logger"):  # their interpolations need Hydra
+        cfg.pop(group, None)
+    resolved: Any = OmegaConf.to_container(cfg, resolve=True)
+    return dict(resolved)
 
 
 def _plain(value: Any) -> Any:

@@ -19,9 +19,10 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Compare
 from solrl_lightning.study.charts import cost_axis
 from solrl_lightning.study.confidence import mean_of
+from solrl_lightning.study.elsewhere import read_cost, simulated_iteration, with_simulated
 from solrl_lightning.study.learning_curves import curve_chart, draw_curves, known_costs
 from solrl_lightning.study.report import Page, Section, Table, Tile, render
-from solrl_lightning.study.run_groups import COSTS, Group, costs, group_runs
+from solrl_lightning.study.run_groups import COSTS, SIMULATED, Group, costs, group_runs
 from solrl_lightning.study.time_to_reward import POINTS, cost_to_reach, speed_up
 
 _LEVELLED_OFF = 0.05  # rise within the last third of a run, as a share of its progress, below which it stands still
@@ -36,6 +37,7 @@ def compare(cfg: Run) -> dict[str, Any]:
             ``cfg.task.reference``.
     """
     task = cfg.task_as(Compare)
+    cost = None if task.cost is None else read_cost(task.cost)
     runs, left_out = finished_runs(task.runs)
     rewards = list(dict.fromkeys(run.summary["reward"] for run in runs))
     if len(rewards) > 1:
@@ -43,13 +45,14 @@ def compare(cfg: Run) -> dict[str, Any]:
             f"task.runs={task.runs} is invalid: its runs have different rewards, {', '.join(rewards)}, which do "
             f"not compare. Choose the runs of one by their folders, as in 'task.runs=outputs/train/*{rewards[0]}*'."
         )
-    groups, superseded = group_runs(runs)
+    groups, superseded = group_runs(runs if cost is None else with_simulated(runs, cost))
     reference = choose_reference(groups, task.reference)
     result = {
         "runs": task.runs,
         "reward": rewards[0],
         "reference": reference.name,
         **describe_plateau(reference),
+        "simulated": cost and {"note": cost.note, "machine": cost.machine and cost.machine._asdict()},
         "held_out_sets": len({json.dumps(run.summary.get("held_out")) for run in runs if "held_out" in run.summary}),
         "groups": [describe(group, reference) for group in groups],
         "left_out": left_out | superseded,
@@ -115,13 +118,18 @@ def describe(group: Group, reference: Group) -> dict[str, Any]:
         "final": _mean(final.values()),
         "improvement": _mean(s["improvement"] for s in summaries),
         "seconds_per_iteration": _mean(s["seconds_per_stage"].get("iteration", {}).get("median") for s in summaries),
+        "simulated_seconds_per_iteration": simulated_iteration(group),
         "spearman_first": _mean(_probe(s, "first") for s in summaries),
         "spearman_last": _mean(_probe(s, "last") for s in summaries),
         "against": None if group is reference else reference.name,
         "difference": mean_of(list(paired.values()))._asdict() if paired else None,
         "difference_per_seed": {str(seed): value for seed, value in paired.items()},
         "above_plateau": mean_of(above)._asdict() if above else None,
-        "to_reference": {cost: describe_cost(group, reference, cost) for cost in COSTS},
+        "to_reference": {
+            cost: describe_cost(group, reference, cost)
+            for cost in COSTS
+            if cost != SIMULATED or cost in reference.curves
+        },
         "runs": [run.folder for run in group.runs],
     }
 
@@ -169,10 +177,15 @@ def tables(result: Mapping[str, Any]) -> list[Section]:
         )
     if result["held_out_sets"] > 1:
         notes.append("the groups were evaluated on different held-out images, so their rewards do not compare")
+    if result["simulated"] is not None:
+        each = (f"{group['group']} {group['simulated_seconds_per_iteration']:.3g}" for group in groups)
+        notes += [result["simulated"]["note"], f"simulated seconds of an iteration: {', '.join(each)}"]
     notes += [f"left out {run}: {reason}" for run, reason in result["left_out"].items()]
     sections = [Section("Final rewards", notes, tables=[final_rewards(groups)])]
     if several:
-        known = [cost for cost in COSTS if any(group["to_reference"][cost]["points"] for group in groups)]
+        known = [
+            cost for cost in groups[0]["to_reference"] if any(group["to_reference"][cost]["points"] for group in groups)
+        ]
         costs = [costs_to_plateau(result, cost) for cost in known[1:] or known]  # iterations if nothing else
         first = costs[0] if costs else sections.pop()
         sections += [first._replace(text=[*first.text, *plateau_notes(result)]), *costs[1:]]
@@ -256,7 +269,10 @@ def study_page(result: Mapping[str, Any], groups: Sequence[Group], sections: Seq
     ]
     curves = Section(
         "Learning curves",
-        ["Lines are means over the seeds that have an evaluation, bands the range of the seeds."],
+        [
+            "Lines are means over the seeds that have an evaluation, bands the range of the seeds.",
+            *([] if result["simulated"] is None else [_as_sentence(result["simulated"]["note"])]),
+        ],
         charts=[curve_chart(groups, cost, result) for cost in known_costs(groups)],
     )
     table = Table(["folder", "group", "seed"], runs, folded=f"All {len(runs)} runs", is_text=True)

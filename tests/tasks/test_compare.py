@@ -17,6 +17,7 @@ from PIL import Image
 from solrl_lightning.artifacts.finished_runs import Run, read_runs
 from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.errors import UserError
+from solrl_lightning.study.elsewhere import counts
 from solrl_lightning.study.run_groups import costs, group_runs, learning_curve
 from solrl_lightning.tasks.compare import compare
 
@@ -415,6 +416,69 @@ def test_the_plateau_of_a_run_is_that_of_its_seconds(tmp_path: Path) -> None:
     folders = [write_curve(tmp_path / str(seed), each, seed=seed) for seed, each in enumerate((spent, old))]
     (group,), _ = group_runs(read_runs(folders)[0])
     assert [each.level for each in group.plateaus.values()] == pytest.approx([0.6, 0.65])
+
+
+def stage_totals(**seconds: float) -> dict[str, Any]:
+    return {name: {"total": total, "median": None} for name, total in seconds.items()}
+
+
+def test_factors_of_stages_simulate_the_seconds_of_another_machine(
+    compose: Compose, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    runs, curve = tmp_path / "runs", rows(0.4, 0.45, 0.5)  # 10 s an iteration
+    reference = stage_totals(regenerate=10, train=30, evaluate=99)
+    write_run(runs / "1", 0.5, "family=diffusionnft", evaluations=curve, seconds_per_stage=reference)
+    slow = stage_totals(requantize=1, explore=24, regenerate=5, train=10)
+    write_run(runs / "2", 0.5, evaluations=curve, seconds_per_stage=slow)
+    result = compared(compose, runs, "*", "task.cost={explore: 0.25}")
+    first, second = (group["to_reference"] for group in result["groups"])
+    assert [each["simulated_seconds"]["points"]["100"]["mean"] for each in (first, second)] == pytest.approx([40, 22])
+    assert second["seconds"]["points"]["100"]["mean"] == 40  # as measured
+    assert second["simulated_seconds"]["points"]["100"]["speed_up"]["mean"] == pytest.approx(40 / 22)
+    assert [group["simulated_seconds_per_iteration"] for group in result["groups"]] == pytest.approx([10, 5.5])
+    note = "terations are measured, seconds are simulated: measured seconds with explore x 0.25"
+    shown, report = capfd.readouterr().out, (tmp_path / "report.html").read_text()
+    assert f"i{note}" in shown and f"I{note}." in report and result["simulated"]["note"] == f"i{note}"
+    assert "\nsimulated seconds of training to a share" in shown
+    assert "shapes reward by simulated seconds of training" in report
+    write_run(runs / "3", 0.5, evaluations=curve)
+    with pytest.raises(UserError, match="3 has not recorded the seconds of its stages[.] Leave it out of task.runs"):
+        compared(compose, runs, "*", "task.cost={explore: 0.25}")
+    assert "simulated" not in json.dumps(compared(compose, runs)["groups"][0]["to_reference"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "changes", "expected"),
+    [
+        (["model=flux1", "prompts_per_iteration=6"], {}, (3456, 1440, 720, 576)),
+        (["model=flux1", "prompts_per_iteration=6"], {"precision_backend": "bf16"}, (0, 1440 + 3456, 720, 576)),
+        (["model=sana", "prompts_per_iteration=6", "model.guidance_scale=4.5"], {}, (6912, 2880, 720, 864)),
+        (["family=diffusionnft", "prompts_per_iteration=2"], {}, (0, 480, 48, 96)),
+        (["family=naive_quant", "prompts_per_iteration=1"], {}, (960, 0, 96, 48)),
+        (["family=prefix", "prompts_per_iteration=1"], {}, (0, 96 * 4 + 24 * 6, 120, 48)),
+        (["family=race", "prompts_per_iteration=1"], {}, (0, 96 * 3 + 48 * 2 + 24 * 5, 96 + 48 + 24, 48)),
+    ],
+)
+def test_counts_of_an_iteration_are_those_of_its_configuration(
+    tmp_path: Path, arguments: list[str], changes: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    (run,), _ = read_runs([write_run(tmp_path / "run", 0.6, *arguments, **({"precision_backend": "nvfp4"} | changes))])
+    totals = counts(run)
+    assert tuple(totals[unit] for unit in ("shadow", "bf16", "image", "row")) == expected
+
+
+def test_a_table_simulates_the_seconds_of_another_machine(compose: Compose, tmp_path: Path) -> None:
+    options = ("model=flux1", "prompts_per_iteration=6")
+    write_curve(tmp_path / "runs" / "1", rows(0.4, 0.5), *options)
+    result = compared(compose, tmp_path / "runs", "*", "task.cost=flux1_h100")
+    assert result["groups"][0]["simulated_seconds_per_iteration"] == pytest.approx(206)
+    assert result["simulated"]["machine"]["shadow"] == pytest.approx(0.02, rel=0.002)
+    levels = ("family=prefix", "family.explore.stop_after=null", "family.explore.stop_below=0.7")
+    write_curve(tmp_path / "runs" / "2", rows(0.4, 0.5), *levels)
+    with pytest.raises(
+        UserError, match="runs/2 explores down to noise levels, .* Use task.cost=flux1_h100 or 'task.cost={explore: 0"
+    ):
+        compared(compose, tmp_path / "runs", "*", "task.cost=flux1_h100")
 
 
 @pytest.fixture

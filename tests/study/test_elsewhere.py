@@ -1,0 +1,61 @@
+"""Costs of another machine."""
+
+import re
+from typing import Any
+
+import pytest
+
+from solrl_lightning.errors import UserError
+from solrl_lightning.study.elsewhere import TABLES, read_cost
+
+# 6 prompts, 96 candidates in 6 steps, 24 kept in 10 steps and trained at 4 (flux1) or 6 noise levels.
+COUNTS = {"shadow": 6 * 96 * 6, "bf16": 6 * 24 * 10, "image": 6 * 120}
+
+
+@pytest.mark.parametrize(
+    ("table", "levels", "seconds"),
+    [
+        ("flux1_h100", 4, 206),
+        ("flux1_b200", 4, 97),
+        ("flux1_paper", 4, 79 + 90),
+        ("sd3_h100", 6, 560),
+        ("sd3_b200", 6, 381),
+        ("sd3_paper", 6, 187 + 240),
+        ("sana_h100", 6, 91),
+        ("sana_b200", 6, 37),
+        ("sana_paper", 6, 46 + 30),
+    ],
+)
+def test_units_sum_to_the_seconds_of_the_iteration_they_are_of(table: str, levels: int, seconds: float) -> None:
+    assert TABLES[table].seconds(COUNTS | {"row": 6 * 24 * levels}) == pytest.approx(seconds)
+    assert ("30 %" in TABLES[table].source) and ("paper" in TABLES[table].source) == table.endswith("paper")
+
+
+def test_units_of_flux1_on_an_h100() -> None:
+    bf16, shadow, image, row, _ = TABLES["flux1_h100"]
+    assert [1000 * unit for unit in (bf16, shadow, image, row)] == pytest.approx([29.2, 20.0, 11.1, 151], rel=0.003)
+
+
+def test_note_says_what_is_measured_and_what_is_simulated() -> None:
+    note = "iterations are measured, seconds are simulated: "
+    assert read_cost({"explore": 0.25, "train": 2}).note == f"{note}measured seconds with explore x 0.25, train x 2"
+    estimate = "flux1 on a H100 with an FP8 shadow, estimates +-30 % (task.cost=flux1_h100)"
+    assert read_cost("flux1_h100").note == f"{note}counts of each run's configuration on one GPU, {estimate}"
+
+
+@pytest.mark.parametrize(
+    ("cost", "words"),
+    [
+        ("flux1_a100", "task.cost=flux1_a100 is invalid: the tables are flux1_h100, flux1_b200, flux1_paper, sd3_h100"),
+        ({"explor": 0.5}, "task.cost={explor:0.5} is invalid: .* stages requantize, explore, regenerate, train[.] Use"),
+        ({"explore": "fast"}, "explore must be a finite factor of at least 0"),
+        ({"explore": -1}, "explore must be a finite factor of at least 0"),
+        ({"train": True}, "train must be a finite factor of at least 0"),
+        ({}, "task.cost={} is invalid: it must be the name of a table"),
+        (3, "task.cost=3 is invalid: it must be the name of a table"),
+    ],
+)
+def test_unknown_costs_are_errors_of_a_line(cost: Any, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read_cost(cost)
+    assert re.search(words, str(caught.value)) and "\n" not in str(caught.value)
