@@ -14,10 +14,9 @@ from typing import Any, NamedTuple
 import omegaconf
 import pytest
 from forks import Forks
-from hydra._internal.config_loader_impl import ConfigLoaderImpl, get_overrides_dirname
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, grammar_parser
 
 from solrl_lightning.__main__ import main
@@ -48,35 +47,8 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def compositions_of_the_package_are_made_once() -> Iterator[None]:
-    """Hydra takes 0.15 s for a composition, and a command line has up to four; most choose the files of others."""
-    load, made = ConfigLoaderImpl.load_configuration, dict[Any, bytes]()
-
-    def loaded(self: ConfigLoaderImpl, config_name: str | None, overrides: list[str], *args: Any, **kw: Any) -> Any:
-        sources = {source.path for source in self.get_search_path().get_path()}
-        folders = {path for path in sources if not path.startswith(("pkg://", "structured://"))}
-        if folders or any("searchpath" in override for override in overrides):
-            return load(self, config_name, overrides, *args, **kw)
-        words = OverridesParser.create().parse_overrides(overrides)
-        if any(word.is_sweep_override() for word in words):
-            return load(self, config_name, overrides, *args, **kw)
-        # As in hydra._internal.defaults_list.Overrides; these choose the files.
-        options = [w for w in words if self.repository.group_exists(w.key_or_group) and not isinstance(w.value(), dict)]
-        key = config_name, *sorted(sources), *(word.input_line for word in options)
-        if key not in made:
-            made[key] = pickle.dumps(load(self, config_name, [str(word.input_line) for word in options], *args, **kw))
-        cfg = pickle.loads(made[key])
-        self._apply_overrides_to_config([word for word in words if word not in options], cfg)
-        own_words = [word for word in words if not word.is_hydra_override()]
-        cfg.hydra.overrides.hydra = [word.input_line for word in words if word.is_hydra_override()]
-        cfg.hydra.overrides.task = [word.input_line for word in own_words]
-        names = cfg.hydra.job.config.override_dirname
-        cfg.hydra.job.override_dirname = get_overrides_dirname(
-            own_words, names.exclude_keys, names.item_sep, names.kv_sep
-        )
-        cfg.hydra.runtime.cwd = os.getcwd()
-        return cfg
-
+def files_of_the_package_are_read_once() -> Iterator[None]:
+    """What Hydra reads and parses is kept, and its composition is its own: a command line has up to four, of 0.1 s."""
     read, files = ConfigRepository.load_config, dict[Any, bytes]()
 
     def read_once(self: ConfigRepository, config_path: str) -> Any:
@@ -101,7 +73,6 @@ def compositions_of_the_package_are_made_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for user_of_the_grammar in (omegaconf.base, omegaconf._utils):
             patch.setattr(user_of_the_grammar, "parse", functools.cache(grammar_parser.parse))
-        patch.setattr(ConfigLoaderImpl, "load_configuration", loaded)
         patch.setattr(ConfigLoaderImpl, "get_group_options", listed_once)
         patch.setattr(ConfigRepository, "load_config", read_once)
         yield
