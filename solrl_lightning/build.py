@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from diffusers import ModelMixin
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub_utils
+from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
@@ -27,6 +27,7 @@ from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
+from solrl_lightning.cli.config import ConfigTree, own_sources
 from solrl_lightning.cli.launch import advice, check_world
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
@@ -103,17 +104,20 @@ def instantiate_trainer(cfg: Run, **options: Any) -> Trainer:
 
 
 def with_option(cfg: Run, group: str, option: str) -> Run:
-    """A copy of the options with another option of a group, as ``conf/<group>/<option>.yaml`` has it.
+    """Return a copy of the options with another option of a group, of the package or of the run's --config-dir.
 
     Raises:
-        UserError: the package has no such file.
+        UserError: there is no such option.
     """
-    folder = files("solrl_lightning.conf") / group
-    options = sorted(file.name.removesuffix(".yaml") for file in folder.iterdir() if file.name.endswith(".yaml"))
-    if option not in options:
-        raise UserError(f"there is no {group} named {option!r} in the package; it has {', '.join(options)}")
     tree = OmegaConf.create(cfg.tree())
-    tree[group] = OmegaConf.create((folder / f"{option}.yaml").read_text())
+    with ConfigTree() as configs:
+        if HydraConfig.initialized():  # in a job
+            job: Any = HydraConfig.get()
+            configs.look_in(own_sources(job))
+        known = configs.options(group)
+        if option not in known:
+            raise UserError(f"There is no {group} named {option!r}. The options are {', '.join(known)}.")
+        tree[group] = OmegaConf.to_container(configs.compose([f"{group}={option}"])[group], resolve=False)
     OmegaConf.resolve(tree)
     return cfg.with_group(group, OmegaConf.to_container(tree[group]))
 

@@ -61,6 +61,8 @@ class ConfigTree:
         if find_spec(CONFIG_MODULE) is None:  # its folder is beside the package in a clone
             raise UserError("solrl_lightning is not installed: its configuration is missing. Run pip install -e .")
         Plugins.instance().register(_OwnOptions)
+        self._hydra = GlobalHydra.instance().hydra  # of a job
+        GlobalHydra.instance().clear()
         self._context = initialize_config_module(CONFIG_MODULE, version_base="1.3")
         if config_dir:
             self.look_in([f"file://{Path(config_dir).resolve()}"])
@@ -72,6 +74,7 @@ class ConfigTree:
     def __exit__(self, *error: Any) -> None:
         _OwnOptions.sources = ()
         self._context.__exit__(*error)
+        GlobalHydra.instance().hydra = self._hydra
 
     @property
     def loader(self) -> ConfigLoader:

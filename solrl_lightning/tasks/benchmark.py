@@ -33,7 +33,6 @@ from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 def benchmark(cfg: Run) -> dict[str, Any]:
     """Run both measurements, write benchmark.json and print the tables."""
     task = cfg.task_as(Benchmark)
-    task = cfg.task_as(Benchmark)
     device = device_of(cfg)
     families = family_configs(cfg, device)
     result: dict[str, Any] = {

@@ -28,10 +28,10 @@ from solrl_lightning.build import (
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.summary import base_and_final
-from solrl_lightning.cli.checks import prompt_sets
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
+from solrl_lightning.facts import prompt_sets
 from solrl_lightning.names import TRAINED
 from solrl_lightning.options.run import Run
 from solrl_lightning.training.loop import ExploreTrainLoop

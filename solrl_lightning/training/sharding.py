@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 from solrl_lightning.artifacts.files import read_checkpoint
 from solrl_lightning.errors import UserError
 from solrl_lightning.facts import check_shares
-from solrl_lightning.names import MERGED, POLICY
+from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.training.samplers import PolicySampler
 from solrl_lightning.training.sharded_full import ShardedFullTransformer, shard_blocks
 from solrl_lightning.training.shards import gather, shard_like
-from solrl_lightning.training.transformers import REFERENCE, TrainedTransformer, Transformers, VelocityModel
+from solrl_lightning.training.transformers import TrainedTransformer, Transformers, VelocityModel
 
 T = TypeVar("T")
 
@@ -142,7 +142,7 @@ def shard_transformers(
     trained.freeze(policy.unused_layers)
     sampler = PolicySampler(policy, trained.old, FixedBatchSize(batch_size, pad_to_size=False))
     velocity_models: dict[str, VelocityModel] = {
-        "old": trained.old,
+        OLD: trained.old,
         REFERENCE: lambda: trained.old(trained.state("base")),
     }
     return Transformers(trained, {POLICY: sampler, MERGED: sampler}, velocity_models)

@@ -27,6 +27,7 @@ from small_runs import Command, files_of
 
 import solrl_lightning
 from solrl_lightning.artifacts.run_folder import claimed
+from solrl_lightning.build import with_option
 from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.cli.launch import check_world, is_first
 from solrl_lightning.cli.resume import resume
@@ -300,7 +301,7 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("task=generate task.prompt_file=nowhere.txt", "the path nowhere.txt does not exist"),
         ("task=generate task.prompts=[a] task.base=false", "leaves only the trained weights"),
         ("task=compare", "outputs/multirun/*/*"),
-        ("task=audit task.proxies=[{sampler:shadow,steps:2,precision:fp3}]", "no precision named 'fp3'"),
+        ("task=audit task.proxies=[{sampler:shadow,steps:2,precision:fp3}]", "There is no precision named 'fp3'"),
         ("precision.backend=transformer_engine trainer=cpu", "needs an NVIDIA GPU"),
         ("optimizer._target_=torch.optim.SGD", "unexpected keyword argument 'betas'"),
         ("iterations=4,5", "Add -m"),
@@ -606,6 +607,22 @@ def test_run_resumes_with_the_options_of_its_config_dir(command: Command, tmp_pa
     again = [RECORD, "ckpt=last", "hydra.run.dir=run", "iterations=40"]
     assert "Name their folder with --config-dir <folder>" in error_of(command, *again)
     assert command("--config-dir", "moved", *again).status == 0
+
+
+def choose_small(cfg: Run) -> None:
+    """Records a copy of the options with another option of a group."""
+    record(with_option(cfg, "family", "small"))
+
+
+@pytest.mark.usefixtures("config_dir")
+def test_job_finds_other_options_in_its_config_dir(command: Command, tmp_path: Path) -> None:
+    options = ["--config-dir", "it's mine", task(choose_small)]
+    assert command(*options, "family=race", "hydra.run.dir=run").status == 0
+    assert command(*options, "-m", "seed=1,2", "hydra.sweep.dir=sweep").status == 0
+    for folder in ("run", "sweep/1_seed-2"):
+        family = config(tmp_path / folder)["family"]
+        assert (family["pool"], family["regenerate"]["steps"]) == (6, 10)
+    assert "There is no family named 'small'. The options are compile" in command(task(choose_small)).err
 
 
 @pytest.mark.usefixtures("config_dir")

@@ -181,7 +181,7 @@ def test_peak_memory_on_a_cpu_is_that_of_the_process() -> None:
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
-        ("task.families=[sol_rl,sole_rl]", "no family named 'sole_rl' .* sol_rl"),
+        ("task.families=[sol_rl,sole_rl]", "no family named 'sole_rl'. .*, sol_rl"),
         ("task.sizes.keep=100", "family.keep=.* must be at most family.pool"),
         ("task.decoders=[half]", "task.decoders.0=half is invalid: it must be one of full, bf16, preview"),
         ("task.decoders=[preview]", "model.preview_decoder names none"),
