@@ -109,7 +109,7 @@ def test_published_experiment_has_the_published_hyperparameters_on_every_model(m
     assert (cfg.prompts_per_iteration, cfg.family.pool, cfg.family.keep) == (48, 96, 24)
     assert (cfg.family.explore.steps, cfg.family.regenerate.steps) == (6, 10)
     assert (cfg.model.lora.rank, cfg.model.lora.alpha) == (32, 64)
-    assert cfg.callbacks.rank_correlation.probe_every == cfg.model.probe_every == (4 if model == "tiny" else 20)
+    assert cfg.callbacks.rank_correlation.probe_every == cfg.model.probe_every == (12 if model == "tiny" else 20)
 
 
 @pytest.mark.parametrize(
@@ -163,8 +163,8 @@ def test_every_package_of_the_repository_is_installed() -> None:
 @pytest.mark.parametrize(
     ("experiment", "families", "settings"),
     [
-        ("selection", "sol_rl diffusionnft", (12, None, 3, 8)),
-        ("time_to_reward", "diffusionnft naive_scaling compile naive_quant sol_rl prefix race", (100000, 240, 2, 8)),
+        ("selection", "sol_rl diffusionnft", (36, None, 9, 4)),
+        ("time_to_reward", "diffusionnft naive_scaling compile naive_quant sol_rl prefix race", (100000, 240, 2, 4)),
     ],
 )
 def test_experiment_sweeps_families_with_equal_settings_over_three_seeds(

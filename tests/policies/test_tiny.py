@@ -56,6 +56,18 @@ def test_images_follow_their_captions_and_leave_room_to_improve(tiny: Flux1) -> 
     assert wrong < 0.5 * right
 
 
+def test_model_knows_shapes_and_sides_and_does_not_always_paint_them(tiny: Flux1) -> None:
+    seeds, spec = evaluation_seeds(1, HELD_OUT, 12), SamplingSpec(tiny.sigmas(10), "euler")
+    encoded = EncodedPrompts(HELD_OUT, tiny.encode(HELD_OUT))
+    chunks = iter_sampled_chunks(tiny, tiny.transformer, BatchSize(96, False), encoded, seeds, spec)
+    images = torch.cat([tiny.decode(chunk.state.x) for chunk in chunks if chunk.state is not None])
+    reward = ShapesReward()
+    means = reward.parts(images, [caption for caption in HELD_OUT for _ in range(12)]).mean(0).tolist()
+    parts = dict(zip(reward.part_names, means, strict=True))
+    assert 0.4 < parts["right_side"] < 0.75 and 0.55 < parts["right_shape"] < 0.85
+    assert 0.1 < parts["all_right"] < 0.35
+
+
 def test_preview_decoder_is_close_to_the_autoencoder_and_ranks_alike(tiny: Flux1) -> None:
     captions = [caption for caption in HELD_OUT for _ in range(EACH)]
     encoded = EncodedPrompts(HELD_OUT, tiny.encode(HELD_OUT))
