@@ -1,6 +1,8 @@
 """The configuration tree, which is also the manual; installed as ``solrl_lightning.conf``."""
 
+import math
 from pathlib import Path
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -20,7 +22,15 @@ OmegaConf.register_new_resolver(
 )
 # ${launched:<pattern>} is ${now:<pattern>}, but the same in every rank.
 OmegaConf.register_new_resolver("launched", launched, replace=True, use_cache=True)
+# ${between:<pool>,<keep>} is their geometric mean, of equal ratios to both.
+OmegaConf.register_new_resolver("between", lambda *counts: _geometric_mean(*counts), replace=True)
 OmegaConf.register_new_resolver("folder_name", lambda folder: Path(folder).name, replace=True)
+
+
+def _geometric_mean(pool: Any, keep: Any) -> Any:
+    """Return a whole number; ``keep`` if one of them is none above 0, which the options report."""
+    are_counts = all(type(count) is int and count > 0 for count in (pool, keep))
+    return round(math.sqrt(pool * keep)) if are_counts else keep
 
 
 def _names(cfg: DictConfig) -> list[str]:

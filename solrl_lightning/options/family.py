@@ -129,8 +129,6 @@ class Family(Pool):
     """Text that is printed at the start."""
     smoke_keep: Kept | None = None
     """``keep`` in experiment=smoke."""
-    smoke_rungs: list[dict[str, int]] | None = None
-    """Rungs in experiment=smoke."""
 
     def check(self) -> None:
         """Raise unless a pass that stops early is one that regeneration with the same weights can continue."""

@@ -91,7 +91,7 @@ family.pool=10                   | family.keep=24 is invalid: it must be at most
 task=audit task.pool=12          | task.keep=24 is invalid: it must be at most task.pool=12
 optimizer.betas=[]               | it must be a list of two numbers of at least 0 and below 1
 optimizer.betas=[0.9,1]          | it must be a list of two numbers of at least 0 and below 1
-family=race family.pool=8 family.keep=4 | Set it so, or leave family.pool and family.keep out.
+family=race family.keep=4 family.explore.rungs=[{step:3,keep:24}] | Set it so, or leave family.pool and family.keep out.
 optimizer_steps=25               | it must be at most family.keep=24
 objective=flow_grpo objective.window=6 | objective.window=6 is invalid: it must be at most 5, half of family.regen
 base_weights=int8 family.compile=true | with family.compile=true it must be bfloat16, as torch.compile does not
