@@ -42,7 +42,6 @@ EXPLORERS = "tests/explorers/test_sampler.py"
 MESSAGES = "tests/explorers/test_messages.py"
 THREADS = "tests/machine/test_threads.py"
 REGENERATED = f"{LOOP}::test_regenerated_samples_have_same_seeds_and_new_rewards"
-ITERATION = f"{LOOP}::test_iteration_requantises_explores_regenerates_and_steps_once"
 PREFIX = f"{LOOP}::test_prefix_family_resumes_kept_trajectories"
 RESUME = f"{LOOP}::test_resume_is_bit_exact_from_a_checkpoint_taken"
 FOLLOWS = f"{LOOP}::test_only_policy_is_trained_and_old_policy_follows"
@@ -61,7 +60,6 @@ METRICS = f"{LOOP}::test_all_metrics_of_objective_are_logged"
 MEANS = f"{LOOP}::test_metrics_are_means_over_the_rows_that_have_them_without_padding"
 SECONDS = f"{LOOP}::test_run_ends_with_an_evaluation_at_the_end_of_the_iteration_that_reaches_max_seconds"
 BRANCH = f"{LOOP}::test_a_branch_with_other_optimizer_steps_continues_the_schedule_at_its_iteration"
-STEPS = f"{LOOP}::test_optimizer_steps_split_the_rows"
 ADVANTAGES = "tests/objectives/test_advantages.py"
 SEEDS = "tests/test_seeds.py"
 SELECT = "tests/rollout/test_select.py"
@@ -172,7 +170,7 @@ MUTANTS: dict[str, list[Edit]] = {
             "a step per micro-batch",
             "accumulate_grad_batches = self.plan.micro_batches",
             "accumulate_grad_batches = 1",
-            ITERATION,
+            PAGE,
         ),
         (
             "timesteps of exploration",
@@ -267,7 +265,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("metrics with padding", "rows = max(1, batch.real)", "rows = len(batch.weight)", MEANS),
         ("metrics by micro-batches", "batch_size=batch.real", "batch_size=1", MEANS),
         ("schedule of the steps", "self.rate_factor(loop.iterations_taken())", "self.rate_factor(_)", BRANCH),
-        ("old policy moves at every step", "if loop.count_step():", "if loop.count_step() or True:", STEPS),
+        ("old policy moves at every step", "if loop.count_step():", "if loop.count_step() or True:", PAGE),
         ("watched rewards explored", "scoring = self.rewards.for_training", "scoring = self.rewards", WEIGHTS),
         (
             "distances to the old policy that follows",

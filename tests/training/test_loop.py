@@ -209,12 +209,6 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Straight:
     return Straight(run, folder, decays, weights(run.module))
 
 
-def test_iteration_requantises_explores_regenerates_and_steps_once(straight: Straight) -> None:
-    iteration = ["sync_samplers", "explore", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
-    assert straight.run.recorder.events == iteration * 3
-    assert straight.run.trainer.global_step == straight.run.trainer.current_epoch == 3
-
-
 def test_old_policy_and_average_use_decays_of_steps_1_2_3(straight: Straight) -> None:
     assert straight.decays["old"] == pytest.approx([0.001, 0.002, 0.003])
     assert straight.decays["average"] == pytest.approx([2 / 11, 3 / 12, 4 / 13])
@@ -456,16 +450,6 @@ def test_drift_is_exactly_0_only_where_the_old_policy_is_the_trained_one(
     """The premise of the alarm no_drift."""
     run = train(tmp_path, "family=diffusionnft", *options, max_epochs=2)
     assert [metrics["train/drift"] != 0 for metrics in run.recorder.metrics] == moves
-
-
-def test_optimizer_steps_split_the_rows(tmp_path: Path) -> None:
-    run, moved = make(tmp_path, "optimizer_steps=3", max_epochs=2), []
-    decay = run.module.old_decay
-    run.module.old_decay = lambda iteration: moved.append(iteration) or decay(iteration)  # type: ignore[func-returns-value]
-    fit(run)
-    iteration = ["sync_samplers", "explore", "regenerate", *["training_step", "step"] * 3]
-    assert run.recorder.events == iteration * 2
-    assert (run.trainer.global_step, run.trainer.current_epoch, run.loop.iterations_done, moved) == (6, 2, 2, [1, 2])
 
 
 @pytest.mark.filterwarnings(IGNORED)
