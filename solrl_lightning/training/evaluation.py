@@ -51,7 +51,7 @@ class Estimate:
         now = time.perf_counter()
         if done == 0 or self._logged:
             return
-        if self._first is None:
+        if self._first is None or done <= self._first[1]:  # the first batch of this evaluation
             self._first = now, done
         elif (seconds := now - self._first[0]) >= self._WAITS:
             self._logged = True

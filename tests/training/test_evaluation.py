@@ -17,3 +17,14 @@ def test_an_estimate_is_logged_once_and_leaves_out_the_batch_that_compiles(
         for done in (0, 24, 48, 72, 96, 480):
             estimate(lambda done, total: None, done, 480)
     assert caplog.messages == ["an evaluation takes about 2 minutes here"]  # 12 s for 48 of 480 images
+
+
+def test_short_evaluations_one_after_the_other_are_not_one_long_one(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    estimate, clock = Estimate(), iter([0.0, 2.0, 60.0, 62.0])
+    monkeypatch.setattr("solrl_lightning.training.evaluation.time.perf_counter", lambda: next(clock))
+    with caplog.at_level("INFO"):
+        for done in (32, 64, 32, 64):
+            estimate(lambda done, total: None, done, 64)
+    assert not caplog.messages
