@@ -12,7 +12,7 @@ from PIL import Image
 
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.formatting import counted
-from solrl_lightning.artifacts.loggers import log_picture
+from solrl_lightning.artifacts.loggers import trackers_of
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png, with_inputs
 from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.frames import filmstrip
@@ -76,5 +76,5 @@ class SampleGrid(Callback):
     def _publish(self, trainer: Trainer, name: str, picture: Image.Image) -> None:
         done = trainer.current_epoch + 1
         write_atomically(Path(trainer.default_root_dir) / "samples" / f"{name}_{done:06d}.png", to_png(picture))
-        for logger in trainer.loggers:
-            log_picture(logger, f"samples/{name}", picture, done)
+        for tracker in trackers_of(trainer):
+            tracker.log_picture(f"samples/{name}", picture, done)

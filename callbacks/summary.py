@@ -13,12 +13,12 @@ from statistics import fmean
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import solrl_lightning
 from solrl_lightning.artifacts.files import finite_only, iterations_done, read_checkpoint, write_atomically
 from solrl_lightning.artifacts.formatting import counted, gibibytes, measured
+from solrl_lightning.artifacts.loggers import trackers_of
 from solrl_lightning.artifacts.run_folder import BEST, LAST, RECORD
 from solrl_lightning.callbacks.checkpoints import BestCheckpoint
 from solrl_lightning.callbacks.common import file_logger, find_callback, loop_of, module_of, stop_reason
@@ -70,6 +70,8 @@ class RunSummary(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if self._started is None:  # the evaluation before training calls setup, too
             self._started = time.perf_counter()
+        for tracker in trackers_of(trainer):
+            tracker.log_options(self.hparams)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._open = True  # the evaluation before training; a resumed run has none
@@ -125,12 +127,14 @@ class RunSummary(Callback):
             facts["paths"]["report"] = str(run.resolve() / "report.html")
             history = find_callback(trainer, MetricHistory)
             write_atomically(run / "report.html", render(run_page(facts, history.rows if history else [], run)))
-        log_hyperparameters(trainer, self.hparams, self.columns, facts)
         # The last file, as a run that has it has ended; one without it is finished by the same command.
         write_atomically(run / "summary.json", (json.dumps(facts, indent=2, default=str) + "\n").encode())
         print(format_summary(facts), flush=True)
         file_logger.info(format_summary(facts))
         self._open = False  # a later exception must not overwrite the summary
+        for tracker in trackers_of(trainer):
+            columns = {name: self.hparams[name] for name in self.columns}
+            tracker.log_results(columns, hparams_results(facts), trainer.current_epoch)
 
     def collect(self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None) -> dict[str, Any]:
         """The content of summary.json."""
@@ -222,19 +226,11 @@ def rank_fidelity(ranks: RankCorrelation | None) -> dict[str, Any] | None:
     return fidelity
 
 
-def log_hyperparameters(
-    trainer: Trainer, hparams: Mapping[str, Any], columns: Sequence[str], facts: Mapping[str, Any]
-) -> None:
-    """Log the configuration to every logger. TensorBoard gets ``columns`` and the results as its HParams table."""
+def hparams_results(facts: Mapping[str, Any]) -> dict[str, float]:
+    """Return the results of TensorBoard's HParams table, from the content of summary.json."""
     results = {name: facts[name] for name in ("final_reward", "improvement", "base_reward", "seconds_total")}
     results["rank_spearman"] = ((facts["rank_fidelity"] or {}).get("last") or {}).get("spearman")
-    known = {name: value for name, value in results.items() if value is not None and math.isfinite(value)}
-    metrics = {f"summary/{name}": value for name, value in known.items()}
-    for logger in trainer.loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.log_hyperparams({name: hparams[name] for name in columns}, metrics, step=trainer.current_epoch)
-        else:
-            logger.log_hyperparams(dict(hparams))
+    return {f"summary/{n}": value for n, value in results.items() if value is not None and math.isfinite(value)}
 
 
 def format_summary(facts: Mapping[str, Any]) -> str:

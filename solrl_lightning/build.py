@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import __version__
 from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint
+from solrl_lightning.artifacts.loggers import Tracker
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
@@ -132,9 +133,9 @@ def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
 
 def build_trainer(cfg: Run) -> Trainer:
     """Return the trainer with the chosen callbacks and loggers."""
-    callbacks = _made_each("callbacks", cfg.callbacks, Callback)
+    callbacks = [*_made_each("callbacks", cfg.callbacks, Callback).values()]
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))  # stable: these two follow
-    loggers = _made_each("logger", cfg.logger, Logger)
+    loggers = [Tracker(name, logger) for name, logger in _made_each("logger", cfg.logger, Logger).items()]
     # Lightning adds its own ModelCheckpoint, in the logger's folder, where there is none.
     checkpoints = any(isinstance(callback, Checkpoint) for callback in callbacks)
     trainer = instantiate_trainer(cfg, logger=loggers or False, callbacks=callbacks, enable_checkpointing=checkpoints)
@@ -142,8 +143,8 @@ def build_trainer(cfg: Run) -> Trainer:
     return trainer
 
 
-def _made_each(group: str, nodes: Mapping[str, Any], kind: type) -> list[Any]:
-    return [make(f"{group}.{name!s}", node, kind=kind) for name, node in nodes.items() if node is not None]
+def _made_each(group: str, nodes: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    return {name: make(f"{group}.{name!s}", node, kind=kind) for name, node in nodes.items() if node is not None}
 
 
 def stages_of(cfg: Run, objective: Objective, sigmas: Sigmas) -> list[Stage]:

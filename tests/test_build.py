@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import build
 from solrl_lightning.__main__ import prepare
-from solrl_lightning.artifacts.loggers import has_wandb_key
+from solrl_lightning.artifacts.loggers import has_wandb_key, trackers_of
 from solrl_lightning.build import (
     build_loop,
     build_model,
@@ -104,7 +104,8 @@ def test_an_optimiser_of_ones_own_passes(compose: Compose, arguments: tuple[str,
 
 def test_loggers_are_composed_by_name(compose: Compose) -> None:
     def names(*arguments: str) -> list[str]:
-        return [type(logger).__name__ for logger in build_trainer(compose("trainer=cpu", *arguments)).loggers]
+        trainer = build_trainer(compose("trainer=cpu", *arguments))
+        return [type(tracker.logger).__name__ for tracker in trackers_of(trainer)]
 
     overrides = "+logger.mine={_target_:lightning.pytorch.loggers.CSVLogger,save_dir:${run_dir}}"
     assert names() == ["TensorBoard"]

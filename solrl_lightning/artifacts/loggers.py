@@ -1,23 +1,125 @@
-"""Lightning's loggers as this application uses them, and pictures for each.
+"""Lightning's loggers as this application uses them, and `Tracker`, which keeps their errors from a run.
 
 All of them log at the number of the iteration, and without Lightning's scalar `epoch`, which counts iterations from 0.
 """
 
 import logging
 import os
+from collections.abc import Callable, Mapping
+from functools import partial
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import numpy as np
+from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers.logger import DummyExperiment
+from lightning.pytorch.utilities import rank_zero_only
 from PIL import Image
 from torch.utils.tensorboard import SummaryWriter
 
-from solrl_lightning.errors import UserError
+from solrl_lightning.artifacts.files import write_atomically
+from solrl_lightning.errors import UserError, sentence
 
 log = logging.getLogger(__name__)
+file_logger = logging.getLogger("solrl_lightning.record")
+T = TypeVar("T")
+_RUN_ID = ".run_id"  # hidden, so that `wandb sync <run>/wandb/*` leaves it out
+
+
+class Tracker(Logger):
+    """A logger whose errors cost nothing of a run: the first one is printed in a line, and ends the logging.
+
+    Every call of the logger passes `attempt`. What this class does not define is an attribute of the logger.
+
+    Args:
+        key: name below ``logger`` in the configuration.
+        logger: of Lightning, or with its interface.
+    """
+
+    def __init__(self, key: str, logger: Logger) -> None:
+        super().__init__()
+        self.key, self.logger, self.has_failed = key, logger, False
+
+    def attempt(self, action: Callable[[], T], otherwise: T) -> T:
+        """Return what ``action`` returns; ``otherwise`` if it raises, and if an action has raised before."""
+        if self.has_failed:
+            return otherwise
+        try:
+            return action()
+        except Exception as error:
+            self.has_failed = True
+            file_logger.info("the error of logger=%s", self.key, exc_info=True)
+            log.warning(
+                "logger=%s failed, and logs no more; the run goes on: %s: %s",
+                *(self.key, type(error).__name__, sentence(error)),
+            )
+            return otherwise
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "logger" or name not in dir(self.logger):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name}")
+        value = self.attempt(lambda: getattr(self.logger, name), _nothing)
+        return (lambda *a, **kw: self.attempt(partial(value, *a, **kw), None)) if callable(value) else value
+
+    @property
+    def experiment(self) -> Any:
+        return self.attempt(lambda: cast(Any, self.logger).experiment, DummyExperiment())
+
+    @property
+    def name(self) -> str | None:
+        return self.attempt(lambda: self.logger.name, None)
+
+    @property
+    def version(self) -> int | str | None:
+        return self.attempt(lambda: self.logger.version, None)
+
+    @property
+    def save_dir(self) -> str | None:
+        return self.attempt(lambda: self.logger.save_dir, None)
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.attempt(lambda: self.logger.log_metrics(metrics, step), None)
+
+    def log_hyperparams(self, *args: Any, **options: Any) -> None:
+        self.attempt(lambda: self.logger.log_hyperparams(*args, **options), None)
+
+    def log_graph(self, *args: Any, **options: Any) -> None:
+        self.attempt(lambda: self.logger.log_graph(*args, **options), None)
+
+    def save(self) -> None:
+        self.attempt(lambda: self.logger.save(), None)
+
+    def finalize(self, status: str) -> None:
+        self.attempt(lambda: self.logger.finalize(status), None)
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        self.attempt(lambda: self.logger.after_save_checkpoint(checkpoint_callback), None)
+
+    def log_picture(self, name: str, picture: Image.Image, step: int) -> None:
+        """Log a picture to TensorBoard, Weights & Biases or MLflow; another logger takes none."""
+        self.attempt(partial(_log_picture, self.logger, name, picture, step), None)
+
+    def log_options(self, options: Mapping[str, Any]) -> None:
+        """Log the options of a run when it starts; to TensorBoard `log_results` does, as it takes both together."""
+        if not isinstance(self.logger, TensorBoardLogger):
+            self.log_hyperparams(dict(options))
+
+    def log_results(self, options: Mapping[str, Any], results: Mapping[str, float], step: int) -> None:
+        """Log a row of TensorBoard's HParams table."""
+        if isinstance(self.logger, TensorBoardLogger):
+            self.log_hyperparams(dict(options), dict(results), step=step)
+
+
+def _nothing(*args: Any, **options: Any) -> None:
+    pass
+
+
+def trackers_of(trainer: Trainer) -> list[Tracker]:
+    """Return the loggers of a trainer of `build.build_trainer`."""
+    return cast(list[Tracker], trainer.loggers)
 
 
 class _Iterations(Logger):
@@ -39,7 +141,7 @@ class CSV(_Iterations, CSVLogger):
 
 
 class WandB(_Iterations, WandbLogger):
-    """Lightning's WandbLogger.
+    """Lightning's WandbLogger. A run that resumes in its folder continues its page: the id is in wandb/.run_id there.
 
     Args:
         save_dir: folder of its files.
@@ -52,7 +154,7 @@ class WandB(_Iterations, WandbLogger):
 
     def __init__(self, save_dir: str, offline: bool | str, **options: Any) -> None:
         try:
-            import wandb
+            import wandb  # noqa: F401
         except ModuleNotFoundError as error:
             raise not_installed("wandb") from error
         keep = not has_wandb_key() if offline == "auto" else bool(offline)
@@ -60,10 +162,22 @@ class WandB(_Iterations, WandbLogger):
             log.info(
                 "logger=wandb: there is no key, so the run stays here; upload it with wandb sync %s/wandb/*", save_dir
             )
-        if wandb.run is not None:  # an earlier job of this process: wandb.init would return its run
-            wandb.finish()
         Path(save_dir).mkdir(parents=True, exist_ok=True)  # wandb takes the system's temporary folder if there is none
-        super().__init__(save_dir=save_dir, offline=keep, **options)
+        self._id_file = Path(save_dir) / "wandb" / _RUN_ID
+        super().__init__(save_dir=save_dir, offline=keep, **({"id": _read_id(self._id_file)} | options))
+
+    @property
+    def experiment(self) -> Any:
+        import wandb
+
+        if self._experiment is None and wandb.run is not None:  # of an earlier job of this process, which wandb.init
+            wandb.finish()  # would return
+        return super().experiment
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        write_atomically(self._id_file, self.experiment.id.encode())
+        super().log_hyperparams(params)
 
 
 def has_wandb_key() -> bool:
@@ -74,10 +188,10 @@ def has_wandb_key() -> bool:
 
 
 class MLflow(_Iterations, MLFlowLogger):
-    """Lightning's MLFlowLogger.
+    """Lightning's MLFlowLogger. A run that resumes in its folder continues its page: the id is in mlflow/.run_id there.
 
     Args:
-        save_dir: folder of the database and of the pictures; unused with a tracking_uri.
+        save_dir: folder of the id and, without a tracking_uri, of the database and of the pictures.
         tracking_uri: address of a server, or None.
         options: arguments of Lightning's logger.
 
@@ -94,7 +208,25 @@ class MLflow(_Iterations, MLFlowLogger):
             folder = Path(save_dir).resolve()
             folder.mkdir(parents=True, exist_ok=True)
             tracking_uri, options["artifact_location"] = f"sqlite:///{folder}/mlflow.db", folder.as_uri()
-        super().__init__(tracking_uri=tracking_uri, **options)
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # 14 seconds; by default 7, which take 4 minutes
+        self._id_file = Path(save_dir) / _RUN_ID
+        super().__init__(tracking_uri=tracking_uri, **({"run_id": _read_id(self._id_file)} | options))
+
+    @rank_zero_only
+    def log_hyperparams(self, params: Any) -> None:
+        """Log parameters; of a resumed run, one with another value as a tag, because MLflow keeps the first value."""
+        client, run_id = self.experiment, self.run_id
+        write_atomically(self._id_file, str(run_id).encode())
+        client.update_run(run_id, status="RUNNING")  # which the end of a run, and of its first evaluation, has changed
+        logged = client.get_run(run_id).data.params
+        super().log_hyperparams({name: value for name, value in params.items() if name not in logged})
+        for name, value in params.items():
+            if logged.get(name, str(value)) != str(value):
+                client.set_tag(run_id, name, str(value))
+
+
+def _read_id(file: Path) -> str | None:
+    return file.read_text() if file.is_file() else None
 
 
 def not_installed(name: str) -> UserError:
@@ -104,8 +236,7 @@ def not_installed(name: str) -> UserError:
     )
 
 
-def log_picture(logger: Logger, name: str, picture: Image.Image, step: int) -> None:
-    """Log a picture to TensorBoard, Weights & Biases or MLflow; another logger takes none."""
+def _log_picture(logger: Logger, name: str, picture: Image.Image, step: int) -> None:
     if isinstance(logger, TensorBoardLogger):
         logger.experiment.add_image(name, np.asarray(picture), step, dataformats="HWC")
     elif isinstance(logger, WandbLogger):

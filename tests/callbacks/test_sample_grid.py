@@ -3,7 +3,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from solrl_lightning.artifacts.loggers import TensorBoard
+from solrl_lightning.artifacts.loggers import TensorBoard, Tracker
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_cell, wrap
 from solrl_lightning.callbacks import sample_grid
 from solrl_lightning.callbacks.sample_grid import SampleGrid
@@ -72,7 +72,7 @@ def test_a_number_that_is_too_small_is_an_error(compose, option):
 
 
 def test_tensorboard_shows_the_pictures(tmp_path, fit):
-    fit(grid(), iterations=2, logger=TensorBoard(tmp_path, name="", version="tensorboard"))
+    fit(grid(), iterations=2, logger=Tracker("tensorboard", TensorBoard(tmp_path, name="", version="tensorboard")))
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     for name in ("grid", "pool"):
         assert [event.step for event in events.Images(f"samples/{name}")] == [1, 2]

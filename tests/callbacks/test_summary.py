@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from solrl_lightning.artifacts.files import finite_only
-from solrl_lightning.artifacts.loggers import TensorBoard
+from solrl_lightning.artifacts.loggers import TensorBoard, Tracker
 from solrl_lightning.callbacks.common import find_callback
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.summary import RunSummary, base_and_final, format_summary
@@ -163,7 +163,9 @@ def test_resume_restores_base_reward_times_and_the_first_metrics(tmp_path, run):
 
 
 def test_columns_and_results_are_in_tensorboards_hparams_table(tmp_path, run):
-    run(2, logger=TensorBoard(tmp_path, name="", version="tensorboard", default_hp_metric=False))
+    run(
+        2, logger=Tracker("tensorboard", TensorBoard(tmp_path, name="", version="tensorboard", default_hp_metric=False))
+    )
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     (final,) = events.Scalars("summary/final_reward")
     assert (final.step, final.value) == (2, pytest.approx(read(tmp_path)["final_reward"]))

@@ -1,0 +1,88 @@
+"""Loggers: what a tracker's error costs, and how a resumed run continues its page."""
+
+import logging
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from lightning.pytorch.loggers import CSVLogger, MLFlowLogger
+from PIL import Image
+
+from solrl_lightning.artifacts.loggers import MLflow, Tracker
+
+CALLS: dict[str, Any] = {
+    "experiment": lambda tracker: tracker.experiment.add_histogram("x", 1),
+    "name": lambda tracker: tracker.name,
+    "version": lambda tracker: tracker.version,
+    "save_dir": lambda tracker: tracker.save_dir,
+    "log_metrics": lambda tracker: tracker.log_metrics({"x": 1.0}, 1),
+    "log_hyperparams": lambda tracker: tracker.log_options({"seed": 1}),
+    "log_graph": lambda tracker: tracker.log_graph(None),
+    "save": lambda tracker: tracker.save(),
+    "finalize": lambda tracker: tracker.finalize("success"),
+    "after_save_checkpoint": lambda tracker: tracker.after_save_checkpoint(None),
+    "watch": lambda tracker: tracker.watch(None),  # of the logger's own
+}
+
+
+class Lost(CSVLogger):
+    """Raises in one of its methods or properties, and counts the calls of it."""
+
+    calls = 0
+
+    def __init__(self, folder: Path, name: str) -> None:
+        super().__init__(folder)
+        self.raises_in = name
+
+    def watch(self, model: object) -> None:
+        """As WandbLogger has."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in CALLS and name == object.__getattribute__(self, "__dict__").get("raises_in"):
+            self.calls += 1
+            raise ConnectionError("no server\nin two lines")
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_first_error_of_a_logger_is_a_line_and_ends_its_logging(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    lost = Lost(tmp_path, name)
+    tracker = Tracker("mine", lost)
+    with caplog.at_level(logging.WARNING):
+        CALLS[name](tracker)
+        for call in CALLS.values():
+            call(tracker)
+        tracker.log_picture("x", Image.new("RGB", (8, 8)), 1)
+    message = "logger=mine failed, and logs no more; the run goes on: ConnectionError: no server."
+    assert caplog.messages == [message] and lost.calls == 1
+    assert not list(tmp_path.rglob("*.csv"))
+
+
+def test_mlflow_continues_the_page_of_a_resumed_run_and_tags_what_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[Any] = []
+    params = {"seed": "1", "iterations": "4"}
+    client = SimpleNamespace(
+        update_run=lambda run_id, status: events.append((run_id, status)),
+        get_run=lambda run_id: SimpleNamespace(data=SimpleNamespace(params=params)),
+        set_tag=lambda run_id, *tag: events.append(tag),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace())
+    monkeypatch.setattr(MLFlowLogger, "log_hyperparams", lambda self, values: events.append(values))
+
+    def init(self: Any, run_id: str | None, **options: Any) -> None:
+        self._run_id, self._initialized, self._mlflow_client = run_id or "new", True, client
+
+    monkeypatch.setattr(MLFlowLogger, "__init__", init)
+    for run_id in ("new", "7b"):
+        MLflow(str(tmp_path), "http://127.0.0.1:1").log_hyperparams({"seed": 1, "iterations": 7, "lr": 0.1})
+        assert events == [(run_id, "RUNNING"), {"lr": 0.1}, ("iterations", "7")]
+        events.clear()
+        (file,) = tmp_path.iterdir()
+        assert file.read_text() == run_id
+        file.write_text("7b")
