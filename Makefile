@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 TORCHES ?= 2.11 newest
 
-.PHONY: help run test lint type contract docs matrix release-check clean
+.PHONY: help run test lint type contract docs gpu-desk matrix release-check clean
 
 help: ## List these targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -45,6 +45,9 @@ release-check: $(VENV)/installed-dev ## Build wheel and sdist, install each in a
 		done; \
 		checked=yes; \
 	done; test $$checked
+
+gpu-desk: $(VENV)/installed ## Compile blocks of the models for GPUs that are not here, and check the code
+	OMP_NUM_THREADS=1 $(BIN)/python -W ignore dev/gpu_desk.py
 
 matrix: ## Run the tests with every version of PYTHONS that is installed and of TORCHES (PYTHONS=python3.12 TORCHES=2.11)
 	@status=0; for python in $(PYTHONS); do \

@@ -50,6 +50,7 @@ from solrl_lightning.policies.lora import (
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, LayerPlan, QuantizationRule, convert, format_table
 from solrl_lightning.quantization import plan as plan_quantization
+from solrl_lightning.quantization.shared_inputs import sharing_inputs
 from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.training.samplers import PolicySampler, ReplicaSampler, Sampler
@@ -276,8 +277,10 @@ def replicate(
     for module in replicas.values():
         trained.untie(module)
     if compile_replicas:
-        for name, module in {REFERENCE: reference, **replicas}.items():
-            compile_blocks(module, name != SHADOW or backend.fullgraph, compiler)
+        for module in (reference, replicas[MERGED]):
+            compile_blocks(module, backend=compiler)
+        if with_shadow:
+            compile_blocks(replicas[SHADOW], backend.fullgraph, sharing_inputs(compiler))
     if compile_policy:
         compile_blocks(trained.transformer, backend=compiler)
     samplers: dict[str, Sampler] = {
