@@ -236,7 +236,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
             raise SystemExit(0)
         if resumed.newest and resumed.folder is not None and end is not None:
             check_sweep(resumed.folder, resumed.checkpoint)
-        if resumed.training and (resumed.folder is None or end is not None):
+        if resumed.training and (resumed.folder is None or end is not None or done > iterations):
             check_left(resumed.checkpoint, done, "iterations", iterations)
             check_left(resumed.checkpoint, seconds, "max_seconds", limit)
         message += f"; iterations done: {done}" if resumed.training else ""

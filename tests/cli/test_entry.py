@@ -650,6 +650,12 @@ def test_finished_run_does_not_resume(command: Command) -> None:
     for arguments in (last, [file], [*last, "trainer=cpu"]):
         assert "has done 1. Raise it, as in iterations=11" in error_of(command, RECORD, *arguments)
     assert command(RECORD, "task=audit", file).status == 0
+    summary = Path("run", "summary.json")
+    assert command(RECORD, *last, "iterations=2").status == 0
+    summary.write_text(summary.read_text().replace("completed", "interrupted"))
+    checkpoint = torch.load(Path("run", "checkpoints", "last.ckpt"), weights_only=True)
+    torch.save(checkpoint | {"global_step": 7}, Path("run", "checkpoints", "last.ckpt"))
+    assert "iterations=3 is invalid: a resumed run needs iter" in error_of(command, RECORD, *last, "iterations=3")
 
 
 def test_folder_with_every_awkward_character_resumes(command: Command, tmp_path: Path) -> None:
