@@ -576,9 +576,13 @@ MUTANTS: dict[str, list[Edit]] = {
         ("old decay inverted", "1.0 - decay", "decay", LORA),
         ("adapters in BF16", "            weights.float()", "            weights", LORA),
         ("weights of an evaluation stay", "parameter.data = former[name]", "pass", LORA),
-        ("alpha of a file for its share of the rank", "(alpha / tensors[name].shape[1])", "alpha", LORA),
         ("old policy trains", "inference_mode=not requires_gradients", "inference_mode=False", LORA),
         ("unused adapters train again", " and layer.is_trained", "", PIPELINES),
+    ],
+    "solrl_lightning/policies/lora_files.py": [
+        ("alpha of a file for its share of the rank", "(alpha.item() / rank)", "alpha.item()", LORA),
+        ("rsLoRA at the scale of LoRA", "math.sqrt(rank) if", "rank if", LORA),
+        ("peft's alpha unread", "if of_peft and beside.is_file():", "if False:", LORA),
     ],
     "solrl_lightning/policies/guidance.py": [
         ("unconditional velocity trained", "with torch.no_grad():", "with torch.enable_grad():", GUIDANCE),

@@ -22,6 +22,11 @@ TRAINED: Final = "default"
 OLD: Final = "old"
 """The weights of the old policy, and its velocity, which an objective may read."""
 
+LORA_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
+"""The file of a LoRA in the folders of diffusers and of peft."""
+PEFT_CONFIG = "adapter_config.json"
+"""The file beside peft's that has its alpha."""
+
 AUTO = "auto"
 """The precision that is chosen for the hardware, by ``quantization.choose_precision``; and the fastest backend."""
 

@@ -15,6 +15,7 @@ from solrl_lightning.cli.hub import check_push
 from solrl_lightning.data.sources import check_source, dataset_of
 from solrl_lightning.errors import UserError
 from solrl_lightning.facts import check_shares, prompt_sets, requested_prompts, sources
+from solrl_lightning.names import LORA_FILES
 from solrl_lightning.options.reward import GENEVAL, HTTP, REWARD_FILES, VLM
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Compare, Explore, Export, Generate, Serve
@@ -24,7 +25,6 @@ from solrl_lightning.rewards.geneval_metadata import check_metadata
 
 _TRAIN = "solrl_lightning.tasks.train.train"
 _NEEDED_CALLBACKS = ("requantize", "checkpoint", "export", "summary")
-LORA_FILE = "pytorch_lora_weights.safetensors"  # of diffusers' save_lora_weights
 
 
 def options_of(cfg: DictConfig, run_dir: str) -> Run:
@@ -71,8 +71,8 @@ def check_paths(options: Run) -> None:
     lora = options.model.init_lora
     if lora is not None and options.ckpt is None:  # a resumed run has its adapters from the checkpoint
         path = Path(lora).expanduser()
-        if not (path / LORA_FILE if path.is_dir() else path).is_file():
-            rule = f"it must be a LoRA file of diffusers, or a folder with {LORA_FILE}"
+        if not any(file.is_file() for file in ([path / name for name in LORA_FILES] if path.is_dir() else [path])):
+            rule = f"it must be a LoRA file, or a folder with {' or '.join(LORA_FILES)}"
             raise UserError(f"model.init_lora={lora} is invalid: {rule}.")
 
 

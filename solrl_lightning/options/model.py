@@ -189,7 +189,7 @@ class Model(Group):
     learning_rates: LearningRates | None = None
     """Learning rate of each value of ``train``."""
     init_lora: str | None
-    """LoRA of diffusers' format to start from."""
+    """LoRA to start from: a file, or a folder of diffusers or peft."""
     lora: Lora
     """Low-rank update that is trained."""
     quantization: Quantization

@@ -1,41 +1,32 @@
 """A LoRA that is part of the base model, such as the one that distils Qwen-Image to few steps."""
 
-from pathlib import Path
-
+import torch
 from diffusers import DiffusionPipeline
-from safetensors import SafetensorError
 
 from solrl_lightning.artifacts.hub import fetch
-from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.names import LORA_FILES, PEFT_CONFIG
+from solrl_lightning.policies.lora_files import read_lora_file
 
 
+@torch.no_grad()
 def fuse_lora(pipeline: DiffusionPipeline, source: str) -> None:
-    """Add a LoRA to the transformer's weights, in place: W + alpha / rank B A, rounded to the dtype of W.
+    """Add a LoRA to the transformer's weights, in place: W + alpha / rank B A in float32, rounded to the dtype of W.
 
     Args:
         pipeline: reads the names of its own LoRA files, and of other trainers where diffusers converts them.
         source: ``<hub id or folder>/<file>``.
 
     Raises:
-        UserError: the file cannot be read, or adapts layers or shapes that the transformer does not have.
+        UserError: the file cannot be read, or is no LoRA of the transformer (`read_lora_file`).
     """
     folder, _, name = source.rpartition("/")
-    file: Path = fetch(folder or ".", name, key="model.fused_lora", kind="LoRA")
-    named, fix = f"model.fused_lora={source} is invalid", "Name a LoRA of this model."
-    try:
-        state = pipeline.lora_state_dict(str(file.parent), weight_name=file.name)
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{named}: it cannot be read: {sentence(error)} {fix}") from error
-    layers = {name.partition(".lora_")[0] for name in state}
-    unknown = sorted(layers - {f"transformer.{name}" for name, _ in pipeline.transformer.named_modules()})
-    if unknown or not layers:
-        model, names = type(pipeline.transformer).__name__, ", ".join(unknown[:3]) or "no weights"
-        raise UserError(f"{named}: it must adapt layers of {model} as transformer.<layer>; it has {names}. {fix}")
-    if not all(value.isfinite().all() for value in state.values()):
-        raise UserError(f"{named}: its weights must be finite. {fix}")
-    try:
-        pipeline.load_lora_weights(str(file.parent), weight_name=file.name)  # with the alpha of its metadata
-    except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{named}: it does not fit: {sentence(error)} {fix}") from error
-    pipeline.fuse_lora(components=["transformer"])
-    pipeline.unload_lora_weights()
+    file = fetch(folder or ".", name, key="model.fused_lora", kind="LoRA")
+    if name == LORA_FILES[1]:
+        fetch(folder or ".", PEFT_CONFIG, key="model.fused_lora", kind="LoRA")
+    named = f"model.fused_lora={source} is invalid"
+    state = read_lora_file(file, pipeline.transformer, type(pipeline), named)
+    for key in [key for key in state if key.endswith(".lora_A.weight")]:
+        layer = key.removesuffix(".lora_A.weight")
+        weight = pipeline.transformer.get_submodule(layer).weight
+        update = state[f"{layer}.lora_B.weight"].flatten(1) @ state[key].flatten(1)
+        weight.copy_(weight.float() + update.view_as(weight))

@@ -4,8 +4,7 @@ Adapter weights are float32, because a step of 3e-4 would be rounded away in bfl
 ``<layer>.lora_A.weight`` and ``<layer>.lora_B.weight``, the names under which diffusers saves a LoRA.
 """
 
-import json
-import math
+import logging
 import re
 import warnings
 from collections.abc import Iterable, Iterator
@@ -15,17 +14,18 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, ModelMixin
-from diffusers.loaders.lora_base import LORA_WEIGHT_NAME_SAFE
 from peft import LoraConfig
 from peft.tuners.lora import Linear as PeftLinear
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.errors import UserError
 from solrl_lightning.names import OLD, TRAINED
 from solrl_lightning.policies.base_weights import dense
+from solrl_lightning.policies.lora_files import read_lora_file
+
+log = logging.getLogger(__name__)
 
 State = dict[str, Tensor]
 
@@ -142,79 +142,48 @@ def load_state(layers: dict[str, LoraLayer], adapter: str, state: State) -> None
         weight.copy_(state[name])
 
 
-_PREFIX = "transformer."
 _BLOCK = re.compile(r"^\w*?\.\d+\.")  # such as transformer_blocks.0.
 
 
-def read_lora(path: Path, layers: dict[str, LoraLayer], pipeline_class: type[DiffusionPipeline]) -> State:
-    """The state in a LoRA for these adapted layers: a file or folder of diffusers, or a file of another trainer.
+def read_lora(
+    path: Path, transformer: ModelMixin, layers: dict[str, LoraLayer], pipeline_class: type[DiffusionPipeline]
+) -> State:
+    """Return the state of these adapted layers of ``transformer`` whose update is that of a LoRA file or folder.
 
-    ``pipeline_class.lora_state_dict`` converts the names of other trainers (ai-toolkit, kohya) where it knows them. An
-    alpha that such a file has for each layer is multiplied into B, so the alpha of the file is then its rank.
+    Exact up to the rounding of B, which gets the file's scale over alpha / r of the run (`read_lora_file`). What a file
+    of a lower rank or of fewer layers lacks stays as it is in the adapter "default", where B must be 0.
 
     Raises:
-        UserError: the file is damaged, its weights are no finite floats, or its alpha, rank or layers are others.
+        UserError: the file is no LoRA of this transformer, or adapts other layers or a higher rank than the run.
     """
-    named, saved = f"model.init_lora={path} is invalid", "Name a LoRA that diffusers has saved."
-    file = path / LORA_WEIGHT_NAME_SAFE if path.is_dir() else path
-    try:
-        with safe_open(file, framework="pt") as opened:
-            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-            metadata = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{named}: {file} cannot be read ({error}). {saved}") from error
-    if any("dora_scale" in name for name in tensors):
-        raise UserError(f"{named}: it is a DoRA, which has a scale beside A and B. Name a LoRA.")
-    _fold_alphas(tensors)
-    if not all(name.startswith(_PREFIX) for name in tensors):
-        try:
-            tensors = pipeline_class.lora_state_dict(tensors)
-        except (ValueError, KeyError, AssertionError) as error:
-            fix = "Convert the file to the names of diffusers."
-            raise UserError(f"{named}: diffusers does not know its names ({sentence(error)}) {fix}") from error
-        if not tensors:
-            raise UserError(f"{named}: diffusers finds no LoRA of {pipeline_class.__name__} in it. {saved}")
-    state = {name.removeprefix(_PREFIX): value for name, value in tensors.items()}
-    if not isinstance(metadata, dict):
-        raise UserError(f"{named}: its lora_adapter_metadata must be a JSON object. {saved}")
-    if others := sorted(name for name in state if ".lora_" not in name):
-        raise UserError(f"{named}: {others[0]} is no weight of a LoRA. {saved}")
-    for name, value in state.items():
-        if not value.is_floating_point() or not value.float().isfinite().all():
-            raise UserError(f"{named}: {name} ({value.dtype}) must have finite floating-point values. {saved}")
-    expected = {name: list(value.shape) for name, value in adapter_state(layers, TRAINED).items()}
-    in_file = {name: list(value.shape) for name, value in state.items()}
-    if expected.keys() != in_file.keys():
-        name = min(expected.keys() ^ in_file.keys())
-        where = "in the file" if name in in_file else "in the run"
-        targets = ",".join(sorted({_BLOCK.sub("", name.partition(".lora_")[0]) for name in in_file}))
-        fix = f"Set model.lora.target_modules=[{targets}]."
-        raise UserError(f"{named}: it adapts other layers; {name} is only {where}. {fix}")
-    (rank, run_rank) = (shapes[next(n for n in expected if "lora_A" in n)][0] for shapes in (in_file, expected))
-    if rank != run_rank:
-        raise UserError(f"{named}: its rank is {rank}, and that of the run {run_rank}. Set model.lora.rank={rank}.")
-    if expected != in_file:
-        name = next(name for name in expected if expected[name] != in_file[name])
-        raise UserError(
-            f"{named}: {name} has shape {in_file[name]}, and {expected[name]} in the model. Take a LoRA of this model."
-        )
-    alpha = metadata.get(f"{_PREFIX}lora_alpha", rank)  # diffusers' default
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise UserError(f"{named}: its alpha must be a finite number; got {alpha!r}. {saved}")
-    run_alpha = next(iter(layers.values())).lora_alpha[TRAINED]
-    if alpha != run_alpha:
-        raise UserError(
-            f"{named}: its alpha is {alpha}, and that of the run {run_alpha}. Set model.lora.alpha={alpha}."
-        )
+    named = f"model.init_lora={path} is invalid"
+    update = read_lora_file(path, transformer, pipeline_class, named)
+    in_file = {name.partition(".lora_")[0] for name in update}
+    rank, run_rank = (
+        max(value.shape[0] for name, value in state.items() if "lora_A" in name)
+        for state in (update, adapter_state(layers, TRAINED))
+    )
+    sides = [(name, value.shape) for state in (update, adapter_state(layers, TRAINED)) for name, value in state.items()]
+    width = min(shape[1] if "lora_A" in name else shape[0] for name, shape in sides)
+    if rank > width:
+        raise UserError(f"{named}: its rank is {rank}, and a layer is {width} wide. Name a LoRA of a lower rank.")
+    settings, rules = [], []
+    if others := sorted(in_file - layers.keys()):
+        settings.append(f"model.lora.target_modules=[{','.join(sorted({_BLOCK.sub('', name) for name in in_file}))}]")
+        rules.append(f"it adapts {others[0]}, which the run does not")
+    if rank > run_rank:
+        settings.append(f"model.lora.rank={rank}")
+        rules.append(f"its rank is {rank}, and that of the run {run_rank}")
+    if settings:
+        raise UserError(f"{named}: {', and '.join(rules)}. Set {' '.join(settings)}.")
+    if lacking := len(layers.keys() - in_file):
+        log.warning("model.init_lora=%s has no update of %d of the %d layers of the run", path, lacking, len(layers))
+    state = {name: value.clone() for name, value in adapter_state(layers, TRAINED).items()}
+    for name in in_file:
+        down, up = update[f"{name}.lora_A.weight"], update[f"{name}.lora_B.weight"]
+        state[f"{name}.lora_A.weight"][: len(down)] = down
+        state[f"{name}.lora_B.weight"][:, : len(down)] = up / layers[name].scaling[TRAINED]
     return state
-
-
-def _fold_alphas(tensors: State) -> None:
-    """Replace the entries <layer>.alpha by a factor alpha / rank of <layer>.lora_B.weight, in place."""
-    for name in [name for name in tensors if name.endswith(".lora_B.weight")]:
-        alpha = tensors.pop(name.replace(".lora_B.weight", ".alpha"), None)
-        if alpha is not None:
-            tensors[name] = tensors[name] * (alpha / tensors[name].shape[1])
 
 
 @torch.no_grad()

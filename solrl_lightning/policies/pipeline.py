@@ -352,11 +352,20 @@ class PipelineAdapter(ABC):
     # Files
 
     def save_lora(self, folder: Path, state: dict[str, Tensor], config: LoraConfig) -> None:
-        """Writes a LoRA that plain diffusers loads with ``pipe.load_lora_weights(folder)``."""
-        metadata = config.to_dict() | {"target_modules": sorted(config.target_modules or ())}  # peft keeps a set
+        """Write a LoRA that plain diffusers loads with ``pipe.load_lora_weights(folder)``.
+
+        The factor alpha / r is multiplied into B, and alpha in the metadata is r, so programs that do not read the
+        metadata add the same update.
+        """
+        scale = config.lora_alpha / config.r
+        folded = {name: value * scale if ".lora_B." in name else value for name, value in state.items()}
+        metadata = config.to_dict() | {
+            "lora_alpha": config.r,
+            "target_modules": sorted(config.target_modules or ()),  # peft keeps a set
+        }
         with written_whole(folder) as part:
             self.pipeline_class.save_lora_weights(
-                part, transformer_lora_layers=state, transformer_lora_adapter_metadata=metadata
+                part, transformer_lora_layers=folded, transformer_lora_adapter_metadata=metadata
             )
 
     def save_transformer(self, folder: Path, transformer: Any) -> None:

@@ -180,7 +180,7 @@ class AdaptedTransformer(TrainedTransformer):
 
     def start_from(self, lora: Path, pipeline_class: type[DiffusionPipeline]) -> None:
         """Load a LoRA into both adapters; raises ``UserError`` if it does not fit (`read_lora`)."""
-        state = read_lora(lora, self.lora_layers, pipeline_class)
+        state = read_lora(lora, self.transformer, self.lora_layers, pipeline_class)
         for name in (TRAINED, OLD):
             load_state(self.lora_layers, name, state)
 

@@ -296,7 +296,7 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("model.init_lora=nowhere", "model.init_lora=nowhere is invalid: it must be a LoRA file of diffusers"),
+        ("model.init_lora=nowhere", "model.init_lora=nowhere is invalid: it must be a LoRA file, or a folder with"),
         ("reward=imagereward reward.imagereward.tokenizer=./nowhere", "it must be a hub id, a local folder"),
         ("task=generate task.prompt_file=nowhere.txt", "the path nowhere.txt does not exist"),
         ("task=generate task.prompts=[a] task.base=false", "leaves only the trained weights"),

@@ -1,5 +1,6 @@
 """Two adapters on one transformer: which one acts, which one trains, and what the merged weights are."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,16 +9,15 @@ import pytest
 import torch
 from diffusers import ModelMixin
 from diffusers.loaders import PeftAdapterMixin
-from nano import PROMPTS, WIDTH, load_nano, load_policy, lora_config, random_state
-from peft import LoraConfig
+from nano import PROMPTS, WIDTH, load_policy, lora_config, random_state, relative_error
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners import lora as peft_lora
 from peft.tuners.lora import LoraLayer
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.names import OLD, TRAINED
+from solrl_lightning.names import LORA_FILES, OLD, TRAINED
 from solrl_lightning.policies import lora
 from solrl_lightning.policies.bf16 import use_fp32_products
 from solrl_lightning.policies.flux1 import Flux1
@@ -160,12 +160,143 @@ def test_norms_of_updates_are_those_of_the_dense_matrices(adapted: Adapted) -> N
     assert float(lora.base_norm(adapted.layers)) == pytest.approx(float(base.double().norm()), rel=1e-5)
 
 
-def test_saved_lora_is_read_from_its_folder_and_its_file(adapted: Adapted, tmp_path: Path) -> None:
-    (state,) = adapted.load(default=1).values()
-    adapted.policy.save_lora(tmp_path, state, lora_config())
-    for path in (tmp_path, tmp_path / "pytorch_lora_weights.safetensors"):
-        saved = lora.read_lora(path, adapted.layers, Flux1.pipeline_class)
-        assert same(saved, state)
+class Files(NamedTuple):
+    """Adapters of rank 4 and alpha 8 in float32, and random weights that tests write into files; none changes them."""
+
+    policy: Flux1
+    layers: dict[str, LoraLayer]
+    state: State
+
+    def read(self, path: Path) -> State:
+        return lora.read_lora(path, self.policy.transformer, self.layers, self.policy.pipeline_class)
+
+
+@pytest.fixture(scope="module")
+def files(nano_folder: str) -> Files:
+    policy = load_policy(nano_folder, dtypes={"default": "float32"})
+    layers = lora.add_adapters(policy.transformer, lora_config(), seed=5)
+    return Files(policy, layers, random_state(lora.adapter_state(layers, TRAINED), 1))
+
+
+def metadata(**config: Any) -> dict[str, str]:
+    """The header of diffusers."""
+    return {"lora_adapter_metadata": json.dumps({f"transformer.{key}": value for key, value in config.items()})}
+
+
+def renamed(state: State, prefix: str, down: str = "lora_A", up: str = "lora_B") -> State:
+    return {prefix + name.replace("lora_A", down).replace("lora_B", up): value for name, value in state.items()}
+
+
+def of_rank(state: State, rank: int) -> State:
+    return {name: (value[:rank] if "lora_A" in name else value[:, :rank]).contiguous() for name, value in state.items()}
+
+
+FIRST = ATTENTION[0]  # a layer with a scale of its own
+TEXT = {"text_encoder.layer.lora_A.weight": torch.ones(4, 8), "lora_te1_layer.lora_up.weight": torch.ones(8, 4)}
+ALPHAS = {f"transformer.{name}.alpha": torch.tensor([2.0]) for name in ADAPTED}
+FLOAT8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("change", "header", "scale", "scale_of_first"),
+    [
+        (lambda state: renamed(state, "transformer."), metadata(r=4, lora_alpha=8), 2, 2),
+        (lambda state: renamed(state, "transformer."), metadata(r=4, lora_alpha=5), 5 / 4, 5 / 4),
+        (lambda state: renamed(state, "transformer."), metadata(lora_alpha=8, use_rslora=True), 4, 4),
+        (lambda state: renamed(state, "transformer."), metadata(lora_alpha=8, alpha_pattern={FIRST: 2}), 2, 0.5),
+        (lambda state: renamed(state, "transformer."), {"lora_adapter_metadata": '{"lora_alpha": 8}'}, 2, 2),
+        (lambda state: renamed(state, "transformer.") | TEXT, metadata(lora_alpha=8), 2, 2),
+        (lambda state: renamed(state, "transformer.") | ALPHAS, {}, 0.5, 0.5),
+        (lambda state: renamed(state, "transformer.") | ALPHAS, metadata(lora_alpha=8), 0.5, 0.5),
+        (lambda state: {n: v.to(FLOAT8) for n, v in (renamed(state, "transformer.") | ALPHAS).items()}, {}, 0.5, 0.5),
+        (lambda state: renamed(state, "transformer.", "lora_down", "lora_up") | ALPHAS, {}, 0.5, 0.5),
+        (lambda state: renamed(state, "transformer.", "lora.down", "lora.up"), {}, 1, 1),
+        (lambda state: renamed(state, "diffusion_model."), {}, 1, 1),
+        (lambda state: renamed(state, "", "lora_A.default", "lora_B.default"), {}, 1, 1),
+        (lambda state: one_trainer(state) | TEXT, {}, 0.5, 0.5),
+    ],
+)
+def test_a_file_has_the_strength_that_its_trainer_means(
+    files: Files,
+    tmp_path: Path,
+    change: Callable[[State], State],
+    header: dict[str, str],
+    scale: float,
+    scale_of_first: float,
+) -> None:
+    tensors = change(files.state)
+    save_file(tensors, tmp_path / "a.safetensors", header)
+    actual = files.read(tmp_path / "a.safetensors")
+    tolerance = 0.1 if any(value.dtype == FLOAT8 for value in tensors.values()) else 1e-6
+    for name in ADAPTED:
+        meant = (scale_of_first if name == FIRST else scale) / 2 * update(files.state, name)
+        assert relative_error(update(actual, name), meant) < tolerance
+
+
+def one_trainer(state: State) -> State:
+    """The names of OneTrainer, with an alpha of 2 for every layer."""
+    tensors = {}
+    for layer in ADAPTED:
+        name = f"lora_transformer_{layer.replace('.', '_')}"
+        tensors |= {f"{name}.lora_down.weight": state[f"{layer}.lora_A.weight"], f"{name}.alpha": torch.tensor(2.0)}
+        tensors[f"{name}.lora_up.weight"] = state[f"{layer}.lora_B.weight"]
+    return tensors
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"use_rslora": True}, {"alpha_pattern": {"to_q": 5}, "rank_pattern": {"to_k": 2}}]
+)
+def test_files_of_peft_and_diffusers_give_the_policy_that_saved_them(
+    nano_folder: str, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    """By model.init_lora, where the rank of the run is higher, and by model.fused_lora."""
+    exact: dict[str, Any] = dict(dtypes={"default": "float32"})
+    options: dict[str, Any] = dict(r=3, lora_alpha=8, init_lora_weights=False, target_modules=["to_q", "to_k"])
+    torch.manual_seed(0)
+    saver = load_policy(nano_folder, **exact)
+    model = get_peft_model(saver.transformer, LoraConfig(**options | settings))
+    model.save_pretrained(tmp_path / "peft")
+    weights = {
+        name.removeprefix("base_model.model."): value for name, value in get_peft_model_state_dict(model).items()
+    }
+    Flux1.pipeline_class.save_lora_weights(
+        tmp_path / "diffusers", weights, transformer_lora_adapter_metadata=model.peft_config["default"].to_dict()
+    )
+    conditioning = saver.encode(PROMPTS)
+    expected = Adapted(saver, {}, conditioning).velocity().detach()
+    for folder, file in zip(("diffusers", "peft"), LORA_FILES, strict=True):
+        policy = load_policy(nano_folder, **exact)
+        before = Adapted(policy, {}, conditioning).velocity()
+        trained = AdaptedTransformer(policy.transformer, lora_config(alpha=5), 0)  # also on layers that are not in it
+        trained.start_from(tmp_path / folder, policy.pipeline_class)
+        fused = load_policy(nano_folder, fused_lora=str(tmp_path / folder / file), **exact)
+        for started in (policy, fused):
+            actual = Adapted(started, {}, conditioning).velocity().detach()
+            assert relative_error(actual - before, expected - before) < 1e-4
+
+
+def test_a_saved_lora_resumes_the_policy_and_needs_no_header(files: Files, tmp_path: Path) -> None:
+    """Bit for bit where alpha / rank is a power of two; its alpha is the rank, which a loader without header takes."""
+    files.policy.save_lora(tmp_path, files.state, lora_config())
+    assert same(files.read(tmp_path), files.state)
+    tensors = load_file(tmp_path / LORA_FILES[0])
+    save_file(tensors, tmp_path / "bare.safetensors")
+    assert same(files.read(tmp_path / "bare.safetensors"), files.state)
+    for name in ADAPTED:
+        up, down = (tensors[f"transformer.{name}.lora_{part}.weight"].double() for part in "BA")
+        assert torch.equal(up @ down, update(files.state, name))
+    files.policy.save_lora(tmp_path, files.state, lora_config(alpha=3))
+    for name, value in files.read(tmp_path).items():
+        factor = 3 / 8 if "lora_B" in name else 1
+        torch.testing.assert_close(value, factor * files.state[name], rtol=2**-23, atol=0)
+
+
+def test_a_lower_rank_keeps_the_rest_of_a_trainable(files: Files, tmp_path: Path) -> None:
+    save_file(renamed(of_rank(files.state, 3), "transformer."), tmp_path / "a.safetensors")
+    state, initial = files.read(tmp_path / "a.safetensors"), lora.adapter_state(files.layers, TRAINED)
+    down, up = (f"{FIRST}.lora_{part}.weight" for part in "AB")
+    assert torch.equal(state[down][:3], files.state[down][:3]) and torch.equal(state[down][3:], initial[down][3:])
+    assert torch.equal(state[up][:, :3], files.state[up][:, :3] / 2) and not state[up][:, 3:].any()
 
 
 def kohya(layer: str, out_features: int, alpha: float, generator: torch.Generator, rank: int = 4) -> dict[str, Tensor]:
@@ -176,97 +307,109 @@ def kohya(layer: str, out_features: int, alpha: float, generator: torch.Generato
     return {f"lora_unet_{layer}.{part}": value for part, value in weights.items()}
 
 
-def test_lora_of_kohya_gives_its_updates(nano_folder: str, tmp_path: Path) -> None:
+def test_lora_of_kohya_gives_its_updates(files: Files, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     tensors = kohya("double_blocks_0_img_attn_qkv", 3 * WIDTH, 2.0, generator)
     tensors |= kohya("double_blocks_0_img_attn_proj", WIDTH, 8.0, generator)
-    save_file(tensors, tmp_path / "kohya.safetensors")
-    parts = [f"transformer_blocks.0.attn.to_{part}" for part in ("q", "k", "v", "out.0")]
-    layers = lora.add_adapters(load_policy(nano_folder).transformer, lora_config(alpha=4, targets=parts), seed=0)
-    state = lora.read_lora(tmp_path / "kohya.safetensors", layers, Flux1.pipeline_class)
+    save_file(tensors | TEXT, tmp_path / "kohya.safetensors")
+    state = files.read(tmp_path / "kohya.safetensors")
     products = [
         factor
         * tensors[f"lora_unet_double_blocks_0_{name}.lora_up.weight"].double()
         @ tensors[f"lora_unet_double_blocks_0_{name}.lora_down.weight"].double()
         for name, factor in (("img_attn_qkv", 2.0 / 4), ("img_attn_proj", 8.0 / 4))
     ]
-    for name, expected in zip(parts, [*products[0].chunk(3), products[1]], strict=True):
-        actual = state[f"{name}.lora_B.weight"].double() @ state[f"{name}.lora_A.weight"].double()
+    for part, expected in zip(("q", "k", "v", "out.0"), [*products[0].chunk(3), products[1]], strict=True):
+        actual = update(state, f"transformer_blocks.0.attn.to_{part}")
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_lora_of_ai_toolkit_is_the_one_of_diffusers(folder_of: Callable[[str], str], tmp_path: Path) -> None:
-    policy = load_nano("z_image", folder_of("z_image"))
-    layers = lora.add_adapters(policy.transformer, lora_config(alpha=4, targets=["to_q", "to_v"]), seed=0)
-    state = random_state(lora.adapter_state(layers, TRAINED), 1)
-    save_file({f"diffusion_model.{name}": value for name, value in state.items()}, tmp_path / "a.safetensors")
-    assert same(lora.read_lora(tmp_path / "a.safetensors", layers, policy.pipeline_class), state)
-    alphas = {f"transformer.{name}.alpha": torch.tensor(8.0) for name in layers}  # an alpha of each layer
-    save_file({f"transformer.{name}": value for name, value in state.items()} | alphas, tmp_path / "b.safetensors")
-    doubled = {name: value * 2 if "lora_B" in name else value for name, value in state.items()}
-    assert same(lora.read_lora(tmp_path / "b.safetensors", layers, policy.pipeline_class), doubled)
+A, B = (f"transformer.{FIRST}.lora_{part}.weight" for part in "AB")
+ODD = "transformer.transformer_blocks.0.attn.to_add_out"
+BROAD = {f"{ODD}.lora_A.weight": torch.ones(4, WIDTH), f"{ODD}.lora_B.weight": torch.ones(WIDTH, 4)}
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("change", "header", "message"),
     [
-        ("lora_unet_double_blocks_0_img_attn_qkv.dora_scale", "it is a DoRA"),
-        ("lora_unet_nothing.alpha", "diffusers finds no LoRA of FluxPipeline in it"),
+        (lambda state: {}, {"format": "pt"}, "it has no weights of a transformer. Name a LoRA of this model."),
+        (lambda state: TEXT, {}, "it has no weights of a transformer"),
+        (lambda state: state | {f"transformer.{FIRST}.lora_magnitude_vector": torch.ones(4)}, {}, "it is a DoRA"),
+        (lambda state: {"lora_unet_double_blocks_0_img_attn_qkv.dora_scale": torch.ones(4)}, {}, "it is a DoRA"),
+        (lambda state: state, metadata(use_dora=True), "it is a DoRA"),
+        (lambda state: state | {f"transformer.{FIRST}.lora_B.bias": torch.ones(4)}, {}, "to_k.lora_B.bias is a bias"),
+        (lambda state: state | {"transformer.proj_out.weight": torch.ones(2)}, {}, "proj_out.weight is no weight of a"),
+        (lambda state: {n: v for n, v in state.items() if n != B}, {}, f"{FIRST} has no lora_B. Save the LoRA again."),
+        (
+            lambda state: {"lora_unet_nothing.alpha": torch.ones(())},
+            {},
+            "no weights of the layers of FluxTransformer2D",
+        ),
+        (
+            lambda state: {"base_model.model.blocks.0.lora_A.weight": torch.ones(4, 4)},
+            {},
+            "base_model.model.blocks.0.*",
+        ),
+        (lambda state: {n.replace(".0.", ".7."): v for n, v in state.items()}, {}, "blocks.7.*, which is no layer of"),
+        (
+            lambda state: state | {B: torch.ones(9, 4)},
+            {},
+            r"the update of .*to_k is \[9, 4\] times \[4, 32\], and the layer",
+        ),
+        (
+            lambda state: state | {A: torch.ones(4, WIDTH, dtype=torch.int8)},
+            {},
+            r"lora_A.weight .torch.int8. must have fin",
+        ),
+        (
+            lambda state: state | {A: torch.full((4, WIDTH), torch.inf)},
+            {},
+            r"lora_A.weight .torch.float32. must have fin",
+        ),
+        (lambda state: state, {"lora_adapter_metadata": "[]"}, "its peft configuration must be a JSON object"),
+        (lambda state: state, {"lora_adapter_metadata": "[" * 100_000}, "cannot be read"),
+        (lambda state: state, metadata(lora_alpha="8"), "its alpha must be a finite number; got '8'"),
+        (lambda state: state, metadata(lora_alpha=True), "its alpha must be a finite number; got True"),
+        (lambda state: state, metadata(lora_alpha=float("nan")), "its alpha must be a finite number; got nan"),
+        (lambda state: state, metadata(alpha_pattern={FIRST: "8"}), "its alpha must be a finite number; got '8'"),
+        (
+            lambda state: state,
+            metadata(alpha_pattern=8, lora_alpha=None),
+            "its alpha must be a finite number; got None",
+        ),
+        (
+            lambda state: {n.replace("transformer.", "base_model.model.", 1): v for n, v in state.items()},
+            {},
+            "adapter_config.json, which has the alpha of its layers, is missing",
+        ),
     ],
 )
-def test_lora_with_unknown_names_raises(adapted: Adapted, tmp_path: Path, name: str, message: str) -> None:
-    save_file({name: torch.ones(4)}, tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match=message):
-        lora.read_lora(tmp_path / "other.safetensors", adapted.layers, Flux1.pipeline_class)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rank": 3}, "its rank is 3, and that of the run 4. Set model.lora.rank=3."),
-        ({"alpha": 5}, "its alpha is 5, and that of the run 8. Set model.lora.alpha=5."),
-        ({"targets": ["to_q"]}, "other layers; .*to_k.lora_A.weight is only in the run. Set model.lora.target"),
-    ],
-)
-def test_lora_of_another_kind_raises(
-    adapted: Adapted, nano_folder: str, tmp_path: Path, change: dict[str, Any], message: str
+def test_what_cannot_be_read_is_named(
+    files: Files, tmp_path: Path, change: Callable[[State], State], header: dict[str, str], message: str
 ) -> None:
-    policy, config = load_policy(nano_folder), lora_config(**change)
-    layers = lora.add_adapters(policy.transformer, config, seed=0)
-    policy.save_lora(tmp_path, lora.adapter_state(layers, TRAINED), config)
-    with pytest.raises(UserError, match=f"model.init_lora={tmp_path} is invalid: .*{message}"):
-        lora.read_lora(tmp_path, adapted.layers, Flux1.pipeline_class)
+    save_file(change(renamed(files.state, "transformer.")), file := tmp_path / "a.safetensors", header)
+    with pytest.raises(UserError, match=f"^model.init_lora={file} is invalid: .*{message}"):
+        files.read(file)
 
 
-@pytest.mark.parametrize(
-    ("metadata", "change", "message"),
-    [
-        ("[]", None, "its lora_adapter_metadata must be a JSON object. Name a LoRA"),
-        ("[" * 100_000, None, "cannot be read"),
-        ('{"transformer.lora_alpha": "8"}', None, "its alpha must be a finite number; got '8'. Name a LoRA"),
-        ('{"transformer.lora_alpha": true}', None, "its alpha must be a finite number; got True"),
-        ('{"transformer.lora_alpha": NaN}', None, "its alpha must be a finite number; got nan"),
-        (None, lambda value: value.to(torch.int8), r".*lora_A.weight .torch.int8. must have finite floating-point"),
-        (None, lambda value: value / 0, r".*lora_A.weight .torch.float32. must have finite floating-point"),
-    ],
-)
-def test_lora_file_with_other_contents_raises(
-    adapted: Adapted, tmp_path: Path, metadata: str | None, change: Any, message: str
-) -> None:
-    adapted.policy.save_lora(tmp_path, adapted.state(TRAINED), lora_config())
-    file = tmp_path / "pytorch_lora_weights.safetensors"
-    with safe_open(file, framework="pt") as saved:
-        tensors, known = {name: saved.get_tensor(name) for name in saved.keys()}, saved.metadata()
-    tensors = {name: value if change is None else change(value) for name, value in tensors.items()}
-    save_file(tensors, file, known if metadata is None else known | {"lora_adapter_metadata": metadata})
-    with pytest.raises(UserError, match=f"model.init_lora={tmp_path} is invalid: .*{message}"):
-        lora.read_lora(tmp_path, adapted.layers, Flux1.pipeline_class)
-    save_file({"transformer.proj_out.weight": torch.ones(2)}, file)
-    with pytest.raises(UserError, match="proj_out.weight is no weight of a LoRA. Name a LoRA that diffusers has saved"):
-        lora.read_lora(file, adapted.layers, Flux1.pipeline_class)
+def test_the_advice_of_an_error_is_one_that_works(files: Files, nano_folder: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.safetensors"
+    save_file(renamed(of_rank(files.state, 4), "transformer.") | BROAD, file)
+    narrow = load_policy(nano_folder)
+    layers = lora.add_adapters(narrow.transformer, lora_config(2, targets=["to_q"]), seed=0)
+    with pytest.raises(UserError, match=r"Set model.lora.target_modules=\[.*\] model.lora.rank=4.$") as raised:
+        lora.read_lora(file, narrow.transformer, layers, narrow.pipeline_class)
+    targets = str(raised.value).partition("[")[2].partition("]")[0].split(",")
+    wide = load_policy(nano_folder)
+    layers = lora.add_adapters(wide.transformer, lora_config(4, targets=targets), seed=0)
+    state = lora.read_lora(file, wide.transformer, layers, wide.pipeline_class)
+    assert all(state[f"{name}.lora_B.weight"].any() for name in ADAPTED)
+    save_file({A: torch.ones(99, WIDTH), B: torch.ones(WIDTH, 99)}, file)
+    with pytest.raises(UserError, match="its rank is 99, and a layer is 32 wide. Name a LoRA of a lower rank."):
+        files.read(file)
     file.write_bytes(b"x" * 100)
     with pytest.raises(UserError, match=f"{file.name} cannot be read"):
-        lora.read_lora(file, adapted.layers, Flux1.pipeline_class)
+        files.read(file)
 
 
 def test_rank_above_the_width_of_a_layer_raises(nano_folder: str) -> None:

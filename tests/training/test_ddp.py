@@ -14,8 +14,8 @@ from reward_servers import free_port
 from safetensors.torch import load_file
 from torch import Tensor
 
-from solrl_lightning.cli.checks import LORA_FILE
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import LORA_FILES
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies import pipeline
 from solrl_lightning.training.schedules import old_policy_decay
@@ -139,5 +139,5 @@ def test_two_torchrun_nodes_share_one_folder_and_equal_two_devices(forks: Forks,
     for row in (*actual["evaluations"], *expected["evaluations"]):
         row.pop("seconds")
     assert actual["evaluations"] == expected["evaluations"] and len(actual["evaluations"]) == 2
-    actual, expected = (load_file(run / "lora" / LORA_FILE) for run in runs)
+    actual, expected = (load_file(run / "lora" / LORA_FILES[0]) for run in runs)
     assert actual.keys() == expected.keys() and all(torch.equal(actual[name], expected[name]) for name in expected)

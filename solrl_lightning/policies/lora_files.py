@@ -1,0 +1,195 @@
+"""LoRA files of diffusers, peft and other trainers, read as W + B A: the scale of every layer is multiplied into B."""
+
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from diffusers import DiffusionPipeline
+from peft import LoraConfig
+from peft.utils.other import get_pattern_key
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.names import LORA_FILES, PEFT_CONFIG
+
+log = logging.getLogger(__name__)
+
+_PEFT = "base_model.model."
+_PREFIXES = ("transformer.", _PEFT, "diffusion_model.", "")
+_WEIGHT = re.compile(r"(?P<layer>.+?)\.lora[._](?P<factor>A|B|down|up)(\.default)?\.weight")
+_FACTORS = {"A": "A", "down": "A", "B": "B", "up": "B"}
+_OF_TEXT_ENCODERS = re.compile(r"text_encoder|lora_te|clip_[lg]\.|t5")
+_FIX = "Name a LoRA of this model."
+
+
+def lora_file(path: Path) -> Path:
+    """Return the LoRA's file: ``path``, or the first of ``LORA_FILES`` in it."""
+    if not path.is_dir():
+        return path
+    return next((path / name for name in LORA_FILES if (path / name).is_file()), path / LORA_FILES[0])
+
+
+def read_lora_file(
+    path: Path, transformer: nn.Module, pipeline_class: type[DiffusionPipeline], named: str
+) -> dict[str, Tensor]:
+    """Return float32 ``<layer>.lora_A.weight`` [r, in] and ``<layer>.lora_B.weight`` [out, r], whose product is added.
+
+    Layers have the names of ``transformer``, their ranks may differ. The factor alpha / r, or alpha / sqrt(r) with
+    rsLoRA, is in B. Alpha is the entry <layer>.alpha of the file, or else that of the peft configuration in its
+    metadata, where diffusers writes it, or beside it, where peft does; without any it is r.
+    ``pipeline_class.lora_state_dict`` converts the names of other trainers. The part of text encoders is left out.
+
+    Args:
+        path: file, or folder of diffusers or peft.
+        named: what an error begins with.
+
+    Raises:
+        UserError: the file cannot be read, is no LoRA of this transformer, or has more than A, B and alpha.
+    """
+    file = lora_file(path)
+    try:
+        with safe_open(file, framework="pt") as opened:
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}
+            config = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        beside = file.with_name(PEFT_CONFIG)
+        of_peft = bool(tensors) and all(name.startswith(_PEFT) for name in tensors)
+        if of_peft and beside.is_file():
+            config = json.loads(beside.read_text(encoding="utf-8"))
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{named}: {file} cannot be read ({error}). {_FIX}") from error
+    config = _of_transformer(config, named)
+    if dropped := [name for name in tensors if _OF_TEXT_ENCODERS.match(name)]:
+        log.warning("%s has weights of text encoders, which are left out", file)
+    tensors = {name: value for name, value in tensors.items() if name not in dropped}
+    _check(tensors, config, named)
+    tensors = {name: value.float() for name, value in tensors.items()}
+    _fold_alphas(tensors, config, named)
+    shapes = _shapes(transformer)
+    state = _in_names_of(shapes, tensors)
+    if state is None:
+        try:
+            converted = pipeline_class.lora_state_dict(dict(tensors))
+        except (ValueError, KeyError, AssertionError, IndexError) as error:
+            raise UserError(
+                f"{named}: {min(tensors)} is in the names of no layer of {type(transformer).__name__}, and diffusers "
+                f"cannot convert it ({sentence(error).rstrip('.')}). {_FIX}"
+            ) from error
+        state = {name.removeprefix(_PREFIXES[0]): value for name, value in converted.items()}
+    elif of_peft and not beside.is_file():
+        raise UserError(
+            f"{named}: {beside}, which has the alpha of its layers, is missing. Name a folder that peft saved."
+        )
+    return _checked(state, shapes, type(transformer).__name__, named)
+
+
+def _of_transformer(config: Any, named: str) -> dict[str, Any]:
+    """The peft configuration of the transformer, from diffusers' metadata or from peft's file."""
+    if not isinstance(config, dict):
+        raise UserError(f"{named}: its peft configuration must be a JSON object. {_FIX}")
+    config = {key.removeprefix("transformer."): value for key, value in config.items() if "text_encoder" not in key}
+    alphas = config.get("alpha_pattern") or {}
+    values = [config.get("lora_alpha", 1), *(alphas.values() if isinstance(alphas, dict) else [alphas])]
+    for value in values:
+        if type(value) not in (int, float) or not math.isfinite(value):
+            raise UserError(f"{named}: its alpha must be a finite number; got {value!r}. {_FIX}")
+    return config
+
+
+def _check(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str) -> None:
+    """Raise ``UserError`` for tensors that are not all A, B and alpha of a LoRA, or are not finite."""
+    if not tensors:
+        raise UserError(f"{named}: it has no weights of a transformer. {_FIX}")
+    if config.get("use_dora") or any("dora_scale" in name or "lora_magnitude" in name for name in tensors):
+        raise UserError(f"{named}: it is a DoRA, which has a magnitude beside A and B. {_FIX}")
+    if kind := {config.get("peft_type", "LORA")} - {"LORA"}:
+        raise UserError(f"{named}: its peft_type is {kind.pop()}. {_FIX}")
+    for name, value in tensors.items():
+        if name.endswith(("lora_B.bias", ".diff_b")):
+            raise UserError(f"{named}: {name} is a bias, which a run does not train. {_FIX}")
+        if not name.endswith(".alpha") and not _WEIGHT.fullmatch(name):
+            raise UserError(f"{named}: {name} is no weight of a LoRA. {_FIX}")
+        of_floats = value.is_floating_point() or name.endswith(".alpha")
+        if not of_floats or not value.float().isfinite().all():
+            raise UserError(f"{named}: {name} ({value.dtype}) must have finite floating-point values. {_FIX}")
+        if value.ndim < 2 and value.numel() != 1 or value.ndim >= 2 and name.endswith(".alpha"):
+            raise UserError(f"{named}: {name} has shape {list(value.shape)}. {_FIX}")
+
+
+def _fold_alphas(tensors: dict[str, Tensor], config: Mapping[str, Any], named: str) -> None:
+    """Multiply the scale of each layer into its B, in place; an entry <layer>.alpha is then the rank.
+
+    The scale is that of peft (``LoraLayer.update_layer``); an entry of the layer itself takes precedence.
+    """
+    patterns = config.get("alpha_pattern") or {}
+    for name in list(tensors):
+        match = _WEIGHT.fullmatch(name)
+        if match is None or _FACTORS[match["factor"]] != "B":
+            continue
+        rank, alpha = tensors[name].shape[1], tensors.get(f"{match['layer']}.alpha")
+        if alpha is not None:
+            tensors[name] = tensors[name] * (alpha.item() / rank)
+            tensors[f"{match['layer']}.alpha"] = alpha.new_tensor(float(rank))
+        elif config:
+            layer = match["layer"]
+            for prefix in _PREFIXES:
+                layer = layer.removeprefix(prefix)
+            try:
+                key = get_pattern_key(patterns, layer)
+            except re.error as error:
+                raise UserError(f"{named}: its alpha_pattern is no pattern ({error}). {_FIX}") from error
+            scaled = patterns.get(key, config.get("lora_alpha", LoraConfig.lora_alpha))
+            tensors[name] = tensors[name] * (scaled / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+def _in_names_of(layers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """The tensors without their prefix, if all of them are of such layers."""
+    for prefix in _PREFIXES:
+        names = {name: name.removeprefix(prefix) for name in tensors if name.startswith(prefix)}
+        matches = [_WEIGHT.fullmatch(short) for short in names.values() if not short.endswith(".alpha")]
+        if len(names) == len(tensors) and all(match and match["layer"] in layers for match in matches):
+            return {short: tensors[name] for name, short in names.items()}
+    return None
+
+
+def _checked(
+    tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], model: str, named: str
+) -> dict[str, Tensor]:
+    """A and B of every layer, without the alphas; raises ``UserError`` where they do not fit."""
+    factors: dict[str, dict[str, Tensor]] = {}
+    for name, value in tensors.items():
+        if match := _WEIGHT.fullmatch(name):
+            factors.setdefault(match["layer"], {})[_FACTORS[match["factor"]]] = value
+    if not factors:
+        raise UserError(f"{named}: it has no weights of the layers of {model}. {_FIX}")
+    state: dict[str, Tensor] = {}
+    for layer, pair in factors.items():
+        if layer not in shapes:
+            raise UserError(f"{named}: it adapts {layer}, which is no layer of {model}. {_FIX}")
+        if missing := {"A", "B"} - pair.keys():
+            raise UserError(f"{named}: {layer} has no lora_{missing.pop()}. Save the LoRA again.")
+        down, up = pair["A"], pair["B"]
+        shape = (up.shape[0], *down.shape[1:])
+        if shape != shapes[layer] or down.shape[0] != up.shape[1]:
+            sizes = f"{list(up.shape)} times {list(down.shape)}"
+            raise UserError(f"{named}: the update of {layer} is {sizes}, and the layer {list(shapes[layer])}. {_FIX}")
+        state |= {f"{layer}.lora_A.weight": down, f"{layer}.lora_B.weight": up}
+    return state
+
+
+def _shapes(transformer: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of the weights of the linear layers and convolutions, with adapters or without."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, module in transformer.named_modules():
+        layer = name.removesuffix(".base_layer")
+        if ".lora_" in name:
+            continue
+        if isinstance(module, nn.Linear):
+            shapes[layer] = module.out_features, module.in_features
+        elif isinstance(module, nn.Conv2d):
+            shapes[layer] = module.out_channels, module.in_channels // module.groups, *module.kernel_size
+    return shapes
