@@ -229,8 +229,8 @@ def test_a_file_has_the_strength_that_its_trainer_means(
     actual = files.read(tmp_path / "a.safetensors")
     tolerance = 0.1 if any(value.dtype == FLOAT8 for value in tensors.values()) else 1e-6
     for name in ADAPTED:
-        meant = (scale_of_first if name == FIRST else scale) / 2 * update(files.state, name)
-        assert relative_error(update(actual, name), meant) < tolerance
+        expected = (scale_of_first if name == FIRST else scale) / 2 * update(files.state, name)
+        assert relative_error(update(actual, name), expected) < tolerance
 
 
 def one_trainer(state: State) -> State:
