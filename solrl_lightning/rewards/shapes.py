@@ -131,7 +131,6 @@ class ShapesStrict(ShapesReward):
     """Scores 1 for an image with both objects, both shapes, the right side and nothing else, otherwise 0."""
 
     name = "shapes_strict"
-    part_names = ()
 
     def score(self, images: Tensor, prompts: list[str]) -> Tensor:
         return _all_right(self._measure(images, prompts))

@@ -44,7 +44,7 @@ def names_by_evaluation(whole: History) -> list[list[str]]:
     return [[alarm.name for alarm in alarms(whole.until(i), bright=0.0)] for i in whole.evaluated]
 
 
-# Measured curves of the embedded model (dev/measurements/stability.md), standard error of a difference 0.014
+# Measured curves of the embedded model of version 0.2, standard error of a difference 0.014
 
 
 @pytest.mark.parametrize(

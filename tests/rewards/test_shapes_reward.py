@@ -170,6 +170,11 @@ def test_strict_reward_is_1_for_true_pictures_and_0_for_every_mistake() -> None:
     assert strict(render(SCENES, generator, distractors=1.0), PROMPTS).mean() < 0.1
 
 
+@pytest.mark.parametrize("reward", [REWARD, ShapesStrict()])
+def test_parts_have_their_names(reward: ShapesReward) -> None:
+    assert reward.parts(pictures(SCENES[:3]), PROMPTS[:3]).shape == (3, len(reward.part_names))
+
+
 def test_parts_say_what_is_wrong() -> None:
     wrong_side = pictures([s._replace(relation=OPPOSITE[s.relation]) for s in SCENES])
     parts = dict(zip(REWARD.part_names, REWARD.parts(wrong_side, PROMPTS).mean(0).tolist(), strict=True))
