@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from solrl_lightning.data.sources import file_of_split
+from solrl_lightning.data.sources import check_text, file_of_split
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Generate
@@ -28,6 +28,8 @@ def requested_prompts(cfg: Run) -> list[str]:
             f"task.prompts={task.prompts} is invalid: this model edits an image, and a text has none. Use "
             'task.prompt_file=<file>.jsonl with a row {"prompt": ..., "image": <file>} for each image.'
         )
+    for index, prompt in enumerate(task.prompts):
+        check_text(prompt, f"task.prompts.{index}")
     return task.prompts
 
 

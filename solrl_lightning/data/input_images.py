@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageOps
 
 from solrl_lightning.errors import UserError, sentence
@@ -52,6 +53,15 @@ def text_of(prompt: str, metadata: Mapping[str, Any]) -> str:
     return prompt.removesuffix(_mark(metadata["image"])) if INPUT_IMAGE in metadata else prompt
 
 
+def as_rgb(image: Image.Image) -> Image.Image:
+    """The image with 8 bits a channel in RGB. Raises ValueError for other depths than 8 and 16 bits."""
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image, np.float64) / 257).round().astype(np.uint8)).convert("RGB")
+    if image.mode in ("I", "F"):  # of 32 bits, which `convert` would clip at 255
+        raise ValueError(f"its pixels have 32 bits (mode {image.mode}), and must have 8 or 16")
+    return image.convert("RGB")
+
+
 @lru_cache(maxsize=32)
 def load_square(file: str, side: int) -> Image.Image:
     """The square in the middle of an image, upright, in RGB, with ``side`` pixels a side.
@@ -61,7 +71,7 @@ def load_square(file: str, side: int) -> Image.Image:
     """
     try:
         with Image.open(file) as opened:
-            image = ImageOps.exif_transpose(opened).convert("RGB")
+            image = as_rgb(ImageOps.exif_transpose(opened))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"the input image {file} cannot be read: {sentence(error)} Write the file again.") from error
     width, height = image.size

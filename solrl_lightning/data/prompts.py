@@ -114,7 +114,9 @@ def _read(  # cwd: a part of the key
         )
     total = sum(count for text, count in times.items() if text.strip())
     repeated = total - len(unique)
-    notes = (f"{source}: dropped {repeated} repeated prompts of {total}",) if repeated else ()
+    others = {_identity(row.text) for row in rows if row.text.strip() and row.metadata != first[row.text].metadata}
+    of_others = f"; the first metadata of {len(others)} that have several are kept" if others else ""
+    notes = (f"{source}: dropped {repeated} repeated prompts of {total}{of_others}",) if repeated else ()
     return tuple(unique.values()), notes
 
 

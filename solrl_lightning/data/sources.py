@@ -27,6 +27,8 @@ HPDV2_STYLES = ("anime", "concept-art", "paintings", "photo")
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _TABLES = (".parquet", *_SEPARATORS)
+_JSON_LINES = (".jsonl", ".ndjson")
+_NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
 
 
 class Record(NamedTuple):
@@ -95,15 +97,26 @@ def read_records(source: str | Path, column: str) -> list[Record]:
         return _read_parquet(path, column)
     if suffix in _SEPARATORS:
         return _read_separated(path, column, _SEPARATORS[suffix])
-    return _read_text(path, path.suffix)
+    return _read_text(path, suffix)
+
+
+def check_text(text: str, place: str) -> None:
+    """Raise UserError for characters that no tokenizer takes: NUL, and half of a surrogate pair."""
+    wrong = _NO_TEXT.search(text)
+    if wrong:
+        raise UserError(
+            f"{place} is invalid: a prompt must be text, and this one has the character U+{ord(wrong[0]):04X} after "
+            f"{text[: wrong.start()][-40:]!r}. Remove that character."
+        )
 
 
 def file_of_split(source: str, split: str) -> str:
     """``<split>.jsonl`` or ``<split>.txt`` of a source that is a folder with it, as Flow-Factory's; else ``source``."""
     if not source or source in SOURCES:
         return source
-    files = [Path(source) / f"{split}{suffix}" for suffix in (".jsonl", ".txt")]
-    return next((str(file) for file in files if file.is_file()), source)
+    names = [f"{split}{suffix}" for suffix in (".jsonl", ".txt")]
+    files = {file.name.lower(): file for file in sorted(Path(source).glob("*")) if file.is_file()}
+    return next((str(files[name]) for name in names if name in files), source)
 
 
 def check_source(source: str) -> None:
@@ -152,7 +165,22 @@ def dataset_of(source: str) -> str | None:
 
 
 def _read_text(path: Path, suffix: str) -> list[Record]:
-    return _read_json_lines(path) if suffix == ".jsonl" else [Record(line) for line in _read_lines(path)]
+    if suffix.lower() in _JSON_LINES:
+        return _read_json_lines(path)
+    lines = _read_lines(path)
+    for number, line in enumerate(lines, 1):
+        check_text(line, f"{path} line {number}")
+    if all(_is_row(line) for line in lines if line.strip()) and any(map(str.strip, lines)):
+        raise UserError(
+            f"the prompt file {path} is invalid: each line of a text file is a prompt, and these are JSON objects. "
+            f"Name it as a .jsonl file: mv '{path}' '{path.with_suffix('.jsonl')}'"
+        )
+    return [Record(line) for line in lines]
+
+
+def _is_row(line: str) -> bool:
+    """Return whether a line is a JSON object with a "prompt"."""
+    return line.lstrip().startswith("{") and '"prompt"' in line and not isinstance(_json_record(line), str)
 
 
 def _read_lines(path: Path) -> list[str]:
@@ -183,6 +211,7 @@ def _read_json_lines(path: Path) -> list[Record]:
             record = _json_record(line)
             if isinstance(record, str):
                 raise UserError(f"{path} line {number} is invalid: {record}. Correct that line.")
+            check_text(record.text, f"{path} line {number}")
             records.append(record)
     return records
 
@@ -220,9 +249,11 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Record]:
                 raise UserError(
                     f"{path} line {rows.line_num} is invalid: a row must have a value for each of the {len(names)} "
                     f"columns, and this one has {len(row)} values. Put a value that contains {separator!r} in double "
-                    "quotes."
+                    "quotes, without a blank before them."
                 )
-            values += row[place : place + 1]
+            for value in row[place : place + 1]:
+                check_text(value, f"{path} line {rows.line_num}")
+                values.append(value)
     except csv.Error as error:
         raise UserError(f"{path} line {rows.line_num} is invalid: {error}. Correct that line.") from error
     return _table_records(values, column, str(path))
@@ -259,6 +290,7 @@ def _table_records(values: list[Any], column: str, name: str) -> list[Record]:
                 f"data.column={column} is invalid: the column must hold strings; {name} holds {value!r} in row {row}. "
                 "Set data.column=<name> to another column."
             )
+        check_text(value or "", f"{name} row {row}")
     return [Record(value or "") for value in values]
 
 

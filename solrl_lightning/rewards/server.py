@@ -21,8 +21,8 @@ from pydantic import Base64Bytes, BaseModel, ValidationError
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from solrl_lightning.data.input_images import INPUT_IMAGE
-from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.data.input_images import INPUT_IMAGE, as_rgb
+from solrl_lightning.errors import NonFiniteError, UserError, sentence
 from solrl_lightning.rewards.base import Metadata, call_with_metadata
 from solrl_lightning.rewards.weighted import WeightedRewards
 
@@ -107,9 +107,11 @@ def pixels(png: bytes, max_pixels: int) -> Tensor:
     try:
         with Image.open(io.BytesIO(png), formats=["PNG"]) as image:  # reads the header only
             if image.width * image.height <= max_pixels:
-                return pil_to_tensor(image.convert("RGB"))
+                return pil_to_tensor(as_rgb(image))
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise UserError(f"an image must be a PNG file; one of {len(png)} bytes cannot be read") from error
+        raise UserError(
+            f"an image must be a PNG file; one of {len(png)} bytes cannot be read: {sentence(error)}"
+        ) from error
     raise UserError(f"an image must have at most {max_pixels} pixels; got {image.width} x {image.height}")
 
 

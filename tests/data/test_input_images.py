@@ -84,3 +84,13 @@ def test_square_is_the_middle_of_the_upright_image(tmp_path: Path) -> None:
     image.convert("RGBA").save(tmp_path / "alpha.png")
     small = load_square(str(tmp_path / "alpha.png"), 2)
     assert (small.mode, small.size) == ("RGB", (2, 2))
+
+
+def test_pictures_of_16_bits_keep_their_levels_and_other_depths_are_errors(tmp_path: Path) -> None:
+    levels = np.array([[0, 257 * 19], [257 * 128, 65535]], np.uint16)
+    Image.fromarray(levels).save(tmp_path / "deep.png")
+    assert np.asarray(load_square(str(tmp_path / "deep.png"), 2))[..., 0].tolist() == [[0, 19], [128, 255]]
+    for dtype, mode in ((np.float32, "F"), (np.int32, "I")):
+        Image.fromarray(levels.astype(dtype)).save(tmp_path / f"{mode}.tiff")
+        with pytest.raises(UserError, match=rf"32 bits \(mode {mode}\), and must have 8 or 16"):
+            load_square(str(tmp_path / f"{mode}.tiff"), 2)
