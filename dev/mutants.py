@@ -834,9 +834,10 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
     ],
     "solrl_lightning/policies/bf16_attention.py": [
-        ("sums that overflow", "least > _LEAST_SUM and most < 1 / _LEAST_SUM", "least > _LEAST_SUM", ATTENTION),
-        ("sums that vanish", "least > _LEAST_SUM and most < 1 / _LEAST_SUM", "most < 1 / _LEAST_SUM", ATTENTION),
-        ("softmax divided again", "torch.ones_like(sums)", "sums", ATTENTION),
+        ("sums that overflow", "most < key.shape[1] * _GREATEST_MEAN", "True", ATTENTION),
+        ("sums that vanish", "least > key.shape[1] / _GREATEST_MEAN and", "", ATTENTION),
+        ("softmax of rounded scores", "query.float(), key.float().mT, scale)", "query, key.mT, scale)", ATTENTION),
+        ("softmax divided again", "torch.ones_like(sums, dtype=exact.dtype)", "sums", ATTENTION),
         ("gradient of weights that are not divided", "weights.div_(sums)", "weights", ATTENTION),
     ],
     "solrl_lightning/rewards/hpsv3.py": [

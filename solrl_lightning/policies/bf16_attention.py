@@ -19,7 +19,9 @@ from solrl_lightning.policies.bf16 import has_fast_bf16_products, is_faster
 
 _SCORES = 2**19  # that `attention_in_bf16` computes at once: they stay in the cache
 _LEAST_KEYS = 64  # for which `attention_in_bf16` is worth its rounding: the 26 of the model `tiny` gain little
-_LEAST_SUM = 2.0**-100  # of exponentials; 1 / _LEAST_SUM is the greatest. bfloat16 reaches from 2^-133 to 2^128
+# Greatest mean of the exponentials of a row; the least is its inverse. Rounding a score s to bfloat16 changes its
+# weight by up to |s| 2^-9, and the greatest score of a row is then between -8.3 and 8.3 + log(keys).
+_GREATEST_MEAN = 2.0**12
 
 
 class FP32Attention(TorchFunctionMode):
@@ -43,11 +45,22 @@ class BF16Attention(FP32Attention):
         return super().__torch_function__(func, types, args, kwargs) if y is None else y
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **others: Any) -> Tensor | None:
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor | None:
     """Return `attention_in_bf16` of [B, heads, tokens, width], or None where it does not apply or would be slower."""
     if query.dtype != torch.bfloat16 or query.ndim != 4 or key.shape[2] < _LEAST_KEYS:
         return None
-    if attn_mask is not None or any(others.values()):  # dropout_p, is_causal, scale, enable_gqa
+    if attn_mask is not None or dropout_p or is_causal or scale is not None or enable_gqa:
+        return None
+    if not query.shape[:2] == key.shape[:2] == value.shape[:2]:  # which broadcast
         return None
     y = attention_in_bf16(*(x.flatten(0, 1) for x in (query, key, value)), query.shape[3] ** -0.5)
     return y.unflatten(0, query.shape[:2])
@@ -56,11 +69,12 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None 
 @torch.library.custom_op("solrl::attention_in_bf16", mutates_args=())
 def attention_in_bf16(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Return softmax(s q k^T) v [N, L, D'] of q [N, L, D], k [N, M, D] and v [N, M, D']; products, scores, weights and
-    their sums are rounded to bfloat16. One operation for torch.compile, which would unroll the loop."""
+    their sums are rounded to bfloat16, or all but the result in float32 where scores are large (see `_weights`). One
+    operation for torch.compile, which would unroll the loop."""
     results = []
     for q, k, v in _parts(query, key, value):
         weights, sums = _weights(q, k, scale)
-        results.append(torch.bmm(weights, v).div_(sums))
+        results.append(torch.bmm(weights, v.to(weights.dtype)).div_(sums).to(v.dtype))
     return torch.cat(results)
 
 
@@ -73,9 +87,11 @@ def attention_in_bf16_backward(
     for q, k, v, g in _parts(query, key, value, gradient):
         weights, sums = _weights(q, k, scale)
         p = weights.div_(sums)
+        q, k, v, g = (x.to(p.dtype) for x in (q, k, v, g))
         score_gradient = torch.ops.aten._softmax_backward_data(torch.bmm(g, v.mT), p, -1, p.dtype)
         dq, dk = _scaled_product(score_gradient, k, scale), _scaled_product(score_gradient.mT, q, scale)
-        results.append((dq, dk, torch.bmm(p.mT, g)))  # p.mT @ g copies p
+        dv = torch.bmm(p.mT, g)  # p.mT @ g copies p
+        results.append(tuple(x.to(query.dtype) for x in (dq, dk, dv)))
     dq, dk, dv = (torch.cat(parts) for parts in zip(*results, strict=True))
     return dq, dk, dv
 
@@ -89,15 +105,16 @@ def _parts(query: Tensor, key: Tensor, *others: Tensor) -> Iterator[tuple[Tensor
 def _weights(query: Tensor, key: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return w [N, L, M] and its sums over the keys [N, L, 1], with w / sums = softmax(s q k^T).
 
-    w is the exponential of the scores: subtracting their maximum first takes longer than all the rest. Where a sum
-    would be too large or too small for bfloat16, w is the softmax and the sums are 1.
+    w is the exponential of the scores: subtracting their maximum first takes longer than all the rest. Where the mean
+    of a row says that scores are large, so that rounding shows, w is the softmax in float32 and the sums are 1.
     """
     weights = _scaled_product(query, key.mT, scale).exp_()
     sums = weights.sum(-1, keepdim=True)
     least, most = sums.aminmax()
-    if least > _LEAST_SUM and most < 1 / _LEAST_SUM:
+    if least > key.shape[1] / _GREATEST_MEAN and most < key.shape[1] * _GREATEST_MEAN:
         return weights, sums
-    return _scaled_product(query, key.mT, scale).softmax(-1), torch.ones_like(sums)
+    exact = _scaled_product(query.float(), key.float().mT, scale).softmax(-1)
+    return exact, torch.ones_like(sums, dtype=exact.dtype)
 
 
 def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
