@@ -11,6 +11,7 @@ from diffusers import Flux2KleinPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
 from torch import Tensor, nn
 
+from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.pipeline import PipelineAdapter
 
@@ -24,6 +25,11 @@ class Flux2(PipelineAdapter):
 
     def __init__(self, pretrained: str, resolution: int, **others: Any) -> None:
         super().__init__(pretrained, resolution, **others)
+        if self.guidance_scale != 1 and self.pipeline.config.get("is_distilled"):
+            raise UserError(
+                f"model.guidance_scale={self.guidance_scale} is invalid: {pretrained} is distilled, so its pipeline "
+                "does not guide. Set model.guidance_scale=1."
+            )
         side = resolution // self.pixels_per_token
         self.latent_shape = (self.transformer.config.in_channels, side, side)
         self._image_ids = Flux2KleinPipeline._prepare_latent_ids(torch.empty(1, *self.latent_shape)).to(self.device)

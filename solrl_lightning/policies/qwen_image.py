@@ -31,8 +31,9 @@ class QwenImage(VideoPipelineAdapter):
 
     @property
     def call_options(self) -> dict[str, Any]:
-        """As in the base class, by the pipeline's names."""
-        return {"true_cfg_scale": self.guidance_scale, "max_sequence_length": self.max_sequence_length}
+        """As in the base class, by the pipeline's names; it guides only if there is a negative prompt."""
+        guidance = {"negative_prompt": ""} if self.guidance_scale != 1 else {}
+        return {"true_cfg_scale": self.guidance_scale, "max_sequence_length": self.max_sequence_length} | guidance
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> dict[str, list[Tensor]]:
         """``prompt_embeds`` of Qwen2.5-VL, P tensors [L_i, D] without padding."""

@@ -64,8 +64,10 @@ def write_card(cfg: Run, ckpt: Path, module: SolRLModule, transformer: str, dtyp
     state, summary = read_checkpoint(ckpt), read_summary(run)
     done = iterations_done(state)
     with_lora = _LORA in module.transformers.trained.exports
-    settings = summary.get("config") or {"reward": ", ".join(cfg.reward.members), "lora_rank": cfg.model.lora.rank}
-    settings = {key: value for key, value in settings.items() if with_lora or key != "lora_rank"}
+    settings = summary.get("config") or {"reward": ", ".join(cfg.reward.members)}
+    settings = {key: value for key, value in settings.items() if key != "lora_rank"} | {"iterations": done}
+    if with_lora:
+        settings |= {"lora_rank": cfg.model.lora.rank, "lora_alpha": cfg.model.lora.alpha}
     precision = state.get("precision_backend", "nvfp4")
     grid = run / "samples" / f"grid_{done:06d}.png"
     if grid.is_file():

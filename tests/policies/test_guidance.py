@@ -1,6 +1,7 @@
 """Classifier-free guidance: the formula, the images of diffusers' pipelines, and what a run with it counts."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -56,22 +57,23 @@ def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], s
     policy = load_nano(model, folder_of(model), dtypes={"default": "float32"}, guidance_scale=SCALE)
     theirs = policy.pipeline_class.from_pretrained(folder_of(model), dtype=torch.float32)
     theirs.set_progress_bar_config(disable=True)
-    options: dict[str, object] = dict(height=32, width=32, num_inference_steps=STEPS, max_sequence_length=10)
+    options: dict[str, object] = dict(height=32, width=32, num_inference_steps=STEPS) | policy.call_options
     if model == "sana":
         theirs.scheduler = FlowMatchEulerDiscreteScheduler()
-        options |= dict(use_resolution_binning=False, complex_human_instruction=None)
+        options |= dict(use_resolution_binning=False)
         options |= dict(sigmas=policy.sigmas(STEPS)[:-1].tolist())
     if model == "wan":
         theirs.scheduler = LevelsOf(policy)
         options |= dict(num_frames=5)
 
-    if model == "qwen_image":  # whose pipeline has no guidance without a negative prompt
-        options |= dict(true_cfg_scale=SCALE, negative_prompt=[""] * 3)
-    else:  # Z-Image's pipeline adds (scale) (v_prompt - v_empty) to v_prompt
-        options |= dict(guidance_scale=SCALE - 1 if model == "z_image" else SCALE)
-
     def paint(kind: str) -> Tensor:
-        return theirs(prompt=list(PROMPTS), latents=policy.noise(SEEDS), output_type=kind, **options)[0]
+        """One by one, as the model card does."""
+        noise = policy.noise(SEEDS)
+        parts = [
+            theirs(prompt=prompt, latents=x, output_type=kind, **options)[0]
+            for prompt, x in zip(PROMPTS, noise.split(1), strict=True)
+        ]
+        return torch.cat(parts)
 
     spec, prompts = SamplingSpec(policy.sigmas(STEPS), "euler"), EncodedPrompts(PROMPTS, policy.encode(PROMPTS))
     batch = BatchSize(2, pad_to_size=False)
@@ -83,6 +85,15 @@ def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], s
     policy.guidance_scale = 1.0
     (chunk, _) = iter_sampled_chunks(policy, policy.transformer, batch, prompts, SEEDS[:, None], spec)
     assert (chunk.state.x - latents[:2]).abs().max() > 0.01
+
+
+def test_a_distilled_model_is_not_guided(folder_of: Callable[[str], str], tmp_path: Path) -> None:
+    folder = shutil.copytree(folder_of("flux2"), tmp_path / "distilled")
+    index = folder / "model_index.json"
+    index.write_text(json.dumps(json.loads(index.read_text()) | {"is_distilled": True}))
+    load_nano("flux2", str(folder))
+    with pytest.raises(UserError, match="model.guidance_scale=3.0 is invalid: .* is distilled, .* Set model.guidance"):
+        load_nano("flux2", str(folder), guidance_scale=3.0)
 
 
 def test_empty_prompt_is_encoded_once_and_cached(

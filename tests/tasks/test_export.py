@@ -123,6 +123,8 @@ def test_usage_lines_of_the_card_run(exact: Exported) -> None:
     card = (exact.folder / "README.md").read_text()
     assert exact.pipeline not in card and "no evaluation of its base model" in card
     assert "| precision | fp8 (emulated) |" in card and "| train | lora |" in card
+    lora = exact.module.transformers.trained.config
+    assert f"| lora_rank | {lora.r} |" in card and f"| lora_alpha | {lora.lora_alpha} |" in card
     named = card.replace("<this folder>", str(exact.folder)).replace("<folder of the base model>", exact.pipeline)
     blocks = re.findall("```python\n(.*?)```", named, flags=re.DOTALL)
     names: dict[str, Any] = {}
