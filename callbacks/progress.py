@@ -16,6 +16,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ProgressBar
 from tqdm import tqdm
 
+from solrl_lightning.artifacts.formatting import number
 from solrl_lightning.callbacks.common import EXTRA_STAGES, file_logger, find_callback, loop_of, module_of
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.rollout_stats import RolloutStats
@@ -138,7 +139,7 @@ class StageProgressBar(ProgressBar):
             self._close()
         module = module_of(pl_module)
         if self.is_enabled and self._bar.disable and len(module.evaluation.history) == 1:  # also of a branch
-            scores = [f"{name} {module.evaluation.history[0][name]:.4f}" for name in module.evaluation.names]
+            scores = [f"{name} {number(module.evaluation.history[0][name])}" for name in module.evaluation.names]
             print(" | ".join(["before training", *scores]), flush=True)
 
     def _stage_changed(self) -> None:
@@ -162,7 +163,7 @@ class StageProgressBar(ProgressBar):
         stats, ranks = find_callback(self.trainer, RolloutStats), find_callback(self.trainer, RankCorrelation)
         facts = []
         if stats is not None and stats.last:
-            facts.append(f"reward {stats.last['reward/mean']:.4f}")
+            facts.append(f"reward {number(stats.last['reward/mean'])}")
         # Probed every few iterations; equal rewards have no correlation.
         if ranks is not None and ranks.last.get("iteration") == done and not math.isnan(ranks.last["spearman"]):
             facts.append(f"spearman {ranks.last['spearman']:.3f}")

@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from PIL import Image
 
 from solrl_lightning.artifacts.files import write_atomically
-from solrl_lightning.artifacts.formatting import counted
+from solrl_lightning.artifacts.formatting import counted, numbers
 from solrl_lightning.artifacts.loggers import trackers_of
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png, with_inputs
 from solrl_lightning.callbacks.common import loop_of, module_of
@@ -48,7 +48,7 @@ class SampleGrid(Callback):
             for name, chosen in (("best", order[:shown]), ("worst", order[-shown:])):
                 latents = rollouts.x0[0][chosen.to(rollouts.x0.device)].to(pl_module.device)
                 images = torch.cat([filmstrip(module_of(pl_module).policy.decode(x[None])) for x in latents])
-                rows.append(Row(name, [images], [f"{value:.3f}" for value in rewards[chosen].tolist()]))
+                rows.append(Row(name, [images], numbers(rewards[chosen].tolist(), 3)))
             title = f"Best and worst samples of iteration {trainer.current_epoch + 1}"
             self._pool = draw_grid(title, [rollouts.prompts[0]], rows)
 

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 import solrl_lightning
 from solrl_lightning.artifacts.files import finite_only, iterations_done, read_checkpoint, write_atomically
-from solrl_lightning.artifacts.formatting import counted, gibibytes, measured
+from solrl_lightning.artifacts.formatting import counted, difference, gibibytes, number, numbers
 from solrl_lightning.artifacts.loggers import trackers_of
 from solrl_lightning.artifacts.run_folder import BEST, LAST, RECORD
 from solrl_lightning.callbacks.checkpoints import BestCheckpoint
@@ -29,7 +29,7 @@ from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError, WriteError, sentence
 from solrl_lightning.machine.environment import machine, versions
 from solrl_lightning.machine.memory import peak_memory
-from solrl_lightning.study.report import render, run_page
+from solrl_lightning.study.report import best_text, render, run_page, shown_stages
 
 _OUTPUTS = ("lora", "transformer", "tensorboard", "csv", "wandb", "mlflow", "samples")
 _PATHS: dict[str, str | Path] = {
@@ -245,18 +245,18 @@ def format_summary(facts: Mapping[str, Any]) -> str:
         watched = ", weight 0: not trained on" if other["weight"] == 0 else ""
         rows.append((f"{name} reward", change(other["base"], other["final"]) + watched))
     if facts["best_reward"] is not None:
-        best = f"{measured(facts['best_reward'])} after {counted(facts['best_iteration'], 'iteration')}"
+        best = f"{number(facts['best_reward'])} after {best_text(facts)}"
         rows.append((f"best {facts['best_monitor']}", f"{best}; ckpt=best takes it"))
     for alarm in facts["alarms"]:
         when = f"after iteration {alarm['iteration']}, since iteration {alarm['since']}"
         rows.append(("alarm", f"{when}: {alarm['saw']}"))
-    medians = {name: seconds["median"] for name, seconds in facts["seconds_per_stage"].items()}
+    medians = {name: seconds["median"] for name, seconds in shown_stages(facts).items()}
     if (each := medians.pop("iteration", None)) is not None:
         stages = ", ".join(f"{name} {median:.2f}" for name, median in medians.items() if median is not None)
         rows.append(("an iteration", f"{each:.2f} s ({stages}), without evaluation, probe, grid"))
     fidelity = facts["rank_fidelity"] or {}
     if "last" in fidelity:
-        first, last = (measured(fidelity[which]["spearman"]) for which in ("first", "last"))
+        first, last = numbers([fidelity[which]["spearman"] for which in ("first", "last")])
         rows.append(("proxy spearman", f"{first} at first, {last} at last"))
     rows.append(("precision", facts["precision_backend"]))
     reserved, memory = facts["peak_memory_reserved_bytes"], gibibytes(facts["peak_memory_bytes"])
@@ -279,6 +279,9 @@ def _status(facts: Mapping[str, Any]) -> str:
 
 
 def change(base: float | None, final: float | None) -> str:
-    """``base -> final (difference)``; "-" for None."""
-    difference = "" if base is None or final is None else f" ({final - base:+.4f})"
-    return f"{measured(base)} -> {measured(final)}{difference}"
+    """``base -> final (difference)``."""
+    if base is None and final is None:
+        return "not evaluated"
+    if base is None or final is None:
+        return f"{number(base)} before training, not evaluated after it" if final is None else number(final)
+    return " -> ".join(numbers([base, final])) + f" ({difference(base, final)})"

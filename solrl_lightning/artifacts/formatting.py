@@ -1,11 +1,52 @@
-"""Numbers as text."""
+"""Numbers and command lines as text."""
+
+import math
+import re
+import shlex
+from collections.abc import Sequence
 
 
-def measured(value: float | None, error: float | None = None, form: str = ".4f") -> str:
-    """``value ± error``; "-" for None."""
+def numbers(values: Sequence[float | None], digits: int = 4, signed: bool = False) -> list[str]:
+    """Return numbers with equal decimals: as many as give the largest ``digits`` significant digits; "-" for None."""
+    sizes = [abs(value) for value in values if value and math.isfinite(value)]
+    return [_text(value, _decimals(max(sizes, default=0.1), digits), signed) for value in values]
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number with significant digits; "-" for None."""
+    return numbers([value], digits)[0]
+
+
+def measured(value: float | None, error: float | None = None, signed: bool = False) -> str:
+    """Return ``value ± error``, the error with two significant digits; "-" for None."""
+    if value is None or not error:
+        return numbers([value], signed=signed)[0]
+    decimals = _decimals(error, 2)
+    return f"{_text(value, decimals, signed)} ± {_text(error, decimals)}"
+
+
+def difference(before: float, after: float) -> str:
+    """Return ``after - before`` with the decimals of the larger, or more if it would have fewer than two digits."""
+    change, largest = after - before, max(abs(before), abs(after))
+    decimals = _decimals(largest, 4) if largest else 4
+    return _text(change, max(decimals, _decimals(abs(change), 2)) if change else decimals, signed=True)
+
+
+def change(before: float, after: float, error: float | None) -> str:
+    """Return ``after - before`` with its error, if it is known."""
+    return measured(after - before, error, signed=True) if error else difference(before, after)
+
+
+def _decimals(size: float, digits: int) -> int:
+    """Return the decimals with which a number of this size has significant digits; negative without any."""
+    return digits - 1 - math.floor(math.log10(size))
+
+
+def _text(value: float | None, decimals: int, signed: bool = False) -> str:
     if value is None:
         return "-"
-    return f"{value:{form}}" + ("" if error is None else f" ± {error:{form.lstrip('+')}}")
+    plus, is_extreme = "+" * signed, decimals > 8 or abs(value) >= 1e7
+    return f"{value:{plus}.3e}" if is_extreme else f"{value:{plus},.{max(decimals, 0)}f}"
 
 
 def counted(number: int, noun: str) -> str:
@@ -22,3 +63,15 @@ def duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
+def command_line(arguments: Sequence[str]) -> str:
+    """Return ``python -m solrl_lightning`` with arguments, quoted for a shell: double quotes around single ones."""
+    return " ".join(["python -m solrl_lightning", *map(shell_quoted, arguments)])
+
+
+def shell_quoted(argument: str) -> str:
+    """Return an argument for a POSIX shell."""
+    if "'" in argument and not re.search(r'["$`\\!]', argument):
+        return f'"{argument}"'
+    return shlex.quote(argument)

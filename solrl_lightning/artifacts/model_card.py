@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from solrl_lightning import __version__
-from solrl_lightning.artifacts.formatting import counted, measured
+from solrl_lightning.artifacts.formatting import change, counted, measured
 from solrl_lightning.artifacts.hub import is_path
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
 
@@ -112,7 +112,7 @@ def results(summary: Mapping[str, Any], iterations: int) -> list[list[str]]:
             name,
             measured(base[name], base.get("standard_error", {}).get(name)),
             measured(trained[name], trained.get("standard_error", {}).get(name)),
-            measured(trained[name] - base[name], trained.get("change_error", {}).get(name), "+.4f"),
+            change(base[name], trained[name], trained.get("change_error", {}).get(name)),
         ]
         for name in dict.fromkeys([summary["reward"], *summary["other_rewards"]])
         if name in base and name in trained

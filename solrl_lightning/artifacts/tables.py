@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from solrl_lightning.artifacts.files import finite_only, write_atomically
+from solrl_lightning.artifacts.formatting import number
 
 OK, SLOW, WRONG, SKIPPED = "ok", "slow", "wrong", "skipped"
 _WIDTH, _NAME, _STATUS = 100, 20, 9  # columns of a row and of its first two parts
@@ -49,4 +50,4 @@ def format_row(row: Row) -> str:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:.4f}" if isinstance(value, float) else str(value)
+    return number(value) if isinstance(value, float) else str(value)

@@ -6,7 +6,6 @@ record is replaced once training has started (``run_folder.commit_overrides``).
 
 import os
 import re
-import shlex
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from solrl_lightning.artifacts.formatting import command_line, shell_quoted
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free
 from solrl_lightning.artifacts.started_runs import started_runs
 from solrl_lightning.cli.config import ConfigTree, own_sources, quoted, searched
@@ -117,7 +117,7 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
 def resume_command(folder: Path) -> str:
     """Return the command that continues the run in ``folder``."""
     plain = re.fullmatch(r"[\w./@:+~-]+", str(folder))
-    return f"python -m solrl_lightning ckpt=last {shlex.quote(f'hydra.run.dir={folder if plain else quoted(folder)}')}"
+    return command_line(["ckpt=last", f"hydra.run.dir={folder if plain else quoted(folder)}"])
 
 
 def _stable_folder(tree: ConfigTree, overrides: list[Override], training: bool) -> Path:
@@ -156,7 +156,8 @@ def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
     if not (folder / LAST).is_file():
         check_free(folder)
         overrides = [override for override in _recorded_overrides(tree, folder) if override.key_or_group != "ckpt"]
-        again = shlex.join([*(str(o.input_line) for o in overrides), "ckpt=auto", f"hydra.run.dir={folder}"])
+        lines = [*(str(o.input_line) for o in overrides), "ckpt=auto", f"hydra.run.dir={folder}"]
+        again = " ".join(map(shell_quoted, lines))
         has_record = (folder / RECORD / "overrides.yaml").is_file()
         fix = f"Begin it again with {again}" if has_record else f"Remove {folder}, and give its command again"
         raise UserError(

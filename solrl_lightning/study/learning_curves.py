@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from solrl_lightning.study.charts import Chart, Series, cost_axis, draw_chart, plot, style_axes
-from solrl_lightning.study.run_groups import COSTS, Group
+from solrl_lightning.artifacts.formatting import number
+from solrl_lightning.study.charts import ITERATIONS, Chart, Series, cost_axis, draw_chart, plot, style_axes
+from solrl_lightning.study.confidence import mean_of
+from solrl_lightning.study.run_groups import COSTS, Group, learning_curve
 from solrl_lightning.study.time_to_reward import POINTS
 
 _WIDTH, _DPI = 10, 160  # inches, pixels per inch: text is legible at half the size
@@ -50,7 +52,40 @@ def curve_chart(groups: Sequence[Group], cost: str, result: Mapping[str, Any]) -
     title = f"{result['reward']} reward by {label}"
     if len(groups) == 1:
         return draw_chart(title, series, label)
-    return draw_chart(title, series, label, level=result["plateau"], note=f"dashed: the reference's plateau; {_DOTS}")
+    lines = [line._replace(low=(), high=()) for line in series]  # `difference_chart` has the deviations that matter
+    note = "dashed: the reference's plateau" + (f"; {_DOTS}" if any(line.dots for line in lines) else "")
+    return draw_chart(title, lines, label, level=result["plateau"], note=note)
+
+
+def difference_chart(groups: Sequence[Group], reference: Group, reward: str) -> Chart | None:
+    """Return the chart of the groups' rewards minus the reference's, seed by seed, with their 95 % intervals.
+
+    At the iterations after which both were evaluated; None if no group shares a seed with the reference.
+    """
+    series = []
+    for group in groups:
+        gaps = {} if group is reference else paired_gaps(group, reference)
+        if gaps:
+            means = [mean_of(gap) for gap in gaps.values()]
+            limits = [(mean.low, mean.high) for mean in means if mean.low is not None and mean.high is not None]
+            low, high = map(list, zip(*limits, strict=True)) if limits else ([], [])
+            series.append(Series(group.name, list(gaps), [mean.mean for mean in means], low, high))
+        else:
+            series.append(Series(group.name, [], [], is_reference=group is reference))
+    if not any(line.x for line in series):
+        return None
+    note = "above the dashed line: better than the reference; band: 95 % interval (Student's t)"
+    return draw_chart(f"{reward} reward minus the reference's, seed by seed", series, ITERATIONS, level=0.0, note=note)
+
+
+def paired_gaps(group: Group, reference: Group) -> dict[float, list[float]]:
+    """Return iteration -> difference to the reference of each seed that both have."""
+    ours, theirs = ({seed: run for run in g.runs for seed in [run.seed]} for g in (group, reference))
+    curves = [(learning_curve(ours[seed]), learning_curve(theirs[seed])) for seed in ours if seed in theirs]
+    if not curves:
+        return {}
+    common = set.intersection(*(set(a) & set(b) for a, b in curves))
+    return {iteration: [a[iteration] - b[iteration] for a, b in curves] for iteration in sorted(common)}
 
 
 def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
@@ -83,9 +118,10 @@ def draw_curves(groups: Sequence[Group], result: Mapping[str, Any]) -> bytes:
     if most > 1:
         title += f": mean and range of {most if fewest == most else f'{fewest} to {most}'} seeds"
     if several:
-        note = f"dashed: {result['plateau']:.4f}, the plateau of {result['reference']}"
+        note = f"dashed: {number(result['plateau'])}, the plateau of {result['reference']}"
         note += "; the legend has the time to it and the speed-up"
-        title += "\n" + textwrap.fill(note, _TITLE, break_on_hyphens=False) + f"\n{_DOTS}"
+        title += "\n" + textwrap.fill(note, _TITLE, break_on_hyphens=False)
+        title += f"\n{_DOTS}" if any(line.dots for line in series) else ""
     if result["simulated"] is not None:
         title += "\n" + textwrap.fill(result["simulated"]["note"], _TITLE, break_on_hyphens=False)
     figure.suptitle(title, fontsize=11)

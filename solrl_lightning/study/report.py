@@ -2,8 +2,8 @@
 
 import base64
 import io
-import shlex
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from statistics import quantiles
@@ -15,7 +15,20 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from solrl_lightning import __version__
-from solrl_lightning.artifacts.formatting import counted, duration, gibibytes, measured
+from solrl_lightning.artifacts.formatting import (
+    change,
+    command_line,
+    counted,
+    difference,
+    duration,
+    gibibytes,
+    measured,
+    number,
+    numbers,
+    shell_quoted,
+)
+from solrl_lightning.artifacts.run_folder import RECORD
+from solrl_lightning.cli.config import own_sources, searched
 from solrl_lightning.study.charts import ITERATIONS, Chart, Series, cost_axis, draw_chart
 from solrl_lightning.study.confidence import mean_of
 
@@ -111,22 +124,31 @@ def lead(facts: Mapping[str, Any]) -> str:
     done = f"{counted(facts['iterations'], 'iteration')} in {duration(facts['seconds_total'])}{end}."
     base, final, gain = facts["base_reward"], facts["final_reward"], facts["improvement"]
     if gain is None:
-        return f"{done} The {facts['reward']} reward on held-out prompts was not evaluated before and after training."
-    change = measured(gain, error_of(facts, facts["final_reward_iteration"], "change_error"), "+.4f")
-    return f"{done} The {facts['reward']} reward on held-out prompts changed from {base:.4f} to {final:.4f} ({change})."
+        what = "not evaluated" if base is None else f"{number(base)} before training, and not evaluated after"
+        return f"{done} The {facts['reward']} reward on held-out prompts was {what}."
+    error = error_of(facts, facts["final_reward_iteration"], "change_error")
+    before, after = numbers([base, final])
+    what = f"changed from {before} to {after} ({change(base, final, error)})"
+    return f"{done} The {facts['reward']} reward on held-out prompts {what}."
 
 
 def tiles(facts: Mapping[str, Any]) -> list[Tile]:
     reward, last, reserved = facts["reward"], facts["final_reward_iteration"], facts["peak_memory_reserved_bytes"]
+    base, final = facts["base_reward"], facts["final_reward"]
+    gain = None if facts["improvement"] is None else difference(base, final)
     quantities = [
-        (f"{reward} reward, base", facts["base_reward"], ".4f", error_of(facts, 0), "iteration 0"),
-        (f"{reward} reward, trained", facts["final_reward"], ".4f", error_of(facts, last), f"iteration {last}"),
-        ("change", facts["improvement"], "+.4f", error_of(facts, last, "change_error"), "prompt by prompt, same noise"),
-        ("best evaluation", facts["best_reward"], ".4f", None, f"iteration {facts['best_iteration']}"),
+        (f"{reward} reward, base", base, error_of(facts, 0), "iteration 0"),
+        (f"{reward} reward, trained", final, error_of(facts, last), f"iteration {last}"),
+        ("change", gain, error_of(facts, last, "change_error"), "prompt by prompt, same noise"),
+        ("best evaluation", facts["best_reward"], None, best_text(facts)),
     ]
     shown = [
-        Tile(label, f"{value:{form}}", ("" if error is None else f"± {error:.4f}, ") + detail)
-        for label, value, form, error, detail in quantities
+        Tile(
+            label,
+            value if isinstance(value, str) else number(value),
+            ("" if error is None else f"± {number(error, 3)}, ") + detail,
+        )
+        for label, value, error, detail in quantities
         if value is not None
     ]
     each = facts["seconds_per_stage"].get("iteration", {}).get("median")
@@ -138,6 +160,24 @@ def tiles(facts: Mapping[str, Any]) -> list[Tile]:
         Tile("whole run", duration(facts["seconds_total"]), counted(facts["iterations"], "iteration")),
         Tile("peak memory", gibibytes(facts["peak_memory_bytes"]), more),
     ]
+
+
+def best_text(facts: Mapping[str, Any]) -> str:
+    """The iteration of the best evaluation, and the base's reward if it is higher, as it is no candidate."""
+    monitor = facts.get("best_monitor") or facts["reward"]
+    base = facts["other_rewards"].get(monitor, {"base": facts["base_reward"]})["base"]
+    below = facts["best_reward"] is not None and base is not None and facts["best_reward"] < base
+    return f"iteration {facts['best_iteration']}" + (f", below the base's {number(base)}" if below else "")
+
+
+def shown_stages(facts: Mapping[str, Any]) -> dict[str, Mapping[str, float | None]]:
+    """Return ``seconds_per_stage`` without the stages that the family does not have."""
+    without = {"requantize"} if facts["precision_backend"].startswith("no ") else set()
+    return {
+        name: seconds
+        for name, seconds in facts["seconds_per_stage"].items()
+        if name not in without and (seconds["total"] or seconds["median"])
+    }
 
 
 def error_of(facts: Mapping[str, Any], iteration: int, key: str = "standard_error") -> float | None:
@@ -181,9 +221,9 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     for row in rows:
         cost = [f"{row['seconds']:.1f}", f"{row['evaluations']:,}"] if row in costed else [None, None]
         is_base = row is rows[0] or rows[0]["iteration"] > 0
-        gain = None if is_base else row[reward] - rows[0][reward]
-        change = measured(gain, error_in(row, reward, "change_error"), "+.4f")
-        cells.append([row["iteration"], *cost, measured(row[reward], error_in(row, reward)), change])
+        error = error_in(row, reward, "change_error")
+        gain = None if is_base else change(rows[0][reward], row[reward], error)
+        cells.append([row["iteration"], *cost, measured(row[reward], error_in(row, reward)), gain])
     text = [
         sample_size(facts),
         "Seconds and model evaluations are those of training, without evaluation, probe and grid.",
@@ -215,11 +255,8 @@ def other_rewards_section(facts: Mapping[str, Any]) -> Section:
         first, last = (scored[0], scored[-1]) if scored else ({}, {})
         base, final, watched = other["base"], other["final"], other["weight"] == 0
         weight = "0: watched, not trained on" if watched else f"{other['weight']:g}"
-        gain = None if base is None or final is None else final - base
-        change = measured(gain, error_in(last, name, "change_error"), "+.4f")
-        rows.append(
-            [name, weight, measured(base, error_in(first, name)), measured(final, error_in(last, name)), change]
-        )
+        gain = None if base is None or final is None else change(base, final, error_in(last, name, "change_error"))
+        rows.append([name, weight, measured(base, error_in(first, name)), measured(final, error_in(last, name)), gain])
         if scored:
             charts.append(evaluation_chart(f"{name} reward{', watched' * watched}", scored, name, "iteration"))
     tables = [Table(["reward", "weight", "base", "trained", "change"], rows)] if rows else []
@@ -281,9 +318,7 @@ def rank_section(history: Rows) -> Section:
         values = column(probes, name)[1]
         if name.startswith("rank/") and name not in on_kept and values:
             mean = mean_of(values)
-            rows.append(
-                [name, f"{values[0]:.3f}", f"{values[-1]:.3f}", measured(mean.mean, mean.standard_error, ".3f")]
-            )
+            rows.append([name, *numbers([values[0], values[-1]], 3), measured(mean.mean, mean.standard_error)])
     text = [
         "A probe generates the whole pool of one prompt in BF16 at full steps, and compares its order with that of the "
         f"proxy. {counted(len(probes), 'probe')}; ± is one standard error over them. Mean ranks count from 1, the best."
@@ -304,7 +339,7 @@ def training_section(history: Rows) -> Section:
 
 
 def time_section(facts: Mapping[str, Any], history: Rows) -> Section:
-    stages, whole, rows = facts["seconds_per_stage"], facts["seconds_total"], []
+    stages, whole, rows = shown_stages(facts), facts["seconds_total"], []
     if not stages.keys() - {"iteration"}:
         return Section("Time")
     for name, seconds in stages.items():
@@ -330,9 +365,7 @@ def time_section(facts: Mapping[str, Any], history: Rows) -> Section:
 
 
 def origin_section(facts: Mapping[str, Any], folder: Path) -> Section:
-    overrides, config = (folder / ".hydra" / f"{name}.yaml" for name in ("overrides", "config"))
-    options: Any = OmegaConf.load(overrides) if overrides.is_file() else []
-    command = shlex.join(["python", "-m", "solrl_lightning", *map(str, options)]) if overrides.is_file() else ""
+    config = folder / RECORD / "config.yaml"
     groups = {
         "option": facts["config"],
         "machine": facts["machine"] | {"shadow": facts["precision_backend"]},
@@ -340,7 +373,37 @@ def origin_section(facts: Mapping[str, Any], folder: Path) -> Section:
     }
     files = [("The whole configuration (.hydra/config.yaml)", config.read_text())] if config.is_file() else []
     tables = [Table((name, ""), list(values.items()), is_text=True) for name, values in groups.items()]
-    return Section("What was run", command=command, tables=tables, files=files)
+    return Section("What was run", command=recorded_command(folder / RECORD), tables=tables, files=files)
+
+
+def recorded_command(record: Path) -> str:
+    """Return the command of a run, from any folder, by its record and, for PYTHONPATH, by this environment."""
+    overrides, hydra_file, config = (record / f"{name}.yaml" for name in ("overrides", "hydra", "config"))
+    arguments = [str(override) for override in OmegaConf.load(overrides)] if overrides.is_file() else []
+    if not hydra_file.is_file():
+        return command_line(arguments) if overrides.is_file() else ""
+    hydra: Any = OmegaConf.load(hydra_file).hydra
+    sources = own_sources(hydra)
+    if len(sources) == 1 and sources[0].startswith("file://"):
+        arguments = ["--config-dir", sources[0].removeprefix("file://"), *arguments]
+    else:
+        arguments = [*arguments, *searched(sources)]
+    arguments += [str(override) for override in hydra.overrides.hydra if str(override).startswith("hydra.run.dir=")]
+    modules = {target.partition(".")[0] for target in _targets(OmegaConf.to_container(OmegaConf.load(config)))}
+    paths = [
+        str(Path(hydra.runtime.cwd) / path)
+        for path in os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        if path and any((Path(path) / name).is_dir() or (Path(path) / f"{name}.py").is_file() for name in modules)
+    ]
+    prefix = f"PYTHONPATH={shell_quoted(os.pathsep.join(paths))} " if paths else ""
+    return f"cd {shell_quoted(hydra.runtime.cwd)}\n{prefix}{command_line(arguments)}"
+
+
+def _targets(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        yield from [str(node["_target_"])] if "_target_" in node else []
+    for value in node.values() if isinstance(node, dict) else node if isinstance(node, list) else ():
+        yield from _targets(value)
 
 
 def names_of(history: Rows) -> list[str]:

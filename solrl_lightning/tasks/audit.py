@@ -13,7 +13,6 @@ Shapes: P prompts, N pool.
 import io
 import logging
 import math
-import shlex
 import time
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -26,6 +25,7 @@ from matplotlib.transforms import Bbox
 from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
+from solrl_lightning.artifacts.formatting import command_line
 from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_module, device_of, exploring_stages, load_trained, with_option
 from solrl_lightning.metrics.rank import RankFidelity
@@ -341,7 +341,7 @@ def command_without_selection(cfg: Run) -> str:
 
 
 def _command(arguments: Sequence[str], task: Audit) -> str:
-    return shlex.join(["python", "-m", "solrl_lightning", *arguments, *filter(_is_kept, task.overrides)])
+    return command_line([*arguments, *filter(_is_kept, task.overrides)])
 
 
 def _counts(cfg: Run, family: str, pool: int, keep: int) -> list[str]:

@@ -12,7 +12,7 @@ from typing import Any
 from solrl_lightning import __version__
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.finished_runs import finished_runs
-from solrl_lightning.artifacts.formatting import counted, measured
+from solrl_lightning.artifacts.formatting import counted, measured, number, numbers
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
@@ -20,7 +20,7 @@ from solrl_lightning.options.task import Compare
 from solrl_lightning.study.charts import cost_axis
 from solrl_lightning.study.confidence import mean_of
 from solrl_lightning.study.elsewhere import read_cost, simulated_iteration, with_simulated
-from solrl_lightning.study.learning_curves import curve_chart, draw_curves, known_costs
+from solrl_lightning.study.learning_curves import curve_chart, difference_chart, draw_curves, known_costs
 from solrl_lightning.study.report import Page, Section, Table, Tile, render
 from solrl_lightning.study.run_groups import COSTS, SIMULATED, Group, costs, group_runs
 from solrl_lightning.study.time_to_reward import POINTS, cost_to_reach, speed_up
@@ -193,19 +193,21 @@ def tables(result: Mapping[str, Any]) -> list[Section]:
 
 
 def final_rewards(groups: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ["group", "seeds", "base", "final", "improvement", "s/iteration", "spearman", "final - reference"]
+    columns = ["group", "seeds", "final", "final - reference", "improvement", "base", "s/iteration", "spearman"]
     rows = []
     for group in groups:
         first, last, seconds = group["spearman_first"], group["spearman_last"], group["seconds_per_iteration"]
-        paired = _paired(group["difference"], 4)
+        paired = _paired(group["difference"])
         rows.append(
             [
                 group["group"],
                 len(group["seeds"]),
-                *(_spread(group[key]) for key in ("base", "final", "improvement")),
-                f"{seconds['mean']:.2f}" if seconds else None,
-                f"{first['mean']:.3f} to {last['mean']:.3f}" if first and last else None,
+                _spread(group["final"]),
                 paired and f"{paired} over {len(group['difference_per_seed'])}",
+                _spread(group["improvement"]),
+                _spread(group["base"]),
+                f"{seconds['mean']:.2f}" if seconds else None,
+                " to ".join(numbers([first["mean"], last["mean"]], 3)) if first and last else None,
             ]
         )
     return Table(columns, rows)
@@ -219,7 +221,7 @@ def costs_to_plateau(result: Mapping[str, Any], cost: str) -> Section:
             group["group"],
             *(_amount(points.get(str(percent)), scale) for percent in POINTS),
             _factor(points.get(str(POINTS[-1]))),
-            _paired(group["above_plateau"], 3),
+            _paired(group["above_plateau"]),
         ]
         for group, points in zip(result["groups"], reached, strict=True)
     ]
@@ -231,8 +233,9 @@ def costs_to_plateau(result: Mapping[str, Any], cost: str) -> Section:
 def plateau_notes(result: Mapping[str, Any]) -> list[str]:
     """Sentences on what the shares mean, whether the reference has levelled off, and runs that record no cost."""
     base, level, rise = result["base"], result["plateau"], result["rise"]
+    before, reached = numbers([base, level])
     notes = [
-        f"progress: from {base:.4f} before training to {level:.4f}, the plateau: the mean of its last third",
+        f"progress: from {before} before training to {reached}, the plateau: the mean of its last third",
         "without evaluations, probes and sample grids; in brackets the 95 % interval; > and <: beyond the run",
     ]
     if level <= base:
@@ -261,19 +264,21 @@ def format_section(section: Section) -> str:
 
 def study_page(result: Mapping[str, Any], groups: Sequence[Group], sections: Sequence[Section]) -> Page:
     runs = [[run.folder, group.name, run.seed] for group in groups for run in group.runs]
-    best = max(groups, key=lambda group: fmean(group.finals.values()))
     tiles = [
         Tile("groups", str(len(groups)), counted(len(runs), "run")),
-        Tile("highest final reward", f"{fmean(best.finals.values()):.4f}", best.name),
-        Tile("plateau of the reference", f"{result['plateau']:.4f}", result["reference"]),
+        highest_tile(groups),
+        Tile("plateau of the reference", number(result["plateau"]), result["reference"]),
     ]
+    reference = next(group for group in groups if group.name == result["reference"])
+    differences = difference_chart(groups, reference, result["reward"]) if len(groups) > 1 else None
+    bands = "." if len(groups) > 1 else ", bands the range of the seeds."
     curves = Section(
         "Learning curves",
         [
-            "Lines are means over the seeds that have an evaluation, bands the range of the seeds.",
+            f"Lines are means over the seeds that have an evaluation{bands}",
             *([] if result["simulated"] is None else [_as_sentence(result["simulated"]["note"])]),
         ],
-        charts=[curve_chart(groups, cost, result) for cost in known_costs(groups)],
+        charts=[*filter(None, [differences]), *(curve_chart(groups, cost, result) for cost in known_costs(groups))],
     )
     table = Table(["folder", "group", "seed"], runs, folded=f"All {len(runs)} runs", is_text=True)
     final, *cost = [section._replace(text=[*map(_as_sentence, section.text)]) for section in sections]
@@ -284,6 +289,20 @@ def study_page(result: Mapping[str, Any], groups: Sequence[Group], sections: Seq
         [final, curves, *cost, Section("Runs", tables=[table])],
         footer=f"solrl_lightning {__version__}",
     )
+
+
+def highest_tile(groups: Sequence[Group]) -> Tile:
+    """The highest final reward; of a group only where its seed-by-seed intervals above all others exclude 0."""
+    best, *others = sorted(groups, key=lambda group: -fmean(group.finals.values()))
+    value = number(fmean(best.finals.values()))
+    gaps = [
+        [best.finals[seed] - other.finals[seed] for seed in best.finals if seed in other.finals] for other in others
+    ]
+    lows = [mean_of(gap).low if gap else None for gap in gaps]
+    if all(low is not None and low > 0 for low in lows):
+        return Tile("highest final reward", value, best.name)
+    why = "an interval of the differences has 0" if None not in lows else "one seed has no interval"
+    return Tile("highest final reward", value, f"of no group for certain: {why}")
 
 
 def _as_sentence(note: str) -> str:
@@ -318,10 +337,8 @@ def _spread(values: Mapping[str, float | None] | None) -> str | None:
     return None if values is None else measured(values["mean"], values["std"])
 
 
-def _paired(difference: Mapping[str, float | None] | None, digits: int) -> str | None:
+def _paired(difference: Mapping[str, float | None] | None) -> str | None:
     if difference is None:
         return None
-    mean, low, high = (
-        None if (v := difference[key]) is None else f"{v:+.{digits}f}" for key in ("mean", "low", "high")
-    )
-    return mean if low is None else f"{mean} [{low}, {high}]"
+    mean, low, high = numbers([difference[key] for key in ("mean", "low", "high")], 3, signed=True)
+    return mean if difference["low"] is None else f"{mean} [{low}, {high}]"

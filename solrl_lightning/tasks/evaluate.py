@@ -23,6 +23,7 @@ from PIL import Image
 from torch import Tensor, distributed
 
 from solrl_lightning.artifacts.files import write_atomically
+from solrl_lightning.artifacts.formatting import numbers
 from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png, with_inputs
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_module, instantiate_trainer, load_trained
@@ -188,7 +189,7 @@ def draw(evaluation: Evaluation, models: Sequence[str], scored: Sequence[Scored]
     for prompt, (scores, pictures) in zip(evaluation.prompts, scored, strict=True):
         if pictures is not None:
             totals = scores[:, : pictures.shape[1], -1].flatten().tolist()
-            rows.append(Row(prompt, list(pictures.float() / 255), [f"{value:.3g}" for value in totals]))
+            rows.append(Row(prompt, list(pictures.float() / 255), numbers(totals, 3)))
     title = f"Same held-out prompts, same noise; {evaluation.names[-1]} below"
     return draw_grid(title, *with_inputs(models, rows, evaluation.rewards.metadata))
 

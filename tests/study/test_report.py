@@ -11,7 +11,15 @@ import torch
 from PIL import Image
 
 from solrl_lightning.metrics.rank import NAMES
-from solrl_lightning.study.report import data_uri, history_chart, rank_section, render, run_page
+from solrl_lightning.study.report import (
+    data_uri,
+    history_chart,
+    rank_section,
+    recorded_command,
+    render,
+    run_page,
+    shown_stages,
+)
 from solrl_lightning.training.evaluation import evaluation_errors
 
 RUN = dict(status="completed", error=None, stopped_by=None, iterations=12, seconds_total=89.4, reward="shapes")
@@ -97,9 +105,9 @@ def test_the_page_has_the_results_with_their_errors_and_where_they_come_from(run
         "(+0.1040 ± 0.0053)",
         "Means over 512 images: 64 held-out prompts, 8 images each.",
         "best evaluation 0.5404 iteration 9",
-        "9 45.0 900 0.5404 ± 0.0182 +0.1083 ± 0.0053",
-        "watched 0: watched, not trained on 0.7500 ± 0.0100 0.7000 ± 0.0100 -0.0500 ± 0.0020",
-        "rank/spearman 0.800 0.600 0.700 ± 0.100",
+        "9 45.0 900 0.540 ± 0.018 +0.1083 ± 0.0053",
+        "watched 0: watched, not trained on 0.750 ± 0.010 0.700 ± 0.010 -0.0500 ± 0.0020",
+        "rank/spearman 0.800 0.600 0.70 ± 0.10",
         "explore 36.2 40 % 3.008 3.000 to 3.000",
         "python -m solrl_lightning &#39;reward=[shapes,watched]&#39; seed=42",
         "device NVIDIA H100",
@@ -108,6 +116,45 @@ def test_the_page_has_the_results_with_their_errors_and_where_they_come_from(run
         "train/loss",
     ):
         assert text in seen
+
+
+def test_the_command_can_be_pasted_with_its_folders_and_modules(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run / "lib").mkdir()
+    (run / "lib" / "mine.py").touch()
+    monkeypatch.setenv("PYTHONPATH", f"/nowhere:{run / 'lib'}")
+    (run / ".hydra" / "config.yaml").write_text("reward: {redness: {_target_: mine.Redness}}\n")
+    (run / ".hydra" / "hydra.yaml").write_text(
+        "hydra:\n"
+        "  overrides: {hydra: [hydra.run.dir='runs/a', hydra.mode=RUN]}\n"
+        "  runtime:\n"
+        "    cwd: /my work\n"
+        "    config_sources: [{path: solrl_lightning.conf, schema: pkg, provider: main},"
+        " {path: mine, schema: file, provider: command-line}]\n"
+    )
+    assert recorded_command(run / ".hydra") == (
+        f"cd '/my work'\nPYTHONPATH={run / 'lib'} python -m solrl_lightning --config-dir '/my work/mine' "
+        "'reward=[shapes,watched]' seed=42 \"hydra.run.dir='runs/a'\""
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"final_reward": None, "improvement": None}, "was 0.4321 before training, and not evaluated after."),
+        ({"best_reward": 0.4}, "iteration 9, below the base&#39;s 0.4321"),
+        ({"precision_backend": "nvfp4 (emulated)"}, "requantize"),
+    ],
+)
+def test_a_run_that_ends_early_or_below_its_base_says_so(run: Path, changes: dict[str, Any], text: str) -> None:
+    stages = FACTS["seconds_per_stage"] | {"requantize": {"total": 0.1, "median": 0.01}}
+    assert text in page(run, changes | {"seconds_per_stage": stages})
+
+
+def test_stages_that_the_family_does_not_have_are_left_out() -> None:
+    stages = {"requantize": {"total": 0.1, "median": 0.01}, "explore": {"total": 0.0, "median": 0.0}}
+    kept = {"train": {"total": 1.0, "median": 0.5}, "evaluate": {"total": 1.0, "median": None}}
+    facts = {"seconds_per_stage": stages | kept, "precision_backend": "no shadow"}
+    assert shown_stages(facts) == kept
 
 
 def test_text_from_outside_is_escaped_and_nothing_is_loaded(run: Path) -> None:
