@@ -145,14 +145,18 @@ def draw_chart(
     *,
     level: float | None = None,
     at: Sequence[float] = (),
+    limits: tuple[float, float] | None = None,
     note: str = "",
 ) -> Chart:
-    """Return a chart for a page; ``level`` and ``at`` are those of ``plot``."""
+    """Return a chart for a page; ``level`` and ``at`` are those of ``plot``, ``limits`` those of y."""
     from matplotlib import rc_context
 
     with rc_context(_STYLE):
         (figure, axes), buffer = _page_figure(), io.StringIO()
         plot(axes, series, x_label, level=level, at=at)
+        if limits is not None:
+            margin = 0.03 * (limits[1] - limits[0])
+            axes.set_ylim(limits[0] - margin, limits[1] + margin)
         figure.savefig(buffer, format="svg", transparent=True, metadata=_NO_METADATA)
         for artist in (*axes.lines, *axes.collections):
             artist.remove()

@@ -36,6 +36,29 @@ _LARGE = 2**20  # bytes of a PNG file from which a page holds it as JPEG
 
 Rows = Sequence[Mapping[str, Any]]
 
+_FRACTION = (0.0, 1.0)
+_FRACTIONS = ("reward/zero_std_fraction", "train/clipped", "rank/top_overlap", "rank/bottom_overlap")
+_LIMITS = dict.fromkeys(_FRACTIONS, _FRACTION)
+"""Axis of a tag that has one whatever its values."""
+_MEANINGS = {
+    "reward/group_std": "Spread of the rewards of a prompt's kept samples: what the advantages are made of.",
+    "reward/zero_std_fraction": "Share of prompts whose kept samples all have one reward, and so teach nothing.",
+    "explore/proxy_reward": "Mean proxy reward of the whole pool. It only selects.",
+    "explore/lag": "By how many iterations the weights of explorers elsewhere were older than the policy's.",
+    "train/loss": "What the optimiser minimises; it need not fall while the reward rises.",
+    "train/kl": "Distance of the policy's velocity from the base's. A steep rise announces a collapse.",
+    "train/grad_norm": "Norm of the gradient before clipping.",
+    "train/clipped": "Share of advantages beyond the clip.",
+    "train/drift": "Distance of the policy's velocity from that of the old policy, which sampled.",
+    "train/policy": "The part of the loss that depends on the rewards.",
+    "train/positive": "Error of the velocity against the samples. Good samples lower it.",
+    "train/negative": "Error of the mirrored velocity, which bad samples lower; near the old policy both are equal.",
+    "lr": "Learning rate.",
+    "policy/base_distance": "How far the trained weights are from the base's, relative to their norm.",
+    "policy/old_distance": "How far the trained weights are from the old policy's, relative to the base's norm.",
+}
+"""A sentence for each tag that iterations log."""
+
 
 class Tile(NamedTuple):
     """A number at the top of the page."""
@@ -211,7 +234,9 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
     if not rows:
         return Section(title)
     at = [alarm["since"] for alarm in facts["alarms"]]
-    charts = [evaluation_chart(f"{reward} reward by iteration", rows, reward, "iteration", at)]
+    charts = []
+    if len(rows) > 1:
+        charts.append(evaluation_chart(f"{reward} reward by iteration", rows, reward, "iteration", at))
     costed = [row for row in rows if row.get("seconds") is not None]
     if len(costed) > 1:
         charts.append(evaluation_chart(f"{reward} reward by training time", costed, reward, "seconds"))
@@ -229,7 +254,12 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
         "Seconds and model evaluations are those of training, without evaluation, probe and grid.",
         *(["Vertical lines: since when an alarm is raised."] if at else []),
     ]
-    return Section(title, text, charts=charts, tables=[Table(columns, cells, folded=f"All {len(rows)} evaluations")])
+    return Section(
+        title,
+        text,
+        charts=charts,
+        tables=[Table(columns, cells, folded=f"All {len(rows)} evaluations" if len(rows) > 1 else "")],
+    )
 
 
 def evaluation_chart(title: str, rows: Rows, reward: str, cost: str, at: Sequence[float] = ()) -> Chart:
@@ -294,12 +324,13 @@ def rollout_section(facts: Mapping[str, Any], history: Rows) -> Section:
         note = "band: standard deviation of the samples"
         charts.append(draw_chart("reward/mean: kept samples", [series], ITERATIONS, note=note))
     names = [name for name in names_of(history) if name.startswith(("reward/", "explore/"))]
-    charts += [history_chart(history, name) for name in names if name not in ("reward/mean", "reward/std")]
+    names = [name for name in names if name not in ("reward/mean", "reward/std")]
+    charts += [history_chart(history, name) for name in varying(history, names)]
     text = [
         f"In the {facts['reward']} reward's unit. Each iteration has other prompts, so these curves also vary with "
         "their difficulty; the held-out curve does not."
     ]
-    return Section("Rewards of the samples trained on", text, charts=charts)
+    return Section("Rewards of the samples trained on", text, charts=charts, tables=constants(history, names))
 
 
 def rank_section(history: Rows) -> Section:
@@ -307,10 +338,29 @@ def rank_section(history: Rows) -> Section:
     on_kept = ["rank/kept_spearman", "rank/kept_kendall"]
     charts, rows = [], []
     for title, *names, note in (
-        ("rank correlation of a probe", "rank/spearman", "rank/kendall", ""),
-        ("overlap with the true best and worst", "rank/top_overlap", "rank/bottom_overlap", ""),
-        ("mean true rank of the best and the worst", "rank/top_mean_rank", "rank/bottom_mean_rank", ""),
-        ("rank correlation on the kept set", *on_kept, "too high: the kept seeds are the extremes"),
+        (
+            "rank correlation of a probe",
+            "rank/spearman",
+            "rank/kendall",
+            "1: the proxy orders the pool as BF16 does; 0: it selects by chance.",
+        ),
+        (
+            "overlap with the true best and worst",
+            "rank/top_overlap",
+            "rank/bottom_overlap",
+            "Share of the best and of the worst by the proxy that are so in BF16, too.",
+        ),
+        (
+            "mean true rank of the best and the worst",
+            "rank/top_mean_rank",
+            "rank/bottom_mean_rank",
+            "Ranks in BF16 of the seeds that the proxy calls the best and the worst.",
+        ),
+        (
+            "rank correlation on the kept set",
+            *on_kept,
+            "Of every iteration, and above that of the pool: only the extremes are in it, which are easy to order.",
+        ),
     ):
         if set(names) & set(names_of(history)):
             charts.append(history_chart(history, *names, title=title, note=note))
@@ -331,11 +381,21 @@ def training_section(history: Rows) -> Section:
     """All that an iteration logs and no other section shows."""
     names = [n for n in names_of(history) if not n.startswith(("reward/", "explore/", "rank/", "time/", "eval/"))]
     names.sort(key=lambda name: (name != "train/loss", name != "train/kl", name != "train/grad_norm", name))
-    text = [
-        "The value of an iteration: the mean over its micro-batches and ranks. train/grad_norm is the norm before "
-        "clipping, lr the learning rate; losses have no unit."
-    ]
-    return Section("Training", text, charts=[history_chart(history, name) for name in names])
+    text = ["The value of an iteration: the mean over its micro-batches and ranks. Losses have no unit."]
+    charts = [history_chart(history, name) for name in varying(history, names)]
+    return Section("Training", text, charts=charts, tables=constants(history, names))
+
+
+def varying(history: Rows, names: Sequence[str]) -> list[str]:
+    """Return the tags with at least two different values."""
+    return [name for name in names if len(set(column(history, name)[1])) > 1]
+
+
+def constants(history: Rows, names: Sequence[str]) -> list[Table]:
+    """Return a table of the tags with one value in all iterations."""
+    values = {name: set(column(history, name)[1]) for name in names}
+    rows = [[name, number(*one), _MEANINGS.get(name, "")] for name, one in values.items() if len(one) == 1]
+    return [Table(["tag", "value in all iterations", ""], rows, is_text=True)] if rows else []
 
 
 def time_section(facts: Mapping[str, Any], history: Rows) -> Section:
@@ -420,4 +480,10 @@ def column(history: Rows, name: str) -> tuple[list[float], list[float]]:
 def history_chart(history: Rows, *names: str, title: str = "", note: str = "") -> Chart:
     """A chart of some tags against iterations."""
     series = [Series(name, *column(history, name)) for name in names]
-    return draw_chart(title or names[0], series, ITERATIONS, note=note)
+    return draw_chart(
+        title or names[0],
+        series,
+        ITERATIONS,
+        limits=_LIMITS.get(names[0]),
+        note=note or _MEANINGS.get(names[0], ""),
+    )
