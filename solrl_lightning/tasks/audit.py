@@ -49,7 +49,7 @@ from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.audit_search import cheapest, label, levels_at, score_steps, search
 from solrl_lightning.tasks.audit_text import format_audit, format_search, format_verdict
-from solrl_lightning.tasks.audit_verdict import expected_gain, judge, recommend, training_seconds, with_verdict
+from solrl_lightning.tasks.audit_verdict import expected_gain, judge, recommend, seconds_without_selection, with_verdict
 from solrl_lightning.training.module import SolRLModule
 
 log = logging.getLogger(__name__)
@@ -92,8 +92,8 @@ def audit(cfg: Run) -> dict[str, Any]:
         changed = cfg if precision is None else with_option(cfg, "precision", precision)
         scored += score_pool(changed, group, with_truth=not scored)
     truth, *explorers = scored
-    training = training_seconds(cfg, device_of(cfg))
-    result = describe_all(truth, explorers, training, cfg)
+    without = seconds_without_selection(cfg, device_of(cfg))
+    result = describe_all(truth, explorers, *without, cfg)
     result["search"] = search_stops(cfg, truth.merits) if options.search and cfg.model.full_steps > 2 else []
     folder = Path(cfg.run_dir)
     write_json(folder / "audit.json", result)
@@ -105,11 +105,15 @@ def audit(cfg: Run) -> dict[str, Any]:
     return result
 
 
-def describe_all(truth: Scored, explorers: Sequence[Scored], training: float, cfg: Run) -> dict[str, Any]:
-    """The content of audit.json but for the search. ``training``: seconds of training a prompt."""
+def describe_all(
+    truth: Scored, explorers: Sequence[Scored], sampling: float, training: float, cfg: Run
+) -> dict[str, Any]:
+    """The content of audit.json but for the search.
+
+    ``sampling``, ``training``: seconds of a prompt without selection.
+    """
     task, merits = cfg.task_as(Audit), truth.merits
     pool, keep = task.pool, task.keep
-    sampling = keep * truth.seconds[_PROXY]
     without = sampling + training
     proxies = [
         with_verdict(

@@ -15,7 +15,7 @@ def format_audit(result: dict[str, Any]) -> str:
     truth, pool, keep, without = result["truth"], result["pool"], result["keep"], result["without_selection"]
     columns = ["proxy", "spearman", "gap kept", "evals", "s/prompt", "rho", "gain", "cost", "gain/cost"]
     rows = [
-        [row["name"], f"{row['spearman']:.3f}", _share(row), _evaluations(row), *_costs(row, without)]
+        [row["name"], _number(row["spearman"], 3), _share(row), _evaluations(row), *_costs(row, without)]
         for row in result["proxies"]
     ]
     full = truth["steps"]
@@ -64,7 +64,7 @@ def wrapped(text: str) -> str:
 
 def _share(row: Mapping[str, Any]) -> str:
     error = "" if math.isnan(row["gap_error"]) else f" ± {100 * row['gap_error']:.0f}"
-    return f"{100 * row['gap_kept']:.0f}{error} %"
+    return "-" if math.isnan(row["gap_kept"]) else f"{100 * row['gap_kept']:.0f}{error} %"
 
 
 def _evaluations(row: Mapping[str, Any]) -> str:
@@ -72,9 +72,13 @@ def _evaluations(row: Mapping[str, Any]) -> str:
 
 
 def _costs(row: Mapping[str, Any], without: Mapping[str, Any]) -> list[str]:
-    sampling = row["iteration_seconds"] - without["training_seconds"]
-    ratios = f"{row['spread_ratio']:.2f}", interval_of(row["gain"])
-    return [f"{sampling:.3g}", *ratios, f"{row['cost']:.2f}", f"{row['gain_per_cost']['mean']:.2f}"]
+    sampling = f"{row['iteration_seconds'] - without['training_seconds']:.3g}"
+    ratio = _number(row["gain_per_cost"]["mean"])
+    return [sampling, _number(row["spread_ratio"]), interval_of(row["gain"]), f"{row['cost']:.2f}", ratio]
+
+
+def _number(value: float, digits: int = 2) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def interval_of(value: Mapping[str, float]) -> str:

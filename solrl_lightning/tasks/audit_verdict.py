@@ -18,11 +18,12 @@ from solrl_lightning.build import with_option
 from solrl_lightning.metrics.selection_gain import GAIN_EXPONENT, kept_variance, random_variance, ratio_of_sums
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Audit, Benchmark
+from solrl_lightning.rollout.stage import REGENERATE
 from solrl_lightning.sizing.timing import run_iterations
 from solrl_lightning.study.confidence import t_quantile
 from solrl_lightning.tasks.audit_text import interval_of
 
-_REPEATS = 2  # timed iterations of training, after one of warm-up
+_REPEATS = 4  # timed iterations, after one of warm-up
 
 
 class Gain(NamedTuple):
@@ -49,14 +50,19 @@ def expected_gain(proxy: Tensor, truth: Tensor, keep: int) -> tuple[float, Gain]
     return math.sqrt(squared), Gain(mean, mean * relative, mean * math.exp(-reach), mean * math.exp(reach))
 
 
-def training_seconds(cfg: Run, device: torch.device) -> float:
-    """Measure the seconds of training on the kept candidates of one prompt: the shorter of two, after a warm-up."""
+def seconds_without_selection(cfg: Run, device: torch.device) -> tuple[float, float]:
+    """Measure iterations on ``keep`` candidates of one prompt: the seconds to sample them and to train on them.
+
+    The shortest of four, after a warm-up: other load can only increase a time.
+    """
     changed, keep = with_option(cfg, "family", "diffusionnft"), cfg.task_as(Audit).keep
     changed.family.pool = changed.family.keep = keep
     changed.prompts_per_iteration = changed.optimizer_steps = 1
     changed.max_seconds, changed.data.train = None, changed.data.eval
     changed.task = Benchmark.model_construct(reads=["train"], repeats=_REPEATS)
-    return min(lap["train"] for lap in run_iterations(changed, device)[1:])
+    laps = run_iterations(changed, device)[1:]
+    sampling, training = (min(lap[stage] for lap in laps) for stage in (REGENERATE, "train"))
+    return sampling, training
 
 
 def with_verdict(row: Mapping[str, Any], rho: float, gain: Gain, seconds: float, without: float) -> dict[str, Any]:

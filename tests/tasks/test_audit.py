@@ -46,7 +46,7 @@ def test_race_is_ranked_by_the_latest_rungs_and_timed_a_candidate(
     compose: Compose, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(audit_module, "time", SimpleNamespace(perf_counter=count().__next__))  # a second per reading
-    monkeypatch.setattr(audit_module, "training_seconds", lambda cfg, device: 0.75)
+    monkeypatch.setattr(audit_module, "seconds_without_selection", lambda cfg, device: (0.25, 0.75))
     race = "{sampler:merged,steps:3,rungs:[{step:1,keep:6},{step:2,keep:4}]}"
     prefix = "{sampler:merged,steps:3,stop_after:1}"
     result = audit(compose(*SMALL, "task.keep=4", f"task.proxies=[{race},{prefix}]"))
@@ -58,8 +58,7 @@ def test_race_is_ranked_by_the_latest_rungs_and_timed_a_candidate(
     assert (raced["seconds"], raced["regenerate_seconds"]) == (2 / 16, 1 / 16)
     assert (stopped["seconds"], stopped["regenerate_seconds"]) == (1 / 16, 1 / 16)
     assert result["truth"]["seconds"] == 1 / 16
-    # Without selection 4 candidates a prompt are sampled.
-    without, costs = 4 / 16 + 0.75, [each["cost"] for each in (raced, stopped, result["truth"])]
+    without, costs = 0.25 + 0.75, [each["cost"] for each in (raced, stopped, result["truth"])]
     assert result["without_selection"]["iteration_seconds"] == without
     assert costs == pytest.approx([(8 * seconds + 0.75) / without for seconds in (3 / 16, 2 / 16, 1 / 16)])
     for row in (raced, stopped):
@@ -73,7 +72,7 @@ def test_race_is_ranked_by_the_latest_rungs_and_timed_a_candidate(
 def test_search_gives_the_numbers_of_the_proxies_that_it_names(
     compose: Compose, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(audit_module, "training_seconds", lambda cfg, device: 0.75)
+    monkeypatch.setattr(audit_module, "seconds_without_selection", lambda cfg, device: (0.25, 0.75))
     stops = ["stop_below:0.8", "stop_after:3", "stop_below:0.4"]
     stops += ["rungs:[{below:0.8,keep:6},{below:0.6,keep:4}]", "rungs:[{below:0.6,keep:5},{step:4,keep:4}]"]
     proxies = ",".join(f"{{sampler:merged,steps:5,{stop}}}" for stop in stops)
@@ -146,7 +145,7 @@ def test_reference_as_its_own_proxy_is_perfect_and_each_proxy_has_its_precision(
     assert json.loads((tmp_path / "audit.json").read_text()) == result
     out = capfd.readouterr().out
     assert "nvfp4 2 steps" in out and "bf16 1 of 2 steps (1.00)" in out
-    assert result["without_selection"]["training_seconds"] > 0  # measured here
+    assert all(result["without_selection"][f"{name}_seconds"] > 0 for name in ("sampling", "training"))  # measured
     assert result["recommended"]["command"] in out
     report = out[out.index("against BF16") :].splitlines()
     assert len(report) <= 25
