@@ -29,7 +29,7 @@ from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.errors import UserError, WriteError, sentence
 from solrl_lightning.machine.environment import machine, versions
 from solrl_lightning.machine.memory import peak_memory
-from solrl_lightning.study.report import best_text, render, run_page, shown_stages
+from solrl_lightning.study.report import best_text, parts_learned, render, run_page, shown_stages
 
 _OUTPUTS = ("lora", "transformer", "tensorboard", "csv", "wandb", "mlflow", "samples")
 _PATHS: dict[str, str | Path] = {
@@ -244,6 +244,8 @@ def format_summary(facts: Mapping[str, Any]) -> str:
     for name, other in facts["other_rewards"].items():
         watched = ", weight 0: not trained on" if other["weight"] == 0 else ""
         rows.append((f"{name} reward", change(other["base"], other["final"]) + watched))
+    if learned := [f"{name} {base:.2f} -> {last:.2f}" for name, base, last in parts_learned(facts)]:
+        rows.append(("of it", ", ".join(learned)))
     if facts["best_reward"] is not None:
         best = f"{number(facts['best_reward'])} after {best_text(facts)}"
         rows.append((f"best {facts['best_monitor']}", f"{best}; ckpt=best takes it"))

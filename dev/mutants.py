@@ -889,7 +889,12 @@ MUTANTS: dict[str, list[Edit]] = {
             "group.finals[seed] -",
             COMPARE,
         ),
-        ("lowest of the groups", "best = max(groups", "best = min(groups", COMPARE),
+        (
+            "lowest of the groups",
+            "key=lambda group: -fmean(group.finals.values())",
+            "key=lambda group: fmean(group.finals.values())",
+            COMPARE,
+        ),
     ],
     "solrl_lightning/study/time_to_reward.py": [
         (

@@ -53,7 +53,7 @@ class Tracker(Logger):
             self.has_failed = True
             file_logger.info("the error of logger=%s", self.key, exc_info=True)
             log.warning(
-                "logger=%s failed, and logs no more; the run goes on: %s: %s",
+                "logger=%s failed, and logs no more; the run continues: %s: %s",
                 *(self.key, type(error).__name__, sentence(error)),
             )
             return otherwise

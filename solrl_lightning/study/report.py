@@ -54,6 +54,9 @@ _MEANINGS = {
     "train/positive": "Error of the velocity against the samples. Good samples lower it.",
     "train/negative": "Error of the mirrored velocity, which bad samples lower; near the old policy both are equal.",
     "lr": "Learning rate.",
+    "eval/shapes_right_shape": "Share of the objects that have the named shape.",
+    "eval/shapes_right_side": "Share of the pictures with the objects on the named sides.",
+    "eval/shapes_all_right": "Share of the pictures that are right in all respects.",
     "policy/base_distance": "How far the trained weights are from the base's, relative to their norm.",
     "policy/old_distance": "How far the trained weights are from the old policy's, relative to the base's norm.",
 }
@@ -254,12 +257,21 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
         "Seconds and model evaluations are those of training, without evaluation, probe and grid.",
         *(["Vertical lines: since when an alarm is raised."] if at else []),
     ]
-    return Section(
-        title,
-        text,
-        charts=charts,
-        tables=[Table(columns, cells, folded=f"All {len(rows)} evaluations" if len(rows) > 1 else "")],
-    )
+    tables = [Table(columns, cells, folded=f"All {len(rows)} evaluations" if len(rows) > 1 else "")]
+    if learned := parts_learned(facts):
+        shares = [[name, f"{base:.2f}", f"{last:.2f}"] for name, base, last in learned]
+        note = "Means over the held-out images."
+        tables.insert(0, Table(["what the reward consists of", "base", "last evaluation"], shares, note))
+    return Section(title, text, charts=charts, tables=tables)
+
+
+def parts_learned(facts: Mapping[str, Any]) -> list[tuple[str, float, float]]:
+    """Return (part, first, last evaluation) of the parts of a run's rewards; empty if they have none."""
+    evaluated = [row["parts"] for row in facts["evaluations"] if "parts" in row]
+    if not evaluated:
+        return []
+    first, last = evaluated[0], evaluated[-1]
+    return [(name.removeprefix(f"{facts['reward']}_"), first[name], last[name]) for name in first if name in last]
 
 
 def evaluation_chart(title: str, rows: Rows, reward: str, cost: str, at: Sequence[float] = ()) -> Chart:
@@ -394,7 +406,7 @@ def varying(history: Rows, names: Sequence[str]) -> list[str]:
 def constants(history: Rows, names: Sequence[str]) -> list[Table]:
     """Return a table of the tags with one value in all iterations."""
     values = {name: set(column(history, name)[1]) for name in names}
-    rows = [[name, number(*one), _MEANINGS.get(name, "")] for name, one in values.items() if len(one) == 1]
+    rows = [[name, number(next(iter(one))), _MEANINGS.get(name, "")] for name, one in values.items() if len(one) == 1]
     return [Table(["tag", "value in all iterations", ""], rows, is_text=True)] if rows else []
 
 

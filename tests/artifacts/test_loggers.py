@@ -57,7 +57,7 @@ def test_the_first_error_of_a_logger_is_a_line_and_ends_its_logging(
         for call in CALLS.values():
             call(tracker)
         tracker.log_picture("x", Image.new("RGB", (8, 8)), 1)
-    message = "logger=mine failed, and logs no more; the run goes on: ConnectionError: no server."
+    message = "logger=mine failed, and logs no more; the run continues: ConnectionError: no server."
     assert caplog.messages == [message] and lost.calls == 1
     assert not list(tmp_path.rglob("*.csv"))
 

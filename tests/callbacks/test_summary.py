@@ -92,7 +92,7 @@ def test_completed_run_writes_and_prints_its_summary(tmp_path, run, capsys):
     assert re.search(r"completed after 3 iterations in \d+ s \(\d+ s with start-up\)\n", printed)
     assert "0.5000 -> 0.5488 (+0.0488), evaluated after 3 iterations" in printed
     assert "1.0000 at first, 1.0000 at last" in printed
-    assert re.search(r"an iteration +\d[.]\d\d s [(]explore \d[.]\d\d, .*[)], without evaluation, probe", printed)
+    assert re.search(r"an iteration +\d[.]\d\d s [(].*[)], without evaluation, probe", printed)
     assert f"{tmp_path}, with report.html\n" in printed and "reserved" not in printed
     names = "status, shapes reward, an iteration, proxy spearman, precision, peak memory, run folder"
     assert ", ".join(line[2:].split("  ")[0] for line in printed.splitlines() if line.startswith("  ")) == names

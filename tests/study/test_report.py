@@ -14,6 +14,7 @@ from solrl_lightning.metrics.rank import NAMES
 from solrl_lightning.study.report import (
     data_uri,
     history_chart,
+    parts_learned,
     rank_section,
     recorded_command,
     render,
@@ -196,3 +197,10 @@ def test_a_large_picture_is_embedded_as_jpeg(tmp_path: Path) -> None:
     assert data_uri(small).startswith("data:image/png;base64,")
     assert data_uri(large).startswith("data:image/jpeg;base64,")
     assert len(data_uri(large)) < large.stat().st_size
+
+
+def test_parts_of_a_reward_are_those_of_the_first_and_the_last_evaluation() -> None:
+    rows = [{"iteration": i, "parts": {"shapes_all_right": 0.2 * i, "ocr_letters": 1.0}} for i in range(3)]
+    facts = {"reward": "shapes", "evaluations": [*rows, {"iteration": 3}]}
+    assert parts_learned(facts) == [("all_right", 0.0, 0.4), ("ocr_letters", 1.0, 1.0)]
+    assert parts_learned({"reward": "shapes", "evaluations": [{"iteration": 0}]}) == []
