@@ -44,11 +44,12 @@ class SampleGrid(Callback):
             rewards = rollouts.rewards[0]
             shown = min(self.seeds_per_prompt, len(rewards) // 2)  # no sample is in both rows
             order = rewards.argsort(descending=True, stable=True)
+            labels = numbers(rewards.tolist(), 3)
             rows = []
             for name, chosen in (("best", order[:shown]), ("worst", order[-shown:])):
                 latents = rollouts.x0[0][chosen.to(rollouts.x0.device)].to(pl_module.device)
                 images = torch.cat([filmstrip(module_of(pl_module).policy.decode(x[None])) for x in latents])
-                rows.append(Row(name, [images], numbers(rewards[chosen].tolist(), 3)))
+                rows.append(Row(name, [images], [labels[place] for place in chosen.tolist()]))
             title = f"Best and worst samples of iteration {trainer.current_epoch + 1}"
             self._pool = draw_grid(title, [rollouts.prompts[0]], rows)
 

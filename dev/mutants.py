@@ -801,8 +801,8 @@ MUTANTS: dict[str, list[Edit]] = {
     "callbacks/sample_grid.py": [
         (
             "rewards of the best under the worst samples",
-            "rewards[chosen].tolist()",
-            "rewards[:shown].tolist()",
+            "[labels[place] for place in chosen.tolist()]",
+            "labels[: len(chosen)]",
             "tests/callbacks/test_sample_grid.py",
         ),
     ],

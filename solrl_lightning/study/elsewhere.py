@@ -6,7 +6,10 @@ of a run's own configuration, all on one GPU. The curves by iteration stay as me
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from typing import Any, NamedTuple
+
+import yaml
 
 from solrl_lightning.artifacts.finished_runs import Run
 from solrl_lightning.errors import UserError
@@ -39,23 +42,17 @@ def _machine(source: str, rows: int, explore: float, regenerate: float, images: 
     return Machine(regenerate / (6 * 24 * 10), explore / (6 * 96 * 6), images / (6 * (96 + 24)), train / rows, source)
 
 
-# Seconds to explore, to regenerate, to decode and score, and to train, on each of 8 GPUs, by arithmetic from assumed
-# rates (H100: 650 TFLOP/s in BF16, 1150 in FP8; B200: 1600, 5500 in FP4); then rollout and training on 8 B200 as the
-# paper (arXiv 2604.06916) reports. Rows: 6 prompts x 24 samples x 10 noise levels x model.train_timestep_fraction.
-_ESTIMATES: dict[str, tuple[int, dict[str, tuple[float, float, float, float]], tuple[float, float]]] = {
-    "flux1": (576, {"h100": (69, 42, 8, 87), "b200": (29, 20, 4, 44)}, (79, 90)),
-    "sd3": (864, {"h100": (155, 86, 30, 289), "b200": (104, 55, 13, 209)}, (187, 240)),
-    "sana": (864, {"h100": (21, 12, 21, 37), "b200": (7, 5, 10, 15)}, (46, 30)),
-}
 _FORMATS = {"h100": "H100 with an FP8 shadow", "b200": "B200 with an NVFP4 shadow"}
 
 
 def _tables() -> dict[str, Machine]:
     tables = {}
-    for model, (rows, estimates, (rollout, train)) in _ESTIMATES.items():
-        for gpu, stages in estimates.items():
-            tables[f"{model}_{gpu}"] = _machine(f"{model} on a {_FORMATS[gpu]}, estimates +-30 %", rows, *stages)
-        parts = estimates["b200"][:-1]
+    file = files("solrl_lightning") / "assets" / "seconds.yaml"
+    for model, of_model in yaml.safe_load(file.read_text(encoding="utf-8")).items():
+        rows, (rollout, train) = of_model["rows"], of_model["paper"]
+        for gpu, name in _FORMATS.items():
+            tables[f"{model}_{gpu}"] = _machine(f"{model} on a {name}, estimates +-30 %", rows, *of_model[gpu])
+        parts = of_model["b200"][:-1]
         explore, regenerate, images = (part * rollout / sum(parts) for part in parts)
         source = f"{model} on a B200 as the paper measured it, its rollout split by estimates +-30 %"
         tables[f"{model}_paper"] = _machine(source, rows, explore, regenerate, images, train)

@@ -558,7 +558,7 @@ def test_resume_names_a_key_that_an_edited_file_changes(command: Command, earlie
 
 
 def test_recorded_overrides_may_be_repeated_on_a_resume(command: Command, earlier: Path) -> None:
-    same = ["seed=5", "family=compile", "family.pool=96", "data.train=shapes-train", "optimizer.lr=0.001"]
+    same = ["seed=5", "family=compile", "family.pool=96", "data.train=shapes-train", "optimizer.lr=0.002"]
     result = command(RECORD, "ckpt=last", *same, "iterations=3")
     assert result.status == 0
     assert f"the overrides of its run: {RECORD} family=compile iterations=2 seed=5; overridden" in result.out

@@ -149,7 +149,7 @@ def test_groups_of_one_seed_have_no_deviation(
             ["objective.beta=0.5 evaluation.every=3", "family=diffusionnft"],
             ["objective.beta=0.5", "family=diffusionnft"],
         ),
-        (["family=race optimizer.lr=0.002", "family=race", "family=prefix", "family=prefix objective=awm"], None),
+        (["family=race optimizer.lr=0.001", "family=race", "family=prefix", "family=prefix objective=awm"], None),
         (["objective=nft", "objective=flow_grpo", "objective=flow_grpo optimizer_steps=4"], None),
         (["iterations=9 family=prefix", "family=race iterations=9"], ["family=prefix", "family=race"]),
         (["objective.beta=1", "family=prefix"], ["family=sol_rl", "family=prefix"]),  # 1 is the default
@@ -205,8 +205,8 @@ def test_costs_to_the_points_on_the_way_to_the_plateau(
     assert above[0] is None and above[1]["low"] == above[1]["high"] == pytest.approx(0.08)
     shown = capfd.readouterr().out
     seconds, evaluations = shown.split("to a share of the reference's progress")[1:]
-    assert re.search(r"sol_rl +19 \[19, 19\] +38 .* +75 \[75, 75\] +2[.]40 \[2[.]40, 2[.]40\] +[+]0[.]080 \[", seconds)
-    assert re.search(r"compile +17 \[17, 17\]( +not reached after 40){3} +- +-0[.]080 \[", seconds)
+    assert re.search(r"sol_rl +19 \[19, 19\] +38 .* +75 \[75, 75\] +2[.]40 \[2[.]40, 2[.]40\] +[+]0[.]0800 \[", seconds)
+    assert re.search(r"compile +17 \[17, 17\]( +not reached after 40){3} +- +-0[.]0800 \[", seconds)
     assert re.search(r"sol_rl .* +750 \[750, 750\] +1[.]20 ", evaluations)
     assert "from 0.4000 before training to 0.5000, the plateau" in seconds
     assert (
@@ -306,7 +306,7 @@ def test_runs_of_an_older_version_have_iterations_only(
 
 def test_observing_keys_paths_and_explicit_defaults_make_no_group(tmp_path: Path) -> None:
     other = ["evaluation.every=5", "callbacks.sample_grid.every=0", "trainer=ddp", "ckpt=some/file"]
-    other += ["iterations=12", "objective.beta=1"]
+    other += ["iterations=36", "objective.beta=1"]
     folders = [write_run(tmp_path / str(i), 0.6, *(other if i else []), seed=i) for i in range(2)]
     (group,), _ = group_runs(read_runs(folders)[0])
     assert (group.name, [run.seed for run in group.runs], group.settings) == ("family=sol_rl", [0, 1], {})

@@ -101,7 +101,7 @@ def test_table_and_picture_have_each_score_under_its_reward_and_model() -> None:
     ]
     pictures = torch.randint(256, (2, 1, 3, 8, 8), dtype=torch.uint8)  # the first image of each model
     picture = draw(evaluation, ["base", "trained"], [Scored(scores[:, 0], pictures)])
-    row = Row("a star", list(pictures.float() / 255), ["2", "8"])
+    row = Row("a star", list(pictures.float() / 255), ["2.00", "8.00"])
     expected = draw_grid("Same held-out prompts, same noise; weighted_sum below", ["base", "trained"], [row])
     assert picture.tobytes() == expected.tobytes()
 

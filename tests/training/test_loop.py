@@ -414,7 +414,7 @@ def test_all_metrics_of_objective_are_logged(tmp_path: Path, objective: str) -> 
     (metrics,) = train(tmp_path, f"objective={objective}", "family=diffusionnft").recorder.metrics
     expected = {f"train/{name}" for name in LOSSES[objective]._fields if name != "rows"} | {"train/grad_norm"}
     expected |= {"train/first_ratio_error"} if objective == "flow_grpo" else set()
-    assert metrics["lr"] == pytest.approx(1e-3)
+    assert metrics["lr"] == pytest.approx(2e-3)
     assert {name for name in metrics if name.startswith("train/")} == expected
 
 
