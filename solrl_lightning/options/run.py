@@ -14,7 +14,7 @@ from solrl_lightning.options.callbacks import Callbacks, InOrder
 from solrl_lightning.options.data import Data
 from solrl_lightning.options.explorers import Explorers
 from solrl_lightning.options.family import Explorer, Family
-from solrl_lightning.options.model import Model
+from solrl_lightning.options.model import Model, Policy
 from solrl_lightning.options.precision import Precision
 from solrl_lightning.options.reward import Reward
 from solrl_lightning.options.rules import (
@@ -192,6 +192,10 @@ class Run(Group):
         for key, value in self.model.policy.items():
             if key in known and known[key] != value:
                 raise Broken(f"it is model.{key}.", f"model.policy.{key}", f"Set model.{key}, which is checked.")
+        for key in Policy.__annotations__.keys() & known.keys() - self.model.policy.keys() - {"pretrained"}:
+            if known[key] is not None:
+                fix = f"Leave it out or set it to null, or add '+model.policy.{key}=${{model.{key}}}'."
+                raise Broken("model.policy does not have it, so nothing reads it.", f"model.{key}", fix)
 
     def check_training(self) -> None:
         family, window = self.family, self.objective.get("window")

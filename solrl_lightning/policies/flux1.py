@@ -5,13 +5,14 @@ Latents are packed, [B, S, C] with S image tokens of C = 4 x latent channels, fr
 
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import FluxPipeline
-from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from torch import Tensor, nn
 
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.policies.schedulers import FLOW_MATCHING
 from solrl_lightning.seeds import noise
 
 
@@ -25,6 +26,7 @@ class Flux1(PipelineAdapter):
 
     pipeline_class = FluxPipeline
     encoders = ("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2")
+    schedulers = FLOW_MATCHING
     latents_per_token = 2
 
     def __init__(self, pretrained: str, resolution: int, *, guidance: float, **others: Any) -> None:
@@ -61,9 +63,7 @@ class Flux1(PipelineAdapter):
 
     def sigmas(self, steps: int) -> Tensor:
         """Levels of the pipeline's scheduler, with its resolution shift."""
-        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-        shift = (self.pipeline.scheduler.config[name] for name in names)
-        return self.scheduler_sigmas(steps, calculate_shift(self.latent_shape[0], *shift))
+        return self.scheduler_sigmas(steps, np.linspace(1.0, 1 / steps, steps))
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         dtype = conditioning["prompt_embeds"].dtype

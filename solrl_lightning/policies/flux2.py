@@ -6,6 +6,7 @@ transformer takes them as a sequence.
 
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers import Flux2KleinPipeline
 from diffusers.pipelines.flux2.pipeline_flux2_klein import compute_empirical_mu
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.policies.schedulers import FLOW_MATCHING
 
 
 class Flux2(PipelineAdapter):
@@ -21,6 +23,7 @@ class Flux2(PipelineAdapter):
 
     pipeline_class = Flux2KleinPipeline
     encoders = ("text_encoder", "tokenizer")
+    schedulers = FLOW_MATCHING
     latents_per_token = 2
 
     def __init__(self, pretrained: str, resolution: int, **others: Any) -> None:
@@ -50,7 +53,9 @@ class Flux2(PipelineAdapter):
     def sigmas(self, steps: int) -> Tensor:
         """Levels of the pipeline's scheduler, with its shift by image tokens and steps."""
         _, height, width = self.latent_shape
-        return self.scheduler_sigmas(steps, compute_empirical_mu(height * width, steps))
+        return self.scheduler_sigmas(
+            steps, np.linspace(1.0, 1 / steps, steps), compute_empirical_mu(height * width, steps)
+        )
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         embeds = conditioning["prompt_embeds"]

@@ -6,7 +6,7 @@ here a missing weight is an error.
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,7 @@ def load_pipeline(
     dtypes: Mapping[str, torch.dtype] = ONLY_TRANSFORMER_IN_BF16,
     variant: str | None = None,
     components: Mapping[str, Any] | None = None,
+    check: Callable[[Path], None] | None = None,
 ) -> DiffusionPipeline:
     """The pipeline of a folder or hub id, its models frozen. ``pipeline.config._name_or_path`` is its folder.
 
@@ -56,6 +57,7 @@ def load_pipeline(
         dtypes: dtype of each component by name; ``default`` for all others.
         variant: components that have files of this name (``model.<variant>.safetensors``) are read from those.
         components: those that are not loaded: existing modules, or None.
+        check: called with the folder before weights are read.
 
     Raises:
         UserError: there is no such folder or hub id, it may not be read, holds another kind of pipeline, or is damaged.
@@ -65,6 +67,8 @@ def load_pipeline(
     modules = {}
     # diffusers raises OSError and ValueError, transformers lets SafetensorError and RuntimeError through.
     try:
+        if check is not None:
+            check(folder)
         for name, component_class in _module_classes(pipeline_class, folder):
             if name not in components:
                 dtype = dtypes.get(name, dtypes["default"])

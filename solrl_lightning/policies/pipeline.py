@@ -14,7 +14,6 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from diffusers import AutoencoderTiny, DiffusionPipeline
 from peft import LoraConfig
@@ -37,6 +36,7 @@ from solrl_lightning.policies.guidance import guide
 from solrl_lightning.policies.loading import errors_only, load_pipeline
 from solrl_lightning.policies.preview import EMBEDDED, load_preview_decoder, random_preview_decoder
 from solrl_lightning.policies.random_weights import random_pipeline, random_row
+from solrl_lightning.policies.schedulers import Settings, check_scheduler, read_scheduler, resolution_shift
 from solrl_lightning.seeds import noise
 
 log = logging.getLogger(__name__)
@@ -70,12 +70,13 @@ class PipelineAdapter(ABC):
         device: device of transformer and autoencoder; text encoders stay on the CPU and move to it only while encoding.
 
     Raises:
-        UserError: ``pretrained`` or ``preview_decoder`` cannot be loaded (see ``loading`` and ``preview``), or the
-            resolution is not a whole number of image tokens.
+        UserError: ``pretrained`` or ``preview_decoder`` cannot be loaded (see ``loading`` and ``preview``), the
+            resolution is not a whole number of image tokens, or a setting of the scheduler is not honoured.
     """
 
     pipeline_class: ClassVar[type[DiffusionPipeline]]
     encoders: ClassVar[tuple[str, ...]]  # text encoders and tokenizers
+    schedulers: ClassVar[Settings] = {}  # that `sigmas` honours; empty: none is checked, nor is model.scheduler taken
     latents_per_token: ClassVar[int | None] = None  # side of an image token; None: the transformer's patch_size
     latent_shape: tuple[int, ...]  # of one image, as the transformer takes it
     metadata: Mapping[str, Mapping[str, Any]] = {}  # of the prompts that have any; set by the task
@@ -107,9 +108,11 @@ class PipelineAdapter(ABC):
         home = torch.device(transformer_device or self.device)
         self.encode_on, self._noted_long_prompt, self.guidance_scale = encode_on, False, guidance_scale
         self.cache: EmbeddingCache | None = None
-        self.random = weights == "random"
+        self.random, self._scheduler = weights == "random", scheduler
         if self.random:
             architecture = find_architecture(self.pretrained, self.pipeline_class)
+            part = architecture.components["scheduler"]
+            check_scheduler(pretrained, part.cls, part.config, self.schedulers, scheduler)
             self.pipeline = random_pipeline(architecture, home, self.dtypes)
         elif weights != "pretrained":
             raise UserError(f"model.weights must be pretrained or random; got {weights}")
@@ -175,10 +178,19 @@ class PipelineAdapter(ABC):
         """Arguments with which diffusers' pipeline encodes and guides as this policy does."""
         return {"guidance_scale": self.guidance_scale, "max_sequence_length": self.max_sequence_length}
 
-    def scheduler_sigmas(self, steps: int, mu: float) -> Tensor:
-        """Noise levels of the pipeline's scheduler, shifted by ``mu``, for ``sigmas`` of subclasses."""
+    def scheduler_sigmas(self, steps: int, sigmas: Any = None, mu: float | None = None) -> Tensor:
+        """Noise levels of the pipeline's scheduler, for ``sigmas`` of subclasses.
+
+        Args:
+            sigmas: the T levels that the scheduler shifts; None for its own.
+            mu: exponent of a dynamic shift; None for the pipelines' function of the number of image tokens.
+        """
         scheduler = copy.deepcopy(self.pipeline.scheduler)
-        scheduler.set_timesteps(sigmas=np.linspace(1.0, 1 / steps, steps), mu=mu)
+        if steps == 1 and scheduler.config.shift_terminal:  # the scheduler would divide by zero
+            return torch.tensor([1.0, 0.0])
+        if mu is None:
+            mu = resolution_shift(scheduler.config, (self.resolution // self.pixels_per_token) ** 2)
+        scheduler.set_timesteps(steps, sigmas=sigmas, mu=mu)
         return scheduler.sigmas.float()
 
     # A subclass may override these. By default latents are the autoencoder's [C, H, W], scaled and shifted by numbers
@@ -374,7 +386,10 @@ class PipelineAdapter(ABC):
             transformer.save_pretrained(part)
 
     def _load(self, components: Mapping[str, Any]) -> DiffusionPipeline:
-        return load_pipeline(self.pipeline_class, self.pretrained, self.dtypes, self.variant, components)
+        def check(folder: Path) -> None:
+            check_scheduler(self.pretrained, *read_scheduler(folder), self.schedulers, self._scheduler)
+
+        return load_pipeline(self.pipeline_class, self.pretrained, self.dtypes, self.variant, components, check)
 
     def _preview_decoder(self, pretrained: str) -> AutoencoderTiny:
         latents = (self.pipeline.vae.config.latent_channels, self.pipeline.vae_scale_factor)

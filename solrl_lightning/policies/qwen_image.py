@@ -6,14 +6,15 @@ is for videos: its input is [B, C / 4, frames, H / 8, W / 8].
 
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from diffusers import QwenImagePipeline
-from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.guidance import extrapolate, guide
+from solrl_lightning.policies.schedulers import FLOW_MATCHING
 from solrl_lightning.policies.video import VideoPipelineAdapter
 from solrl_lightning.seeds import noise
 
@@ -23,6 +24,7 @@ class QwenImage(VideoPipelineAdapter):
 
     pipeline_class = QwenImagePipeline
     encoders: ClassVar[tuple[str, ...]] = ("text_encoder", "tokenizer")
+    schedulers = FLOW_MATCHING
 
     def __init__(self, pretrained: str, resolution: int, **others: Any) -> None:
         super().__init__(pretrained, resolution, **others)
@@ -79,11 +81,7 @@ class QwenImage(VideoPipelineAdapter):
 
     def sigmas(self, steps: int) -> Tensor:
         """Levels of the pipeline's scheduler: shifted by the number of image tokens, the last one before 0 is 0.02."""
-        if steps == 1:  # the scheduler would divide by zero
-            return torch.tensor([1.0, 0.0])
-        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-        shift = (self.pipeline.scheduler.config[name] for name in names)
-        return self.scheduler_sigmas(steps, calculate_shift(self.latent_shape[0], *shift))
+        return self.scheduler_sigmas(steps, np.linspace(1.0, 1 / steps, steps))
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         dtype, images = conditioning["prompt_embeds"].dtype, self.images(x, conditioning)

@@ -3,14 +3,13 @@
 Latents are [B, C, H / 8, W / 8].
 """
 
-import copy
-
 import torch
 from diffusers import StableDiffusion3Pipeline
 from torch import Tensor, nn
 
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.policies.schedulers import FLOW_MATCHING
 
 CLIP_TOKENS = 77  # tokens of both CLIPs, which precede T5's
 
@@ -20,6 +19,7 @@ class SD3(PipelineAdapter):
 
     pipeline_class = StableDiffusion3Pipeline
     encoders = ("text_encoder", "text_encoder_2", "text_encoder_3", "tokenizer", "tokenizer_2", "tokenizer_3")
+    schedulers = FLOW_MATCHING
 
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Conditioning:
         """``prompt_embeds`` [P, 77 + L, D]: both CLIPs side by side, then T5; ``pooled`` [P, D'] of both CLIPs."""
@@ -42,9 +42,7 @@ class SD3(PipelineAdapter):
 
     def sigmas(self, steps: int) -> Tensor:
         """Levels of the pipeline's scheduler: shift 3, and the last level above 0 is the lowest it was trained at."""
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
-        scheduler.set_timesteps(steps)
-        return scheduler.sigmas.float()
+        return self.scheduler_sigmas(steps)
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         output = transformer(

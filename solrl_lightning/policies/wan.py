@@ -4,7 +4,6 @@ Latents are [B, C, F', H / 8, W / 8]: the autoencoder is causal, so the first of
 the video, and each other one is four frames. ``decode`` returns [B, F, 3, H, W] with F = 4 (F' - 1) + 1.
 """
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from torch.nn import functional as F
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.schedulers import FLOW_MATCHING_OR_UNIPC
 from solrl_lightning.policies.video import VideoPipelineAdapter
 
 
@@ -28,6 +28,7 @@ class Wan(VideoPipelineAdapter):
 
     pipeline_class = WanPipeline
     encoders = ("text_encoder", "tokenizer")
+    schedulers = FLOW_MATCHING_OR_UNIPC
 
     def __init__(self, pretrained: str, resolution: int, *, num_frames: int, **others: Any) -> None:
         super().__init__(pretrained, resolution, **others)
@@ -69,13 +70,12 @@ class Wan(VideoPipelineAdapter):
 
     def sigmas(self, steps: int) -> Tensor:
         """Levels of the pipeline's scheduler; those of a multistep one, as UniPC, up to 1e-6: the first is 1."""
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
-        if "flow_shift" in scheduler.config:
-            uniform = np.linspace(1, 1 / scheduler.config.num_train_timesteps, steps + 1)[:-1]
-            scheduler = FlowMatchEulerDiscreteScheduler(shift=scheduler.config.flow_shift)
-            scheduler.set_timesteps(sigmas=uniform)
-        else:
-            scheduler.set_timesteps(steps)
+        scheduler = self.pipeline.scheduler
+        if "flow_shift" not in scheduler.config:
+            return self.scheduler_sigmas(steps)
+        uniform = np.linspace(1, 1 / scheduler.config.num_train_timesteps, steps + 1)[:-1]
+        scheduler = FlowMatchEulerDiscreteScheduler(shift=scheduler.config.flow_shift)
+        scheduler.set_timesteps(sigmas=uniform)
         return scheduler.sigmas.float()
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:

@@ -4,7 +4,6 @@ The transformer takes lists of latents and of captions. It appends a learned tok
 32 and attends to these tokens, so a caption is not padded before.
 """
 
-import copy
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.nn import functional as F
 
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.pipeline import PipelineAdapter
+from solrl_lightning.policies.schedulers import FLOW_MATCHING
 
 
 class ZImage(PipelineAdapter):
@@ -26,6 +26,7 @@ class ZImage(PipelineAdapter):
 
     pipeline_class = ZImagePipeline
     encoders = ("text_encoder", "tokenizer")
+    schedulers = FLOW_MATCHING
     latents_per_token = 2
 
     def __init__(self, pretrained: str, resolution: int, max_sequence_length: int, **others: Any) -> None:
@@ -53,10 +54,8 @@ class ZImage(PipelineAdapter):
         return {"prompt_embeds": torch.empty(self.max_sequence_length, width, device="meta")}
 
     def sigmas(self, steps: int) -> Tensor:
-        """Levels of the pipeline's scheduler, whose shift is a number."""
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
-        scheduler.set_timesteps(sigmas=get_default_z_image_sigmas(steps))  # uniform ones, rounded to float32
-        return scheduler.sigmas.float()
+        """Levels of the pipeline's scheduler, whose shift is a number as published."""
+        return self.scheduler_sigmas(steps, get_default_z_image_sigmas(steps))  # uniform ones, rounded to float32
 
     def velocity(self, transformer: nn.Module, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:
         embeds, mask = conditioning["prompt_embeds"], conditioning.get("prompt_embeds_mask")

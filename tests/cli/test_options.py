@@ -130,6 +130,7 @@ task=serve task.max_pixels=none   | task.max_pixels=none is invalid: it must be
 task=serve task.port=70000       | it must be a whole number from 0 to 65535; 0 takes a free port
 task=plan task.reserve=nan        | it must be a finite number of at least 0
 model.policy.decode_batch=[]     | it is model.decode_batch. Set model.decode_batch, which
+model=z_image +model.scheduler={shift:9.0} | nothing reads it. Leave it out or set it to null, or add '+model
 callbacks.checkpoint.dirpath=x  | checkpoints, as ckpt=last reads from it
 family=race family.explore.rungs=[] | it must be a list of rungs such as 'family.explore.rungs=[{step:2,keep:48},
 family=race family.explore.rungs=[{step:2}] | family.explore.rungs.0.keep is missing
