@@ -5,6 +5,8 @@ here a missing weight is an error.
 """
 
 import importlib
+import inspect
+import json
 import pkgutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +22,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import policies
+from solrl_lightning.artifacts.complete import check_complete
 from solrl_lightning.artifacts.hub import fetch as fetch_file
 from solrl_lightning.artifacts.hub import is_path
 from solrl_lightning.errors import UserError, sentence
@@ -144,6 +147,7 @@ def _check_complete(
     pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path, without: Sequence[str]
 ) -> None:
     """Checks that all component folders exist; diffusers would look for a missing one on the hub."""
+    chats = "apply_chat_template" in inspect.getsource(pipeline_class)
     for name, value in pipeline_class.load_config(str(folder)).items():
         is_component = not name.startswith("_") and isinstance(value, list) and None not in value
         if is_component and name not in without and not (folder / name).is_dir():
@@ -151,11 +155,11 @@ def _check_complete(
                 f"a pipeline folder has a subfolder for every component that its {INDEX} names; {pretrained} has no "
                 f"{name}/ ({'.'.join(value)}). Download or save the pipeline again, whole."
             )
-        # transformers makes a tokenizer without words of an empty folder.
-        if is_component and name.startswith("tokenizer") and not (folder / name / "tokenizer_config.json").is_file():
-            raise UserError(
-                f"{pretrained} has no {name}/tokenizer_config.json. Download or save the pipeline again, whole."
-            )
+        # diffusers and transformers replace some files that are missing by defaults, such as a tokenizer without words.
+        if is_component and name not in without and value[0] in ("diffusers", "transformers"):
+            cls = getattr(importlib.import_module(value[0]), value[1], None)
+            if isinstance(cls, type):
+                check_complete("model.pretrained", pretrained, cls, name, chats)
 
 
 def _module_classes(pipeline_class: type[DiffusionPipeline], folder: Path) -> Iterator[tuple[str, Any]]:
@@ -174,6 +178,20 @@ def _module_classes(pipeline_class: type[DiffusionPipeline], folder: Path) -> It
 def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant: str | None = None) -> Any:
     """The frozen model of a folder. A weight that is missing from its files is an error."""
     has_variant = variant is not None and any(folder.glob(f"*.{variant}[.-]*"))
+    if not has_variant and not any(file.name.count(".") == 1 for file in folder.glob("*.safetensors")):
+        variants = sorted({file.name.split(".")[1].split("-")[0] for file in folder.glob("*.*.safetensors")})
+        if variants:
+            raise UserError(
+                f"model.variant={variant or 'null'} is invalid: the weights in {folder} are of the variant "
+                f"{' or '.join(variants)}. Set model.variant={variants[0]}."
+            )
+    config = json.loads((folder / "config.json").read_text())
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    if method:
+        raise UserError(
+            f"{folder} is invalid: its weights are quantised ({method}), and must be of 16 or 32 bits. "
+            "Give the model's folder from before its quantisation."
+        )
     options = dict(dtype=dtype, variant=variant if has_variant else None, use_safetensors=True)
     module, info = component_class.from_pretrained(str(folder), output_loading_info=True, **options)
     missing = sorted(info["missing_keys"])

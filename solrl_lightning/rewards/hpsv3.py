@@ -19,9 +19,10 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessor, Qwen2VLModel
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2VLConfig, Qwen2VLImageProcessor, Qwen2VLModel
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
+from solrl_lightning.artifacts.complete import check_complete
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.data.sources import github_file
 from solrl_lightning.errors import UserError, sentence
@@ -140,6 +141,8 @@ def read_instruction(file: Path) -> str:
 def _read_processor(processor: str) -> tuple[Any, Any, Any]:
     key = "reward.hpsv3.processor"
     fetch(processor, "preprocessor_config.json", key=key, kind="Qwen2-VL model")
+    for part in (PreTrainedTokenizerBase, Qwen2VLImageProcessor):
+        check_complete(key, processor, part)
     source = expanduser(processor)
     try:
         config = Qwen2VLConfig.from_pretrained(source)

@@ -9,6 +9,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from solrl_lightning.artifacts.complete import check_complete
 from solrl_lightning.artifacts.files import load_tensors
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.errors import UserError, sentence
@@ -43,6 +44,8 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
     model = _load_pretrained(CLIPModel, f"reward.{reward}.pretrained", pretrained, "CLIP model")
     key = f"reward.{reward}.processor"
     fetch(processor, "tokenizer_config.json", key=key, kind="CLIP model", hint=_HINT)
+    for part in (CLIPTokenizer, CLIPImageProcessor):
+        check_complete(key, processor, part)
     source, fix = expanduser(processor), f"Set {key} to the processor of the model's training."
     try:
         images, tokenizer = CLIPImageProcessor.from_pretrained(source), CLIPTokenizer.from_pretrained(source)
@@ -75,6 +78,8 @@ def load_detector(reward: str, detector: str) -> tuple[Any, Any]:
     from transformers import Owlv2ForObjectDetection, Owlv2Processor
 
     key = f"reward.{reward}.detector"
+    fetch(detector, "config.json", key=key, kind="detector", hint=_HINT)
+    check_complete(key, detector, Owlv2Processor)
     model = _load_pretrained(Owlv2ForObjectDetection, key, detector, "detector")
     try:
         return model, Owlv2Processor.from_pretrained(expanduser(detector))

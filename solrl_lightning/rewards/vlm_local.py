@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
-from transformers import AutoModelForImageTextToText, AutoProcessor
+from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
 
+from solrl_lightning.artifacts.complete import check_complete
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.data.input_images import INPUT_IMAGE, load_square
 from solrl_lightning.errors import UserError, sentence
@@ -52,6 +53,7 @@ class LocalVLMReward(Reward):
         self.dtype, self.batch, self.question = floating_dtype(self.name, dtype), batch, question
         key = "reward.vlm_local.pretrained"
         fetch(pretrained, "config.json", key=key, kind="vision-language model")
+        check_complete(key, pretrained, ProcessorMixin, chats=True)
         source = expanduser(pretrained)
         try:
             self.processor = AutoProcessor.from_pretrained(source, padding_side="left")

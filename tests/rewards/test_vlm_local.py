@@ -100,5 +100,5 @@ def test_folder_without_a_model_raises(folder: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it holds no config.json"):
         LocalVLMReward(str(tmp_path), QUESTION, {"yes": 1.0, "no": 0.0})
     (tmp_path / "config.json").write_text((Path(folder) / "config.json").read_text())
-    with pytest.raises(UserError, match=r"vlm_local.pretrained=.* is invalid: .* Give a vision-language model"):
+    with pytest.raises(UserError, match=r"vlm_local.pretrained=.* is invalid: it has no preprocessor_config.json"):
         LocalVLMReward(str(tmp_path), QUESTION, {"yes": 1.0, "no": 0.0})

@@ -1,0 +1,58 @@
+"""Files of a saved model that transformers and diffusers replace by defaults where a folder lacks them."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from solrl_lightning.artifacts.hub import is_path
+from solrl_lightning.errors import UserError
+
+
+def check_complete(key: str, name: str, cls: Any, part: str = "", chats: bool = False) -> None:
+    """Raise UserError unless the folder ``part`` of the local folder ``name`` has the files that ``cls`` reads.
+
+    Hub ids are not checked: what the hub holds is whole. ``chats``: prompts are put into the tokenizer's chat template.
+    """
+    if not is_path(name):
+        return
+    folder = Path(name).expanduser() / part
+    for files in _files_of(cls, folder, chats):
+        if not any((folder / file).is_file() for file in files):
+            rest = f" (or {', '.join(files[1:])})" if files[1:] else ""
+            raise UserError(
+                f"{key}={name} is invalid: it has no {Path(part, files[0])}{rest}. Download or save it again, whole."
+            )
+
+
+def _files_of(cls: Any, folder: Path, chats: bool) -> Iterator[tuple[str, ...]]:
+    """Yield names of files, of which the folder must have one each."""
+    import transformers
+    from diffusers import ModelMixin, SchedulerMixin
+
+    if issubclass(cls, (transformers.PreTrainedModel, ModelMixin)):
+        yield ("config.json",)
+    if issubclass(cls, SchedulerMixin):
+        yield ("scheduler_config.json",)
+    if issubclass(cls, transformers.ProcessorMixin | transformers.image_processing_utils.ImageProcessingMixin):
+        yield "preprocessor_config.json", "processor_config.json"
+    if issubclass(cls, transformers.ProcessorMixin | transformers.PreTrainedTokenizerBase):
+        yield ("tokenizer_config.json",)
+        yield from _vocabulary(folder)
+        if chats and "chat_template" not in (folder / "tokenizer_config.json").read_text():
+            yield "chat_template.jinja", "chat_template.json"
+
+
+def _vocabulary(folder: Path) -> Iterator[tuple[str, ...]]:
+    """The words of a tokenizer: tokenizer.json, or the files of its class from before there was one."""
+    import transformers
+
+    if (folder / "tokenizer.json").is_file():
+        return
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    cls = getattr(transformers, str(config.get("tokenizer_class")), transformers.PreTrainedTokenizerBase)
+    for argument, file in cls.vocab_files_names.items():
+        if argument != "tokenizer_file":
+            yield file, "tokenizer.json"
+    if not cls.vocab_files_names.keys() - {"tokenizer_file"}:
+        yield "tokenizer.json", "tokenizer.model"
