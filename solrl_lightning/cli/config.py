@@ -4,6 +4,8 @@
 """
 
 import itertools
+import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, lru_cache
@@ -32,6 +34,7 @@ from solrl_lightning.errors import UserError, did_you_mean, nearest
 
 CONFIG_MODULE = "solrl_lightning.conf"
 _ONE_EACH = "task model data family objective scheduler precision trainer".split()  # a run has one option of each
+_UNQUOTED = r"[\w/\-+.$%*@?|: ,]"  # characters of a value that Hydra reads without quotes, in ASCII
 
 
 class _OwnOptions(SearchPathPlugin):
@@ -122,11 +125,12 @@ class ConfigTree:
             return f"Cannot read {argument!r}: an option is written key=value.{did_you_mean(homes)}"
         if not argument.isprintable():
             return f"Cannot read {argument!r}: it has characters that cannot be printed. Leave them out."
-        quoted = value.strip("'\"")
-        return (
-            f"Cannot read {argument!r}. Values with spaces, commas, brackets or = need quotes that survive the shell: "
-            f"""'{key}="{quoted}"'."""
-        )
+        texts = [text.strip().strip("'\"") for text in (value.strip("[]").split(",") if value[:1] == "[" else [value])]
+        quoted = ",".join('"{}"'.format(text.replace('"', '\\"')) for text in texts)
+        fix = shlex.quote(f"{key}=[{quoted}]" if value[:1] == "[" else f"{key}={quoted}")
+        characters = "".join(texts)
+        strange = next((repr(one) for one in characters if not re.match(_UNQUOTED, one, re.ASCII)), "spaces")
+        return f"Cannot read {argument!r}. A text with {strange} needs quotes that survive the shell: {fix}."
 
     def compose(self, arguments: Sequence[str]) -> DictConfig:
         """The whole configuration, Hydra's own part included.
