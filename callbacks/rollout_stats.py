@@ -1,9 +1,13 @@
 """Logs mean and spread of an iteration's rewards over the samples of all ranks, and how far the policy has moved."""
 
+import logging
+
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from solrl_lightning.callbacks.common import log_values, loop_of, module_of, moments
+
+log = logging.getLogger(__name__)
 
 
 class RolloutStats(Callback):
@@ -53,4 +57,6 @@ class RolloutStats(Callback):
         if lags:
             self.last["explore/lag"] = moments(trainer, torch.tensor(lags)).mean
         self.last |= {f"policy/{name}": float(value) for name, value in module_of(pl_module).distances.items()}
+        if trainer.current_epoch == 0 and self.last["reward/zero_std_fraction"] == 1:
+            log.warning("the rewards of each prompt's samples are all equal: nothing can be learnt from them")
         log_values(pl_module, self.last)

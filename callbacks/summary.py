@@ -277,7 +277,7 @@ def _status(facts: Mapping[str, Any]) -> str:
         status += f", by {facts['stopped_by']}"
         result = "transformer" if "transformer" in facts["paths"] else "lora"
         status += f"; {result}/ is that of the best checkpoint" if facts["best_reward"] is not None else ""
-    return status if facts["error"] is None else f"{status}: {facts['error']}"
+    return status  # the error follows
 
 
 def change(base: float | None, final: float | None) -> str:

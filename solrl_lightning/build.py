@@ -259,7 +259,9 @@ def build_module(
     rewards = build_rewards(cfg, device, prompts.metadata)
     for note in prompts.notes:
         log.info("%s", note)
-    rewards.check_prompts([*prompts.train, *prompts.eval])
+    texts = [*prompts.train, *prompts.eval]
+    rewards.check_prompts(texts)
+    rewards.try_out(torch.full((3, cfg.model.resolution, cfg.model.resolution), 0.5, device=device), texts[0])
     return build_model(cfg, device, samplers, rewards, prompts.eval[: cfg.data.eval_prompts], objective)
 
 

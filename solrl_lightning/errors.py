@@ -34,6 +34,10 @@ class ServerError(RuntimeError):
     """A server that does not answer, or not as agreed; the message names the server and the sample."""
 
 
+class RewardError(RuntimeError):
+    """An exception in the code of a reward; the message names the reward, file and line, and ``__cause__`` is it."""
+
+
 class RankLost(RuntimeError):
     """Another rank has ended, for which this one would wait."""
 

@@ -81,6 +81,11 @@ def report_error(
         elif folder is not None:
             again = f"{again} with ckpt=auto hydra.run.dir={folder}" if resumable else f"remove {folder} and {again}"
         fix = f" {_CURES[type(failure)]}, then {again}."
+    elif isinstance(failure, NonFiniteError) and folder is not None and (folder / LAST).is_file():
+        fix = (
+            f" Then continue the run with ckpt=last hydra.run.dir={folder}; if it has diverged, lower optimizer.lr and "
+            "branch from ckpt=best."
+        )
     end = "" if str(failure).endswith((".", "?")) or not fix else "."
     print(f"error: {failure}{end}{fix}", file=sys.stderr)
     return failure

@@ -22,6 +22,7 @@ from solrl_lightning.options.rules import (
     number,
 )
 from solrl_lightning.rewards.addresses import check_url
+from solrl_lightning.rewards.answers import normal
 
 HTTP = "solrl_lightning.rewards.http.HTTPReward"
 VLM = "solrl_lightning.rewards.vlm.VLMReward"
@@ -41,12 +42,13 @@ def _are_answers(value: Any) -> bool:
             for word, mark in value.items()
         )
         and len({float(mark) for mark in value.values()}) > 1
+        and len({normal(word) for word in value}) == len(value)
     )
 
 
 Answers = Annotated[
     dict[str, float],
-    must_be("two or more answers with numbers that differ, as in {yes:1,no:0}", _are_answers),
+    must_be("two or more answers with numbers that differ, as in {yes:1,no:0}, and not only in case", _are_answers),
 ]
 
 

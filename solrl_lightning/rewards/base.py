@@ -5,16 +5,19 @@ Shapes: B images, U unique prompts.
 
 import inspect
 import math
+import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.errors import NonFiniteError, RewardError, ServerError, UserError, sentence
 
 T = TypeVar("T")
+_NAMED = (UserError, NonFiniteError, ServerError, torch.OutOfMemoryError)  # exceptions of ``score`` that others handle
 Metadata = Mapping[str, Any]
 """Keys other than "prompt" of a prompt's row in its source."""
 
@@ -45,7 +48,8 @@ class Reward(ABC):
 
         Raises:
             ValueError: the images have another shape, dtype or range, or the number of prompts or metadata is not B.
-            UserError: ``score`` did not return a tensor [B] of real numbers.
+            UserError: ``score`` did not return B real numbers: a tensor or array [B] or [B, 1], or a list.
+            RewardError: ``score`` raised an exception.
             NonFiniteError: an image has NaN, or a score is NaN or infinite.
         """
         check_images(self.name, images, prompts)
@@ -55,21 +59,39 @@ class Reward(ABC):
                 f"the metadata of the reward {self.name} are invalid: there must be one per prompt; got "
                 f"{len(metadata)} for {len(prompts)} prompts. Leave them out, or give {{}} where there is none."
             )
-        scores = call_with_metadata(self.score, images, prompts, metadata=metadata)
-        if not isinstance(scores, Tensor) or scores.shape != (len(prompts),):
-            returned = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
-            raise UserError(
-                f"the reward {self.name} is invalid: it must return one score per image, a tensor [{len(prompts)}]; "
-                f"its score() returned {returned}. Correct score()."
-            )
-        if scores.is_complex():
-            raise UserError(
-                f"the reward {self.name} is invalid: it must return real numbers; its score() returned {scores.dtype}. "
-                "Correct score(), for example by .real or .abs()."
-            )
-        scores = scores.float()
+        try:
+            returned = call_with_metadata(self.score, images, prompts, metadata=metadata)
+        except _NAMED:
+            raise
+        except Exception as error:
+            raise RewardError(
+                f"the reward {self.name} raises {type(error).__name__} in {self._line_of(error)}: {sentence(error)}"
+            ) from error
+        scores = as_scores(self.name, returned, len(prompts)).to(images.device)
         check_scores(self.name, scores, prompts)
         return scores
+
+    def _line_of(self, error: Exception) -> str:
+        """Return file and line where an exception left the code of the reward."""
+        frames = traceback.extract_tb(error.__traceback__)
+        source = inspect.unwrap(type(self).score).__code__.co_filename  # there is one in a notebook, too
+        inside = [frame for frame in frames if frame.filename == source]
+        frame = (inside or frames)[-1]
+        return f"{frame.filename}, line {frame.lineno}"
+
+    def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
+        """Score a grey image [3, H, W] of the model's size twice in a batch, before the model is loaded.
+
+        Raises:
+            UserError: ``score`` fails, or does not return a finite number for an image.
+        """
+        try:
+            self(image.repeat(2, 1, 1, 1), [prompt] * 2, [metadata] * 2)
+        except (NonFiniteError, RewardError) as error:
+            raise UserError(
+                f"the reward {self.name} is invalid: it must score a grey image; {str(error).rstrip('.')}. "
+                "Correct score()."
+            ) from error
 
     @abstractmethod
     def score(self, images: Tensor, prompts: list[str], *args: Any, **kwargs: Any) -> Tensor:
@@ -84,6 +106,32 @@ class Reward(ABC):
 
     def check_prompts(self, prompts: list[str], *args: Any, **kwargs: Any) -> None:  # noqa: B027  (most take any text)
         """Raise ``UserError`` for a prompt that the reward cannot score; ``metadata`` as in ``score``."""
+
+
+def as_scores(name: str, returned: Any, count: int) -> Tensor:
+    """Return what ``score`` returned for ``count`` images, a tensor or array [B] or [B, 1] or a list, as float32 [B].
+
+    The score of one image may be a number.
+
+    Raises:
+        UserError: it is something else, or complex.
+    """
+    scores: Tensor | None = None
+    with suppress(TypeError, ValueError, RuntimeError):  # no numbers, or lists of different lengths
+        scores = torch.as_tensor(returned)
+    single = (count == 1) * ((),)
+    if scores is None or tuple(scores.shape) not in ((count,), (count, 1), *single):
+        shape = type(returned).__name__ if scores is None else list(scores.shape)
+        raise UserError(
+            f"the reward {name} is invalid: it must return one score per image, a tensor [{count}]; its score() "
+            f"returned {shape}. Correct score()."
+        )
+    if scores.is_complex():
+        raise UserError(
+            f"the reward {name} is invalid: it must return real numbers; its score() returned {scores.dtype}. "
+            "Correct score(), for example by .real or .abs()."
+        )
+    return scores.flatten().float()
 
 
 def call_with_metadata(method: Callable[..., T], *args: Any, metadata: list[Metadata]) -> T:

@@ -58,25 +58,26 @@ class Client:
             ServerError: the request still fails after the retries; the message begins with ``server``.
         """
         try:
-            status, content = self._post(body, retries)
+            status, location, content = self._post(body, retries)
         except HTTPError as error:
             raise ServerError(f"{server} does not answer: {sentence(getattr(error, 'reason', error))}") from error
         self._silent = False
         if status != 200:
             token = f". Set its token with export {TOKEN}=<token>." if status in (401, 403) else ""
-            raise ServerError(f"{server} answered with status {status}: {shown(content)}{token}")
+            moved = f" (Location: {location})" if 300 <= status < 400 and location else ""
+            raise ServerError(f"{server} answered with status {status}{moved}: {shown(content)}{token}")
         if len(content) > _LONGEST:
             rule = f"it must have at most {_LONGEST} bytes"
             raise ServerError(f"{server} gave an invalid answer: {rule}; got {shown(content)}")
         return content
 
-    def _post(self, body: dict[str, Any], retries: Retry | bool | None) -> tuple[int, bytearray]:
-        """Return the status and the content of the answer to a request, which is repeated if reading it fails, too."""
+    def _post(self, body: dict[str, Any], retries: Retry | bool | None) -> tuple[int, str, bytearray]:
+        """Return status, ``Location`` and content of the answer to a request, repeated if reading it fails, too."""
         while True:
             options: dict[str, Any] = dict(redirect=False, retries=retries, preload_content=False)
             answer = self._pool.request("POST", self.url, json=body, **options)
             try:
-                return answer.status, self._read(answer)
+                return answer.status, answer.headers.get("Location", ""), self._read(answer)
             except HTTPError as error:  # urllib3 has repeated the request up to here
                 assert answer.retries is not None
                 retries = answer.retries.increment("POST", self.url, error=error)

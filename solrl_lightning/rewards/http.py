@@ -51,19 +51,22 @@ class HTTPReward(Reward):
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._client = Client(url, headers, concurrency, timeout, retries, backoff)
 
-    def check_prompts(self, prompts: list[str], metadata: list[Metadata]) -> None:
-        """Ask once for the scores of ``batch`` grey images of the first prompt, before a model is loaded.
+    def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
+        """Ask once for the scores of ``batch`` images of noise: no image of the run has a longer PNG file.
 
         Raises:
             UserError: the server does not answer, or not as agreed.
         """
-        grey = torch.full((self.batch, 64, 64, 3), 128, dtype=torch.uint8)
+        _, height, width = image.shape
+        size, generator = (self.batch, height, width, 3), torch.Generator().manual_seed(0)
+        noise = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
         try:
-            self._ask(grey, prompts[:1] * self.batch, metadata[:1] * self.batch, retries=False)
+            self._ask(noise, [prompt] * self.batch, [metadata] * self.batch, retries=False)
         except ServerError as error:
             raise UserError(
                 f"reward.http.url={self.url} is invalid: {sentence(error)} Start or correct the server, or set "
-                f"reward.http.url=<its address>; if it takes fewer than {self.batch} images, set reward.http.batch=<n>."
+                f"reward.http.url=<its address>; if {self.batch} images of {width} x {height} are too many for it, "
+                "raise its limit, or set reward.http.batch=<n>."
             ) from error
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:

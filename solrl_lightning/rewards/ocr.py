@@ -3,12 +3,13 @@
     reward = max(0, 1 - d / n)        in [0, 1]
 
 n is the length of the quoted text and d its Levenshtein distance from the text that an OCR model reads in the image. d
-is 0 if that contains the quoted text; spaces and case are ignored. The formula is Flow-GRPO's (Liu et al. 2025, arXiv
-2505.05470; flow_grpo/ocr.py), which uses PaddleOCR. Here RapidOCR runs PaddleOCR's models, which are in its wheel, by
-ONNX Runtime on the CPU.
+is 0 if that contains the quoted text; spaces, case, width (NFKC) and the form of quotes are ignored. The formula is
+Flow-GRPO's (Liu et al. 2025, arXiv 2505.05470; flow_grpo/ocr.py), which uses PaddleOCR. Here RapidOCR runs PaddleOCR's
+models, which are in its wheel, by ONNX Runtime on the CPU.
 """
 
 import re
+import unicodedata
 from importlib import import_module
 from typing import Any
 
@@ -28,6 +29,9 @@ _OPTIONS = {
     "Global.use_cls": False,
     "Global.log_level": "error",  # it warns for every image without text
 }
+
+_KNOWN = re.compile(r"(LATIN|CJK|IDEOGRAPHIC|HIRAGANA|KATAKANA|DIGIT)\b|GREEK SMALL LETTER \w+$")  # Unicode names
+_QUOTES = str.maketrans("‘’“”", "''\"\"")
 
 
 class OCR(Reward):
@@ -53,9 +57,13 @@ class OCR(Reward):
         self._read = rapidocr.RapidOCR(params=_OPTIONS)
 
     def check_prompts(self, prompts: list[str]) -> None:
-        """Raise ``UserError`` for a prompt without text in double quotes."""
+        """Raise ``UserError`` for a prompt without text in double quotes, or with letters there that no model reads."""
         for prompt in prompts:
-            text_in_quotes(prompt)
+            if unknown := unreadable(text_in_quotes(prompt)):
+                raise UserError(
+                    f"the prompt {prompt!r} is invalid: reward=ocr cannot read {' '.join(unknown)}. "
+                    "Quote text in Latin, Chinese or Japanese letters."
+                )
 
     def score(self, images: Tensor, prompts: list[str]) -> Tensor:
         pictures = (eight_bits(images) * 255).byte().permute(0, 2, 3, 1).cpu().numpy()[..., ::-1]  # blue, green, red
@@ -76,6 +84,20 @@ def text_in_quotes(prompt: str) -> str:
 
 
 def similarity(read: str, target: str) -> float:
-    """max(0, 1 - distance / length of the target), 1 if ``read`` contains it, without regard to spaces and case."""
-    read, target = ("".join(text.split()).lower() for text in (read, target))
+    """max(0, 1 - distance / length of the target), 1 if ``read`` contains it; both ``plain``."""
+    read, target = plain(read), plain(target)
     return 1.0 if target in read else max(0.0, 1 - float(edit_distance(read, target)) / len(target))
+
+
+def plain(text: str) -> str:
+    """Return a text without spaces and case, in the normal form NFKC and with straight quotes."""
+    return "".join(unicodedata.normalize("NFKC", text).translate(_QUOTES).casefold().split())
+
+
+def unreadable(text: str) -> list[str]:
+    """Return the letters and digits of a text, as ``plain`` writes them, that are not in the recogniser's dictionary.
+
+    PP-OCRv6 (small) has Latin, Chinese and Japanese letters, and the Greek ones of formulas, without accents.
+    """
+    letters = sorted({character for character in plain(text) if character.isalnum()})
+    return [letter for letter in letters if not _KNOWN.match(unicodedata.name(letter, ""))]

@@ -26,6 +26,7 @@ from torch import Tensor
 from solrl_lightning.data.input_images import INPUT_IMAGE, load_square
 from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.rewards.addresses import check_url, read_token
+from solrl_lightning.rewards.answers import normal
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
 from solrl_lightning.rewards.client import Client, shown, to_png
 
@@ -70,7 +71,7 @@ class VLMReward(Reward):
         super().__init__(device)
         check_url("url", url)
         self.url, self.model, self.question, self.logprobs = url.rstrip("/"), model, question, logprobs
-        self.answers = {answer.lower(): float(value) for answer, value in answers.items()}
+        self.answers = {normal(answer): float(value) for answer, value in answers.items()}
         self.concurrency = concurrency
         self._costs = {"requests": 0, "tokens": 0}
         token = read_token()
@@ -82,16 +83,16 @@ class VLMReward(Reward):
     def costs(self) -> Mapping[str, int]:
         return self._costs
 
-    def check_prompts(self, prompts: list[str], metadata: list[Metadata]) -> None:
-        """Ask once about a grey image, or two, and the first prompt, before a model is loaded.
+    def try_out(self, image: Tensor, prompt: str, metadata: Metadata) -> None:
+        """Ask once about a grey image, or two, before a model is loaded.
 
         Raises:
             UserError: the server does not answer, or not as agreed.
         """
-        grey = to_png(torch.full((64, 64, 3), 128, dtype=torch.uint8))
+        grey = to_png((image * 255).round().byte().permute(1, 2, 0).cpu())
         key = f"reward.{self.name}"
         try:
-            answer = self._ask(_Question([grey] * (1 + (INPUT_IMAGE in metadata[0])), prompts[0]), retries=False)
+            answer = self._ask(_Question([grey] * (1 + (INPUT_IMAGE in metadata)), prompt), retries=False)
         except ServerError as error:
             raise UserError(
                 f"{key}.url={self.url} is invalid: {sentence(error)} Start or correct the server, or set "
@@ -100,7 +101,7 @@ class VLMReward(Reward):
         if math.isnan(answer.score):
             raise UserError(
                 f"{key}.answers is invalid: the model {self.model}, asked about a grey image and the prompt "
-                f"{prompts[0]!r}, gives none of {', '.join(self.answers)}. Set {key}.question and {key}.answers to "
+                f"{prompt!r}, gives none of {', '.join(self.answers)}. Set {key}.question and {key}.answers to "
                 f"what it answers, or {key}.logprobs={str(not self.logprobs).lower()}."
             )
 
@@ -175,7 +176,7 @@ def _by_probability(choice: Mapping[str, Any], answers: Mapping[str, float]) -> 
     """Expected value of the answers under the probabilities of the first word; NaN if it can be none of them."""
     weights = dict.fromkeys(answers, 0.0)
     for alternative in choice["logprobs"]["content"][0]["top_logprobs"]:
-        word = alternative["token"].strip().rstrip(".").lower()
+        word = normal(alternative["token"])
         if word in weights:
             weights[word] += math.exp(alternative["logprob"])
     total = sum(weights.values())
@@ -184,5 +185,5 @@ def _by_probability(choice: Mapping[str, Any], answers: Mapping[str, float]) -> 
 
 def _by_text(choice: Mapping[str, Any], answers: Mapping[str, float]) -> float:
     """Value of the first answer in the text; NaN without one."""
-    words = re.findall(r"[\w.+-]*\w", choice["message"]["content"].lower())
+    words = map(normal, re.findall(r"[\w.+-]*\w", choice["message"]["content"]))
     return next((answers[word] for word in words if word in answers), math.nan)

@@ -19,6 +19,7 @@ from solrl_lightning.artifacts.complete import check_complete
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.data.input_images import INPUT_IMAGE, load_square
 from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.rewards.answers import spellings
 from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.loading import floating_dtype
 
@@ -90,14 +91,14 @@ class LocalVLMReward(Reward):
 
 
 def first_tokens(tokenizer: Any, answers: Mapping[str, float]) -> list[list[int]]:
-    """The tokens that each answer can begin with: as written, lower, capitalised, and after a space.
+    """The tokens that each answer can begin with: its spellings, also after a space.
 
     Raises:
         UserError: two answers begin with the same token.
     """
     tokens = []
     for answer in answers:
-        forms = {space + word for word in (answer, answer.lower(), answer.capitalize()) for space in ("", " ")}
+        forms = {space + word for word in spellings(answer) for space in ("", " ")}
         ids = (tokenizer(form, add_special_tokens=False).input_ids for form in sorted(forms))
         tokens.append(sorted({numbers[0] for numbers in ids if tokenizer.decode(numbers[:1]).strip()}))
     for index, (answer, numbers) in enumerate(zip(answers, tokens, strict=True)):

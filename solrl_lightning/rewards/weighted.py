@@ -82,6 +82,12 @@ class WeightedRewards:
         for reward in self.rewards.values():
             call_with_metadata(reward.check_prompts, texts, metadata=metadata)
 
+    def try_out(self, image: Tensor, prompt: str) -> None:
+        """Let each reward score a grey image [3, H, W] of a prompt, or raise ``UserError``."""
+        (text,), (metadata,) = self._rows([prompt])
+        for reward in self.rewards.values():
+            reward.try_out(image.clone(), text, metadata)
+
     def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
         """Raw scores, float32 [B, R], in the order of ``rewards``; raises as ``Reward.__call__`` does.
 

@@ -37,11 +37,7 @@ Progress = Callable[[int, int], None]
 Scorer = Callable[[WeightedRewards, Tensor, list[str], Tensor], Tensor]
 """Rewards, image latents x0 [B, ...], B prompts and seeds [B] -> scores, float32 [B, R]."""
 
-STOPPED = (
-    "training stopped, and its last checkpoint, if there is one, is of the iteration before. If that one has diverged, "
-    "branch from ckpt=best."
-)
-_NONFINITE_HINT = f"{STOPPED} Reproduce this with task=generate, then fix the reward or lower the learning rate."
+_FIX = "Correct the reward or, if the image has NaN, the model."
 
 
 @dataclass
@@ -205,7 +201,7 @@ def score_images(
     except NonFiniteError as error:
         first = f"{error} with seed {int(seeds[error.row])}"
         if not or_nan:
-            raise NonFiniteError(f"{first}; {_NONFINITE_HINT}", error.row) from error
+            raise NonFiniteError(f"{first}. {_FIX}", error.row) from error
     scores = torch.full((len(texts), len(rewards.rewards)), torch.nan, device=images.device)
     for row, text in enumerate(texts):
         with suppress(NonFiniteError):
@@ -222,7 +218,7 @@ def check_selectable(merits: Tensor, keep: int, texts: list[str]) -> None:
         row = int((finite < keep).nonzero()[0])
         raise NonFiniteError(
             f"{int(finite[row])} of {merits.shape[1]} explored candidates have a finite reward for the prompt "
-            f"{texts[row]!r}, fewer than the {keep} to keep; {_NONFINITE_HINT}",
+            f"{texts[row]!r}, fewer than the {keep} to keep. {_FIX}",
             row,
         )
 
@@ -234,4 +230,4 @@ def check_finite(values: Tensor, what: str, texts: list[str], seeds: Tensor) -> 
         row = int((~finite).nonzero()[0])
         where = f"the prompt {texts[row]!r} with seed {int(seeds[row])}"
         fix = "Correct the objective, or lower optimizer.lr."
-        raise NonFiniteError(f"the {what} is {float(values[row])} for {where}; {STOPPED} {fix}", row)
+        raise NonFiniteError(f"the {what} is {float(values[row])} for {where}. {fix}", row)

@@ -30,7 +30,7 @@ from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.chunks import STOPPED, Progress, SamplingSpec, check_finite, score_chunks, score_images
+from solrl_lightning.rollout.chunks import Progress, SamplingSpec, check_finite, score_chunks, score_images
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, TrainingBatch
 from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
 from solrl_lightning.rollout.stage import EXPLORE, Stage
@@ -225,7 +225,7 @@ class SolRLModule(LightningModule):
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         if not norm.isfinite():  # equal on all ranks, which have reduced the gradients
-            raise NonFiniteError(f"train/grad_norm is {norm.item()}; {STOPPED} {_LOWER_RATE}")
+            raise NonFiniteError(f"train/grad_norm is {norm.item()}. {_LOWER_RATE}")
         values = {"train/grad_norm": norm, "lr": optimizer.param_groups[0]["lr"]}
         self.log_dict(values, on_step=False, on_epoch=True, batch_size=1)
 
@@ -235,7 +235,7 @@ class SolRLModule(LightningModule):
         if loop.count_step():
             self.distances = self.transformers.trained.distances()
             if not self.distances["base_distance"].isfinite():
-                raise NonFiniteError(f"the weights are not finite after an optimiser step; {STOPPED} {_LOWER_RATE}")
+                raise NonFiniteError(f"the weights are not finite after an optimiser step. {_LOWER_RATE}")
             self.transformers.trained.update_old(self.old_decay(loop.iterations_done))
 
     def trained_parameters(self) -> list[nn.Parameter]:

@@ -82,6 +82,8 @@ reward.combine=mean              | it must be one of sum, gdpo
 ++reward.shapes=3                | it must have a _target_ and a weight. Begin the reward's file
 reward.shapes.weight=null        | it must be a finite number; 0 for a reward that is only evaluated
 reward=http reward.http.url=ftp://scorer | reward.http.url=ftp://scorer is invalid: it must begin with http:// or
+reward=vlm reward.vlm.answers={yes:1,no:1} | it must be two or more answers with numbers that differ
+reward=vlm ++reward.vlm.answers={yes:1,Yes:0} | and not only in case
 reward=geneval reward.geneval.strict=1 | reward.geneval.strict=1 is invalid: it must be true or false
 reward.pretrained=x              | it is for one reward that is loaded from files; got shapes. Leave it out.
 reward=[pickscore,hpsv2] reward.pretrained=x/y | Set reward.pickscore.pretrained or reward.hpsv2.pretrained

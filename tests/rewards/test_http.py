@@ -176,7 +176,7 @@ def test_failed_request_is_sent_again(server: type[Server], failure: Reply, retr
         (LATE, 2, "does not answer: .*Read timed out"),
         (Reply([b" "] * 100, seconds=0.02), 2, "does not answer: .*no end after"),  # each byte comes in time
         (reply("wrong", 401), 1, f"answered with status 401: wrong. Set its token with export {TOKEN}=<token>."),
-        (reply("", 302), 1, "answered with status 302"),
+        (reply("", 302), 1, r"answered with status 302 \(Location: /elsewhere\)"),
         (reply("<html>\n\nhi"), 1, r'invalid answer: it must be {"scores": \[...\]} with 5 numbers; got <html> hi'),
         (reply('{"score": 1}'), 1, 'invalid answer: .*got {"score": 1}'),
         (reply("[1, 2, 3, 4, 5]"), 1, "invalid answer"),
@@ -272,12 +272,13 @@ def test_url_that_is_no_address_or_has_a_password_is_an_error(url: Any) -> None:
 
 def test_server_is_requested_once_before_a_model_is_loaded(server: type[Server]) -> None:
     server.will_reply(reply('{"scores": [null, 1]}'))
-    server.reward(batch=2).check_prompts(["a cat", "a dog"], [{"tag": "one"}, {}])
+    server.reward(batch=2).try_out(torch.full((3, 40, 48), 0.5), "a cat", {"tag": "one"})
     (request,) = server.requests
     assert (request["prompts"], request["metadata"]) == (["a cat"] * 2, [{"tag": "one"}] * 2)
-    assert len(request["images"]) == 2
+    assert [decoded(png).shape for png in request["images"]] == [(40, 48, 3)] * 2
+    assert all(len(png) > 40 * 48 * 3 * 4 / 3 for png in request["images"])  # as long as a picture can be
     server.will_reply(BUSY)
     message = f"reward.http.url={server.url} is invalid: .* status 503: busy\\. Start or correct"
     with pytest.raises(UserError, match=message):
-        server.reward(retries=5).check_prompts(["a cat"], [{}])
+        server.reward(retries=5).try_out(torch.zeros(3, 4, 4), "a cat", {})
     assert len(server.requests) == 2

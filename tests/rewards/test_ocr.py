@@ -59,6 +59,11 @@ def test_channels_are_in_the_order_of_opencv(reward: OCR, monkeypatch: pytest.Mo
         ("kitten", "sitting", 4 / 7),
         ("lawn", "flaw", 2 / 4),
         ("ba", "ab", 0),
+        ("CAFE\u0301", "café", 1),  # NFD and NFC
+        ("OPEN 24", "Ｏｐｅｎ　２４", 1),
+        ("DON'T", "don’t", 1),
+        ("Wait...", "Wait…", 1),
+        ("STRASSE", "Straße", 1),
     ],
 )
 def test_similarity_disregards_case_and_spaces_and_is_clipped(read: str, target: str, score: float) -> None:
@@ -69,6 +74,14 @@ def test_similarity_disregards_case_and_spaces_and_is_clipped(read: str, target:
 def test_prompt_without_quoted_text_is_an_error(reward: OCR, prompt: str) -> None:
     with pytest.raises(UserError, match="is invalid: reward=ocr reads in the image what is in double quotes"):
         reward.check_prompts(['a sign "open"', prompt])
+
+
+@pytest.mark.parametrize("text", ["Καλημέρα", "Привет", "مرحبا", "열림", "open Ж"])
+def test_text_in_letters_that_the_models_do_not_know_is_an_error(reward: OCR, text: str) -> None:
+    known = ("Größe 24!", "Ｏｐｅｎ", "开店", "あかい", "2πr", "¡Sí…!", "Straße", "½ µm")
+    reward.check_prompts([f'a sign "{text}"' for text in known])
+    with pytest.raises(UserError, match="is invalid: reward=ocr cannot read .*Quote text in Latin"):
+        reward.check_prompts(['a sign "open"', f'a sign "{text}"'])
 
 
 @pytest.mark.parametrize("prompt", ['a "red" and a "blue" sign', "a “red” and a “blue” sign", "ein „red“ Schild"])

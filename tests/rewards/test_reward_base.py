@@ -3,14 +3,16 @@
 import importlib
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import solrl_lightning.rewards
-from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.errors import NonFiniteError, RewardError, UserError
 from solrl_lightning.rewards.base import Metadata, Reward, unique_prompts
 from solrl_lightning.rewards.weighted import WeightedRewards
 
@@ -128,15 +130,63 @@ class Returns(Reward):
     ("value", "message"),
     [
         (torch.zeros(()), "it must return one score per image, a tensor [2]; its score() returned []"),
-        (torch.zeros(2, 1), "its score() returned [2, 1]"),
+        (torch.zeros(1, 2), "its score() returned [1, 2]"),
+        (torch.zeros(2, 3), "its score() returned [2, 3]"),
         (torch.zeros(3), "its score() returned [3]"),
-        ([0.5, 0.5], "its score() returned list"),
+        (0.5, "its score() returned []"),
+        ([0.5], "its score() returned [1]"),
+        (["good", "bad"], "its score() returned list"),
+        ([[1.0], [1.0, 2.0]], "its score() returned list"),
+        ({"a": 1}, "its score() returned dict"),
+        (None, "its score() returned NoneType"),
         (torch.zeros(2) + 1j, "it must return real numbers; its score() returned torch.complex64"),
     ],
 )
 def test_error_about_returned_scores_names_what_is_expected(value: Any, message: str) -> None:
     with pytest.raises(UserError, match=f"reward mine is invalid: .*{re.escape(message)}"):
         Returns(value)(torch.zeros(2, 3, 4, 4), ["a", "b"])
+    with pytest.raises(UserError, match=f"reward mine is invalid: .*{re.escape(message)}"):
+        Returns(value).try_out(torch.full((3, 4, 4), 0.5), "a", {})
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[1, 0], (1.0, 0.0), np.array([1, 0]), np.array([[1.0], [0.0]]), torch.tensor([[1], [0]]), torch.tensor([1, 0])]
+    + [torch.tensor([True, False]), [torch.tensor(1.0), torch.tensor(0.0)]],
+)
+def test_scores_may_be_what_reward_models_return(value: Any) -> None:
+    scores = Returns(value)(torch.zeros(2, 3, 4, 4), ["a", "b"])
+    assert scores.dtype == torch.float32 and scores.tolist() == [1.0, 0.0]
+
+
+class Fails(Reward):
+    """Looks up a word of the prompt that it does not know."""
+
+    name = "fails"
+
+    def score(self, images: Tensor, prompts: list[str]) -> Any:
+        return [{"a": 1.0}[prompt] for prompt in prompts]  # here
+
+
+def test_exception_of_a_reward_names_it_and_the_line() -> None:
+    line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith("# here"))
+    message = f"the reward fails raises KeyError in {re.escape(__file__)}, line {line}: 'b'"
+    with pytest.raises(RewardError, match=f"^{message}") as error:
+        Fails()(torch.zeros(2, 3, 4, 4), ["a", "b"])
+    assert isinstance(error.value.__cause__, KeyError)
+    with pytest.raises(UserError, match=f"must score a grey image; {message}. Correct"):
+        Fails().try_out(torch.full((3, 4, 4), 0.5), "b", {})
+    with pytest.raises(UserError, match="must score a grey image; the reward mine is nan for the prompt 'a'. Correct"):
+        Returns([torch.nan] * 2).try_out(torch.full((3, 4, 4), 0.5), "a", {})
+
+
+def test_every_reward_is_tried_with_the_metadata_of_the_prompt() -> None:
+    mine = Returns([1, 2])
+    rewards = WeightedRewards({"counting": Counting(), "mine": mine}, {"counting": 1, "mine": 0}, {"a": {"count": 3}})
+    rewards.try_out(torch.full((3, 4, 4), 0.5), "a")
+    mine.value = None
+    with pytest.raises(UserError, match="reward mine is invalid"):
+        rewards.try_out(torch.full((3, 4, 4), 0.5), "a")
 
 
 class Counting(Reward):

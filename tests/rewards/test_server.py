@@ -158,6 +158,9 @@ def test_token_is_required_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
 
 def test_limit_below_the_batch_is_found_before_a_model_is_loaded() -> None:
     with serving(WeightedRewards({"shapes": SHAPES}, {"shapes": 1.0}), max_images=3, max_pixels=64 * 64) as address:
-        client(address, batch=3).check_prompts(CAPTIONS[:1], [{}])
-        with pytest.raises(UserError, match=r"have 1 to 3 images; got 4.* fewer than 4 images, set reward.http.batch"):
-            client(address, batch=4).check_prompts(CAPTIONS[:1], [{}])
+        grey = torch.full((3, 32, 32), 0.5)
+        client(address, batch=3).try_out(grey, CAPTIONS[0], {})
+        with pytest.raises(
+            UserError, match=r"have 1 to 3 images; got 4.* if 4 images of 32 x 32 .* set reward.http.batch"
+        ):
+            client(address, batch=4).try_out(grey, CAPTIONS[0], {})

@@ -101,9 +101,15 @@ def test_score_of_marks_is_their_expected_value(server: type[Server]) -> None:
 
 
 def test_answer_is_read_as_text_where_there_are_no_probabilities(server: type[Server]) -> None:
-    texts = ["I say: No, it is not. Yes?", "**Yes**", "yes."]
+    texts = ["I say: No, it is not. Yes?", "**Yes**", "ＹＥＳ."]
     server.choices = [{"message": {"content": text}} for text in texts]
     assert reward(server, logprobs=False)(IMAGES, PROMPTS).tolist() == [0.0, 1.0, 1.0]
+    server.choices = [{"message": {"content": text}} for text in ("Mark: 4.0", "**５**", "1.")]
+    marks = {str(mark): float(mark) for mark in range(1, 6)}
+    assert reward(server, logprobs=False, answers=marks)(IMAGES, PROMPTS).tolist() == [4.0, 5.0, 1.0]
+    server.requests.clear()
+    server.choices = [{"message": {"content": text}} for text in texts]
+    reward(server, logprobs=False)(IMAGES[:1], PROMPTS[:1])
     assert "logprobs" not in server.requests[0] and server.requests[0]["max_tokens"] == 64
     with pytest.raises(ServerError, match=r"the first word; got .* set reward.vlm.logprobs=false\.$"):
         reward(server)(IMAGES, PROMPTS)
@@ -129,7 +135,7 @@ def test_input_image_of_the_prompt_comes_before_the_image(server: type[Server], 
     Image.fromarray(np.arange(8 * 6 * 3, dtype=np.uint8).reshape(6, 8, 3)).save(tmp_path / "in.png")
     rows: list[Metadata] = [{}, {"image": "in.png", "input_image": str(tmp_path / "in.png")}]
     judge = reward(server)
-    judge.check_prompts(PROMPTS[:2], rows[::-1])  # with as many images as in the run
+    judge.try_out(IMAGES[0], PROMPTS[0], rows[1])  # with as many images as in the run
     assert [part["type"] for part in server.requests.pop()["messages"][0]["content"]] == ["image_url"] * 2 + ["text"]
     images, prompts = IMAGES[:2].repeat(2, 1, 1, 1), [*PROMPTS[:2]] * 2
     judge(images, prompts, [*rows, {}, {}])
@@ -148,11 +154,11 @@ def test_failed_request_is_repeated_with_the_token(server: type[Server], monkeyp
 
 
 def test_error_of_the_server_comes_before_the_run(server: type[Server]) -> None:
-    reward(server).check_prompts(PROMPTS, [{}] * 3)
+    reward(server).try_out(IMAGES[0], PROMPTS[0], {})
     assert len(server.requests) == 1
     server.failures = 1
     with pytest.raises(UserError, match="reward.vlm.url=http://.*/v1 is invalid: .* status 503"):
-        reward(server).check_prompts(PROMPTS, [{}] * 3)
+        reward(server).try_out(IMAGES[0], PROMPTS[0], {})
     assert len(server.requests) == 2  # no retries
 
 
@@ -163,4 +169,4 @@ def test_model_that_answers_otherwise_is_an_error_before_the_run(server: type[Se
     judge.name = "taste"
     rule = r"reward.taste.answers is invalid: the model judge.*'a cat', gives none of yes, no\..* or reward.taste."
     with pytest.raises(UserError, match=f"{rule}logprobs={str(not logprobs).lower()}"):
-        judge.check_prompts(PROMPTS, [{}] * 3)
+        judge.try_out(IMAGES[0], PROMPTS[0], {})

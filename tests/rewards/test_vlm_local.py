@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.rewards.answers import normal, spellings
 from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.vlm_local import LocalVLMReward
 from tests.rewards.test_hpsv3 import TEMPLATE, VISION, patches, qwen_config
@@ -63,7 +64,7 @@ def reference(folder: str, image: Tensor, prompt: str, words: list[list[str]]) -
 
 def test_score_is_the_expected_answer(folder: str) -> None:
     reward = LocalVLMReward(folder, QUESTION, {"yes": 1.0, "No": 0.0}, dtype="float32", batch=2)
-    words = [["yes", "Yes", " yes"], ["no", "No"]]
+    words = [["yes", "Yes", "YES", " yes"], ["no", "No", "NO"]]
     expected = [reference(folder, image, prompt, words)[0] for image, prompt in zip(IMAGES, PROMPTS, strict=True)]
     scores = reward(IMAGES, PROMPTS)
     torch.testing.assert_close(scores.double(), torch.stack(expected), rtol=1e-4, atol=1e-4)
@@ -94,6 +95,11 @@ def test_input_image_of_the_prompt_comes_before_the_image(folder: str, tmp_path:
 def test_answers_with_the_same_first_token_raise(folder: str) -> None:
     with pytest.raises(UserError, match="'1' and '10' begin with the same token, '1'. Use answers that differ"):
         LocalVLMReward(folder, QUESTION, {"1": 0.0, "10": 1.0})
+
+
+@pytest.mark.parametrize("answer", ["yes", "No", "4", "straße", "ａ"])
+def test_every_spelling_is_the_same_answer_to_both_judges(answer: str) -> None:
+    assert {normal(form) for form in spellings(answer)} == {normal(answer)}
 
 
 def test_folder_without_a_model_raises(folder: str, tmp_path: Path) -> None:
