@@ -134,7 +134,7 @@ def test_other_settings_are_one_line_before_weights_are_read(
 @pytest.mark.parametrize(
     ("model", "values", "message"),
     [
-        ("z_image", {"shfit": 4.0}, "model.scheduler.shfit=4.0 is invalid: .* Did you mean shift"),
+        ("z_image", {"shiift": 4.0}, "model.scheduler.shiift=4.0 is invalid: .* Did you mean shift"),
         ("z_image", {"shift": -1.0}, r"model.scheduler=\{'shift': -1.0\} is invalid: .* descend"),
         ("flux1", {"stochastic_sampling": 1.0}, "model.scheduler.stochastic_sampling=1.0 is invalid"),
         ("wan", {"flow_shift": 0.0}, "must descend"),
