@@ -1,4 +1,4 @@
-"""Checkpoints: that of the last iteration, that of the best evaluation, and those of every few iterations.
+"""Write checkpoints: after the last iteration, after the best evaluation, and after every few iterations.
 
 Lightning's ModelCheckpoint does not write the last iteration of a run unless it is one of every few. It warns until the
 first evaluation, compares stale scores in the iterations between evaluations, forgets its best score when the folder is

@@ -6,7 +6,7 @@ Triton. ``use`` sets the capability; ``compiler`` is a backend of torch.compile 
 """
 
 import collections
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.accelerator
 import triton
+from fake_modules import apply_to_fakes
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -99,20 +100,6 @@ def _keep_code(graph: Any) -> None:
     code = graph.codegen()[0]
     codes.append(getattr(code, "value", code))
     raise _Generated
-
-
-def _applied(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """nn.Module._apply, without the swaps that fake tensors do not support."""
-    for child in module.children():
-        _applied(child, function)
-    for name, parameter in module.named_parameters(recurse=False):
-        with torch.no_grad():
-            other = function(parameter)
-        if other is not parameter:
-            setattr(module, name, nn.Parameter(other, parameter.requires_grad))
-    for name, buffer in module.named_buffers(recurse=False):
-        setattr(module, name, function(buffer))
-    return module
 
 
 def _properties(device: Any = None) -> SimpleNamespace:
@@ -207,7 +194,7 @@ def _install() -> None:
     lowering.compile_to_module = lowering._compile_to_module = _keep_code
     triton.runtime.driver.set_active(_Driver())
     modules: Any = nn.Module
-    modules._apply = _applied
+    modules._apply = apply_to_fakes
     for layer in (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm):
         layer.reset_parameters = partial(_answer, None)  # type: ignore[method-assign,union-attr]
 

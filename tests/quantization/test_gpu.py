@@ -3,11 +3,12 @@
 PyTorch's fake tensors run the checks of each operation for a GPU and compute nothing.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
+from fake_modules import apply_to_fakes
 from nano import PROMPTS, adapters, load_policy, save_nano
 from torch import Tensor, nn
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
@@ -52,26 +53,12 @@ class FakeGPU(FakeTensorMode):
         return func(*args, **(kwargs or {}))
 
 
-def applied(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Replace nn.Module._apply, which swaps parameters in a way that fake tensors do not support."""
-    for child in module.children():
-        applied(child, function)
-    for name, parameter in module.named_parameters(recurse=False):
-        with torch.no_grad():
-            other = function(parameter)
-        if other is not parameter:
-            setattr(module, name, nn.Parameter(other, parameter.requires_grad))
-    for name, buffer in module.named_buffers(recurse=False):
-        setattr(module, name, function(buffer))
-    return module
-
-
 @pytest.fixture
 def blackwell(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Provide a fake GPU that supports every backend."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
-    monkeypatch.setattr(nn.Module, "_apply", applied)
+    monkeypatch.setattr(nn.Module, "_apply", apply_to_fakes)
     with FakeGPU(allow_non_fake_inputs=True):
         yield
 
