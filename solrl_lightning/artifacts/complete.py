@@ -30,8 +30,11 @@ def _files_of(cls: Any, folder: Path, chats: bool) -> Iterator[tuple[str, ...]]:
     import transformers
     from diffusers import ModelMixin, SchedulerMixin
 
-    if issubclass(cls, (transformers.PreTrainedModel, ModelMixin)):
+    if issubclass(cls, (transformers.PreTrainedModel, transformers.PretrainedConfig, ModelMixin)):
         yield ("config.json",)
+        for shard in folder.glob("*-00001-of-*.safetensors"):
+            if shard.name.count(".") == 1:  # else of a variant
+                yield (f"{shard.name.partition('-00001-of-')[0]}.safetensors.index.json",)
     if issubclass(cls, SchedulerMixin):
         yield ("scheduler_config.json",)
     if issubclass(cls, transformers.ProcessorMixin | transformers.image_processing_utils.ImageProcessingMixin):

@@ -141,7 +141,8 @@ def read_instruction(file: Path) -> str:
 def _read_processor(processor: str) -> tuple[Any, Any, Any]:
     key = "reward.hpsv3.processor"
     fetch(processor, "preprocessor_config.json", key=key, kind="Qwen2-VL model")
-    for part in (PreTrainedTokenizerBase, Qwen2VLImageProcessor):
+    check_complete(key, processor, PreTrainedTokenizerBase, chats=True)
+    for part in (Qwen2VLConfig, Qwen2VLImageProcessor):
         check_complete(key, processor, part)
     source = expanduser(processor)
     try:

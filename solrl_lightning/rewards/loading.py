@@ -17,8 +17,9 @@ from solrl_lightning.rewards.preprocessing import CropToSquare
 
 _HINT = "Or give a local folder that save_pretrained wrote."
 _BICUBIC = 3  # PIL's number
-# transformers raises OSError and ValueError for missing files, and passes on the others for damaged ones.
-_READING = (OSError, ValueError, RuntimeError, SafetensorError, UnpicklingError)
+# transformers raises OSError and ValueError for missing files, ImportError for the package of a quantised model, and
+# passes on the others for damaged files.
+_READING = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, UnpicklingError)
 
 
 def floating_dtype(reward: str, dtype: str | torch.dtype) -> torch.dtype:
@@ -149,17 +150,33 @@ def _load_pretrained(cls: Any, key: str, name: str, kind: str) -> Any:
             f"{key}={name} is invalid: it must be a {kind} of type {expected}, and is a {model_type}. Remove the "
             f"override of {key}, or give a {kind} of that type."
         )
-    try:
-        model, info = cls.from_pretrained(source, dtype=torch.float32, output_loading_info=True)
-    except _READING as error:
-        raise UserError(
-            f"{key}={name} is invalid: it is a {kind}, but its weights cannot be read: {sentence(error)} A file is "
-            "missing, is damaged, or does not fit config.json. Download the model again."
-        ) from error
+    model, info = load_weights(cls, key, name, kind)
     # Older versions of transformers saved position_ids, which are no weights.
     unexpected = [tensor for tensor in info["unexpected_keys"] if not tensor.endswith(".embeddings.position_ids")]
-    check_state_dict_keys(key, name, info["missing_keys"], unexpected)
+    check_state_dict_keys(key, name, [], unexpected)
     return model
+
+
+def load_weights(
+    cls: Any, key: str, name: str, kind: str, dtype: torch.dtype = torch.float32
+) -> tuple[Any, dict[str, Any]]:
+    """Return the model of transformers' class ``cls`` of a hub id or folder, and transformers' record of its loading.
+
+    Raises:
+        UserError: its files are missing or damaged, or lack a weight.
+    """
+    from transformers import PreTrainedModel
+
+    check_complete(key, name, PreTrainedModel)
+    try:
+        model, info = cls.from_pretrained(expanduser(name), dtype=dtype, output_loading_info=True)
+    except _READING as error:
+        raise UserError(
+            f"{key}={name} is invalid: its weights cannot be read as those of a {kind}: {sentence(error)} A file is "
+            "missing, is damaged, or does not fit config.json. Download the model again, or give another one."
+        ) from error
+    check_state_dict_keys(key, name, info["missing_keys"], [])
+    return model, info
 
 
 def _unreadable(key: str, name: str, error: Exception) -> UserError:

@@ -21,7 +21,7 @@ from solrl_lightning.data.input_images import INPUT_IMAGE, load_square
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.rewards.answers import spellings
 from solrl_lightning.rewards.base import Metadata, Reward
-from solrl_lightning.rewards.loading import floating_dtype
+from solrl_lightning.rewards.loading import floating_dtype, load_weights
 
 
 class LocalVLMReward(Reward):
@@ -52,16 +52,15 @@ class LocalVLMReward(Reward):
     ) -> None:
         super().__init__(device)
         self.dtype, self.batch, self.question = floating_dtype(self.name, dtype), batch, question
-        key = "reward.vlm_local.pretrained"
-        fetch(pretrained, "config.json", key=key, kind="vision-language model")
+        key, kind = "reward.vlm_local.pretrained", "vision-language model"
+        fetch(pretrained, "config.json", key=key, kind=kind)
         check_complete(key, pretrained, ProcessorMixin, chats=True)
-        source = expanduser(pretrained)
         try:
-            self.processor = AutoProcessor.from_pretrained(source, padding_side="left")
-            model = AutoModelForImageTextToText.from_pretrained(source, dtype=self.dtype)
+            self.processor = AutoProcessor.from_pretrained(expanduser(pretrained), padding_side="left")
         except (OSError, ValueError) as error:
             fix = "Give a vision-language model of transformers, such as Qwen/Qwen2.5-VL-7B-Instruct."
             raise UserError(f"{key}={pretrained} is invalid: {sentence(error)} {fix}") from error
+        model, _ = load_weights(AutoModelForImageTextToText, key, pretrained, kind, self.dtype)
         self.model: Any = model.eval().requires_grad_(False).to(self.device)
         self.tokens = first_tokens(self.processor.tokenizer, answers)
         self.values = torch.tensor([float(value) for value in answers.values()], device=self.device)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from nano import BUILDERS, EDITORS, PROMPTS, load_nano, policy_class
+from take_away import take_each_file_away
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.loading import fetch, load_module, load_pipeline
@@ -17,26 +18,15 @@ FolderOf = Callable[[str], str]
 @pytest.mark.parametrize("model", sorted(BUILDERS | EDITORS))
 def test_a_file_that_is_missing_is_named_or_makes_no_difference(model: str, folder_of: FolderOf) -> None:
     folder = Path(folder_of(model))
-    pipeline_class = policy_class(model).pipeline_class
-    outputs: list[list[torch.Tensor]] = []
-    for file in [None, *sorted(path for path in folder.rglob("*") if path.is_file())]:
-        if file is not None and file.suffix == ".safetensors":  # test_loading takes them
-            continue
-        content = None if file is None else file.read_bytes()
-        if file is not None:
-            file.unlink()
-        try:
-            fetch(pipeline_class, str(folder))
-            if model in EDITORS:  # whose prompts need images
-                continue
-            policy = load_nano(model, str(folder), max_sequence_length=40 if model in ("flux2", "z_image") else 10)
-            outputs.append([policy.sigmas(4), *policy.encode(PROMPTS).values()])
-            assert all(torch.equal(*pair) for pair in zip(outputs[0], outputs[-1], strict=True)), file
-        except UserError as error:
-            assert file is not None and file.name in str(error) and "\n" not in str(error)
-        finally:
-            if file is not None and content is not None:
-                file.write_bytes(content)
+
+    def embeddings_and_levels() -> list[torch.Tensor]:
+        fetch(policy_class(model).pipeline_class, str(folder))
+        if model in EDITORS:  # whose prompts need images
+            return []
+        policy = load_nano(model, str(folder), max_sequence_length=40 if model in ("flux2", "z_image") else 10)
+        return [policy.sigmas(4), *policy.encode(PROMPTS).values()]
+
+    take_each_file_away(folder, embeddings_and_levels, leave=".safetensors")  # test_loading takes them
 
 
 def test_weights_of_another_variant_and_quantised_ones_are_one_line(folder_of: FolderOf, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from drawings import FOUR, all_pairs, shipped
 from PIL import Image
+from take_away import take_each_file_away
 from torch import Tensor
 from transformers import CLIPModel
 
@@ -85,3 +86,10 @@ def test_error_about_an_unfit_or_missing_head(clip_folder: str, tmp_path: Path, 
     ):
         with pytest.raises(UserError, match=f"reward.aesthetic.head={name} .*{message}"):
             Aesthetic(clip_folder, clip_folder, str(name))
+
+
+def test_a_file_that_is_missing_is_named(clip_folder: str, head: Path, images: Tensor) -> None:
+    folder = head.parent
+    assert take_each_file_away(folder, lambda: [Aesthetic(clip_folder, clip_folder, str(folder))(images, FOUR)]) == {
+        head.name: True
+    }

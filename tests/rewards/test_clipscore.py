@@ -11,6 +11,7 @@ import torch
 from drawings import FOUR, LONG, PROMPTS, all_pairs, as_picture, shipped
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from take_away import take_each_file_away
 from torch import Tensor, nn
 from transformers import CLIPModel, CLIPProcessor
 
@@ -166,7 +167,7 @@ def test_error_about_a_missing_model_names_the_next_step(
         CLIPScore(**{"pretrained": clip_folder, "processor": clip_folder} | {argument: name})
 
 
-UNREADABLE = "its weights cannot be read: .* Download the model again"
+UNREADABLE = "its weights cannot be read as those of a CLIP model: .* Download the model again"
 
 
 @pytest.mark.parametrize(
@@ -209,3 +210,19 @@ def test_error_about_a_damaged_or_unfit_processor(copied: Path, change: Any, mes
         change(copied)
     with pytest.raises(UserError, match=rf"reward\.clipscore\.processor={copied} is invalid: .*{message}"):
         CLIPScore(str(copied), str(copied))
+
+
+def test_a_file_that_is_missing_is_named_or_makes_no_difference(copied: Path, images: Tensor) -> None:
+    def scores() -> list[Tensor]:
+        return [CLIPScore(str(copied), str(copied))(images[:1], PROMPTS[:1])]
+
+    assert all(take_each_file_away(copied, scores).values())
+    words = json.loads((copied / "tokenizer.json").read_text())["model"]  # from before there was a tokenizer.json
+    (copied / "vocab.json").write_text(json.dumps(words["vocab"]))
+    (copied / "merges.txt").write_text("\n".join(["#version: 0.2", *map(" ".join, words["merges"])]))
+    settings = json.loads((copied / "processor_config.json").read_text())["image_processor"]
+    (copied / "preprocessor_config.json").write_text(json.dumps(settings))
+    (copied / "processor_config.json").write_text('{"processor_class": "CLIPProcessor"}')
+    (copied / "tokenizer.json").unlink()
+    needed = take_each_file_away(copied, scores)
+    assert [name for name, told in needed.items() if not told] == ["processor_config.json"]

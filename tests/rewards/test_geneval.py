@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from drawings import as_picture, as_tensor, drawn, shipped, spread_out
+from take_away import take_each_file_away
 from torch import Tensor
 from torchvision.ops import nms
 from transformers import CLIPModel, CLIPTokenizer, Owlv2Config, Owlv2ForObjectDetection, Owlv2Processor
@@ -231,3 +232,11 @@ def test_error_about_the_detector_names_its_key(clip_folder: str, offline: Path)
     ):
         with pytest.raises(UserError, match=rf"reward\.geneval\.detector={name} .*{message}"):
             GenEval(clip_folder, clip_folder, name, threshold=0.5, counting_threshold=0.6)
+
+
+def test_a_file_that_is_missing_is_named(clip_folder: str, detector: str, images: Tensor) -> None:
+    def scores() -> list[Tensor]:
+        reward = GenEval(clip_folder, clip_folder, detector, threshold=0.5, counting_threshold=0.6)
+        return [reward(images[:1], ["a dog"], [{"include": [DOG], "tag": "single_object"}])]
+
+    assert all(take_each_file_away(Path(detector), scores).values())

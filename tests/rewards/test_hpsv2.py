@@ -12,6 +12,7 @@ import torchvision.transforms.functional as vision
 from drawings import FOUR, LONG, PROMPTS, all_pairs, as_picture, padded, shipped
 from open_clip.transform import image_transform
 from PIL import Image
+from take_away import take_each_file_away
 from torch import Tensor
 
 from solrl_lightning.errors import UserError
@@ -130,3 +131,9 @@ def test_error_about_a_damaged_or_unfit_file(
     damage(file)
     with pytest.raises(UserError, match=f"reward.hpsv2.pretrained={file} is invalid: .*{message}"):
         HPSv2(str(file), open_clip_architecture)
+
+
+def test_a_file_that_is_missing_is_named(hps_file: str, open_clip_architecture: str, images: Tensor) -> None:
+    folder = Path(hps_file).parent
+    needed = take_each_file_away(folder, lambda: [HPSv2(str(folder), open_clip_architecture)(images, FOUR)])
+    assert needed == {"HPS_v2.1_compressed.pt": True}

@@ -10,6 +10,7 @@ from nano import _qwen_tokenizer
 from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import save_file
+from take_away import take_each_file_away
 from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLImageProcessor
 
@@ -165,3 +166,12 @@ def test_other_files_raise(folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / WEIGHTS).write_bytes(b"x" * 100)
     with pytest.raises(UserError, match="is damaged: .* Delete it and download it again"):
         HPSv3(str(tmp_path), "./qwen")
+
+
+def test_a_file_that_is_missing_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    image = IMAGES[:1, :, :28, :28]
+    needed = take_each_file_away(folder, lambda: [HPSv3("./model", "./qwen", dtype="float32")(image, PROMPTS[:1])])
+    assert all(needed.values())

@@ -15,6 +15,7 @@ import torch
 from drawings import as_tensor, shipped
 from PIL import Image
 from safetensors.torch import load_file
+from take_away import take_each_file_away
 from torch import Tensor, nn
 from transformers import BertTokenizer
 
@@ -213,3 +214,19 @@ def test_error_without_the_hub_has_the_download_command(pretrained: str, tokeniz
     ):
         with pytest.raises(UserError, match=message):
             ImageReward(*arguments)
+
+
+def test_a_file_that_is_missing_is_named_or_makes_no_difference(
+    pretrained: str, tokenizer: str, tmp_path: Path
+) -> None:
+    BertTokenizer.from_pretrained(tokenizer).save_pretrained(tmp_path)
+
+    def scores(words: str) -> list[Tensor]:
+        return [ImageReward(pretrained, words)(PICTURES[0][None], PROMPTS[:1])]
+
+    release = take_each_file_away(Path(pretrained), lambda: scores(tokenizer))
+    assert release == {"ImageReward.pt": True, "med_config.json": True}
+    assert take_each_file_away(Path(tokenizer), lambda: scores(tokenizer)) == {"vocab.txt": True}
+    assert take_each_file_away(tmp_path, lambda: scores(str(tmp_path)))["tokenizer.json"]
+    shutil.copy(RECORDED / "vocab.txt", tmp_path)
+    assert not any(take_each_file_away(tmp_path, lambda: scores(str(tmp_path))).values())

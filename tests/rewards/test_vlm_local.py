@@ -1,10 +1,13 @@
 """reward=vlm_local against transformers' model, one image at a time, with the chat and the patches made by hand."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from nano import _qwen_tokenizer
+from take_away import take_each_file_away
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 from transformers import (
@@ -108,3 +111,22 @@ def test_folder_without_a_model_raises(folder: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((Path(folder) / "config.json").read_text())
     with pytest.raises(UserError, match=r"vlm_local.pretrained=.* is invalid: it has no preprocessor_config.json"):
         LocalVLMReward(str(tmp_path), QUESTION, {"yes": 1.0, "no": 0.0})
+
+
+def test_a_file_that_is_missing_is_named_or_makes_no_difference(folder: str, tmp_path: Path) -> None:
+    model = Qwen2VLForConditionalGeneration.from_pretrained(folder)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    for file in set(Path(folder).iterdir()) - {Path(folder) / "model.safetensors"}:
+        shutil.copy(file, tmp_path)
+
+    def scores() -> list[Tensor]:
+        reward = LocalVLMReward(str(tmp_path), QUESTION, {"yes": 1.0, "No": 0.0}, dtype="float32")
+        return [reward(IMAGES[:1], PROMPTS[:1])]
+
+    needed = take_each_file_away(tmp_path, scores)
+    assert [name for name, told in needed.items() if not told] == ["generation_config.json"]
+    words = json.loads((tmp_path / "processor_config.json").read_text())  # of transformers 4
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(words.pop("image_processor")))
+    words.pop("video_processor", None)
+    (tmp_path / "processor_config.json").write_text(json.dumps(words))
+    assert take_each_file_away(tmp_path, scores)["preprocessor_config.json"]
