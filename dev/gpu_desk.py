@@ -30,7 +30,8 @@ from solrl_lightning.policies.architectures import find_architecture
 from solrl_lightning.quantization import resolve
 from solrl_lightning.quantization.backends import Hardware
 from solrl_lightning.rollout.records import EncodedPrompts
-from solrl_lightning.sizing.blocks import without_files, write_short
+from solrl_lightning.sizing.blocks import write_short
+from solrl_lightning.sizing.plan import without_files
 from solrl_lightning.training.transformers import replicate
 
 CARDS = {"8.0": "int8", "8.9": "fp8", "9.0": "fp8", "10.0": "nvfp4", "12.0": "nvfp4"}

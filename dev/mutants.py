@@ -951,8 +951,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ("cards of 2^30 bytes", "(card.memory - task.reserve) * 1e9", "(card.memory - task.reserve) * 2**30", PLAN),
         (
             "training in the batches of rollouts",
-            '"training": cfg.model.micro_batch',
-            '"training": cfg.model.rollout_batch',
+            'size["training"] = cfg.model.micro_batch',
+            'size["training"] = cfg.model.rollout_batch',
             PLAN,
         ),
     ],
@@ -1032,6 +1032,7 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/sizing/footprint.py": [
         ("chunks are joined in place", "count * (resumed + 2 + recorded)", "count * resumed", LATENTS),
+        ("auto recomputes all blocks", "self.peak(choice) <= room", "self.peak(choice) < 0", PLAN),
     ],
     "conf/trainer/auto.yaml": [
         (

@@ -251,9 +251,16 @@ def prepare_device(device: torch.device) -> None:
 
 
 def build_module(
-    cfg: Run, device: torch.device, samplers: Collection[str], objective: Objective | None = None
+    cfg: Run,
+    device: torch.device,
+    samplers: Collection[str],
+    objective: Objective | None = None,
+    settle: Callable[[Run, torch.device], Run] | None = None,
 ) -> SolRLModule:
-    """With rewards and held-out prompts, which are checked against each other before the model is loaded."""
+    """With rewards and held-out prompts, which are checked against each other before the model is loaded.
+
+    ``settle``: replaces the options that depend on the memory beside the rewards.
+    """
     prepare_device(device)
     prompts = prompt_sets(cfg)
     rewards = build_rewards(cfg, device, prompts.metadata)
@@ -262,6 +269,8 @@ def build_module(
     texts = [*prompts.train, *prompts.eval]
     rewards.check_prompts(texts)
     rewards.try_out(torch.full((3, cfg.model.resolution, cfg.model.resolution), 0.5, device=device), texts[0])
+    if settle is not None:
+        cfg = settle(cfg, device)
     return build_model(cfg, device, samplers, rewards, prompts.eval[: cfg.data.eval_prompts], objective)
 
 

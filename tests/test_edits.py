@@ -20,8 +20,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.quantization import resolve
 from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.shapes.world import eval_captions, train_captions
-from solrl_lightning.sizing.blocks import without_files
-from solrl_lightning.sizing.plan import plan_run
+from solrl_lightning.sizing.plan import plan_run, without_files
 from solrl_lightning.sizing.trial import check_iterations, check_rewards
 from solrl_lightning.tasks.evaluate import evaluate
 from solrl_lightning.tasks.generate import generate

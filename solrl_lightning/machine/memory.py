@@ -1,9 +1,11 @@
-"""Handling of out-of-memory errors, and the peak memory of this process."""
+"""Handling of out-of-memory errors, the memory of a device, and the peak memory of this process."""
 
+import os
 import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -56,3 +58,12 @@ def peak_memory(device: torch.device) -> tuple[int, int | None]:
         return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
     unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, None
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of the GPU, of the system, or of the container's limit."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    physical, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return physical if text == "max" else min(physical, int(text))

@@ -34,7 +34,7 @@ LoraFile = Annotated[
     str, must_be("<hub id or folder>/<file>.safetensors", lambda v: isinstance(v, str) and v.endswith(".safetensors"))
 ]
 Alpha = Annotated[float, number("a number above 0 and at most 1000000", lambda value: 0 < value <= 1_000_000)]
-Checkpointing = Annotated[bool | Literal["selective"], one_of(True, False, "selective")]
+Checkpointing = Annotated[bool | Literal["selective", "auto"], one_of(True, False, "selective", "auto")]
 
 
 class Policy(TypedDict, total=False):

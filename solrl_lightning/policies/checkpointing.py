@@ -13,7 +13,7 @@ def blocks_of(transformer: nn.Module) -> list[Any]:
 
 
 def checkpoint_blocks(transformer: Any, blocks: bool | str, **options: Any) -> None:
-    """Checkpoint all blocks of ``transformer`` (True), every second one (``selective``), or none (False).
+    """Checkpoint all blocks of ``transformer`` (True, or ``auto``), every second one (``selective``), or none (False).
 
     Args:
         transformer: a diffusers model.

@@ -56,7 +56,7 @@ class PipelineAdapter(ABC):
         embeddings: folder of prompt embeddings, or None to keep none. With a folder, the text encoders are loaded only
             for a prompt that is not in it.
         gradient_checkpointing: True to recompute the activations of every block in the backward pass instead of
-            keeping them, ``selective`` for every second block.
+            keeping them, ``selective`` for every second block; ``auto``, which training replaces by what fits, is True.
         variant: suffix of weight files, for components that have such files: ``bf16`` for ``model.bf16.safetensors``.
         weights: ``pretrained``, or ``random`` in the same shapes, without text encoders, for plans and timings.
         preview_decoder: hub id or local folder of an ``AutoencoderTiny`` for the same latents, used by ``preview``;

@@ -21,20 +21,12 @@ from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.sizing.layers import judge_speed
-from solrl_lightning.sizing.plan import Plan
+from solrl_lightning.sizing.plan import Plan, without_files
 from solrl_lightning.sizing.timing import least_seconds
 from solrl_lightning.training.transformers import VelocityModel, as_it_is, replicate
 
 _BLOCKS = 2  # of each kind
 _CPU_PRODUCTS = 2 * 10**8  # of the whole model's linear layers; sets the batch of the blocks on a CPU
-
-
-def without_files(cfg: Run) -> Run:
-    """A copy of the configuration whose policy reads config files only."""
-    changed = cfg.model_copy(deep=True)
-    policy: dict[str, Any] = changed.model.policy  # type: ignore[assignment]
-    policy.update(dict.fromkeys({"embeddings", "preview_decoder", "transformer_weights", "fused_lora"} & policy.keys()))
-    return changed
 
 
 def write_short(architecture: Architecture, folder: Path) -> None:

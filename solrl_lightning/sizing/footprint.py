@@ -12,12 +12,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from solrl_lightning.names import AUTO
 from solrl_lightning.policies.architectures import Architecture, build_component
 from solrl_lightning.rollout.stage import Stage, candidates_per_prompt, with_next
 from solrl_lightning.sizing.trace import CHECKPOINTING
 
 STORAGE_BITS = {"bfloat16": 16.0, "int8": 8.0, "nf4": 4.127}
 """Bits of a weight in ``base_weights``; int8's row scales add less than 0.04."""
+
+RESERVE = 6.0
+"""10^9 bytes of a device that stay free, as ``task.reserve``: a reward model (CLIP ViT-H in float32: 4), CUDA and the
+allocator (2)."""
+
+RECOMPUTED = "model.gradient_checkpointing"
 
 _FEWEST_ROWS = 3
 """Micro-batches below this are the last resort, with all blocks recomputed: small products leave a GPU idle."""
@@ -30,7 +37,7 @@ OPTIONS = (
     "family",
     "base_weights",
     "encode_on",
-    "model.gradient_checkpointing",
+    RECOMPUTED,
     "model.micro_batch",
     "model.rollout_batch",
     "model.decode_batch",
@@ -65,6 +72,24 @@ class Footprint(NamedTuple):
         latents = self.latents[family]
         rollout = max(sampled * self.sampling + images * self.decoding + latents.sampling, latents.joining)
         return weights + latents.kept + max(encoding, rows * self.training[checkpointing], rollout)
+
+    def settled(self, options: Options, room: float) -> Options:
+        """Return the options with ``auto`` replaced by the least recomputation that needs at most ``room`` bytes.
+
+        If none does, all blocks are recomputed.
+        """
+        if options[RECOMPUTED] != AUTO:
+            return options
+        choices = [{**options, RECOMPUTED: blocks} for blocks in CHECKPOINTING]
+        return next((choice for choice in choices if self.peak(choice) <= room), choices[-1])
+
+    def explain(self, options: Options, room: float) -> str:
+        """Return which recomputation ``settled`` chooses, and the peaks that it chooses by."""
+        peaks = [
+            f"{str(blocks).lower()} {self.peak({**options, RECOMPUTED: blocks}) / 1e9:.3g}" for blocks in CHECKPOINTING
+        ]
+        chosen = str(self.settled(options, room)[RECOMPUTED]).lower()
+        return f"{RECOMPUTED}=auto is {chosen} here: peaks {', '.join(peaks)} GB, of {room / 1e9:.3g} free"
 
 
 def fit(footprint: Footprint, most: Options, room: int) -> Options:

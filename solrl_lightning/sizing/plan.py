@@ -26,6 +26,7 @@ from solrl_lightning.quantization.backends import PACKAGES, PACKED_BITS, Hardwar
 from solrl_lightning.rollout.stage import Sigmas
 from solrl_lightning.sizing.footprint import (
     OPTIONS,
+    RECOMPUTED,
     Footprint,
     Latents,
     Options,
@@ -55,13 +56,14 @@ class Plan(NamedTuple):
     bytes: dict[str, int]
     checkpoint_bytes: int  # on disk
     footprint: Footprint  # with the shadow as it is held here
-    options: Options
+    options: Options  # as configured
+    here: Options  # as they are on this device
     shadows: Mapping[Backend, int]  # bytes by backend
 
     @property
     def peak(self) -> int:
         """The most bytes that the run holds."""
-        return self.footprint.peak(self.options)
+        return self.footprint.peak(self.here)
 
 
 class Card(NamedTuple):
@@ -77,10 +79,12 @@ def plan_run(
     recomputed: Collection[bool | str] = CHECKPOINTING,
     devices: int = 1,
     others: Iterable[Backend] = (),
+    room: float = math.inf,
 ) -> Plan:
     """The run's model on ``meta`` with its bytes on one of ``devices``.
 
-    ``recomputed``: as in ``trace``. ``others``: further backends of the shadow to compute the bytes of.
+    ``recomputed``: as in ``trace``. ``others``: further backends of the shadow to compute the bytes of. ``room``: bytes
+    of a device for it, by which ``model.gradient_checkpointing=auto`` is chosen.
     """
     policy = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
     architecture = find_architecture(policy.pretrained, policy.pipeline_class)
@@ -126,16 +130,25 @@ def plan_run(
         "text_encoders": encoder_bytes(architecture, policy.dtypes),
         "kept_latents": latents[None].kept,
         "pool_latents": latents[None].sampling,
-        "training": cfg.model.micro_batch * passes.training_bytes[cfg.model.gradient_checkpointing],
         "rollout": cfg.model.rollout_batch * passes.sampling_bytes + cfg.model.decode_batch * passes.decoding_bytes,
     }
     always = ("merged", "trained", "gradients_and_moments", "gathered", "autoencoder")
     replicas = sum(size[name] for name in always)
     activations = passes.training_bytes, passes.sampling_bytes, passes.decoding_bytes
     footprint = Footprint(policies, shadows[backend], replicas, size["text_encoders"], *activations, latents)
+    here = footprint.settled(options, room)
+    size["training"] = cfg.model.micro_batch * passes.training_bytes[here[RECOMPUTED]]
     parameters = sum(weight.numel() for weight in weights.values())
     checkpoint = CHECKPOINT_BYTES * trained_weights
-    return Plan(policy, architecture, layers, passes, parameters, size, checkpoint, footprint, options, shadows)
+    return Plan(policy, architecture, layers, passes, parameters, size, checkpoint, footprint, options, here, shadows)
+
+
+def without_files(cfg: Run) -> Run:
+    """A copy of the configuration whose policy reads config files only."""
+    changed = cfg.model_copy(deep=True)
+    policy: dict[str, Any] = changed.model.policy  # type: ignore[assignment]
+    policy.update(dict.fromkeys({"embeddings", "preview_decoder", "transformer_weights", "fused_lora"} & policy.keys()))
+    return changed
 
 
 def pool_latents(cfg: Run, shape: Sequence[int], sigmas: Sigmas, devices: int = 1) -> Latents:
@@ -173,7 +186,10 @@ def on_card(plan: Plan, card: Card, backend: Backend, task: PlanOptions) -> Json
     """Arguments that fit ``card``, whose shadow is in ``backend``, with ``task.reserve`` GB left; or come nearest."""
     footprint = plan.footprint._replace(shadow=plan.shadows[backend])
     options = fit(footprint, plan.options, room := round((card.memory - task.reserve) * 1e9))
-    peak = footprint.peak(options)
+    if footprint.settled(unsettled := {**options, RECOMPUTED: plan.options[RECOMPUTED]}, room) == options:
+        options = unsettled  # auto is that
+    peak = footprint.peak(footprint.settled(options, room))
+    this_run = footprint.settled(plan.options, room)
     arguments = overrides(options, plan.options)
     with_shadow = footprint.shadow > 0 and options["family"] is None
     precision = [f"precision={backend.precision}"] if with_shadow else []
@@ -185,7 +201,8 @@ def on_card(plan: Plan, card: Card, backend: Backend, task: PlanOptions) -> Json
         "capability": "{}.{}".format(*card.hardware.capability),
         "precision": backend.precision if footprint.shadow else None,
         "bits_a_weight": backend.bits_per_weight if footprint.shadow else None,
-        "peak_of_this_run": footprint.peak(plan.options),
+        "gradient_checkpointing": this_run[RECOMPUTED],
+        "peak_of_this_run": footprint.peak(this_run),
         "fits": peak <= room,
         "peak": peak,
         "arguments": [*command, *precision, *arguments],

@@ -18,6 +18,7 @@ from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
 from solrl_lightning.options.trainer import named_devices
+from solrl_lightning.sizing.checkpointing import settle_checkpointing
 
 _ROUNDS, _SECONDS = 20, 0.5  # of ``least_seconds``: maximum number of timed calls, and when no call starts any more
 
@@ -69,7 +70,7 @@ def run_iterations(cfg: Run, device: torch.device, *observers: Callback) -> list
         enable_progress_bar=False,
     )
     objective = build_objective(cfg)
-    module = build_module(cfg, device, samplers_of(cfg), objective)
+    module = build_module(cfg, device, samplers_of(cfg), objective, settle_checkpointing)
     loop = build_loop(cfg, trainer, objective, module.policy.sigmas)
     trainer.fit(module, loop.loader, RankPrompts([], 0, 1))
     return list(timings.history)

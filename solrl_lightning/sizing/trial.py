@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,15 +25,6 @@ from solrl_lightning.sizing.footprint import Footprint, Options, fit, overrides
 from solrl_lightning.sizing.plan import Plan, pool_latents
 from solrl_lightning.sizing.timing import peak_since_release, run_iterations
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
-
-
-def total_memory(device: torch.device) -> int:
-    """Bytes of the GPU, of the system, or of the container's limit."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    physical, limit = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return physical if text == "max" else min(physical, int(text))
 
 
 def footprint_here(run: Plan, weights: str, on_gpu: bool) -> Footprint:
@@ -140,7 +130,7 @@ def check_iterations(cfg: Run, run: Plan, device: torch.device, count: int) -> I
     laps = run_iterations(smoke, device)
     latents = pool_latents(smoke, run.policy.latent_shape, run.policy.sigmas)
     footprint = footprint_here(run, cfg.model.weights, device.type == "cuda")._replace(latents={None: latents})
-    peak, planned = peak_since_release(device), footprint.peak(run.options)
+    peak, planned = peak_since_release(device), footprint.peak(run.here)
     stages = [{stage: lap[stage] for stage in STOPWATCH_STAGES if lap[stage] > 0} for lap in laps]
     last = ", ".join(f"{name} {seconds:.2f}" for name, seconds in stages[-1].items())
     text = (

@@ -16,16 +16,17 @@ from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, form
 from solrl_lightning.build import device_of, uses_shadow
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.errors import CheckFailed, UserError
-from solrl_lightning.machine.memory import peak_memory
+from solrl_lightning.machine.memory import peak_memory, total_memory
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Doctor
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import resolve_from
 from solrl_lightning.sizing.attention import attention_shapes, check_attention
-from solrl_lightning.sizing.blocks import check_blocks, without_files
+from solrl_lightning.sizing.blocks import check_blocks
 from solrl_lightning.sizing.environment import check_machine, local_path, locate
+from solrl_lightning.sizing.footprint import RESERVE
 from solrl_lightning.sizing.layers import NO_SHADOW, check_layers, compare_backends, judge_backend
-from solrl_lightning.sizing.plan import Json, plan_run
+from solrl_lightning.sizing.plan import Json, plan_run, without_files
 from solrl_lightning.sizing.trial import (
     check_iterations,
     check_rewards,
@@ -33,7 +34,6 @@ from solrl_lightning.sizing.trial import (
     judge_memory,
     reward_files,
     run_files,
-    total_memory,
 )
 
 
@@ -96,7 +96,8 @@ def check_run(cfg: Run) -> Iterator[Row]:
     compiled, _ = should_compile("family.compile", "rollouts", cfg.family.compile, device)
     compiled = compiled and on_gpu  # on a CPU compilation takes a minute
     shadow = backend if uses_shadow(cfg) else None
-    run = plan_run(without_files(cfg), backend)
+    total = total_memory(device)
+    run = plan_run(without_files(cfg), backend, room=(room := total - RESERVE * 1e9))
     yield judge_backend(backend, device, shadow is not None)
     if shadow is not None and shadow.linear_cls is not None:
         rows = check_layers(run, shadow, cfg.model.rollout_batch, device, compiled)
@@ -110,7 +111,9 @@ def check_run(cfg: Run) -> Iterator[Row]:
         yield from guarded(
             "attention", check_attention(attention_shapes(run.policy), batches, device), "another version of torch"
         )
-    memory = judge_memory(footprint_here(run, cfg.model.weights, on_gpu), run.options, total_memory(device), run.bytes)
+    memory = judge_memory(footprint_here(run, cfg.model.weights, on_gpu), run.here, total, run.bytes)
+    if run.options != run.here:
+        memory = memory._replace(result=f"{memory.result}; {run.footprint.explain(run.options, room)}")
     yield memory
     absent = [key for key, source in reward_files(cfg).items() if local_path(source) is None]
     if absent:

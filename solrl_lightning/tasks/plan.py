@@ -9,12 +9,14 @@ from pathlib import Path
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import device_of
 from solrl_lightning.errors import UserError
+from solrl_lightning.machine.memory import total_memory
 from solrl_lightning.names import AUTO
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan
 from solrl_lightning.quantization import format_table as format_layers
 from solrl_lightning.quantization import resolve, resolve_from
 from solrl_lightning.quantization.backends import PACKED_BITS
+from solrl_lightning.sizing.footprint import RECOMPUTED
 from solrl_lightning.sizing.plan import Json, cards_of, layer_statistics, on_card, plan_run
 from solrl_lightning.targets import check_objective
 
@@ -30,7 +32,8 @@ def plan(cfg: Run) -> Json:
     backend = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device)
     cards = cards_of(task, device)
     backends = [resolve(cfg.precision.name, AUTO, card.hardware) for card in cards]
-    run = plan_run(cfg, backend, devices=task.devices, others=backends)
+    room = total_memory(device) - task.reserve * 1e9
+    run = plan_run(cfg, backend, devices=task.devices, others=backends, room=room)
     size = run.bytes
     copies = {
         where: (size["policy"] + size["merged"] + size[f"shadow_{where}"]) / size["policy"]
@@ -49,6 +52,7 @@ def plan(cfg: Run) -> Json:
         "training_bytes": {
             str(blocks).lower(): cfg.model.micro_batch * row for blocks, row in run.passes.training_bytes.items()
         },
+        "gradient_checkpointing": run.here[RECOMPUTED],
         "checkpoint_bytes": run.checkpoint_bytes,
         "planned_peak": run.peak,
         "reserve": task.reserve,
@@ -105,12 +109,13 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
             f"{card['card']} ({card['capability']})",
             f"{card['memory']:.1f} G",
             card["precision"],
+            str(card["gradient_checkpointing"]).lower(),
             _si(card["peak_of_this_run"]),
             _si(card["peak"]),
         ]
         for card in result["cards"]
     ]
-    header, *lines = format_table(["card", "memory", "shadow", "this run", "fitted"], rows).splitlines()
+    header, *lines = format_table(["card", "memory", "shadow", "recomputed", "this run", "fitted"], rows).splitlines()
     commands = [
         " ".join(["" if card["fits"] else "nothing fits, nearest:", "python -m solrl_lightning", *card["arguments"]])
         for card in result["cards"]
@@ -122,7 +127,7 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         f"{shadow}\n"
         "Bytes on one device (G of 10^9; not counted: reward models, CUDA):\n"
         f"{format_table(['', 'bytes'], sizes)}\n"
-        f"  activations of training by model.gradient_checkpointing: {training}\n"
+        f"  activations of training by {RECOMPUTED}: {training}; here {str(result['gradient_checkpointing']).lower()}\n"
         f"  a checkpoint {_si(result['checkpoint_bytes'])} on disk\n"
         f"  peak {_si(result['planned_peak'])} here: activations and text encoders are not there at the same time\n"
         f"  weights of policy, merged replica and shadow: {ratio['packed']:.2f}x one copy if packed, "

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.facts import prompt_sets
 from solrl_lightning.names import TRAINED
 from solrl_lightning.options.run import Run
+from solrl_lightning.sizing.checkpointing import settle_checkpointing
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
 from solrl_lightning.training.transformers import AdaptedTransformer
@@ -67,7 +69,8 @@ def train(cfg: Run) -> float | None:
         commit = LambdaCallback(on_train_start=lambda *_: commit_overrides(folder))
         trainer.callbacks.append(commit)  # type: ignore[attr-defined]
     connections = connect(cfg)
-    module = build_module(cfg, trainer.strategy.root_device, samplers_of(cfg), objective)
+    settle = partial(settle_checkpointing, devices=trainer.world_size)
+    module = build_module(cfg, trainer.strategy.root_device, samplers_of(cfg), objective, settle)
     module.transformers.explorers.update(build_explorers(cfg, module, connections))
     if checkpoint is None and cfg.model.init_lora is not None:
         file = Path(cfg.model.init_lora).expanduser()

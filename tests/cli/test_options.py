@@ -37,7 +37,7 @@ scheduler.warmup=-3              | it must be a finite number of at least 0
 model.train_timestep_fraction=1.5 | it must be a fraction above 0 and at most 1
 model.lora.alpha=1e300           | model.lora.alpha=1e+300 is invalid: it must be a number above 0 and at most 1000000
 model.solver=heun                | it must be one of euler, dpm2. Leave it out for the default.
-model.gradient_checkpointing=1   | it must be one of true, false, selective
+model.gradient_checkpointing=1   | it must be one of true, false, selective, auto
 family.compile=1                 | it must be one of true, false, auto
 base_weights=null                | it must be one of bfloat16, int8, nf4
 training_sampler=foo             | it must be one of merged, policy

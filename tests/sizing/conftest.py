@@ -8,8 +8,7 @@ import torch
 from solrl_lightning.options.run import Run
 from solrl_lightning.quantization import resolve
 from solrl_lightning.sizing import blocks, timing
-from solrl_lightning.sizing.blocks import without_files
-from solrl_lightning.sizing.plan import Plan, plan_run
+from solrl_lightning.sizing.plan import Plan, plan_run, without_files
 
 _plans: list[Plan] = []
 

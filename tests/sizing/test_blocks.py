@@ -15,8 +15,8 @@ from solrl_lightning.policies.architectures import read_architecture
 from solrl_lightning.policies.config_files import ARCHITECTURES, INDEX
 from solrl_lightning.quantization import resolve
 from solrl_lightning.sizing import blocks
-from solrl_lightning.sizing.blocks import check_blocks, without_files, write_short
-from solrl_lightning.sizing.plan import plan_run
+from solrl_lightning.sizing.blocks import check_blocks, write_short
+from solrl_lightning.sizing.plan import plan_run, without_files
 
 Compose, Patch = Callable[..., Run], pytest.MonkeyPatch
 CPU = torch.device("cpu")

@@ -22,7 +22,18 @@ from solrl_lightning.quantization import QuantizationRule, resolve
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.quantization.backends import PACKED_BITS, Hardware
 from solrl_lightning.rollout.stage import Stage, evaluations
-from solrl_lightning.sizing.footprint import OPTIONS, Footprint, Latents, fit, latent_bytes, overrides, replica_bytes
+from solrl_lightning.sizing.checkpointing import settle_checkpointing
+from solrl_lightning.sizing.footprint import (
+    OPTIONS,
+    RECOMPUTED,
+    RESERVE,
+    Footprint,
+    Latents,
+    fit,
+    latent_bytes,
+    overrides,
+    replica_bytes,
+)
 from solrl_lightning.sizing.plan import Card, on_card, pool_latents
 from solrl_lightning.sizing.trace import FusedAttention, Passes, PeakBytes, count_tokens, trace
 from solrl_lightning.tasks.plan import plan
@@ -123,9 +134,42 @@ def test_options_that_fit_change_no_more_than_is_needed() -> None:
         options = fit(FOOTPRINT, MOST, room)
         assert overrides(options, MOST) == arguments
         assert FOOTPRINT.peak(options) == room
+        # auto is what was fitted, or less
+        fitted = dict(options) | {RECOMPUTED: "auto"}
+        settled = FOOTPRINT.settled(fitted, room)
+        assert FOOTPRINT.peak(settled) <= room and settled[RECOMPUTED] in (options[RECOMPUTED], False)
     nearest = fit(FOOTPRINT, MOST, 39)
     assert FOOTPRINT.peak(nearest) == 40
     assert all(fit(FOOTPRINT._replace(shadow=0), MOST, room)["family"] is None for room in (1000, 10))
+
+
+@pytest.mark.parametrize(
+    ("room", "blocks"), [(258, False), (257, "selective"), (202, "selective"), (201, True), (0, True)]
+)
+def test_auto_recomputes_the_least_that_fits(room: int, blocks: bool | str) -> None:
+    assert FOOTPRINT.settled(MOST | {RECOMPUTED: "auto"}, room) == MOST | {RECOMPUTED: blocks}
+    assert FOOTPRINT.settled(MOST | {RECOMPUTED: True}, 10**6)[RECOMPUTED] is True
+
+
+def test_auto_is_the_same_in_plan_and_run(compose: Compose, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    options = ("trainer=cpu", "model.gradient_checkpointing=auto", "model.micro_batch=4000")
+    none, selective, every = (
+        plan(compose("task=plan", *options, f"{RECOMPUTED}={blocks}"))["planned_peak"]
+        for blocks in ("false", "selective", "true")
+    )
+    assert none > selective > every
+    caplog.set_level("INFO")
+    for free, blocks in ((none, False), (none - 1, "selective"), (selective, "selective"), (selective - 1, True)):
+        for module in ("solrl_lightning.tasks.plan", "solrl_lightning.sizing.checkpointing"):
+            monkeypatch.setattr(f"{module}.total_memory", lambda device, free=free: free + 6 * 10**9)
+        assert plan(compose("task=plan", *options))["gradient_checkpointing"] == blocks
+        settled = settle_checkpointing(compose(*options), torch.device("cpu")).model
+        assert settled.gradient_checkpointing == settled.policy["gradient_checkpointing"] == blocks  # type: ignore[typeddict-item]
+        assert caplog.messages[-1].startswith(f"{RECOMPUTED}=auto is {str(blocks).lower()} here: peaks false ")
+    task = compose("task=plan").task_as(Plan)
+    assert task.reserve == RESERVE
+    unknown = compose(*options, "model.pretrained=me/mine")
+    assert settle_checkpointing(unknown, torch.device("cpu")).model.gradient_checkpointing is True
 
 
 def test_a_card_has_units_of_10_to_the_9_bytes_less_the_reserve() -> None:

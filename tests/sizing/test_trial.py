@@ -11,9 +11,8 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.quantization import resolve
 from solrl_lightning.rewards.geneval_metadata import broken_rule
 from solrl_lightning.sizing import trial
-from solrl_lightning.sizing.blocks import without_files
 from solrl_lightning.sizing.footprint import OPTIONS, Footprint, Latents
-from solrl_lightning.sizing.plan import Plan, plan_run
+from solrl_lightning.sizing.plan import Plan, plan_run, without_files
 from solrl_lightning.sizing.trial import footprint_here, judge_memory, reward_files, run_files, smoke_config
 
 Compose = Callable[..., Run]
