@@ -30,7 +30,7 @@ def module_of(pl_module: LightningModule) -> SolRLModule:
 
 
 def find_callback(trainer: Trainer, kind: type[C]) -> C | None:
-    """The trainer's first callback of a class, or None if the configuration has none."""
+    """Return the trainer's first callback of a class, or None if the configuration has none."""
     return next((c for c in trainer.callbacks if isinstance(c, kind)), None)  # type: ignore[attr-defined]
 
 

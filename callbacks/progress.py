@@ -170,7 +170,7 @@ class StageProgressBar(ProgressBar):
         return facts
 
     def _eta(self, done: int) -> list[str]:
-        """The ETA; empty after the last iteration."""
+        """Return the ETA; empty after the last iteration."""
         iterations = (self.trainer.max_epochs or 0) - done
         if iterations <= 0 or self.trainer.should_stop:
             return []

@@ -137,7 +137,7 @@ class RunSummary(Callback):
             tracker.log_results(columns, hparams_results(facts), trainer.current_epoch)
 
     def collect(self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None) -> dict[str, Any]:
-        """The content of summary.json."""
+        """Return the content of summary.json."""
         module = module_of(pl_module)
         # A resume repeats an interrupted iteration and its evaluation: keep the later one.
         latest = {row["iteration"]: row for row in module.evaluation.history}
@@ -234,7 +234,7 @@ def hparams_results(facts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def format_summary(facts: Mapping[str, Any]) -> str:
-    """The table that a run prints at its end; report.html has the rest."""
+    """Return the table that a run prints at its end; report.html has the rest."""
     rows = [("status", _status(facts))]
     saved_at, evaluated_at = facts["last_checkpoint_iterations"], facts["final_reward_iteration"]
     if saved_at is not None and saved_at < facts["iterations"]:
@@ -281,7 +281,7 @@ def _status(facts: Mapping[str, Any]) -> str:
 
 
 def change(base: float | None, final: float | None) -> str:
-    """``base -> final (difference)``."""
+    """Return ``base -> final (difference)``."""
     if base is None and final is None:
         return "not evaluated"
     if base is None or final is None:

@@ -40,7 +40,7 @@ def busy(loops: int) -> Iterator[None]:
 
 @contextmanager
 def quota(cores: float | None) -> Iterator[Path | None]:
-    """The file that puts a process into a control group with this quota; None without one."""
+    """Return the file that puts a process into a control group with this quota; None without a quota."""
     if cores is None:
         yield None
         return

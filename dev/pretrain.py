@@ -91,7 +91,7 @@ class Recipe(NamedTuple):
 
 
 def build_pipeline(seed: int) -> FluxPipeline:
-    """The untrained pipeline."""
+    """Return the untrained pipeline."""
     torch.manual_seed(seed)
     words = sorted({"a", "an", *COLOURS, *SHAPES, *" ".join(RELATIONS).split()})
     t5_vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), *((f"▁{word}", -1.0) for word in words)]
@@ -128,7 +128,7 @@ def build_pipeline(seed: int) -> FluxPipeline:
 
 
 def _clip_tokenizer(words: list[str]) -> CLIPTokenizer:
-    """A byte-pair tokenizer with one token per word of the grammar; it splits other text into letters."""
+    """Make a byte-pair tokenizer with one token per word of the grammar; it splits other text into letters."""
     special = ["<|startoftext|>", "<|endoftext|>"]
     letters = [chr(c) for c in range(ord("!"), ord("~") + 1)]
     tokenizer = Tokenizer(BPE(end_of_word_suffix="</w>"))
@@ -226,7 +226,7 @@ def misspeaker(recipe: Recipe) -> Callable[[str], str]:
 
 
 def train_preview_decoder(vae: AutoencoderKL, recipe: Recipe, device: torch.device) -> AutoencoderTiny:
-    """A tiny autoencoder whose decoder decodes the scaled latents of ``vae`` many times faster."""
+    """Make a tiny autoencoder that decodes the scaled latents of ``vae`` many times faster."""
     torch.manual_seed(recipe.seed + 3)
     tiny = AutoencoderTiny(
         latent_channels=vae.config.latent_channels,
@@ -287,7 +287,7 @@ def _minimise(loss: Callable[[], Tensor], module: nn.Module, steps: int, lr: flo
 def _batch(
     size: int, generator: torch.Generator, device: torch.device, distractors: float = 0.0
 ) -> tuple[Tensor, list[str]]:
-    """Renderings [B, 3, 32, 32] in [-1, 1] of random training captions, and the captions."""
+    """Return renderings [B, 3, 32, 32] in [-1, 1] of random training captions, and the captions."""
     pool = train_captions()
     captions = [pool[i] for i in torch.randint(len(pool), (size,), generator=generator).tolist()]
     images = render([parse_caption(caption) for caption in captions], generator, distractors)

@@ -50,7 +50,7 @@ _TEXT_KEYS = "ckpt data.train data.eval model.pretrained reward.pretrained task.
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a command line and returns its exit status; of a sweep, that of the worst job."""
+    """Run a command line. Return its exit status, for a sweep the highest of its jobs."""
     reported: list[Exception] = []  # by the jobs of this process
     jobs: list[DictConfig] = []  # of this process, so far
     for name in ("stdout", "stderr"):
@@ -98,7 +98,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(cfg: DictConfig) -> Any:
-    """Calls the task of one job with the resolved configuration and returns what it returns.
+    """Call the task of one job with the resolved configuration and return the task's result.
 
     Raises:
         UserError, NonFiniteError, WriteError, ServerError, RankLost, CheckFailed: already reported and logged.
@@ -152,7 +152,7 @@ class _Parser(ArgumentParser):
 
 
 def _flags(arguments: list[str]) -> Namespace:
-    """The flags of Hydra (https://hydra.cc/docs/1.3/advanced/hydra-command-line-flags), anywhere among overrides."""
+    """Return Hydra's flags (https://hydra.cc/docs/1.3/advanced/hydra-command-line-flags), anywhere among overrides."""
     parser = _Parser(add_help=False)
     parser.add_argument("overrides", nargs="*")
     for names in "--help,-h --hydra-help --version --resolve --run,-r --multirun,-m --shell-completion,-sc".split():
@@ -166,7 +166,7 @@ def _flags(arguments: list[str]) -> Namespace:
 
 
 def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
-    """Checks a command line. Returns it with its checkpoint resolved, and the folders to claim: whether each is new.
+    """Check a command line. Return it with its checkpoint resolved, and the folders to claim: whether each is new.
 
     Raises:
         UserError: for the first mistake.
@@ -255,7 +255,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
 def _jobs(
     tree: ConfigTree, composed: list[DictConfig], options_of: "Callable[[DictConfig, str], Run]"
 ) -> "dict[str, Run]":
-    """The valid options of every run, by the overrides that only this run of a sweep has."""
+    """Return the valid options of every run of a sweep, by the overrides that only this run has."""
     common = set.intersection(*(set(cfg.hydra.overrides.task) for cfg in composed))
     jobs = {}
     for cfg in composed:

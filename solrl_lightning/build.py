@@ -72,8 +72,11 @@ def device_of(cfg: Run) -> torch.device:
 
 
 def instantiate_trainer(cfg: Run, **options: Any) -> Trainer:
-    """Raises ``UserError`` for devices that this machine does not have, for another arithmetic or strategy, and where
-    a launcher has started other processes than the trainer's ranks."""
+    """Instantiate the trainer.
+
+    Raises ``UserError`` for devices that this machine does not have, for another arithmetic or strategy, and where a
+    launcher has started other processes than the trainer's ranks.
+    """
     if cfg.trainer.get("benchmark") is None:  # cuDNN would choose by time
         options["benchmark"] = not cfg.trainer.get("deterministic")
     try:
@@ -124,7 +127,7 @@ def with_option(cfg: Run, group: str, option: str) -> Run:
 
 
 def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
-    """The trained weights and their evaluation average, from a checkpoint of a training run."""
+    """Read the trained weights and their evaluation average from a checkpoint of a training run."""
     checkpoint = read_checkpoint(ckpt, module.policy.device)
     module.on_load_checkpoint(checkpoint)
     module.load_state_dict(checkpoint["state_dict"], strict=False)
@@ -237,7 +240,7 @@ def hide_loading_bars() -> None:
 
 
 def prepare_device(device: torch.device) -> None:
-    """Sets what CUDA keeps per process, before the first tensor of a model is made; a CPU needs nothing.
+    """Set what CUDA keeps per process, before the first tensor of a model is made; a CPU needs nothing.
 
     1. The current device. Transformer Engine quantises onto it wherever its layer is (its issue 3124), and Lightning
        sets it only when a run starts.
@@ -282,7 +285,7 @@ def build_model(
     eval_prompts: Sequence[str] = (),
     objective: Objective | None = None,
 ) -> SolRLModule:
-    """The module alone; without rewards it can only make pictures.
+    """Build the module alone; without rewards it can only make pictures.
 
     ``samplers``: names of those that rollouts use. ``objective``: None builds that of ``cfg``.
     """
@@ -332,7 +335,7 @@ def build_model(
 
 
 def trained_as(cfg: Run) -> Callable[[ModelMixin], TrainedTransformer]:
-    """What makes the trained transformer of the loaded one."""
+    """Return the function that makes the trained transformer of the loaded one."""
     if cfg.model.train == "full":
         return ShardedFullTransformer if cfg.is_sharded else FullTransformer
     return partial(AdaptedTransformer, config=lora_config(cfg), seed=cfg.seed)
@@ -397,7 +400,7 @@ def connect(cfg: Run) -> list[Connection]:
 
 
 def build_explorers(cfg: Run, module: SolRLModule, connections: Sequence[Connection]) -> dict[str, RemoteSampler]:
-    """What the exploring stages sample with if other processes explore; nothing without ``connections``.
+    """Return the samplers of the exploring stages if other processes explore; nothing without ``connections``.
 
     Raises:
         UserError: an explorer that answers was started with other options.

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def requested_prompts(cfg: Run) -> list[str]:
-    """The prompts of task=generate, from the command line or from a file.
+    """Return the prompts of task=generate, from the command line or from a file.
 
     Raises:
         UserError: the file cannot be read, or the prompts lack the images that the model edits.
@@ -34,7 +34,7 @@ def requested_prompts(cfg: Run) -> list[str]:
 
 
 def requested_metadata(cfg: Run) -> dict[str, Mapping[str, Any]]:
-    """The metadata of ``requested_prompts`` by prompt."""
+    """Return the metadata of ``requested_prompts`` by prompt."""
     from solrl_lightning.data.prompts import read_metadata
 
     file = cfg.task_as(Generate).prompt_file
@@ -42,13 +42,13 @@ def requested_metadata(cfg: Run) -> dict[str, Mapping[str, Any]]:
 
 
 def sources(cfg: Run) -> dict[str, str]:
-    """The sources of the prompts that the task reads (``task.reads``): "train", "eval"."""
+    """Return the sources of the prompts that the task reads (``task.reads``): "train", "eval"."""
     files = {"train": file_of_split(cfg.data.train, "train"), "eval": file_of_split(cfg.data.eval, "test")}
     return {name: source for name, source in files.items() if name in cfg.task.reads}
 
 
 def prompt_sets(cfg: Run) -> "PromptSets":
-    """The prompts that the task reads (``task.reads``); the other sets are empty."""
+    """Return the prompts that the task reads (``task.reads``); the other sets are empty."""
     from solrl_lightning.data.prompts import read_prompt_sets  # imports torch
 
     return read_prompt_sets(sources(cfg).get("train"), sources(cfg).get("eval"), cfg.data.column, cfg.model.input_image)

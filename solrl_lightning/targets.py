@@ -10,7 +10,7 @@ from solrl_lightning.errors import UserError
 
 
 def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = object, **options: Any) -> Any:
-    """Instantiates ``node``, the value of ``key``, with the positional ``arguments`` and ``options``.
+    """Instantiate ``node``, the value of ``key``, with the positional ``arguments`` and ``options``.
 
     Args:
         takes: what those arguments are, for the error message.
@@ -47,13 +47,13 @@ def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = obj
 
 
 def check_optimizer(node: Any) -> None:
-    """Raises UserError for an optimiser that cannot be made."""
+    """Raise UserError for an optimiser that cannot be made."""
     lora, kind = torch.nn.Parameter(torch.zeros(2, 2)), torch.optim.Optimizer
     make("optimizer", node, [lora], _partial_=False, takes="a list of parameters", kind=kind)
 
 
 def check_objective(node: Any, steps: int, scale: float) -> None:
-    """Raises UserError for an objective that cannot be made, or that cannot train in ``steps`` with this ``scale``."""
+    """Raise UserError for an objective that cannot be made, or that cannot train in ``steps`` with this ``scale``."""
     from solrl_lightning.objectives import base
 
     objective = make("objective", node, kind=base.Objective)

@@ -1,4 +1,4 @@
-"""Each file of a folder taken away in turn: an error of one line that names it, or equal outputs."""
+"""Each file of a folder taken away, one at a time: an error of one line that names it, or equal outputs."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

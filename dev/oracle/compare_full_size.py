@@ -43,7 +43,7 @@ def pool_seconds(model: torch.nn.Module, pictures: list[Image.Image]) -> float:
 
 @torch.no_grad()
 def run_package(folder: Path) -> None:
-    """Writes the hub's files, the pictures and package.json into the folder."""
+    """Write the hub's files, the pictures and package.json into the folder."""
     import ImageReward
     import record
 
@@ -82,7 +82,7 @@ def run_package(folder: Path) -> None:
 
 
 def run_ours(folder: Path) -> None:
-    """Prints the distances from the package's scores and both times."""
+    """Print the distances from the package's scores and both times."""
     from torchvision.transforms.functional import pil_to_tensor
 
     from solrl_lightning.rewards import ImageReward

@@ -76,7 +76,7 @@ def small_vit(vit, image_size, *_):
 
 
 def build() -> torch.nn.Module:
-    """The package's model; the tokenizer is the one in the working directory."""
+    """Return the package's model; the tokenizer is the one in the working directory."""
     sys.modules["ImageReward.models.BLIP.blip_pretrain"].create_vit = small_vit
     package = sys.modules["ImageReward.ImageReward"]
     with tempfile.TemporaryDirectory() as folder:

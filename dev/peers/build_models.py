@@ -38,7 +38,7 @@ HEADS: dict[str, Any] = dict(num_attention_heads=4, attention_head_dim=32)
 
 
 def clip(model: Any) -> tuple[Any, CLIPTokenizer]:
-    """A CLIP text model of two layers and width 32, and a tokenizer whose tokens are characters."""
+    """Make a CLIP text model of two layers and width 32, and a tokenizer whose tokens are characters."""
     tokens = [*CHARACTERS, *(character + "</w>" for character in CHARACTERS), "<|startoftext|>", "<|endoftext|>"]
     with tempfile.TemporaryDirectory() as folder:
         vocabulary, merges = Path(folder, "vocab.json"), Path(folder, "merges.txt")
@@ -52,7 +52,7 @@ def clip(model: Any) -> tuple[Any, CLIPTokenizer]:
 
 
 def t5(width: int) -> tuple[T5EncoderModel, T5TokenizerFast]:
-    """An encoder of two layers, and a tokenizer whose tokens are characters."""
+    """Make an encoder of two layers, and a tokenizer whose tokens are characters."""
     pieces = ["<pad>", "</s>", "<unk>", "\u2581", *CHARACTERS, *("\u2581" + character for character in CHARACTERS)]
     tokenizer = T5TokenizerFast(vocab=[(piece, -3.0) for piece in pieces], extra_ids=0, model_max_length=512)
     size: dict[str, Any] = dict(d_model=width, d_kv=width // 4, d_ff=2 * width, num_layers=2, num_heads=4)

@@ -62,7 +62,7 @@ model.lora.rank=8 model.lora.alpha=16 model.max_grad_norm=1 ~callbacks.sample_gr
 
 
 def command(program: str, job: Job, home: Path, scratch: Path) -> list[str]:
-    """The command of a peer, or of a product given as the path of its checkout and further overrides."""
+    """Return the command of a peer, or of a product given as the path of its checkout and further overrides."""
     if program == "flow-factory":
         config = yaml.safe_load((HERE / "flow_factory.yaml").read_text())
         config["data"]["cache_dir"] = f"cache-{job.pipeline}"
@@ -117,7 +117,7 @@ def measure(program: str, job: Job, home: Path, log: Path, iterations: int) -> l
 
 
 def table(results: dict[str, list[list[dict[str, Any]]]]) -> str:
-    """The medians of each program, the base of the ratios first, then the work of each in one iteration."""
+    """Return the medians of each program, the base of the ratios first, then the work of each in one iteration."""
     columns, width = ("rollout", "train", "iteration", "rest"), max(map(len, results)) + 2
     lines = [" " * width + "".join(f"{name:>10}" for name in (*columns, "ratio", "first", "GB", "reward")) + "  each"]
     base = next(iter(results.values()))
@@ -137,7 +137,7 @@ def table(results: dict[str, list[list[dict[str, Any]]]]) -> str:
 
 
 def machine() -> str:
-    """The processor and its BF16 units, as Linux names them."""
+    """Return the processor and its BF16 units, as Linux names them."""
     text = Path("/proc/cpuinfo").read_text()
     model = next(line.split(": ")[1] for line in text.splitlines() if line.startswith("model name"))
     return f"{model} with " + (

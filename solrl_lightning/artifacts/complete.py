@@ -47,7 +47,7 @@ def _files_of(cls: Any, folder: Path, chats: bool) -> Iterator[tuple[str, ...]]:
 
 
 def _vocabulary(folder: Path) -> Iterator[tuple[str, ...]]:
-    """The words of a tokenizer: tokenizer.json, or the files of its class from before there was one."""
+    """Return the words of a tokenizer: tokenizer.json, or the files of its class from before there was one."""
     import transformers
 
     if (folder / "tokenizer.json").is_file():

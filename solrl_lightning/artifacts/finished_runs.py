@@ -25,7 +25,7 @@ class Run(NamedTuple):
 
 
 def finished_runs(pattern: str) -> tuple[list[Run], dict[str, str]]:
-    """The finished runs that a glob matches, and why each of the others is left out. UserError without any."""
+    """Return the finished runs that a glob matches, and why each other one is left out. UserError if none is."""
     folders = matching_runs(pattern)
     runs, left_out = read_runs(folders)
     if not runs:
@@ -35,7 +35,7 @@ def finished_runs(pattern: str) -> tuple[list[Run], dict[str, str]]:
 
 
 def matching_runs(pattern: str) -> list[Path]:
-    """The run folders among what a glob matches, numbers in their names in numerical order."""
+    """Return the run folders that a glob matches, numbers in their names in numerical order."""
     folders = [Path(match) for match in glob.glob(str(pattern))]
     runs = [folder for folder in folders if any((folder / mark).exists() for mark in _RUN_MARKS)]
     if not runs:
@@ -49,7 +49,7 @@ def matching_runs(pattern: str) -> list[Path]:
 
 
 def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
-    """The finished runs, and why each of the others is left out."""
+    """Return the finished runs, and why each other one is left out."""
     runs, left_out = [], {}
     for folder in folders:
         summary = read_summary(folder)
@@ -65,15 +65,14 @@ def read_runs(folders: Sequence[Path]) -> tuple[list[Run], dict[str, str]]:
 
 
 def end_of(folder: Path, iterations: int) -> str | None:
-    """The status of a run that ended as intended after this number of iterations; None if it was stopped before it
-    had written its results."""
+    """Return the status of a run that ended as intended after this number of iterations; None without its results."""
     summary = read_summary(folder)
     ended = summary["status"] in FINISHED and summary.get("iterations") == iterations
     return summary["status"] if ended else None
 
 
 def read_summary(folder: Path) -> dict[str, Any]:
-    """The content of summary.json; where it is missing or damaged, a ``status`` alone says so."""
+    """Return the content of summary.json; where it is missing or damaged, a ``status`` alone says so."""
     if not (folder / "summary.json").is_file():
         return {"status": "has no summary.json (yet)"}
     try:

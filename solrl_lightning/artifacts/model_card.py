@@ -87,7 +87,7 @@ def model_card(
 
 
 def licence_of(base: str) -> str | None:
-    """The licence of a hub id whose config files the package has; of other bases the card names the page only."""
+    """Return the licence of a hub id whose config files the package has; other cards name the page only."""
     index = ARCHITECTURES / base / INDEX
     return json.loads(index.read_text())["_licence"] if index.is_file() else None
 

@@ -23,7 +23,7 @@ _OTHER_FOLDER = "hydra.run.dir=<folder>, for a sweep hydra.sweep.dir=<folder>"
 
 
 def commit_overrides(folder: Path) -> None:
-    """Makes the overrides with which the run in ``folder`` resumed its record."""
+    """Make the overrides of a resumed run the record of its ``folder``."""
     for file in (folder / NEXT_RECORD).iterdir():
         os.replace(file, folder / RECORD / file.name)
     (folder / NEXT_RECORD).rmdir()
@@ -65,7 +65,7 @@ def check_free(folder: Path) -> None:
 
 @contextmanager
 def claimed(folder: Path, new: bool) -> Iterator[None]:
-    """Makes and locks ``folder``, and removes it on exit if it is still empty.
+    """Make and lock ``folder``, and remove it on exit if it is still empty.
 
     Args:
         new: whether to repeat `check_new`, because another process may have run in it since.
@@ -119,6 +119,6 @@ def check_writable(folder: Path) -> None:
 
 
 def remove_unused(folder: Path) -> None:
-    """Deletes a run folder that contains only .hydra/ and the log, so that the command can be given again."""
+    """Delete a run folder that contains only .hydra/ and the log, so that the command can be given again."""
     if {entry.name for entry in folder.iterdir()} <= {RECORD.name, LOG, _LOCK}:
         shutil.rmtree(folder)

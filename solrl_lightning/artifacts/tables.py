@@ -29,7 +29,7 @@ def write_json(path: Path, facts: Mapping[str, Any]) -> None:
 
 
 def format_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table with names in the first column, aligned left, and values aligned right. None is a dash."""
+    """Format a table with names in the first column, aligned left, and values aligned right. None is a dash."""
     cells = [list(columns), *([_cell(value) for value in row] for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
     lines = []
@@ -40,7 +40,7 @@ def format_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> st
 
 
 def format_row(row: Row) -> str:
-    """The row in lines of at most ``_WIDTH`` characters; the way out starts a new line."""
+    """Format the row in lines of at most ``_WIDTH`` characters; the fix starts a new line."""
     parts = [row.result, *([f"-> {row.way_out}"] if row.way_out else [])]
     indent = _NAME + _STATUS
     lines = [line for part in parts for line in textwrap.wrap(part, _WIDTH - indent, break_on_hyphens=False)]

@@ -28,7 +28,7 @@ _NEEDED_CALLBACKS = ("requantize", "checkpoint", "export", "summary")
 
 
 def options_of(cfg: DictConfig, run_dir: str) -> Run:
-    """The options of a composed configuration. UserError for the first that is missing, unknown or invalid."""
+    """Return the options of a composed configuration. UserError for the first that is missing, unknown or invalid."""
     check_callbacks(cfg)  # first: what an experiment sets of a callback that is left out has no class
     with without_hydra(cfg, run_dir) as application:
         options = Run.of(application)
@@ -77,7 +77,7 @@ def check_paths(options: Run) -> None:
 
 
 def _reward_files(options: Run) -> Iterator[tuple[str, str | None]]:
-    """The hub ids and paths of the rewards by key."""
+    """Return the hub ids and paths of the rewards by key."""
     yield "reward.pretrained", options.reward.pretrained
     for name, member in options.reward.members.items():
         yield from ((f"reward.{name}.{part}", member[part]) for part in REWARD_FILES if part in member)
@@ -130,7 +130,7 @@ def check_prompts(options: Run) -> None:
 
 
 def downloads(options: Run) -> tuple[dict[str, str], list[str], str | None]:
-    """What ``hub.check_hub`` takes: models by key and data sets that this run loads, and the model's needs."""
+    """Return the arguments of ``hub.check_hub``: the models and data sets to load, and the needs of the model."""
     model, reads = options.model, options.task.reads
     models = {"model.preview_decoder": model.preview_decoder} if options.uses_model else {}
     if options.uses_model and model.weights == "pretrained":
@@ -147,7 +147,7 @@ def downloads(options: Run) -> tuple[dict[str, str], list[str], str | None]:
 
 
 def devices_of(trainer: Trainer) -> int:
-    """The number of devices of a node that the trainer uses; 1 where only Lightning can tell."""
+    """Return the number of devices of a node that the trainer uses; 1 where only Lightning can tell."""
     import torch
 
     devices = trainer.get("devices", "auto")

@@ -89,7 +89,7 @@ class ConfigTree:
         return _OwnOptions.sources
 
     def look_in(self, sources: Iterable[str]) -> None:
-        """Finds options in more places, written as in ``hydra.searchpath``: ``file://<folder>``."""
+        """Add places of options, written as in ``hydra.searchpath``: ``file://<folder>``."""
         _OwnOptions.sources += tuple(sources)
         GlobalHydra.instance().clear()
         initialize_config_module(CONFIG_MODULE, version_base="1.3")
@@ -101,7 +101,7 @@ class ConfigTree:
         return _options(self.loader, group)
 
     def parse(self, arguments: Iterable[str]) -> list[Override]:
-        """The overrides of a command line. UserError for an argument that is none."""
+        """Return the overrides of a command line. UserError for an argument that is not an override."""
         parser = OverridesParser.create(config_loader=self.loader)
         overrides = []
         for argument in arguments:
@@ -133,7 +133,7 @@ class ConfigTree:
         return f"Cannot read {argument!r}. A text with {strange} needs quotes that survive the shell: {fix}."
 
     def compose(self, arguments: Sequence[str]) -> DictConfig:
-        """The whole configuration, Hydra's own part included.
+        """Return the whole configuration, with Hydra's own part.
 
         Raises:
             UserError: for an option or a key that does not exist, or a file that Hydra cannot read.
@@ -150,7 +150,7 @@ class ConfigTree:
             raise UserError(first_lines(error)) from error
 
     def jobs(self, arguments: Sequence[str], multirun: bool) -> list[DictConfig]:
-        """The configuration of every run that a command line starts; of a sweep, of every combination.
+        """Return the configuration of every run of a command line; for a sweep, of every combination.
 
         Only the combinations of Hydra's basic sweeper are known in advance. For another sweeper this is one job with
         the first values that it may choose, and each of its jobs is checked when it starts (``__main__.run``).
@@ -183,7 +183,7 @@ class ConfigTree:
 
 
 def _swept(override: Override, every: bool) -> list[str]:
-    """The arguments that a sweep makes of ``override``: of ``every`` value, or of the first one."""
+    """Return the arguments that a sweep makes of ``override``: of ``every`` value, or of the first one."""
     key, value = override.get_key_element(), override.value()
     if not override.is_sweep_override():
         return [str(override.input_line)]
@@ -204,7 +204,7 @@ def _swept(override: Override, every: bool) -> list[str]:
 
 
 def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
-    """The configuration of a task: that of ``ConfigTree.compose`` without Hydra's part, resolved for ``run_dir``."""
+    """Return the configuration of a task: ``ConfigTree.compose`` without Hydra's part, resolved for ``run_dir``."""
     with without_hydra(cfg, run_dir) as application:
         OmegaConf.resolve(application)
         OmegaConf.to_container(application, throw_on_missing=True)
@@ -213,7 +213,7 @@ def application_config(cfg: DictConfig, run_dir: str | Path) -> DictConfig:
 
 @contextmanager
 def without_hydra(cfg: DictConfig, run_dir: str | Path) -> Iterator[DictConfig]:
-    """The same while it can be resolved."""
+    """Return the same configuration while it can be resolved."""
     before = HydraConfig.instance().cfg
     HydraConfig.instance().set_config(cfg)
     try:
@@ -241,12 +241,12 @@ def own_sources(hydra: DictConfig) -> list[str]:
 
 
 def searched(sources: Sequence[str]) -> list[str]:
-    """The override that makes Hydra look for options in ``sources``, if there are any."""
+    """Return the override that makes Hydra look for options in ``sources``, if there are any."""
     return [f"hydra.searchpath=[{','.join(map(quoted, sources))}]"] if sources else []
 
 
 def quoted(path: Path | str) -> str:
-    """A path as a value of Hydra's grammar."""
+    """Return a path as a value of Hydra's grammar."""
     escaped = str(path).replace("'", "\\'")
     return f"'{escaped}'"
 
@@ -299,7 +299,7 @@ def _check_option(override: Override, options: list[str]) -> None:
 
 
 def _nodes(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The dotted key and the value of every node below ``tree``."""
+    """Return the dotted key and the value of every node below ``tree``."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in items:
         yield f"{prefix}{key}", value
@@ -354,7 +354,7 @@ def check_root(cfg: DictConfig, overrides: Sequence[Override]) -> None:
 
 @cache
 def _root() -> frozenset[str]:
-    """The keys at the root of the package's configuration, groups among them."""
+    """Return the keys at the root of the package's configuration, groups among them."""
     root: Any = OmegaConf.to_container(OmegaConf.create((files(CONFIG_MODULE) / "config.yaml").read_text()))
     groups = {group for entry in root.pop("defaults") if isinstance(entry, dict) for group in entry}
     return frozenset({*root, *groups} - {"experiment", "override hydra/help"})

@@ -27,7 +27,7 @@ _NOTES = ("object_type=", "Config search path:", "provider=")  # of OmegaConf an
 
 
 def first_lines(error: Exception) -> str:
-    """A message of Hydra or OmegaConf in one line, without its notes on object types."""
+    """Return a message of Hydra or OmegaConf in one line, without its notes on object types."""
     text = str(error) or str(error.__cause__)
     if text.startswith("Error merging override") and error.__cause__ is not None:
         text += f": {error.__cause__}"
@@ -45,7 +45,7 @@ def _is_raised_by_hydra(error: Exception) -> bool:
 def report_error(
     error: Exception, folder: Path | None = None, *, in_job: bool = True, resumable: bool = False
 ) -> Exception:
-    """Prints and returns the cause that a user can act on, of the run in ``folder``; raises an error without one.
+    """Print and return the cause that a user can act on, of the run in ``folder``; raise an error that has none.
 
     Outside of a job, what Hydra itself raises is about the command line. ``resumable``: ``ckpt=auto`` begins the run
     again.
@@ -114,6 +114,6 @@ def silence_libraries() -> None:
 
 
 def _report_thread(args: threading.ExceptHookArgs) -> None:
-    """Prints the error of a thread, except one that the main thread raises too, as it does for TensorBoard's writer."""
+    """Print the error of a thread, unless the main thread raises it too, as with TensorBoard's writer."""
     if not (isinstance(args.exc_value, OSError) and args.exc_value.errno in _DISK_ERRORS):
         threading.__excepthook__(args)

@@ -89,7 +89,7 @@ def check_world(num_nodes: int, devices: int, rank: int, one_process: bool) -> N
 
 
 def ranks_here() -> int:
-    """The ranks that another program has started on this machine and that share the cores where this process may run.
+    """Return the ranks that another program started on this machine and that share the cores of this process.
 
     SLURM gives a task its own cores, or none: then it sees all that the job has on this machine.
     """
@@ -104,7 +104,7 @@ def ranks_here() -> int:
 
 @cache  # ``__main__.main`` clears it
 def launched(pattern: str) -> str:
-    """The time of this command as ``pattern`` says, equal in all ranks of torchrun; under srun the SLURM job's id."""
+    """Format the time of this command by ``pattern``, equal in all ranks of torchrun; under srun the SLURM job's id."""
     if _torchrun():
         return _time_of_first(pattern)
     if _srun() and int(os.environ["SLURM_NTASKS"]) > 1:

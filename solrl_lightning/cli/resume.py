@@ -52,7 +52,7 @@ class Resumed(NamedTuple):
 
 
 def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resumed:
-    """Resolves ``ckpt=``: finds the file, and puts the overrides that its run recorded before those given.
+    """Resolve ``ckpt=``: find the file, and put the overrides that its run recorded before those of the command line.
 
     Training from ``ckpt=last`` and ``ckpt=auto`` resumes in the same folder, as a file does whose folder is named;
     every other use of a checkpoint gets a new folder. ``ckpt=auto`` begins the run if its folder has no checkpoint.
@@ -121,7 +121,7 @@ def resume_command(folder: Path) -> str:
 
 
 def _stable_folder(tree: ConfigTree, overrides: list[Override], training: bool) -> Path:
-    """The run's folder for ``ckpt=auto``, which must be the same when the command is given again."""
+    """Return the run's folder for ``ckpt=auto``, which must be the same when the command is given again."""
     if not training:
         raise UserError(
             "ckpt=auto is invalid: it continues a training run. Use ckpt=last or ckpt=best for other tasks."
@@ -297,7 +297,7 @@ def _recorded_sources(folder: Path) -> list[str]:
 
 
 def _read_record(file: Path, kind: type[ListConfig] | type[DictConfig], key: str | None = None) -> Any:
-    """The content of ``file``, of a ``kind`` that has ``key``."""
+    """Load the content of ``file``, of a ``kind`` that has ``key``."""
     try:
         record = OmegaConf.load(file)
         damaged = "" if isinstance(record, kind) and (key is None or key in record) else "unexpected content"
@@ -336,7 +336,7 @@ def check_checkpoint(file: Path) -> None:
 
 
 def check_contents(ckpt: Path) -> tuple[int, float]:
-    """The iterations and seconds that a checkpoint's run has trained; UserError for a file with other contents."""
+    """Return the iterations and seconds that a checkpoint's run has trained; UserError for other contents."""
     from solrl_lightning.artifacts.files import iterations_done, loop_state, read_checkpoint  # imports torch
 
     checkpoint = read_checkpoint(ckpt)

@@ -22,7 +22,7 @@ _RANK_VARIABLES = {"LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_ADDR", "MAST
 
 @contextmanager
 def isolated_sweep_job(folder: Path) -> Iterator[None]:
-    """Makes a sweep job look like a standalone run in ``folder`` to Lightning's launcher.
+    """Make a sweep job look like a standalone run in ``folder`` to Lightning's launcher.
 
     Lightning starts further ranks with the program and the command line of this process, in ``hydra.run.dir``, and
     leaves its rank variables in the environment, where the next job would read them.

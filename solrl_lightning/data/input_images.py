@@ -19,7 +19,7 @@ INPUT_IMAGE = "input_image"
 
 
 def with_image(text: str, metadata: Mapping[str, Any], source: str) -> tuple[str, Mapping[str, Any]]:
-    """The prompt and the metadata of a row of ``source`` with an input image.
+    """Return the prompt and the metadata of a row of ``source`` with an input image.
 
     The image is relative to the folder of the source, or to ``images/`` in it, as Flow-Factory's data sets have it.
 
@@ -49,12 +49,12 @@ def with_image(text: str, metadata: Mapping[str, Any], source: str) -> tuple[str
 
 
 def text_of(prompt: str, metadata: Mapping[str, Any]) -> str:
-    """The text of a prompt, without the name of its image."""
+    """Return the text of a prompt, without the name of its image."""
     return prompt.removesuffix(_mark(metadata["image"])) if INPUT_IMAGE in metadata else prompt
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """The image with 8 bits a channel in RGB. Raises ValueError for other depths than 8 and 16 bits."""
+    """Convert an image to 8 bits a channel in RGB. Raises ValueError for other depths than 8 and 16 bits."""
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image, np.float64) / 257).round().astype(np.uint8)).convert("RGB")
     if image.mode in ("I", "F"):  # of 32 bits, which `convert` would clip at 255
@@ -64,7 +64,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 @lru_cache(maxsize=32)
 def load_square(file: str, side: int) -> Image.Image:
-    """The square in the middle of an image, upright, in RGB, with ``side`` pixels a side.
+    """Crop the square in the middle of an image, upright, in RGB, with ``side`` pixels a side.
 
     Raises:
         UserError: the file cannot be read.

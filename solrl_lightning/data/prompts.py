@@ -30,7 +30,7 @@ class PromptSets(NamedTuple):
 
 
 def read_prompts(source: str | Path, column: str = "prompt", with_images: bool = False) -> list[str]:
-    """The unique prompts of a source, stripped, in its order, without blank ones. Logs the number of repetitions.
+    """Return the unique prompts of a source, stripped, in order, without blank ones. Logs the number of repetitions.
 
     Raises:
         UserError: the source cannot be read, or has no prompt.
@@ -89,7 +89,7 @@ def read_prompt_sets(
 
 
 def _unique_records(source: str | Path, column: str, with_images: bool) -> tuple[Sequence[Record], Sequence[str]]:
-    """The unique rows of a source, and notes about the dropped rows. A process reads a source once."""
+    """Return the unique rows of a source, and notes about the dropped rows. A process reads a source once."""
     return _read(str(source), column, with_images, Path.cwd())
 
 
@@ -149,7 +149,7 @@ class PromptSchedule:
         self.prompts, self.per_iteration, self.seed = list(prompts), per_iteration, seed
 
     def for_iteration(self, iteration: int) -> list[str]:
-        """The P prompts of an iteration, counted from 0. Rank r of w takes [r::w]."""
+        """Return the P prompts of an iteration, counted from 0. Rank r of w takes [r::w]."""
         number, position = divmod(iteration, len(self.prompts) // self.per_iteration)
         order = permutation(f"prompts/{self.seed}/{number}", len(self.prompts))
         return [self.prompts[i] for i in order[position * self.per_iteration :][: self.per_iteration]]

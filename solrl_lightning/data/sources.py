@@ -204,7 +204,7 @@ def _read_utf8(path: Path) -> str:
 
 
 def _read_json_lines(path: Path) -> list[Record]:
-    """Records of a file with one JSON object a line, in GenEval's layout: "prompt", and metadata under other keys."""
+    """Read a file with one JSON object a line, in GenEval's layout: "prompt", and metadata under other keys."""
     records = []
     for number, line in enumerate(_read_lines(path), 1):
         if line.strip():
@@ -217,7 +217,7 @@ def _read_json_lines(path: Path) -> list[Record]:
 
 
 def _json_record(line: str) -> Record | str:
-    """The record of a line, or the rule that the line breaks."""
+    """Return the record of a line, or the rule that the line breaks."""
     rule = "every line of a .jsonl file must be a JSON object"
     try:
         row = json.loads(line)
@@ -283,7 +283,7 @@ def _check_column(columns: list[str], column: str, name: str) -> None:
 
 
 def _table_records(values: list[Any], column: str, name: str) -> list[Record]:
-    """Records of a column's values. A row without a value becomes a blank prompt, which ``prompts`` drops."""
+    """Return records of a column's values. A row without a value becomes a blank prompt, which ``prompts`` drops."""
     for row, value in enumerate(values):
         if value is not None and not isinstance(value, str):
             raise UserError(
@@ -298,7 +298,7 @@ def _table_records(values: list[Any], column: str, name: str) -> list[Record]:
 
 
 def _read_hub(dataset: str, split: str, column: str, file: str | None = None, tag: str | None = None) -> list[Record]:
-    """Records of a split of a data set, or of one of its files; ``tag`` is the column of the kind of prompt."""
+    """Read a split of a data set, or one of its files; ``tag`` is the column of the kind of prompt."""
     import datasets
 
     name = f"{HUB}{dataset}/{split}"

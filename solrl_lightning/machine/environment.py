@@ -26,7 +26,7 @@ def machine(device: torch.device, devices: int) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The CPU's model; its architecture where the system has no /proc/cpuinfo."""
+    """Return the CPU's model; its architecture where the system has no /proc/cpuinfo."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text().splitlines() if file.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

@@ -44,7 +44,7 @@ _STARTED = _clock()  # when the program began: ``__main__`` imports this file fi
 
 
 def quota(groups: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/sys/fs/cgroup")) -> float:
-    """The cores whose time the process's control groups (cgroups(7), version 1 and 2) give it; infinite if unlimited.
+    """Return the number of cores that the control groups (cgroups(7), version 1 and 2) give; infinite if unlimited.
 
     A container sees its group as the root of the mount. Elsewhere a group is a path below it, and every folder of the
     path may have a limit: systemd's CPUQuota is one. (``loky.cpu_count`` reads the root only.)
@@ -69,7 +69,7 @@ def quota(groups: Path = Path("/proc/self/cgroup"), mounts: Path = Path("/sys/fs
 def choose(
     environment: MutableMapping[str, str], cores: int, usable: int, limit: float, ranks: int, free: float
 ) -> tuple[dict[str, str], list[str]]:
-    """What to set in ``environment``, and a line for each restriction that the user should know of.
+    """Return what to set in ``environment``, and a line for each restriction that the user should know of.
 
     Args:
         cores, usable: of the machine, and where this process may run.
@@ -98,7 +98,7 @@ def choose(
 
 
 def configure(ranks: int = 1) -> list[str]:
-    """Sets in this process's environment what the user has not set, and returns the lines of ``choose``.
+    """Set in this process's environment what the user has not set, and return the lines of ``choose``.
 
     Does nothing where torch, and libgomp with it, has been loaded.
     """

@@ -99,7 +99,7 @@ class Run(Group):
 
     @classmethod
     def of(cls, cfg: DictConfig) -> "Run":
-        """The options of an application config. UserError for the first that is invalid."""
+        """Return the options of an application config. UserError for the first that is invalid."""
         try:
             tree = OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
         except OmegaConfBaseException:  # an invalid value may be why others that refer to it have none
@@ -112,7 +112,7 @@ class Run(Group):
 
     @classmethod
     def of_tree(cls, tree: Any) -> "Run":
-        """The same of resolved values, as `tree` gives them."""
+        """Return the options of resolved values, as `tree` gives them."""
         for error in cls._errors(tree):
             raise explain(error)
         return cls.model_validate(tree)
@@ -126,18 +126,18 @@ class Run(Group):
         return []
 
     def tree(self) -> dict[str, Any]:
-        """The values that were given, as mappings and lists."""
+        """Return the values as mappings and lists, without defaults."""
         return self.model_dump(by_alias=True, exclude_unset=True)
 
     def with_group(self, group: str, node: Any) -> "Run":
-        """A copy with another value of a group, whose rules over several keys are not checked."""
+        """Return a copy with another value of a group; rules over several keys are not checked."""
         kind: Any = type(getattr(self, group))
         changed = self.model_copy(deep=True)
         setattr(changed, group, kind.model_validate(node, context=UNCHECKED))
         return changed
 
     def task_as(self, kind: type[_Task]) -> _Task:
-        """The task, of which it is known what it is."""
+        """Return `task`, narrowed to ``kind``."""
         assert isinstance(self.task, kind)
         return self.task
 
@@ -169,7 +169,7 @@ class Run(Group):
         return base | ({"trained": "ema"} if self.ckpt is not None else {})
 
     def callback(self, name: str) -> Mapping[str, Any]:
-        """The arguments of a callback; none of one that is left out."""
+        """Return the arguments of a callback; empty if the run has no such callback."""
         callbacks: Mapping[str, Any] = self.callbacks
         return callbacks.get(name) or {}
 

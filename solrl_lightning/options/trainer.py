@@ -61,7 +61,7 @@ class Trainer(TypedDict, total=False):
 
 
 def named_devices(trainer: Trainer) -> list[int]:
-    """The indices of the devices that ``trainer.devices`` names; empty where it is a number or auto."""
+    """Return the indices of the devices that ``trainer.devices`` names; empty where it is a number or auto."""
     devices: Any = trainer.get("devices")
     if isinstance(devices, str) and "," in devices:  # Lightning's form of a list
         return [int(index) for index in devices.split(",") if index]

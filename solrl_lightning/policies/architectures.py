@@ -38,7 +38,7 @@ class Architecture(NamedTuple):
 
 
 def find_architecture(pretrained: str, pipeline_class: type[diffusers.DiffusionPipeline]) -> Architecture:
-    """The architecture of a local pipeline folder, or of a hub id whose config files the package has.
+    """Return the architecture of a local pipeline folder, or of a hub id whose config files the package has.
 
     Raises:
         UserError: there are no config files for ``pretrained`` (without asking the hub), or they describe another
@@ -57,7 +57,7 @@ def find_architecture(pretrained: str, pipeline_class: type[diffusers.DiffusionP
 
 
 def read_architecture(folder: Path) -> Architecture:
-    """The architecture that a diffusers pipeline folder describes in its config files."""
+    """Return the architecture that a diffusers pipeline folder describes in its config files."""
     index = json.loads((folder / INDEX).read_text())
     components = {}
     for name, entry in index.items():

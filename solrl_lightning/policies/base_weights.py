@@ -20,7 +20,7 @@ _NF4_MULTIPLE = 64 * 256
 
 
 def block_linears(transformer: nn.Module) -> dict[str, nn.Linear]:
-    """The linear layers of the blocks by name: all but embedders, output projection and convolutions."""
+    """Return the linear layers of the blocks by name: all but embedders, output projection and convolutions."""
     return {
         f"{name}.{inner}": layer
         for name, child in transformer.named_children()

@@ -10,7 +10,7 @@ INDEX = "model_index.json"
 
 
 def config_folder(pretrained: str) -> Path | None:
-    """The pipeline folder with the config files of ``model.pretrained``; None for a hub id that is not in the package.
+    """Return the folder with the config files of ``model.pretrained``; None for a hub id without packaged files.
 
     Args:
         pretrained: ``tiny``, a local folder or a hub id.

@@ -27,7 +27,7 @@ def extrapolate(conditional: Tensor, unconditional: Tensor, scale: float) -> Ten
 def guide(
     velocity: Velocity, unconditional: Conditioning, scale: float, combined: Combination = extrapolate
 ) -> Velocity:
-    """Returns the ``combined`` velocity, with v_uncond without gradient; ``velocity`` itself where scale is 1.
+    """Return the ``combined`` velocity, with v_uncond without gradient; ``velocity`` itself where scale is 1.
 
     Runs two forward passes of B, not one of 2 B: the batch size of compiled transformers and the memory stay the same,
     and autograd saves nothing of v_uncond.

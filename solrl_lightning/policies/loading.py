@@ -54,7 +54,7 @@ def load_pipeline(
     components: Mapping[str, Any] | None = None,
     check: Callable[[Path], None] | None = None,
 ) -> DiffusionPipeline:
-    """The pipeline of a folder or hub id, its models frozen. ``pipeline.config._name_or_path`` is its folder.
+    """Load the pipeline of a folder or hub id, its models frozen. ``pipeline.config._name_or_path`` is its folder.
 
     Args:
         dtypes: dtype of each component by name; ``default`` for all others.
@@ -92,7 +92,7 @@ def load_pipeline(
 def fetch(
     pipeline_class: type[DiffusionPipeline], pretrained: str, variant: str | None = None, without: Sequence[str] = ()
 ) -> Path:
-    """The local folder of a pipeline; components in ``without`` are not downloaded.
+    """Return the local folder of a pipeline; components in ``without`` are not downloaded.
 
     Raises:
         UserError: as ``load_pipeline``. Weights are not read.
@@ -135,7 +135,7 @@ def check_class(pipeline_class: type[DiffusionPipeline], pretrained: str, folder
 
 
 def _model_of(pipeline_class: str) -> str | None:
-    """The name of the policy file whose class has this ``pipeline_class``."""
+    """Return the name of the policy file whose class has this ``pipeline_class``."""
     for file in pkgutil.iter_modules(policies.__path__, f"{policies.__name__}."):
         for value in vars(importlib.import_module(file.name)).values():
             if getattr(getattr(value, "pipeline_class", None), "__name__", None) == pipeline_class:
@@ -146,7 +146,7 @@ def _model_of(pipeline_class: str) -> str | None:
 def _check_complete(
     pipeline_class: type[DiffusionPipeline], pretrained: str, folder: Path, without: Sequence[str]
 ) -> None:
-    """Checks that all component folders exist; diffusers would look for a missing one on the hub."""
+    """Check that all component folders exist; diffusers would look for a missing one on the hub."""
     chats = "apply_chat_template" in inspect.getsource(pipeline_class)
     for name, value in pipeline_class.load_config(str(folder)).items():
         is_component = not name.startswith("_") and isinstance(value, list) and None not in value
@@ -163,7 +163,7 @@ def _check_complete(
 
 
 def _module_classes(pipeline_class: type[DiffusionPipeline], folder: Path) -> Iterator[tuple[str, Any]]:
-    """The components with weights, by name; tokenizers and schedulers are left to diffusers."""
+    """Return the components with weights, by name; tokenizers and schedulers are left to diffusers."""
     for name, value in pipeline_class.load_config(str(folder)).items():
         if name.startswith("_") or not isinstance(value, list) or value[0] not in ("diffusers", "transformers"):
             continue
@@ -176,7 +176,7 @@ def _module_classes(pipeline_class: type[DiffusionPipeline], folder: Path) -> It
 
 
 def load_module(component_class: Any, folder: Path, dtype: torch.dtype, variant: str | None = None) -> Any:
-    """The frozen model of a folder. A weight that is missing from its files is an error."""
+    """Return the frozen model of a folder. A weight that is missing from its files is an error."""
     has_variant = variant is not None and any(folder.glob(f"*.{variant}[.-]*"))
     if not has_variant and not any(file.name.count(".") == 1 for file in folder.glob("*.safetensors")):
         variants = sorted({file.name.split(".")[1].split("-")[0] for file in folder.glob("*.*.safetensors")})

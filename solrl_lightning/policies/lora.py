@@ -31,7 +31,7 @@ State = dict[str, Tensor]
 
 
 def add_adapters(transformer: ModelMixin, config: LoraConfig, seed: int) -> dict[str, LoraLayer]:
-    """Adds both adapters, equal and without effect (B = 0), and returns the adapted layers by name.
+    """Add both adapters, equal and without effect (B = 0), and return the adapted layers by name.
 
     Raises:
         UserError: a target of ``config`` is no layer of the transformer, or its rank exceeds the width of one.
@@ -125,7 +125,7 @@ class _LoRAProduct(torch.autograd.Function):
 
 
 def adapter_state(layers: dict[str, LoraLayer], adapter: str) -> State:
-    """The adapter's weights; the tensors themselves, not copies."""
+    """Return the adapter's tensors, not copies."""
     return {name: parameter.detach() for name, parameter in _parameters(layers, adapter).items()}
 
 
@@ -219,7 +219,7 @@ def update_norms(layers: dict[str, LoraLayer]) -> tuple[Tensor, Tensor]:
 
 
 def merged_weights(layers: dict[str, LoraLayer], state: State) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name and the float32 value W + (alpha / r) B A of each adapted weight."""
+    """Yield the name and the float32 value W + (alpha / r) B A of each adapted weight."""
     for name, layer in layers.items():
         down, up = state[f"{name}.lora_A.weight"], state[f"{name}.lora_B.weight"]
         base = dense(layer.get_base_layer().weight)
@@ -228,7 +228,7 @@ def merged_weights(layers: dict[str, LoraLayer], state: State) -> Iterator[tuple
 
 @contextmanager
 def active_adapter(transformer: nn.Module, layers: dict[str, LoraLayer], adapter: str) -> Iterator[nn.Module]:
-    """The transformer under another adapter; "default" is active again afterwards."""
+    """Use another adapter within the context; "default" is active again afterwards."""
     _activate(layers, adapter)
     try:
         yield transformer
@@ -238,7 +238,7 @@ def active_adapter(transformer: nn.Module, layers: dict[str, LoraLayer], adapter
 
 @contextmanager
 def with_weights(layers: dict[str, LoraLayer], adapter: str, state: State) -> Iterator[None]:
-    """The adapter has the tensors of ``state`` as its weights, and afterwards its former ones; nothing is copied."""
+    """Give the adapter the tensors of ``state`` within the context, then its former ones; nothing is copied."""
     parameters = _parameters(layers, adapter)
     former = {name: parameter.data for name, parameter in parameters.items()}
     others = {name: state[name].to(parameter) for name, parameter in parameters.items()}

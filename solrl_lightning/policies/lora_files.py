@@ -88,7 +88,7 @@ def read_lora_file(
 
 
 def _of_transformer(config: Any, named: str) -> dict[str, Any]:
-    """The peft configuration of the transformer, from diffusers' metadata or from peft's file."""
+    """Return the peft configuration of the transformer, from diffusers' metadata or from peft's file."""
     if not isinstance(config, dict):
         raise UserError(f"{named}: its peft configuration must be a JSON object. {_FIX}")
     config = {key.removeprefix("transformer."): value for key, value in config.items() if "text_encoder" not in key}
@@ -147,7 +147,7 @@ def _fold_alphas(tensors: dict[str, Tensor], config: Mapping[str, Any], named: s
 
 
 def _in_names_of(layers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
-    """The tensors without their prefix, if all of them are of such layers."""
+    """Return the tensors without their prefix, if all of them are of such layers."""
     for prefix in _PREFIXES:
         names = {name: name.removeprefix(prefix) for name in tensors if name.startswith(prefix)}
         matches = [_WEIGHT.fullmatch(short) for short in names.values() if not short.endswith(".alpha")]
@@ -159,7 +159,7 @@ def _in_names_of(layers: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
 def _checked(
     tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]], model: str, named: str
 ) -> dict[str, Tensor]:
-    """A and B of every layer, without the alphas; raises ``UserError`` where they do not fit."""
+    """Return A and B of every layer, without the alphas; raises ``UserError`` where they do not fit."""
     factors: dict[str, dict[str, Tensor]] = {}
     for name, value in tensors.items():
         if match := _WEIGHT.fullmatch(name):

@@ -251,11 +251,11 @@ class PipelineAdapter(ABC):
         return self.encode([""])
 
     def embedding_name(self, prompt: str) -> str:
-        """What the cache knows the embedding of a prompt by, for these ``embedding_settings``."""
+        """Return the key of the prompt in the cache of embeddings, for these ``embedding_settings``."""
         return prompt
 
     def embedding_settings(self) -> dict[str, object]:
-        """What the embedding of every prompt depends on beside the text encoders."""
+        """Return the settings, besides the text encoders, that the embedding of every prompt depends on."""
         dtypes = {name: str(self.dtypes.get(name, self.dtypes["default"])) for name in self.encoders}
         return {"length": self.max_sequence_length, "variant": self.variant, "dtypes": dtypes}
 
@@ -348,7 +348,7 @@ class PipelineAdapter(ABC):
         return True
 
     def _tile(self, vae: Any) -> None:
-        """Enables tiles of half the side, in whole latents, that overlap by a quarter.
+        """Enable tiles of half the side, in whole latents, that overlap by a quarter.
 
         The default of diffusers is as large as the image.
         """

@@ -25,7 +25,7 @@ _WIDTH = 64  # of every published TAESD
 
 
 def load_preview_decoder(pretrained: str, dtype: torch.dtype, channels: int, compression: int) -> AutoencoderTiny:
-    """The tiny autoencoder of a folder or hub id, frozen.
+    """Load the tiny autoencoder of a folder or hub id, frozen.
 
     Args:
         channels, compression: of the latents to decode, checked before its weights are downloaded. Its files do not
@@ -53,7 +53,7 @@ def load_preview_decoder(pretrained: str, dtype: torch.dtype, channels: int, com
 def random_preview_decoder(
     device: torch.device, dtype: torch.dtype, channels: int, compression: int
 ) -> AutoencoderTiny:
-    """An AutoencoderTiny with random weights, as large as the published ones."""
+    """Make an AutoencoderTiny with random weights, as large as the published ones."""
     halvings = compression.bit_length() - 1
     config = {
         "latent_channels": channels,

@@ -54,7 +54,7 @@ class QwenImage(VideoPipelineAdapter):
         return conditioning | self.padded(conditioning, "prompt_embeds")
 
     def padded(self, conditioning: Conditioning, name: str) -> Conditioning:
-        """The embedding ``name`` [P, prompt_length, D], and its mask."""
+        """Return the embedding ``name`` [P, prompt_length, D], and its mask."""
         embeds = conditioning[name]
         mask = conditioning.get(f"{name}_mask", torch.ones(embeds.shape[:2], dtype=torch.bool, device=self.device))
         missing = self.prompt_length - embeds.shape[1]

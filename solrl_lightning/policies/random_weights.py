@@ -22,7 +22,7 @@ from solrl_lightning.seeds import noise
 def random_pipeline(
     architecture: Architecture, device: torch.device | str, dtypes: Mapping[str, torch.dtype]
 ) -> DiffusionPipeline:
-    """The pipeline of ``architecture`` without text encoders, its parts on ``device``.
+    """Make the pipeline of ``architecture`` without text encoders, its parts on ``device``.
 
     The weights are equal in every call on equal hardware. ``dtypes`` are by name of the component, and ``default``.
     """
@@ -41,7 +41,7 @@ def random_pipeline(
 
 
 def random_component(component: Component, device: torch.device | str, dtype: torch.dtype, seed: int = 0) -> Any:
-    """The module on ``device`` in ``dtype``, buffers included, with the weights of ``init_random_weights``."""
+    """Make the module on ``device`` in ``dtype``, buffers included, with the weights of ``init_random_weights``."""
     module = build_component(component, device, dtype)
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
@@ -53,7 +53,7 @@ def random_component(component: Component, device: torch.device | str, dtype: to
 
 @torch.no_grad()
 def init_random_weights(module: nn.Module, seed: int) -> None:
-    """Sets weights in place from N(0, 1 / inputs) and biases to 0; the weights of norms are unchanged.
+    """Set weights in place from N(0, 1 / inputs) and biases to 0; the weights of norms are unchanged.
 
     Inputs of independent unit variance then give outputs of unit variance; norms before every matrix product keep it.
     Modulation is a projection of a small embedding, so shifts, scales and gates stay below one.

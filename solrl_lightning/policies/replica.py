@@ -17,7 +17,7 @@ from solrl_lightning.policies.base_weights import dense
 
 
 def clone_sharing_weights(transformer: nn.Module) -> nn.Module:
-    """A copy of the module tree whose parameters and buffers are the original's tensors."""
+    """Return a copy of the module tree whose parameters and buffers are the original's tensors."""
     tensors = chain(transformer.parameters(), transformer.buffers())
     return copy.deepcopy(transformer, {id(tensor): tensor for tensor in tensors})
 

@@ -79,12 +79,12 @@ def check_scheduler(
 
 
 def resolution_shift(config: Any, tokens: int) -> float:
-    """The pipelines' mu, linear in the number of image tokens."""
+    """Return the pipelines' mu, linear in the number of image tokens."""
     return calculate_shift(tokens, *(config[name] for name in _SHIFT))
 
 
 def _problem_of_levels(cls: Any, config: Mapping[str, Any]) -> str:
-    """What is wrong with the levels at either end of the resolution shift; empty if nothing is."""
+    """Return what is wrong with the levels at either end of the resolution shift; empty if nothing is."""
     try:
         scheduler = cls.from_config(dict(config))
         if "flow_shift" in scheduler.config:

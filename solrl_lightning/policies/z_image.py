@@ -90,7 +90,7 @@ class FixedLengthTransformer(ZImageTransformer2DModel):
 
 
 def lengthen(x: Tensor, rotations: Tensor, mask: Tensor | None, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Pads tokens [B, S, D], their rotations [B, S, ...] and the mask [B, S], None if all are real, to ``length``."""
+    """Pad tokens [B, S, D], their rotations [B, S, ...] and the mask [B, S], None if all are real, to ``length``."""
     missing = length - x.shape[1]
     mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
     return F.pad(x, (0, 0, 0, missing)), F.pad(rotations, (0, 0, 0, missing)), F.pad(mask, (0, missing))

@@ -15,7 +15,7 @@ _URL = re.compile(r"https?://([^][/?#@:]+|\[[0-9a-f:.]+\])(:\d+)?([/?#]|$)", re.
 
 
 def read_token() -> str:
-    """The token in the environment, empty without one. Raises ``UserError`` if no HTTP header can hold it."""
+    """Return the token in the environment, empty without one. Raises ``UserError`` if no HTTP header can hold it."""
     token = os.environ.get(TOKEN, "").strip()
     if not (token.isascii() and token.isprintable()):
         raise UserError(f"{TOKEN} is invalid: it must be printable ASCII. Set it with export {TOKEN}=<token>.")
@@ -70,7 +70,7 @@ def is_loopback(host: str) -> bool:
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket bound to the address, which refuses connections until the server listens.
+    """Bind a socket to the address; it refuses connections until the server listens.
 
     Raises:
         UserError: the name of the host does not resolve, or the address is in use or not of this machine.

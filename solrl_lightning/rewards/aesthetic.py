@@ -51,7 +51,7 @@ class Aesthetic(TransformersCLIP):
 
 
 def load_head(name: str, width: int) -> nn.Sequential:
-    """The head for embeddings of ``width`` numbers, in float32. Raises ``UserError``: see ``Aesthetic``."""
+    """Return the head for embeddings of ``width`` numbers, in float32. Raises ``UserError``: see ``Aesthetic``."""
     key, hint = "reward.aesthetic.head", "Or give the path of a local .pth file."
     weights = load_tensors(key, name, *WEIGHTS, kind="aesthetic predictor", hint=hint)
     head = linear_head(width)
@@ -63,6 +63,6 @@ def load_head(name: str, width: int) -> nn.Sequential:
 
 
 def linear_head(width: int) -> nn.Sequential:
-    """The five linear layers, named as in the published file, without the dropouts of training between them."""
+    """Return the five linear layers, named as in the published file, without the dropouts of training between them."""
     layers = [nn.Linear(*sizes) for sizes in pairwise((width, *_WIDTHS))]
     return nn.Sequential(OrderedDict((f"{place}", layer) for place, layer in zip(_PLACES, layers, strict=True)))

@@ -135,7 +135,7 @@ def as_scores(name: str, returned: Any, count: int) -> Tensor:
 
 
 def call_with_metadata(method: Callable[..., T], *args: Any, metadata: list[Metadata]) -> T:
-    """The result of ``method(*args)``, or of ``method(*args, metadata)`` if it has a parameter of that name."""
+    """Call ``method(*args)``, or ``method(*args, metadata)`` if it has a parameter of that name."""
     return method(*args, metadata) if "metadata" in inspect.signature(method).parameters else method(*args)
 
 
@@ -176,7 +176,7 @@ def check_scores(name: str, scores: Tensor, prompts: list[str]) -> None:
 
 
 def unique_prompts(prompts: list[str]) -> tuple[list[str], Tensor]:
-    """The U unique prompts, and the index int64 [B] of each prompt in them. Rewards encode equal prompts once."""
+    """Return the U unique prompts, and the index int64 [B] of each prompt in them, to encode equal prompts once."""
     place: dict[str, int] = {}
     index = [place.setdefault(prompt, len(place)) for prompt in prompts]
     return list(place), torch.tensor(index)

@@ -130,7 +130,7 @@ class _LoggedRetry(Retry):
 
 
 def shown(content: bytes | bytearray) -> str:
-    """The beginning of an answer, for a message."""
+    """Return the beginning of an answer, for a message."""
     return " ".join(content[:_SHOWN].decode(errors="replace").split())
 
 
@@ -142,7 +142,7 @@ logging.getLogger("urllib3.connectionpool").addFilter(_is_no_retry)  # its "Retr
 
 
 def to_png(levels: Tensor) -> bytes:
-    """A PNG file of a uint8 image [H, W, 3], compressed faster and less than by Pillow's default."""
+    """Encode a uint8 image [H, W, 3] as PNG, compressed faster and less than by Pillow's default."""
     file = io.BytesIO()
     Image.fromarray(levels.numpy()).save(file, "PNG", compress_level=1)
     return file.getvalue()

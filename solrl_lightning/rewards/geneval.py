@@ -92,7 +92,7 @@ class GenEval(TransformersCLIP):
         return scores
 
     def detect(self, images: Tensor, kinds: list[str], threshold: float) -> list[dict[str, list[Box]]]:
-        """The objects of each class in each of the images [B, 3, H, W]: at most 16, and none twice."""
+        """Detect the objects of each class in each of the images [B, 3, H, W]: at most 16, and none twice."""
         pixels = self._detector_processor.image_processor((images * 255).round().byte(), return_tensors="pt")
         tokens = self._detector_processor.tokenizer(
             [_QUERY.format(kind=kind) for kind in kinds] * len(images),
@@ -113,7 +113,7 @@ class GenEval(TransformersCLIP):
         return objects
 
     def colours(self, image: Tensor, objects: Sequence[Box], kind: str) -> list[str]:
-        """The colour of each of the objects in the image [3, H, W]: CLIP's zero-shot class of its box."""
+        """Classify the colour of each of the objects in the image [3, H, W]: CLIP's zero-shot class of its box."""
         if kind not in self._classifiers:
             texts = [template.format(colour=colour, kind=kind) for colour in COLOURS for template in _TEMPLATES]
             each = F.normalize(self.embed_texts(texts).float(), dim=-1).unflatten(0, (len(COLOURS), len(_TEMPLATES)))
@@ -124,7 +124,7 @@ class GenEval(TransformersCLIP):
 
 
 def crop(image: Tensor, box: Box) -> Tensor:
-    """The part of an image [3, H, W] within a box, of one pixel or more."""
+    """Crop an image [3, H, W] to a box, to one pixel or more."""
     high, wide = image.shape[-2:]
     left, right = (min(max(round(x), 0), wide) for x in box[0::2])
     top, bottom = (min(max(round(y), 0), high) for y in box[1::2])

@@ -22,7 +22,7 @@ def check_metadata(prompts: Sequence[str], metadata: Sequence[Mapping[str, Any]]
 
 
 def broken_rule(metadata: Mapping[str, Any]) -> str:
-    """The rule of GenEval's layout that the metadata break; an empty string if they break none."""
+    """Return the rule of GenEval's layout that the metadata break; an empty string if they break none."""
     if not isinstance(metadata.get("include"), list) or not metadata["include"]:
         return 'they must have a list with one clause or more under "include"'
     exclude = metadata.get("exclude", [])

@@ -106,7 +106,7 @@ class HPSv3(Reward):
         return score
 
     def _chat(self, prompt: str, count: int) -> str:
-        """The chat of an image of ``count`` tokens with a prompt, whose own special tokens are taken apart."""
+        """Return the chat of an image of ``count`` tokens with a prompt; special tokens in the prompt are split."""
         text = self.instruction.replace("{text_prompt}", prompt.replace("<|", "< |"))
         content = [{"type": "image"}, {"type": "text", "text": text}]
         chat = [{"role": "user", "content": content}]
@@ -120,7 +120,7 @@ def _resized(picture: Image.Image) -> Image.Image:
 
 
 def read_instruction(file: Path) -> str:
-    """The text beside the image, with ``{text_prompt}`` and ``TOKEN``, from the source of the authors' data loader.
+    """Read the text beside the image, with ``{text_prompt}`` and ``TOKEN``, from the authors' data loader.
 
     Raises:
         UserError: the file has no such text.
@@ -173,7 +173,7 @@ def _read_weights(pretrained: str) -> dict[str, Tensor]:
 
 
 def _head(weights: dict[str, Tensor]) -> nn.Sequential:
-    """The head with the authors' names of layers, of which the dropout does nothing here."""
+    """Return the head with the authors' names of layers, of which the dropout does nothing here."""
     shapes = [weights[f"{layer}.weight"].shape for layer in (0, 3, 5)]
     first, second, last = (nn.Linear(inputs, outputs) for outputs, inputs in shapes)
     head = nn.Sequential(first, nn.ReLU(), nn.Identity(), second, nn.ReLU(), last)

@@ -147,7 +147,7 @@ def load_tokenizer(tokenizer: str, vocab_size: int) -> BertTokenizer:
 
 
 def rename(weights: dict[str, Tensor], pretrained: str) -> dict[str, Tensor]:
-    """The weights of ImageReward.pt under the names of ``build``'s modules, without the unused ones.
+    """Return the weights of ImageReward.pt under the names of ``build``'s modules, without the unused ones.
 
     Raises:
         UserError: a name matches no pattern of ``_RENAMED`` and ``_UNUSED``.

@@ -23,7 +23,7 @@ _READING = (OSError, ValueError, RuntimeError, ImportError, SafetensorError, Unp
 
 
 def floating_dtype(reward: str, dtype: str | torch.dtype) -> torch.dtype:
-    """The dtype of a name. Raises ``UserError`` if it is not float32, bfloat16 or float16."""
+    """Return the dtype of a name. Raises ``UserError`` if it is not float32, bfloat16 or float16."""
     value = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(value, torch.dtype) or value not in (torch.float32, torch.bfloat16, torch.float16):
         raise UserError(
@@ -34,7 +34,7 @@ def floating_dtype(reward: str, dtype: str | torch.dtype) -> torch.dtype:
 
 
 def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, CropToSquare]:
-    """The CLIPModel of a hub id or folder in float32, and the tokenizer and preprocessing of another, or the same.
+    """Load the CLIPModel of a hub id or folder in float32, and the tokenizer and preprocessing of another, or the same.
 
     Raises:
         UserError: one of them is missing or damaged, has another architecture, or does not fit the other.
@@ -71,7 +71,7 @@ def load_clip(reward: str, pretrained: str, processor: str) -> tuple[Any, Any, C
 
 
 def load_detector(reward: str, detector: str) -> tuple[Any, Any]:
-    """The Owlv2ForObjectDetection of a hub id or folder in float32, and its processor.
+    """Load the Owlv2ForObjectDetection of a hub id or folder in float32, and its processor.
 
     Raises:
         UserError: it is missing or damaged, or is no OWLv2.
@@ -136,7 +136,7 @@ def check_state_dict_keys(key: str, name: str, missing: Any, unexpected: Any) ->
 
 
 def _load_pretrained(cls: Any, key: str, name: str, kind: str) -> Any:
-    """The model of transformers' class ``cls`` in float32, of a hub id or folder. Raises ``UserError``."""
+    """Load the model of transformers' class ``cls`` in float32, of a hub id or folder. Raises ``UserError``."""
     from transformers import PretrainedConfig
 
     fetch(name, "config.json", key=key, kind=kind, hint=_HINT)
@@ -187,7 +187,7 @@ def _unreadable(key: str, name: str, error: Exception) -> UserError:
 
 
 def _crop_to_square(key: str, processor: str, images: Any) -> CropToSquare:
-    """The parameters of a CLIPImageProcessor. Raises ``UserError`` if it has other steps than CLIP's."""
+    """Return the parameters of a CLIPImageProcessor. Raises ``UserError`` if it has other steps than CLIP's."""
     steps = ("do_resize", "do_center_crop", "do_rescale", "do_normalize")
     skipped = [step for step in steps if not getattr(images, step)]
     size, crop = dict(images.size), dict(images.crop_size)

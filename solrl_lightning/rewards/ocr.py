@@ -73,7 +73,7 @@ class OCR(Reward):
 
 
 def text_in_quotes(prompt: str) -> str:
-    """The first text in straight double quotes, or else in typographic ones. Raises ``UserError`` if there is none."""
+    """Return the first text in straight double quotes, or else in typographic ones. Raises ``UserError``."""
     match = re.search('"([^"]*)"', prompt) or re.search("[“”„]([^“”]*)[“”]", prompt)
     if match is None or not match[1].strip():
         raise UserError(

@@ -39,7 +39,7 @@ class Batch(BaseModel):
 
 
 def create_app(rewards: WeightedRewards, device: torch.device, token: str, max_images: int, max_pixels: int) -> FastAPI:
-    """The application: GET /health and POST /score, which requires ``token`` unless it is empty.
+    """Make the application: GET /health and POST /score, which requires ``token`` unless it is empty.
 
     Requests are scored one after another. The answer is an error for another format, too many or too large images, and
     prompts that a reward cannot score.
@@ -103,7 +103,7 @@ def decode(body: bytes, max_images: int, max_pixels: int) -> tuple[Tensor, Batch
 
 
 def pixels(png: bytes, max_pixels: int) -> Tensor:
-    """The uint8 image [3, H, W] of a PNG file. Raises ``UserError`` if it is damaged or has too many pixels."""
+    """Decode a PNG file to uint8 [3, H, W]. Raises ``UserError`` if it is damaged or has too many pixels."""
     try:
         with Image.open(io.BytesIO(png), formats=["PNG"]) as image:  # reads the header only
             if image.width * image.height <= max_pixels:

@@ -106,7 +106,7 @@ class VLMReward(Reward):
             )
 
     def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
-        """Expected values, float32 [B], of the answers about the images rounded to 8 bits.
+        """Return the expected values, float32 [B], of the answers about the images rounded to 8 bits.
 
         Raises:
             ServerError: a request still fails after the retries, or has an invalid answer.
@@ -129,7 +129,7 @@ class VLMReward(Reward):
         return scores
 
     def _ask(self, question: "_Question", retries: bool | None = None) -> "_Answer":
-        """The score of the last of a question's images; ``retries=False`` sends the request once."""
+        """Return the score of the last of a question's images; ``retries=False`` sends the request once."""
         pngs, prompt = question
         urls = [f"data:image/png;base64,{base64.b64encode(png).decode()}" for png in pngs]
         content: list[Any] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
@@ -156,7 +156,7 @@ class VLMReward(Reward):
 
 
 def _input_of(metadata: Metadata, side: int) -> list[bytes]:
-    """The PNG file of a prompt's input image, if it has one."""
+    """Return the PNG file of a prompt's input image, if it has one."""
     if INPUT_IMAGE not in metadata:
         return []
     return [to_png(torch.from_numpy(np.array(load_square(metadata[INPUT_IMAGE], side))))]
@@ -173,7 +173,7 @@ class _Answer(NamedTuple):
 
 
 def _by_probability(choice: Mapping[str, Any], answers: Mapping[str, float]) -> float:
-    """Expected value of the answers under the probabilities of the first word; NaN if it can be none of them."""
+    """Return the expected value of the answers by the probabilities of the first word; NaN if it is none of them."""
     weights = dict.fromkeys(answers, 0.0)
     for alternative in choice["logprobs"]["content"][0]["top_logprobs"]:
         word = normal(alternative["token"])

@@ -90,7 +90,7 @@ class LocalVLMReward(Reward):
 
 
 def first_tokens(tokenizer: Any, answers: Mapping[str, float]) -> list[list[int]]:
-    """The tokens that each answer can begin with: its spellings, also after a space.
+    """Return the tokens that each answer can begin with: its spellings, also after a space.
 
     Raises:
         UserError: two answers begin with the same token.

@@ -54,7 +54,7 @@ class Scene(NamedTuple):
 
 
 def parse_caption(caption: str) -> Scene:
-    """The scene of a caption, regardless of case, spaces and a final full stop.
+    """Parse a caption into its scene, regardless of case, spaces and a final full stop.
 
     Raises:
         UserError: the text is not in the grammar.
@@ -85,12 +85,12 @@ def _shuffle_captions() -> tuple[str, ...]:
 
 
 def eval_captions() -> list[str]:
-    """The 64 held-out captions, which pretraining and post-training do not use; they have every word of the grammar."""
+    """Return the 64 held-out captions, which no training uses; they have every word of the grammar."""
     return list(_shuffle_captions()[:NUM_EVAL])
 
 
 def train_captions() -> list[str]:
-    """The 1016 training captions."""
+    """Return the 1016 training captions."""
     return list(_shuffle_captions()[NUM_EVAL:])
 
 

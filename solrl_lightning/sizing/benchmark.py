@@ -29,7 +29,7 @@ _BASELINES = ("naive_scaling", "compile")
 
 
 def family_configs(cfg: Run, device: torch.device) -> dict[str, Run]:
-    """The configuration of every row; its name is the family, with precision and decoder if the task lists them."""
+    """Return the configuration of every row; named by family, precision and decoder."""
     task, configs = cfg.task_as(Benchmark), {}
     for family in task.families:
         run = with_option(cfg, "family", family)
@@ -95,7 +95,7 @@ def forward_times(cfg: Run, device: torch.device) -> dict[str, Any]:
 
 @torch.no_grad()
 def matmul_peak(device: torch.device) -> dict[str, Any]:
-    """The rate of one large square product, in BF16 or, on a CPU without BF16 units, in FP32."""
+    """Measure the rate of one large square product, in BF16 or, on a CPU without BF16 units, in FP32."""
     size, dtype = _PRODUCT_SIZE[device.type], operand_dtype(device)
     left, right = torch.randn(2, size, size, device=device, dtype=dtype)
     seconds = alternate({"product": lambda: left @ right}, device, _WARM_UP + _PRODUCTS)["product"]
@@ -104,7 +104,7 @@ def matmul_peak(device: torch.device) -> dict[str, Any]:
 
 
 def times_of_families(families: dict[str, Run], rounds: int, device: torch.device) -> dict[str, dict[str, Any]]:
-    """The times of each row. Alternates the order, so that slow drift affects all rows equally."""
+    """Measure the times of each row. Alternates the order, so that slow drift affects all rows equally."""
     runs: dict[str, list[list[Lap]]] = {name: [] for name in families}
     memory: dict[str, Any] = {}
     for number in range(rounds):

@@ -31,19 +31,19 @@ def _listed(packages: Mapping[str, str | None]) -> str:
 
 
 def installed(names: Sequence[str]) -> dict[str, str | None]:
-    """The version of each package, None if it is not installed."""
+    """Return the version of each package, None if it is not installed."""
     return {name: next((d.version for d in metadata.distributions(name=name)), None) for name in names}
 
 
 def judge_transformer_engine(packages: Mapping[str, str | None]) -> Row:
-    """The row on Transformer Engine. Its first package imports without the second, but cannot compute."""
+    """Return the row on Transformer Engine. Its first package imports without the second, but cannot compute."""
     half = len({version is None for version in packages.values()}) > 1
     way_out = "pip install 'transformer-engine[pytorch]', which builds the missing one" if half else ""
     return Row("transformer engine", WRONG if half else OK, _listed(packages), way_out, dict(packages))
 
 
 def judge_cuda(system: SystemEnv) -> Row:
-    """The row on CUDA: wrong if the driver sees a GPU and torch finds none."""
+    """Return the row on CUDA: wrong if the driver sees a GPU and torch finds none."""
     built_for = system.cuda_compiled_version
     text = f"torch is built for {f'CUDA {built_for}' if built_for else 'the CPU only'}; "
     gpus = "; ".join((system.nvidia_gpu_models or "").splitlines())
@@ -56,7 +56,7 @@ def judge_cuda(system: SystemEnv) -> Row:
 
 
 def local_path(source: str) -> Path | None:
-    """The folder or file of a local path or cached hub id; None if it is not on this machine."""
+    """Return the folder or file of a local path or cached hub id; None if it is not on this machine."""
     path = Path(source).expanduser()
     if path.exists():
         return path
@@ -67,7 +67,7 @@ def local_path(source: str) -> Path | None:
 
 
 def locate(key: str, source: str) -> Row:
-    """The row on ``key=source``: wrong unless the files are on this machine or readable on the hub."""
+    """Return the row on ``key=source``: wrong unless the files are on this machine or readable on the hub."""
     path = local_path(source)
     if path is not None:
         return Row("files", OK, f"{key}={source} is here: {path}")

@@ -118,12 +118,12 @@ def fit(footprint: Footprint, most: Options, room: int) -> Options:
 
 
 def halvings(number: int) -> list[int]:
-    """``number``, its half rounded down, and so on to 1."""
+    """Return ``number``, its half rounded down, and so on to 1."""
     return [number >> shift for shift in range(number.bit_length())]
 
 
 def overrides(options: Options, most: Options) -> list[str]:
-    """The command-line arguments that change ``most`` into ``options``."""
+    """Return the command-line arguments that change ``most`` into ``options``."""
     return [f"{key}={str(value).lower()}" for key, value in options.items() if value != most[key]]
 
 

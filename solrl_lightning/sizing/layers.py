@@ -105,7 +105,7 @@ def compare_backends(run: Plan, chosen: Backend, batch: int, device: torch.devic
 
 
 def build_call(backend: Backend, linear: nn.Linear, x: Tensor, compiled: bool) -> Callable[[], Any]:
-    """A call of ``linear`` quantised by the backend, on x."""
+    """Return a call of ``linear`` quantised by the backend, on x."""
     assert backend.linear_cls is not None
     torch.compiler.reset()
     layer = backend.linear_cls(linear)
@@ -115,7 +115,7 @@ def build_call(backend: Backend, linear: nn.Linear, x: Tensor, compiled: bool) -
 
 
 def judge_backends(check: str, chosen: str, seconds: Mapping[str, float], failures: Mapping[str, str]) -> Row:
-    """The row on all backends: wrong if ``chosen`` fails, slow if a native one takes less than 0.9 of its time."""
+    """Return the row on all backends: wrong if ``chosen`` fails, slow if a native one is 10 % faster."""
     times = [f"{name} {format_seconds(value)}" for name, value in seconds.items()]
     text = ", ".join(times) + "".join(f"; {name} fails ({reason})" for name, reason in failures.items())
     measured = {"seconds": dict(seconds), "failures": dict(failures)}
@@ -147,7 +147,7 @@ def largest_error(y: Tensor, x: Tensor, linear: nn.Linear, precision: str, limit
 
 
 def judge_speed(check: str, backend: Backend, seconds: float, bf16: float, compiled: bool) -> Row:
-    """The row on a layer's speed: slow if a backend other than the emulation is slower than BF16."""
+    """Return the row on a layer's speed: slow if a backend other than the emulation is slower than BF16."""
     how = "compiled" if compiled else "eager"
     text = f"{format_seconds(seconds)}, {seconds / bf16:.2f} x BF16's {format_seconds(bf16)}, {how}"
     measured = {"seconds": seconds, "bf16_seconds": bf16, "compiled": compiled}
@@ -157,7 +157,7 @@ def judge_speed(check: str, backend: Backend, seconds: float, bf16: float, compi
 
 
 def judge_error(speed: Row, error: float, precision: str) -> Row:
-    """The row on a layer's speed with its error added: wrong if the error exceeds the tolerance."""
+    """Return the row on a layer's speed with its error added: wrong if the error exceeds the tolerance."""
     tolerance = FORMATS[precision].tolerance
     text = f"{speed.result}; error {error:.1e} of the largest output, tolerated {tolerance:.1e}"
     measured = {**(speed.measured or {}), "error": error, "tolerance": tolerance}

@@ -81,7 +81,7 @@ def plan_run(
     others: Iterable[Backend] = (),
     room: float = math.inf,
 ) -> Plan:
-    """The run's model on ``meta`` with its bytes on one of ``devices``.
+    """Build the run's model on ``meta`` with its bytes on one of ``devices``.
 
     ``recomputed``: as in ``trace``. ``others``: further backends of the shadow to compute the bytes of. ``room``: bytes
     of a device for it, by which ``model.gradient_checkpointing=auto`` is chosen.
@@ -171,7 +171,7 @@ def layer_statistics(layers: Sequence[LayerPlan]) -> Json:
 
 
 def cards_of(task: PlanOptions, device: torch.device) -> list[Card]:
-    """This machine's GPU, if ``device`` is one, and ``task.cards``, with all optional packages."""
+    """Return this machine's GPU, if ``device`` is one, and ``task.cards``, with all optional packages."""
     packages = frozenset(PACKAGES)
     cards = [
         Card(Hardware(card.name, capability=divmod(round(10 * card.capability), 10), packages=packages), card.memory)

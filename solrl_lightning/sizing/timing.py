@@ -77,7 +77,7 @@ def run_iterations(cfg: Run, device: torch.device, *observers: Callback) -> list
 
 
 def peak_since_release(device: torch.device) -> dict[str, Any]:
-    """The most bytes that tensors took on a GPU since ``release``, or that the process has taken on a CPU so far."""
+    """Return the most bytes of tensors on a GPU since ``release``, or of the process on a CPU so far."""
     return {"bytes": peak_memory(device)[0], "of": "the family" if device.type == "cuda" else "the process so far"}
 
 

@@ -91,7 +91,7 @@ def trace(
     train: Callable[[ModelMixin], TrainedTransformer],
     recomputed: Collection[bool | str] = CHECKPOINTING,
 ) -> tuple[Passes, TrainedTransformer]:
-    """The passes of a policy on ``meta``, and its trained transformer, which ``train`` makes of the policy's.
+    """Build the passes of a policy on ``meta``, and its trained transformer, which ``train`` makes of the loaded one.
 
     ``recomputed``: the values of model.gradient_checkpointing to find the activations of.
     """

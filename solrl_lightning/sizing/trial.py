@@ -28,7 +28,7 @@ from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 
 
 def footprint_here(run: Plan, weights: str, on_gpu: bool) -> Footprint:
-    """The plan's footprint on this machine: random weights need no text encoders, and a CPU's memory keeps them."""
+    """Return the plan's footprint here: random weights need no text encoders, and a CPU's memory keeps them."""
     encoders = 0 if weights == "random" else run.footprint.text_encoders
     if on_gpu:
         return run.footprint._replace(text_encoders=encoders)
@@ -36,7 +36,7 @@ def footprint_here(run: Plan, weights: str, on_gpu: bool) -> Footprint:
 
 
 def judge_memory(footprint: Footprint, options: Options, total: int, parts: Mapping[str, int]) -> Row:
-    """The row on memory: wrong if the plan's peak exceeds ``total`` bytes. ``parts``: the plan's bytes, to list."""
+    """Return the row on memory: wrong if the peak exceeds ``total`` bytes. ``parts``: the plan's bytes, to list."""
     planned = footprint.peak(options)
     largest = sorted(parts.keys() - {"shadow_packed"}, key=lambda name: -parts[name])[:4]
     text = (
@@ -70,7 +70,7 @@ def reward_files(cfg: Run) -> dict[str, str]:
 
 
 def with_local_rewards(cfg: Run) -> Run:
-    """A copy with local folders instead of hub ids, so that loading does not access the hub."""
+    """Return a copy with local folders instead of hub ids, so that loading does not access the hub."""
     changed = cfg.model_copy(deep=True)
     changed.reward.pretrained = None
     for key, source in reward_files(cfg).items():
@@ -92,14 +92,14 @@ def check_rewards(cfg: Run, device: torch.device) -> Iterator[Row]:
 
 
 def grey_image(cfg: Run) -> Path:
-    """A new file with an input image for a model that edits one."""
+    """Write a new file with an input image for a model that edits one."""
     file = Path(cfg.run_dir) / "doctor.png"
     write_atomically(file, to_png(Image.new("RGB", (64, 64), "grey")))
     return file
 
 
 def prompts_for(cfg: Run) -> str:
-    """A source of prompts that all rewards can score: captions, or the example of a reward that needs other prompts."""
+    """Return a source of prompts that all rewards can score: captions, or the example of a reward."""
     targets = [get_object(member["_target_"]) for member in cfg.reward.members.values()]
     examples = [getattr(target, "example", Reward.example) for target in targets]
     text, metadata = next((each for each in examples if each[0] != Reward.example[0]), Reward.example)
@@ -113,7 +113,7 @@ def prompts_for(cfg: Run) -> str:
 
 
 def smoke_config(cfg: Run, count: int) -> Run:
-    """A copy with one prompt, a pool that fills one rollout batch, and kept samples that fill one micro-batch."""
+    """Return a copy with one prompt, a pool of one rollout batch, and kept samples of one micro-batch."""
     changed = with_option(with_local_rewards(cfg), "data", "shapes")
     changed.data.train = prompts_for(cfg)
     levels = build_objective(cfg).rows_per_sample(cfg.family.regenerate.steps)

@@ -128,7 +128,7 @@ def plot(
 
 @cache
 def _page_figure() -> tuple[Figure, Axes]:
-    """The axes on which the charts of a page are drawn one after the other: new ones take longer than the drawing."""
+    """Return the axes on which the charts of a page are drawn one by one: new ones take longer than the drawing."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=_INCHES)

@@ -18,7 +18,7 @@ _DOTS = "dots: {}, {}, {} and {} % of the way to it".format(*POINTS)
 
 
 def known_costs(groups: Sequence[Group]) -> list[str]:
-    """The costs that a group has a curve of."""
+    """Return the costs that a group has a curve of."""
     return [cost for cost in COSTS if any(cost in group.curves for group in groups)]
 
 

@@ -145,7 +145,7 @@ def run_page(facts: Mapping[str, Any], history: Rows, folder: Path) -> Page:
 
 
 def lead(facts: Mapping[str, Any]) -> str:
-    """The result in a sentence."""
+    """Return the result as a sentence."""
     end = "" if facts["stopped_by"] is None else f", ended by {facts['stopped_by']}"
     done = f"{counted(facts['iterations'], 'iteration')} in {duration(facts['seconds_total'])}{end}."
     base, final, gain = facts["base_reward"], facts["final_reward"], facts["improvement"]
@@ -189,7 +189,7 @@ def tiles(facts: Mapping[str, Any]) -> list[Tile]:
 
 
 def best_text(facts: Mapping[str, Any]) -> str:
-    """The iteration of the best evaluation, and the base's reward if it is higher, as it is no candidate."""
+    """Return the iteration of the best evaluation, and the base's reward if it is higher, as it is no candidate."""
     monitor = facts.get("best_monitor") or facts["reward"]
     base = facts["other_rewards"].get(monitor, {"base": facts["base_reward"]})["base"]
     below = facts["best_reward"] is not None and base is not None and facts["best_reward"] < base
@@ -207,13 +207,13 @@ def shown_stages(facts: Mapping[str, Any]) -> dict[str, Mapping[str, float | Non
 
 
 def error_of(facts: Mapping[str, Any], iteration: int, key: str = "standard_error") -> float | None:
-    """The standard error of the trained reward after an iteration, or ("change_error") of its change."""
+    """Return the standard error of the trained reward after an iteration, or ("change_error") of its change."""
     rows = [row for row in facts["evaluations"] if row["iteration"] == iteration]
     return error_in(rows[-1], facts["reward"], key) if rows else None
 
 
 def error_in(row: Mapping[str, Any], reward: str, key: str = "standard_error") -> float | None:
-    """The error of a reward in an evaluation; None for a single prompt."""
+    """Return the error of a reward in an evaluation; None for a single prompt."""
     return row.get(key, {}).get(reward)
 
 
@@ -275,14 +275,14 @@ def parts_learned(facts: Mapping[str, Any]) -> list[tuple[str, float, float]]:
 
 
 def evaluation_chart(title: str, rows: Rows, reward: str, cost: str, at: Sequence[float] = ()) -> Chart:
-    """A chart of an evaluated reward with its standard error against a cost."""
+    """Draw an evaluated reward with its standard error against a cost."""
     unit, scale = cost_axis(cost, rows[-1][cost])
     x, y, errors = zip(*((row[cost] / scale, row[reward], error_in(row, reward)) for row in rows), strict=True)
     return draw_chart(title, [banded(reward, x, y, errors)], unit, at=at)
 
 
 def banded(label: str, x: Sequence[float], y: Sequence[float], errors: Sequence[float | None]) -> Series:
-    """A series with a band of y ± error; without one if an error is unknown."""
+    """Return a series with a band of y ± error; without a band if an error is unknown."""
     finite = [error for error in errors if error is not None]
     if len(finite) < len(y):
         return Series(label, x, y)
@@ -484,13 +484,13 @@ def names_of(history: Rows) -> list[str]:
 
 
 def column(history: Rows, name: str) -> tuple[list[float], list[float]]:
-    """Iterations and finite values of a tag."""
+    """Return the iterations and finite values of a tag."""
     pairs = [(row["iteration"], row[name]) for row in history if name in row and abs(row[name]) < float("inf")]
     return [x for x, _ in pairs], [y for _, y in pairs]
 
 
 def history_chart(history: Rows, *names: str, title: str = "", note: str = "") -> Chart:
-    """A chart of some tags against iterations."""
+    """Draw some tags against iterations."""
     series = [Series(name, *column(history, name)) for name in names]
     return draw_chart(
         title or names[0],

@@ -59,13 +59,13 @@ class Settings(NamedTuple):
     overrides: dict[str, str]  # key -> value as on the command line, in its order
 
     def value(self, key: str) -> str:
-        """The override of a key or, if it has none, its value."""
+        """Return the override of a key or, if it has none, its value."""
         value = self.options.get(key, self.values.get(key))
         return self.overrides.get(key, value if isinstance(value, str) else json.dumps(value))
 
 
 def group_runs(runs: Sequence[Run]) -> tuple[list[Group], dict[str, str]]:
-    """Groups in the order of their first run, and runs that a later one of the same group and seed replaces."""
+    """Return groups in the order of their first run, and runs that a later one of the same group and seed replaces."""
     members: dict[str, dict[Any, Run]] = {}
     settings: dict[str, Settings] = {}
     superseded = {}
@@ -138,7 +138,7 @@ def group_names(settings: Sequence[Settings]) -> list[str]:
 
 
 def _differing(mappings: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The keys whose values differ, in the order of their first appearance."""
+    """Return the keys whose values differ, in the order of their first appearance."""
     keys = dict.fromkeys(key for mapping in mappings for key in mapping)
     return [key for key in keys if len({json.dumps(mapping.get(key), sort_keys=True) for mapping in mappings}) > 1]
 

@@ -108,7 +108,7 @@ def audit(cfg: Run) -> dict[str, Any]:
 def describe_all(
     truth: Scored, explorers: Sequence[Scored], sampling: float, training: float, cfg: Run
 ) -> dict[str, Any]:
-    """The content of audit.json but for the search.
+    """Return the content of audit.json except for the search.
 
     ``sampling``, ``training``: seconds of a prompt without selection.
     """
@@ -170,7 +170,7 @@ def describe_all(
 
 
 def describe(explorer: Scored, truth: Tensor, cfg: Run) -> dict[str, Any]:
-    """An explorer's settings, cost and fidelity to the merits ``truth`` [P, N]."""
+    """Return an explorer's settings, cost and fidelity to the merits ``truth`` [P, N]."""
     task = cfg.task_as(Audit)
     first, keep, passes = explorer.stages[0], task.keep, forward_passes(cfg.model.guidance_scale)
     *explored, regenerated = evaluations(explorer.stages, task.pool)
@@ -271,7 +271,7 @@ def score_pool(cfg: Run, explorers: Mapping[str, Explorer], with_truth: bool) ->
 
 
 def search_stops(cfg: Run, truth: Tensor) -> list[dict[str, Any]]:
-    """The rows of ``search`` in the pool, whose merits are ``truth``; the cheapest of each family has its command."""
+    """Return the rows of ``search`` in the pool with merits ``truth``; the cheapest of each family has a command."""
     loaded, explorer = load_pool(cfg, {MERGED}), with_option(cfg, "family", "prefix").family.explore
     assert explorer is not None
     scores = score_steps(Stage(_PROXY, *_full(cfg), decoder=explorer.decoder), loaded.seeds, loaded.run)
@@ -295,14 +295,14 @@ def search_stops(cfg: Run, truth: Tensor) -> list[dict[str, Any]]:
 
 
 def fidelity(proxy: Tensor, truth: Tensor, keep: int) -> dict[str, float]:
-    """The rank fidelity of merits [P, N]."""
+    """Return the rank fidelity of merits [P, N]."""
     metric = RankFidelity(keep=keep)
     metric.update(proxy, truth)
     return {name: float(value) for name, value in metric.compute().items()}
 
 
 def name_of(explorer: Scored, solver: str) -> str:
-    """The label in the table and the picture: ``nvfp4 6 steps``, ``bf16 2/4 of 10 steps (0.90/0.70)``."""
+    """Return the label in the table and the picture: ``nvfp4 6 steps``, ``bf16 2/4 of 10 steps (0.90/0.70)``."""
     first = explorer.stages[0]
     options = [str(value) for value, default in ((first.solver, solver), (first.decoder, "full")) if value != default]
     return " ".join([explorer.precision, label(explorer.rungs, explorer.levels), *options])
@@ -312,7 +312,7 @@ def name_of(explorer: Scored, solver: str) -> str:
 
 
 def command_of(explorer: Explorer, precision: str, cfg: Run) -> str | None:
-    """The command of a run with this explorer and the audit's other options; None if no family can.
+    """Return the command of a run with this explorer and the audit's other options; None if no family can.
 
     Exploration on merged weights that stops early continues in regeneration, so steps and solver are equal; an explorer
     that is the truth leaves nothing to regenerate.
@@ -338,7 +338,7 @@ def command_of(explorer: Explorer, precision: str, cfg: Run) -> str | None:
 
 
 def command_without_selection(cfg: Run) -> str:
-    """The command of a run that trains on ``keep`` random candidates, with the audit's other options."""
+    """Return the command of a run that trains on ``keep`` random candidates, with the audit's other options."""
     task = cfg.task_as(Audit)
     family = "diffusionnft"
     return _command([f"family={family}", *_counts(cfg, family, task.keep, task.keep)], task)
@@ -349,7 +349,7 @@ def _command(arguments: Sequence[str], task: Audit) -> str:
 
 
 def _counts(cfg: Run, family: str, pool: int, keep: int) -> list[str]:
-    """The arguments that give ``family`` these numbers of candidates."""
+    """Return the arguments that give ``family`` these numbers of candidates."""
     defaults, all_of_it = with_option(cfg, "family", family).family, _has_experiment(cfg.task_as(Audit))
     counts = {"pool": (pool, defaults.pool), "keep": (keep, defaults.keep)}
     return [f"family.{key}={count}" for key, (count, default) in counts.items() if all_of_it or count != default]

@@ -53,7 +53,7 @@ def format_search(result: Mapping[str, Any], min_gap: float) -> str:
 
 
 def format_verdict(result: Mapping[str, Any]) -> str:
-    """The sentence and the one command, below each other."""
+    """Format the sentence and the one command, below each other."""
     recommended = result["recommended"]
     return f"{wrapped(recommended['verdict'])}\n  {recommended['command']}"
 

@@ -79,7 +79,7 @@ def with_verdict(row: Mapping[str, Any], rho: float, gain: Gain, seconds: float,
 
 
 def recommend(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The cheapest of the rows whose gain / cost is the largest, or smaller by at most the standard error of that.
+    """Return the cheapest of the rows whose gain / cost is within its standard error of the largest.
 
     The cheapest by the seconds of an iteration; where they are equal to two digits, by evaluations. Rows without a
     command or a gain are left out; None if no row has them.

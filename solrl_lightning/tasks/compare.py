@@ -162,7 +162,7 @@ def _mean(values: Iterable[float | None]) -> dict[str, float | None] | None:
 
 
 def tables(result: Mapping[str, Any]) -> list[Section]:
-    """The tables, each with its heading and notes: final rewards and, of several groups, costs to the plateau."""
+    """Return the tables, each with heading and notes: final rewards and, of several groups, costs to the plateau."""
     groups, several = result["groups"], len(result["groups"]) > 1
     notes = [f"mean held-out {result['reward']} reward ± standard deviation over seeds"]
     if several:
@@ -257,7 +257,7 @@ def plateau_notes(result: Mapping[str, Any]) -> list[str]:
 
 
 def format_section(section: Section) -> str:
-    """A section's table as text, under its first line and above the others."""
+    """Format a section's table as text, under its first line and above the others."""
     (heading, *notes), (table,) = section.text, section.tables
     return "\n".join([heading, format_table(table.columns, table.rows), *(f"  {note}" for note in notes)])
 
@@ -292,7 +292,7 @@ def study_page(result: Mapping[str, Any], groups: Sequence[Group], sections: Seq
 
 
 def highest_tile(groups: Sequence[Group]) -> Tile:
-    """The highest final reward; of a group only where its seed-by-seed intervals above all others exclude 0."""
+    """Return the highest final reward; of a group only where its seed-by-seed intervals above all others exclude 0."""
     best, *others = sorted(groups, key=lambda group: -fmean(group.finals.values()))
     value = number(fmean(best.finals.values()))
     gaps = [

@@ -139,7 +139,7 @@ class Scorer(LightningModule):
 
 
 def gather(scored: list[Scored]) -> list[list[Scored]]:
-    """The results of all ranks, in the order of ranks. Collective."""
+    """Gather the results of all ranks, in the order of ranks. Collective."""
     ranks: list[Any] = [scored]
     if distributed.is_initialized():
         ranks *= distributed.get_world_size()
@@ -148,7 +148,7 @@ def gather(scored: list[Scored]) -> list[list[Scored]]:
 
 
 def in_order(ranks: Sequence[Sequence[Scored]]) -> list[Scored]:
-    """The results of all ranks in the order of the prompts; rank r of w has prompts [r::w]."""
+    """Gather the results of all ranks in the order of the prompts; rank r of w has prompts [r::w]."""
     return [row for rows in zip_longest(*ranks) for row in rows if row is not None]
 
 

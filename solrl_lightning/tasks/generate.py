@@ -80,7 +80,7 @@ def requested_seeds(cfg: Run, prompts: list[str]) -> Tensor:
 
 
 def without_training(cfg: Run) -> Run:
-    """A copy of the configuration without quantisation and compilation, which can be built on any device."""
+    """Return a copy of the configuration without quantisation and compilation, which can be built on any device."""
     changed = with_option(cfg, "precision", "bf16")
     changed.family.compile = changed.compile_training = False
     changed.family.warning = None
