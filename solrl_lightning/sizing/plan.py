@@ -144,7 +144,7 @@ def plan_run(
 
 
 def without_files(cfg: Run) -> Run:
-    """A copy of the configuration whose policy reads config files only."""
+    """Return a copy of the configuration whose policy reads config files only."""
     changed = cfg.model_copy(deep=True)
     policy: dict[str, Any] = changed.model.policy  # type: ignore[assignment]
     policy.update(dict.fromkeys({"embeddings", "preview_decoder", "transformer_weights", "fused_lora"} & policy.keys()))

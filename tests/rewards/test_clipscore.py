@@ -225,4 +225,4 @@ def test_a_file_that_is_missing_is_named_or_makes_no_difference(copied: Path, im
     (copied / "processor_config.json").write_text('{"processor_class": "CLIPProcessor"}')
     (copied / "tokenizer.json").unlink()
     needed = take_each_file_away(copied, scores)
-    assert [name for name, told in needed.items() if not told] == ["processor_config.json"]
+    assert [name for name, required in needed.items() if not required] == ["processor_config.json"]

@@ -124,7 +124,7 @@ def test_a_file_that_is_missing_is_named_or_makes_no_difference(folder: str, tmp
         return [reward(IMAGES[:1], PROMPTS[:1])]
 
     needed = take_each_file_away(tmp_path, scores)
-    assert [name for name, told in needed.items() if not told] == ["generation_config.json"]
+    assert [name for name, required in needed.items() if not required] == ["generation_config.json"]
     words = json.loads((tmp_path / "processor_config.json").read_text())  # of transformers 4
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(words.pop("image_processor")))
     words.pop("video_processor", None)
