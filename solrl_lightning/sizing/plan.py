@@ -23,6 +23,7 @@ from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, LayerPlan
 from solrl_lightning.quantization import plan as plan_layers
 from solrl_lightning.quantization.backends import PACKAGES, PACKED_BITS, Hardware, hardware_of
+from solrl_lightning.quantization.first_run import first_run
 from solrl_lightning.rollout.stage import Sigmas
 from solrl_lightning.sizing.footprint import (
     OPTIONS,
@@ -201,6 +202,7 @@ def on_card(plan: Plan, card: Card, backend: Backend, task: PlanOptions) -> Json
         "capability": "{}.{}".format(*card.hardware.capability),
         "precision": backend.precision if footprint.shadow else None,
         "bits_a_weight": backend.bits_per_weight if footprint.shadow else None,
+        "first_run": first_run(card.hardware, shadow_fits=options["family"] is None).options,
         "gradient_checkpointing": this_run[RECOMPUTED],
         "peak_of_this_run": footprint.peak(this_run),
         "fits": peak <= room,

@@ -21,6 +21,8 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Doctor
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import resolve_from
+from solrl_lightning.quantization.backends import hardware_of
+from solrl_lightning.quantization.first_run import first_run
 from solrl_lightning.sizing.attention import attention_shapes, check_attention
 from solrl_lightning.sizing.blocks import check_blocks
 from solrl_lightning.sizing.environment import check_machine, local_path, locate
@@ -98,6 +100,8 @@ def check_run(cfg: Run) -> Iterator[Row]:
     shadow = backend if uses_shadow(cfg) else None
     total = total_memory(device)
     run = plan_run(without_files(cfg), backend, room=(room := total - RESERVE * 1e9))
+    advice = first_run(hardware_of(device))
+    yield Row("first run", OK, f"{' '.join(advice.options)}: {advice.why}", "", advice._asdict())
     yield judge_backend(backend, device, shadow is not None)
     if shadow is not None and shadow.linear_cls is not None:
         rows = check_layers(run, shadow, cfg.model.rollout_batch, device, compiled)

@@ -108,6 +108,7 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         [
             f"{card['card']} ({card['capability']})",
             f"{card['memory']:.1f} G",
+            " ".join(option.partition("=")[2] for option in card["first_run"]),
             card["precision"],
             str(card["gradient_checkpointing"]).lower(),
             _si(card["peak_of_this_run"]),
@@ -115,7 +116,8 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
         ]
         for card in result["cards"]
     ]
-    header, *lines = format_table(["card", "memory", "shadow", "recomputed", "this run", "fitted"], rows).splitlines()
+    columns = ["card", "memory", "first run", "shadow", "recomputed", "this run", "fitted"]
+    header, *lines = format_table(columns, rows).splitlines()
     commands = [
         " ".join(["" if card["fits"] else "nothing fits, nearest:", "python -m solrl_lightning", *card["arguments"]])
         for card in result["cards"]

@@ -14,6 +14,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.names import BACKENDS
 from solrl_lightning.quantization import backends, resolve, resolve_from, transformer_engine
 from solrl_lightning.quantization.backends import Backend, Hardware, choose_precision, hardware_of
+from solrl_lightning.quantization.first_run import first_run
 from solrl_lightning.quantization.formats import FORMATS
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -187,22 +188,32 @@ def test_unknown_precision_or_backend_error_lists_known_ones(precision: str, bac
 
 
 def test_documented_table_is_what_each_machine_gets() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "precision.md").read_text()
+    page, readme = ((Path(__file__).parents[2] / name).read_text() for name in ("docs/precision.md", "README.md"))
     first = page[page.index("| hardware") :].partition("\n\n")[0]
     table = [line.strip("| ").split(" | ") for line in first.splitlines() if "`" in line]
     header, *rows = table
-    assert header[1:] == ["`auto`", "`nvfp4`", "`fp8`", "`int8`"]
+    assert header[1:] == ["first run", "`auto`", "`nvfp4`", "`fp8`", "`int8`"]
     machines = ", ".join(row[0] for row in rows)
     assert all(name in machines for name in ("CPU", "A100", "H100", "RTX 40", "L40S", "RTX 50", "B200"))
-    for machine, *cells in rows:
+    for machine, advice, *cells in rows:
         match = re.search(r"\((\d+)\.(\d)\)", machine)
         kind = Hardware(machine, capability=(int(match[1]), int(match[2]))) if match else Hardware(machine, "cpu")
         chosen, *expected = (cell.split()[0].strip("`,") for cell in cells)
         assert choose_precision(kind) == chosen, machine
+        assert f"`{' '.join(first_run(kind).options)}`" == advice, machine
         best = kind._replace(packages=frozenset(backends.PACKAGES), int8_units=True)
         assert choose_precision(best) == chosen, machine
         names = [resolve(precision, "auto", best).name for precision in ("nvfp4", "fp8", "int8")]
         assert names == expected, machine
+    # The README's table of families has the same in its last column.
+    first_on = {
+        match[1]: match[2] for match in re.finditer(r"^\| `(\w+)`.*\| first run: ([^|]+) \|$", readme, re.MULTILINE)
+    }
+    with_units = {row[0].split(" (")[0] for row in rows if "sol_rl" in row[1]}
+    assert first_on.keys() == {"sol_rl", "prefix"} and first_on["prefix"] == "other GPUs"
+    assert {name.split(", RTX PRO")[0] for name in with_units} == set(first_on["sol_rl"].split(", "))
+    assert all("prefix" in row[1] for row in rows if row[0].split(" (")[0] not in with_units)
+    assert first_run(Hardware("", capability=(10, 0)), shadow_fits=False).options == ["family=prefix"]
 
 
 @pytest.mark.parametrize(
