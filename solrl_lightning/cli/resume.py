@@ -37,6 +37,7 @@ _SERVERS, _SERVER_KEYS = (
 )
 _LISTED_KEYS = ", ".join([*RESUMABLE_KEYS, f"reward.<{'|'.join(_SERVERS)}>.<{'|'.join(_SERVER_KEYS)}>"])
 RESUMABLE_KEYS += [f"reward.{name}.{key}" for name in _SERVERS for key in _SERVER_KEYS]
+_ELSEWHERE = " (no run was started in this folder; it is the newest on this machine)"
 
 
 class Resumed(NamedTuple):
@@ -72,10 +73,11 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         folder = _stable_folder(tree, overrides, training)
         if not (folder / LAST).is_file():
             return _begin(tree, overrides, folder)
+    here = True
     if value in ("last", "auto") and training and folder is not None:
         checkpoint = _last_checkpoint(tree, folder)
     elif value in ("last", "best"):
-        checkpoint = _newest_checkpoint(LAST if value == "last" else BEST)
+        checkpoint, here = _newest_checkpoint(LAST if value == "last" else BEST)
     else:
         checkpoint = Path(value)
     check_checkpoint(checkpoint)
@@ -107,7 +109,8 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         merged.append(f"hydra.run.dir={quoted(home)}")
     of_run = _listed([*searched(sources), *recorded]) if has_record else "not known, because its folder has no record"
     message = (
-        f"{'continuing' if in_place else 'from'} {checkpoint}, with the overrides of its run: {of_run}; "
+        f"{'continuing' if in_place else 'from'} {checkpoint}{'' if here else _ELSEWHERE}, with the overrides of its "
+        f"run: {of_run}; "
         f"overridden here: {_listed(new)}"
     )
     newest = value == "last" and folder is None
@@ -167,8 +170,8 @@ def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
     return folder / LAST
 
 
-def _newest_checkpoint(name: Path) -> Path:
-    """Return the checkpoint ``name`` of the newest run.
+def _newest_checkpoint(name: Path) -> tuple[Path, bool]:
+    """Return the checkpoint ``name`` of the newest run, and whether it belongs to this working directory.
 
     That is of the runs that were started in this working directory or lie in its outputs/; if there are none, of all
     that were started on this machine.
@@ -177,12 +180,12 @@ def _newest_checkpoint(name: Path) -> Path:
     places = (place for depth in range(5) for place in OUTPUTS.glob("*/" * depth + LAST.parent.name))
     here = [place.parent for place in places]  # behind links, too, which rglob does not follow
     here += [folder for folder, cwd in runs if cwd == Path.cwd()]
-    for folders in (here, [folder for folder, _ in runs]):
+    for folders, is_here in ((here, True), ([folder for folder, _ in runs], False)):
         times = {f: max(map(os.path.getmtime, files)) for f in folders if (files := _checkpoints(f))}
         if times:
             newest = max(times, key=lambda folder: times[folder])
             if (newest / name).is_file():
-                return newest / name
+                return newest / name, is_here
             raise UserError(f"ckpt={name.stem} is invalid: the newest run, {newest}, has no {name}. Use ckpt=<file>.")
     raise UserError(
         f"ckpt={name.stem} is invalid: no run with {name} was started on this machine, and there is none under "

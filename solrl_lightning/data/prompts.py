@@ -1,11 +1,13 @@
 """Reads the prompt sets for training and evaluation, and assigns prompts to iterations.
 
-A prompt's identity is its text without regard to case and spacing. A set holds every prompt once.
+A prompt's identity is its text without regard to case, spacing and Unicode's two ways to write an accent (NFC). A set
+holds every prompt once.
 """
 
 import hashlib
 import json
 import logging
+import unicodedata
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -18,6 +20,8 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.seeds import permutation
 
 logger = logging.getLogger(__name__)
+
+_BLANK = ("Zs", "Zl", "Zp", "Cc", "Cf")  # categories of Unicode
 
 
 class PromptSets(NamedTuple):
@@ -99,29 +103,33 @@ def _read(  # cwd: a part of the key
 ) -> tuple[Sequence[Record], Sequence[str]]:
     rows = read_records(source, column)
     if with_images:
-        rows = [Record(*with_image(row.text, row.metadata, source)) for row in rows if row.text.strip()]
+        rows = [Record(*with_image(row.text, row.metadata, source)) for row in rows if _has_text(row.text)]
     # Preference tables such as Pick-a-Pic repeat a prompt many times: count equal texts before normalising them.
-    times = Counter(row.text for row in rows)
+    times = Counter(row.text for row in rows if _has_text(row.text))
     first = {row.text: row for row in reversed(rows)}  # the first of equal rows wins
     unique: dict[str, Record] = {}
     for text in times:
-        if text.strip():
-            unique.setdefault(_identity(text), Record(text.strip(), first[text].metadata))
+        unique.setdefault(_identity(text), Record(text.strip(), first[text].metadata))
     if not unique:
         raise UserError(
             f"the prompt source {source} is invalid: it must have at least one line with text, and has none. Write one "
             "prompt a line."
         )
-    total = sum(count for text, count in times.items() if text.strip())
+    total = times.total()
     repeated = total - len(unique)
-    others = {_identity(row.text) for row in rows if row.text.strip() and row.metadata != first[row.text].metadata}
+    others = {_identity(row.text) for row in rows if row.text in times and row.metadata != first[row.text].metadata}
     of_others = f"; the first metadata of {len(others)} that have several are kept" if others else ""
     notes = (f"{source}: dropped {repeated} repeated prompts of {total}{of_others}",) if repeated else ()
     return tuple(unique.values()), notes
 
 
+def _has_text(prompt: str) -> bool:
+    """Return whether a prompt has more than blanks, control characters, and others without width (U+200B)."""
+    return any(unicodedata.category(character) not in _BLANK for character in prompt)
+
+
 def _identity(prompt: str) -> str:
-    return " ".join(prompt.split()).casefold()
+    return unicodedata.normalize("NFC", " ".join(prompt.split()).casefold())
 
 
 class PromptSchedule:

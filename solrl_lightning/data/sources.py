@@ -27,7 +27,7 @@ HPDV2_STYLES = ("anime", "concept-art", "paintings", "photo")
 
 _SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _TABLES = (".parquet", *_SEPARATORS)
-_JSON_LINES = (".jsonl", ".ndjson")
+_JSON_LINES, _PROMPT = (".jsonl", ".ndjson"), "prompt"
 _NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
 
 
@@ -80,7 +80,8 @@ _DATASETS = {"pickapic-train": PICKAPIC, "pickapic-test": PICKAPIC, "partiprompt
 def read_records(source: str | Path, column: str) -> list[Record]:
     """All rows of a named source, of ``hf://owner/name/split``, or of a text, .jsonl, .parquet, .csv or .tsv file.
 
-    ``column`` is the column with the prompts in data sets of the hub and in tables; other sources ignore it.
+    ``column`` is the column with the prompts in data sets of the hub and in tables, and their key in .jsonl files.
+    Others ignore it.
 
     Raises:
         UserError: the source does not exist, cannot be read, or has another format.
@@ -97,7 +98,7 @@ def read_records(source: str | Path, column: str) -> list[Record]:
         return _read_parquet(path, column)
     if suffix in _SEPARATORS:
         return _read_separated(path, column, _SEPARATORS[suffix])
-    return _read_text(path, suffix)
+    return _read_text(path, suffix, column)
 
 
 def check_text(text: str, place: str) -> None:
@@ -164,9 +165,9 @@ def dataset_of(source: str) -> str | None:
 # Files
 
 
-def _read_text(path: Path, suffix: str) -> list[Record]:
+def _read_text(path: Path, suffix: str, column: str = _PROMPT) -> list[Record]:
     if suffix.lower() in _JSON_LINES:
-        return _read_json_lines(path)
+        return _read_json_lines(path, column)
     lines = _read_lines(path)
     for number, line in enumerate(lines, 1):
         check_text(line, f"{path} line {number}")
@@ -180,7 +181,7 @@ def _read_text(path: Path, suffix: str) -> list[Record]:
 
 def _is_row(line: str) -> bool:
     """Return whether a line is a JSON object with a "prompt"."""
-    return line.lstrip().startswith("{") and '"prompt"' in line and not isinstance(_json_record(line), str)
+    return line.lstrip().startswith("{") and not isinstance(_json_record(line, _PROMPT), str)
 
 
 def _read_lines(path: Path) -> list[str]:
@@ -203,12 +204,12 @@ def _read_utf8(path: Path) -> str:
         ) from error
 
 
-def _read_json_lines(path: Path) -> list[Record]:
+def _read_json_lines(path: Path, column: str = _PROMPT) -> list[Record]:
     """Read a file with one JSON object a line, in GenEval's layout: "prompt", and metadata under other keys."""
     records = []
     for number, line in enumerate(_read_lines(path), 1):
         if line.strip():
-            record = _json_record(line)
+            record = _json_record(line, column)
             if isinstance(record, str):
                 raise UserError(f"{path} line {number} is invalid: {record}. Correct that line.")
             check_text(record.text, f"{path} line {number}")
@@ -216,7 +217,7 @@ def _read_json_lines(path: Path) -> list[Record]:
     return records
 
 
-def _json_record(line: str) -> Record | str:
+def _json_record(line: str, column: str) -> Record | str:
     """Return the record of a line, or the rule that the line breaks."""
     rule = "every line of a .jsonl file must be a JSON object"
     try:
@@ -227,14 +228,14 @@ def _json_record(line: str) -> Record | str:
         return f"{rule} ({error.msg.removesuffix(' at')} at character {error.pos + 1})"
     if not isinstance(row, dict):
         return f"{rule}; got {line.strip()[:60]}"
-    prompt, tag = row.get("prompt"), row.get("tag")
+    prompt, tag = row.get(column), row.get("tag")
     if not isinstance(prompt, str):
-        value = "no such key" if "prompt" not in row else repr(prompt)
-        keys = ", ".join(row) or "none"
-        return f'every line of a .jsonl file must have a string under "prompt"; this one has {value} (its keys: {keys})'
+        value = f"no such key (its keys: {', '.join(row) or 'none'})" if column not in row else repr(prompt)
+        rule = f'every line of a .jsonl file must have a string under "{column}", the key that data.column names'
+        return f"{rule}; this one has {value}"
     if tag is not None and not isinstance(tag, str):
         return f'the "tag" of a prompt must be a string; got {tag!r}'
-    return Record(prompt, {key: value for key, value in row.items() if key != "prompt"})
+    return Record(prompt, {key: value for key, value in row.items() if key != column})
 
 
 def _read_separated(path: Path, column: str, separator: str) -> list[Record]:

@@ -24,6 +24,7 @@ _PREFIXES = ("transformer.", _PEFT, "diffusion_model.", "")
 _WEIGHT = re.compile(r"(?P<layer>.+?)\.lora[._](?P<factor>A|B|down|up)(\.default)?\.weight")
 _FACTORS = {"A": "A", "down": "A", "B": "B", "up": "B"}
 _OF_TEXT_ENCODERS = re.compile(r"text_encoder|lora_te|clip_[lg]\.|t5")
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica")  # which leave the base weights as they are
 _FIX = "Name a LoRA of this model."
 
 
@@ -106,6 +107,12 @@ def _check(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str)
         raise UserError(f"{named}: it has no weights of a transformer. {_FIX}")
     if config.get("use_dora") or any("dora_scale" in name or "lora_magnitude" in name for name in tensors):
         raise UserError(f"{named}: it is a DoRA, which has a magnitude beside A and B. {_FIX}")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start not in _PLAIN_STARTS:
+        raise UserError(
+            f"{named}: its init_lora_weights is {start}, so it updates base weights that peft has changed. Save it by "
+            "path_initial_model_for_weight_conversion=<its initial adapter>, which converts it."
+        )
     if kind := {config.get("peft_type", "LORA")} - {"LORA"}:
         raise UserError(f"{named}: its peft_type is {kind.pop()}. {_FIX}")
     for name, value in tensors.items():

@@ -439,7 +439,9 @@ def test_newest_run_is_found_wherever_it_lies(
     (tmp_path / "elsewhere").mkdir()
     for folder in (tmp_path, tmp_path / "elsewhere"):  # where no run was started
         monkeypatch.chdir(folder)
-        assert "from " + str(tmp_path / "runs" / "b") in command(RECORD, "ckpt=last", "task=audit").out
+        out = command(RECORD, "ckpt=last", "task=audit").out
+        assert "from " + str(tmp_path / "runs" / "b") in out
+        assert ("(no run was started in this folder; it is the newest on this machine)" in out) == (folder != tmp_path)
     assert command(RECORD, "seed=4").status == 0
     started_here = only(tmp_path, "elsewhere/outputs/train/*")
     (tmp_path / "runs" / "b" / "checkpoints" / "last.ckpt").touch()

@@ -18,7 +18,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_text_file_has_one_prompt_a_line_and_blank_lines_are_dropped(path: Path) -> None:
-    path.write_bytes("a red circle\n\n  ein grüner Stern \t\n   \nlast".encode())
+    path.write_bytes("a red circle\n\n  ein grüner Stern \t\n   \n\u200b\u3000\ufeff\nlast".encode())
     assert read_prompts(path) == read_prompts(str(path)) == ["a red circle", "ein grüner Stern", "last"]
 
 
@@ -28,15 +28,15 @@ def test_line_ends_of_any_system_and_a_byte_order_mark_are_removed(path: Path, n
     assert read_prompts(path) == ["one", "two\u2028still two"]
 
 
-def test_repetitions_up_to_case_and_spacing_are_dropped_and_counted(
+def test_repetitions_up_to_case_spacing_and_normal_form_are_dropped_and_counted(
     path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    path.write_bytes(b"A  red circle\nblue\na red CIRCLE \nblue\nA red circle.\n")
-    assert read_prompts(path) == ["A  red circle", "blue", "A red circle."]
+    path.write_bytes("A  red circle\nblé\na red CIRCLE \nblé\nA red circle.\nble\u0301\n".encode())
+    assert read_prompts(path) == ["A  red circle", "blé", "A red circle."]
     path.with_name("unique.txt").write_bytes(b"one\ntwo\n")
     read_prompts(path.with_name("unique.txt"))
-    assert caplog.messages == [f"{path}: dropped 2 repeated prompts of 5"]
+    assert caplog.messages == [f"{path}: dropped 3 repeated prompts of 6"]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The server of task=serve, with reward=http over a socket."""
 
 import base64
+import io
 import json
 import time
 from collections.abc import Iterator
@@ -8,9 +9,11 @@ from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import uvicorn
+from PIL import Image
 from torch import Tensor
 from urllib3 import request
 
@@ -18,7 +21,7 @@ from solrl_lightning.errors import ServerError, UserError
 from solrl_lightning.rewards.addresses import TOKEN
 from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.http import HTTPReward, to_png
-from solrl_lightning.rewards.server import create_app
+from solrl_lightning.rewards.server import create_app, decode
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.shapes.world import eval_captions
@@ -129,6 +132,17 @@ def test_malformed_request_is_an_error(url: str, body: Any, status: int, message
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = request("POST", f"{url}/score", body=data, retries=False)
     assert answer.status == status and message in answer.json()["detail"] and len(answer.data) < 300
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "I;16"])
+def test_pictures_of_all_modes_of_png_keep_their_levels(mode: str) -> None:
+    levels = np.array([[0, 255], [255, 0]] if mode == "1" else [[0, 19], [128, 255]], np.uint8)
+    grey, file = Image.fromarray(levels), io.BytesIO()
+    picture = Image.fromarray(levels.astype(np.uint16) * 257) if mode == "I;16" else grey.convert(mode)
+    picture.save(file, "PNG")
+    images = {"images": [base64.b64encode(file.getvalue()).decode()], "prompts": ["a"]}
+    decoded, _ = decode(json.dumps(images).encode(), 1, 4)
+    assert picture.mode == mode and (decoded[0] * 255).round().byte().tolist() == [levels.tolist()] * 3
 
 
 def test_path_in_a_request_is_not_opened() -> None:
