@@ -22,9 +22,9 @@ def first_run(hardware: Hardware, shadow_fits: bool = True) -> FirstRun:
     """Return the options of a first run on ``hardware``.
 
     For a prompt ``sol_rl`` takes 576 passes of the shadow and 240 in BF16, ``prefix`` 528 in BF16: a shadow saves time
-    if its pass takes at most half of BF16's. By estimate it takes .7 in FP8 (FLUX.1 on an H100: 206 s an iteration, 187
-    with ``prefix``) and .8 in INT8. In NVFP4 both families are equal within the error of the estimate, and ``sol_rl`` is
-    the published one.
+    if its pass takes at most half of BF16's. By estimate it takes .7 in FP8 (FLUX.1 on an H100: 206 s an iteration,
+    187 with ``prefix``) and .8 in INT8. In NVFP4 both families are equal within the error of the estimate, and
+    ``sol_rl`` is the published one.
 
     Args:
         shadow_fits: whether the plan has room for the shadow.
