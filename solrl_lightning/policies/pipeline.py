@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 from solrl_lightning.artifacts.files import written_whole
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine.memory import retry_with_empty_cache, visiting
+from solrl_lightning.names import LORA_FILES
 from solrl_lightning.policies import bf16
 from solrl_lightning.policies.architectures import find_architecture
 from solrl_lightning.policies.base_weights import store_weights
@@ -371,14 +372,19 @@ class PipelineAdapter(ABC):
         """
         scale = config.lora_alpha / config.r
         folded = {name: value * scale if ".lora_B." in name else value for name, value in state.items()}
-        metadata = config.to_dict() | {
+        settings = config.to_dict() | {
             "lora_alpha": config.r,
             "target_modules": sorted(config.target_modules or ()),  # peft keeps a set
         }
+        metadata = {f"transformer.{key}": value for key, value in settings.items()}
         with written_whole(folder) as part:
-            self.pipeline_class.save_lora_weights(
-                part, transformer_lora_layers=folded, transformer_lora_adapter_metadata=metadata
+            self.pipeline_class.write_lora_layers(
+                *(self.named_in_files(folded), str(part), True, LORA_FILES[0], None, True, metadata)
             )
+
+    def named_in_files(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors of a LoRA under the names that they have in files."""
+        return {f"transformer.{name}": value for name, value in state.items()}
 
     def save_transformer(self, folder: Path, transformer: Any) -> None:
         """Write a model of diffusers for its ``from_pretrained(folder)``."""

@@ -4,6 +4,7 @@ Latents are [B, C, F', H / 8, W / 8]: the autoencoder is causal, so the first of
 the video, and each other one is four frames. ``decode`` returns [B, F, 3, H, W] with F = 4 (F' - 1) + 1.
 """
 
+import re
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,14 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.schedulers import FLOW_MATCHING_OR_UNIPC
 from solrl_lightning.policies.video import VideoPipelineAdapter
+
+_ATTENTIONS, _LINEAR = {"attn1": "self_attn", "attn2": "cross_attn"}, {"q": "q", "k": "k", "v": "v", "out.0": "o"}
+# Of diffusers, and of the authors' code.
+_NAMES = {f"{a}.to_{b}": f"{_ATTENTIONS[a]}.{_LINEAR[b]}" for a in _ATTENTIONS for b in _LINEAR} | {
+    "ffn.net.0.proj": "ffn.0",
+    "ffn.net.2": "ffn.2",
+}
+_IN_BLOCK = re.compile(rf"(blocks\.\d+)\.({'|'.join(map(re.escape, _NAMES))})\.(lora_[AB]\.weight)")
 
 
 class Wan(VideoPipelineAdapter):
@@ -87,6 +96,13 @@ class Wan(VideoPipelineAdapter):
             return_dict=False,
         )
         return output[0].float()
+
+    def named_in_files(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tensors under the authors' names, which diffusers and ComfyUI read; those of blocks have such."""
+        matches = {name: _IN_BLOCK.fullmatch(name) for name in state}
+        if not all(matches.values()):
+            return super().named_in_files(state)
+        return {f"diffusion_model.{m[1]}.{_NAMES[m[2]]}.{m[3]}": state[name] for name, m in matches.items() if m}
 
     def decode_latents(self, x: Tensor, vae: Any) -> Tensor:
         """[B, F, 3, H, W] frames in [-1, 1] of latents ``x`` [B, *latent_shape]."""

@@ -344,6 +344,20 @@ def test_wan_stores_embeddings_without_padding(folder_of: FolderOf, tmp_path: Pa
     assert torch.equal(policy.encode(TEXTS)["prompt_embeds"], expected)
 
 
+def test_wan_names_the_layers_of_its_lora_as_diffusers_and_comfyui_read_them(folder_of: FolderOf) -> None:
+    policy = load_nano("wan", folder_of("wan"))
+    layers = [name for name, part in policy.transformer.blocks.named_modules() if isinstance(part, nn.Linear)]
+    state = {f"blocks.{name}.lora_A.weight": torch.ones(2, 2) for name in layers}
+    parts = [f"{attention}.{part}" for attention in ("self_attn", "cross_attn") for part in "qkvo"] + ["ffn.0", "ffn.2"]
+    blocks = range(policy.transformer.config.num_layers)
+    comfy_ui = {f"diffusion_model.blocks.{number}.{part}.lora_A.weight" for number in blocks for part in parts}
+    assert policy.named_in_files(state).keys() == comfy_ui
+    read = policy.pipeline_class.lora_state_dict(policy.named_in_files(state))
+    assert read.keys() == {f"transformer.{name}" for name in state}
+    head = {"proj_out.lora_A.weight": torch.ones(2, 2)}
+    assert policy.named_in_files(state | head).keys() == {f"transformer.{name}" for name in state | head}
+
+
 def test_wan_22_and_other_numbers_of_frames_raise(folder_of: FolderOf, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="model.num_frames=6 is invalid: .* Set model.num_frames=5."):
         load_nano("wan", folder_of("wan"), num_frames=6)

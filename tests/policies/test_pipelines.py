@@ -178,6 +178,8 @@ def test_diffusers_paints_the_merged_replicas_images_with_the_saved_lora(
     replica.untie_parameters(merged, [f"{name}.weight" for name in layers])
     replica.write_parameters(merged, lora.merged_weights(layers, state))
     adapted.save_lora(tmp_path, state, config)
+    again = lora.read_lora(tmp_path, adapted.transformer, layers, adapted.pipeline_class)
+    assert all(relative_error(again[name], value) < 1e-6 for name, value in state.items())
     images, without = (policy.decode(sample(policy, transformer=module)) for module in (merged, None))
     theirs.load_lora_weights(tmp_path)
     torch.testing.assert_close(images, paint(policy, theirs, output_type="pt"), rtol=0, atol=1e-4)
