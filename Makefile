@@ -22,6 +22,8 @@ lint: $(VENV)/installed-dev ## Check style, formatting and spelling with ruff an
 	$(BIN)/codespell
 
 type: $(VENV)/installed-dev ## Check types with mypy
+	rm -rf .mypy_cache/tree && mkdir -p .mypy_cache/tree/solrl_lightning  # the package as it is installed, with callbacks/ in it
+	ln -s $(CURDIR)/solrl_lightning/* $(CURDIR)/callbacks .mypy_cache/tree/solrl_lightning/
 	$(BIN)/python -m mypy
 
 contract: $(VENV)/installed-dev ## Check our calls of Transformer Engine against its source, oldest and newest

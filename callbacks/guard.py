@@ -23,7 +23,7 @@ class Guard(Callback):
         limits: the fields of ``alarms.Limits``.
     """
 
-    def __init__(self, stop: bool, patience: int, limits: Mapping[str, float | None]) -> None:
+    def __init__(self, stop: bool, patience: int, limits: Mapping[str, Any]) -> None:
         self.stop, self.patience, self.limits = stop, patience, Limits(**limits)
         self.history = History()
         self.alarms: list[Alarm] = []

@@ -145,9 +145,10 @@ class RunSummary(Callback):
         reward = module.rewards.name
         base, final, evaluated_at = base_and_final(evaluations, reward)
         others = {
-            name: {"weight": weight} | dict(zip(("base", "final"), base_and_final(evaluations, name)[:2], strict=True))
+            name: {"weight": weight, "base": of_base, "final": of_final}
             for name, weight in module.rewards.weights.items()
             if name != reward
+            for of_base, of_final, _ in [base_and_final(evaluations, name)]
         }
         run = Path(trainer.default_root_dir).resolve()
         guard, best = find_callback(trainer, Guard), find_callback(trainer, BestCheckpoint)
