@@ -192,8 +192,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "last iteration not evaluated",
-            "1 if last else self._evaluate_every",
-            "self._evaluate_every",
+            "1 if last else self.evaluate_every",
+            "self.evaluate_every",
             f"{LOOP}::test_every_second_iteration_and_the_last_one_are_evaluated",
         ),
     ],

@@ -37,7 +37,7 @@ from solrl_lightning.explorers.sampler import Connection, Fleet, Lost, RemoteSam
 from solrl_lightning.facts import prompt_sets
 from solrl_lightning.machine import attention
 from solrl_lightning.machine.threads import divide_threads
-from solrl_lightning.names import SHADOW, TRAINED
+from solrl_lightning.names import AUTO, SHADOW, TRAINED
 from solrl_lightning.objectives.base import Objective
 from solrl_lightning.options.family import Explorer
 from solrl_lightning.options.rules import written
@@ -61,6 +61,8 @@ from solrl_lightning.training.transformers import AdaptedTransformer, TrainedTra
 
 log = logging.getLogger(__name__)
 
+_EVALUATE_EVERY = 20  # iterations, at least, with evaluation.every=auto
+
 NO_REWARDS = WeightedRewards({}, {})
 
 
@@ -77,6 +79,8 @@ def instantiate_trainer(cfg: Run, **options: Any) -> Trainer:
     Raises ``UserError`` for devices that this machine does not have, for another arithmetic or strategy, and where a
     launcher has started other processes than the trainer's ranks.
     """
+    if cfg.trainer.get("check_val_every_n_epoch") == AUTO:
+        options["check_val_every_n_epoch"] = _EVALUATE_EVERY
     if cfg.trainer.get("benchmark") is None:  # cuDNN would choose by time
         options["benchmark"] = not cfg.trainer.get("deterministic")
     try:
@@ -432,4 +436,5 @@ def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas)
         seed=cfg.seed,
         max_seconds=cfg.max_seconds,
         ahead=cfg.explorers.max_lag if cfg.explores_elsewhere else 0,
+        few_evaluations=cfg.trainer.get("check_val_every_n_epoch") == AUTO,
     )

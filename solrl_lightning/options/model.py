@@ -10,6 +10,7 @@ from solrl_lightning.options.rules import (
     NODE,
     Broken,
     Count,
+    CountOrAuto,
     CountOrZero,
     Finite,
     Group,
@@ -144,7 +145,7 @@ class Model(Group):
     """Default of the run."""
     prompts_per_iteration: Count
     """Default of the run."""
-    evaluation_every: Count
+    evaluation_every: CountOrAuto
     """Default of the run."""
     probe_every: CountOrZero
     """Iterations between probes of the ranking."""

@@ -95,6 +95,9 @@ def one_of(*choices: bool | str) -> PlainValidator:
 
 Count = Annotated[int, whole(1)]
 CountOrZero = Annotated[int, whole(0)]
+CountOrAuto = Annotated[
+    int | Literal["auto"], must_be("a whole number of at least 1, or auto", lambda v: v == "auto" or is_whole(v, 1))
+]
 Steps = Annotated[int, whole(1, MAX_STEPS)]
 Images = Annotated[int, whole(1, MAX_IMAGES)]
 Kept = Annotated[int, whole(2, note=": the best and the worst of a prompt are compared with each other")]

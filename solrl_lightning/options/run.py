@@ -22,6 +22,7 @@ from solrl_lightning.options.rules import (
     Broken,
     Compile,
     Count,
+    CountOrAuto,
     Group,
     Positive,
     Seed,
@@ -37,7 +38,7 @@ _Task = TypeVar("_Task", bound=Task)
 
 
 class Evaluations(Group):
-    every: Count
+    every: CountOrAuto
     """Iterations between evaluations on held-out prompts."""
 
 

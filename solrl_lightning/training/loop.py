@@ -19,6 +19,7 @@ them.
    is repeated from its start.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
@@ -44,6 +45,8 @@ from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.stopwatch import STOPWATCH_STAGES, Stopwatch
 from solrl_lightning.training.termination import Termination
 
+_SHARE_OF_EVALUATIONS = 1 / 20  # of the passes of the iterations between them
+
 ENCODED_TOGETHER = 4
 """Iterations whose prompts are encoded at once, because the text encoders move to the GPU each time."""
 
@@ -62,6 +65,7 @@ class ExploreTrainLoop(_FitLoop):
         seed: seed of the candidates.
         max_seconds: of training, as in ``cost``; the run ends at the end of the iteration that reaches them.
         ahead: iterations whose exploration begins in other processes while this one trains.
+        few_evaluations: evaluate as the trainer does, or so rarely that it takes at most a twentieth of the passes.
 
     Raises:
         UserError: there are fewer prompts per iteration than ranks.
@@ -79,6 +83,7 @@ class ExploreTrainLoop(_FitLoop):
         seed: int,
         max_seconds: float | None = None,
         ahead: int = 0,
+        few_evaluations: bool = False,
     ) -> None:
         super().__init__(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
         self.epoch_loop = trainer.fit_loop.epoch_loop  # has the Trainer's max_steps
@@ -108,7 +113,7 @@ class ExploreTrainLoop(_FitLoop):
         self.explored: Candidates | None = None
         """The whole pool with its proxy rewards; None in families of one stage."""
         self._rollouts: Rollouts | None = None
-        self._evaluate_every = trainer.check_val_every_n_epoch
+        self._evaluate_every, self.few_evaluations = trainer.check_val_every_n_epoch, few_evaluations
         self.ends_again = False
         """Whether the run has ended and was stopped before its last files were written: it trains no more."""
         trainer.accumulate_grad_batches = self.plan.micro_batches
@@ -147,7 +152,7 @@ class ExploreTrainLoop(_FitLoop):
     def _set_counters(self) -> None:
         """Tell Lightning when to evaluate, and at which step to log."""
         last = self.trainer.current_epoch + 1 == self.max_epochs
-        self.trainer.check_val_every_n_epoch = 1 if last else self._evaluate_every  # evaluate after the last one
+        self.trainer.check_val_every_n_epoch = 1 if last else self.evaluate_every  # evaluate after the last one
         # At the end of an epoch Lightning logs at step _batches_that_stepped - 1, which counts the optimiser steps of
         # this epoch, too: (iterations_done + 2 - optimizer_steps) + optimizer_steps - 1 = iterations_done + 1.
         self.epoch_loop._batches_that_stepped = self.iterations_done + 2 - self.plan.optimizer_steps
@@ -268,6 +273,19 @@ class ExploreTrainLoop(_FitLoop):
         samples = prompts * sum(candidates_per_prompt(self.stages, self.pool))
         forwards = round(velocities * forward_passes(self._module.policy.guidance_scale))
         return {"evaluations": forwards, "samples": samples}
+
+    @property
+    def cost_of_evaluation(self) -> float:
+        """The passes of an evaluation over those of an iteration."""
+        passes = self._module.evaluation.passes * forward_passes(self._module.policy.guidance_scale)
+        return passes / self.cost_of_iteration()["evaluations"]
+
+    @property
+    def evaluate_every(self) -> int | None:
+        """Iterations between evaluations."""
+        if not self.few_evaluations:
+            return self._evaluate_every
+        return max(cast(int, self._evaluate_every), math.ceil(self.cost_of_evaluation / _SHARE_OF_EVALUATIONS))
 
     def cost(self) -> dict[str, float]:
         """Return what the iterations have cost so far, without evaluations, probes and sample grids.

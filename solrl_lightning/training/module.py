@@ -26,7 +26,6 @@ from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.frames import filmstrip
 from solrl_lightning.names import MERGED, OLD, TRAINED
 from solrl_lightning.objectives.base import Objective, check_loss
-from solrl_lightning.policies.guidance import forward_passes
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -254,10 +253,11 @@ class SolRLModule(LightningModule):
         loop: Any = self.trainer.fit_loop
         evaluation = self.evaluation
         if not evaluation.history:
-            passes = evaluation.passes * forward_passes(self.policy.guidance_scale)
             message = "evaluation: %d held-out prompts x %d images x %d steps, %.1f times the passes of an iteration"
-            costs = loop.cost_of_iteration()["evaluations"]
-            log.info(message, len(evaluation.prompts), evaluation.images, evaluation.steps, passes / costs)
+            message += "; again every %d iterations" if loop.evaluate_every < loop.max_epochs else "; again at the end"
+            sizes = len(evaluation.prompts), evaluation.images, evaluation.steps, loop.cost_of_evaluation
+            every = (loop.evaluate_every,) if loop.evaluate_every < loop.max_epochs else ()
+            log.info(message, *sizes, *every)
 
     def validation_step(self, prompts: list[str], batch_idx: int) -> None:
         """Score the evaluation average on this rank's held-out prompts."""

@@ -37,7 +37,7 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         resolution=320, num_frames=33, frames=4, max_sequence_length=512, eval_steps=28, micro_batch=4, rollout_batch=8,
     ),
 }  # fmt: skip
-COMMON = dict(learning_rate=3e-4, kl_weight=1e-4, rollout_batch=24, prompts_per_iteration=48, evaluation_every=20)
+COMMON = dict(learning_rate=3e-4, kl_weight=1e-4, rollout_batch=24, prompts_per_iteration=48, evaluation_every="auto")
 COMMON |= dict(solver="dpm2", preview_steps=6, full_steps=10, train_timestep_fraction=0.4, max_grad_norm=1.0)
 LORA_LAYERS = {"flux1": 19 * 4 + 38 * 3, "sd3": 38 * 8 - 1, "sana": 20 * 8, "flux2": 5 * 4 + 20, "qwen_image": 60 * 4}
 LORA_LAYERS |= {"z_image": (30 + 2 + 2) * 4, "wan": 30 * 8}

@@ -18,7 +18,7 @@ from nano import MAX_WORDS, save_nano, save_preview_decoder
 from sigmas import uniform_sigmas
 from torch import Tensor
 
-from solrl_lightning.build import build_loop, build_module, build_objective, samplers_of
+from solrl_lightning.build import build_loop, build_module, build_objective, instantiate_trainer, samplers_of
 from solrl_lightning.callbacks import ema
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
@@ -399,6 +399,18 @@ def test_a_branch_with_other_optimizer_steps_continues_the_schedule_at_its_itera
     branch = train(tmp_path, *options, "optimizer_steps=2", ckpt=trunk, max_epochs=3)
     expected = [0.01 * (1 + math.cos(math.pi * iterations / 4)) / 2 for iterations in (1, 1.5, 2, 2.5)]
     assert branch.recorder.rates == pytest.approx(expected)
+
+
+def test_few_evaluations_take_at_most_a_twentieth_of_the_passes(tmp_path: Path) -> None:
+    cfg = composed("evaluation.every=auto", "trainer=cpu")
+    assert instantiate_trainer(cfg, logger=False).check_val_every_n_epoch == 20
+    run = train(tmp_path, "evaluation.every=auto", "model.eval_steps=4", "data.eval_images=4", max_epochs=3)
+    assert [row["iteration"] for row in run.module.evaluation.history] == [3]  # by the trainer after each iteration
+    passes, cost = run.module.evaluation.passes, run.loop.cost_of_iteration()["evaluations"]
+    every = run.loop.evaluate_every
+    assert every is not None and every * cost >= 20 * passes > (every - 1) * cost and every > 3
+    run.module.evaluation.images, run.loop._evaluate_every = 1, 1000
+    assert run.loop.evaluate_every == 1000
 
 
 def test_every_second_iteration_and_the_last_one_are_evaluated(tmp_path: Path) -> None:
