@@ -1,17 +1,15 @@
 """Images from tensors, captioned grids of images, and PNG files."""
 
 import io
-import textwrap
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
-from PIL import Image, ImageDraw, ImageFont, ImageOps
+from PIL import Image, ImageOps
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
+from solrl_lightning.artifacts.lettering import wrap, write
 from solrl_lightning.data.input_images import INPUT_IMAGE, load_square
 
 _MIN_CELL, _MAX_CELL = 128, 512  # pixels; smaller images are enlarged by an integer factor, larger ones shrunk
@@ -19,7 +17,6 @@ _GAP = 4  # between images
 _WIDE_GAP = 20  # between column groups
 _MARGIN = 10
 _MIN_WIDTH = 420  # fits the title
-_FONT = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"  # Pillow's default font lacks é
 _TITLE, _TEXT, _LINE = 16, 13, 18  # font sizes and line height
 
 
@@ -68,7 +65,6 @@ def to_cell(image: Tensor) -> Image.Image:
 
 def draw_grid(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Image.Image:
     """Return a captioned grid with a heading above each column group; long text ends in an ellipsis."""
-    title_font, font = (ImageFont.truetype(_FONT, size) for size in (_TITLE, _TEXT))
     cells = [[[to_cell(image) for image in group] for group in row.groups] for row in rows]
     cell_width, cell_height = cells[0][0][0].size
     widths = [len(group) * (cell_width + _GAP) - _GAP for group in cells[0]]
@@ -78,18 +74,18 @@ def draw_grid(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Image
     heights = [len(caption) * _LINE + cell_height + _LINE + 2 * _GAP for caption in captions]
     top = _MARGIN + 3 * _LINE
     canvas = Image.new("RGB", (width, top + sum(heights)), "white")
-    draw = ImageDraw.Draw(canvas)
-    draw.text((_MARGIN, _MARGIN), "\n".join(wrap(title, width - 2 * _MARGIN, _TITLE)), "black", font=title_font)
+    write(canvas, (_MARGIN, _MARGIN), "".join(wrap(title, width - 2 * _MARGIN, _TITLE)), _TITLE, "black")
     for start, heading, room in zip(starts, headings, widths, strict=True):
         room = room if len(starts) > 1 else width - 2 * _MARGIN
-        draw.text((start, top - _LINE - _GAP), "\n".join(wrap(heading, room, _TEXT)), "dimgrey", font=font)
+        write(canvas, (start, top - _LINE - _GAP), "".join(wrap(heading, room, _TEXT)), _TEXT, "dimgrey")
     for row, caption, groups, height in zip(rows, captions, cells, heights, strict=True):
-        draw.multiline_text((_MARGIN, top), "\n".join(caption), "black", font=font)
+        for number, line in enumerate(caption):
+            write(canvas, (_MARGIN, top + number * _LINE), line, _TEXT, "black")
         images, labels = top + len(caption) * _LINE + _GAP, iter(row.labels)
         for start, group in zip(starts, groups, strict=True):
             for left, cell in zip(range(start, width, cell_width + _GAP), group, strict=False):
                 canvas.paste(cell, (left, images))
-                draw.text((left, images + cell_height), next(labels, ""), "black", font=font)
+                write(canvas, (left, images + cell_height), next(labels, ""), _TEXT, "black")
         top += height
     return canvas
 
@@ -106,8 +102,3 @@ def with_inputs(
         Row(row.caption, [image[None] / 255, *row.groups], ["", *row.labels])
         for image, row in zip(inputs, rows, strict=True)
     ]
-
-
-def wrap(text: str, width: int, size: int, lines: int = 1) -> list[str]:
-    """Return ``text`` in at most ``lines`` lines of ``width`` pixels, estimated by the mean width of a letter."""
-    return textwrap.wrap(text, max(int(width / (0.62 * size)), 2), max_lines=lines, placeholder="…")

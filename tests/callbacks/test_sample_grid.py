@@ -3,8 +3,9 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from solrl_lightning.artifacts.lettering import wrap
 from solrl_lightning.artifacts.loggers import TensorBoard, Tracker
-from solrl_lightning.artifacts.pictures import Row, draw_grid, to_cell, wrap
+from solrl_lightning.artifacts.pictures import Row, draw_grid, to_cell
 from solrl_lightning.callbacks import sample_grid
 from solrl_lightning.callbacks.sample_grid import SampleGrid
 from solrl_lightning.errors import UserError
