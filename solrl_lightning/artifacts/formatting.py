@@ -4,6 +4,7 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 
 def numbers(values: Sequence[float | None], digits: int = 4, signed: bool = False) -> list[str]:
@@ -68,6 +69,18 @@ def duration(seconds: float) -> str:
 def command_line(arguments: Sequence[str]) -> str:
     """Return ``python -m solrl_lightning`` with arguments, quoted for a shell: double quotes around single ones."""
     return " ".join(["python -m solrl_lightning", *map(shell_quoted, arguments)])
+
+
+def path_option(key: str, path: Path | str) -> str:
+    """Return ``key=path`` for a shell and Hydra's grammar."""
+    plain = re.fullmatch(r"[A-Za-z0-9_./@:+-]+", str(path))
+    return shell_quoted(f"{key}={path if plain else quoted(path)}")
+
+
+def quoted(path: Path | str) -> str:
+    """Return a path as a value of Hydra's grammar."""
+    escaped = str(path).replace("'", "\\'")
+    return f"'{escaped}'"
 
 
 def shell_quoted(argument: str) -> str:

@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
+from solrl_lightning.artifacts.formatting import path_option
 from solrl_lightning.errors import UserError
 
 LAST = Path("checkpoints") / "last.ckpt"
@@ -43,11 +44,11 @@ def check_new(folder: Path) -> None:
             fix = f"continue one of its runs with ckpt=last hydra.run.dir={folder}/<run>"
         elif (folder / LAST).exists():
             fix = (
-                f"continue the run in it with ckpt=last hydra.run.dir={folder}, or take its weights into another with "
+                f"continue the run in it with ckpt=last {path_option('hydra.run.dir', folder)}, or take its weights "
+                f"into another with {path_option('ckpt', folder / LAST)}"
             )
-            fix += f"ckpt={folder / LAST}"
         elif (folder / BEST).exists():
-            fix = f"branch from its best evaluation with ckpt={folder / BEST}; {LAST} is missing"
+            fix = f"branch from its best evaluation with {path_option('ckpt', folder / BEST)}; {LAST} is missing"
         else:
             fix = "remove it: there is no checkpoint in it to resume from"
         raise UserError(
@@ -103,8 +104,13 @@ def _lock(file: IO[str], folder: Path) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """UserError for a folder that cannot be made or written. Leaves no file."""
+    """UserError for a folder that cannot be made or written, or whose name is not in UTF-8. Leaves no file."""
     existing = folder.absolute()
+    if os.fsencode(existing) != str(existing).encode(errors="replace"):
+        raise UserError(
+            f"The run's folder {ascii(str(existing))[1:-1]} is invalid: its name must be in UTF-8, which torch and "
+            "TensorBoard write. Set PYTHONUTF8=1, or choose another with hydra.run.dir=<folder>."
+        )
     while not existing.exists():
         existing = existing.parent
     try:

@@ -29,6 +29,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 from yaml import YAMLError
 
+from solrl_lightning.artifacts.formatting import quoted
 from solrl_lightning.cli.console import first_lines
 from solrl_lightning.errors import UserError, did_you_mean, nearest
 
@@ -245,12 +246,6 @@ def searched(sources: Sequence[str]) -> list[str]:
     return [f"hydra.searchpath=[{','.join(map(quoted, sources))}]"] if sources else []
 
 
-def quoted(path: Path | str) -> str:
-    """Return a path as a value of Hydra's grammar."""
-    escaped = str(path).replace("'", "\\'")
-    return f"'{escaped}'"
-
-
 # Names
 
 
@@ -323,9 +318,9 @@ def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
         similar = [".".join([parts[0], name, *parts[2:]]) for name in nearest(parts[1], members)]
         near = did_you_mean(similar) or f" {parts[0]} has {', '.join(members)}."
     parent = key.rpartition(".")[0]
-    keys = known.get(parent) if "." in parent and parts[0] != "hydra" else None
-    if isinstance(keys, dict) and "_target_" not in keys:
-        near = f" {parent} has {', '.join(keys)}."
+    keys = known.get(parent) if (parent == "task" or "." in parent) and parts[0] != "hydra" else None
+    if isinstance(keys, dict) and (parent == "task" or "_target_" not in keys):
+        near = f" {parent} has {', '.join(name for name in keys if not name.startswith('_'))}."
     target = known.get(f"{parent}._target_")
     adding = f" Write +{key}=<value> if {target} takes it." if target and parts[0] != "task" else ""
     return f"There is no key {key}.{near}{adding} --help lists the common ones, --cfg job shows all."

@@ -12,6 +12,7 @@ from pathlib import Path
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
+from solrl_lightning.artifacts.formatting import path_option
 from solrl_lightning.artifacts.run_folder import LAST
 from solrl_lightning.errors import CheckFailed, NonFiniteError, RankLost, ServerError, UserError, WriteError, sentence
 
@@ -77,14 +78,15 @@ def report_error(
     if type(failure) in _CURES:
         again = "give the same command again"
         if folder is not None and (folder / LAST).is_file():
-            again = f"continue the run with ckpt=last hydra.run.dir={folder}"
+            again = f"continue the run with ckpt=last {path_option('hydra.run.dir', folder)}"
         elif folder is not None:
-            again = f"{again} with ckpt=auto hydra.run.dir={folder}" if resumable else f"remove {folder} and {again}"
+            here = path_option("hydra.run.dir", folder)
+            again = f"{again} with ckpt=auto {here}" if resumable else f"remove {folder} and {again}"
         fix = f" {_CURES[type(failure)]}, then {again}."
     elif isinstance(failure, NonFiniteError) and folder is not None and (folder / LAST).is_file():
         fix = (
-            f" Then continue the run with ckpt=last hydra.run.dir={folder}; if it has diverged, lower optimizer.lr and "
-            "branch from ckpt=best."
+            f" Then continue the run with ckpt=last {path_option('hydra.run.dir', folder)}; if it has diverged, lower "
+            "optimizer.lr and branch from ckpt=best."
         )
     end = "" if str(failure).endswith((".", "?")) or not fix else "."
     print(f"error: {failure}{end}{fix}", file=sys.stderr)

@@ -37,6 +37,9 @@ def check_hub(models: Mapping[str, str], datasets: Sequence[str], needs: str | N
     missing = {key: name for key, name in remote.items() if not (cache / f"models--{name.replace('/', '--')}").is_dir()}
     notes = []
     if "model.pretrained" in missing and needs:
+        import torch  # which takes seconds
+
+        needs += "" if torch.cuda.is_available() else "; torch finds no GPU on this machine"
         name, token = missing["model.pretrained"], "found" if get_token() else "none (`hf auth login`)"
         page = f"https://huggingface.co/{name}"
         notes.append(f"model.pretrained={name} needs {needs}. Its page: {page}; your token: {token}.")

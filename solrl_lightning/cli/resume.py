@@ -5,7 +5,6 @@ record is replaced once training has started (``run_folder.commit_overrides``).
 """
 
 import os
-import re
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -17,10 +16,10 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from solrl_lightning.artifacts.formatting import command_line, shell_quoted
+from solrl_lightning.artifacts.formatting import path_option, quoted, shell_quoted
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free
 from solrl_lightning.artifacts.started_runs import started_runs
-from solrl_lightning.cli.config import ConfigTree, own_sources, quoted, searched
+from solrl_lightning.cli.config import ConfigTree, own_sources, searched
 from solrl_lightning.errors import UserError
 
 OUTPUTS = Path("outputs")
@@ -119,8 +118,7 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
 
 def resume_command(folder: Path) -> str:
     """Return the command that continues the run in ``folder``."""
-    plain = re.fullmatch(r"[\w./@:+~-]+", str(folder))
-    return command_line(["ckpt=last", f"hydra.run.dir={folder if plain else quoted(folder)}"])
+    return f"python -m solrl_lightning ckpt=last {path_option('hydra.run.dir', folder)}"
 
 
 def _stable_folder(tree: ConfigTree, overrides: list[Override], training: bool) -> Path:
@@ -159,8 +157,8 @@ def _last_checkpoint(tree: ConfigTree, folder: Path) -> Path:
     if not (folder / LAST).is_file():
         check_free(folder)
         overrides = [override for override in _recorded_overrides(tree, folder) if override.key_or_group != "ckpt"]
-        lines = [*(str(o.input_line) for o in overrides), "ckpt=auto", f"hydra.run.dir={folder}"]
-        again = " ".join(map(shell_quoted, lines))
+        lines = [shell_quoted(str(o.input_line)) for o in overrides]
+        again = " ".join([*lines, "ckpt=auto", path_option("hydra.run.dir", folder)])
         has_record = (folder / RECORD / "overrides.yaml").is_file()
         fix = f"Begin it again with {again}" if has_record else f"Remove {folder}, and give its command again"
         raise UserError(
@@ -204,8 +202,8 @@ def check_sweep(folder: Path, checkpoint: Path) -> None:
     if mode == RunMode.MULTIRUN.name or any((parent / "multirun.yaml").is_file() for parent in folder.parents):
         raise UserError(
             f"ckpt=last is invalid: the newest run, {folder}, is a job of a sweep that has ended, and would no longer "
-            f"be comparable. Name it with ckpt=last hydra.run.dir={folder}, or begin a new folder with "
-            f"ckpt={checkpoint}."
+            f"be comparable. Name it with ckpt=last {path_option('hydra.run.dir', folder)}, or begin a new folder with "
+            f"{path_option('ckpt', checkpoint)}."
         )
 
 
@@ -236,11 +234,11 @@ def _check_resumable(
         raise UserError(
             f"Cannot resume {folder}: {key}={now[key][1]} is not the {before[key][1]} that the run has recorded, by an "
             f"edited file or another version of solrl_lightning (changed: {examples}). Write {key}={before[key][1]}, "
-            f"or start a new folder from that state: ckpt={checkpoint}."
+            f"or start a new folder from that state: {path_option('ckpt', checkpoint)}."
         )
     raise UserError(
         f"Cannot resume {folder}: {_listed(culprits)} changes {examples}. Leave it out, or start a new folder from "
-        f"that state: ckpt={checkpoint} {_listed(culprits)}. Keys that may change: {_LISTED_KEYS}."
+        f"that state: {path_option('ckpt', checkpoint)} {_listed(culprits)}. Keys that may change: {_LISTED_KEYS}."
     )
 
 
@@ -324,9 +322,9 @@ def check_checkpoint(file: Path) -> None:
         raise UserError(f"ckpt={file} is invalid: {kind}. Name a checkpoint file, or use ckpt=last.")
     if file.suffix == ".safetensors":
         rule = "it must be a checkpoint of a run. Begin a new run from this LoRA"
-        raise UserError(f"ckpt={file} is invalid: {rule} with model.init_lora={file}.")
+        raise UserError(f"ckpt={file} is invalid: {rule} with {path_option('model.init_lora', file)}.")
     others = [name for name in (BEST, LAST) if name.name != file.name and (file.parent / name.name).is_file()]
-    fix = f"Take ckpt={file.parent / others[0].name}" if others else "Take another checkpoint"
+    fix = f"Take {path_option('ckpt', file.parent / others[0].name)}" if others else "Take another checkpoint"
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()  # torch.load with mmap reads no checksums
@@ -351,5 +349,6 @@ def check_left(ckpt: Path, done: float, key: str, limit: float) -> None:
     if done >= limit:
         raise UserError(
             f"{key}={limit:g} is invalid: a resumed run needs {key.removeprefix('max_')} left to do, and {ckpt} has "
-            f"done {done:g}. Raise it, as in {key}={done + 10:.0f}, or write the LoRA with task=export ckpt={ckpt}."
+            f"done {done:g}. Raise it, as in {key}={done + 10:.0f}, or write the LoRA with task=export "
+            f"{path_option('ckpt', ckpt)}."
         )

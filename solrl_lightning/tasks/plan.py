@@ -84,7 +84,7 @@ def _check(task: Plan, prompts: int) -> None:
 
 def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
     bits, ratio = result["bits_a_weight"], result["weights_to_one_copy"]
-    shadow = f"The layers of the shadow, precision={result['precision']}:\n{layer_table}\n"
+    shadow = f"\n\nThe layers of the shadow, precision={result['precision']}:\n{layer_table}"
     if not result["bytes"]["shadow_here"]:
         shadow = ""
     labels = {
@@ -126,17 +126,17 @@ def format_plan(result: Json, layer_table: str, micro_batch: int) -> str:
     return (
         f"{result['architecture']}: {result['parameters'] / 1e9:.2f} billion parameters; {result['resolution']} px, "
         f"latents {' x '.join(map(str, result['latents']))}\n"
-        f"{shadow}\n"
+        f"\nThe peak on a card (compute capability), and the options whose peak leaves {result['reserve']:g} GB "
+        "(task.reserve) for a reward model (4 for CLIP ViT-H in float32), CUDA and the allocator (2):\n"
+        f"{cards}\n\n"
         "Bytes on one device (G of 10^9; not counted: reward models, CUDA):\n"
         f"{format_table(['', 'bytes'], sizes)}\n"
         f"  activations of training by {RECOMPUTED}: {training}; here {str(result['gradient_checkpointing']).lower()}\n"
         f"  a checkpoint {_si(result['checkpoint_bytes'])} on disk\n"
         f"  peak {_si(result['planned_peak'])} here: activations and text encoders are not there at the same time\n"
         f"  weights of policy, merged replica and shadow: {ratio['packed']:.2f}x one copy if packed, "
-        f"{ratio['here']:.2f}x here; published: {ratio['published']:.0f}x\n\n"
-        f"The peak on a card (compute capability), and the options whose peak leaves {result['reserve']:g} GB "
-        "(task.reserve) for a reward model (4 for CLIP ViT-H in float32), CUDA and the allocator (2):\n"
-        f"{cards}"
+        f"{ratio['here']:.2f}x here; published: {ratio['published']:.0f}x"
+        f"{shadow}"
     )
 
 

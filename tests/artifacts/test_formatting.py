@@ -3,8 +3,9 @@
 import shlex
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from solrl_lightning.artifacts.formatting import change, measured, number, numbers, shell_quoted
+from solrl_lightning.artifacts.formatting import change, measured, number, numbers, path_option, shell_quoted
 
 
 @pytest.mark.parametrize(
@@ -35,3 +36,9 @@ def test_numbers_have_significant_digits(actual: str, expected: str) -> None:
 def test_an_argument_survives_the_shell(argument: str) -> None:
     assert shlex.split(shell_quoted(argument)) == [argument]
     assert "'\"'\"'" not in shell_quoted("ckpt='<file>'")
+
+
+@pytest.mark.parametrize("path", ["/a/b.ckpt", "/tmp/ümlaut", "a b", "x(1)", "it's", "a,b=[c]", "~a", "$HOME", '"'])
+def test_a_path_survives_the_shell_and_hydra(path: str) -> None:
+    (argument,) = shlex.split(path_option("ckpt", path))
+    assert OverridesParser.create().parse_override(argument).value() == path

@@ -4,6 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from solrl_lightning.artifacts.run_folder import check_writable
+from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 
 Command = Callable[..., Any]
@@ -24,3 +28,9 @@ def test_lock_is_in_the_folder_of_the_run(command: Command) -> None:
 def test_lock_of_a_sweep_is_in_the_folder_of_its_runs(command: Command) -> None:
     lines = [line.split() for line in command("-m", TASK, "seed=1,2").out.splitlines() if line.startswith("/")]
     assert [locks for _, *locks in lines] == [[str(Path(run).parent), run] for run, *_ in lines] and len(lines) == 2
+
+
+def test_a_name_that_is_not_in_utf_8_is_an_error(tmp_path: Path) -> None:
+    check_writable(tmp_path / "ümlaut")
+    with pytest.raises(UserError, match=r"The run's folder .*\\udcfcmlaut is invalid: its name must be in UTF-8"):
+        check_writable(tmp_path / "\udcfcmlaut")

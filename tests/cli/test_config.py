@@ -195,6 +195,7 @@ def test_experiment_sweeps_families_with_equal_settings_over_three_seeds(
         ("experimnt=smoke", "Did you mean experiment?"),
         ("hydra.run.dirr=x", "Did you mean hydra.run.dir?"),
         ("xyzzy=1", "There is no key xyzzy. --help"),
+        ("task.memory_gb=24", "There is no key task.memory_gb. task has reads"),
         ("callbacks.nope.x=1", "no key callbacks.nope.x. callbacks has timings, "),
         ("callbacks.guard.limits.pictures=4", "limits has fall, diversity, kl, drift. --help"),
         ("family=zzz", "compile, diffusionnft, naive_quant, naive_scaling, "),
