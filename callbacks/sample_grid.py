@@ -13,8 +13,9 @@ from PIL import Image
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.formatting import counted, numbers
 from solrl_lightning.artifacts.loggers import trackers_of
-from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png, with_inputs
+from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png
 from solrl_lightning.callbacks.common import loop_of, module_of
+from solrl_lightning.data.prompt import identities
 from solrl_lightning.frames import filmstrip
 from solrl_lightning.seeds import evaluation_seeds
 
@@ -51,21 +52,21 @@ class SampleGrid(Callback):
                 images = torch.cat([filmstrip(module_of(pl_module).policy.decode(x[None])) for x in latents])
                 rows.append(Row(name, [images], [labels[place] for place in chosen.tolist()]))
             title = f"Best and worst samples of iteration {trainer.current_epoch + 1}"
-            self._pool = draw_grid(title, [rollouts.prompts[0]], rows)
+            self._pool = draw_grid(title, [rollouts.prompts[0].identity], rows)
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if not self._due(trainer):
             return
         done, prompts = trainer.current_epoch + 1, module_of(pl_module).evaluation.prompts[: self.prompts]
-        seeds = evaluation_seeds(self.seed, prompts, self.seeds_per_prompt)
+        seeds = evaluation_seeds(self.seed, identities(prompts), self.seeds_per_prompt)
         with loop_of(trainer).stopwatch.stage("grid"):
             if not len(self._base):
                 self._base = module_of(pl_module).sample(prompts, seeds, weights="base", steps=self.steps)
             current = module_of(pl_module).sample(prompts, seeds, weights="ema", steps=self.steps)
-            rows = [Row(prompt, images) for prompt, *images in zip(prompts, self._base, current, strict=True)]
+            groups = zip(prompts, self._base, current, strict=True)
+            rows = [Row(prompt.identity, images, input_image=prompt.input_image) for prompt, *images in groups]
             headings = ["base", f"after {counted(done, 'iteration')}"]
-            columns = with_inputs(headings, rows, module_of(pl_module).policy.metadata)
-            self._publish(trainer, "grid", draw_grid("Same held-out prompts, same noise", *columns))
+            self._publish(trainer, "grid", draw_grid("Same held-out prompts, same noise", headings, rows))
             if self._pool is not None:
                 self._publish(trainer, "pool", self._pool)
                 self._pool = None

@@ -23,13 +23,13 @@ from hydra.utils import get_class, instantiate
 
 from solrl_lightning.build import quantization_rule, trained_as
 from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.names import SHADOW
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies import random_weights
 from solrl_lightning.policies.architectures import find_architecture
 from solrl_lightning.quantization import resolve
 from solrl_lightning.quantization.backends import Hardware
-from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.sizing.blocks import write_short
 from solrl_lightning.sizing.plan import without_files
 from solrl_lightning.training.transformers import replicate
@@ -87,7 +87,7 @@ def _run(model: str, precision: str, hardware: Hardware) -> None:
             compiler=absent_gpu.compiler,
         ).replicas
         batch = run.model.rollout_batch
-        _, conditioning = EncodedPrompts([""], policy.encode([""])).gather(torch.zeros(batch, dtype=torch.int64))
+        conditioning = policy.encode(batch * [Prompt("")])
         x, sigma = torch.empty(batch, *policy.latent_shape, device="cuda"), torch.empty(batch, device="cuda:0")
         graphs = []
         for _ in range(2):

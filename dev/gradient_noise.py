@@ -43,7 +43,7 @@ def gradients(trainer: Trainer, pl_module: LightningModule) -> Tensor:
     number, kept = rollouts.seeds.shape
     rows = []
     for prompt in range(number):
-        texts, conditioning = prompts.gather(torch.full((kept,), prompt))
+        prompts_of_rows, conditioning = prompts.gather(torch.full((kept,), prompt))
         for step in range(len(sigmas) - 1):
             for draw in range(DRAWS):
                 steps, x0 = torch.full((kept,), step), rollouts.x0[prompt]
@@ -59,7 +59,7 @@ def gradients(trainer: Trainer, pl_module: LightningModule) -> Tensor:
                     advantage=rollouts.advantages[prompt],
                     weight=torch.ones(kept),
                     conditioning=conditioning,
-                    prompts=texts,
+                    prompts=prompts_of_rows,
                     seeds=seeds,
                     optimizer_step=0,
                     real=kept,

@@ -386,7 +386,7 @@ MUTANTS: dict[str, list[Edit]] = {
             CHUNKS,
         ),
         ("caption of the first prompt", "in owner[index].tolist()", "in (0 * owner[index]).tolist()", CHUNKS),
-        ("texts of candidates scored alone", "[row : row + 1], [text]", "[row : row + 1], [texts[0]]", CHUNKS),
+        ("texts of candidates scored alone", "[row : row + 1], [prompt]", "[row : row + 1], prompts[:1]", CHUNKS),
         ("noise scored", "partial(score, rewards, state.x0,", "partial(score, rewards, state.x,", CHUNKS),
         ("prefix loses its place", "if whole is not None and whole.finished:", "if whole is not None:", CHUNKS),
         ("no second try", "return retry_with_empty_cache(chunk)", "return chunk()", CHUNKS),
@@ -492,8 +492,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "rollouts forget the combination",
-            "self.metadata, self.combine, self.frames)",
-            "self.metadata, frames=self.frames)",
+            "self.weights, self.combine, self.frames)",
+            "self.weights, frames=self.frames)",
             GDPO,
         ),
         ("negative weights not trained on", "if weight != 0", "if weight > 0", WEIGHTED),
@@ -599,8 +599,8 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/policies/qwen_image_edit.py": [
         ("input image before the noise", "[x, conditioning[", "[conditioning[", EDIT),
         ("guidance without the image", 'self._embed([""] * len(prompts), images', "self._embed([''], images[:1]", EDIT),
-        ("one embedding for all images", 'return f"{self._text(prompt)} {content}"', "return self._text(prompt)", EDIT),
-        ("text with the name of the image", "return text_of(prompt, self._metadata(prompt))", "return prompt", EDIT),
+        ("one embedding for all images", 'return f"{prompt.text} {content}"', "return prompt.text", EDIT),
+        ("text with the name of the image", "self._embed([prompt.text for", "self._embed([prompt.identity for", EDIT),
     ],
     "solrl_lightning/policies/z_image.py": [
         ("velocity towards the image", "return -torch.stack", "return torch.stack", ARCHITECTURES),
@@ -747,7 +747,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
     ],
     "solrl_lightning/tasks/train.py": [
-        ("other training prompts", "recorded not in (None, digest(prompt_sets(cfg).train))", "False", EDITED),
+        (
+            "other training prompts",
+            "recorded not in (None, digest(identities(prompt_sets(cfg).train)))",
+            "False",
+            EDITED,
+        ),
     ],
     "callbacks/export.py": [
         ("no export of shards on SIGTERM", "not sharded or isinstance", "not sharded and isinstance", SHARDED_RUNS),
@@ -870,6 +875,9 @@ MUTANTS: dict[str, list[Edit]] = {
         ("prompts of seven words", ">= PICKAPIC_SPACES", "> PICKAPIC_SPACES", SOURCES),
         ("text before JSON lines in a folder", '(".jsonl", ".txt")]', '(".txt", ".jsonl")]', SOURCES),
         ("first column of a table", "place = names.index(column)", "place = 0", SOURCES),
+    ],
+    "solrl_lightning/data/prompt.py": [
+        ("prompts equal whatever their metadata", "hash=False)", "compare=False)", CHUNKS),
     ],
     "solrl_lightning/data/prompts.py": [
         (

@@ -30,6 +30,7 @@ from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.cli.config import ConfigTree, own_sources
 from solrl_lightning.cli.launch import advice, check_world
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
 from solrl_lightning.explorers.facts import SAMPLERS, Facts
@@ -46,7 +47,6 @@ from solrl_lightning.options.trainer import named_devices
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.addresses import read_token
-from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
 from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Sigmas, Stage, level_of, step_at
@@ -220,8 +220,8 @@ def exploring_stages(
     return stages
 
 
-def build_rewards(cfg: Run, device: torch.device, metadata: Mapping[str, Metadata] | None = None) -> WeightedRewards:
-    """Every reward of ``cfg.reward``, loaded once per process, with the ``metadata`` of the prompts that have any."""
+def build_rewards(cfg: Run, device: torch.device) -> WeightedRewards:
+    """Every reward of ``cfg.reward``, loaded once per process."""
     hide_loading_bars()
     members = cfg.reward.members
     if cfg.reward.pretrained is not None:
@@ -231,7 +231,7 @@ def build_rewards(cfg: Run, device: torch.device, metadata: Mapping[str, Metadat
     loaded = {name: make(f"reward.{name}", m, takes="`device`", device=str(device)) for name, m in members.items()}
     for name, reward in loaded.items():
         reward.name = name  # as errors name it
-    return WeightedRewards(loaded, weights, metadata, COMBINATIONS[cfg.reward.combine], cfg.model.frames)
+    return WeightedRewards(loaded, weights, COMBINATIONS[cfg.reward.combine], cfg.model.frames)
 
 
 def hide_loading_bars() -> None:
@@ -269,13 +269,12 @@ def build_module(
     ``settle``: replaces the options that depend on the memory beside the rewards.
     """
     prepare_device(device)
-    prompts = prompt_sets(cfg)
-    rewards = build_rewards(cfg, device, prompts.metadata)
+    prompts, rewards = prompt_sets(cfg), build_rewards(cfg, device)
     for note in prompts.notes:
         log.info("%s", note)
-    texts = [*prompts.train, *prompts.eval]
-    rewards.check_prompts(texts)
-    rewards.try_out(torch.full((3, cfg.model.resolution, cfg.model.resolution), 0.5, device=device), texts[0])
+    rewards.check_prompts([*prompts.train, *prompts.eval])
+    grey = torch.full((3, cfg.model.resolution, cfg.model.resolution), 0.5, device=device)
+    rewards.try_out(grey, [*prompts.train, *prompts.eval][0])
     if settle is not None:
         cfg = settle(cfg, device)
     return build_model(cfg, device, samplers, rewards, prompts.eval[: cfg.data.eval_prompts], objective)
@@ -286,7 +285,7 @@ def build_model(
     device: torch.device,
     samplers: Collection[str] = (),
     rewards: WeightedRewards = NO_REWARDS,
-    eval_prompts: Sequence[str] = (),
+    eval_prompts: Sequence[Prompt] = (),
     objective: Objective | None = None,
 ) -> SolRLModule:
     """Build the module alone; without rewards it can only make pictures.
@@ -323,7 +322,6 @@ def build_model(
             rule=quantization_rule(cfg),
         )
     )
-    policy.metadata = rewards.metadata
     return SolRLModule(
         policy,
         transformers,
@@ -417,10 +415,8 @@ def build_explorers(cfg: Run, module: SolRLModule, connections: Sequence[Connect
             connection.check()
     fleet = Fleet(connections, cfg.explorers.max_lag, cfg.explorers.timeout)
     precision = " and ".join(sorted({connection.precision for connection in connections} - {""}))
-    size, metadata = BatchSize(cfg.model.rollout_batch, pad_to_size=False), module.rewards.metadata
-    return {
-        name: RemoteSampler(module.policy, size, name, fleet, metadata, precision) for name in exploring_samplers(cfg)
-    }
+    size = BatchSize(cfg.model.rollout_batch, pad_to_size=False)
+    return {name: RemoteSampler(module.policy, size, name, fleet, precision) for name in exploring_samplers(cfg)}
 
 
 def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas) -> ExploreTrainLoop:

@@ -1,8 +1,8 @@
 """What the options of a run name: its prompts. Imports no torch before it is needed."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.data.sources import check_text, file_of_split
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from solrl_lightning.data.prompts import PromptSets
 
 
-def requested_prompts(cfg: Run) -> list[str]:
+def requested_prompts(cfg: Run) -> list[Prompt]:
     """Return the prompts of task=generate, from the command line or from a file.
 
     Raises:
@@ -30,15 +30,7 @@ def requested_prompts(cfg: Run) -> list[str]:
         )
     for index, prompt in enumerate(task.prompts):
         check_text(prompt, f"task.prompts.{index}")
-    return task.prompts
-
-
-def requested_metadata(cfg: Run) -> dict[str, Mapping[str, Any]]:
-    """Return the metadata of ``requested_prompts`` by prompt."""
-    from solrl_lightning.data.prompts import read_metadata
-
-    file = cfg.task_as(Generate).prompt_file
-    return {} if file is None else read_metadata(file, cfg.data.column, cfg.model.input_image)
+    return [Prompt(text) for text in task.prompts]
 
 
 def sources(cfg: Run) -> dict[str, str]:

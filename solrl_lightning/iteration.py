@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from solrl_lightning.build import build_model, build_objective, build_rewards, samplers_of, stages_of
 from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.data.prompt import identities
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.facts import prompt_sets
 from solrl_lightning.options.run import Run
@@ -32,8 +33,7 @@ from solrl_lightning.training.module import SolRLModule
 
 def train(cfg: Run, device: torch.device) -> SolRLModule:
     """Train from the base model, and return the module with the trained weights."""
-    prompts, objective = prompt_sets(cfg), build_objective(cfg)
-    rewards = build_rewards(cfg, device, prompts.metadata)
+    objective, rewards = build_objective(cfg), build_rewards(cfg, device)
     module = build_model(cfg, device, samplers_of(cfg), rewards, (), objective)
     policy, models = module.policy, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
@@ -42,9 +42,9 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     sigmas = policy.sigmas(stages[-1].steps)  # noise levels, from 1 to 0
     rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt
     plan = plan_micro_batches(cfg.prompts_per_iteration, rows, cfg.model.micro_batch, 1, cfg.optimizer_steps)
-    schedule = PromptSchedule(prompts.train, cfg.prompts_per_iteration, cfg.seed)
-    texts_of = [schedule.for_iteration(iteration) for iteration in range(cfg.iterations)]
-    everything = module.encode(list(dict.fromkeys(sum(texts_of, []))))
+    schedule = PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed)
+    prompts_of = [schedule.for_iteration(iteration) for iteration in range(cfg.iterations)]
+    everything = module.encode(list(dict.fromkeys(sum(prompts_of, []))))
 
     def run(
         recorded: range, encoded: EncodedPrompts, stage: Stage, seeds: Tensor, state: SolverState | None, states: bool
@@ -55,21 +55,21 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         steps = range(0) if stage.name == EXPLORE else recorded
         return module.run_stage(stage, encoded, seeds, initial_state=state, transitions=steps, with_states=states)
 
-    for iteration, texts in enumerate(texts_of):
-        encoded = everything.gather(torch.tensor([everything.texts.index(text) for text in texts]))
+    for iteration, prompts in enumerate(prompts_of):
+        encoded = everything.gather(torch.tensor([everything.prompts.index(prompt) for prompt in prompts]))
         recorded = objective.transitions(stages[-1].steps, iteration)
 
         # Requantise: everything that samples gets the weights of the old policy.
         module.sync_samplers(iteration)
 
         # Explore the pool cheaply, select the best and the worst, and regenerate them in BF16 from the same noise.
-        seeds = pool_seeds(cfg.seed, iteration, texts, cfg.family.pool)  # [P, N]
-        explored, samples, proxy_merits = run_family(stages, seeds, texts, partial(run, recorded, encoded))
+        seeds = pool_seeds(cfg.seed, iteration, identities(prompts), cfg.family.pool)  # [P, N]
+        explored, samples, proxy_merits = run_family(stages, seeds, prompts, partial(run, recorded, encoded))
 
         # Train, only on the rewards of the regenerated samples; a row is a sample at a noise level.
         merits = rewards.for_training.merits(samples.scores)  # [P, K] of [P, K, R]
         advantages = objective.advantages(merits, lambda total: total)  # [P, K]
-        rollouts = Rollouts.of(texts, samples, proxy_merits, advantages)
+        rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)
         batches = MicroBatches(rollouts, encoded, sigmas, objective, plan)
         for number, batch in enumerate(batches):
             real = max(1, batch.real)  # the other rows pad the batch and weigh nothing

@@ -64,6 +64,7 @@ from transformers import (
     UMT5EncoderModel,
 )
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.policies.random_weights import init_random_weights
@@ -312,6 +313,11 @@ def lora_config(rank: int = 4, alpha: int = 8, targets: Sequence[str] = ATTENTIO
 def adapters() -> Callable[[ModelMixin], AdaptedTransformer]:
     """What adds `lora_config` to a transformer."""
     return partial(AdaptedTransformer, config=lora_config(), seed=0)
+
+
+def prompts_of(texts: Sequence[str]) -> list[Prompt]:
+    """Prompts without metadata."""
+    return [Prompt(text) for text in texts]
 
 
 def random_state(state: dict[str, Tensor], seed: int, size: float = 0.3) -> dict[str, Tensor]:

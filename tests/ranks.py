@@ -25,6 +25,7 @@ from solrl_lightning.build import (
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.data.loaders import RankPrompts
+from solrl_lightning.data.prompt import identities
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies import pipeline
 
@@ -58,7 +59,7 @@ class Results(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         loop: Any = trainer.fit_loop
         if loop.iterations_done == 0:
-            self.actual |= loop.rollouts._asdict()
+            self.actual |= loop.rollouts._asdict() | {"prompts": identities(loop.rollouts.prompts)}
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
         gradient = torch.cat([parameter.grad.flatten() for parameter in pl_module.trained_parameters()])

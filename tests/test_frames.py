@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from nano import MAX_WORDS, PROMPTS, save_nano
+from nano import MAX_WORDS, PROMPTS, prompts_of, save_nano
 from PIL import Image
 from torch import Tensor
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.frames import choose_frames, filmstrip
 from solrl_lightning.metrics.images import describe
@@ -55,20 +56,20 @@ class Red(Reward):
 
 @pytest.mark.parametrize(("frames", "means"), [("first", (0, 9)), (2, (4, 13)), ("all", (4, 13)), (None, (4, 13))])
 def test_score_of_a_video_is_the_mean_of_its_frames(frames: str | int | None, means: tuple[int, int]) -> None:
-    metadata: dict[str, Metadata] = {"a cat": {"factor": 1.0}, "a dog": {"factor": 10.0}}
-    rewards = WeightedRewards({"a": Red(), "b": Red()}, {"a": 1.0, "b": 0.0}, metadata, frames=frames)
+    prompts = [Prompt("a pet", {"factor": 1.0}), Prompt("a pet", {"factor": 10.0})]
+    rewards = WeightedRewards({"a": Red(), "b": Red()}, {"a": 1.0, "b": 0.0}, frames=frames)
     expected = torch.tensor([means[0] / 20, means[1] / 2])
-    scores = rewards(VIDEOS, ["a cat", "a dog"])
+    scores = rewards(VIDEOS, prompts)
     torch.testing.assert_close(scores, expected[:, None].expand(2, 2))
-    torch.testing.assert_close(rewards.for_training(VIDEOS, ["a cat", "a dog"]), expected[:, None])
+    torch.testing.assert_close(rewards.for_training(VIDEOS, prompts), expected[:, None])
 
 
 def test_error_of_a_frame_names_its_video() -> None:
     broken = VIDEOS.clone()
     broken[1, 3] = torch.nan
-    rewards = WeightedRewards({"a": Red()}, {"a": 1.0}, dict.fromkeys(PROMPTS, {"factor": 1.0}))
+    rewards = WeightedRewards({"a": Red()}, {"a": 1.0})
     with pytest.raises(NonFiniteError, match=PROMPTS[1]) as error:
-        rewards(broken, PROMPTS[:2])
+        rewards(broken, [Prompt(text, {"factor": 1.0}) for text in PROMPTS[:2]])
     assert error.value.row == 1
 
 
@@ -80,7 +81,7 @@ def test_statistics_of_a_video_are_the_means_of_its_frames() -> None:
 
 def test_evaluations_of_other_frames_do_not_compare() -> None:
     digests = {
-        Evaluation(PROMPTS, WeightedRewards({}, {}, frames=frames), "euler", 2, 2, 0).digest
+        Evaluation(prompts_of(PROMPTS), WeightedRewards({}, {}, frames=frames), "euler", 2, 2, 0).digest
         for frames in (None, "all", 2, 4)
     }
     assert len(digests) == 4

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, QwenImagePipeline, SanaPipeline, WanPipeline
-from nano import BUILDERS, MAX_WORDS, PROMPTS, adapters, load_nano, random_state, save_nano
+from nano import BUILDERS, MAX_WORDS, PROMPTS, adapters, load_nano, prompts_of, random_state, save_nano
 from safetensors.torch import load_file
 from torch import Tensor
 from torch._dynamo.backends.debugging import aot_eager
@@ -124,7 +124,7 @@ def test_compiled_training_has_two_graphs_per_kind_of_block_and_the_eager_gradie
         transformers = replicate(policy, adapters(), compile_policy=compiled, **options)
         adapted = transformers.trained
         lora.load_state(adapted.lora_layers, "default", random_state(adapted.state("default"), seed=1))
-        x, conditioning = policy.noise(torch.tensor([1, 2, 3])), policy.encode(PROMPTS)
+        x, conditioning = policy.noise(torch.tensor([1, 2, 3])), policy.encode(prompts_of(PROMPTS))
         for step in range(2):
             sigma = torch.tensor([0.9, 0.5, 0.1 + 0.1 * step])
             with torch.no_grad(), adapted.old() as transformer:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from solrl_lightning.artifacts.lettering import wrap, write
-from solrl_lightning.data.input_images import INPUT_IMAGE, load_square
+from solrl_lightning.data.input_images import load_square
 
 _MIN_CELL, _MAX_CELL = 128, 512  # pixels; smaller images are enlarged by an integer factor, larger ones shrunk
 _GAP = 4  # between images
@@ -21,11 +21,15 @@ _TITLE, _TEXT, _LINE = 16, 13, 18  # font sizes and line height
 
 
 class Row(NamedTuple):
-    """Row of a grid: caption above, groups of images [n, 3, H, W] in [0, 1], label under each image."""
+    """Row of a grid: caption above, groups of images [n, 3, H, W] in [0, 1], label under each image.
+
+    ``input_image`` is the path of the image that a prompt edits.
+    """
 
     caption: str
     groups: Sequence[Tensor]
     labels: Sequence[str] = ()
+    input_image: str | None = None
 
 
 def to_image(pixels: Tensor) -> Image.Image:
@@ -64,7 +68,12 @@ def to_cell(image: Tensor) -> Image.Image:
 
 
 def draw_grid(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Image.Image:
-    """Return a captioned grid with a heading above each column group; long text ends in an ellipsis."""
+    """Return a captioned grid with a heading above each column group; long text ends in an ellipsis.
+
+    If all rows have an input image, these are the first group.
+    """
+    if all(row.input_image is not None for row in rows):
+        headings, rows = ["input", *headings], [_with_input(row) for row in rows]
     cells = [[[to_cell(image) for image in group] for group in row.groups] for row in rows]
     cell_width, cell_height = cells[0][0][0].size
     widths = [len(group) * (cell_width + _GAP) - _GAP for group in cells[0]]
@@ -90,15 +99,7 @@ def draw_grid(title: str, headings: Sequence[str], rows: Sequence[Row]) -> Image
     return canvas
 
 
-def with_inputs(
-    headings: Sequence[str], rows: Sequence[Row], metadata: Mapping[str, Mapping[str, Any]]
-) -> tuple[Sequence[str], Sequence[Row]]:
-    """Return headings and rows, whose captions are prompts, with the prompts' input images, if any, as first group."""
-    if not all(INPUT_IMAGE in metadata.get(row.caption, {}) for row in rows):
-        return headings, rows
-    files = [metadata[row.caption][INPUT_IMAGE] for row in rows]
-    inputs = [pil_to_tensor(load_square(file, row.groups[0].shape[-1])) for file, row in zip(files, rows, strict=True)]
-    return ["input", *headings], [
-        Row(row.caption, [image[None] / 255, *row.groups], ["", *row.labels])
-        for image, row in zip(inputs, rows, strict=True)
-    ]
+def _with_input(row: Row) -> Row:
+    assert row.input_image is not None
+    image = pil_to_tensor(load_square(row.input_image, row.groups[0].shape[-1]))
+    return Row(row.caption, [image[None] / 255, *row.groups], ["", *row.labels])

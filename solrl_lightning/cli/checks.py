@@ -121,8 +121,8 @@ def check_prompts(options: Run) -> None:
 
         PromptSchedule(prompts.train, options.prompts_per_iteration, options.seed)
     if any(member["_target_"] == GENEVAL for member in options.reward.members.values()):
-        texts = [*prompts.train, *prompts.eval]
-        check_metadata(texts, [prompts.metadata.get(text, {}) for text in texts])
+        each = [*prompts.train, *prompts.eval]
+        check_metadata([prompt.text for prompt in each], [prompt.metadata for prompt in each])
     if options.is_sharded:
         evaluated = len(prompts.eval[: options.data.eval_prompts])
         ranks = devices_of(options.trainer) * options.trainer.get("num_nodes", 1)

@@ -1,32 +1,27 @@
 """Input images of prompts, for the models that edit one. Imports no torch.
 
-The prompt of such a model is its text with the name of its image, so that one instruction for two images is two
-prompts, and a prompt stays a string. Its metadata have the name under ``image``, as its row in the source, and the
-path of the file under ``input_image``.
+One instruction for two images is two prompts: `Prompt.identity` has the name of the image.
 """
 
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from PIL import Image, ImageOps
 
+from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt
 from solrl_lightning.errors import UserError, sentence
 
-INPUT_IMAGE = "input_image"
 
-
-def with_image(text: str, metadata: Mapping[str, Any], source: str) -> tuple[str, Mapping[str, Any]]:
-    """Return the prompt and the metadata of a row of ``source`` with an input image.
+def with_image(prompt: Prompt, source: str) -> Prompt:
+    """Return a row of ``source`` with the input image that it names.
 
     The image is relative to the folder of the source, or to ``images/`` in it, as Flow-Factory's data sets have it.
 
     Raises:
         UserError: the row names no image, or there is no such image, or it cannot be read.
     """
-    name, row = metadata.get("image"), f"the prompt {text.strip()[:60]!r} of {source} is invalid"
+    name, row = prompt.metadata.get("image"), f"the prompt {prompt.text.strip()[:60]!r} of {source} is invalid"
     if not isinstance(name, str) or not name:
         raise UserError(
             f'{row}: this model edits an image, so a prompt is a row {{"prompt": ..., "image": <file>}} of a .jsonl '
@@ -45,12 +40,7 @@ def with_image(text: str, metadata: Mapping[str, Any], source: str) -> tuple[str
             image.verify()  # sums of a PNG file, the header of others: decoding a large set takes minutes
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"{row}: its image cannot be read: {sentence(error)} Write the file again.") from error
-    return f"{text.strip()}{_mark(name)}", {**metadata, INPUT_IMAGE: str(file.resolve())}
-
-
-def text_of(prompt: str, metadata: Mapping[str, Any]) -> str:
-    """Return the text of a prompt, without the name of its image."""
-    return prompt.removesuffix(_mark(metadata["image"])) if INPUT_IMAGE in metadata else prompt
+    return Prompt(prompt.text.strip(), {**prompt.metadata, INPUT_IMAGE: str(file.resolve())}, name)
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -79,7 +69,3 @@ def load_square(file: str, side: int) -> Image.Image:
     left, top = (width - square) // 2, (height - square) // 2
     image = image.crop((left, top, left + square, top + square))
     return image.resize((side, side), Image.Resampling.LANCZOS)  # as the pipelines of diffusers
-
-
-def _mark(name: str) -> str:
-    return f" [image: {name}]"

@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import Generic, TypeVar
 
+from solrl_lightning.data.prompt import Prompt
+
 T = TypeVar("T")
 
 
@@ -30,11 +32,11 @@ class RolloutLoader(Generic[T]):
 class RankPrompts:
     """Evaluation prompts of one rank in one batch: prompt i belongs to rank i modulo ``ranks``."""
 
-    def __init__(self, prompts: Sequence[str], rank: int, ranks: int) -> None:
+    def __init__(self, prompts: Sequence[Prompt], rank: int, ranks: int) -> None:
         self._prompts = list(prompts[rank::ranks])
 
     def __len__(self) -> int:
         return 1
 
-    def __iter__(self) -> Iterator[list[str]]:
+    def __iter__(self) -> Iterator[list[Prompt]]:
         yield self._prompts

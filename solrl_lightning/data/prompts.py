@@ -1,7 +1,7 @@
 """Reads the prompt sets for training and evaluation, and assigns prompts to iterations.
 
-A prompt's identity is its text without regard to case, spacing and Unicode's two ways to write an accent (NFC). A set
-holds every prompt once.
+A set holds every prompt once, without regard to metadata, case, spacing and Unicode's two ways to write an accent
+(NFC).
 """
 
 import hashlib
@@ -9,13 +9,15 @@ import json
 import logging
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from solrl_lightning.data.input_images import with_image
-from solrl_lightning.data.sources import Record, read_records
+from solrl_lightning.data.prompt import Prompt
+from solrl_lightning.data.sources import read_records
 from solrl_lightning.errors import UserError
 from solrl_lightning.seeds import permutation
 
@@ -27,35 +29,21 @@ _BLANK = ("Zs", "Zl", "Zp", "Cc", "Cf")  # categories of Unicode
 class PromptSets(NamedTuple):
     """Prompts for training and for evaluation. No prompt is in both."""
 
-    train: list[str]
-    eval: list[str]
+    train: list[Prompt]
+    eval: list[Prompt]
     notes: list[str]  # numbers of the prompts that were dropped, for the log
-    metadata: dict[str, Mapping[str, Any]]  # of the prompts that have any, which rewards read
 
 
-def read_prompts(source: str | Path, column: str = "prompt", with_images: bool = False) -> list[str]:
+def read_prompts(source: str | Path, column: str = "prompt", with_images: bool = False) -> list[Prompt]:
     """Return the unique prompts of a source, stripped, in order, without blank ones. Logs the number of repetitions.
 
     Raises:
         UserError: the source cannot be read, or has no prompt.
     """
-    records, notes = _unique_records(source, column, with_images)
+    prompts, notes = _unique_prompts(source, column, with_images)
     for note in notes:
         logger.info("%s", note)
-    return [record.text for record in records]
-
-
-def read_metadata(
-    source: str | Path, column: str = "prompt", with_images: bool = False
-) -> dict[str, Mapping[str, Any]]:
-    """prompt -> metadata, for the prompts of ``read_prompts``."""
-    return {record.text: record.metadata for record in _unique_records(source, column, with_images)[0]}
-
-
-def read_tags(source: str | Path, column: str = "prompt", with_images: bool = False) -> dict[str, str]:
-    """prompt -> tag, for those prompts of ``read_prompts`` that have a tag."""
-    rows = read_metadata(source, column, with_images).items()
-    return {prompt: tag for prompt, metadata in rows if (tag := metadata.get("tag")) is not None}
+    return list(prompts)
 
 
 def digest(*values: Any) -> str:
@@ -75,12 +63,11 @@ def read_prompt_sets(
     Raises:
         UserError: a source or an image cannot be read, or every training prompt is held out.
     """
-    (train_records, notes), (eval_records, eval_notes) = (
-        ((), ()) if source is None else _unique_records(source, column, with_images) for source in (train, held_out)
+    (prompts, notes), (eval_prompts, eval_notes) = (
+        ((), ()) if source is None else _unique_prompts(source, column, with_images) for source in (train, held_out)
     )
-    prompts, eval_prompts = [record.text for record in train_records], [record.text for record in eval_records]
-    identities = {_identity(prompt) for prompt in eval_prompts}
-    disjoint = [prompt for prompt in prompts if _identity(prompt) not in identities]
+    excluded = {_normalised(prompt) for prompt in eval_prompts}
+    disjoint = [prompt for prompt in prompts if _normalised(prompt) not in excluded]
     if prompts and not disjoint:
         raise UserError(
             f"data.train={train} is invalid: all of its {len(prompts)} prompts are also in data.eval={held_out}, and "
@@ -88,11 +75,10 @@ def read_prompt_sets(
         )
     shared = len(prompts) - len(disjoint)
     overlap = [f"{train}: dropped {shared} of {len(prompts)} prompts that are held out in {held_out}"] if shared else []
-    metadata = {record.text: record.metadata for record in (*train_records, *eval_records) if record.metadata}
-    return PromptSets(disjoint, eval_prompts, [*notes, *eval_notes, *overlap], metadata)
+    return PromptSets(disjoint, list(eval_prompts), [*notes, *eval_notes, *overlap])
 
 
-def _unique_records(source: str | Path, column: str, with_images: bool) -> tuple[Sequence[Record], Sequence[str]]:
+def _unique_prompts(source: str | Path, column: str, with_images: bool) -> tuple[Sequence[Prompt], Sequence[str]]:
     """Return the unique rows of a source, and notes about the dropped rows. A process reads a source once."""
     return _read(str(source), column, with_images, Path.cwd())
 
@@ -100,26 +86,26 @@ def _unique_records(source: str | Path, column: str, with_images: bool) -> tuple
 @cache
 def _read(  # cwd: a part of the key
     source: str, column: str, with_images: bool, cwd: Path
-) -> tuple[Sequence[Record], Sequence[str]]:
-    rows = read_records(source, column)
+) -> tuple[Sequence[Prompt], Sequence[str]]:
+    rows = [row for row in read_records(source, column) if _has_text(row.text)]
     if with_images:
-        rows = [Record(*with_image(row.text, row.metadata, source)) for row in rows if _has_text(row.text)]
+        rows = [with_image(row, source) for row in rows]
     # Preference tables such as Pick-a-Pic repeat a prompt many times: count equal texts before normalising them.
-    times = Counter(row.text for row in rows if _has_text(row.text))
-    first = {row.text: row for row in reversed(rows)}  # the first of equal rows wins
-    unique: dict[str, Record] = {}
-    for text in times:
-        unique.setdefault(_identity(text), Record(text.strip(), first[text].metadata))
+    times = Counter(row.identity for row in rows)
+    first = {row.identity: row for row in reversed(rows)}  # the first of equal rows wins
+    unique: dict[str, Prompt] = {}
+    for identity in times:
+        row = first[identity]
+        unique.setdefault(_normalised(row), replace(row, text=row.text.strip()))
     if not unique:
         raise UserError(
             f"the prompt source {source} is invalid: it must have at least one line with text, and has none. Write one "
             "prompt a line."
         )
-    total = times.total()
-    repeated = total - len(unique)
-    others = {_identity(row.text) for row in rows if row.text in times and row.metadata != first[row.text].metadata}
+    repeated = len(rows) - len(unique)
+    others = {_normalised(row) for row in rows if row.metadata != first[row.identity].metadata}
     of_others = f"; the first metadata of {len(others)} that have several are kept" if others else ""
-    notes = (f"{source}: dropped {repeated} repeated prompts of {total}{of_others}",) if repeated else ()
+    notes = (f"{source}: dropped {repeated} repeated prompts of {len(rows)}{of_others}",) if repeated else ()
     return tuple(unique.values()), notes
 
 
@@ -128,8 +114,8 @@ def _has_text(prompt: str) -> bool:
     return any(unicodedata.category(character) not in _BLANK for character in prompt)
 
 
-def _identity(prompt: str) -> str:
-    return unicodedata.normalize("NFC", " ".join(prompt.split()).casefold())
+def _normalised(prompt: Prompt) -> str:
+    return unicodedata.normalize("NFC", " ".join(prompt.identity.split()).casefold())
 
 
 class PromptSchedule:
@@ -147,7 +133,7 @@ class PromptSchedule:
         UserError: there are fewer prompts than an iteration needs.
     """
 
-    def __init__(self, prompts: Sequence[str], per_iteration: int, seed: int) -> None:
+    def __init__(self, prompts: Sequence[Prompt], per_iteration: int, seed: int) -> None:
         if not 1 <= per_iteration <= len(prompts):
             raise UserError(
                 f"prompts_per_iteration={per_iteration} is invalid: it must be at least 1 and at most the number of "
@@ -156,7 +142,7 @@ class PromptSchedule:
             )
         self.prompts, self.per_iteration, self.seed = list(prompts), per_iteration, seed
 
-    def for_iteration(self, iteration: int) -> list[str]:
+    def for_iteration(self, iteration: int) -> list[Prompt]:
         """Return the P prompts of an iteration, counted from 0. Rank r of w takes [r::w]."""
         number, position = divmod(iteration, len(self.prompts) // self.per_iteration)
         order = permutation(f"prompts/{self.seed}/{number}", len(self.prompts))

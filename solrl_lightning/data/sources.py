@@ -9,11 +9,12 @@ import difflib
 import io
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.policies.config_files import ASSETS
 
@@ -31,30 +32,23 @@ _JSON_LINES, _PROMPT = (".jsonl", ".ndjson"), "prompt"
 _NO_TEXT = re.compile(r"[\x00\ud800-\udfff]")
 
 
-class Record(NamedTuple):
-    """One row of a source."""
-
-    text: str
-    metadata: Mapping[str, Any] = {}  # for rewards; a string under "tag" is the kind of prompt
-
-
-def _shapes(split: str) -> list[Record]:
+def _shapes(split: str) -> list[Prompt]:
     from solrl_lightning.shapes.world import eval_captions, train_captions
 
-    return [Record(caption) for caption in (train_captions() if split == "train" else eval_captions())]
+    return [Prompt(caption) for caption in (train_captions() if split == "train" else eval_captions())]
 
 
-def _pickapic(split: str) -> list[Record]:
+def _pickapic(split: str) -> list[Prompt]:
     return [record for record in _read_hub(PICKAPIC, split, "caption") if record.text.count(" ") >= PICKAPIC_SPACES]
 
 
-def _hpdv2(*styles: str) -> list[Record]:
+def _hpdv2(*styles: str) -> list[Prompt]:
     files = {style: _read_hub(HPDV2, "train", "text", f"benchmark/{style}.json") for style in styles}
-    return [Record(record.text, {"tag": style}) for style, records in files.items() for record in records]
+    return [Prompt(record.text, {"tag": style}) for style, records in files.items() for record in records]
 
 
 # name -> reader of a named source
-SOURCES: dict[str, Callable[[], list[Record]]] = {
+SOURCES: dict[str, Callable[[], list[Prompt]]] = {
     "shapes-train": lambda: _shapes("train"),
     "shapes-eval": lambda: _shapes("eval"),
     "compositional": lambda: _read_json_lines(ASSETS / "prompts" / "compositional.jsonl"),
@@ -77,7 +71,7 @@ _DATASETS = {"pickapic-train": PICKAPIC, "pickapic-test": PICKAPIC, "partiprompt
 }
 
 
-def read_records(source: str | Path, column: str) -> list[Record]:
+def read_records(source: str | Path, column: str) -> list[Prompt]:
     """All rows of a named source, of ``hf://owner/name/split``, or of a text, .jsonl, .parquet, .csv or .tsv file.
 
     ``column`` is the column with the prompts in data sets of the hub and in tables, and their key in .jsonl files.
@@ -165,7 +159,7 @@ def dataset_of(source: str) -> str | None:
 # Files
 
 
-def _read_text(path: Path, suffix: str, column: str = _PROMPT) -> list[Record]:
+def _read_text(path: Path, suffix: str, column: str = _PROMPT) -> list[Prompt]:
     if suffix.lower() in _JSON_LINES:
         return _read_json_lines(path, column)
     lines = _read_lines(path)
@@ -176,7 +170,7 @@ def _read_text(path: Path, suffix: str, column: str = _PROMPT) -> list[Record]:
             f"the prompt file {path} is invalid: each line of a text file is a prompt, and these are JSON objects. "
             f"Name it as a .jsonl file: mv '{path}' '{path.with_suffix('.jsonl')}'"
         )
-    return [Record(line) for line in lines]
+    return [Prompt(line) for line in lines]
 
 
 def _is_row(line: str) -> bool:
@@ -204,7 +198,7 @@ def _read_utf8(path: Path) -> str:
         ) from error
 
 
-def _read_json_lines(path: Path, column: str = _PROMPT) -> list[Record]:
+def _read_json_lines(path: Path, column: str = _PROMPT) -> list[Prompt]:
     """Read a file with one JSON object a line, in GenEval's layout: "prompt", and metadata under other keys."""
     records = []
     for number, line in enumerate(_read_lines(path), 1):
@@ -217,7 +211,7 @@ def _read_json_lines(path: Path, column: str = _PROMPT) -> list[Record]:
     return records
 
 
-def _json_record(line: str, column: str) -> Record | str:
+def _json_record(line: str, column: str) -> Prompt | str:
     """Return the record of a line, or the rule that the line breaks."""
     rule = "every line of a .jsonl file must be a JSON object"
     try:
@@ -235,10 +229,10 @@ def _json_record(line: str, column: str) -> Record | str:
         return f"{rule}; this one has {value}"
     if tag is not None and not isinstance(tag, str):
         return f'the "tag" of a prompt must be a string; got {tag!r}'
-    return Record(prompt, {key: value for key, value in row.items() if key != column})
+    return Prompt(prompt, {key: value for key, value in row.items() if key != column})
 
 
-def _read_separated(path: Path, column: str, separator: str) -> list[Record]:
+def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:
     rows = csv.reader(io.StringIO(_read_utf8(path), newline=""), delimiter=separator)
     values: list[str] = []
     try:
@@ -260,7 +254,7 @@ def _read_separated(path: Path, column: str, separator: str) -> list[Record]:
     return _table_records(values, column, str(path))
 
 
-def _read_parquet(path: Path, column: str) -> list[Record]:
+def _read_parquet(path: Path, column: str) -> list[Prompt]:
     from pyarrow import ArrowException, parquet
 
     try:
@@ -283,7 +277,7 @@ def _check_column(columns: list[str], column: str, name: str) -> None:
         )
 
 
-def _table_records(values: list[Any], column: str, name: str) -> list[Record]:
+def _table_records(values: list[Any], column: str, name: str) -> list[Prompt]:
     """Return records of a column's values. A row without a value becomes a blank prompt, which ``prompts`` drops."""
     for row, value in enumerate(values):
         if value is not None and not isinstance(value, str):
@@ -292,13 +286,13 @@ def _table_records(values: list[Any], column: str, name: str) -> list[Record]:
                 "Set data.column=<name> to another column."
             )
         check_text(value or "", f"{name} row {row}")
-    return [Record(value or "") for value in values]
+    return [Prompt(value or "") for value in values]
 
 
 # The hub
 
 
-def _read_hub(dataset: str, split: str, column: str, file: str | None = None, tag: str | None = None) -> list[Record]:
+def _read_hub(dataset: str, split: str, column: str, file: str | None = None, tag: str | None = None) -> list[Prompt]:
     """Read a split of a data set, or one of its files; ``tag`` is the column of the kind of prompt."""
     import datasets
 
@@ -326,10 +320,10 @@ def _read_hub(dataset: str, split: str, column: str, file: str | None = None, ta
     records = _table_records(table.data.column(column).to_pylist(), column, name)
     if tag is None:
         return records
-    return [Record(record.text, {"tag": kind}) for record, kind in zip(records, table[tag], strict=True)]
+    return [Prompt(record.text, {"tag": kind}) for record, kind in zip(records, table[tag], strict=True)]
 
 
-def _read_github(repository: str, file: str) -> list[Record]:
+def _read_github(repository: str, file: str) -> list[Prompt]:
     return _read_text(github_file(repository, file), Path(file).suffix)
 
 

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.rollout.chunks import SamplingSpec
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.sampling import SolverState
@@ -26,7 +27,6 @@ class Request(NamedTuple):
 
     sampler: str  # one of names.Sampler
     prompts: EncodedPrompts  # the P prompts of the chunk
-    metadata: list[dict[str, Any]]  # of each prompt
     owner: Tensor  # int64 [B], the prompt of each candidate
     seeds: Tensor  # int64 [B]
     spec: SamplingSpec  # its state is [B, ...]
@@ -79,8 +79,7 @@ def pack_request(request: Request, weights: str) -> bytes:
     header: dict[str, Any] = {
         "weights": weights,
         "sampler": request.sampler,
-        "texts": prompts.texts,
-        "metadata": request.metadata,
+        "prompts": [vars(prompt) for prompt in prompts.prompts],
         "spec": {name: value for name, value in spec._asdict().items() if name not in _NOT_IN_HEADER},
     }
     tensors = {"owner": request.owner, "seeds": request.seeds, "sigmas": spec.sigmas} | conditioning
@@ -98,8 +97,8 @@ def unpack_request(message: bytes, device: torch.device) -> tuple[str, Request]:
     conditioning = {n.removeprefix(_CONDITIONING): v for n, v in tensors.items() if n.startswith(_CONDITIONING)}
     state = _unpack_state(header["state"], tensors) if "state" in header else None
     spec = SamplingSpec(sigmas=sigmas, initial_state=state, **header["spec"])
-    prompts = EncodedPrompts(header["texts"], conditioning)
-    return header["weights"], Request(header["sampler"], prompts, header["metadata"], owner, seeds, spec)
+    prompts = EncodedPrompts([Prompt(**row) for row in header["prompts"]], conditioning)
+    return header["weights"], Request(header["sampler"], prompts, owner, seeds, spec)
 
 
 def pack_answer(answer: Answer) -> bytes:

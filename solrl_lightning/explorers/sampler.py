@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import partial
 
 import torch
@@ -28,7 +28,6 @@ from solrl_lightning.explorers.messages import Request
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.addresses import TOKEN
-from solrl_lightning.rewards.base import Metadata
 from solrl_lightning.rewards.client import shown
 from solrl_lightning.rollout.chunks import BatchSize, Chunk, SamplingSpec
 from solrl_lightning.rollout.records import EncodedPrompts
@@ -264,7 +263,6 @@ class RemoteSampler:
         batch_size: candidates in a request.
         name: of the explorers' sampler, as in `Stage.sampler`.
         fleet: the explorers.
-        metadata: of the prompts that have any, for the rewards.
         precision: of the explorers' shadows, as text.
     """
 
@@ -274,10 +272,9 @@ class RemoteSampler:
         batch_size: BatchSize,
         name: str,
         fleet: Fleet,
-        metadata: Mapping[str, Metadata],
         precision: str = "",
     ) -> None:
-        self.policy, self.batch_size, self.name, self.fleet, self.metadata = policy, batch_size, name, fleet, metadata
+        self.policy, self.batch_size, self.name, self.fleet = policy, batch_size, name, fleet
         self.precision = precision
         self.version: int | None = None
         self.lags: list[int] = []
@@ -323,13 +320,10 @@ class RemoteSampler:
         def request(index: Tensor) -> Request:
             rows, places = owner[index].unique(return_inverse=True)
             part = prompts.gather(rows)
-            metadata = [dict(self.metadata.get(text, {})) for text in part.texts]
             state = spec.initial_state
             if state is not None:
                 state = map_tensors(lambda tensor: tensor.flatten(0, 1)[index.to(tensor.device)], state)
-            return Request(
-                self.name, part, metadata, places, seeds.flatten()[index], spec._replace(initial_state=state)
-            )
+            return Request(self.name, part, places, seeds.flatten()[index], spec._replace(initial_state=state))
 
         return [
             Task(partial(request, index), index) for index in torch.arange(seeds.numel()).split(self.batch_size.size)

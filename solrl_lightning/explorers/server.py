@@ -78,11 +78,10 @@ class Explorer:
         state: Any = concatenate(states)
         decode = module.decoder(str(spec.decoder))
         rewards = module.rewards.for_training
-        rewards.metadata = dict(zip(request.prompts.texts, request.metadata, strict=True))
 
         @torch.no_grad()
         def answer() -> Answer:
-            scores = score_images(decode, rewards, state.x0, prompts.texts, request.seeds, or_nan=True)
+            scores = score_images(decode, rewards, state.x0, prompts.prompts, request.seeds, or_nan=True)
             return Answer(scores, state if spec.with_states else None)
 
         return answer

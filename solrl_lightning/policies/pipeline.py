@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from solrl_lightning.artifacts.files import written_whole
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine.memory import retry_with_empty_cache, visiting
 from solrl_lightning.names import LORA_FILES
@@ -80,7 +81,6 @@ class PipelineAdapter(ABC):
     schedulers: ClassVar[Settings] = {}  # that `sigmas` honours; empty: none is checked, nor is model.scheduler taken
     latents_per_token: ClassVar[int | None] = None  # side of an image token; None: the transformer's patch_size
     latent_shape: tuple[int, ...]  # of one image, as the transformer takes it
-    metadata: Mapping[str, Mapping[str, Any]] = {}  # of the prompts that have any; set by the task
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class PipelineAdapter(ABC):
 
     @abstractmethod
     def encode_uncached(self, prompts: list[str], device: torch.device) -> Mapping[str, Tensor | Sequence[Tensor]]:
-        """Embeddings of P prompts by the text encoders, which are on ``device``.
+        """Embeddings of P texts by the text encoders, which are on ``device``.
 
         By name, each [P, ...] or P tensors of different lengths.
         """
@@ -233,27 +233,30 @@ class PipelineAdapter(ABC):
 
     # Prompts
 
-    def encode(self, prompts: list[str]) -> Conditioning:
+    def encode(self, prompts: list[Prompt]) -> Conditioning:
         """Embeddings of P prompts by name, each [P, ...] on the device; floating ones in the transformer's dtype."""
-        texts = dict.fromkeys(prompts)
-        rows = {text: self.cache.load(self.embedding_name(text)) if self.cache else None for text in texts}
-        new = [text for text, row in rows.items() if row is None]
-        for text, row in zip(new, self._encode_rows(new), strict=True):
-            rows[text] = row
+        rows = {p: self.cache.load(self.embedding_name(p)) if self.cache else None for p in dict.fromkeys(prompts)}
+        new = [prompt for prompt, row in rows.items() if row is None]
+        for prompt, row in zip(new, self._encode_rows(new), strict=True):
+            rows[prompt] = row
             if self.cache:
-                self.cache.save(self.embedding_name(text), row)
-        row_of_each: list[Row] = [rows[text] for text in prompts]  # type: ignore[misc]  # all are filled in by now
+                self.cache.save(self.embedding_name(prompt), row)
+        row_of_each: list[Row] = [rows[prompt] for prompt in prompts]  # type: ignore[misc]  # all are filled in by now
         stacked = {name: value.to(self.device) for name, value in stack_rows(row_of_each).items()}
         dtype = self.transformer.dtype
         return {name: value.to(dtype) if value.is_floating_point() else value for name, value in stacked.items()}
 
     def encode_unconditional(self) -> Conditioning:
         """Embedding of the empty prompt, [1, ...] each, for guidance."""
-        return self.encode([""])
+        return self.encode([Prompt("")])
 
-    def embedding_name(self, prompt: str) -> str:
+    def embedding_name(self, prompt: Prompt) -> str:
         """Return the key of the prompt in the cache of embeddings, for these ``embedding_settings``."""
-        return prompt
+        return prompt.text
+
+    def encode_prompts(self, prompts: list[Prompt], device: torch.device) -> Mapping[str, Tensor | Sequence[Tensor]]:
+        """Embed prompts, as ``encode_uncached`` their texts; for models whose encoders read more than the text."""
+        return self.encode_uncached([prompt.text for prompt in prompts], device)
 
     def embedding_settings(self) -> dict[str, object]:
         """Return the settings, besides the text encoders, that the embedding of every prompt depends on."""
@@ -261,10 +264,10 @@ class PipelineAdapter(ABC):
         return {"length": self.max_sequence_length, "variant": self.variant, "dtypes": dtypes}
 
     @torch.no_grad()
-    def _encode_rows(self, texts: list[str]) -> list[Row]:
+    def _encode_rows(self, prompts: list[Prompt]) -> list[Row]:
         if self.random:
-            return [random_row(text, self.embedding_like(), self.device) for text in texts]
-        if not texts:
+            return [random_row(prompt.identity, self.embedding_like(), self.device) for prompt in prompts]
+        if not prompts:
             return []
         if self.pipeline.components[self.encoders[0]] is None:  # loaded without text encoders
             here = {name: module for name, module in self.pipeline.components.items() if name not in self.encoders}
@@ -272,10 +275,10 @@ class PipelineAdapter(ABC):
         encoders = [self.pipeline.components[name] for name in self.encoders]
         modules = [encoder for encoder in encoders if isinstance(encoder, nn.Module)]
         device = self.device if self.encode_on == "device" else torch.device("cpu")
-        self._note_long_prompts(texts)
-        chunks = [texts[first : first + EMBED_BATCH] for first in range(0, len(texts), EMBED_BATCH)]
+        self._note_long_prompts([prompt.text for prompt in prompts])
+        chunks = [prompts[first : first + EMBED_BATCH] for first in range(0, len(prompts), EMBED_BATCH)]
         with visiting(modules, device), errors_only():  # the pipelines print the text that a tokenizer drops, in full
-            parts = [self.encode_uncached(chunk, device) for chunk in chunks]
+            parts = [self.encode_prompts(chunk, device) for chunk in chunks]
         return [
             {name: value[row] for name, value in part.items()}
             for part, chunk in zip(parts, chunks, strict=True)

@@ -12,6 +12,7 @@ from diffusers import QwenImagePipeline
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.guidance import extrapolate, guide
 from solrl_lightning.policies.schedulers import FLOW_MATCHING
@@ -45,7 +46,7 @@ class QwenImage(VideoPipelineAdapter):
         mask = torch.ones_like(embeds[..., 0]) if mask is None else mask
         return {"prompt_embeds": [row[real.bool()] for row, real in zip(embeds, mask, strict=True)]}
 
-    def encode(self, prompts: list[str]) -> Conditioning:
+    def encode(self, prompts: list[Prompt]) -> Conditioning:
         """``prompt_embeds`` [P, L, D], padded to ``max_sequence_length``, and ``prompt_embeds_mask`` bool [P, L].
 
         One length for all prompts keeps the shapes that a compiled transformer has.

@@ -5,9 +5,7 @@ ones; the velocity is that of the noisy ones.
 """
 
 import hashlib
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from diffusers import QwenImageEditPipeline
@@ -15,7 +13,8 @@ from PIL.Image import Image
 from torch import Tensor, nn
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import smart_resize
 
-from solrl_lightning.data.input_images import INPUT_IMAGE, load_square, text_of
+from solrl_lightning.data.input_images import load_square
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine.memory import retry_with_empty_cache
 from solrl_lightning.policies.conditioning import Conditioning
@@ -49,26 +48,26 @@ class QwenImageEdit(QwenImage):
     def embedding_settings(self) -> dict[str, object]:
         return super().embedding_settings() | {"pixels": self.resolution, "guided": self.guidance_scale != 1}
 
-    def embedding_name(self, prompt: str) -> str:
-        content = hashlib.sha256(Path(self._file(prompt)).read_bytes()).hexdigest()
-        return f"{self._text(prompt)} {content}"
+    def embedding_name(self, prompt: Prompt) -> str:
+        content = hashlib.sha256(Path(_file(prompt)).read_bytes()).hexdigest()
+        return f"{prompt.text} {content}"
 
     def encode_unconditional(self) -> Conditioning:
         """Nothing: the embedding of the empty prompt depends on the image, so it is a part of ``encode``."""
         return {}
 
-    def encode_uncached(self, prompts: list[str], device: torch.device) -> dict[str, list[Tensor]]:
+    def encode_prompts(self, prompts: list[Prompt], device: torch.device) -> dict[str, list[Tensor]]:
         """``prompt_embeds`` of Qwen2.5-VL, P tensors [L_i, D] without padding, of the texts with their images.
 
         With guidance also ``negative_prompt_embeds``, of the empty text with each image.
         """
-        images = [self._image(prompt) for prompt in prompts]
-        rows = {"prompt_embeds": self._embed([self._text(prompt) for prompt in prompts], images, device)}
+        images = [load_square(_file(prompt), self.resolution) for prompt in prompts]
+        rows = {"prompt_embeds": self._embed([prompt.text for prompt in prompts], images, device)}
         if self.guidance_scale != 1:
             rows[f"{_NEGATIVE}prompt_embeds"] = self._embed([""] * len(prompts), images, device)
         return rows
 
-    def encode(self, prompts: list[str]) -> Conditioning:
+    def encode(self, prompts: list[Prompt]) -> Conditioning:
         """As ``QwenImage.encode``, and ``image_latents`` [P, S, C] of the input images.
 
         With guidance also ``negative_prompt_embeds`` and its mask, of the empty text with each image.
@@ -77,10 +76,9 @@ class QwenImageEdit(QwenImage):
         if self.guidance_scale != 1:
             conditioning |= self.padded(conditioning, f"{_NEGATIVE}prompt_embeds")
         if not self.random:
-            latents = {prompt: self._latents(self._image(prompt)) for prompt in dict.fromkeys(prompts)}
-            conditioning["image_latents"] = torch.cat([latents[prompt] for prompt in prompts]).to(
-                self.transformer.dtype
-            )
+            files = list(map(_file, prompts))
+            latents = {file: self._latents(load_square(file, self.resolution)) for file in dict.fromkeys(files)}
+            conditioning["image_latents"] = torch.cat([latents[file] for file in files]).to(self.transformer.dtype)
         return conditioning
 
     def images(self, x: Tensor, conditioning: Conditioning) -> list[Tensor]:
@@ -112,23 +110,12 @@ class QwenImageEdit(QwenImage):
         packed: Tensor = self.pipeline._pack_latents(latents, batch, channels, height, width)
         return packed
 
-    def _note_long_prompts(self, texts: list[str]) -> None:
-        super()._note_long_prompts([self._text(text) for text in texts])
 
-    def _metadata(self, prompt: str) -> Mapping[str, Any]:
-        metadata = self.metadata.get(prompt, {})
-        if INPUT_IMAGE not in metadata:
-            raise UserError(
-                f"the prompt {prompt!r} is invalid: this model edits an image, and the prompt has none. Give prompts "
-                'as rows {"prompt": ..., "image": <file>} of a .jsonl file.'
-            )
-        return metadata
-
-    def _text(self, prompt: str) -> str:
-        return text_of(prompt, self._metadata(prompt))
-
-    def _file(self, prompt: str) -> str:
-        return str(self._metadata(prompt)[INPUT_IMAGE])
-
-    def _image(self, prompt: str) -> Image:
-        return load_square(self._file(prompt), self.resolution)
+def _file(prompt: Prompt) -> str:
+    """Return the path of the input image. Raises ``UserError`` for a prompt without one."""
+    if prompt.input_image is None:
+        raise UserError(
+            f"the prompt {prompt.text!r} is invalid: this model edits an image, and the prompt has none. Give prompts "
+            'as rows {"prompt": ..., "image": <file>} of a .jsonl file.'
+        )
+    return prompt.input_image

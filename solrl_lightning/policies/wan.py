@@ -13,6 +13,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, WanPipeline
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.schedulers import FLOW_MATCHING_OR_UNIPC
@@ -68,7 +69,7 @@ class Wan(VideoPipelineAdapter):
         )
         return {"prompt_embeds": [row[row.any(-1)] for row in embeds]}
 
-    def encode(self, prompts: list[str]) -> Conditioning:
+    def encode(self, prompts: list[Prompt]) -> Conditioning:
         """``prompt_embeds`` [P, L, D], with zeros up to ``max_sequence_length``, to which the transformer attends."""
         embeds = super().encode(prompts)["prompt_embeds"]
         return {"prompt_embeds": F.pad(embeds, (0, 0, 0, self.max_sequence_length - embeds.shape[1]))}

@@ -21,7 +21,8 @@ from pydantic import Base64Bytes, BaseModel, ValidationError
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
-from solrl_lightning.data.input_images import INPUT_IMAGE, as_rgb
+from solrl_lightning.data.input_images import as_rgb
+from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.errors import NonFiniteError, UserError, sentence
 from solrl_lightning.rewards.base import Metadata, call_with_metadata
 from solrl_lightning.rewards.weighted import WeightedRewards

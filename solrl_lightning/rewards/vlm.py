@@ -23,7 +23,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from solrl_lightning.data.input_images import INPUT_IMAGE, load_square
+from solrl_lightning.data.input_images import load_square
+from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.errors import ServerError, UserError, sentence
 from solrl_lightning.rewards.addresses import check_url, read_token
 from solrl_lightning.rewards.answers import normal

@@ -17,7 +17,8 @@ from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMi
 
 from solrl_lightning.artifacts.complete import check_complete
 from solrl_lightning.artifacts.hub import fetch
-from solrl_lightning.data.input_images import INPUT_IMAGE, load_square
+from solrl_lightning.data.input_images import load_square
+from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.errors import UserError, sentence
 from solrl_lightning.rewards.answers import spellings
 from solrl_lightning.rewards.base import Metadata, Reward

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from solrl_lightning.data.input_images import text_of
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.frames import choose_frames
 from solrl_lightning.rewards.base import Metadata, Reward, call_with_metadata
@@ -49,7 +49,7 @@ COMBINATIONS: dict[str, Combine] = {"sum": weighted_sum, "gdpo": gdpo}
 
 
 class WeightedRewards:
-    """R rewards by name, with their weights, what combines them, and the metadata of the prompts that have any.
+    """R rewards by name, with their weights and what combines them.
 
     ``name`` labels the sum in curves and tables: "weighted_sum", or the name of the only reward.
     ``frames``: those of a video that are scored, as in ``choose_frames``.
@@ -59,12 +59,11 @@ class WeightedRewards:
         self,
         rewards: Mapping[str, Reward],
         weights: Mapping[str, float],
-        metadata: Mapping[str, Metadata] | None = None,
         combine: Combine = weighted_sum,
         frames: str | int | None = None,
     ) -> None:
         self.frames = frames
-        self.rewards, self.metadata, self.combine = dict(rewards), metadata or {}, combine
+        self.rewards, self.combine = dict(rewards), combine
         self.weights = {name: float(weights[name]) for name in rewards}
         self.name = next(iter(self.rewards)) if len(self.rewards) == 1 else "weighted_sum"
 
@@ -72,23 +71,22 @@ class WeightedRewards:
     def for_training(self) -> "WeightedRewards":
         """The rewards that rollouts score: all whose weight is not 0."""
         rewards = {name: self.rewards[name] for name, weight in self.weights.items() if weight != 0}
-        trained = WeightedRewards(rewards, self.weights, self.metadata, self.combine, self.frames)
+        trained = WeightedRewards(rewards, self.weights, self.combine, self.frames)
         trained.name = self.name
         return trained
 
-    def check_prompts(self, prompts: list[str]) -> None:
+    def check_prompts(self, prompts: list[Prompt]) -> None:
         """Raise ``UserError`` for a prompt that one of the rewards cannot score."""
-        texts, metadata = self._rows(prompts)
+        texts, metadata = _columns(prompts)
         for reward in self.rewards.values():
             call_with_metadata(reward.check_prompts, texts, metadata=metadata)
 
-    def try_out(self, image: Tensor, prompt: str) -> None:
+    def try_out(self, image: Tensor, prompt: Prompt) -> None:
         """Let each reward score a grey image [3, H, W] of a prompt, or raise ``UserError``."""
-        (text,), (metadata,) = self._rows([prompt])
         for reward in self.rewards.values():
-            reward.try_out(image.clone(), text, metadata)
+            reward.try_out(image.clone(), prompt.text, prompt.metadata)
 
-    def __call__(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def __call__(self, images: Tensor, prompts: list[Prompt]) -> Tensor:
         """Raw scores, float32 [B, R], in the order of ``rewards``; raises as ``Reward.__call__`` does.
 
         Each of several rewards gets its own copy of the images, which it may change in place. The scores of videos
@@ -96,7 +94,7 @@ class WeightedRewards:
         """
         if images.ndim == 5:
             return self._of_videos(images, prompts)
-        (texts, metadata), several = self._rows(prompts), len(self.rewards) > 1
+        (texts, metadata), several = _columns(prompts), len(self.rewards) > 1
         scores = [reward(images.clone() if several else images, texts, metadata) for reward in self.rewards.values()]
         return torch.stack(scores, dim=-1)
 
@@ -106,7 +104,7 @@ class WeightedRewards:
         return [f"{name}_{part}" for name, reward in self.rewards.items() for part in reward.part_names]
 
     @torch.no_grad()
-    def parts(self, images: Tensor, prompts: list[str]) -> Tensor:
+    def parts(self, images: Tensor, prompts: list[Prompt]) -> Tensor:
         """Return the rewards' parts of images or videos, float32 [B, len(part_names)]; of a video, its frames' mean.
 
         Raises:
@@ -115,7 +113,7 @@ class WeightedRewards:
         if images.ndim == 5:
             scored, each = self._frames_of(images, prompts)
             return self.parts(*scored).unflatten(0, (len(images), each)).mean(1)
-        texts, _ = self._rows(prompts)
+        texts, _ = _columns(prompts)
         parts = []
         for name, reward in self.rewards.items():
             parts.append(reward.parts(images, texts))
@@ -126,7 +124,7 @@ class WeightedRewards:
                 )
         return torch.cat(parts, dim=1)
 
-    def _of_videos(self, videos: Tensor, prompts: list[str]) -> Tensor:
+    def _of_videos(self, videos: Tensor, prompts: list[Prompt]) -> Tensor:
         scored, each = self._frames_of(videos, prompts)
         try:
             scores = self(*scored)
@@ -134,16 +132,11 @@ class WeightedRewards:
             raise NonFiniteError(str(error), error.row // each) from error
         return scores.unflatten(0, (len(videos), each)).mean(1)
 
-    def _frames_of(self, videos: Tensor, prompts: list[str]) -> tuple[tuple[Tensor, list[str]], int]:
+    def _frames_of(self, videos: Tensor, prompts: list[Prompt]) -> tuple[tuple[Tensor, list[Prompt]], int]:
         """Return the scored frames of videos with their prompts, and their number in each video."""
         scored = choose_frames(videos, "all" if self.frames is None else self.frames)
         each = scored.shape[1]
         return (scored.flatten(0, 1), [prompt for prompt in prompts for _ in range(each)]), each
-
-    def _rows(self, prompts: list[str]) -> tuple[list[str], list[Metadata]]:
-        """Texts and metadata of prompts."""
-        metadata = [self.metadata.get(prompt, {}) for prompt in prompts]
-        return [text_of(prompt, row) for prompt, row in zip(prompts, metadata, strict=True)], metadata
 
     def total(self, scores: Tensor) -> Tensor:
         """Weighted sum [...] of scores [..., R]."""
@@ -155,3 +148,8 @@ class WeightedRewards:
 
     def _weights(self, scores: Tensor) -> Tensor:
         return torch.tensor(list(self.weights.values()), dtype=scores.dtype, device=scores.device)
+
+
+def _columns(prompts: list[Prompt]) -> tuple[list[str], list[Metadata]]:
+    """Return the texts and the metadata of prompts."""
+    return [prompt.text for prompt in prompts], [prompt.metadata for prompt in prompts]

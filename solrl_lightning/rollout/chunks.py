@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError
 from solrl_lightning.machine.attention import without_gradients
 from solrl_lightning.machine.memory import retry_with_empty_cache
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 Progress = Callable[[int, int], None]
-Scorer = Callable[[WeightedRewards, Tensor, list[str], Tensor], Tensor]
+Scorer = Callable[[WeightedRewards, Tensor, list[Prompt], Tensor], Tensor]
 """Rewards, image latents x0 [B, ...], B prompts and seeds [B] -> scores, float32 [B, R]."""
 
 _FIX = "Correct the reward or, if the image has NaN, the model."
@@ -167,8 +168,8 @@ def score_chunks(
         for index, state, recorded, scored in chunks:
             if scored is None:
                 assert state is not None and state.x0 is not None, "a stage takes at least one step"
-                texts = [prompts.texts[i] for i in owner[index].tolist()]
-                scores.append(submit(partial(score, rewards, state.x0, texts, seeds.flatten()[index])))
+                of_rows = [prompts.prompts[i] for i in owner[index].tolist()]
+                scores.append(submit(partial(score, rewards, state.x0, of_rows, seeds.flatten()[index])))
             else:
                 scores.append(submit(scored.clone))  # after those before it
             trajectories.append((state if with_states else None, recorded))
@@ -186,7 +187,7 @@ def score_images(
     decode: Callable[[Tensor], Tensor],
     rewards: WeightedRewards,
     x0: Tensor,
-    texts: list[str],
+    prompts: list[Prompt],
     seeds: Tensor,
     or_nan: bool = False,
 ) -> Tensor:
@@ -197,37 +198,38 @@ def score_images(
     """
     images = decode(x0)
     try:
-        return rewards(images, texts)
+        return rewards(images, prompts)
     except NonFiniteError as error:
         first = f"{error} with seed {int(seeds[error.row])}"
         if not or_nan:
             raise NonFiniteError(f"{first}. {_FIX}", error.row) from error
-    scores = torch.full((len(texts), len(rewards.rewards)), torch.nan, device=images.device)
-    for row, text in enumerate(texts):
+    scores = torch.full((len(prompts), len(rewards.rewards)), torch.nan, device=images.device)
+    for row, prompt in enumerate(prompts):
         with suppress(NonFiniteError):
-            scores[row] = rewards(images[row : row + 1], [text])[0]
+            scores[row] = rewards(images[row : row + 1], [prompt])[0]
     count = int(scores.isnan().any(dim=1).sum())
-    log.warning("%d of %d explored candidates have no finite reward and are not selected: %s", count, len(texts), first)
+    message = "%d of %d explored candidates have no finite reward and are not selected: %s"
+    log.warning(message, count, len(prompts), first)
     return scores
 
 
-def check_selectable(merits: Tensor, keep: int, texts: list[str]) -> None:
+def check_selectable(merits: Tensor, keep: int, prompts: list[Prompt]) -> None:
     """Raise NonFiniteError if a row of ``merits`` [P, N] has fewer than ``keep`` finite values."""
     finite = merits.isfinite().sum(dim=1)
     if (finite < keep).any():
         row = int((finite < keep).nonzero()[0])
         raise NonFiniteError(
             f"{int(finite[row])} of {merits.shape[1]} explored candidates have a finite reward for the prompt "
-            f"{texts[row]!r}, fewer than the {keep} to keep. {_FIX}",
+            f"{prompts[row].identity!r}, fewer than the {keep} to keep. {_FIX}",
             row,
         )
 
 
-def check_finite(values: Tensor, what: str, texts: list[str], seeds: Tensor) -> None:
+def check_finite(values: Tensor, what: str, prompts: list[Prompt], seeds: Tensor) -> None:
     """Raise NonFiniteError for the first of ``values`` [B] that is NaN or infinite."""
     finite = values.isfinite().cpu()
     if not finite.all():
         row = int((~finite).nonzero()[0])
-        where = f"the prompt {texts[row]!r} with seed {int(seeds[row])}"
+        where = f"the prompt {prompts[row].identity!r} with seed {int(seeds[row])}"
         fix = "Correct the objective, or lower optimizer.lr."
         raise NonFiniteError(f"the {what} is {float(values[row])} for {where}. {fix}", row)

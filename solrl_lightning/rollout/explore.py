@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.rollout.chunks import check_selectable
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import rerank, select_contrastive
@@ -29,7 +30,7 @@ class Explored(NamedTuple):
     proxy_merits: Tensor  # [P, K] float32, by which the last selection has taken them
 
 
-def run_family(stages: Sequence[Stage], seeds: Tensor, texts: list[str], run: RunStage) -> Explored:
+def run_family(stages: Sequence[Stage], seeds: Tensor, prompts: list[Prompt], run: RunStage) -> Explored:
     """Return the results of ``stages`` on seeds [P, N]; a stage with ``keep`` selects the candidates of the next one.
 
     Raises:
@@ -45,7 +46,7 @@ def run_family(stages: Sequence[Stage], seeds: Tensor, texts: list[str], run: Ru
         elif stage.keep is not None:
             pool = pool._replace(merits=rerank(pool.merits, places, candidates.merits))
         if stage.keep is not None:
-            check_selectable(candidates.merits, stage.keep, texts)
+            check_selectable(candidates.merits, stage.keep, prompts)
             extremes = select_contrastive(candidates.merits, stage.keep)
             candidates, places = candidates.take(extremes), places.gather(1, extremes.cpu())
             proxy_merits = candidates.merits

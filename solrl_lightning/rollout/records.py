@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.rollout.select import take
 from solrl_lightning.sampling.state import RecordedSteps, SolverState, map_tensors
 
@@ -14,13 +15,13 @@ from solrl_lightning.sampling.state import RecordedSteps, SolverState, map_tenso
 class EncodedPrompts(NamedTuple):
     """P prompts with their embeddings, encoded once per iteration."""
 
-    texts: list[str]
+    prompts: list[Prompt]
     conditioning: dict[str, Tensor]  # each [P, ...]
 
     def gather(self, index: Tensor) -> "EncodedPrompts":
         """Return the prompts ``index`` [B], which may repeat."""
         conditioning = {name: value[index.to(value.device)] for name, value in self.conditioning.items()}
-        return EncodedPrompts([self.texts[i] for i in index.tolist()], conditioning)
+        return EncodedPrompts([self.prompts[i] for i in index.tolist()], conditioning)
 
 
 class Candidates(NamedTuple):
@@ -47,7 +48,7 @@ class Candidates(NamedTuple):
 class Rollouts(NamedTuple):
     """Training samples of an iteration."""
 
-    prompts: list[str]  # P texts
+    prompts: list[Prompt]  # P
     seeds: Tensor  # [P, K] int64
     x0: Tensor  # [P, K, ...] float32, the image latents
     proxy_rewards: Tensor  # [P, K] float32, the merits of the selection, which have no other use
@@ -57,7 +58,7 @@ class Rollouts(NamedTuple):
     recorded_steps: RecordedSteps | None = None  # [P, K, ...]; see `Objective.transitions`
 
     @classmethod
-    def of(cls, prompts: list[str], samples: Candidates, proxy_rewards: Tensor, advantages: Tensor) -> "Rollouts":
+    def of(cls, prompts: list[Prompt], samples: Candidates, proxy_rewards: Tensor, advantages: Tensor) -> "Rollouts":
         """Return the ``samples`` of P prompts with their [P, K] proxy rewards and advantages."""
         seeds, _, rewards, scores, _, recorded_steps = samples
         return cls(prompts, seeds, samples.x0, proxy_rewards, rewards, scores, advantages, recorded_steps)
@@ -76,7 +77,7 @@ class TrainingBatch(NamedTuple):
     advantage: Tensor  # [B] float32
     weight: Tensor  # [B] float32, 0 for padding
     conditioning: dict[str, Tensor]  # each [B, ...]
-    prompts: list[str]  # B texts
+    prompts: list[Prompt]  # B
     seeds: Tensor  # [B] int64
     optimizer_step: int  # of the iteration, from 0
     real: int  # rows that are no padding, the first of the B

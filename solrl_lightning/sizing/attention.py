@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from solrl_lightning.artifacts.tables import OK, SLOW, WRONG, Row
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.machine.attention import without_gradients
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.sizing.timing import format_seconds, least_seconds
@@ -50,7 +51,7 @@ def attention_shapes(policy: PipelineAdapter) -> list[Shape]:
     """Return the different shapes of attention in a forward pass of a policy on ``meta``."""
     x = policy.noise(torch.zeros(1, dtype=torch.int64))
     with _Recorder() as recorder:
-        policy.velocity(policy.transformer, x, torch.ones(1, device=policy.device), policy.encode(["a prompt"]))
+        policy.velocity(policy.transformer, x, torch.ones(1, device=policy.device), policy.encode([Prompt("a prompt")]))
     return list(recorder.shapes)
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from solrl_lightning.artifacts.tables import OK, WRONG, Row
 from solrl_lightning.build import quantization_rule, samplers_of, trained_as
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE, SHADOW
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.quantization import Backend, resolve
-from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.sizing.layers import judge_speed
 from solrl_lightning.sizing.plan import Plan, without_files
 from solrl_lightning.sizing.timing import least_seconds
@@ -78,7 +78,7 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
 
     def inputs(most: int) -> tuple[Tensor, Tensor, Conditioning]:
         batch = most if device.type == "cuda" else max(1, min(most, _CPU_PRODUCTS // products))
-        _, conditioning = EncodedPrompts([""], policy.encode([""])).gather(torch.zeros(batch, dtype=torch.int64))
+        conditioning = policy.encode(batch * [Prompt("")])
         return policy.noise(torch.arange(batch)), torch.full((batch,), 0.5, device=device), conditioning
 
     def velocity(transformer_of: VelocityModel, x: Tensor, sigma: Tensor, conditioning: Conditioning) -> Tensor:

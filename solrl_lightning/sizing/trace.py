@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.policies.checkpointing import checkpoint_blocks
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.training.transformers import TrainedTransformer
@@ -97,7 +98,7 @@ def trace(
     """
     images = 2  # for a batch of one, some operators return views instead of copies
     transformer, vae = policy.transformer, policy.pipeline.vae
-    conditioning = policy.encode(images * ["a prompt"])
+    conditioning = policy.encode(images * [Prompt("a prompt")])
     x = policy.noise(torch.zeros(images, dtype=torch.int64))
     sigma = torch.ones(images, device=policy.device)
 

@@ -14,7 +14,7 @@ from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.pictures import to_png
 from solrl_lightning.artifacts.tables import OK, WRONG, Row
 from solrl_lightning.build import build_objective, build_rewards, with_option
-from solrl_lightning.data.input_images import INPUT_IMAGE
+from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.options.reward import REWARD_FILES
 from solrl_lightning.options.run import Run

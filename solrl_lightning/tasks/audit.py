@@ -28,6 +28,7 @@ from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.formatting import command_line
 from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_module, device_of, exploring_stages, load_trained, with_option
+from solrl_lightning.data.prompt import identities
 from solrl_lightning.metrics.rank import RankFidelity
 from solrl_lightning.metrics.selection_gain import (
     equal_random,
@@ -221,7 +222,7 @@ def load_pool(cfg: Run, samplers: Collection[str]) -> Loaded:
         load_trained(module, cfg.ckpt)
     module.sync_samplers(version=0)
     prompts = module.encode(module.evaluation.prompts[: task.prompts])
-    return Loaded(module, prompts, pool_seeds(cfg.seed, 0, prompts.texts, task.pool))
+    return Loaded(module, prompts, pool_seeds(cfg.seed, 0, identities(prompts.prompts), task.pool))
 
 
 def _full(cfg: Run) -> tuple[str, int, str]:
@@ -258,7 +259,7 @@ def score_pool(cfg: Run, explorers: Mapping[str, Explorer], with_truth: bool) ->
         for stage in (stages[0], stages[-1]):
             loaded.run(stage._replace(steps=1, stop_step=None), seeds[:, :1])
         seconds_of.clear()
-        pool = run_family(stages, seeds, loaded.prompts.texts, run).pool
+        pool = run_family(stages, seeds, loaded.prompts.prompts, run).pool
         seconds = {name: value / seeds.numel() for name, value in seconds_of.items()}
         shadow = stages[0].sampler == SHADOW
         backend = module.transformers.precision_backend if shadow else "no shadow"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.build import exploring_stages
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.metrics.selection_gain import gap_of_prompts, ratio_of_sums
 from solrl_lightning.options.family import Explorer, Rung
 from solrl_lightning.rollout.explore import RunStage, run_family
@@ -49,7 +50,7 @@ def simulate(stages: Sequence[Stage], scores: Mapping[int, Tensor], merits: Call
         return Candidates(places, None, merits(scored), scored, merits(scored))
 
     count, pool, _ = scores[min(scores)].shape
-    return run_family(stages, torch.arange(pool).expand(count, pool), [""] * count, look_up).pool.merits
+    return run_family(stages, torch.arange(pool).expand(count, pool), [Prompt("")] * count, look_up).pool.merits
 
 
 class EarlyStop(NamedTuple):

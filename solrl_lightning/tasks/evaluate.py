@@ -24,12 +24,11 @@ from torch import Tensor, distributed
 
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.formatting import numbers
-from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png, with_inputs
+from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png
 from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_module, instantiate_trainer, load_trained
 from solrl_lightning.data.loaders import RankPrompts
-from solrl_lightning.data.prompts import read_tags
-from solrl_lightning.facts import sources
+from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.frames import filmstrip
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Evaluate
@@ -72,12 +71,11 @@ def evaluate(cfg: Run) -> dict[str, Any]:
     def by_reward(rows: Sequence[int]) -> dict[str, dict[str, Any]]:
         return {name: compare_models(list(weights), scores[:, rows, :, i]) for i, name in enumerate(names)}
 
-    tags = read_tags(sources(cfg)["eval"], cfg.data.column, cfg.model.input_image)
     prompts = module.evaluation.prompts
     kinds: defaultdict[str, list[int]] = defaultdict(list)
     for row, prompt in enumerate(prompts):
-        if prompt in tags:
-            kinds[tags[prompt]].append(row)
+        if prompt.metadata.get("tag") is not None:
+            kinds[prompt.metadata["tag"]].append(row)
     result: dict[str, Any] = {
         "checkpoint": cfg.ckpt,
         "prompts": len(prompts),
@@ -90,7 +88,7 @@ def evaluate(cfg: Run) -> dict[str, Any]:
     }
     means = scores.mean(dim=2).permute(1, 2, 0).tolist()  # [P, R, M]
     result["per_prompt"] = [
-        {"prompt": prompt}
+        {"prompt": prompt.identity}
         | {name: dict(zip(weights, values, strict=True)) for name, values in zip(names, row, strict=True)}
         for prompt, row in zip(prompts, means, strict=True)
     ]
@@ -111,12 +109,16 @@ class Scorer(LightningModule):
         self.module, self.weights = module, dict(weights)
         self.grid_prompts, self.grid_images = grid_prompts, grid_images
 
-    def predict_step(self, prompts: list[str], batch_idx: int) -> list[Scored]:
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return the batch: prompts have no tensors."""
+        return batch
+
+    def predict_step(self, prompts: list[Prompt], batch_idx: int) -> list[Scored]:
         if not prompts:
             return []
         module = self.module
         evaluation = module.evaluation
-        seeds = evaluation_seeds(evaluation.seed, prompts, evaluation.images)
+        seeds = evaluation_seeds(evaluation.seed, identities(prompts), evaluation.images)
         scores, latents = [], []
         for name, weights in self.weights.items():
             progress = partial(self.progress, name)
@@ -174,11 +176,12 @@ def win_rate(ours: Tensor, theirs: Tensor) -> float:
 
 def to_csv(evaluation: Evaluation, models: Sequence[str], scores: Tensor) -> str:
     """CSV of scores [M, P, n, R] with one line per image: prompt, seed, and every score of every model."""
-    seeds = evaluation_seeds(evaluation.seed, evaluation.prompts, evaluation.images)
+    prompts = identities(evaluation.prompts)
+    seeds = evaluation_seeds(evaluation.seed, prompts, evaluation.images)
     text = io.StringIO()
     table = csv.writer(text)
     table.writerow(["prompt", "seed", *(f"{name} {model}" for name in evaluation.names for model in models)])
-    for prompt, prompt_seeds, rows in zip(evaluation.prompts, seeds.tolist(), scores.permute(1, 2, 3, 0), strict=True):
+    for prompt, prompt_seeds, rows in zip(prompts, seeds.tolist(), scores.permute(1, 2, 3, 0), strict=True):
         table.writerows([prompt, seed, *row.flatten().tolist()] for seed, row in zip(prompt_seeds, rows, strict=True))
     return text.getvalue()
 
@@ -189,9 +192,10 @@ def draw(evaluation: Evaluation, models: Sequence[str], scored: Sequence[Scored]
     for prompt, (scores, pictures) in zip(evaluation.prompts, scored, strict=True):
         if pictures is not None:
             totals = scores[:, : pictures.shape[1], -1].flatten().tolist()
-            rows.append(Row(prompt, list(pictures.float() / 255), numbers(totals, 3)))
+            groups = list(pictures.float() / 255)
+            rows.append(Row(prompt.identity, groups, numbers(totals, 3), prompt.input_image))
     title = f"Same held-out prompts, same noise; {evaluation.names[-1]} below"
-    return draw_grid(title, *with_inputs(models, rows, evaluation.rewards.metadata))
+    return draw_grid(title, models, rows)
 
 
 def format_evaluation(result: dict[str, Any], folder: Path) -> str:

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.artifacts.files import write_atomically
-from solrl_lightning.artifacts.pictures import Row, draw_grid, to_animation, to_image, to_png, with_inputs
+from solrl_lightning.artifacts.pictures import Row, draw_grid, to_animation, to_image, to_png
 from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_model, device_of, load_trained, with_option
-from solrl_lightning.facts import requested_metadata, requested_prompts
+from solrl_lightning.data.prompt import Prompt, identities
+from solrl_lightning.facts import requested_prompts
 from solrl_lightning.frames import filmstrip
 from solrl_lightning.names import MERGED
 from solrl_lightning.options.run import Run
@@ -40,7 +41,6 @@ def generate(cfg: Run) -> dict[str, Any]:
     weights = cfg.weights
     folder = Path(cfg.run_dir)
     module = build_model(without_training(cfg), device_of(cfg))
-    module.policy.metadata = requested_metadata(cfg)
     if cfg.ckpt is not None:
         load_trained(module, cfg.ckpt)
 
@@ -53,29 +53,28 @@ def generate(cfg: Run) -> dict[str, Any]:
             if index < task.grid_prompts:
                 shown[name].append(filmstrip(pictures[: task.grid_images]))
             for seed, picture, strip in zip(seeds[index].tolist(), pictures, filmstrip(pictures), strict=True):
-                facts = {"prompt": prompts[index], "seed": seed, "weights": name, **made_by}
+                facts = {"prompt": prompts[index].identity, "seed": seed, "weights": name, **made_by}
                 file = f"images/{index:04d}_{seed:010d}_{name}.png"
                 write_atomically(folder / file, to_png(to_image(strip), facts))
                 if picture.ndim == 4:
                     write_atomically((folder / file).with_suffix(".webp"), to_animation(picture))
                 images.append({"file": file, **facts})
 
-    rows = [Row(prompt, group) for prompt, *group in zip(prompts, *shown.values(), strict=False)]  # the first ones
+    groups = zip(prompts, *shown.values(), strict=False)  # of the first prompts
+    rows = [Row(prompt.identity, images, input_image=prompt.input_image) for prompt, *images in groups]
     title = "Same prompts, same noise" if len(weights) > 1 else "Generated images"
-    write_atomically(
-        folder / "generate.png", to_png(draw_grid(title, *with_inputs(list(weights), rows, module.policy.metadata)))
-    )
+    write_atomically(folder / "generate.png", to_png(draw_grid(title, list(weights), rows)))
     result = {"checkpoint": cfg.ckpt, "images": images, "seconds": time.perf_counter() - started}
     write_json(folder / "generate.json", result)
     print(f"{len(images)} images in {result['seconds']:.0f} s\n  {folder / 'images'}, {folder / 'generate.png'}")
     return result
 
 
-def requested_seeds(cfg: Run, prompts: list[str]) -> Tensor:
+def requested_seeds(cfg: Run, prompts: list[Prompt]) -> Tensor:
     """Seeds, int64 [P, n]: ``task.seeds`` for every prompt if given, otherwise the seeds of evaluations."""
     task = cfg.task_as(Generate)
     if task.seeds is None:
-        return evaluation_seeds(cfg.seed, prompts, task.images)
+        return evaluation_seeds(cfg.seed, identities(prompts), task.images)
     return torch.tensor(list(task.seeds)).expand(len(prompts), -1)
 
 
@@ -87,7 +86,7 @@ def without_training(cfg: Run) -> Run:
     return changed
 
 
-def sample_images(module: SolRLModule, prompts: list[str], seeds: Tensor, name: str, state: str) -> Iterator[Tensor]:
+def sample_images(module: SolRLModule, prompts: list[Prompt], seeds: Tensor, name: str, state: str) -> Iterator[Tensor]:
     """Yield each prompt's images [n, 3, H, W] in [0, 1], or videos [n, F, 3, H, W].
 
     Samples as many prompts at once as fill a forward pass.

@@ -30,6 +30,7 @@ from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.summary import base_and_final
 from solrl_lightning.data.loaders import RankPrompts
+from solrl_lightning.data.prompt import identities
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.facts import prompt_sets
@@ -142,7 +143,7 @@ def check_training_prompts(cfg: Run, checkpoint: dict[str, Any]) -> None:
     An older checkpoint has no record of them.
     """
     recorded = loop_state(checkpoint).get("training_prompts")
-    if recorded not in (None, digest(prompt_sets(cfg).train)):
+    if recorded not in (None, digest(identities(prompt_sets(cfg).train))):
         raise UserError(
             f"data.train={cfg.data.train} is invalid: its prompts without those of data.eval={cfg.data.eval} are not "
             f"the ones that the run in {cfg.run_dir} was trained on, so it could not be repeated. Restore them, or "

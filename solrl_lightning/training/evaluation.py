@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.metrics.images import STATISTICS, describe, prompt_statistics
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -28,7 +29,7 @@ class Score(Protocol):
     """Samples and scores images; see ``SolRLModule.score``."""
 
     def __call__(
-        self, prompts: list[str], seeds: Tensor, *, steps: int, decode: Callable[[Tensor], Tensor]
+        self, prompts: list[Prompt], seeds: Tensor, *, steps: int, decode: Callable[[Tensor], Tensor]
     ) -> Candidates: ...
 
 
@@ -71,7 +72,7 @@ class Evaluation:
     """
 
     def __init__(
-        self, prompts: list[str], rewards: WeightedRewards, solver: str, steps: int, images: int, seed: int
+        self, prompts: list[Prompt], rewards: WeightedRewards, solver: str, steps: int, images: int, seed: int
     ) -> None:
         self.prompts, self.rewards, self.seed = prompts, rewards, seed
         self.solver, self.steps, self.images = solver, steps, images
@@ -106,7 +107,7 @@ class Evaluation:
         """Digest of what is measured: held-out prompts, their sampling, and the rewards with weights."""
         frames = () if self.rewards.frames is None else (self.rewards.frames,)
         sampling = self.solver, self.steps, self.images, *frames
-        return digest(self.prompts, sampling, self.columns, dict(self.rewards.weights))
+        return digest(identities(self.prompts), sampling, self.columns, dict(self.rewards.weights))
 
     @property
     def digest_with_noise(self) -> str:
@@ -118,7 +119,7 @@ class Evaluation:
         several = len(self.names) > candidates.scores.shape[-1]
         return torch.cat([candidates.scores, candidates.rewards[..., None]], dim=-1) if several else candidates.scores
 
-    def measure(self, prompts: list[str], score: Score, decode: Callable[[Tensor], Tensor]) -> Tensor:
+    def measure(self, prompts: list[Prompt], score: Score, decode: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the rows of ``table`` for some of the prompts; ``decode``: latents -> images, of the policy."""
         statistics: list[Tensor] = []
         parts: list[Tensor] = []
@@ -130,7 +131,7 @@ class Evaluation:
             parts.append(self.rewards.parts(images, list(islice(of_images, len(images)))).cpu())
             return images
 
-        seeds = evaluation_seeds(self.seed, prompts, self.images)
+        seeds = evaluation_seeds(self.seed, identities(prompts), self.images)
         candidates = score(prompts, seeds, steps=self.steps, decode=decode_and_describe)
         means = self.scores(candidates).double().mean(1)
         of_prompts = prompt_statistics(torch.cat(statistics).unflatten(0, tuple(seeds.shape)))

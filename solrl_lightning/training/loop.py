@@ -30,6 +30,7 @@ from lightning.pytorch.loops import _FitLoop, _Loop
 from torch import Tensor
 
 from solrl_lightning.data.loaders import RolloutLoader
+from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.data.prompts import PromptSchedule, digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.base import Objective
@@ -167,15 +168,16 @@ class ExploreTrainLoop(_FitLoop):
         self._check_requantised()
         iteration = self.trainer.current_epoch
         with self.stopwatch.stage(self.stages[0].name):
-            prompts = self._encode(iteration, self._texts(iteration))
-        seeds = pool_seeds(self.seed, iteration, prompts.texts, self.pool)
-        explored, samples, proxy_merits = run_family(self.stages, seeds, prompts.texts, partial(self._run, prompts))
+            encoded = self._encode(iteration, self._prompts(iteration))
+        prompts = encoded.prompts
+        seeds = pool_seeds(self.seed, iteration, identities(prompts), self.pool)
+        explored, samples, proxy_merits = run_family(self.stages, seeds, prompts, partial(self._run, encoded))
         merits = self._module.rewards.for_training.merits(samples.scores)  # among the samples, not in the pool
         advantages = self.objective.advantages(merits, self._sum)
         self.explored = explored if len(self.stages) > 1 else None
-        self._rollouts = Rollouts.of(prompts.texts, samples, proxy_merits, advantages)
+        self._rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)
         sigmas = self._module.policy.sigmas(self.stages[-1].steps)
-        return MicroBatches(self._rollouts, prompts, sigmas, self.objective, self.plan)
+        return MicroBatches(self._rollouts, encoded, sigmas, self.objective, self.plan)
 
     def _check_requantised(self) -> None:
         transformers = self._module.transformers
@@ -191,33 +193,33 @@ class ExploreTrainLoop(_FitLoop):
         iteration = self.trainer.current_epoch
         for later in range(iteration + 1, min(iteration + self.ahead + 1, cast(int, self.max_epochs))):
             stage, following, *_ = self.stages
-            texts = self._texts(later)
-            seeds = pool_seeds(self.seed, later, texts, self.pool)
+            encoded = self._encode(later, self._prompts(later))
+            seeds = pool_seeds(self.seed, later, identities(encoded.prompts), self.pool)
             explorer = self._module.transformers.explorers[stage.sampler]
             spec = self._module.spec(stage, with_states=stage.continues_in(following))
-            explorer.explore_ahead(self._encode(later, texts), seeds, spec)
+            explorer.explore_ahead(encoded, seeds, spec)
 
-    def _texts(self, iteration: int) -> list[str]:
+    def _prompts(self, iteration: int) -> list[Prompt]:
         """Return this rank's prompts."""
         return self.schedule.for_iteration(iteration)[self.trainer.global_rank :: self.trainer.world_size]
 
-    def _encode(self, iteration: int, texts: list[str]) -> EncodedPrompts:
-        """Return ``texts`` encoded; the prompts of `ENCODED_TOGETHER` iterations are encoded at once and kept."""
+    def _encode(self, iteration: int, prompts: list[Prompt]) -> EncodedPrompts:
+        """Return ``prompts`` encoded; those of `ENCODED_TOGETHER` iterations are encoded at once and kept."""
         first = iteration - iteration % ENCODED_TOGETHER
         if self._encoded is None or self._encoded[0] != first:
-            together = [text for i in range(first, first + ENCODED_TOGETHER) for text in self._texts(i)]
+            together = [prompt for i in range(first, first + ENCODED_TOGETHER) for prompt in self._prompts(i)]
             self._encoded = first, self._module.encode(list(dict.fromkeys(together)))
         encoded = self._encoded[1]
-        return encoded.gather(torch.tensor([encoded.texts.index(text) for text in texts]))
+        return encoded.gather(torch.tensor([encoded.prompts.index(prompt) for prompt in prompts]))
 
-    def probe(self, texts: list[str], seeds: Tensor, with_states: bool = False) -> Candidates:
+    def probe(self, prompts: list[Prompt], seeds: Tensor, with_states: bool = False) -> Candidates:
         """Return the candidates of seeds [P, n] sampled by the last stage from their noise, and scored.
 
         The prompts are some of this iteration, with its encodings: a prompt that is encoded alone gets other rounding.
         The time counts as stage "probe".
         """
-        prompts = self._encode(self.trainer.current_epoch, texts)
-        return self._run(prompts, self.stages[-1]._replace(name="probe"), seeds, with_states=with_states)
+        encoded = self._encode(self.trainer.current_epoch, prompts)
+        return self._run(encoded, self.stages[-1]._replace(name="probe"), seeds, with_states=with_states)
 
     def _run(
         self,
@@ -302,7 +304,7 @@ class ExploreTrainLoop(_FitLoop):
 
     def on_save_checkpoint(self) -> dict[str, Any]:
         state = {"iterations_done": self.iterations_done, "stopped": self.trainer.should_stop}
-        prompts = {"training_prompts": digest(self.schedule.prompts)}
+        prompts = {"training_prompts": digest(identities(self.schedule.prompts))}
         return super().on_save_checkpoint() | state | prompts | self.cost()
 
     def load_state_dict(self, state_dict: dict[str, Any], prefix: str = "") -> None:

@@ -69,7 +69,7 @@ class MicroBatches(Sequence[TrainingBatch]):
         real = rows < len(self._samples)
         rows = rows.remainder(len(self._samples))
         samples, steps = self._samples[rows], self._steps[rows]
-        texts, conditioning = self._prompts.gather(samples // rollouts.seeds.shape[1])
+        prompts, conditioning = self._prompts.gather(samples // rollouts.seeds.shape[1])
         seeds = rollouts.seeds.flatten()[samples]
         device = rollouts.x0.device
         samples_there, steps_there = samples.to(device), steps.to(device)
@@ -93,7 +93,7 @@ class MicroBatches(Sequence[TrainingBatch]):
             advantage=rollouts.advantages.flatten().to(device)[samples_there],
             weight=(real * plan.weights[optimizer_step]).to(device, torch.float32),
             conditioning=conditioning,
-            prompts=texts,
+            prompts=prompts,
             seeds=seeds,
             optimizer_step=optimizer_step,
             real=int(real.sum()),

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.frames import filmstrip
 from solrl_lightning.names import MERGED, OLD, TRAINED
@@ -90,10 +91,14 @@ class SolRLModule(LightningModule):
         """Return self, where it is: Lightning would move the weights to the CPU after ``validate``, and back."""
         return self
 
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Return the batch: micro-batches are on the device, and prompts have no tensors."""
+        return batch
+
     # Rollouts
 
-    def encode(self, texts: list[str]) -> EncodedPrompts:
-        return EncodedPrompts(texts, self.policy.encode(texts))
+    def encode(self, prompts: list[Prompt]) -> EncodedPrompts:
+        return EncodedPrompts(prompts, self.policy.encode(prompts))
 
     def run_stage(
         self,
@@ -151,7 +156,7 @@ class SolRLModule(LightningModule):
     @torch.no_grad()
     def score(
         self,
-        prompts: list[str],
+        prompts: list[Prompt],
         seeds: Tensor,
         *,
         weights: str,
@@ -172,7 +177,7 @@ class SolRLModule(LightningModule):
     @torch.no_grad()
     def sample(
         self,
-        prompts: list[str],
+        prompts: list[Prompt],
         seeds: Tensor,
         *,
         weights: str,
@@ -259,7 +264,7 @@ class SolRLModule(LightningModule):
             every = (loop.evaluate_every,) if loop.evaluate_every < loop.max_epochs else ()
             log.info(message, *sizes, *every)
 
-    def validation_step(self, prompts: list[str], batch_idx: int) -> None:
+    def validation_step(self, prompts: list[Prompt], batch_idx: int) -> None:
         """Score the evaluation average on this rank's held-out prompts."""
         loop: Any = self.trainer.fit_loop
         evaluation, stopwatch = self.evaluation, loop.stopwatch

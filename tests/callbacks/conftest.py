@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from nano import prompts_of
 from torch import Tensor, nn
 
+from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, Rollouts
@@ -44,12 +46,12 @@ class StandIn(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(2))
-        self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1), metadata={})
+        self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1))
         self.rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
         self.transformers = SimpleNamespace(precision_backend="nvfp4 (emulated)", explorers={})
         self.transformers.trained = SimpleNamespace(folder="lora")
         prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
-        self.evaluation = Evaluation(prompts, self.rewards, "euler", steps=4, images=2, seed=0)
+        self.evaluation = Evaluation(prompts_of(prompts), self.rewards, "euler", steps=4, images=2, seed=0)
         self.ema_state: dict[str, Tensor] | None = None
         self.distances: dict[str, Tensor] = {}
         self.events: list[str] = []
@@ -62,7 +64,7 @@ class StandIn(LightningModule):
         assert name == "default"
         return {"lora": self.weight}
 
-    def sample(self, prompts: list[str], seeds: Tensor, *, weights: str, steps: int) -> Tensor:
+    def sample(self, prompts: list[Prompt], seeds: Tensor, *, weights: str, steps: int) -> Tensor:
         self.sampled.append(weights)
         brightness = {"base": 0.2, "old": 0.5, "ema": 0.8}[weights]
         return torch.full((*seeds.shape, 3, SIDE, SIDE), brightness)
@@ -115,11 +117,11 @@ class RollOut(Callback):
     """Explores, selects and regenerates at the start of an iteration. Follows the callbacks under test."""
 
     def __init__(self, prompts: Sequence[str] = "ab", two_stages: bool = True, rewards_of: Any = rewards_of) -> None:
-        self.prompts, self.two_stages, self.rewards_of = list(prompts), two_stages, rewards_of
-        self.regenerated: list[tuple[list[str], float]] = []
+        self.prompts, self.two_stages, self.rewards_of = prompts_of(prompts), two_stages, rewards_of
+        self.regenerated: list[tuple[list[Prompt], float]] = []
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        def probe(prompts: list[str], seeds: Tensor) -> Candidates:
+        def probe(prompts: list[Prompt], seeds: Tensor) -> Candidates:
             self.regenerated.append((prompts, float(pl_module.weight[0])))
             return self.candidates(seeds, self.rewards_of(seeds))
 
@@ -134,8 +136,8 @@ class RollOut(Callback):
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pl_module.events.append("explore")
-        loop, prompts = trainer.fit_loop, self.prompts_of(trainer)
-        seeds = pool_seeds(0, trainer.current_epoch, prompts, POOL)
+        loop, prompts = trainer.fit_loop, self.prompts_in(trainer)
+        seeds = pool_seeds(0, trainer.current_epoch, identities(prompts), POOL)
         with loop.stopwatch.stage("explore"):
             proxies = proxies_of(seeds)
             chosen = select_contrastive(proxies, KEEP)
@@ -146,7 +148,7 @@ class RollOut(Callback):
         columns = kept, self.latents(kept), proxies.gather(1, chosen), rewards, scores, torch.zeros_like(rewards)
         loop.rollouts = Rollouts(prompts, *columns)
 
-    def prompts_of(self, trainer: Trainer) -> list[str]:
+    def prompts_in(self, trainer: Trainer) -> list[Prompt]:
         return self.prompts
 
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
+from solrl_lightning.data.prompt import Prompt
 
 PROBE_TAGS = {f"rank/{name}" for name in "spearman kendall top_overlap bottom_overlap".split()}
 KEPT_TAGS = {"rank/kept_spearman", "rank/kept_kendall"}
@@ -11,7 +12,7 @@ def test_probe_regenerates_the_whole_pool_of_one_prompt_before_the_optimizer_ste
     roll_out, ranks = stand_in.RollOut(), RankCorrelation(probe_every=2)
     trainer = fit(ranks, roll_out=roll_out, iterations=4)
     # The probes of iterations 0 and 2 use the weight that explored: 1 - 0.8^n after n steps.
-    assert [prompts for prompts, _ in roll_out.regenerated] == [["a"], ["a"]]
+    assert [prompts for prompts, _ in roll_out.regenerated] == [[Prompt("a")]] * 2
     assert [weight for _, weight in roll_out.regenerated] == pytest.approx([0.0, 1 - 0.8**2])
     assert [row["iteration"] for row in ranks.history] == [1, 3]
     of_the_last = float(trainer.callback_metrics["time/probe"])

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 from conftest import MicroBatches, RollOut, StandIn, make_trainer
+from nano import prompts_of
 
 from solrl_lightning.callbacks.alarms import Limits
 from solrl_lightning.callbacks.ema import WeightEMA
@@ -21,12 +22,12 @@ from solrl_lightning.callbacks.sample_grid import SampleGrid
 from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.callbacks.timings import StageTimings
 
-PROMPTS = {0: ([], ["a", "b"]), 1: (["c"], ["d", "e"])}  # iteration -> prompts of each rank
+PROMPTS = {0: ("", "ab"), 1: ("c", "de")}  # iteration -> prompts of each rank
 
 
 class UnevenRollOut(RollOut):
-    def prompts_of(self, trainer):
-        return PROMPTS[trainer.current_epoch][trainer.global_rank]
+    def prompts_in(self, trainer):
+        return prompts_of(PROMPTS[trainer.current_epoch][trainer.global_rank])
 
 
 def train(arguments: list[str]) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from importlib.resources import files
 from typing import Any
 
-from solrl_lightning.data.prompts import read_prompts, read_tags
+from solrl_lightning.data.prompt import Prompt
+from solrl_lightning.data.prompts import read_prompts
 
 TAGS = ("counting", "colours", "relations", "attributes")
 NUMBERS = ({"a", "an", "one"}, *({word} for word in ("two", "three", "four", "five", "six", "seven", "eight")))
@@ -35,8 +36,8 @@ def tagged(tag: str) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 def test_each_tag_has_sixty_unique_prompts_whose_objects_are_in_the_text() -> None:
     assert Counter(row["tag"] for row in ROWS) == dict.fromkeys(TAGS, 60)
-    assert read_prompts("compositional") == [row["prompt"] for row in ROWS]  # none is dropped as a repetition
-    assert read_tags("compositional") == {row["prompt"]: row["tag"] for row in ROWS}
+    expected = [Prompt(row["prompt"], {key: value for key, value in row.items() if key != "prompt"}) for row in ROWS]
+    assert read_prompts("compositional") == expected  # none is dropped as a repetition
     assert len({tuple(sorted(words(row["prompt"]))) for row in ROWS}) == len(ROWS)
     for row in ROWS:
         assert row["include"] and all(before(row["prompt"], thing["class"]) for thing in row["include"]), row

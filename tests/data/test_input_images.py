@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from solrl_lightning.data.input_images import load_square, text_of
-from solrl_lightning.data.prompts import read_prompt_sets, read_prompts, read_tags
+from solrl_lightning.data.input_images import load_square
+from solrl_lightning.data.prompt import Prompt, identities
+from solrl_lightning.data.prompts import read_prompt_sets, read_prompts
 from solrl_lightning.errors import UserError
 
 
@@ -29,18 +30,18 @@ def folder(tmp_path: Path) -> Path:
 def test_instruction_for_two_images_is_two_prompts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     red, blue = ({"prompt": " make it green ", "image": name, "tag": name[:-4]} for name in ("red.png", "blue.png"))
     train = write(folder / "train.jsonl", red, blue, red)
-    names = ["make it green [image: red.png]", "make it green [image: blue.png]"]
-    assert read_prompts(train, with_images=True) == names
-    assert read_tags(train, with_images=True) == dict(zip(names, ("red", "blue"), strict=True))
-    assert read_prompts(train) == ["make it green"]  # of a model that takes no image
-    sets = read_prompt_sets(train, write(folder / "test.jsonl", red), with_images=True)
-    assert (sets.train, sets.eval) == (names[1:], names[:1])  # the same text with another image is not held out
+    prompts = read_prompts(train, with_images=True)
     file = str(folder / "images" / "blue.png")
-    assert sets.metadata[names[1]] == {"image": "blue.png", "tag": "blue", "input_image": file}
-    assert [text_of(name, sets.metadata[name]) for name in names] == ["make it green"] * 2
-    assert text_of(names[0], {"image": "red.png"}) == names[0]
+    assert prompts[1] == Prompt(
+        "make it green", {"image": "blue.png", "tag": "blue", "input_image": file}, image="blue.png"
+    )
+    assert identities(prompts) == ["make it green [image: red.png]", "make it green [image: blue.png]"]
+    assert prompts[1].input_image == file
+    assert identities(read_prompts(train)) == ["make it green"]  # of a model that takes no image
+    sets = read_prompt_sets(train, write(folder / "test.jsonl", red), with_images=True)
+    assert (sets.train, sets.eval) == (prompts[1:], prompts[:1])  # the same text with another image is not held out
     monkeypatch.chdir(folder)
-    assert read_prompt_sets("train.jsonl", None, with_images=True).metadata[names[1]]["input_image"] == file
+    assert read_prompt_sets("train.jsonl", None, with_images=True).train[1].input_image == file
 
 
 @pytest.mark.parametrize(

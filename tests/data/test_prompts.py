@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from solrl_lightning.data.prompts import PromptSchedule, read_prompt_sets, read_prompts, read_tags
-from solrl_lightning.data.sources import Record
+from solrl_lightning.data.prompt import Prompt, identities
+from solrl_lightning.data.prompts import PromptSchedule, read_prompt_sets, read_prompts
 from solrl_lightning.errors import UserError
 
 
@@ -19,13 +19,14 @@ def path(tmp_path: Path) -> Path:
 
 def test_text_file_has_one_prompt_a_line_and_blank_lines_are_dropped(path: Path) -> None:
     path.write_bytes("a red circle\n\n  ein grüner Stern \t\n   \n\u200b\u3000\ufeff\nlast".encode())
-    assert read_prompts(path) == read_prompts(str(path)) == ["a red circle", "ein grüner Stern", "last"]
+    assert read_prompts(path) == read_prompts(str(path))
+    assert identities(read_prompts(path)) == ["a red circle", "ein grüner Stern", "last"]
 
 
 @pytest.mark.parametrize("newline", ["\n", "\r\n", "\r"])
 def test_line_ends_of_any_system_and_a_byte_order_mark_are_removed(path: Path, newline: str) -> None:
     path.write_bytes(b"\xef\xbb\xbf" + newline.join(["one", "two\u2028still two", ""]).encode())
-    assert read_prompts(path) == ["one", "two\u2028still two"]
+    assert identities(read_prompts(path)) == ["one", "two\u2028still two"]
 
 
 def test_repetitions_up_to_case_spacing_and_normal_form_are_dropped_and_counted(
@@ -33,7 +34,7 @@ def test_repetitions_up_to_case_spacing_and_normal_form_are_dropped_and_counted(
 ) -> None:
     caplog.set_level(logging.INFO)
     path.write_bytes("A  red circle\nblé\na red CIRCLE \nblé\nA red circle.\nble\u0301\n".encode())
-    assert read_prompts(path) == ["A  red circle", "blé", "A red circle."]
+    assert identities(read_prompts(path)) == ["A  red circle", "blé", "A red circle."]
     path.with_name("unique.txt").write_bytes(b"one\ntwo\n")
     read_prompts(path.with_name("unique.txt"))
     assert caplog.messages == [f"{path}: dropped 3 repeated prompts of 6"]
@@ -75,8 +76,7 @@ def test_tags_belong_to_the_prompts_that_are_kept(path: Path) -> None:
     path.write_text(
         '{"prompt": " three owls ", "tag": "counting"}\n{"prompt": "Three  Owls", "tag": "twice"}\n{"prompt": "fog"}\n'
     )
-    assert read_prompts(path) == ["three owls", "fog"]
-    assert read_tags(path) == {"three owls": "counting"} and read_tags("shapes-eval") == {}
+    assert read_prompts(path) == [Prompt("three owls", {"tag": "counting"}), Prompt("fog")]
 
 
 def test_sets_have_the_metadata_of_the_prompts_that_are_kept(tmp_path: Path) -> None:
@@ -85,8 +85,7 @@ def test_sets_have_the_metadata_of_the_prompts_that_are_kept(tmp_path: Path) -> 
     train.write_text("\n".join(f'{{"prompt": "{prompt}", "n": {number}}}' for prompt, number in prompts))
     held_out.write_text('{"prompt": "fog", "n": 4}\n{"prompt": "snow"}\n')
     sets = read_prompt_sets(train, held_out)
-    assert [*sets.train, *sets.eval] == ["An owl", "fog", "snow"]
-    assert [sets.metadata.get(text) for text in ("An owl", "fog", "snow")] == [{"n": 1}, {"n": 4}, None]
+    assert [*sets.train, *sets.eval] == [Prompt("An owl", {"n": 1}), Prompt("fog", {"n": 4}), Prompt("snow")]
 
 
 def test_held_out_prompts_are_removed_from_the_training_set(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -95,7 +94,7 @@ def test_held_out_prompts_are_removed_from_the_training_set(tmp_path: Path, capl
     held_out.write_text("snow\na STAR\n Fog\n")
     with caplog.at_level(logging.INFO):
         sets = read_prompt_sets(train, held_out)
-    assert (sets.train, sets.eval) == (["a red circle", "rain"], ["snow", "a STAR", "Fog"])
+    assert (identities(sets.train), identities(sets.eval)) == (["a red circle", "rain"], ["snow", "a STAR", "Fog"])
     assert sets.notes == [
         f"{train}: dropped 1 repeated prompts of 5",
         f"{train}: dropped 2 of 4 prompts that are held out in {held_out}",
@@ -109,28 +108,28 @@ def test_held_out_prompts_are_removed_from_the_training_set(tmp_path: Path, capl
 def test_embedded_captions_are_disjoint_and_a_set_without_a_source_is_empty() -> None:
     sets = read_prompt_sets("shapes-train", "shapes-eval")
     assert (len(sets.train), len(sets.eval), sets.notes) == (1016, 64, [])
-    assert read_prompt_sets(None, "shapes-eval") == ([], sets.eval, [], {})
-    assert read_prompt_sets(None, None) == ([], [], [], {})
+    assert read_prompt_sets(None, "shapes-eval") == ([], sets.eval, [])
+    assert read_prompt_sets(None, None) == ([], [], [])
 
 
 def test_process_reads_a_source_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = []
 
-    def counted(source: str, column: str) -> list[Record]:
+    def counted(source: str, column: str) -> list[Prompt]:
         sources.append(source)
-        return [Record(f"{source} in {Path.cwd()}")]
+        return [Prompt(f"{source} in {Path.cwd()}")]
 
     monkeypatch.setattr("solrl_lightning.data.prompts.read_records", counted)
     monkeypatch.chdir(tmp_path)
     assert read_prompt_sets("a.txt", "b.txt") == read_prompt_sets(Path("a.txt"), "b.txt")
-    assert read_prompts("b.txt") == [f"b.txt in {tmp_path}"] and read_tags("b.txt") == {}
+    assert read_prompts("b.txt") == [Prompt(f"b.txt in {tmp_path}")]
     assert sources == ["a.txt", "b.txt"]
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert read_prompts("a.txt") == [f"a.txt in {tmp_path / 'elsewhere'}"]
+    assert read_prompts("a.txt") == [Prompt(f"a.txt in {tmp_path / 'elsewhere'}")]
 
 
-PROMPTS = [f"prompt {i}" for i in range(23)]
+PROMPTS = [Prompt(f"prompt {i}") for i in range(23)]
 SCHEDULE = PromptSchedule(PROMPTS, 5, seed=1)
 
 
@@ -152,7 +151,7 @@ def test_pass_uses_no_prompt_twice_and_over_many_passes_each_equally_often() -> 
 
 def test_iteration_may_use_the_whole_set() -> None:
     schedule = PromptSchedule(PROMPTS, 23, seed=0)
-    assert sorted(schedule.for_iteration(0)) == sorted(schedule.for_iteration(1)) == sorted(PROMPTS)
+    assert set(schedule.for_iteration(0)) == set(schedule.for_iteration(1)) == set(PROMPTS)
     assert schedule.for_iteration(0) != schedule.for_iteration(1)
 
 

@@ -13,7 +13,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from solrl_lightning.data.prompts import read_prompts, read_tags
+from solrl_lightning.data.prompt import Prompt, identities
+from solrl_lightning.data.prompts import read_prompts
 from solrl_lightning.data.sources import (
     DIFFUSION_NFT,
     GENEVAL,
@@ -22,7 +23,6 @@ from solrl_lightning.data.sources import (
     PARTI,
     PICKAPIC,
     SOURCES,
-    Record,
     dataset_of,
     file_of_split,
     read_records,
@@ -49,10 +49,10 @@ def test_json_lines_in_the_layout_of_geneval_give_prompts_and_metadata(tmp_path:
     metadata = {"tag": "counting", "include": [{"class": "owl", "count": 3}]}
     row = json.dumps(metadata | {"prompt": "three owls – drei Käuze"}, ensure_ascii=False)
     path = write(tmp_path / "prompts.jsonl", row, "", '{"prompt": "fog", "seed": 3}')
-    records = [Record("three owls – drei Käuze", metadata), Record("fog", {"seed": 3})]
+    records = [Prompt("three owls – drei Käuze", metadata), Prompt("fog", {"seed": 3})]
     assert read_records(path, "prompt") == records
     assert read_records(write(tmp_path / "a.jsonl", '{"caption": "fog", "prompt": "x"}'), "caption") == [
-        Record("fog", {"prompt": "x"})
+        Prompt("fog", {"prompt": "x"})
     ]
 
 
@@ -86,7 +86,7 @@ def test_error_about_a_malformed_json_line_names_the_line(tmp_path: Path, line: 
 
 def test_parquet_file_gives_the_column_and_rows_without_text_are_dropped(tmp_path: Path) -> None:
     path = write_table(tmp_path / "a.parquet", caption=["a cat", None, "", "a dog", "A cat"], votes=[1, 2, 3, 4, 5])
-    assert read_prompts(path, "caption") == ["a cat", "a dog"]
+    assert identities(read_prompts(path, "caption")) == ["a cat", "a dog"]
     message = r"data.column=prompt is invalid: .* of .*a.parquet are caption, votes\. Set data.column=<name>"
     with pytest.raises(UserError, match=message):
         read_prompts(path)
@@ -109,8 +109,8 @@ def test_csv_and_tsv_files_give_the_column(tmp_path: Path, name: str, separator:
     ]
     path = tmp_path / name
     path.write_text("".join(f"{separator.join(row)}\n" for row in rows), encoding="utf-8-sig")
-    assert read_prompts(path) == ["one, two", 'a "quoted"\nword', "NA", "1984"]
-    assert read_prompts(path, "tag") == ["1", "b", "c", "d", "e"]
+    assert identities(read_prompts(path)) == ["one, two", 'a "quoted"\nword', "NA", "1984"]
+    assert identities(read_prompts(path, "tag")) == ["1", "b", "c", "d", "e"]
 
 
 @pytest.mark.parametrize(
@@ -154,34 +154,35 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_data_set_of_the_hub_is_read_by_split_and_column_and_once(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_table(hub / "owner/name/data/train-00000-of-00001.parquet", caption=["a cat", None, "a dog"], votes=[1, 2, 3])
     write_table(hub / "owner/name/data/test-00000-of-00001.parquet", caption=["fog"], votes=[1])
-    assert read_prompts("hf://owner/name/train", "caption") == ["a cat", "a dog"]
-    assert read_prompts("hf://owner/name/test", "caption") == ["fog"]
+    assert identities(read_prompts("hf://owner/name/train", "caption")) == ["a cat", "a dog"]
+    assert identities(read_prompts("hf://owner/name/test", "caption")) == ["fog"]
     with pytest.raises(UserError, match="the columns of hf://owner/name/train are caption, votes"):
         read_prompts("hf://owner/name/train")
     with pytest.raises(UserError, match=r"validation cannot be read: Unknown split .*'train', 'test'"):
         read_prompts("hf://owner/name/validation", "caption")
     monkeypatch.delattr(datasets, "load_dataset")
-    assert read_prompts("hf://owner/name/test", "caption") == ["fog"]
+    assert identities(read_prompts("hf://owner/name/test", "caption")) == ["fog"]
 
 
 def test_pick_a_pic_keeps_prompts_of_at_least_six_words(hub: Path) -> None:
     captions = ["a cat on a mat", "a cat on a red mat", "a cat on a red mat", None, "fog"]
     write_table(hub / PICKAPIC / "data/train-00000-of-00001.parquet", caption=captions)
     write_table(hub / PICKAPIC / "data/test-00000-of-00001.parquet", caption=["six owls in a bare tree"])
-    assert read_prompts("pickapic-train") == ["a cat on a red mat"]
-    assert read_prompts("pickapic-test") == ["six owls in a bare tree"]
+    assert identities(read_prompts("pickapic-train")) == ["a cat on a red mat"]
+    assert identities(read_prompts("pickapic-test")) == ["six owls in a bare tree"]
 
 
 def test_parti_prompts_have_their_category_as_tag(hub: Path) -> None:
     write_table(hub / PARTI / "train.parquet", Prompt=["a cat", "two dogs"], Category=["Animals", "Quantity"])
-    assert read_tags("partiprompts") == {"a cat": "Animals", "two dogs": "Quantity"}
+    prompts = [Prompt("a cat", {"tag": "Animals"}), Prompt("two dogs", {"tag": "Quantity"})]
+    assert read_prompts("partiprompts") == prompts
 
 
 def test_hpdv2_prompts_are_lists_of_strings_in_a_file_per_style(hub: Path) -> None:
     for style in HPDV2_STYLES:
         write(hub / HPDV2 / "benchmark" / f"{style}.json", json.dumps([f"{style} {number}" for number in range(3)]))
-    assert read_prompts("hpdv2-concept-art") == ["concept-art 0", "concept-art 1", "concept-art 2"]
-    assert len(read_prompts("hpdv2")) == 12 and read_tags("hpdv2")["photo 2"] == "photo"
+    assert identities(read_prompts("hpdv2-concept-art")) == ["concept-art 0", "concept-art 1", "concept-art 2"]
+    assert len(read_prompts("hpdv2")) == 12 and Prompt("photo 2", {"tag": "photo"}) in read_prompts("hpdv2")
 
 
 @pytest.mark.parametrize("name", SOURCES)
@@ -228,14 +229,14 @@ def test_name_of_the_hub_without_owner_or_split_is_an_error(source: str) -> None
 def test_sets_of_github_are_read_from_the_folder_of_a_clone(hub: Path) -> None:
     for name in ("ocr-train", "ocr-test", "pickscore-train", "pickscore-test"):
         write(hub / DIFFUSION_NFT / f"dataset/{name.replace('-', '/')}.txt", f'{name} "open"', "")
-        assert read_prompts(name) == [f'{name} "open"']
+        assert identities(read_prompts(name)) == [f'{name} "open"']
     row = {"tag": "counting", "include": [{"class": "owl", "count": 3}], "exclude": [{"class": "owl", "count": 4}]}
     for source, file in (
         ("geneval-train", hub / DIFFUSION_NFT / "dataset/geneval/train_metadata.jsonl"),
         ("geneval-test", hub / GENEVAL / "prompts/evaluation_metadata.jsonl"),
     ):
         write(file, json.dumps({"prompt": "three owls"} | row))
-        assert read_records(source, "prompt") == [Record("three owls", row)]
+        assert read_records(source, "prompt") == [Prompt("three owls", row)]
 
 
 class Quiet(SimpleHTTPRequestHandler):
@@ -258,7 +259,7 @@ def github(tmp_path_factory: pytest.TempPathFactory, hub: Path, monkeypatch: pyt
 
 def test_file_of_github_is_downloaded_once(github: Path) -> None:
     file = write(github / DIFFUSION_NFT / "main/dataset/drawbench/test.txt", "a brown bird\na blue bear\n" * 5)
-    assert read_prompts("drawbench") == ["a brown bird", "a blue bear"]
+    assert identities(read_prompts("drawbench")) == ["a brown bird", "a blue bear"]
     file.unlink()
     assert len(read_records("drawbench", "prompt")) == 11  # from the cache; the last line is empty
 
@@ -304,5 +305,5 @@ def test_rows_of_a_table_with_other_characters_are_errors(tmp_path: Path) -> Non
 def test_the_suffix_counts_without_case(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text('{"prompt": "a", "tag": "t"}\n')
     assert read_records(file_of_split(str(tmp_path), "train") if "train" in name else tmp_path / name, "prompt") == [
-        Record("a", {"tag": "t"})
+        Prompt("a", {"tag": "t"})
     ]

@@ -9,10 +9,12 @@ from threading import Thread
 
 import pytest
 import torch
+from nano import prompts_of
 from torch import Tensor
 
 from solrl_lightning.build import build_model, build_rewards, facts_of
 from solrl_lightning.cli.config import ConfigTree, application_config
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import ServerError, UserError
 from solrl_lightning.explorers.sampler import Connection, Fleet, Lost, RemoteSampler
 from solrl_lightning.explorers.server import Explorer, create_app
@@ -109,7 +111,7 @@ def with_remote(module: SolRLModule, remote: RemoteSampler, stage: Stage = STAGE
 
 def explored(module: SolRLModule, stage: Stage = STAGE, iteration: int = 0) -> Candidates:
     module.transformers.samplers["merged"].batch_size.size = 3
-    return module.run_stage(stage, module.encode(PROMPTS), pool_seeds(1, iteration, PROMPTS, 4))
+    return module.run_stage(stage, module.encode(prompts_of(PROMPTS)), pool_seeds(1, iteration, PROMPTS, 4))
 
 
 def noise_like(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
@@ -120,7 +122,11 @@ def noise_like(state: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
 def test_an_explorer_gives_the_numbers_of_this_process_also_where_a_stage_continues(
     module: SolRLModule, url: str
 ) -> None:
-    remote, following, prompts = sampler(module, url), STAGE._replace(stop_step=None), module.encode(PROMPTS)
+    remote, following, prompts = (
+        sampler(module, url),
+        STAGE._replace(stop_step=None),
+        module.encode(prompts_of(PROMPTS)),
+    )
     here, there = explored(module), with_remote(module, remote)
     assert torch.equal(here.scores, there.scores) and here.seeds.shape == (2, 4)
     assert here.state is not None and there.state is not None
@@ -154,7 +160,7 @@ def test_weights_are_pushed_again_to_an_explorer_that_was_started_again(
 
 def test_late_chunks_count_up_to_the_maximal_lag(module: SolRLModule, url: str) -> None:
     old = module.policy_state("old")
-    prompts, seeds = module.encode(PROMPTS), pool_seeds(1, 1, PROMPTS, 4)
+    prompts, seeds = module.encode(prompts_of(PROMPTS)), pool_seeds(1, 1, PROMPTS, 4)
     versions = []
     for state in (old, noise_like(old, seed=3)):
         fresh = sampler(module, url)
@@ -193,7 +199,7 @@ def test_an_explorer_of_another_run_is_an_error(module: SolRLModule, explorer: E
 
 def test_only_the_token_opens_an_explorer(module: SolRLModule, explorer: Explorer) -> None:
     remote = sampler(module)
-    task, *_ = remote._tasks(module.encode(PROMPTS), pool_seeds(1, 0, PROMPTS, 1), module.spec(STAGE))
+    task, *_ = remote._tasks(module.encode(prompts_of(PROMPTS)), pool_seeds(1, 0, PROMPTS, 1), module.spec(STAGE))
     request, weights = task.request(), remote.fleet._weights
     with serving(explorer, {}, token="secret") as address:
         for token in ("", "wrong"):
@@ -214,6 +220,7 @@ def test_what_an_explorer_cannot_sample_ends_the_run(module: SolRLModule, url: s
 
 def test_what_a_message_cannot_carry_ends_the_run(module: SolRLModule, url: str) -> None:
     remote = sampler(module, url)
-    remote.metadata = {PROMPTS[0]: {"colour": {1}}}  # JSON has no sets
+    remote.sync(module.policy_state("old"), 1)
+    prompts = module.encode([Prompt(PROMPTS[0], {"colour": {1}})])  # JSON has no sets
     with pytest.raises(TypeError, match="set is not JSON serializable"):
-        with_remote(module, remote)
+        next(remote.sample(prompts, pool_seeds(1, 0, PROMPTS[:1], 4), module.spec(STAGE)))

@@ -15,7 +15,7 @@ from diffusers import (
     WanPipeline,
     ZImagePipeline,
 )
-from nano import PROMPTS, build_nano_sana, load_nano, load_policy, relative_error
+from nano import PROMPTS, build_nano_sana, load_nano, load_policy, prompts_of, relative_error
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
@@ -141,7 +141,7 @@ def test_flow_shift_of_sana(folder_of: FolderOf) -> None:
 )
 def test_padding_has_no_influence(folder_of: FolderOf, model: str, mask_name: str, lengths: list[int]) -> None:
     policy = load_nano(model, folder_of(model), max_sequence_length=40, dtypes=FLOAT32)
-    conditioning, x, sigma = policy.encode(TEXTS), policy.noise(SEEDS), torch.tensor(0.6)
+    conditioning, x, sigma = policy.encode(prompts_of(TEXTS)), policy.noise(SEEDS), torch.tensor(0.6)
     mask = conditioning[mask_name].bool()
     assert mask.sum(1).tolist() == lengths
     with torch.no_grad():
@@ -166,16 +166,18 @@ def test_flux1_dev_with_guidance_and_shift_paints_as_the_diffusers_pipeline(dev_
     latents, images = (
         pipeline(PROMPTS, latents=policy.noise(SEEDS), output_type=kind, **options).images for kind in ("latent", "pt")
     )
-    sampled = sample(policy, policy.encode(PROMPTS))
+    sampled = sample(policy, policy.encode(prompts_of(PROMPTS)))
     assert torch.equal(sampled, latents)
     torch.testing.assert_close(policy.decode(sampled), images, rtol=0, atol=1e-5)
     weak = load_policy(dev_folder, guidance=1.0, dtypes=FLOAT32)
-    assert relative_error(sample(weak, policy.encode(PROMPTS)), sampled) > 0.02
+    assert relative_error(sample(weak, policy.encode(prompts_of(PROMPTS))), sampled) > 0.02
 
 
 def test_flux1_velocities_are_float32_from_a_bfloat16_transformer(nano_folder: str) -> None:
     policy = load_policy(nano_folder)
-    velocity = policy.velocity(policy.transformer, policy.noise(SEEDS), torch.tensor(0.5), policy.encode(PROMPTS))
+    velocity = policy.velocity(
+        policy.transformer, policy.noise(SEEDS), torch.tensor(0.5), policy.encode(prompts_of(PROMPTS))
+    )
     assert velocity.dtype == torch.float32 and velocity.shape == (3, 16, 32)
     assert {parameter.dtype for parameter in policy.transformer.parameters()} == {torch.bfloat16}
     linears = {type(module) for module in policy.transformer.modules() if isinstance(module, nn.Linear)}
@@ -187,7 +189,7 @@ def test_flux1_velocities_are_float32_from_a_bfloat16_transformer(nano_folder: s
 
 def test_sd3_embeddings_are_both_clips_and_then_t5(folder_of: FolderOf) -> None:
     policy = load_nano("sd3", folder_of("sd3"))
-    conditioning, pipeline = policy.encode(PROMPTS), policy.pipeline
+    conditioning, pipeline = policy.encode(prompts_of(PROMPTS)), policy.pipeline
     embeds = conditioning["prompt_embeds"].float()
     assert embeds.shape == (3, 11 + 10, 64) and conditioning["pooled"].shape == (3, 64)
     ids = pipeline.tokenizer_3(PROMPTS, padding="max_length", max_length=10, return_tensors="pt").input_ids
@@ -203,7 +205,7 @@ def test_flux2_embeddings_are_three_layers_of_qwen_side_by_side(folder_of: Folde
     with torch.no_grad():
         layers = policy.pipeline.text_encoder(ids, output_hidden_states=True).hidden_states
     expected = torch.cat([layers[number][0] for number in (9, 18, 27)], dim=-1)
-    embeds = policy.encode(PROMPTS)["prompt_embeds"]
+    embeds = policy.encode(prompts_of(PROMPTS))["prompt_embeds"]
     assert embeds.shape == (3, 10, 96)
     torch.testing.assert_close(embeds[0].float(), expected, rtol=2**-7, atol=2**-7)
 
@@ -219,7 +221,7 @@ def test_sana_drops_a_learned_sigma_and_scales_timesteps(tmp_path: Path) -> None
     pipeline.register_modules(transformer=transformer)
     pipeline.save_pretrained(tmp_path)
     policy = load_nano("sana", str(tmp_path), dtypes=FLOAT32)
-    conditioning, x = policy.encode(PROMPTS), policy.noise(SEEDS)
+    conditioning, x = policy.encode(prompts_of(PROMPTS)), policy.noise(SEEDS)
     embeds = dict(encoder_hidden_states=conditioning["prompt_embeds"])
     embeds |= dict(encoder_attention_mask=conditioning["prompt_mask"])
     with torch.no_grad():
@@ -236,14 +238,14 @@ def test_qwen_image_prompts_of_different_lengths_are_stored_unpadded_and_paint_a
 ) -> None:
     folder, lengths = folder_of("qwen_image"), [7 + 5, 2 + 5, 3 + 5]
     policy = load_nano("qwen_image", folder, max_sequence_length=16, dtypes=FLOAT32, embeddings=str(tmp_path))
-    conditioning = policy.encode(TEXTS)
+    conditioning = policy.encode(prompts_of(TEXTS))
     embeds, mask = conditioning["prompt_embeds"], conditioning["prompt_embeds_mask"]
     assert embeds.shape == (3, 16, 64) and mask.sum(1).tolist() == lengths and not embeds[~mask].any()
     stored = [load_file(file)["prompt_embeds"].shape for file in tmp_path.glob("*.safetensors")]
     assert sorted(stored) == [(length, 64) for length in sorted(lengths)]
-    again = policy.encode(TEXTS)  # from the files
+    again = policy.encode(prompts_of(TEXTS))  # from the files
     assert all(torch.equal(again[name], value) for name, value in conditioning.items())
-    (row,) = policy.encode(TEXTS[1:2])["prompt_embeds_mask"]  # alone it is padded as well
+    (row,) = policy.encode(prompts_of(TEXTS[1:2]))["prompt_embeds_mask"]  # alone it is padded as well
     assert row.tolist() == [True] * 7 + [False] * 9
 
     pipeline = QwenImagePipeline.from_pretrained(folder, dtype=torch.float32)
@@ -277,7 +279,7 @@ LONG = "a red circle above a blue square" + " and a green triangle" * 8  # more 
 def test_z_image_captions_of_different_lengths_paint_as_diffusers(folder_of: FolderOf, steps: int) -> None:
     policy = load_nano("z_image", folder_of("z_image"), max_sequence_length=100, dtypes=FLOAT32)
     texts = [TEXTS[0], LONG, TEXTS[1]]
-    conditioning = policy.encode(texts)
+    conditioning = policy.encode(prompts_of(texts))
     lengths = conditioning["prompt_embeds_mask"].sum(1)
     assert lengths.tolist() == [len(text.split()) + 8 for text in texts] and lengths[1] > 32
     pipeline = ZImagePipeline.from_pretrained(folder_of("z_image"), dtype=torch.float32)
@@ -294,7 +296,11 @@ def test_z_image_captions_of_different_lengths_paint_as_diffusers(folder_of: Fol
 def test_z_image_compiles_its_blocks_once_for_captions_of_all_lengths(folder_of: FolderOf) -> None:
     policy = load_nano("z_image", folder_of("z_image"), max_sequence_length=100, dtypes=FLOAT32)
     batches = [TEXTS, [LONG, TEXTS[1], TEXTS[2]], [LONG] * 3, [TEXTS[2]] * 3]
-    conditionings, x, sigma = [policy.encode(texts) for texts in batches], policy.noise(SEEDS), torch.tensor(0.6)
+    conditionings, x, sigma = (
+        [policy.encode(prompts_of(texts)) for texts in batches],
+        policy.noise(SEEDS),
+        torch.tensor(0.6),
+    )
     torch._dynamo.reset()
     counter = CompileCounter()
     with torch.no_grad():
@@ -331,17 +337,17 @@ def test_wan_with_the_euler_scheduler_in_its_folder_paints_as_diffusers(folder_o
     policy.pipeline.scheduler = theirs.scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0)
     options = dict(num_inference_steps=STEPS, guidance_scale=1.0, height=32, width=32, num_frames=5)
     expected = theirs(PROMPTS, latents=policy.noise(SEEDS), output_type="latent", max_sequence_length=10, **options)[0]
-    assert torch.equal(sample(policy, policy.encode(PROMPTS)), expected)
+    assert torch.equal(sample(policy, policy.encode(prompts_of(PROMPTS))), expected)
 
 
 def test_wan_stores_embeddings_without_padding(folder_of: FolderOf, tmp_path: Path) -> None:
     policy = load_nano("wan", folder_of("wan"), dtypes=FLOAT32, embeddings=str(tmp_path), max_sequence_length=12)
-    embeds = policy.encode(TEXTS)["prompt_embeds"]
+    embeds = policy.encode(prompts_of(TEXTS))["prompt_embeds"]
     stored = [load_file(file)["prompt_embeds"].shape for file in tmp_path.glob("*.safetensors")]
     assert sorted(stored) == [(3, 64), (4, 64), (8, 64)] and embeds.shape == (3, 12, 64)
     assert embeds.any(-1).sum(1).tolist() == [8, 3, 4]
     expected, _ = policy.pipeline.encode_prompt(TEXTS, do_classifier_free_guidance=False, max_sequence_length=12)
-    assert torch.equal(policy.encode(TEXTS)["prompt_embeds"], expected)
+    assert torch.equal(policy.encode(prompts_of(TEXTS))["prompt_embeds"], expected)
 
 
 def test_wan_names_the_layers_of_its_lora_as_diffusers_and_comfyui_read_them(folder_of: FolderOf) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from nano import PROMPTS, adapters, load_policy, random_state
+from nano import PROMPTS, adapters, load_policy, prompts_of, random_state
 from torch import Tensor, nn
 
 from solrl_lightning.errors import UserError
@@ -36,7 +36,7 @@ def make_transformers(policy: Flux1) -> Transformers:
 
 def outputs(policy: Flux1, transformers: Transformers) -> dict[str, Tensor]:
     """The velocity of every transformer, the adapters' gradient, and the norms that the run logs."""
-    conditioning, x = policy.encode(PROMPTS), policy.noise(torch.arange(3))
+    conditioning, x = policy.encode(prompts_of(PROMPTS)), policy.noise(torch.arange(3))
 
     def velocity(transformer: nn.Module) -> Tensor:
         return policy.velocity(transformer, x, torch.full((3,), 0.5), conditioning)
@@ -99,4 +99,4 @@ def test_encode_on_cpu_keeps_text_encoders_there(nano_folder: str, monkeypatch: 
 
     monkeypatch.setattr(policy, "encode_uncached", recorded)
     policy.device = torch.device("meta")
-    assert policy.encode(PROMPTS)["pooled"].device.type == "meta" and devices == [("cpu", "cpu")]
+    assert policy.encode(prompts_of(PROMPTS))["pooled"].device.type == "meta" and devices == [("cpu", "cpu")]

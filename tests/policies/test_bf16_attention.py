@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from nano import load_nano, relative_error
+from nano import load_nano, prompts_of, relative_error
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -117,7 +117,7 @@ def test_every_attention_of_a_transformer_runs_in_the_faster_arithmetic(
         return in_bf16(query, *others)
 
     monkeypatch.setattr(bf16_attention, "attention_in_bf16", watch)
-    x, conditioning = policy.noise(torch.tensor([1, 2])), policy.encode(["a", "b"])
+    x, conditioning = policy.noise(torch.tensor([1, 2])), policy.encode(prompts_of(["a", "b"]))
     with torch.no_grad(), Watch():
         policy.velocity(policy.transformer, x, torch.tensor(0.5), conditioning)
     assert calls and calls <= {(False, torch.bfloat16 if fast else torch.float32), (True, torch.float32)}

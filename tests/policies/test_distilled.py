@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
-from nano import MAX_WORDS, PROMPTS, WIDTH, load_nano, relative_error
+from nano import MAX_WORDS, PROMPTS, WIDTH, load_nano, prompts_of, relative_error
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
 from torch import Tensor
@@ -68,7 +68,7 @@ def test_lightning_paints_as_its_pipeline(folder_of: FolderOf, lora: Path) -> No
     levels = OmegaConf.to_container(LIGHTNING.scheduler)
     policy = load_nano("qwen_image", folder, dtypes=FLOAT32, fused_lora=str(lora), scheduler=levels)
     torch.testing.assert_close(policy.sigmas(steps), torch.tensor([1.0, 0.9, 0.75, 0.5, 0.0]))
-    conditioning = policy.encode(PROMPTS)
+    conditioning = policy.encode(prompts_of(PROMPTS))
     with torch.no_grad():
         latents = integrate(
             lambda x, sigma: policy.velocity(policy.transformer, x, sigma, conditioning),

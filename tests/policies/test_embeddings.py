@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from nano import PROMPTS, load_nano
+from nano import PROMPTS, load_nano, prompts_of
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -109,18 +109,18 @@ def test_fingerprint_of_a_hub_snapshot_is_its_commit(tmp_path: Path) -> None:
 def test_encoders_are_loaded_for_the_first_new_prompt_only(architecture: str, folder: str, tmp_path: Path) -> None:
     plain = load_nano(architecture, folder)
     assert plain.pipeline.text_encoder is not None  # without a cache they are needed anyhow
-    expected = plain.encode(PROMPTS)
+    expected = plain.encode(prompts_of(PROMPTS))
     first = load_nano(architecture, folder, embeddings=str(tmp_path))
     transformer, weight = first.transformer, next(first.transformer.parameters()).requires_grad_()
     assert first.pipeline.text_encoder is None
-    assert equal(first.encode(PROMPTS), expected)
+    assert equal(first.encode(prompts_of(PROMPTS)), expected)
     assert first.pipeline.text_encoder is not None and len(list(tmp_path.iterdir())) == 3
     assert first.pipeline.transformer is transformer and weight.requires_grad
 
     second = load_nano(architecture, folder, embeddings=str(tmp_path))
-    assert equal(second.encode(PROMPTS[::-1]), {name: value.flip(0) for name, value in expected.items()})
+    assert equal(second.encode(prompts_of(PROMPTS[::-1])), {name: value.flip(0) for name, value in expected.items()})
     assert second.pipeline.text_encoder is None
-    mixed = second.encode(["a red square", PROMPTS[1]])
+    mixed = second.encode(prompts_of(["a red square", PROMPTS[1]]))
     assert second.pipeline.text_encoder is not None
     for name, value in mixed.items():
         assert torch.equal(value[1], expected[name][1]) and len(value) == 2
@@ -134,12 +134,12 @@ def test_one_line_names_the_first_prompt_that_is_cut_off(
     architecture: str, folder: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     policy = load_nano(architecture, folder)
-    policy.encode(["a red"])
+    policy.encode(prompts_of(["a red"]))
     assert not caplog.messages
     capfd.readouterr()  # the bars of loading
     long = " ".join(["a red square"] * 300)
-    policy.encode([PROMPTS[0], long])
-    policy.encode([f"{long} left"])
+    policy.encode(prompts_of([PROMPTS[0], long]))
+    policy.encode(prompts_of([f"{long} left"]))
     (message,) = caplog.messages
     assert message.startswith(f"the prompt {long[:40]!r}... has ") and "cut off" in message and len(message) < 200
     assert capfd.readouterr() == ("", "")
@@ -164,8 +164,8 @@ def test_encoders_move_to_a_gpu_for_embedding_only(
     before, places = tensors(), [tensor.data_ptr() for tensor in tensors()]
     monkeypatch.setattr(policy, "device", torch.device("meta"))  # stands in for a GPU
     monkeypatch.setattr(policy, "encode_uncached", embed)
-    assert len(policy._encode_rows(PROMPTS)) == 3 and modules
+    assert len(policy._encode_rows(prompts_of(PROMPTS))) == 3 and modules
     with pytest.raises(torch.OutOfMemoryError):
-        policy._encode_rows(PROMPTS[:1])
+        policy._encode_rows(prompts_of(PROMPTS[:1]))
     assert all(now is then for now, then in zip(tensors(), before, strict=True))
     assert [tensor.data_ptr() for tensor in tensors()] == places  # they are not copied back

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
-from nano import PROMPTS, LevelsOf, load_nano, policy_class
+from nano import PROMPTS, LevelsOf, load_nano, policy_class, prompts_of
 from torch import Tensor, nn
 
 from solrl_lightning.cli.checks import check_machine
@@ -75,7 +75,10 @@ def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], s
         ]
         return torch.cat(parts)
 
-    spec, prompts = SamplingSpec(policy.sigmas(STEPS), "euler"), EncodedPrompts(PROMPTS, policy.encode(PROMPTS))
+    spec, prompts = (
+        SamplingSpec(policy.sigmas(STEPS), "euler"),
+        EncodedPrompts(prompts_of(PROMPTS), policy.encode(prompts_of(PROMPTS))),
+    )
     batch = BatchSize(2, pad_to_size=False)
     chunks = list(iter_sampled_chunks(policy, policy.transformer, batch, prompts, SEEDS[:, None], spec))
     latents = torch.cat([chunk.state.x for chunk in chunks])

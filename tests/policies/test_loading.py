@@ -10,7 +10,7 @@ import pytest
 import torch
 from diffusers import DiffusionPipeline, FluxPipeline, SanaPipeline
 from fake_hub import COMMIT, REPOSITORY, FakeHub, serving
-from nano import BUILDERS, PROMPTS, load_nano, policy_class
+from nano import BUILDERS, PROMPTS, load_nano, policy_class, prompts_of
 from safetensors.torch import load_file, save_file
 
 from solrl_lightning.errors import UserError
@@ -182,10 +182,10 @@ def test_text_encoders_are_downloaded_only_when_a_prompt_needs_them(hub: FakeHub
     first = load_nano("flux1", REPOSITORY, embeddings=str(tmp_path / "embeddings"))
     assert not any(name.startswith(("text_encoder", "tokenizer")) for name in hub.served)
     hub.served.clear()
-    first.encode(PROMPTS)
+    first.encode(prompts_of(PROMPTS))
     assert {name.partition("/")[0] for name in hub.served} == set(first.encoders)
     second = load_nano("flux1", REPOSITORY, embeddings=str(tmp_path / "embeddings"))
-    second.encode(PROMPTS)
+    second.encode(prompts_of(PROMPTS))
     assert second.pipeline.text_encoder is None
 
 

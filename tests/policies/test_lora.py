@@ -9,7 +9,7 @@ import pytest
 import torch
 from diffusers import ModelMixin
 from diffusers.loaders import PeftAdapterMixin
-from nano import PROMPTS, WIDTH, load_policy, lora_config, random_state, relative_error
+from nano import PROMPTS, WIDTH, load_policy, lora_config, prompts_of, random_state, relative_error
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from peft.tuners import lora as peft_lora
 from peft.tuners.lora import LoraLayer
@@ -59,7 +59,7 @@ def same(left: State, right: State) -> bool:
 def adapted(nano_folder: str) -> Adapted:
     policy = load_policy(nano_folder)
     layers = lora.add_adapters(policy.transformer, lora_config(), seed=5)
-    return Adapted(policy, layers, policy.encode(PROMPTS))
+    return Adapted(policy, layers, policy.encode(prompts_of(PROMPTS)))
 
 
 def test_adapters_start_equal_in_float32_and_without_effect(adapted: Adapted, nano_folder: str) -> None:
@@ -263,7 +263,7 @@ def test_files_of_peft_and_diffusers_give_the_policy_that_saved_them(
     Flux1.pipeline_class.save_lora_weights(
         tmp_path / "diffusers", weights, transformer_lora_adapter_metadata=model.peft_config["default"].to_dict()
     )
-    conditioning = saver.encode(PROMPTS)
+    conditioning = saver.encode(prompts_of(PROMPTS))
     expected = Adapted(saver, {}, conditioning).velocity().detach()
     for folder, file in zip(("diffusers", "peft"), LORA_FILES, strict=True):
         policy = load_policy(nano_folder, **exact)

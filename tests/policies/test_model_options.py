@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hydra.utils import instantiate
-from nano import PROMPTS, policy_class, policy_options
+from nano import PROMPTS, policy_class, policy_options, prompts_of
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
@@ -112,7 +112,10 @@ def test_options_reach_the_policy(architecture: str, folder: str, compose: Compo
     policy, options = instantiate(cfg.model.policy, device="cpu"), cfg.model.policy
     assert type(policy) is policy_class(architecture)
     assert all(getattr(policy, key) == options[key] for key in ("resolution", "decode_batch", "variant"))
-    assert policy.pipeline.text_encoder is None and policy.encode(PROMPTS)["prompt_embeds"].dtype == torch.bfloat16
+    assert (
+        policy.pipeline.text_encoder is None
+        and policy.encode(prompts_of(PROMPTS))["prompt_embeds"].dtype == torch.bfloat16
+    )
     vae = torch.bfloat16 if architecture == "sana" else torch.float32
     assert policy.pipeline.vae.dtype == vae and policy.pipeline.text_encoder.dtype == torch.bfloat16
     assert policy.transformer.is_gradient_checkpointing

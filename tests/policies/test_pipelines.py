@@ -15,6 +15,7 @@ from nano import (
     LevelsOf,
     load_nano,
     lora_config,
+    prompts_of,
     random_state,
     relative_error,
     save_preview_decoder,
@@ -65,7 +66,7 @@ def sample(
     level: Callable[[Tensor], Tensor] = lambda sigma: sigma,
 ) -> Tensor:
     """Our latents; ``level`` is what the transformer is told about sigma."""
-    conditioning = policy.encode(PROMPTS)
+    conditioning = policy.encode(prompts_of(PROMPTS))
     with torch.no_grad():
         return integrate(
             lambda x, sigma: policy.velocity(transformer or policy.transformer, x, level(sigma), conditioning),
@@ -81,7 +82,7 @@ def paint(
     """The diffusers pipeline's images (or latents) of our noise, and of our embeddings unless it gets ``texts``."""
     if texts is None:
         names = {"pooled": "pooled_prompt_embeds", "prompt_mask": "prompt_attention_mask"}
-        options |= {names.get(name, name): value for name, value in policy.encode(PROMPTS).items()}
+        options |= {names.get(name, name): value for name, value in policy.encode(prompts_of(PROMPTS)).items()}
     if isinstance(policy, Sana):
         options |= {"use_resolution_binning": False, "complex_human_instruction": None}
         if isinstance(pipeline.scheduler, FlowMatchEulerDiscreteScheduler):
@@ -194,7 +195,9 @@ def test_gradients_are_the_same_with_checkpointing_and_without(architecture: str
         lora.load_state(layers, TRAINED, random_state(lora.adapter_state(layers, TRAINED), seed=1))
         blocks = [b for part in policy.transformer.children() if isinstance(part, nn.ModuleList) for b in part]
         calls = [counted(block) for block in blocks]
-        velocity = policy.velocity(policy.transformer, policy.noise(SEEDS), torch.tensor(0.5), policy.encode(PROMPTS))
+        velocity = policy.velocity(
+            policy.transformer, policy.noise(SEEDS), torch.tensor(0.5), policy.encode(prompts_of(PROMPTS))
+        )
         velocity.square().mean().backward()
         every = {False: 3, True: 1, "selective": 2}[checkpointing]
         assert [len(called) for called in calls] == [1 + (n % every == 0 and every <= 2) for n in range(len(calls))]
@@ -216,7 +219,7 @@ def test_every_trained_weight_gets_a_gradient(architecture: str, folder: str, tr
     eager = dict(compile_replicas=False, compile_policy=False, with_shadow=False)
     makers = {"lora": adapted, "full": FullTransformer}
     trained = replicate(policy, makers[train], 2, backend=backend, rule=rule, **eager).trained
-    x, conditioning = policy.noise(SEEDS), policy.encode(PROMPTS)
+    x, conditioning = policy.noise(SEEDS), policy.encode(prompts_of(PROMPTS))
     with torch.no_grad(), trained.old() as transformer:  # after which the same weights are trained
         policy.velocity(transformer, x, torch.tensor(0.5), conditioning)
     with trained.current() as transformer:
@@ -234,7 +237,7 @@ def counted(module: nn.Module) -> list[None]:
 
 
 def test_one_sigma_for_all_rows_equals_a_sigma_per_row(policy: PipelineAdapter) -> None:
-    conditioning, x = policy.encode(PROMPTS), policy.noise(SEEDS)
+    conditioning, x = policy.encode(prompts_of(PROMPTS)), policy.noise(SEEDS)
     with torch.no_grad():
         per_row = policy.velocity(policy.transformer, x, torch.tensor([0.9, 0.5, 0.1]), conditioning)
         for row, sigma in enumerate((0.9, 0.5, 0.1)):
@@ -245,12 +248,12 @@ def test_one_sigma_for_all_rows_equals_a_sigma_per_row(policy: PipelineAdapter) 
 
 
 def test_embeddings_do_not_depend_on_the_other_prompts(policy: PipelineAdapter) -> None:
-    together = policy.encode(PROMPTS)
+    together = policy.encode(prompts_of(PROMPTS))
     for row, prompt in enumerate(PROMPTS):
-        for name, value in policy.encode([prompt]).items():
+        for name, value in policy.encode(prompts_of([prompt])).items():
             torch.testing.assert_close(value[0], together[name][row], rtol=0, atol=1e-5)
     assert relative_error(together["prompt_embeds"][0], together["prompt_embeds"][1]) > 0.05
-    again = policy.encode([PROMPTS[1], PROMPTS[0], PROMPTS[1]])["prompt_embeds"]  # a prompt may come twice
+    again = policy.encode(prompts_of([PROMPTS[1], PROMPTS[0], PROMPTS[1]]))["prompt_embeds"]  # a prompt may come twice
     assert torch.equal(again[0], again[2])
     torch.testing.assert_close(again[:2], together["prompt_embeds"][:2].flip(0), rtol=0, atol=1e-5)
 
@@ -279,7 +282,7 @@ def test_components_and_embeddings_have_the_configured_dtypes(architecture: str,
     masks = {"prompt_mask": torch.int64, "prompt_embeds_mask": torch.bool}
     for dtype in (torch.bfloat16, torch.float32):
         policy.transformer.to(dtype)
-        dtypes = {name: value.dtype for name, value in policy.encode(PROMPTS[:1]).items()}
+        dtypes = {name: value.dtype for name, value in policy.encode(prompts_of(PROMPTS[:1])).items()}
         assert "prompt_embeds" in dtypes and dtypes == {name: masks.get(name, dtype) for name in dtypes}
 
 

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,11 @@ import pytest
 import torch
 from diffusers import QwenImageEditPipeline
 from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit
-from nano import ATTENTION, load_nano, lora_config, policy_class, policy_options, random_state
+from nano import ATTENTION, load_nano, lora_config, policy_class, policy_options, prompts_of, random_state
 from PIL import Image
 from torch import Tensor
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.data.prompts import PromptSets, read_prompt_sets
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import TRAINED
@@ -46,7 +48,7 @@ def edits(tmp_path_factory: pytest.TempPathFactory) -> PromptSets:
 
 def square(edits: PromptSets, row: int) -> Image.Image:
     """The middle of an input image."""
-    with Image.open(edits.metadata[edits.train[row]]["input_image"]) as image:
+    with Image.open(str(edits.train[row].input_image)) as image:
         return image.crop((12, 0, 52, 40) if row == 2 else (0, 0, *image.size))
 
 
@@ -62,14 +64,13 @@ def theirs(folder_of: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> 
     return pipeline
 
 
-def load(folder: str, edits: PromptSets, **options: Any) -> QwenImageEdit:
+def load(folder: str, **options: Any) -> QwenImageEdit:
     policy = load_nano("qwen_image_edit", folder, **{"dtypes": FLOAT32, "max_sequence_length": LENGTH} | options)
     assert isinstance(policy, QwenImageEdit)
-    policy.metadata = edits.metadata
     return policy
 
 
-def sample(policy: QwenImageEdit, prompts: list[str], seeds: Tensor = SEEDS) -> Tensor:
+def sample(policy: QwenImageEdit, prompts: list[Prompt], seeds: Tensor = SEEDS) -> Tensor:
     conditioning = policy.encode(prompts)
     with torch.no_grad():
         return integrate(
@@ -93,7 +94,7 @@ def paint(
 def test_images_match_the_diffusers_pipeline(
     folder_of: Callable[[str], str], edits: PromptSets, theirs: QwenImageEditPipeline, scale: float
 ) -> None:
-    policy = load(folder_of("qwen_image_edit"), edits, guidance_scale=scale)
+    policy = load(folder_of("qwen_image_edit"), guidance_scale=scale)
     together = sample(policy, edits.train)
     options: dict[str, Any] = dict(true_cfg_scale=scale, negative_prompt="") if scale > 1 else {}
     for row, (prompt, text) in enumerate(zip(edits.train, TEXTS, strict=True)):
@@ -106,17 +107,15 @@ def test_images_match_the_diffusers_pipeline(
         torch.testing.assert_close(together[row : row + 1], latents, rtol=0, atol=1e-5)
         expected = paint(policy, theirs, edits, row, output_type="pt", **options)
         torch.testing.assert_close(policy.decode(alone), expected, rtol=0, atol=1e-5)
-    swapped = dict(zip(edits.train, [edits.metadata[prompt] for prompt in edits.train[::-1]], strict=True))
-    policy.metadata = {
-        prompt: edits.metadata[prompt] | {"input_image": row["input_image"]} for prompt, row in swapped.items()
-    }
-    assert (sample(policy, edits.train) - together)[0].abs().max() > 1e-3  # another image
+    images = [prompt.metadata for prompt in edits.train[::-1]]
+    swapped = [replace(prompt, metadata=metadata) for prompt, metadata in zip(edits.train, images, strict=True)]
+    assert (sample(policy, swapped) - together)[0].abs().max() > 1e-3  # another image
 
 
 def test_saved_lora_paints_the_same_in_diffusers(
     folder_of: Callable[[str], str], edits: PromptSets, theirs: QwenImageEditPipeline, tmp_path: Path
 ) -> None:
-    policy = load(folder_of("qwen_image_edit"), edits, max_sequence_length=len(TEXTS[0].split()) + 7)
+    policy = load(folder_of("qwen_image_edit"), max_sequence_length=len(TEXTS[0].split()) + 7)
     layers = lora.add_adapters(policy.transformer, lora_config(rank=4, alpha=12, targets=ATTENTION), seed=0)
     state = random_state(lora.adapter_state(layers, TRAINED), seed=6)
     without = sample(policy, edits.train[:1], SEEDS[:1])
@@ -132,31 +131,29 @@ def test_embeddings_are_cached_by_text_and_content_of_the_image(
     folder_of: Callable[[str], str], edits: PromptSets, tmp_path: Path
 ) -> None:
     folder, prompts, options = folder_of("qwen_image_edit"), edits.train, dict(embeddings=str(tmp_path))
-    expected = load(folder, edits, guidance_scale=4.0).encode(prompts)
+    expected = load(folder, guidance_scale=4.0).encode(prompts)
     embeds = expected["prompt_embeds"]
     assert embeds.shape == (3, 4 + LENGTH, 64) and expected["prompt_embeds_mask"].sum(1).tolist() == [18, 13, 19]
     assert expected["negative_prompt_embeds_mask"].sum(1).tolist() == [4 + 7] * 3
     assert expected["image_latents"].shape == (3, 16, 64)
-    first = load(folder, edits, guidance_scale=4.0, **options)
+    first = load(folder, guidance_scale=4.0, **options)
     assert all(torch.equal(value, expected[name]) for name, value in first.encode(prompts).items())
-    again = load(folder, edits, guidance_scale=4.0, **options)
+    again = load(folder, guidance_scale=4.0, **options)
     for name, value in again.encode(prompts).items():
         assert torch.equal(value, expected[name]), name
     assert again.pipeline.text_encoder is None  # nothing was embedded
     # The same words with another image are another prompt.
-    other = prompts[0].replace(NAMES[0], NAMES[2])
-    again.metadata = {other: edits.metadata[prompts[2]]}
-    changed = again.encode([other])
+    changed = again.encode([replace(prompts[2], text=prompts[0].text)])
     assert (changed["prompt_embeds"] - embeds[:1]).abs().max() > 0.01
     assert len(list(tmp_path.iterdir())) == 4
-    plain = load(folder, edits, **options).encode(prompts)  # without guidance: other files
+    plain = load(folder, **options).encode(prompts)  # without guidance: other files
     assert set(plain) == {"prompt_embeds", "prompt_embeds_mask", "image_latents"}
 
 
 def test_random_weights_need_no_image(folder_of: Callable[[str], str]) -> None:
     for scale, names in ((1.0, 3), (4.0, 5)):
         policy = load_nano("qwen_image_edit", folder_of("qwen_image_edit"), weights="random", guidance_scale=scale)
-        conditioning = policy.encode(TEXTS)
+        conditioning = policy.encode(prompts_of(TEXTS))
         assert len(conditioning) == names and conditioning["prompt_embeds"].shape == (3, 4 + 10, 64)
         with torch.no_grad():
             velocity = policy.guided_velocity(policy.transformer, policy.noise(SEEDS), torch.tensor(0.5), conditioning)
@@ -166,14 +163,14 @@ def test_random_weights_need_no_image(folder_of: Callable[[str], str]) -> None:
 def test_prompt_without_an_image_and_a_damaged_image_raise(
     folder_of: Callable[[str], str], edits: PromptSets, tmp_path: Path
 ) -> None:
-    policy = load(folder_of("qwen_image_edit"), edits)
+    policy = load(folder_of("qwen_image_edit"))
     with pytest.raises(UserError, match="the prompt 'a circle' is invalid: this model edits an image, and .* has none"):
-        policy.encode([edits.train[0], "a circle"])
-    png = Path(edits.metadata[edits.train[0]]["input_image"]).read_bytes()
+        policy.encode([edits.train[0], Prompt("a circle")])
+    png = Path(str(edits.train[0].input_image)).read_bytes()
     (tmp_path / "half.png").write_bytes(png[: len(png) // 2])
-    policy.metadata = {"a [image: b]": {"image": "b", "input_image": str(tmp_path / "half.png")}}
+    half = Prompt("a", {"input_image": str(tmp_path / "half.png")}, image="half.png")
     with pytest.raises(UserError, match="the input image .*half.png cannot be read: .* Write the file again"):
-        policy.encode(["a [image: b]"])
+        policy.encode([half])
 
 
 def test_it_is_qwen_image_with_an_image(compose: Callable[..., Run]) -> None:

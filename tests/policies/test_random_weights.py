@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from nano import PROMPTS, load_nano, load_policy
+from nano import PROMPTS, load_nano, load_policy, prompts_of
 from torch import nn
 
 from solrl_lightning.errors import UserError
@@ -144,7 +144,7 @@ def test_weights_are_random_biases_zero_and_norms_one() -> None:
 
 def test_random_policy_samples_and_decodes(policy: PipelineAdapter) -> None:
     assert policy.transformer.dtype == torch.bfloat16
-    conditioning = policy.encode(PROMPTS[:2])
+    conditioning = policy.encode(prompts_of(PROMPTS[:2]))
     with torch.no_grad():
         latents = integrate(
             lambda x, sigma: policy.velocity(policy.transformer, x, sigma, conditioning),
@@ -157,7 +157,7 @@ def test_random_policy_samples_and_decodes(policy: PipelineAdapter) -> None:
 
 
 def test_random_embedding_depends_on_its_prompt_alone(policy: PipelineAdapter, architecture: str) -> None:
-    forwards, backwards = policy.encode(PROMPTS), policy.encode(PROMPTS[::-1])
+    forwards, backwards = policy.encode(prompts_of(PROMPTS)), policy.encode(prompts_of(PROMPTS[::-1]))
     assert {name: tuple(value.shape[1:]) for name, value in forwards.items()} == EMBEDDINGS[architecture]
     for name, value in forwards.items():
         assert torch.equal(value, backwards[name].flip(0)), name
@@ -169,5 +169,5 @@ def test_policy_of_real_size_on_meta_takes_no_memory() -> None:
     options |= dict(dtypes={"transformer": "bfloat16", "default": "float32"}, device="meta")
     policy = Sana(SANA, 1024, **options)
     assert all(p.is_meta for p in [*policy.transformer.parameters(), *policy.pipeline.vae.parameters()])
-    shapes = {name: (value.shape, value.is_meta) for name, value in policy.encode(["a prompt"]).items()}
+    shapes = {name: (value.shape, value.is_meta) for name, value in policy.encode(prompts_of(["a prompt"])).items()}
     assert shapes == {"prompt_embeds": ((1, 300, 2304), True), "prompt_mask": ((1, 300), True)}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nano import PROMPTS, load_policy, lora_config, random_state
+from nano import PROMPTS, load_policy, lora_config, prompts_of, random_state
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
@@ -56,7 +56,11 @@ def test_merged_replica_computes_what_the_adapted_policy_computes(policy: Flux1)
     replica.untie_parameters(merged, adapted(layers))
     state = random_state(lora.adapter_state(layers, TRAINED), seed=1)
     lora.load_state(layers, TRAINED, state)
-    conditioning, x, sigma = policy.encode(PROMPTS), policy.noise(torch.tensor([1, 2, 3])), torch.tensor(0.4)
+    conditioning, x, sigma = (
+        policy.encode(prompts_of(PROMPTS)),
+        policy.noise(torch.tensor([1, 2, 3])),
+        torch.tensor(0.4),
+    )
     with torch.no_grad():
         base = policy.velocity(merged, x, sigma, conditioning)
         replica.write_parameters(merged, lora.merged_weights(layers, state))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from nano import BUILDERS, EDITORS, PROMPTS, load_nano, policy_class
+from nano import BUILDERS, EDITORS, PROMPTS, load_nano, policy_class, prompts_of
 from take_away import take_each_file_away
 
 from solrl_lightning.errors import UserError
@@ -24,7 +24,7 @@ def test_a_file_that_is_missing_is_named_or_makes_no_difference(model: str, fold
         if model in EDITORS:  # whose prompts need images
             return []
         policy = load_nano(model, str(folder), max_sequence_length=40 if model in ("flux2", "z_image") else 10)
-        return [policy.sigmas(4), *policy.encode(PROMPTS).values()]
+        return [policy.sigmas(4), *policy.encode(prompts_of(PROMPTS)).values()]
 
     take_each_file_away(folder, embeddings_and_levels, leave=".safetensors")  # test_loading takes them
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from nano import load_policy
+from nano import load_policy, prompts_of
 from pretrain import build_pipeline
 
 from solrl_lightning.metrics.rank import rank_fidelity
@@ -29,7 +29,7 @@ def tiny() -> Flux1:
 def scored(policy: Flux1, captions: list[str]) -> Candidates:
     """Two images of each held-out prompt, painted from ``captions``."""
     seeds = evaluation_seeds(0, HELD_OUT, 2)
-    prompts = EncodedPrompts(HELD_OUT, policy.encode(captions))
+    prompts = EncodedPrompts(prompts_of(HELD_OUT), policy.encode(prompts_of(captions)))
     spec = SamplingSpec(policy.sigmas(6), "euler")
     rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
     chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(16, False), prompts, seeds, spec)
@@ -58,7 +58,7 @@ def test_images_follow_their_captions_and_leave_room_to_improve(tiny: Flux1) -> 
 
 def test_model_knows_shapes_and_sides_and_does_not_always_paint_them(tiny: Flux1) -> None:
     seeds, spec = evaluation_seeds(1, HELD_OUT, 12), SamplingSpec(tiny.sigmas(10), "euler")
-    encoded = EncodedPrompts(HELD_OUT, tiny.encode(HELD_OUT))
+    encoded = EncodedPrompts(prompts_of(HELD_OUT), tiny.encode(prompts_of(HELD_OUT)))
     chunks = iter_sampled_chunks(tiny, tiny.transformer, BatchSize(96, False), encoded, seeds, spec)
     images = torch.cat([tiny.decode(chunk.state.x) for chunk in chunks if chunk.state is not None])
     reward = ShapesReward()
@@ -70,7 +70,7 @@ def test_model_knows_shapes_and_sides_and_does_not_always_paint_them(tiny: Flux1
 
 def test_preview_decoder_is_close_to_the_autoencoder_and_ranks_alike(tiny: Flux1) -> None:
     captions = [caption for caption in HELD_OUT for _ in range(EACH)]
-    encoded = EncodedPrompts(HELD_OUT, tiny.encode(HELD_OUT))
+    encoded = EncodedPrompts(prompts_of(HELD_OUT), tiny.encode(prompts_of(HELD_OUT)))
     seeds, spec = evaluation_seeds(0, HELD_OUT, EACH), SamplingSpec(tiny.sigmas(6), "euler")
     chunks = iter_sampled_chunks(tiny, tiny.transformer, BatchSize(48, False), encoded, seeds, spec)
     x = torch.cat([chunk.state.x for chunk in chunks])

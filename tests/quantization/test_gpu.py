@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fake_modules import apply_to_fakes
-from nano import PROMPTS, adapters, load_policy, save_nano
+from nano import PROMPTS, adapters, load_policy, prompts_of, save_nano
 from torch import Tensor, nn
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -117,7 +117,7 @@ def module_on(device: str, folder: str, backend: Backend) -> SolRLModule:
 def test_rollout_chunk_stays_on_gpu(blackwell: None, folder: str) -> None:
     module = module_on("cuda", folder, backend_of("nvfp4", "torch"))
     module.sync_samplers(version=0)
-    prompts, seeds = module.encode(PROMPTS[:1]), pool_seeds(0, 0, PROMPTS[:1], 2)
+    prompts, seeds = module.encode(prompts_of(PROMPTS[:1])), pool_seeds(0, 0, PROMPTS[:1], 2)
     spec = SamplingSpec(module.policy.sigmas(2), "dpm2")
     chunks = list(module.transformers.samplers["shadow"].sample(prompts, seeds, spec))
     (index, state, *_), images = chunks[0], module.policy.decode(chunks[0].state.x)
@@ -134,9 +134,9 @@ def test_training_step_stays_on_gpu(blackwell: None, folder: str, monkeypatch: p
     monkeypatch.setattr(module, "log_dict", lambda *arguments, **options: None)  # no trainer
     seeds, scores = pool_seeds(0, 0, PROMPTS[:1], 2), torch.zeros(1, 2)
     latents = torch.empty(1, 2, *module.policy.latent_shape, device=device)  # type: ignore[attr-defined]
-    rollouts = Rollouts(PROMPTS[:1], seeds, latents, scores, scores, scores.unsqueeze(-1), scores)
+    rollouts = Rollouts(prompts_of(PROMPTS[:1]), seeds, latents, scores, scores, scores.unsqueeze(-1), scores)
     sigmas, plan = module.policy.sigmas(4), plan_micro_batches(1, rows_per_prompt=4, micro_batch=4, ranks=1)
-    (batch,) = MicroBatches(rollouts, module.encode(PROMPTS[:1]), sigmas, module.objective, plan)
+    (batch,) = MicroBatches(rollouts, module.encode(prompts_of(PROMPTS[:1])), sigmas, module.objective, plan)
     loss = module.training_step(batch, 0)
     assert loss.requires_grad and loss.shape == () and loss.dtype == torch.float32 and loss.device.type == device
     loss.backward()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from exact_formats import LAYERS
-from nano import PROMPTS, load_policy, relative_error
+from nano import PROMPTS, load_policy, prompts_of, relative_error
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -92,7 +92,10 @@ def test_candidate_is_independent_of_batch_and_position(tiny: Flux1, precision: 
     converted = replica.clone_sharing_weights(tiny.transformer)
     rule = QuantizationRule(["transformer_blocks.*", "single_*"])
     convert(converted, plan(converted, rule, backend), backend)
-    prompts, spec = EncodedPrompts(PROMPTS, tiny.encode(PROMPTS)), SamplingSpec(tiny.sigmas(3), "euler")
+    prompts, spec = (
+        EncodedPrompts(prompts_of(PROMPTS), tiny.encode(prompts_of(PROMPTS))),
+        SamplingSpec(tiny.sigmas(3), "euler"),
+    )
 
     def latents(seeds: Tensor, batch: int) -> Tensor:
         chunks = iter_sampled_chunks(tiny, converted, BatchSize(batch, False), prompts, seeds, spec)

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.advantages import group_advantages
 from solrl_lightning.rewards.shapes import ShapesReward
@@ -99,5 +100,5 @@ def test_parts_without_their_names_are_an_error() -> None:
 
     with pytest.raises(UserError, match=r"its parts\(\) must return .* \[2, 1\]; it returned \[2, 6\]"):
         WeightedRewards({"mine": Unnamed()}, {"mine": 1.0}).parts(
-            torch.rand(2, 3, 32, 32), ["a red circle above a blue square"] * 2
+            torch.rand(2, 3, 32, 32), [Prompt("a red circle above a blue square")] * 2
         )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import solrl_lightning.rewards
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, RewardError, UserError
 from solrl_lightning.rewards.base import Metadata, Reward, unique_prompts
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -182,11 +183,11 @@ def test_exception_of_a_reward_names_it_and_the_line() -> None:
 
 def test_every_reward_is_tried_with_the_metadata_of_the_prompt() -> None:
     mine = Returns([1, 2])
-    rewards = WeightedRewards({"counting": Counting(), "mine": mine}, {"counting": 1, "mine": 0}, {"a": {"count": 3}})
-    rewards.try_out(torch.full((3, 4, 4), 0.5), "a")
+    rewards = WeightedRewards({"counting": Counting(), "mine": mine}, {"counting": 1, "mine": 0})
+    rewards.try_out(torch.full((3, 4, 4), 0.5), Prompt("a", {"count": 3}))
     mine.value = None
     with pytest.raises(UserError, match="reward mine is invalid"):
-        rewards.try_out(torch.full((3, 4, 4), 0.5), "a")
+        rewards.try_out(torch.full((3, 4, 4), 0.5), Prompt("a", {"count": 3}))
 
 
 class Counting(Reward):
@@ -204,21 +205,23 @@ class Counting(Reward):
 
 
 def test_metadata_reach_the_rewards_that_take_them() -> None:
-    metadata = {"a cat": {"count": 3}, "a fish": {"count": 5}}
     both = {"counting": Counting(device="cpu"), "brightness": Brightness()}
-    rewards = WeightedRewards(both, {"counting": 1.0, "brightness": 0.0}, metadata)
-    images, prompts = grey(0.0, 0.5, 1.0, 0.25), ["a fish", "a cat", "a fish", "a dog"]
+    rewards = WeightedRewards(both, {"counting": 1.0, "brightness": 0.0})
+    # Prompts of equal text have their own metadata.
+    prompts = [Prompt("a cat", {"count": 5}), Prompt("a cat", {"count": 3}), Prompt("a fish", {"count": 5})]
+    rewards.check_prompts(prompts)
+    prompts.append(Prompt("a cat"))
+    images = grey(0.0, 0.5, 1.0, 0.25)
     assert rewards(images, prompts).T.tolist() == [[5, 3, 5, -1], [0.0, 0.5, 1.0, 0.25]]
     assert rewards.for_training(images, prompts).T.tolist() == [[5, 3, 5, -1]]
-    rewards.check_prompts(["a cat", "a fish"])
-    with pytest.raises(UserError, match="'a dog' has no count"):
+    with pytest.raises(UserError, match="'a cat' has no count"):
         rewards.check_prompts(prompts)
 
 
 def test_rollouts_are_scored_by_the_rewards_of_positive_and_negative_weight() -> None:
     three = {"counting": Counting(), "brightness": Brightness(), "watched": Brightness()}
-    rewards = WeightedRewards(three, {"watched": 0.0, "brightness": -0.5, "counting": 2.0}, {"a cat": {"count": 3}})
-    images, prompts = grey(0.5, 1.0), ["a cat", "a dog"]
+    rewards = WeightedRewards(three, {"watched": 0.0, "brightness": -0.5, "counting": 2.0})
+    images, prompts = grey(0.5, 1.0), [Prompt("a cat", {"count": 3}), Prompt("a dog")]
     assert list(rewards.for_training.rewards) == ["counting", "brightness"]
     for each in (rewards, rewards.for_training):
         assert each.total(each(images, prompts)).tolist() == [2 * 3 - 0.5 * 0.5, 2 * -1 - 0.5 * 1.0]
@@ -239,5 +242,5 @@ def test_reward_that_changes_the_images_changes_those_of_no_other() -> None:
 
     both = WeightedRewards({"darkening": Darkening(), "brightness": Brightness()}, {"darkening": 1, "brightness": 1})
     images = THREE.clone()
-    assert both(images, PROMPTS).tolist() == [[0.0, 0.0], [0.25, 0.5], [0.5, 1.0]]
+    assert both(images, [*map(Prompt, PROMPTS)]).tolist() == [[0.0, 0.0], [0.25, 0.5], [0.5, 1.0]]
     assert torch.equal(images, THREE)

@@ -1,5 +1,6 @@
 """One stage of a rollout on the real classes: chunks, padding, prompts of candidates, and non-finite rewards."""
 
+import pickle
 import threading
 import time
 import weakref
@@ -11,12 +12,13 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from nano import PROMPTS, load_policy, relative_error, save_nano
+from nano import PROMPTS, load_policy, prompts_of, relative_error, save_nano
 from torch import Tensor, nn
 
+from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.policies.flux1 import Flux1
-from solrl_lightning.rewards.base import Reward
+from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.chunks import (
     BatchSize,
@@ -102,7 +104,7 @@ def run(
 ) -> Candidates:
     """Samples ``seeds`` in batches, which are of a fixed size unless a `BatchSize` says otherwise."""
     batch_size = batch if isinstance(batch, BatchSize) else BatchSize(batch, True)
-    prompts = EncodedPrompts(texts, policy.encode(texts))
+    prompts = EncodedPrompts(prompts_of(texts), policy.encode(prompts_of(texts)))
     spec = SamplingSpec(policy.sigmas(steps), solver, **part)
     chunks = iter_sampled_chunks(policy, policy.transformer, batch_size, prompts, seeds, spec)
     score = partial(score_images, decode or policy.decode, or_nan=only_ranks)
@@ -162,6 +164,24 @@ def test_reward_receives_decoded_images_with_their_prompts(policy: Recorder) -> 
     torch.testing.assert_close(actual.rewards.flatten(), brightness(images, []), rtol=0, atol=1e-6)
 
 
+def test_prompts_of_equal_text_are_scored_with_their_own_metadata(policy: Recorder) -> None:
+    class Counting(Reward):
+        def score(self, images: Tensor, prompts: list[str], metadata: list[Metadata]) -> Tensor:
+            return torch.tensor([row["n"] for row in metadata])
+
+    prompts = [Prompt("a star", {"n": number}) for number in (1, 2)]
+    assert len(set(prompts)) == 2 and len(set(identities(prompts))) == 1
+    assert pickle.loads(pickle.dumps(prompts)) == prompts
+    everything = EncodedPrompts(prompts, policy.encode(prompts))
+    encoded = everything.gather(torch.tensor([everything.prompts.index(prompt) for prompt in prompts]))
+    seeds, spec = pool_seeds(0, 0, identities(prompts), 3), SamplingSpec(policy.sigmas(1), "euler")
+    chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(4, False), encoded, seeds, spec)
+    rewards, score = WeightedRewards({"n": Counting()}, {"n": 1.0}), partial(score_images, policy.decode)
+    actual = score_chunks(chunks, encoded, seeds, rewards, score, lambda done, total: None, inline_worker)
+    assert actual.rewards.tolist() == [[1.0] * 3, [2.0] * 3]
+    torch.testing.assert_close(actual.x0[0], actual.x0[1], rtol=0, atol=1e-5)  # the text and the seeds are equal
+
+
 def test_latents_are_usable_by_autograd_and_have_no_graph(policy: Recorder) -> None:
     policy.transformer.requires_grad_(True)
     actual = run(policy, 8)
@@ -172,7 +192,7 @@ def test_latents_are_usable_by_autograd_and_have_no_graph(policy: Recorder) -> N
 
 
 def test_chunks_are_yielded_one_at_a_time(policy: Recorder) -> None:
-    prompts = EncodedPrompts(PROMPTS, policy.encode(PROMPTS))
+    prompts = EncodedPrompts(prompts_of(PROMPTS), policy.encode(prompts_of(PROMPTS)))
     spec = SamplingSpec(policy.sigmas(1), "euler")
     chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(6, True), prompts, SEEDS, spec)
     index, state, *_ = next(chunks)
@@ -215,8 +235,8 @@ def test_check_finite_names_first_non_finite_value() -> None:
     with pytest.raises(
         NonFiniteError, match=r"the loss is nan for the prompt 'c' with seed 12\. Correct the objective"
     ):
-        check_finite(values, "loss", ["a", "b", "c", "d"], torch.tensor([10, 11, 12, 13]))
-    check_finite(values[:2], "loss", ["a", "b"], torch.tensor([10, 11]))
+        check_finite(values, "loss", prompts_of("abcd"), torch.tensor([10, 11, 12, 13]))
+    check_finite(values[:2], "loss", prompts_of("ab"), torch.tensor([10, 11]))
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -299,9 +319,9 @@ def test_non_finite_explored_candidate_is_never_selected(
 
 def test_too_few_finite_rewards_error_names_prompt() -> None:
     rewards = torch.tensor([[1.0, 2.0, 3.0], [1.0, torch.nan, torch.inf]])
-    check_selectable(rewards, 1, ["a", "b"])
+    check_selectable(rewards, 1, prompts_of("ab"))
     with pytest.raises(NonFiniteError, match="1 of 3 explored candidates .* for the prompt 'b', fewer than the 2"):
-        check_selectable(rewards, 2, ["a", "b"])
+        check_selectable(rewards, 2, prompts_of("ab"))
 
 
 class SmallMemory(Recorder):
@@ -381,10 +401,10 @@ def test_out_of_memory_with_one_candidate_raises(policy: Recorder, monkeypatch: 
         run(policy)
 
 
-def test_gather_selects_texts_and_embeddings() -> None:
+def test_gather_selects_prompts_and_embeddings() -> None:
     conditioning: dict[str, Any] = {"x": torch.arange(6).view(3, 2), "y": torch.arange(3)}
-    texts, rows = EncodedPrompts(["a", "b", "c"], conditioning).gather(torch.tensor([2, 0, 2, 1]))
-    assert texts == ["c", "a", "c", "b"]
+    prompts, rows = EncodedPrompts(prompts_of("abc"), conditioning).gather(torch.tensor([2, 0, 2, 1]))
+    assert prompts == prompts_of("cacb")
     assert rows["x"].tolist() == [[4, 5], [0, 1], [4, 5], [2, 3]] and rows["y"].tolist() == [2, 0, 2, 1]
 
 

@@ -3,6 +3,7 @@
 import weakref
 
 import torch
+from nano import prompts_of
 from torch import Tensor
 
 from solrl_lightning.rollout.explore import run_family
@@ -33,7 +34,7 @@ def test_every_rung_selects_from_the_survivors_of_the_one_before() -> None:
         rewards = scores(seeds, number)
         return Candidates(seeds, start(seeds[..., None]), rewards, rewards[..., None], rewards)
 
-    pool, kept, proxy_merits = run_family(stages, seeds, ["a", "b", "c"], run)
+    pool, kept, proxy_merits = run_family(stages, seeds, prompts_of("abc"), run)
     expected = [seeds]
     for number, keep in enumerate(KEEPS):
         expected.append(expected[-1].gather(1, select_contrastive(scores(expected[-1], number), keep)))
@@ -62,7 +63,7 @@ def test_latents_of_the_pool_are_freed_before_the_kept_candidates_are_sampled() 
 
     rung = Stage("explore", "merged", 3, "euler", 1, keep=4)
     stages = [rung, rung._replace(stop_step=2, keep=2), Stage("regenerate", "merged", 3, "euler")]
-    pool, kept, proxy_merits = run_family(stages, torch.arange(6).expand(2, 6), ["a", "b"], run)
+    pool, kept, proxy_merits = run_family(stages, torch.arange(6).expand(2, 6), prompts_of("ab"), run)
     assert states == [(False, []), (True, [False, False]), (True, [False, False])]
     assert pool.state is None and pool.rewards.shape == (2, 6)
     assert kept.x0.shape == (2, 2, 4) and proxy_merits.shape == (2, 2)
@@ -78,5 +79,5 @@ def test_states_are_kept_where_a_stage_continues_them_and_at_the_end() -> None:
 
     rung = Stage(EXPLORE, "shadow", 3, "euler", 1, keep=4)
     stages = [rung, rung._replace(stop_step=2, keep=2), Stage(REGENERATE, "merged", 3, "euler")]
-    run_family(stages, torch.arange(6).expand(2, 6), ["a", "b"], run)
+    run_family(stages, torch.arange(6).expand(2, 6), prompts_of("ab"), run)
     assert read == [(False, True), (True, False), (False, True)]

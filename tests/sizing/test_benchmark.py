@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from nano import prompts_of
 from torch.utils.flop_counter import FlopCounterMode
 
 from solrl_lightning.cli.checks import check_prompts
@@ -108,7 +109,7 @@ def test_rate_of_a_forward_pass_is_its_products_over_its_seconds(
     shapes: Flux1 = load_policy(nano, weights="random", device="meta")
     with torch.no_grad():
         x, sigma = shapes.noise(torch.zeros(1, dtype=torch.int64)), torch.ones(1, device="meta")
-        conditioning = shapes.encode(["a prompt"])
+        conditioning = shapes.encode(prompts_of(["a prompt"]))
         with FlopCounterMode(display=False) as counter:
             shapes.velocity(shapes.transformer, x, sigma, conditioning)
     assert result["batch"] == 16

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from solrl_lightning.build import build_objective, lora_config, stages_of
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan
@@ -76,7 +77,8 @@ def test_tokens_are_those_of_image_and_text_and_checkpointing_saves_bytes(passes
 
 def test_activations_are_those_of_one_image_of_a_batch(passes: Passes) -> None:
     policy, images = embedded(), 4
-    conditioning, x = policy.encode(images * ["a prompt"]), policy.noise(torch.zeros(images, dtype=torch.int64))
+    conditioning = policy.encode(images * [Prompt("a prompt")])
+    x = policy.noise(torch.zeros(images, dtype=torch.int64))
     with torch.no_grad(), FusedAttention(), PeakBytes(policy.pipeline.vae) as decoding:
         policy.decode_latents(x, policy.pipeline.vae)
     assert passes.decoding_bytes == pytest.approx(decoding.peak / images, rel=0.05)

@@ -61,7 +61,7 @@ def test_iterations_fill_one_batch_of_the_rollout_and_one_of_the_training(compos
 def test_iterations_use_a_prompt_that_the_reward_can_score(compose: Compose, tmp_path: Path) -> None:
     smoke = smoke_config(compose("task=doctor", "reward=[shapes,geneval]", f"run_dir={tmp_path}"), 2)
     prompts = read_prompt_sets(smoke.data.train, None)
-    assert [broken_rule(prompts.metadata[prompt]) for prompt in prompts.train] == [""]
+    assert [broken_rule(prompt.metadata) for prompt in prompts.train] == [""]
     (row,) = trial.check_rewards(compose("task=doctor", "reward=ocr"), CPU)
     assert row.status == OK and "ocr 0" in row.result  # of noise
 

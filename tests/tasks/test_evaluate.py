@@ -13,6 +13,7 @@ from checkpoints import write_checkpoint
 from PIL import Image
 
 from solrl_lightning.artifacts.pictures import Row, draw_grid
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
@@ -90,7 +91,7 @@ def test_only_the_base_is_scored_without_a_checkpoint_by_each_reward_and_their_w
 def test_table_and_picture_have_each_score_under_its_reward_and_model() -> None:
     scores = torch.arange(12.0).view(2, 1, 2, 3)  # base and trained, a prompt, two images, three scores
     rewards = WeightedRewards(dict.fromkeys(["shapes", "other"], ShapesReward()), {"shapes": 1.0, "other": 1.0})
-    evaluation = Evaluation(["a star"], rewards, "euler", steps=1, images=2, seed=3)
+    evaluation = Evaluation([Prompt("a star")], rewards, "euler", steps=1, images=2, seed=3)
     sums = ["weighted_sum base", "weighted_sum trained"]
     header, *lines = csv.reader(to_csv(evaluation, ["base", "trained"], scores).splitlines())
     assert header == ["prompt", "seed", "shapes base", "shapes trained", "other base", "other trained", *sums]

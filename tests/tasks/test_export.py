@@ -10,7 +10,7 @@ import torch
 from checkpoints import write_checkpoint
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from huggingface_hub import ModelCard, constants
-from nano import PROMPTS, save_nano
+from nano import PROMPTS, prompts_of, save_nano
 from policies.fake_hub import REPOSITORY, FakeHub, serving
 from safetensors.torch import load_file
 from torch import Tensor
@@ -88,7 +88,7 @@ def images_of(pipeline: FluxPipeline, module: SolRLModule) -> Tensor:
 
 
 def ours(module: SolRLModule, weights: str) -> Tensor:
-    return module.sample(PROMPTS[:1], SEEDS, weights=weights, steps=STEPS)[0]
+    return module.sample(prompts_of(PROMPTS[:1]), SEEDS, weights=weights, steps=STEPS)[0]
 
 
 @pytest.mark.parametrize("folder", ["transformer", "lora_ema", "lora_trained"])

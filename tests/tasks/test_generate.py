@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import write_checkpoint
-from nano import PROMPTS, save_nano
+from nano import PROMPTS, prompts_of, save_nano
 from PIL import Image
 
 from solrl_lightning.artifacts.pictures import Row, draw_grid
@@ -54,9 +54,9 @@ def test_base_and_trained_use_the_seeds_of_evaluations(
     assert files[0] == f"images/0000_{min(seeds[0].tolist()):010d}_base.png"
 
     module = build_model(without_training(cfg), torch.device("cpu"))
-    expected = module.sample(PROMPTS[:2], seeds, weights="base", steps=2)
+    expected = module.sample(prompts_of(PROMPTS[:2]), seeds, weights="base", steps=2)
     module.ema_state = torch.load(checkpoint, weights_only=True)["callbacks"]["WeightEMA"]["average"]
-    expected = torch.stack([expected, module.sample(PROMPTS[:2], seeds, weights="ema", steps=2)])
+    expected = torch.stack([expected, module.sample(prompts_of(PROMPTS[:2]), seeds, weights="ema", steps=2)])
     images = torch.stack([pixels(tmp_path / image["file"]) for image in result["images"]])
     levels = (255 * expected.flatten(0, 2)).round().byte().permute(0, 2, 3, 1)
     assert torch.equal(images, levels)
@@ -107,6 +107,6 @@ def test_base_uses_prompts_of_a_file_and_the_given_seeds(
 
 def test_prompts_of_the_command_line_may_have_commas_and_spaces(compose: Compose) -> None:
     cfg = compose("task=generate", 'task.prompts=[a red apple, "two, or three, dogs"]')
-    assert requested_prompts(cfg) == ["a red apple", "two, or three, dogs"]
-    assert requested_seeds(cfg, ["a", "b"]).shape == (2, 4)
+    assert requested_prompts(cfg) == prompts_of(["a red apple", "two, or three, dogs"])
+    assert requested_seeds(cfg, prompts_of("ab")).shape == (2, 4)
     assert cfg.weights == {"base": "base"}

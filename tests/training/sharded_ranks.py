@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from nano import PROMPTS, load_nano
+from nano import PROMPTS, load_nano, prompts_of
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -30,7 +30,7 @@ def steps(policy: PipelineAdapter, trained: FullTransformer) -> dict[str, Any]:
     """Two optimiser steps, of one and of two micro-batches, that differ between the ranks."""
     rank = distributed.get_rank()
     x, sigma = policy.noise(torch.tensor([rank, 2 + rank])), torch.tensor([0.5, 0.7])
-    prompts = policy.encode(PROMPTS[:2])
+    prompts = policy.encode(prompts_of(PROMPTS[:2]))
     parameters = [parameter for parameter in trained.weights.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-3)
     results: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
-from nano import PROMPTS, load_nano, save_nano
+from nano import PROMPTS, load_nano, prompts_of, save_nano
 from test_loop import fit, make, saved, train, weights
 from torch import Tensor
 
@@ -26,7 +26,7 @@ def policy(tmp_path: Path) -> PipelineAdapter:
 
 
 def velocity(policy: PipelineAdapter, transformer: Any) -> Tensor:
-    return policy.velocity(transformer, policy.noise(SEEDS), torch.tensor(0.5), policy.encode(PROMPTS))
+    return policy.velocity(transformer, policy.noise(SEEDS), torch.tensor(0.5), policy.encode(prompts_of(PROMPTS)))
 
 
 def test_a_step_is_that_of_float32_weights_with_gradients_of_the_bfloat16_model(policy: PipelineAdapter) -> None:

@@ -24,6 +24,7 @@ from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.data.loaders import RankPrompts
+from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.objectives.advantages import group_advantages
 from solrl_lightning.objectives.awm import AWMLoss
@@ -84,7 +85,7 @@ class Recorder(Callback):
         def recorded(*args: Any, **kwargs: Any) -> Any:
             self.events.append(args[0].name if name == "run_stage" else name)
             if name == "run_stage" and args[0] == trainer.fit_loop.stages[0]:
-                self.explored.append((trainer.current_epoch, args[1].texts, args[2].tolist()))
+                self.explored.append((trainer.current_epoch, args[1].prompts, args[2].tolist()))
             result = method(*args, **kwargs)
             if name == "run_stage":
                 self.candidates.append(result)
@@ -572,38 +573,38 @@ def test_custom_objective_trains_on_sampler_transitions(tmp_path: Path) -> None:
     assert 0 < run.recorder.metrics[0]["train/error"] < 1e-3
 
 
-def encoded_texts(run: Run) -> list[list[str]]:
-    """The texts that a run encodes from now on, without those of evaluations."""
-    texts, encode = [], run.module.policy.encode
+def encoded_prompts(run: Run) -> list[list[Prompt]]:
+    """The prompts that a run encodes from now on, without those of evaluations."""
+    prompts, encode = [], run.module.policy.encode
 
-    def recorded(each: list[str]) -> Any:
+    def recorded(each: list[Prompt]) -> Any:
         if each != run.module.evaluation.prompts:
-            texts.append(each)
+            prompts.append(each)
         return encode(each)
 
     run.module.policy.encode = recorded  # type: ignore[method-assign]
-    return texts
+    return prompts
 
 
 def test_prompts_of_four_iterations_are_encoded_at_once_and_resumed_ones_alike(tmp_path: Path) -> None:
     run = make(tmp_path, "family=diffusionnft", max_epochs=5, check_val_every_n_epoch=5)
-    encode, windows, loop = run.module.policy.encode, encoded_texts(run), run.loop
+    encode, windows, loop = run.module.policy.encode, encoded_prompts(run), run.loop
     fit(run)
     expected = [[t for i in range(first, first + 4) for t in loop.schedule.for_iteration(i)] for first in (0, 4)]
-    assert windows == [list(dict.fromkeys(texts)) for texts in expected]
+    assert windows == [list(dict.fromkeys(prompts)) for prompts in expected]
     for iteration in (5, 2):
-        texts = loop.schedule.for_iteration(iteration)
-        prompts = loop._encode(iteration, texts)
-        assert prompts.texts == texts
-        for name, value in encode(texts).items():
-            torch.testing.assert_close(prompts.conditioning[name], value)
+        prompts = loop.schedule.for_iteration(iteration)
+        encoded = loop._encode(iteration, prompts)
+        assert encoded.prompts == prompts
+        for name, value in encode(prompts).items():
+            torch.testing.assert_close(encoded.conditioning[name], value)
 
 
 def test_probe_uses_the_encodings_of_its_iteration(tmp_path: Path) -> None:
     run = make(tmp_path, callbacks=(Regenerated(),), max_epochs=1)
-    texts = encoded_texts(run)
+    windows = encoded_prompts(run)
     fit(run)
-    assert len(texts) == 1
+    assert len(windows) == 1
 
 
 def test_reference_is_computed_in_every_nth_micro_batch_and_each_iteration_begins_with_the_next(tmp_path: Path) -> None:
@@ -631,7 +632,7 @@ def test_old_velocity_is_that_of_the_old_adapter(tmp_path: Path) -> None:
     module.sync_samplers(version=0)
     prompts = module.encode(module.evaluation.prompts)
     x, one = module.policy.noise(torch.tensor([5, 6])), torch.ones(2)
-    rest = (one, one, prompts.conditioning, prompts.texts, torch.tensor([5, 6]), 0, 2)
+    rest = (one, one, prompts.conditioning, prompts.prompts, torch.tensor([5, 6]), 0, 2)
     batch = TrainingBatch(0 * x, x, None, None, one.long(), 0.5 * one, 0 * one, *rest)
     seen: list[Tensor] = []
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.rollout.records import EncodedPrompts, Rollouts, TrainingBatch
 from solrl_lightning.sampling import RecordedSteps
@@ -27,15 +28,15 @@ def ranks(prompts: int, world: int, micro_batch: int, optimizer_steps: int = 1) 
     """Return the micro-batches of every rank; latents and advantages are arbitrary but distinct."""
     plan = plan_micro_batches(prompts, KEEP * TIMESTEPS, micro_batch, world, optimizer_steps)
     objective = NFT(beta=1.0, kl_weight=0.0, advantage_clip=5.0, timestep_fraction=FRACTION)
-    texts = [f"prompt {number}" for number in range(prompts)]
+    each = [Prompt(f"prompt {number}") for number in range(prompts)]
     actual = []
     for rank in range(world):
-        mine = texts[rank::world]
-        seeds = pool_seeds(0, 0, mine, KEEP)
+        mine = each[rank::world]
+        seeds = pool_seeds(0, 0, identities(mine), KEEP)
         latents = torch.randn(len(mine), KEEP, *SHAPE, generator=torch.Generator().manual_seed(rank))
         rewards = torch.arange(len(mine) * KEEP, dtype=torch.float32).view(len(mine), KEEP) + 100 * rank
         rollouts = Rollouts(mine, seeds, latents, rewards, rewards, rewards[..., None], rewards - 50)
-        identity = torch.tensor([float(text.split()[1]) for text in mine])
+        identity = torch.tensor([float(prompt.text.split()[1]) for prompt in mine])
         encoded = EncodedPrompts(mine, {"identity": identity, "embedding": identity[:, None].expand(-1, 4)})
         actual.append(Rank(rollouts, MicroBatches(rollouts, encoded, SIGMAS, objective, plan)))
     return actual
@@ -122,7 +123,7 @@ def test_fields_of_a_row_belong_to_one_sample() -> None:
             assert torch.equal(batch.x0, rank.rollouts.x0.flatten(0, 1)[place])
             assert torch.equal(batch.advantage, rank.rollouts.advantages.flatten()[place])
             assert batch.prompts == [rank.rollouts.prompts[i // KEEP] for i in place]
-            number = torch.tensor([float(prompt.split()[1]) for prompt in batch.prompts])
+            number = torch.tensor([float(prompt.text.split()[1]) for prompt in batch.prompts])
             assert torch.equal(batch.conditioning["identity"], number)
             assert torch.equal(batch.conditioning["embedding"], number[:, None].expand(-1, 4))
             steps = torch.tensor([SIGMAS.tolist().index(sigma) for sigma in batch.sigma.tolist()])

@@ -10,6 +10,7 @@ from test_loop import train
 from torch import Tensor, nn
 
 from solrl_lightning import names
+from solrl_lightning.data.prompt import identities
 from solrl_lightning.objectives.base import Loss
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.policies import lora
@@ -108,7 +109,7 @@ def test_replicas_hold_current_old_policy(trained: Trained, replica: str) -> Non
 def test_evaluation_scores_the_average(trained: Trained) -> None:
     module = trained.module
     prompts, steps = module.evaluation.prompts, module.evaluation.steps
-    seeds = evaluation_seeds(module.evaluation.seed, prompts, module.evaluation.images)
+    seeds = evaluation_seeds(module.evaluation.seed, identities(prompts), module.evaluation.images)
 
     def reward(weights: str) -> float:
         actual = module.score(prompts, seeds, weights=weights, steps=steps, progress=lambda done, total: None)
@@ -189,7 +190,7 @@ def test_each_iteration_explores_a_different_pool(trained: Trained) -> None:
     pools = trained.watch.pools
     assert len(pools) == 2
     for iteration, (prompts, seeds) in enumerate(pools):
-        assert torch.equal(seeds, pool_seeds(trained.module.evaluation.seed, iteration, prompts, 5))
+        assert torch.equal(seeds, pool_seeds(trained.module.evaluation.seed, iteration, identities(prompts), 5))
 
 
 def test_kept_samples_train_at_their_timesteps_and_advantages(trained: Trained) -> None:

@@ -1,0 +1,34 @@
+"""A prompt: its text, and what its row in the source has beside it. Imports no torch."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+INPUT_IMAGE = "input_image"
+"""Key of ``Prompt.metadata`` with the path of the input image."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A row of a prompt source. Prompts of equal text with other metadata or another image are not equal."""
+
+    text: str
+    metadata: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """The other keys of the row, for rewards; a string under "tag" is the kind of prompt."""
+    image: str | None = None
+    """Name of the input image, as in the row, for a model that edits one."""
+
+    @property
+    def identity(self) -> str:
+        """Return the text, with the name of the image if there is one: what seeds and cached embeddings depend on."""
+        return self.text if self.image is None else f"{self.text} [image: {self.image}]"
+
+    @property
+    def input_image(self) -> str | None:
+        """Return the path of the input image."""
+        return None if self.image is None else self.metadata[INPUT_IMAGE]
+
+
+def identities(prompts: Iterable[Prompt]) -> list[str]:
+    """Return the identity of each prompt."""
+    return [prompt.identity for prompt in prompts]
