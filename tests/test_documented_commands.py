@@ -2,8 +2,8 @@
 
 The cells of docs/colab.ipynb run one after the other, each command with the sizes of experiment=smoke.
 
-Those of task=benchmark, doctor and plan, which tests/tasks/ run, studies (docs/measurements.md), and those that only
-the comments of conf/ have are checked and not run.
+Those of task=benchmark, doctor, plan and prove, which other tests run, studies (docs/measurements.md), and those that
+only the comments of conf/ have are checked and not run.
 """
 
 import ast
@@ -114,7 +114,7 @@ def test_documented_command_runs(
         ended = command(*words)
         assert ended.status == 2 and "is not on this machine, and the hub at" in ended.err, ended.err
         return
-    if task in ("benchmark", "doctor", "plan") or checked_only:
+    if task in ("benchmark", "doctor", "plan", "prove") or checked_only:
         prepare(words)
         return
     if task in ("compare", "export") or "--help" in text:

@@ -185,6 +185,15 @@ class Plan(_Known):
     """GB of a card that stay free."""
 
 
+class Prove(_Known):
+    folder: str
+    """Of the results and of the steps' runs."""
+    minutes: Positive
+    """After which no step continues."""
+    steps: list[str] | None
+    """Names of the steps to run."""
+
+
 class Serve(_Known):
     host: str
     """Address to listen on."""
@@ -214,6 +223,7 @@ _TASKS: dict[str, tuple[str, type[Task]]] = {
     "evaluate": ("grid_prompts", Evaluate),
     "export": ("push", Export),
     "plan": ("cards", Plan),
+    "prove": ("minutes", Prove),
     "serve": ("port", Serve),
 }
 

@@ -1,0 +1,243 @@
+"""The steps of task=prove. Each runs commands of this application and yields rows about the files that they write."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from safetensors.torch import load_file
+
+from solrl_lightning.artifacts.finished_runs import Run
+from solrl_lightning.artifacts.formatting import command_line, number
+from solrl_lightning.artifacts.run_folder import LAST
+from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row
+from solrl_lightning.names import AUTO
+from solrl_lightning.quantization import resolve
+from solrl_lightning.quantization.backends import Hardware
+from solrl_lightning.quantization.formats import FORMATS
+from solrl_lightning.sizing.footprint import OPTIONS
+from solrl_lightning.study.elsewhere import TABLES, counts
+from solrl_lightning.study.time_to_reward import first_reached
+
+FAMILIES = ("sol_rl", "prefix", "race")
+MODELS = ("flux1", "sana", "sd3")
+_REWARD = 0.8  # of the embedded model, whose base has .574
+_SLOWEST = 1.5  # times an estimate of seconds, whose error is 30 %
+_CARDS = {9: "h100", 10: "b200"}  # major compute capability -> the packaged table of estimates
+_QUIET = "logger=csv callbacks.sample_grid.every=0 callbacks.rank_correlation.probe_every=0".split()
+_FULL_SIZE = (
+    "model.weights=random data=shapes iterations=2 prompts_per_iteration=1 family.pool=48 family.keep=12 "
+    "model.rollout_batch=12 data.eval_prompts=1 data.eval_images=1 model.eval_steps=1 evaluation.every=2"
+).split()
+
+
+class CutOff(Exception):
+    """A step has reached its time limit."""
+
+
+class Failed(Exception):
+    """A command of a step has ended with an error."""
+
+
+class Runner:
+    """Runs the commands of a step in its folder.
+
+    Args:
+        folder: new; holds the output of all commands as ``log.txt``.
+        options: of every command, such as those of the device.
+        seconds: limit of all commands together.
+    """
+
+    def __init__(self, folder: Path, options: list[str], seconds: float) -> None:
+        self.folder, self.options, self.end = folder, options, time.monotonic() + seconds
+        self.log, self.commands = folder / "log.txt", list[str]()
+
+    def run(self, *arguments: str, accepted: tuple[int, ...] = (0,), kill_at: Path | None = None) -> None:
+        """Run a command, and kill it when the file ``kill_at`` exists.
+
+        Raises:
+            CutOff: the time is up.
+            Failed: the command has another exit status than those ``accepted``.
+        """
+        words = [*arguments, *self.options]
+        self.commands.append(command_line(words))
+        state = {"XDG_STATE_HOME": str(self.folder / "state"), "PYTHONUNBUFFERED": "1", "TORCH_LOGS": "recompiles"}
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "solrl_lightning", *words],
+                cwd=self.folder,
+                env=os.environ | state,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            try:
+                while process.poll() is None and not (kill_at and kill_at.exists()):
+                    if time.monotonic() > self.end:
+                        raise CutOff
+                    time.sleep(0.05)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        if process.returncode not in accepted:
+            lines = self.log.read_text(errors="replace").split("\n")
+            raise Failed(next((line for line in reversed(lines) if line.strip()), "no output"))
+
+    def read(self, file: str) -> Any:
+        """Return a JSON file in the folder."""
+        return json.loads((self.folder / file).read_text())
+
+    def recompilations(self) -> int:
+        """Return how many functions the last command has compiled again after its first iteration."""
+        return self.log.read_text(errors="replace").rpartition("iteration 1/")[2].count("Recompiling function")
+
+
+class Step(NamedTuple):
+    name: str
+    seconds: float
+    """Time limit."""
+    run: Callable[[Runner], Iterator[Row]]
+
+
+def steps_of(hardware: Hardware) -> list[Step]:
+    """Return the steps on ``hardware``, those that tell most in the least time first."""
+    if hardware.type == "cpu":
+        small = ("experiment=smoke", *_QUIET)
+        return [
+            Step("doctor", 60, partial(examine, ("task.iterations=0",))),
+            Step("sol_rl", 60, partial(train, "sol_rl", small, None)),
+            Step("resume", 120, resume),
+        ]
+    real = ("iterations=72", "max_seconds=60", "evaluation.every=4", "data.eval_images=4", *_QUIET)
+    random = ("model.weights=random", "task.iterations=0")
+    return [
+        Step("doctor", 180, partial(examine, ())),
+        *(Step(family, 180, partial(train, family, real, _REWARD)) for family in ("sol_rl", "diffusionnft", "race")),
+        Step("resume", 240, resume),
+        Step("doctor flux1", 180, partial(examine, ("model=flux1", *random))),
+        *(
+            Step(f"{model} {family}", 360, partial(full_size, model, family, hardware))
+            for model in MODELS
+            for family in FAMILIES
+        ),
+        *(Step(f"doctor {model}", 180, partial(examine, (f"model={model}", *random))) for model in MODELS[1:]),
+        *(
+            Step(f"doctor {precision}", 90, partial(examine, (f"precision={precision}", "task.iterations=0")))
+            for precision in FORMATS
+            if resolve(precision, AUTO, hardware).name != "emulated"
+        ),
+    ]
+
+
+def examine(options: tuple[str, ...], runner: Runner) -> Iterator[Row]:
+    """Yield the rows of task=doctor."""
+    runner.run("task=doctor", *options, "hydra.run.dir=run", accepted=(0, 1))
+    yield from (Row(**row) for row in runner.read("run/doctor.json")["rows"])
+
+
+def train(family: str, options: tuple[str, ...], reward: float | None, runner: Runner) -> Iterator[Row]:
+    """Train the embedded model, and yield the row on the seconds to ``reward``, if any is to be reached."""
+    runner.run(f"family={family}", *options, "hydra.run.dir=run")
+    facts, laps = runner.read("run/summary.json"), _laps(runner.folder)
+    yield _compiled_once(runner)
+    rows = facts["evaluations"]
+    base, last = facts["base_reward"], facts["final_reward"]
+    text = (
+        f"{facts['precision_backend']}: reward {base:.3f} -> {last:.3f} in {facts['iterations']} iterations, "
+        f"{number(laps[-1]['time/iteration'], 3)} s the last one"
+    )
+    measured = {"evaluations": rows, "laps": laps, "precision_backend": facts["precision_backend"]}
+    if reward is not None:
+        reached = first_reached([row["seconds"] for row in rows], [row["shapes"] - reward for row in rows])
+        first = max(0, laps[0]["time/iteration"] - laps[-1]["time/iteration"])
+        measured |= {"reward": reward, "seconds": reached, "first_iteration": first}
+        if reached is None:
+            way_out = command_line([f"family={family}", "precision=bf16"])
+            yield Row("reward", WRONG, f"{text}; {reward:g} is not reached", way_out, measured)
+            return
+        text += f"; {reward:g} after {reached:.1f} s, {max(0, reached - first):.1f} without compilation"
+    yield Row("reward", OK, text, "", measured)
+
+
+def resume(runner: Runner) -> Iterator[Row]:
+    """Kill a run after its first iteration, resume it, and yield the row on its weights and those of a whole run."""
+    options = ("experiment=smoke", "trainer.deterministic=true", "iterations=6", "evaluation.every=6", *_QUIET)
+    runner.run(*options, "hydra.run.dir=whole")
+    runner.run(*options, "hydra.run.dir=killed", accepted=(-signal.SIGKILL,), kill_at=runner.folder / "killed" / LAST)
+    runner.run("ckpt=auto", *options, "hydra.run.dir=killed")
+    file = Path("lora") / "pytorch_lora_weights.safetensors"
+    whole, resumed = (load_file(runner.folder / name / file) for name in ("whole", "killed"))
+    largest = max((whole[key] - resumed[key]).abs().max().item() for key in whole)
+    text = "killed after its first iteration and resumed, trainer.deterministic=true: "
+    text += f"weights differ by {largest:.1e}" if largest else "the weights of a whole run, bit for bit"
+    yield Row("resume", WRONG if largest else OK, text, "trainer.deterministic=warn" if largest else "")
+
+
+def full_size(model: str, family: str, hardware: Hardware, runner: Runner) -> Iterator[Row]:
+    """Train a model with random weights for two iterations, and yield rows on its seconds, memory and compilations."""
+    options = (f"model={model}", f"family={family}", *_FULL_SIZE)
+    runner.run("task=plan", *options, "task.cards=[]", "hydra.run.dir=plan")
+    plan = runner.read("plan/plan.json")["cards"][0]
+    chosen = {argument for argument in plan["arguments"] if argument.partition("=")[0] in OPTIONS[1:]}
+    smaller = sorted(chosen.difference(options))
+    if not plan["fits"] or f"family={family}" not in plan["arguments"]:
+        yield Row("memory", SKIPPED, f"the plan has no room for it in {plan['memory']:.1f} GB")
+        return
+    runner.run(*options, *smaller, *_QUIET, "hydra.run.dir=run")
+    yield _compiled_once(runner)
+    facts, lap = runner.read("run/summary.json"), _laps(runner.folder)[-1]
+    peak, planned = facts["peak_memory_bytes"], plan["peak"]
+    text = f"peak {peak / 1e9:.3g} GB, planned {planned / 1e9:.3g} GB; {' '.join(smaller) or 'no option changed'}"
+    way_out = f"a report of this, and the options of the next smaller card: task=plan model={model}"
+    measured = {"peak": peak, "planned": planned}
+    yield Row("memory", WRONG if peak > planned else OK, text, way_out if peak > planned else "", measured)
+    yield judge_seconds(model, family, hardware, counts(Run(str(runner.folder / "run"), facts)), lap)
+
+
+def judge_seconds(model: str, family: str, hardware: Hardware, units: dict[str, float], lap: dict[str, float]) -> Row:
+    """Return the row on an iteration's seconds: slow if the rollout or the training exceed the card's estimate."""
+    seconds = {
+        "rollout": lap.get("time/explore", 0.0) + lap["time/regenerate"],
+        "train": lap["time/train"],
+    }
+    card = _CARDS.get(hardware.capability[0])
+    if card is None:
+        text = ", ".join(f"{stage} {number(value, 3)} s" for stage, value in seconds.items())
+        return Row("seconds", OK, f"{text}; there is no estimate for this card", "", {"seconds": seconds, "lap": lap})
+    table = TABLES[f"{model}_{card}"]
+    estimates = {
+        "rollout": table.seconds({unit: count for unit, count in units.items() if unit != "row"}),
+        "train": table.seconds({"row": units["row"]}),
+    }
+    text = ", ".join(
+        f"{stage} {number(seconds[stage], 3)} s, estimate {number(estimates[stage], 3)} s" for stage in seconds
+    )
+    measured = {"seconds": seconds, "estimates": estimates, "lap": lap}
+    if all(seconds[stage] <= _SLOWEST * estimates[stage] for stage in seconds):
+        return Row("seconds", OK, text, "", measured)
+    way_out = f"task=benchmark model={model} model.weights=random data=shapes prompts_per_iteration=1".split()
+    return Row("seconds", SLOW, text, command_line([*way_out, f"task.families=[{family}]"]), measured)
+
+
+def _compiled_once(runner: Runner) -> Row:
+    """Return the row on the code that the last command has compiled after its first iteration."""
+    again = runner.recompilations()
+    way_out = "family.compile=false compile_training=false, and a report of this with log.txt" if again else ""
+    text = f"{again} recompilations after the first iteration"
+    return Row("compilation", WRONG if again else OK, text, way_out, {"recompilations": again})
+
+
+def _laps(folder: Path) -> list[dict[str, float]]:
+    """Return the seconds that each iteration of the run in ``folder`` has logged."""
+    (file,) = (folder / "run" / "csv").rglob("metrics.csv")
+    rows = list(csv.DictReader(file.read_text().splitlines()))
+    times = [{key: float(value) for key, value in row.items() if key.startswith("time/") and value} for row in rows]
+    return [lap for lap in times if "time/iteration" in lap]
