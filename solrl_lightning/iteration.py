@@ -1,4 +1,4 @@
-"""Sol-RL on one device, on one page and without Lightning's Trainer: equal to the command, bit for bit.
+"""Sol-RL on one device, on one page and without Lightning's Trainer: equal to the command, on a CPU bit for bit.
 
     python -m solrl_lightning.iteration experiment=smoke seed=3
 
