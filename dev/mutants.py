@@ -342,10 +342,10 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/build.py": [
         ("tasks on the first GPU", "named_devices(cfg.trainer)[:1] or 1", "1", BUILD),
         ("gradients twice", '.setdefault("gradient_as_bucket_view", True)', '.get("")', BUILD),
-        ("early stop at the last step", "level is not None and step == steps", "level is not None and False", NOISE),
-        ("two rungs at one step", "(step <= before or", "(step < before or", NOISE),
     ],
     "solrl_lightning/options/family.py": [
+        ("early stop at the last step", "level is not None and step == steps", "level is not None and False", NOISE),
+        ("two rungs at one step", "(step <= before or", "(step < before or", NOISE),
         ("rung with two places", "(self.step is None) == (self.below is None)", "not (self.step or self.below)", WRONG),
         ("noise levels that rise", "all(a > b for a, b in pairwise(levels))", "True", WRONG),
         ("two early stops", "self.stop_after is not None and self.stop_below is not None", "False", WRONG),
@@ -952,8 +952,8 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
         (
             "latents of all devices",
-            "stages_of(cfg, objective, sigmas), math.ceil(cfg.prompts_per_iteration / devices)",
-            "stages_of(cfg, objective, sigmas), cfg.prompts_per_iteration",
+            "cfg.family.stages(sigmas, objective.solver), math.ceil(cfg.prompts_per_iteration / devices)",
+            "cfg.family.stages(sigmas, objective.solver), cfg.prompts_per_iteration",
             SHARE,
         ),
         ("cards of 2^30 bytes", "(card.memory - task.reserve) * 1e9", "(card.memory - task.reserve) * 2**30", PLAN),
@@ -987,7 +987,7 @@ MUTANTS: dict[str, list[Edit]] = {
             "self.gap_kept + error <= min_gap",
             AUDIT,
         ),
-        ("scores of the step before", "scores[stage.stop_step or stage.steps]", "scores[min(scores)]", AUDIT),
+        ("scores of the step before", "scores[stage.end]", "scores[min(scores)]", AUDIT),
         ("gap of the search without its error", "self.gap_kept + error", "self.gap_kept", AUDIT),
     ],
     "solrl_lightning/tasks/audit.py": [

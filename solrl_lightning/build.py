@@ -40,8 +40,6 @@ from solrl_lightning.machine import attention
 from solrl_lightning.machine.threads import divide_threads
 from solrl_lightning.names import AUTO, SHADOW, TRAINED
 from solrl_lightning.objectives.base import Objective
-from solrl_lightning.options.family import Explorer
-from solrl_lightning.options.rules import written
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.trainer import named_devices
 from solrl_lightning.policies.compilation import should_compile
@@ -49,7 +47,7 @@ from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.addresses import read_token
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
 from solrl_lightning.rollout.chunks import BatchSize
-from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Sigmas, Stage, level_of, step_at
+from solrl_lightning.rollout.stage import Sigmas
 from solrl_lightning.targets import make
 from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.full import FullTransformer
@@ -154,19 +152,6 @@ def _made_each(group: str, nodes: Mapping[str, Any], kind: type) -> dict[str, An
     return {name: make(f"{group}.{name!s}", node, kind=kind) for name, node in nodes.items() if node is not None}
 
 
-def stages_of(cfg: Run, objective: Objective, sigmas: Sigmas) -> list[Stage]:
-    """Return the family's passes over the pool: those that explore, if it does, and the one that regenerates.
-
-    ``sigmas``: the policy's noise levels.
-    """
-    family, last = cfg.family, cfg.family.regenerate
-    solver = objective.solver or last.solver
-    regenerate = Stage(REGENERATE, last.sampler, last.steps, solver)
-    if family.explore is None:
-        return [regenerate._replace(keep=family.keep)]
-    return [*exploring_stages("family.explore", family.explore, last.solver, family.keep, sigmas), regenerate]
-
-
 def build_objective(cfg: Run) -> Objective:
     objective: Objective = make("objective", cfg.objective, kind=Objective)
     return objective
@@ -184,40 +169,6 @@ def samplers_of(cfg: Run) -> set[str]:
 
 def uses_shadow(cfg: Run) -> bool:
     return SHADOW in samplers_of(cfg)
-
-
-def exploring_stages(
-    key: str, explorer: Explorer, solver: str, keep: int, sigmas: Sigmas, name: str = EXPLORE
-) -> list[Stage]:
-    """Return a stage per rung of ``explorer``, the value of ``key``; without rungs one, which keeps ``keep``.
-
-    ``solver``: where ``explorer`` has none. The keys ``stop_after`` and ``step`` of a rung are a stage's ``stop_step``,
-    and so is the step of a noise level; null, or the last of ``steps``, goes to the end of the trajectory.
-
-    Raises:
-        UserError: a noise level is that of the last step, or a rung is not after the one before it.
-    """
-    steps = explorer.steps
-    trajectory = explorer.sampler, steps, explorer.solver or solver
-    stops = [
-        (f"rungs.{index}={written(rung.model_dump(exclude_none=True))}", rung.step, rung.below, rung.keep)
-        for index, rung in enumerate(explorer.rungs or ())
-    ] or [(f"stop_below={explorer.stop_below}", explorer.stop_after, explorer.stop_below, keep)]
-    stages, before = [], 0
-    for stop, step, level, kept in stops:
-        if level is not None:
-            step = min(step_at(level, sigmas(steps)), steps)
-        if step is not None and (step <= before or (level is not None and step == steps)):
-            first = max(before, 1)
-            later = ", ".join(f"{m} ({level_of(m, sigmas(steps))})" for m in range(first + 1, steps))
-            raise UserError(
-                f"{key}.{stop} is invalid: it stops at step {step} of {steps}, and must stop after step "
-                f"{first} and before step {steps}. "
-                + (f"Take one of these steps, or its noise level: {later}." if later else f"Raise {key}.steps.")
-            )
-        before = step or 0
-        stages.append(Stage(name, *trajectory, None if step == steps else step, explorer.decoder, kept))
-    return stages
 
 
 def build_rewards(cfg: Run, device: torch.device) -> WeightedRewards:
@@ -424,7 +375,7 @@ def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas)
     return ExploreTrainLoop(
         trainer,
         schedule=PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed),
-        stages=stages_of(cfg, objective, sigmas),
+        stages=cfg.family.stages(sigmas, objective.solver),
         pool=cfg.family.pool,
         objective=objective,
         micro_batch=cfg.model.micro_batch,

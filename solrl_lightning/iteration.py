@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from solrl_lightning.build import build_model, build_objective, build_rewards, samplers_of, stages_of
+from solrl_lightning.build import build_model, build_objective, build_rewards, samplers_of
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.data.prompt import identities
 from solrl_lightning.data.prompts import PromptSchedule
@@ -38,7 +38,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     policy, models = module.policy, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
     rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))
-    stages = stages_of(cfg, objective, policy.sigmas)  # those that explore, and the last one, which regenerates
+    stages = cfg.family.stages(policy.sigmas, objective.solver)  # explore ..., regenerate
     sigmas = policy.sigmas(stages[-1].steps)  # noise levels, from 1 to 0
     rows = cfg.family.keep * objective.rows_per_sample(stages[-1].steps)  # of a prompt
     plan = plan_micro_batches(cfg.prompts_per_iteration, rows, cfg.model.micro_batch, 1, cfg.optimizer_steps)

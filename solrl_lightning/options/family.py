@@ -3,21 +3,10 @@
 from itertools import pairwise
 from typing import Any
 
-from pydantic import model_validator
-
 from solrl_lightning.errors import UserError
-from solrl_lightning.names import Decoder, Sampler, SolverName
-from solrl_lightning.options.rules import (
-    HERE,
-    Broken,
-    Compile,
-    Count,
-    Group,
-    Images,
-    Kept,
-    Level,
-)
-from solrl_lightning.options.rules import Steps as StepCount
+from solrl_lightning.names import SolverName
+from solrl_lightning.options.rules import HERE, Broken, Compile, Count, Group, Images, Kept, Level, written
+from solrl_lightning.rollout.stage import EXPLORE, Sigmas, Stage, level_of, step_at
 
 
 class Rung(Group):
@@ -34,23 +23,12 @@ class Rung(Group):
             raise Broken(rule, fix=f"For example {{step:4,keep:{self.keep}}} or {{below:0.7,keep:{self.keep}}}.")
 
 
-class Explorer(Group):
-    """A cheap way to score the candidates of a pool."""
+class Explorer(Stage):
+    """A cheap way to score the candidates of a pool: a stage, or several that are its rungs."""
 
-    sampler: Sampler
-    """Weights that sample."""
-    steps: StepCount
-    """Solver steps of the whole trajectory."""
-    solver: SolverName | None = None
-    """The run's, if there is none."""
-    stop_after: Count | None = None
-    """Steps after which the predicted image is scored; the last one if null."""
-    stop_below: Level | None = None
-    """Instead of ``stop_after``: the highest noise level from which the image to score is predicted."""
+    no_keys = ("name", "keep")
     rungs: list[Rung] | None = None
     """Several steps after which candidates are scored and some of them continue."""
-    decoder: Decoder = "full"
-    """Decoder of the images to score."""
 
     def check(self) -> None:
         if self.stop_after is not None and self.stop_after >= self.steps:
@@ -83,25 +61,44 @@ class Explorer(Group):
                 f"Set it so, or leave {HERE}.pool and {HERE}.keep out.",
             )
 
+    def stages(self, key: str, solver: str, keep: int, sigmas: Sigmas, name: str = EXPLORE) -> list[Stage]:
+        """Return a stage per rung; without rungs one, which keeps ``keep``.
 
-class Regeneration(Group):
-    """The pass that gives the images to train on."""
+        ``key``: of this explorer. ``solver``: where it has none. The ``step`` of a rung and that of a noise level are a
+        stage's ``stop_after``; null, or the last of ``steps``, goes to the end of the trajectory.
 
-    sampler: Sampler
-    """Weights that sample."""
-    steps: StepCount
-    """Solver steps."""
+        Raises:
+            UserError: a noise level is that of the last step, or a rung is not after the one before it.
+        """
+        steps = self.steps
+        stops = [
+            (f"rungs.{index}={written(rung.model_dump(exclude_none=True))}", rung.step, rung.below, rung.keep)
+            for index, rung in enumerate(self.rungs or ())
+        ] or [(f"stop_below={self.stop_below}", self.stop_after, self.stop_below, keep)]
+        stages, before = [], 0
+        for stop, step, level, kept in stops:
+            if level is not None:
+                step = min(step_at(level, sigmas(steps)), steps)
+            if step is not None and (step <= before or (level is not None and step == steps)):
+                first = max(before, 1)
+                later = ", ".join(f"{m} ({level_of(m, sigmas(steps))})" for m in range(first + 1, steps))
+                raise UserError(
+                    f"{key}.{stop} is invalid: it stops at step {step} of {steps}, and must stop after step "
+                    f"{first} and before step {steps}. "
+                    + (f"Take one of these steps, or its noise level: {later}." if later else f"Raise {key}.steps.")
+                )
+            before = step or 0
+            values = {"name": name, "solver": self.solver or solver, "keep": kept}
+            stages.append(self.but(stop_after=None if step == steps else step, stop_below=None, **values))
+        return stages
+
+
+class Regeneration(Stage):
+    """The pass that gives the images to train on, which are whole."""
+
+    no_keys = ("name", "keep", "stop_after", "stop_below", "decoder")
     solver: SolverName
     """Solver of the noise levels."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def check_whole(cls, node: Any) -> Any:
-        for key in ("stop_after", "stop_below", "rungs", "decoder") if isinstance(node, dict) else ():
-            if key in node:
-                rule = "these samples are whole and their rewards train the policy."
-                raise Broken(rule, key, f"Set family.explore.{key}.")
-        return node
 
 
 class Pool(Group):
@@ -148,3 +145,13 @@ class Family(Pool):
         if same and explorer.rungs and explorer.rungs[-1].step == explorer.steps:
             rule = f"it must be a race that ends before step {explorer.steps}, the last one."
             raise Broken(rule, "explore.rungs")
+
+    def stages(self, sigmas: Sigmas, solver: Any = None) -> list[Stage]:
+        """Return the passes over the pool: those that explore, if it does, and the one that regenerates.
+
+        ``sigmas``: the policy's noise levels. ``solver``: that of the last pass, if the objective has its own.
+        """
+        last = self.regenerate.but(solver=solver or self.regenerate.solver)
+        if self.explore is None:
+            return [last.but(keep=self.keep)]
+        return [*self.explore.stages("family.explore", self.regenerate.solver, self.keep, sigmas), last]

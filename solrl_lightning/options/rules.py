@@ -36,13 +36,15 @@ class Group(BaseModel):
 
     guesses: ClassVar[bool] = False
     """Whether a key of the user's own that is like a known one is a typing error."""
+    no_keys: ClassVar[tuple[str, ...]] = ()
+    """Fields that the program sets."""
     model_config = ConfigDict(strict=True, extra="forbid", defer_build=True)  # at the first use, once for all below
 
     @model_validator(mode="before")
     @classmethod
     def check_keys(cls, node: Any) -> Any:
         """Tell an unknown key with the nearest known one."""
-        known = [field.alias or name for name, field in cls.model_fields.items()]
+        known = [field.alias or name for name, field in cls.model_fields.items() if name not in cls.no_keys]
         for name in [key for key in node if key not in known] if isinstance(node, dict) else ():
             near = did_you_mean(nearest(name, known))
             if (near and cls.guesses) or cls.model_config.get("extra") == "forbid":

@@ -1,35 +1,56 @@
-"""The stages of a family: passes over the candidates, each with its sampler, steps and solver."""
+"""The stages of a family: passes over the candidates. Imports no torch, as options are checked without it."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from solrl_lightning.names import Decoder, Sampler, SolverName
+from solrl_lightning.options.rules import Count, Group, Level
+from solrl_lightning.options.rules import Steps as StepCount
 
-from solrl_lightning.sampling import Solver
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EXPLORE, REGENERATE = "explore", "regenerate"
 
-Sigmas = Callable[[int], Tensor]
+Sigmas = Callable[[int], "Tensor"]
 """Solver steps T -> the noise levels [T + 1] of a policy."""
 _ROUNDING = 1e-6  # of noise levels in float32
 
 
-class Stage(NamedTuple):
-    """One pass over the candidates."""
+class Stage(Group):
+    """One pass over the candidates; an option of sampling is a field. `Family.stages` sets the last two."""
 
-    name: str  # a non-finite image scores NaN in EXPLORE and is an error in REGENERATE
-    sampler: str  # see `Transformers.samplers`
-    steps: int
-    solver: str | Solver
-    stop_step: int | None = None  # stop here and score the predicted image
-    decoder: str = "full"  # or "bf16" or "preview"
-    keep: int | None = None  # best and worst by reward, passed to the next stage or to training; None keeps all
+    sampler: Sampler
+    """Weights that sample."""
+    steps: StepCount
+    """Solver steps of the whole trajectory."""
+    solver: SolverName | None = None
+    """The run's, if there is none; a stochastic one is the objective's."""
+    stop_after: Count | None = None
+    """Steps after which the predicted image is scored; the last one if null."""
+    stop_below: Level | None = None
+    """Instead of ``stop_after``: the highest noise level from which the image to score is predicted."""
+    decoder: Decoder = "full"
+    """Decoder of the images to score."""
+    name: str = REGENERATE
+    """A non-finite image scores NaN in EXPLORE and is an error in REGENERATE."""
+    keep: int | None = None
+    """The best and the worst by reward, passed to the next stage or to training; None: all."""
+
+    def but(self, **changes: Any) -> "Stage":
+        """Return a stage with other values, which are not checked."""
+        return Stage.model_construct(**{name: getattr(self, name) for name in Stage.model_fields} | changes)
+
+    @property
+    def end(self) -> int:
+        """The step after which the candidates are scored."""
+        return self.stop_after or self.steps
 
     def continues_in(self, following: "Stage") -> bool:
         """Return whether ``following`` resumes these trajectories; if not, it starts from the seeds' noise."""
         same = (self.sampler, self.steps, self.solver) == (following.sampler, following.steps, following.solver)
-        return self.stop_step is not None and same
+        return self.stop_after is not None and same
 
 
 def with_next(stages: Sequence[Stage]) -> Iterator[tuple[Stage, Stage | None]]:
@@ -37,7 +58,7 @@ def with_next(stages: Sequence[Stage]) -> Iterator[tuple[Stage, Stage | None]]:
     yield from zip(stages, [*stages[1:], None], strict=True)
 
 
-def step_at(level: float, sigmas: Tensor) -> int:
+def step_at(level: float, sigmas: "Tensor") -> int:
     """Return the number of steps after which the image is predicted from at most the noise level ``level``, below 1.
 
     Step m predicts it from sigmas[m - 1] and moves to sigmas[m] of sigmas [T + 1]; T + 1 if no step does.
@@ -45,7 +66,7 @@ def step_at(level: float, sigmas: Tensor) -> int:
     return 1 + int((sigmas[:-1].double() > level + _ROUNDING).sum())
 
 
-def level_of(step: int, sigmas: Tensor) -> str:
+def level_of(step: int, sigmas: "Tensor") -> str:
     """Return the number with the fewest decimals, at least two, that is the level of ``step`` for ``step_at``."""
     sigma = float(sigmas[step - 1])
     levels = (f"{math.ceil(sigma * 10**n - 1e-4) / 10**n:.{n}f}" for n in range(2, 8))
@@ -56,15 +77,14 @@ def evaluations(stages: Sequence[Stage], pool: int) -> list[int]:
     """Return the model evaluations of each stage for one prompt: forward passes of the transformer for one image."""
     counts, done = [], 0
     for (stage, following), images in zip(with_next(stages), candidates_per_prompt(stages, pool), strict=True):
-        end = stage.steps if stage.stop_step is None else stage.stop_step
-        counts.append(images * (end - done))
-        done = end if following is not None and stage.continues_in(following) else 0
+        counts.append(images * (stage.end - done))
+        done = stage.end if following is not None and stage.continues_in(following) else 0
     return counts
 
 
 def steps_label(stages: Sequence[Stage]) -> str:
     """Return the steps of exploration as text: ``6 steps``, ``4 of 10 steps`` or, with rungs, ``3/5 of 10 steps``."""
-    steps, stops = stages[0].steps, [stage.stop_step or stage.steps for stage in stages]
+    steps, stops = stages[0].steps, [stage.end for stage in stages]
     return f"{steps} steps" if stops == [steps] else f"{'/'.join(map(str, stops))} of {steps} steps"
 
 

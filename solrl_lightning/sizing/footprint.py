@@ -143,7 +143,7 @@ def latent_bytes(stages: Sequence[Stage], pool: int, keep: int, transitions: int
         before, resumed = resumed * count, 0
         if following is None or stage.continues_in(following):
             recorded = path if following is None else 0
-            resumed = recorded + (1 if stage.stop_step is None and not recorded else 2)
+            resumed = recorded + (1 if stage.stop_after is None and not recorded else 2)
             joining = max(joining, before + count * (resumed + 2 + recorded))
         sampling = max(sampling, before + count * resumed)
     return Latents(sampling * one, joining * one, keep * (1 + path) * one)

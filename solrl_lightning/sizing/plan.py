@@ -12,7 +12,7 @@ import torch
 from hydra.utils import instantiate
 
 from solrl_lightning.artifacts.files import CHECKPOINT_BYTES
-from solrl_lightning.build import build_objective, quantization_rule, stages_of, trained_as, uses_shadow, with_option
+from solrl_lightning.build import build_objective, quantization_rule, trained_as, uses_shadow, with_option
 from solrl_lightning.names import TRAINED
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan as PlanOptions
@@ -155,7 +155,7 @@ def without_files(cfg: Run) -> Run:
 def pool_latents(cfg: Run, shape: Sequence[int], sigmas: Sigmas, devices: int = 1) -> Latents:
     """Bytes of the latents of an iteration of ``cfg`` on one of ``devices``; one candidate's have ``shape``."""
     objective = build_objective(cfg)
-    stages, prompts = stages_of(cfg, objective, sigmas), math.ceil(cfg.prompts_per_iteration / devices)
+    stages, prompts = cfg.family.stages(sigmas, objective.solver), math.ceil(cfg.prompts_per_iteration / devices)
     transitions = len(objective.transitions(stages[-1].steps, 0))
     return latent_bytes(stages, cfg.family.pool, cfg.family.keep, transitions, 4 * prompts * math.prod(shape))
 

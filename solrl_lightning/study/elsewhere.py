@@ -142,13 +142,12 @@ def counts(run: Run) -> dict[str, float]:
         UserError: it explores down to noise levels, whose steps only the model has.
     """
     # These import diffusers.
-    from solrl_lightning.build import exploring_stages
     from solrl_lightning.names import SHADOW
     from solrl_lightning.objectives.base import Objective
     from solrl_lightning.options.family import Family
     from solrl_lightning.options.rules import UNCHECKED
     from solrl_lightning.policies.guidance import forward_passes
-    from solrl_lightning.rollout.stage import REGENERATE, Stage, candidates_per_prompt, evaluations
+    from solrl_lightning.rollout.stage import candidates_per_prompt, evaluations
     from solrl_lightning.targets import make
 
     def sigmas(steps: int) -> Any:
@@ -159,17 +158,13 @@ def counts(run: Run) -> dict[str, float]:
 
     config = resolved_config(run)
     family, objective = Family.model_validate(config["family"], context=UNCHECKED), config["objective"]
-    last = family.regenerate
-    stages = [Stage(REGENERATE, last.sampler, last.steps, last.solver, keep=family.keep)]
-    if family.explore is not None:
-        explored = exploring_stages("family.explore", family.explore, last.solver, family.keep, sigmas)
-        stages = [*explored, stages[0]._replace(keep=None)]
+    stages = family.stages(sigmas)
     prompts, passes = config["prompts_per_iteration"], forward_passes(config["model"].get("guidance_scale", 1))
     cheap = run.summary.get("precision_backend", "").partition(" ")[0] != "bf16"
     totals = {"bf16": 0, "shadow": 0}
     for stage, number in zip(stages, evaluations(stages, family.pool), strict=True):
         totals["shadow" if stage.sampler == SHADOW and cheap else "bf16"] += prompts * passes * number
-    rows = make("objective", objective, kind=Objective).rows_per_sample(last.steps)
+    rows = make("objective", objective, kind=Objective).rows_per_sample(stages[-1].steps)
     images = sum(candidates_per_prompt(stages, family.pool))
     return {**totals, "image": prompts * images, "row": prompts * family.keep * rows}
 

@@ -27,7 +27,7 @@ from torch import Tensor
 from solrl_lightning.artifacts.files import write_atomically
 from solrl_lightning.artifacts.formatting import command_line
 from solrl_lightning.artifacts.tables import write_json
-from solrl_lightning.build import build_module, device_of, exploring_stages, load_trained, with_option
+from solrl_lightning.build import build_module, device_of, load_trained, with_option
 from solrl_lightning.data.prompt import identities
 from solrl_lightning.metrics.rank import RankFidelity
 from solrl_lightning.metrics.selection_gain import (
@@ -186,7 +186,7 @@ def describe(explorer: Scored, truth: Tensor, cfg: Run) -> dict[str, Any]:
         "steps": first.steps,
         "solver": first.solver,
         "rungs": [
-            {"step": stage.stop_step, "level": float(level), "keep": stage.keep}
+            {"step": stage.stop_after, "level": float(level), "keep": stage.keep}
             for stage, level in zip(explorer.rungs, explorer.levels, strict=True)
         ],
         "decoder": first.decoder,
@@ -225,14 +225,13 @@ def load_pool(cfg: Run, samplers: Collection[str]) -> Loaded:
     return Loaded(module, prompts, pool_seeds(cfg.seed, 0, identities(prompts.prompts), task.pool))
 
 
-def _full(cfg: Run) -> tuple[str, int, str]:
-    return MERGED, cfg.model.full_steps, cfg.model.solver
+def _full(cfg: Run, **others: Any) -> Stage:
+    return Stage(sampler=MERGED, steps=cfg.model.full_steps, solver=cfg.model.solver, **others)
 
 
 def _stages(key: str, explorer: Explorer, cfg: Run, sigmas: Sigmas) -> list[Stage]:
     keep = cfg.task_as(Audit).keep
-    explored = exploring_stages(key, explorer, cfg.model.solver, keep, sigmas, name=_PROXY)
-    return [*explored, Stage(REGENERATE, *_full(cfg))]
+    return [*explorer.stages(key, cfg.model.solver, keep, sigmas, name=_PROXY), _full(cfg)]
 
 
 def score_pool(cfg: Run, explorers: Mapping[str, Explorer], with_truth: bool) -> list[Scored]:
@@ -257,7 +256,7 @@ def score_pool(cfg: Run, explorers: Mapping[str, Explorer], with_truth: bool) ->
     scored = []
     for explorer, stages in families:
         for stage in (stages[0], stages[-1]):
-            loaded.run(stage._replace(steps=1, stop_step=None), seeds[:, :1])
+            loaded.run(stage.but(steps=1, stop_after=None), seeds[:, :1])
         seconds_of.clear()
         pool = run_family(stages, seeds, loaded.prompts.prompts, run).pool
         seconds = {name: value / seeds.numel() for name, value in seconds_of.items()}
@@ -275,7 +274,7 @@ def search_stops(cfg: Run, truth: Tensor) -> list[dict[str, Any]]:
     """Return the rows of ``search`` in the pool with merits ``truth``; the cheapest of each family has a command."""
     loaded, explorer = load_pool(cfg, {MERGED}), with_option(cfg, "family", "prefix").family.explore
     assert explorer is not None
-    scores = score_steps(Stage(_PROXY, *_full(cfg), decoder=explorer.decoder), loaded.seeds, loaded.run)
+    scores = score_steps(_full(cfg, name=_PROXY, decoder=explorer.decoder), loaded.seeds, loaded.run)
     merits, sigmas = loaded.module.rewards.for_training.merits, loaded.module.policy.sigmas
     task, passes = cfg.task_as(Audit), forward_passes(cfg.model.guidance_scale)
     stops = search(explorer, scores, merits, truth, sigmas, task.keep)
@@ -319,7 +318,7 @@ def command_of(explorer: Explorer, precision: str, cfg: Run) -> str | None:
     that is the truth leaves nothing to regenerate.
     """
     task, solver = cfg.task_as(Audit), explorer.solver or cfg.model.solver
-    stops, whole = explorer.stops_early, (explorer.sampler, explorer.steps, solver) == _full(cfg)
+    stops, whole = explorer.stops_early, (explorer.steps, solver) == (cfg.model.full_steps, cfg.model.solver)
     to_the_end = explorer.steps in [rung.step for rung in explorer.rungs or ()]
     if explorer.sampler == MERGED and (to_the_end or stops != whole):
         return None

@@ -14,14 +14,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from solrl_lightning.build import exploring_stages
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.metrics.selection_gain import gap_of_prompts, ratio_of_sums
 from solrl_lightning.options.family import Explorer, Rung
 from solrl_lightning.rollout.explore import RunStage, run_family
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import take
-from solrl_lightning.rollout.stage import REGENERATE, Sigmas, Stage, evaluations, level_of, steps_label
+from solrl_lightning.rollout.stage import Sigmas, Stage, evaluations, level_of, steps_label
 from solrl_lightning.sampling import SolverState
 
 _EIGHTHS = (3, 4, 5, 6)  # of the pool, that the first of two rungs keeps
@@ -34,7 +33,7 @@ def score_steps(stage: Stage, seeds: Tensor, run: RunStage) -> dict[int, Tensor]
     """
     scores, state = {}, None
     for step in range(2, stage.steps):
-        candidates = run(stage._replace(stop_step=step), seeds, state, True)
+        candidates = run(stage.but(stop_after=step), seeds, state, True)
         scores[step], state = candidates.scores.cpu(), candidates.state
     return scores
 
@@ -46,7 +45,7 @@ def simulate(stages: Sequence[Stage], scores: Mapping[int, Tensor], merits: Call
     """
 
     def look_up(stage: Stage, places: Tensor, state: SolverState | None, with_states: bool) -> Candidates:
-        scored = take(scores[stage.stop_step or stage.steps], places)
+        scored = take(scores[stage.end], places)
         return Candidates(places, None, merits(scored), scored, merits(scored))
 
     count, pool, _ = scores[min(scores)].shape
@@ -94,9 +93,9 @@ def search(
     """Simulate the early stops of ``explorer``; the cheapest is first. ``truth``: merits [P, N]."""
     assert explorer.solver is not None, "the families name it"
     pool, gaps, stops = truth.shape[1], gap_of_prompts(truth, truth, keep), []
-    regenerate = Stage(REGENERATE, explorer.sampler, explorer.steps, explorer.solver)
+    regenerate = Stage(sampler=explorer.sampler, steps=explorer.steps, solver=explorer.solver)
     for candidate in early_stops(explorer, sigmas(explorer.steps), pool, keep):
-        stages = exploring_stages("", candidate, explorer.solver, keep, sigmas)
+        stages = candidate.stages("", explorer.solver, keep, sigmas)
         name, kept = label(stages, levels_at(stages, sigmas)), [stage.keep for stage in stages]
         share = ratio_of_sums(gap_of_prompts(simulate(stages, scores, merits), truth, keep), gaps)
         stops.append(EarlyStop(candidate, name, kept, sum(evaluations([*stages, regenerate], pool)), *share))
@@ -115,7 +114,7 @@ def cheapest(stops: Sequence[EarlyStop], family: str, min_gap: float) -> EarlySt
 
 def levels_at(stages: Sequence[Stage], sigmas: Sigmas) -> list[str]:
     """Return the noise level from which each stage predicts the images that it scores, rounded up."""
-    return [level_of(stage.stop_step or stage.steps, sigmas(stage.steps)) for stage in stages]
+    return [level_of(stage.end, sigmas(stage.steps)) for stage in stages]
 
 
 def label(stages: Sequence[Stage], levels: Sequence[str]) -> str:

@@ -219,7 +219,7 @@ class ExploreTrainLoop(_FitLoop):
         The time counts as stage "probe".
         """
         encoded = self._encode(self.trainer.current_epoch, prompts)
-        return self._run(encoded, self.stages[-1]._replace(name="probe"), seeds, with_states=with_states)
+        return self._run(encoded, self.stages[-1].but(name="probe"), seeds, with_states=with_states)
 
     def _run(
         self,

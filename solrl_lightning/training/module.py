@@ -129,8 +129,9 @@ class SolRLModule(LightningModule):
         with_states: bool = True,
     ) -> SamplingSpec:
         """Return how ``stage`` samples."""
+        assert stage.solver is not None, "Family.stages sets it"
         steps = self.policy.sigmas(stage.steps), stage.solver
-        return SamplingSpec(*steps, initial_state, stage.stop_step, transitions, stage.decoder, with_states)
+        return SamplingSpec(*steps, initial_state, stage.stop_after, transitions, stage.decoder, with_states)
 
     def decoder(self, name: str) -> Callable[[Tensor], Tensor]:
         """Return what decodes latents for `Stage.decoder`."""

@@ -101,8 +101,8 @@ base_weights=int8 family.compile=true | with family.compile=true it must be bflo
 family=prefix family.explore.stop_below=0.7 | stop_below=0.7 is invalid: family.explore.stop_after=4 stops the same
 +family.explore.stop_below=1      | it must be a noise level above 0 and below 1
 +family.explore.stop_below=0      | it must be a noise level above 0 and below 1
-++family.regenerate.stop_below=0.7 | Set family.explore.stop_below
-++family.regenerate.stop_after=2 | Set family.explore.stop_after
+++family.regenerate.stop_below=0.7 | nothing reads that key. The keys here are sampler, steps, solver.
+++family.explore.keep=4 | nothing reads that key
 family.explore.decoder=preview   | it needs a tiny autoencoder of this model's latents
 task=audit task.proxies=[]       | task.proxies is empty
 task=audit task.proxies=[{sampler:shadows,steps:2}] | proxies.0.sampler=shadows is invalid: it must be one of shadow

@@ -29,7 +29,7 @@ from solrl_lightning.training.module import SolRLModule
 
 CPU = torch.device("cpu")
 PROMPTS = eval_captions()[:2]
-STAGE = Stage(EXPLORE, "merged", 3, "dpm2", stop_step=2)
+STAGE = Stage(name=EXPLORE, sampler="merged", steps=3, solver="dpm2", stop_after=2)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +124,7 @@ def test_an_explorer_gives_the_numbers_of_this_process_also_where_a_stage_contin
 ) -> None:
     remote, following, prompts = (
         sampler(module, url),
-        STAGE._replace(stop_step=None),
+        STAGE.but(stop_after=None),
         module.encode(prompts_of(PROMPTS)),
     )
     here, there = explored(module), with_remote(module, remote)

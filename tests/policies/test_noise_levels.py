@@ -6,7 +6,7 @@ import pytest
 from nano import load_nano
 from sigmas import shifted_sigmas, uniform_sigmas
 
-from solrl_lightning.build import build_objective, stages_of
+from solrl_lightning.build import build_objective
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.rollout.stage import evaluations, level_of, step_at
@@ -35,11 +35,11 @@ def test_equal_levels_are_other_steps_of_another_schedule(compose: Compose, fold
     race = compose("family=race", "family.explore.rungs=[{below:0.9,keep:48},{step:8,keep:24}]")
     for architecture, stops in {"flux1": (4, 2), "sd3": (7, 4)}.items():
         sigmas = load_nano(architecture, folder_of(architecture), weights="random", device="meta").sigmas
-        stopped, last = stages_of(prefix, build_objective(prefix), sigmas)
-        assert (stopped.stop_step, last.stop_step) == (stops[0], None) and stopped.continues_in(last)
+        stopped, last = prefix.family.stages(sigmas, build_objective(prefix).solver)
+        assert (stopped.stop_after, last.stop_after) == (stops[0], None) and stopped.continues_in(last)
         assert evaluations([stopped, last], 96) == [96 * stops[0], 24 * (10 - stops[0])]
-        first, second, _ = stages_of(race, build_objective(race), sigmas)
-        assert [(first.stop_step, first.keep), (second.stop_step, second.keep)] == [(stops[1], 48), (8, 24)]
+        first, second, _ = race.family.stages(sigmas, build_objective(race).solver)
+        assert [(first.stop_after, first.keep), (second.stop_after, second.keep)] == [(stops[1], 48), (8, 24)]
 
 
 @pytest.mark.parametrize(
@@ -66,5 +66,5 @@ def test_equal_levels_are_other_steps_of_another_schedule(compose: Compose, fold
 def test_a_level_that_is_no_early_stop_is_an_error(compose: Compose, arguments: str, message: str) -> None:
     cfg = compose(*arguments.split())
     with pytest.raises(UserError) as error:
-        stages_of(cfg, build_objective(cfg), uniform_sigmas)
+        cfg.family.stages(uniform_sigmas, build_objective(cfg).solver)
     assert message in str(error.value) and "\n" not in str(error.value)

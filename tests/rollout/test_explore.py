@@ -1,6 +1,7 @@
 """The stages of a family with scores known in closed form; tests/training/test_loop.py runs them on a model."""
 
 import weakref
+from typing import Any
 
 import torch
 from nano import prompts_of
@@ -9,10 +10,11 @@ from torch import Tensor
 from solrl_lightning.rollout.explore import run_family
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import select_contrastive
-from solrl_lightning.rollout.stage import EXPLORE, REGENERATE, Stage
+from solrl_lightning.rollout.stage import EXPLORE, Stage
 from solrl_lightning.sampling import SolverState, start
 
 KEEPS = (12, 8, 4)
+TRAJECTORY: dict[str, Any] = {"sampler": "merged", "steps": 10, "solver": "euler"}
 
 
 def scores(seeds: Tensor, stage: int) -> Tensor:
@@ -22,8 +24,8 @@ def scores(seeds: Tensor, stage: int) -> Tensor:
 
 def test_every_rung_selects_from_the_survivors_of_the_one_before() -> None:
     seeds = torch.arange(60).view(3, 20)
-    rungs = [Stage(EXPLORE, "merged", 10, "euler", stop_step=2 * i + 2, keep=keep) for i, keep in enumerate(KEEPS)]
-    stages = [*rungs, Stage(REGENERATE, "merged", 10, "euler")]
+    rungs = [Stage(**TRAJECTORY, name=EXPLORE, stop_after=2 * i + 2, keep=keep) for i, keep in enumerate(KEEPS)]
+    stages = [*rungs, Stage(**TRAJECTORY)]
     ran: list[Tensor] = []
 
     def run(stage: Stage, seeds: Tensor, state: SolverState | None, with_states: bool) -> Candidates:
@@ -61,8 +63,8 @@ def test_latents_of_the_pool_are_freed_before_the_kept_candidates_are_sampled() 
         alive[:] = map(weakref.ref, (state.x, state.x0))
         return Candidates(seeds, state, seeds.float(), seeds.float()[..., None], seeds.float())
 
-    rung = Stage("explore", "merged", 3, "euler", 1, keep=4)
-    stages = [rung, rung._replace(stop_step=2, keep=2), Stage("regenerate", "merged", 3, "euler")]
+    rung = Stage(**TRAJECTORY, name=EXPLORE, stop_after=1, keep=4)
+    stages = [rung, rung.but(stop_after=2, keep=2), Stage(**TRAJECTORY)]
     pool, kept, proxy_merits = run_family(stages, torch.arange(6).expand(2, 6), prompts_of("ab"), run)
     assert states == [(False, []), (True, [False, False]), (True, [False, False])]
     assert pool.state is None and pool.rewards.shape == (2, 6)
@@ -77,7 +79,7 @@ def test_states_are_kept_where_a_stage_continues_them_and_at_the_end() -> None:
         state = start(torch.randn(*seeds.shape, 4)) if with_states else None
         return Candidates(seeds, state, seeds.float(), seeds.float()[..., None], seeds.float())
 
-    rung = Stage(EXPLORE, "shadow", 3, "euler", 1, keep=4)
-    stages = [rung, rung._replace(stop_step=2, keep=2), Stage(REGENERATE, "merged", 3, "euler")]
+    rung = Stage(**TRAJECTORY, name=EXPLORE, stop_after=1, keep=4).but(sampler="shadow")
+    stages = [rung, rung.but(stop_after=2, keep=2), Stage(**TRAJECTORY)]
     run_family(stages, torch.arange(6).expand(2, 6), prompts_of("ab"), run)
     assert read == [(False, True), (True, False), (False, True)]

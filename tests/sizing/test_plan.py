@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from solrl_lightning.build import build_objective, lora_config, stages_of
+from solrl_lightning.build import build_objective, lora_config
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
@@ -189,21 +189,21 @@ def test_a_card_has_units_of_10_to_the_9_bytes_less_the_reserve() -> None:
 
 
 def test_latents_of_a_pool_by_hand() -> None:
-    full = Stage("regenerate", "merged", steps=10, solver="dpm2")
-    explore = Stage("explore", "shadow", steps=6, solver="dpm2", keep=24)
+    full = Stage(sampler="merged", steps=10, solver="dpm2")
+    explore = Stage(name="explore", sampler="shadow", steps=6, solver="dpm2", keep=24)
     one = 4 * 2 * 16  # float32, of two prompts
     # One tensor a candidate at the end of a trajectory; while chunks are joined, the chunks and new x and x0.
-    assert latent_bytes([full._replace(keep=24)], 96, 24, 0, one) == (96 * one, 96 * 3 * one, 24 * one)
+    assert latent_bytes([full.but(keep=24)], 96, 24, 0, one) == (96 * one, 96 * 3 * one, 24 * one)
     # A pool that is regenerated from noise has no latents.
     for stop in (None, 4):
-        two = latent_bytes([explore._replace(stop_step=stop), full], 96, 24, 0, one)
+        two = latent_bytes([explore.but(stop_after=stop), full], 96, 24, 0, one)
         assert two == (24 * one, 24 * 3 * one, 24 * one)
     # x and x0 of an early stop are two tensors.
-    prefix = latent_bytes([explore._replace(stop_step=4), explore._replace(name="regenerate")], 96, 24, 0, one)
+    prefix = latent_bytes([explore.but(stop_after=4), explore.but(name="regenerate")], 96, 24, 0, one)
     assert prefix == (96 * 2 * one, 96 * 4 * one, 24 * one)
-    rungs = [explore._replace(stop_step=3, keep=64), explore._replace(stop_step=5), full]
+    rungs = [explore.but(stop_after=3, keep=64), explore.but(stop_after=5), full]
     assert latent_bytes(rungs, 96, 24, 0, one) == (96 * 2 * one, 96 * 4 * one, 24 * one)
-    rungs = [explore._replace(stop_step=3, keep=64), explore._replace(stop_step=5), explore]
+    rungs = [explore.but(stop_after=3, keep=64), explore.but(stop_after=5), explore]
     assert latent_bytes(rungs, 96, 24, 0, one).sampling == (64 * 2 + 64 * 2) * one
     # 3 transitions have a path of 4 points beside x and x0, twice while they are joined.
     assert latent_bytes([full], 24, 24, 3, one) == (24 * 6 * one, 24 * 12 * one, 24 * 5 * one)
@@ -285,7 +285,7 @@ def test_evaluations_per_prompt(compose: Compose) -> None:
     baselines = {"diffusionnft": [240], "naive_scaling": [960], "compile": [960], "naive_quant": [960]}
     for name, counts in (baselines | {"sol_rl": [384, 240], "prefix": [384, 144], "race": [288, 96, 120]}).items():
         cfg = compose(f"family={name}")
-        assert evaluations(stages_of(cfg, build_objective(cfg), uniform_sigmas), cfg.family.pool) == counts
+        assert evaluations(cfg.family.stages(uniform_sigmas, build_objective(cfg).solver), cfg.family.pool) == counts
 
 
 def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[..., Any], tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from matplotlib.text import Annotation
 from PIL import Image
 from sigmas import uniform_sigmas
 
-from solrl_lightning.build import build_objective, stages_of
+from solrl_lightning.build import build_objective
 from solrl_lightning.metrics.selection_gain import GAIN_EXPONENT, gap_of_prompts
 from solrl_lightning.options.family import Explorer
 from solrl_lightning.options.run import Run
@@ -102,7 +102,7 @@ def test_search_gives_the_numbers_of_the_proxies_that_it_names(
         ]
         assert row == enough[0] and f"{row['name']}" in out and row["command"] in out
         run = compose(*shlex.split(row["command"])[3:])
-        stages = stages_of(run, build_objective(run), uniform_sigmas)
+        stages = run.family.stages(uniform_sigmas, build_objective(run).solver)
         assert run.family.pool == 8 and sum(evaluations(stages, 8)) == row["evaluations"]
         assert [stage.keep for stage in stages[:-1]] == row["keep"]
 
@@ -184,8 +184,8 @@ def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, pro
     program, *arguments = shlex.split(written)[2:]
     run = compose(*arguments)
     assert program == "solrl_lightning" and f"family={family}" in arguments
-    explored = [stage._replace(name="explore") for stage in stages[:-1]]
-    assert stages_of(run, build_objective(run), uniform_sigmas) == explored + stages[-1:]
+    explored = [stage.but(name="explore") for stage in stages[:-1]]
+    assert run.family.stages(uniform_sigmas, build_objective(run).solver) == explored + stages[-1:]
     named = explorer.precision or "nvfp4" if stages[0].sampler == "shadow" else "auto"
     assert (run.family.pool, run.family.keep, run.precision.name) == (96, 24, named)
     assert (run.family.compile, run.trainer["deterministic"], run.prompts_per_iteration) == (False, True, 3)

@@ -784,7 +784,7 @@ def test_nan_reward_stops_run_and_names_prompt_and_seed(tmp_path: Path, monkeypa
         fit(run)
     assert torch.equal(weights(run.module), before)
     explore, regenerate = run.loop.stages
-    run.loop.stages = [explore._replace(name="regenerate")]
+    run.loop.stages = [explore.but(name="regenerate")]
     with pytest.raises(NonFiniteError, match=r"reward shapes is nan for the prompt 'a .*' with seed \d+"):
         run.loop.roll_out()
 
