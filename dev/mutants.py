@@ -113,6 +113,12 @@ PROGRESS, ROLLOUT_STATS, SUMMARY, TIMINGS = (
     f"tests/callbacks/test_{name}.py" for name in "progress rollout_stats summary timings".split()
 )
 PROMPTS, SOURCES = "tests/data/test_prompts.py", "tests/data/test_sources.py"
+CONFIDENCE, EVALUATION = "tests/study/test_confidence.py", "tests/training/test_evaluation.py"
+FORMATTING, LETTERING, LOGGERS, RUN_FOLDER = (
+    f"tests/artifacts/test_{name}.py" for name in "formatting lettering loggers run_folder".split()
+)
+SCHEDULERS, SANA_FILE = "tests/policies/test_schedulers.py", "tests/policies/test_sana_checkpoint.py"
+CLIPSCORE, IMAGES = "tests/rewards/test_clipscore.py", "tests/metrics/test_images.py"
 AUDIT, COMPARE, EVALUATE = (f"tests/tasks/test_{name}.py" for name in ("audit", "compare", "evaluate"))
 
 MUTANTS: dict[str, list[Edit]] = {
@@ -416,6 +422,12 @@ MUTANTS: dict[str, list[Edit]] = {
             "evaluation_seeds(self.seed + 1 + len(self.history),",
             WEIGHTS,
         ),
+        (
+            "evaluations with other noise compare",
+            "return digest(self.digest, self.seed)",
+            "return digest(self.digest)",
+            EVALUATION,
+        ),
     ],
     "solrl_lightning/objectives/base.py": [
         ("noise level reversed", "torch.lerp(x0, eps,", "torch.lerp(eps, x0,", ROWS),
@@ -472,6 +484,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("no ratio", "-log_ratio.exp() * (a", "-(a", PEPG),
         ("PEPG KL without gradient", "kl_weight * kl).float()", "kl_weight * kl.detach()).float()", PEPG),
         ("PEPG scale", "a = advantage_scale * advantage", "a = advantage", PEPG),
+        ("log-ratios of both signs cancel", "log_ratio=log_ratio.abs().mean()", "log_ratio=log_ratio.mean()", PEPG),
     ],
     "solrl_lightning/rewards/weighted.py": [
         ("error of a frame names another video", "error.row // each", "error.row", FRAMES),
@@ -611,6 +624,12 @@ MUTANTS: dict[str, list[Edit]] = {
             ARCHITECTURES,
         ),
         ("captions of the batch's length", "if pad_token is self.cap_pad_token:", "if False:", ARCHITECTURES),
+        (
+            "the card guides by one more",
+            '{"guidance_scale": self.guidance_scale - 1}',
+            '{"guidance_scale": self.guidance_scale}',
+            GUIDANCE,
+        ),
     ],
     "solrl_lightning/policies/wan.py": [
         ("levels without the shift", "shift=scheduler.config.flow_shift", "shift=1.0", ARCHITECTURES),
@@ -689,6 +708,12 @@ MUTANTS: dict[str, list[Edit]] = {
         ("an update per micro-batch", "if self.updates < trainer.global_step", "if trainer.global_step >= 0", EMA),
         ("average is the policy", "value.detach().float().clone()", "value.detach().float()", EMA),
         ("average's decay a step late", "ema_decay(trainer.global_step)", "ema_decay(self.updates)", EMA),
+        (
+            "a step is not in the first evaluation's average",
+            "            self._catch_up(trainer, pl_module)\n        else:",
+            "            pass\n        else:",
+            EMA,
+        ),
     ],
     "callbacks/alarms.py": [
         ("falls measured from the base", "best = int(means[:-1].argmax())", "best = 0", ALARMS),
@@ -708,6 +733,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("gain of the best over the last evaluation", "means[best] - means[0]", "means[best] - means[-1]", ALARMS),
         ("distance since the last iteration", "iterations[last] if last >= 0 else 0", "iterations[last]", ALARMS),
         ("drift of the last iteration only", "any(values[-limit:])", "values[-1]", ALARMS),
+        ("eight prompts are too few", ">= _FEWEST_PROMPTS", "> _FEWEST_PROMPTS", ALARMS),
     ],
     "callbacks/guard.py": [
         (
@@ -730,6 +756,14 @@ MUTANTS: dict[str, list[Edit]] = {
             "alarm.iteration < trainer.current_epoch",
             GUARD,
         ),
+        (
+            "a repeated iteration counts twice",
+            "self.history = self.history.until(trainer.current_epoch)",
+            "pass",
+            GUARD,
+        ),
+        ("a repeated evaluation counts twice", "self.history = self.history.until(iteration - 1)", "pass", GUARD),
+        ("an old alarm is the reason of a stop", "if not trainer.should_stop:", "if False:", GUARD),
     ],
     "callbacks/checkpoints.py": [
         ("no checkpoint of the last iteration", "if ends or loop", "if loop", CHECKPOINTS),
@@ -1048,6 +1082,136 @@ MUTANTS: dict[str, list[Edit]] = {
             "gradient_clip_val: ${model.max_grad_norm}",
             "gradient_clip_val: null",
             PUBLISHED,
+        ),
+    ],
+    "solrl_lightning/study/confidence.py": [
+        (
+            "degrees of freedom of the larger sample",
+            "min(len(first), len(second))",
+            "max(len(first), len(second))",
+            CONFIDENCE,
+        ),
+    ],
+    "solrl_lightning/options/model.py": [
+        ("all frames are not scored", "self.frames > (self.num_frames", "self.frames >= (self.num_frames", WRONG),
+    ],
+    "solrl_lightning/options/reward.py": [
+        ("answers of one value", "for mark in value.values()}) > 1", "for mark in value.values()}) > 0", WRONG),
+    ],
+    "solrl_lightning/artifacts/complete.py": [
+        ("shards without an index", 'if shard.name.count(".") == 1:', "if False:", VLM_LOCAL),
+    ],
+    "solrl_lightning/artifacts/lettering.py": [
+        ("bold fonts first", "return any(style in", "return not any(style in", LETTERING),
+        ("wide letters as narrow ones", "(0.62 * (1 - wide) + wide)", "0.62", LETTERING),
+    ],
+    "solrl_lightning/artifacts/formatting.py": [
+        ("umlauts without quotes", "[A-Za-z0-9_./@:+-]+", "[\\w./@:+-]+", FORMATTING),
+        ("numbers with three digits", "return digits - 1 - math", "return digits - 2 - math", FORMATTING),
+    ],
+    "solrl_lightning/artifacts/run_folder.py": [
+        (
+            "folders in other encodings",
+            "if os.fsencode(existing) !=",
+            "if False and os.fsencode(existing) !=",
+            RUN_FOLDER,
+        ),
+    ],
+    "solrl_lightning/artifacts/loggers.py": [
+        ("an error of a logger ends the run", "self.has_failed = True", "raise", LOGGERS),
+    ],
+    "solrl_lightning/policies/schedulers.py": [
+        (
+            "settings that no sampler reads",
+            "if value != rule and (rule is not False or value):",
+            "if False:",
+            SCHEDULERS,
+        ),
+        ("levels that ascend", "not bool((levels.diff() < 0).all()) or", "", SCHEDULERS),
+    ],
+    "solrl_lightning/policies/sana_checkpoint.py": [
+        (
+            "values for keys",
+            '"attn.qkv": ("attn1.to_q", "attn1.to_k", "attn1.to_v")',
+            '"attn.qkv": ("attn1.to_q", "attn1.to_v", "attn1.to_k")',
+            SANA_FILE,
+        ),
+    ],
+    "solrl_lightning/policies/embeddings.py": [
+        ("damaged embeddings", 'if (file.metadata() or {}).get("digest") == _digest(row):', "if True:", EMBEDDINGS),
+    ],
+    "solrl_lightning/policies/fused_lora.py": [
+        (
+            "a fused LoRA replaces the weights",
+            "weight.copy_(weight.float() + update.view_as(weight))",
+            "weight.copy_(update.view_as(weight))",
+            LORA,
+        ),
+    ],
+    "solrl_lightning/rewards/answers.py": [
+        ("4.0 is another answer than 4", 'return f"{float(word):.15g}" if', "return word if", VLM),
+    ],
+    "solrl_lightning/rewards/preprocessing.py": [
+        (
+            "levels are cut off, not rounded",
+            "(images.float().clamp(0, 1) * 255).round() / 255",
+            "(images.float().clamp(0, 1) * 255).floor() / 255",
+            "tests/rewards/test_preprocessing.py",
+        ),
+        (
+            "one crop for odd margins",
+            "top, left = (high - self.height) // 2,",
+            "top, left = (high - self.height + 1) // 2,",
+            "tests/rewards/test_preprocessing.py",
+        ),
+    ],
+    "solrl_lightning/rewards/geneval_metadata.py": [
+        ("positions relative to a later clause", "for i in range(number)]:", "for i in range(number + 1)]:", GENEVAL),
+    ],
+    "solrl_lightning/rewards/towers.py": [
+        (
+            "embeddings of any length",
+            "F.normalize(image_features, dim=-1) * F.normalize(text_features",
+            "image_features * F.normalize(text_features",
+            CLIPSCORE,
+        ),
+    ],
+    "solrl_lightning/metrics/images.py": [
+        ("edges in one direction", "+ luma.diff(dim=2).abs().mean((1, 2))) / 2", ") / 1", IMAGES),
+    ],
+    "solrl_lightning/metrics/rank.py": [
+        (
+            "tied ranks are the first",
+            "(smaller + not_larger).double() / 2",
+            "not_larger.double()",
+            "tests/metrics/test_rank.py",
+        ),
+    ],
+    "solrl_lightning/shapes/world.py": [
+        ("a training caption is held out", "[NUM_EVAL:]", "[NUM_EVAL - 1:]", "tests/shapes/test_world.py"),
+    ],
+    "solrl_lightning/training/stopwatch.py": [
+        (
+            "a stage counts what precedes it",
+            "        self._charge()\n        outer =",
+            "        outer =",
+            "tests/training/test_stopwatch.py",
+        ),
+    ],
+    "solrl_lightning/training/optimizer_state.py": [
+        (
+            "the checkpoint's learning rate",
+            "[group | optimizer.defaults for",
+            "[optimizer.defaults | group for",
+            "tests/training/test_optimizer_state.py",
+        ),
+    ],
+    "solrl_lightning/quantization/nvfp4_packed.py": [
+        (
+            "scales of a tile in order",
+            "tiles.permute(0, 3, 2, 1, 4)",
+            "tiles.permute(0, 3, 1, 2, 4)",
+            "tests/quantization/test_nvfp4_packed.py",
         ),
     ],
 }

@@ -112,7 +112,9 @@ def test_diversity_is_measured_as_a_share_of_that_of_the_base() -> None:
 
 def test_few_prompts_raise_no_alarm_about_rewards_and_pictures() -> None:
     whole = history(3, shapes=[0.4, 0.6, 0.2])
-    assert alarms(History(whole.rows, whole.evaluated, [table[:4] for table in whole.tables])) == []
+    for count, names in ((4, []), (7, []), (8, ["reward_fell"])):
+        cut = History(whole.rows, whole.evaluated, [table[:count] for table in whole.tables])
+        assert [alarm.name for alarm in alarms(cut)] == names
 
 
 def test_kl_at_its_limit_is_reported_since_half_of_it() -> None:

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 from lightning.pytorch import Callback, Trainer
@@ -62,6 +64,15 @@ def test_resume_is_bit_exact_from_a_checkpoint_of_any_hook(tmp_path, fit, stand_
     monkeypatch.setattr(Trainer, "global_step", property(lambda trainer: plain(trainer) + steps))
     fit(resumed, module=module, iterations=4 - steps)
     assert torch.equal(resumed.average["lora"], straight.average["lora"])
+
+
+def test_a_step_that_the_checkpoint_s_average_lacks_is_in_it_before_the_first_evaluation(stand_in):
+    ema, module = WeightEMA(), stand_in.StandIn()
+    module.weight.data.fill_(1.0)
+    ema.load_state_dict({"updates": 1, "average": {"lora": torch.zeros(2)}})
+    ema.on_train_start(SimpleNamespace(global_step=2), module)
+    assert ema.updates == 2 and module.ema_state is ema.average
+    torch.testing.assert_close(ema.average["lora"], torch.full((2,), 1 - 3 / 12))
 
 
 def test_checkpoint_without_an_average_starts_one_from_its_weights_with_a_warning(fit, caplog):

@@ -1,5 +1,6 @@
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -120,6 +121,28 @@ def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(run):
     assert resumed.history.evaluated == straight.history.evaluated == [0, 1, 2, 3, 4]
     assert all(map(torch.equal, resumed.history.tables, straight.history.tables))
     assert [row["iteration"] for row in resumed.history.rows] == [1, 2, 3, 4]
+
+
+def test_a_repeated_iteration_replaces_its_row_its_evaluation_and_its_alarm(stand_in):
+    guard, module = Guard(False, 3, LIMITS), stand_in.Falling()
+    tables = [torch.full((2, 3), float(number)) for number in range(3)]
+    rows = [{"iteration": number} for number in (1, 2, 3)]
+    alarms = [{"name": "no_drift", "iteration": number, "since": 0, "saw": "", "helps": ""} for number in (2, 3)]
+    state = {"rows": rows, "evaluated": [0, 2, 3], "tables": tables, "alarms": alarms, "active": [], "faulty": 0}
+    guard.load_state_dict(state)
+    module.evaluation.table = torch.ones(2, 3)
+    loop = SimpleNamespace(iterations_done=3)
+    guard.on_validation_end(SimpleNamespace(sanity_checking=False, fit_loop=loop), module)
+    assert guard.history.evaluated == [0, 2, 3] and torch.equal(guard.history.tables[-1], torch.ones(2, 3))
+    guard.load_state_dict(state)
+    guard.on_train_epoch_start(SimpleNamespace(current_epoch=2), module)
+    assert guard.history.rows == rows[:2] and guard.history.evaluated == [0, 2] and len(guard.history.tables) == 2
+    assert [alarm.iteration for alarm in guard.alarms] == [2]
+
+
+def test_a_run_that_an_alarm_has_ended_is_trained_further_without_that_reason(run):
+    stopped = run(stop=True)
+    assert stopped.stopped_by is not None and run(iterations=4, resumed=stopped.trainer).stopped_by is None
 
 
 def test_a_run_that_the_guard_ends_exports_the_best_weights_and_says_so(tmp_path, fit, stand_in, capsys):

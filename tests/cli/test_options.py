@@ -177,6 +177,7 @@ def test_error_of_a_wrong_value_states_its_rule(line: str) -> None:
         "experiment=smoke family=race",
         "model.gradient_checkpointing=selective reward.combine=gdpo",
         "+model.own=3 task._target_=mine.task",
+        "model=wan model.num_frames=5 model.frames=5",
     ],
 )
 def test_other_values_are_left_to_the_user(compose: Compose, arguments: str) -> None:

@@ -34,6 +34,8 @@ def test_loss_and_gradient_match_equations_in_float64(scale: float, kl_weight: f
     rows = -d.exp() * (scale * doubles["advantage"] - d) * log_likelihood(v, doubles)
     rows = rows + kl_weight * ((v - doubles["reference_velocity"]) ** 2).flatten(1).mean(1)
     torch.testing.assert_close(ours.rows.double(), rows, rtol=1e-5, atol=1e-6)
+    assert (d > 0).any() and (d < 0).any()
+    assert float(ours.log_ratio) == pytest.approx(float(d.abs().mean()), rel=1e-5)
     expected = torch.autograd.grad(rows.mean(), v)[0]
     torch.testing.assert_close(gradient(ours, inputs).double(), expected, rtol=1e-4, atol=1e-6)
 

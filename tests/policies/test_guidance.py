@@ -126,6 +126,7 @@ SMALL = (
     "model=sd3 model.resolution=32 model.max_sequence_length=10 model.embeddings=null model.full_steps=3 "
     "model.preview_steps=2 data=shapes data.eval_prompts=1 experiment=smoke trainer=cpu ~logger iterations=1 "
     "family.pool=4 family.keep=2 family.compile=false prompts_per_iteration=2 callbacks.sample_grid.every=0 "
+    "model.gradient_checkpointing=false "
     f"callbacks.rank_correlation.probe_every=0 +trainer.limit_val_batches=0 model.guidance_scale={SCALE} "
     f"objective._target_={__name__}.GuidedNFT"
 ).split()

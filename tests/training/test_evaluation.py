@@ -4,8 +4,11 @@ import logging
 
 import pytest
 
+from solrl_lightning.data.prompt import Prompt
+from solrl_lightning.rewards.shapes import ShapesReward
+from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.training import evaluation
-from solrl_lightning.training.evaluation import Estimate
+from solrl_lightning.training.evaluation import Estimate, Evaluation
 
 
 def test_an_estimate_is_logged_once_and_leaves_out_the_batch_that_compiles(
@@ -28,3 +31,13 @@ def test_short_evaluations_one_after_the_other_are_not_one_long_one(
         for done in (32, 64, 32, 64):
             estimate(lambda done, total: None, done, 64)
     assert not caplog.messages
+
+
+def test_evaluations_with_other_noise_measure_the_same_and_do_not_compare() -> None:
+    rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
+    one, other, longer = (
+        Evaluation([Prompt("a red circle")], rewards, "euler", steps, 2, seed)
+        for steps, seed in ((4, 7), (4, 8), (5, 7))
+    )
+    assert one.digest == other.digest != longer.digest
+    assert len({each.digest_with_noise for each in (one, other, longer)}) == 3
