@@ -13,7 +13,7 @@ from solrl_lightning.sizing.attention import attention_shapes, check_attention, 
 
 CPU = torch.device("cpu")
 FAST = {"sampling": {"chosen": 1.0, "flash": 1.0}, "training": {"chosen": 3.0, "flash": 3.0}}
-RIGHT = {"chosen": 1e-3, "flash": 1e-3}, {"chosen": True, "flash": True}
+RIGHT = {"chosen": 1e-3, "flash": 1e-3}, {"chosen": 1e-2, "flash": 1e-2}
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_kernels_are_compared_and_their_errors_are_those_of_bf16() -> None:
     assert row.status in (OK, SLOW) and row.measured is not None
     assert {"chosen", "flash"} <= row.measured["errors"].keys() and "cudnn" not in row.measured["errors"]
     assert 0 < row.measured["errors"]["chosen"] < 2**-6
-    assert row.measured["finite_gradients"]["chosen"]
+    assert 0 < row.measured["gradient_errors"]["chosen"] < 2**-6
 
 
 def test_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,14 +48,30 @@ def test_wrong_kernel_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row.status == WRONG and "chosen" in row.result.rpartition(";")[2]
 
 
+@pytest.mark.parametrize("factor", [1.1, float("nan")])
+def test_wrong_gradients_are_found(monkeypatch: pytest.MonkeyPatch, factor: float) -> None:
+    attend = attention_module.scaled_dot_product_attention
+
+    def attend_with_gradients(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if k.requires_grad and torch.is_grad_enabled():
+            k = k.clone()
+            k.register_hook(lambda gradient: factor * gradient)
+        return attend(q, k, v)
+
+    monkeypatch.setattr(attention_module, "scaled_dot_product_attention", attend_with_gradients)
+    (row,) = check_attention([(2, 96, 80, 32)], (3, 2), CPU)
+    assert row.status == WRONG and row.measured is not None and row.measured["errors"]["chosen"] < 2**-6
+
+
 def test_chosen_kernel_with_a_large_error_or_infinite_gradients_is_wrong() -> None:
     for error in (float("nan"), 0.5):
-        assert judge_attention("attention", FAST, {"chosen": error, "flash": 1e-3}, RIGHT[1]).status == WRONG
-    assert judge_attention("attention", FAST, RIGHT[0], {"chosen": False, "flash": True}).status == WRONG
+        wrong = {"chosen": error, "flash": 1e-3}
+        assert judge_attention("attention", FAST, wrong, RIGHT[1]).status == WRONG
+        assert judge_attention("attention", FAST, RIGHT[0], wrong).status == WRONG
 
 
 def test_faster_kernel_counts_if_it_is_right() -> None:
     faster = {**FAST, "training": {"chosen": 3.0, "flash": 2.0}}
     assert judge_attention("attention", FAST, *RIGHT).status == OK
     assert judge_attention("attention", faster, *RIGHT).status == SLOW
-    assert judge_attention("attention", faster, RIGHT[0], {"chosen": True, "flash": False}).status == OK
+    assert judge_attention("attention", faster, RIGHT[0], {"chosen": 1e-2, "flash": 1.0}).status == OK
