@@ -164,6 +164,10 @@ class StageProgressBar(ProgressBar):
         facts = []
         if stats is not None and stats.last:
             facts.append(f"reward {number(stats.last['reward/mean'])}")
+            if "explore/explorers" in stats.last:
+                facts.append(
+                    "explorers {explore/explorers:.0f}, {explore/explorers_lost:.0f} lost".format(**stats.last)
+                )
         # Probed every few iterations; equal rewards have no correlation.
         if ranks is not None and ranks.last.get("iteration") == done and not math.isnan(ranks.last["spearman"]):
             facts.append(f"spearman {ranks.last['spearman']:.3f}")

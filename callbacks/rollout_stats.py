@@ -21,7 +21,9 @@ class RolloutStats(Callback):
     ``reward/zero_std_fraction`` the share of prompts whose kept rewards are all equal. Families of one stage log no
     ``explore/proxy_reward``.
 
-    ``explore/lag`` is by how many iterations the weights of explorers elsewhere were older than the policy's.
+    With explorers=ray, of the exploration: ``explore/lag``, by how many iterations its weights were older than the
+    policy's, ``explore/explorers``, how many answer, ``explore/explorer_seconds``, their seconds together, and
+    ``explore/explorers_lost``, how often one was lost.
 
     ``policy/base_distance`` and ``policy/old_distance`` are the L2 norms of the trained weights' difference from those
     of the base and of the old policy, relative to the norm of the base's, after the optimiser step and before the old
@@ -53,9 +55,11 @@ class RolloutStats(Callback):
             pool = loop.explored.rewards
             finite = pool[torch.isfinite(pool)]  # selection skips candidates whose proxy reward is not finite
             self.last["explore/proxy_reward"] = moments(trainer, finite).mean
-        lags = [lag for explorer in module_of(pl_module).transformers.explorers.values() for lag in explorer.lags]
-        if lags:
-            self.last["explore/lag"] = moments(trainer, torch.tensor(lags)).mean
+        explorers = module_of(pl_module).transformers.explorers
+        for name, value in ({} if explorers is None else explorers.metrics()).items():
+            reduce_op = "mean" if name == "lag" else "sum"
+            total = trainer.strategy.reduce(torch.tensor(float(value)), reduce_op=reduce_op)
+            self.last[f"explore/{name}"] = float(total)
         self.last |= {f"policy/{name}": float(value) for name, value in module_of(pl_module).distances.items()}
         if trainer.current_epoch == 0 and self.last["reward/zero_std_fraction"] == 1:
             log.warning("the rewards of each prompt's samples are all equal: nothing can be learnt from them")

@@ -38,8 +38,7 @@ CARDS = f"{PLAN}::test_shadow_on_a_card_has_the_bits_of_its_capability"
 SHARE = f"{PLAN}::test_run_counts_the_latents_of_its_share_of_the_prompts"
 LATENTS = f"{PLAN}::test_latents_of_a_pool_by_hand"
 LOOP = "tests/training/test_loop.py"
-EXPLORERS = "tests/explorers/test_sampler.py"
-MESSAGES = "tests/explorers/test_messages.py"
+EXPLORERS = "tests/explorers/test_ray.py"
 THREADS = "tests/machine/test_threads.py"
 REGENERATED = f"{LOOP}::test_regenerated_samples_have_same_seeds_and_new_rewards"
 PREFIX = f"{LOOP}::test_prefix_family_resumes_kept_trajectories"
@@ -238,20 +237,20 @@ MUTANTS: dict[str, list[Edit]] = {
         ("evaluation of one rank", 'self.trainer.strategy.reduce(table, reduce_op="sum").cpu()', "table.cpu()", RANKS),
         (
             "stale shadow",
-            "in (*self.transformers.samplers.values(), *",
-            "in (*list(self.transformers.samplers.values())[:1], *",
+            "in self.transformers.named_samplers():",
+            "in list(self.transformers.named_samplers())[:1]:",
             WEIGHTS,
         ),
         (
             "stale merged replica",
-            "in (*self.transformers.samplers.values(), *",
-            "in (*list(self.transformers.samplers.values())[1:], *",
+            "in self.transformers.named_samplers():",
+            "in list(self.transformers.named_samplers())[1:]:",
             WEIGHTS,
         ),
         (
             "shadow of the trained adapter",
-            "values()):\n            sampler.sync(self.policy_state(OLD)",
-            "values()):\n            sampler.sync(self.policy_state(TRAINED)",
+            "named_samplers():\n            sampler.sync(self.policy_state(OLD)",
+            "named_samplers():\n            sampler.sync(self.policy_state(TRAINED)",
             WEIGHTS,
         ),
         (
@@ -320,25 +319,15 @@ MUTANTS: dict[str, list[Edit]] = {
         ("places of the survivors alone", "places.gather(1, extremes.cpu())", "extremes.cpu()", EXPLORE),
     ],
     "solrl_lightning/explorers/sampler.py": [
-        ("late chunks accepted", "self.lag(task) <= self.max_lag", "self.lag(task) <= 1", EXPLORERS),
-        ("lag of no chunk", "self.lags.append(self.fleet.lag(task))", "pass", EXPLORERS),
-        ("weights are not pushed again", "if status != 409:", "if True:", EXPLORERS),
+        ("lag at the arrival", "self.version - task.version", "0", EXPLORERS),
+        ("chunk of a lost explorer forgotten", "self._queue.put(item)", "pass", EXPLORERS),
+        ("explored ahead beyond the last iteration", "self._iterations - 1) if", "self._iterations) if", EXPLORERS),
+        ("later iterations first", "self._queue.put((iteration,", "self._queue.put((-iteration,", EXPLORERS),
     ],
-    "solrl_lightning/explorers/messages.py": [
-        (
-            "a request without its decoder",
-            '"initial_state", "transitions")',
-            '"initial_state", "transitions", "decoder")',
-            MESSAGES,
-        ),
-    ],
-    "solrl_lightning/explorers/server.py": [
-        (
-            "explorer keeps the first weights",
-            "if self._synchronised.get(request.sampler) != weights:",
-            "if request.sampler not in self._synchronised:",
-            EXPLORERS,
-        ),
+    "solrl_lightning/explorers/actor.py": [
+        ("explorer keeps the first weights", "if self._weights != weights[0]:", "if not self._weights:", EXPLORERS),
+        ("NaN ends the run", "or_nan=True", "or_nan=False", EXPLORERS),
+        ("decoder of the run", "module.decoder(str(spec.decoder))", 'module.decoder("full")', EXPLORERS),
     ],
     "solrl_lightning/rollout/stage.py": [
         ("noise levels without their rounding", "> level + _ROUNDING", "> level", NOISE),

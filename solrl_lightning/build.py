@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from omegaconf import OmegaConf
 from peft import LoraConfig
 from transformers.utils import logging as transformers_logging
 
-from solrl_lightning import __version__
 from solrl_lightning.artifacts.files import WholeCheckpointIO, read_checkpoint
 from solrl_lightning.artifacts.loggers import Tracker
 from solrl_lightning.callbacks.ema import average_in
@@ -33,8 +31,6 @@ from solrl_lightning.cli.launch import advice, check_world
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.data.prompts import PromptSchedule
 from solrl_lightning.errors import UserError
-from solrl_lightning.explorers.facts import SAMPLERS, Facts
-from solrl_lightning.explorers.sampler import Connection, Fleet, Lost, RemoteSampler
 from solrl_lightning.facts import prompt_sets
 from solrl_lightning.machine import attention
 from solrl_lightning.machine.threads import divide_threads
@@ -44,9 +40,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.options.trainer import named_devices
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve_from
-from solrl_lightning.rewards.addresses import read_token
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
-from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.rollout.stage import Sigmas
 from solrl_lightning.targets import make
 from solrl_lightning.training.evaluation import Evaluation
@@ -307,69 +301,6 @@ def quantization_rule(cfg: Run) -> QuantizationRule:
     return QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude))
 
 
-def facts_of(cfg: Run, module: SolRLModule, samplers: Collection[str]) -> Facts:
-    """Return what an explorer and a run must have in common.
-
-    Its precision, batch sizes and compilation are the explorer's own, and files may lie elsewhere: the norm of the base
-    weights tells another model.
-    """
-    return {
-        "solrl_lightning": __version__,
-        "model": type(module.policy).__name__,
-        "the norm of the weights of model.pretrained": f"{float(module.transformers.trained.base_norm):.3g}",
-        "the shape of latents (model.resolution)": list(module.policy.latent_shape),
-        "model.guidance_scale": cfg.model.guidance_scale,
-        "model.frames": cfg.model.frames,
-        "model.lora.rank": cfg.model.lora.rank,
-        "model.lora.alpha": cfg.model.lora.alpha,
-        "model.lora.target_modules": sorted(cfg.model.lora.target_modules),
-        "reward": list(module.rewards.for_training.rewards),
-        SAMPLERS: sorted(samplers),
-    }
-
-
-def connect(cfg: Run) -> list[Connection]:
-    """Return connections to the explorers of the run, if it has any.
-
-    Raises:
-        UserError: none of them answers.
-    """
-    if not cfg.explores_elsewhere:
-        return []
-    connections = [Connection(url, read_token(), cfg.explorers.timeout) for url in cfg.explorers.urls]
-    lost = {}
-    for connection in connections:
-        try:
-            connection.check()
-        except Lost as error:
-            lost[connection.url] = str(error)
-            log.warning("the explorer %s does not answer: %s", connection.url, error)
-    if len(lost) == len(connections):
-        raise UserError(
-            f"explorers.urls=[{','.join(lost)}] is invalid: none of them answers. Start one with task=explore and the "
-            "options of this run."
-        )
-    return connections
-
-
-def build_explorers(cfg: Run, module: SolRLModule, connections: Sequence[Connection]) -> dict[str, RemoteSampler]:
-    """Return the samplers of the exploring stages if other processes explore; nothing without ``connections``.
-
-    Raises:
-        UserError: an explorer that answers was started with other options.
-    """
-    if not connections:
-        return {}
-    for connection in connections:
-        connection.facts = facts_of(cfg, module, exploring_samplers(cfg))
-        with suppress(Lost):
-            connection.check()
-    fleet = Fleet(connections, cfg.explorers.max_lag, cfg.explorers.timeout)
-    precision = " and ".join(sorted({connection.precision for connection in connections} - {""}))
-    size = BatchSize(cfg.model.rollout_batch, pad_to_size=False)
-    return {name: RemoteSampler(module.policy, size, name, fleet, precision) for name in exploring_samplers(cfg)}
-
-
 def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas) -> ExploreTrainLoop:
     """``sigmas``: the policy's noise levels."""
     return ExploreTrainLoop(
@@ -382,6 +313,5 @@ def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas)
         optimizer_steps=cfg.optimizer_steps,
         seed=cfg.seed,
         max_seconds=cfg.max_seconds,
-        ahead=cfg.explorers.max_lag if cfg.explores_elsewhere else 0,
         few_evaluations=cfg.trainer.get("check_val_every_n_epoch") == AUTO,
     )

@@ -34,6 +34,10 @@ class ServerError(RuntimeError):
     """A server that does not answer, or not as agreed; the message names the server and the sample."""
 
 
+class ExplorersLost(RuntimeError):
+    """No explorer answers any more; the message says what became of the last one."""
+
+
 class RewardError(RuntimeError):
     """An exception in the code of a reward; the message names the reward, file and line, and ``__cause__`` is it."""
 

@@ -5,6 +5,7 @@ Each raises UserError for the first thing that a run would lack.
 
 import re
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from omegaconf import DictConfig, OmegaConf
@@ -18,9 +19,9 @@ from solrl_lightning.facts import check_shares, prompt_sets, requested_prompts, 
 from solrl_lightning.names import LORA_FILES
 from solrl_lightning.options.reward import GENEVAL, HTTP, REWARD_FILES, VLM
 from solrl_lightning.options.run import Run
-from solrl_lightning.options.task import Compare, Explore, Export, Generate, Serve
+from solrl_lightning.options.task import Compare, Export, Generate, Serve
 from solrl_lightning.options.trainer import Trainer, named_devices
-from solrl_lightning.rewards.addresses import check_served, check_server, read_token
+from solrl_lightning.rewards.addresses import check_served, read_token
 from solrl_lightning.rewards.geneval_metadata import check_metadata
 
 _TRAIN = "solrl_lightning.tasks.train.train"
@@ -99,12 +100,12 @@ def check_needs(options: Run) -> None:
         finished_runs(task.runs)
     if isinstance(task, Serve):
         check_served(options.reward.members, task.host, task.port)
-    if isinstance(task, Explore):
-        check_server("explore", task.host, task.port)
     if isinstance(task, Export) and task.push is not None:
         check_push(task.push)
-    if any(member["_target_"] in (HTTP, VLM) for member in options.reward.members.values()) or options.explorers.urls:
+    if any(member["_target_"] in (HTTP, VLM) for member in options.reward.members.values()):
         read_token()
+    if options.explores_elsewhere and find_spec("ray") is None:
+        raise UserError("explorers=ray needs Ray. Install it: pip install 'solrl-lightning[ray]'.")
     for source in sources(options).values():
         check_source(source)
 
@@ -173,7 +174,7 @@ def check_machine(options: Run) -> None:
             f"trainer.accelerator={accelerator} trainer.devices={devices} is invalid: torch finds "
             f"{torch.cuda.device_count()} GPUs on this machine. Use trainer=auto."
         )
-    samples = not {"train", "eval"}.isdisjoint(options.task.reads) or isinstance(options.task, Explore)
+    samples = not {"train", "eval"}.isdisjoint(options.task.reads)
     if samples and not options.explores_elsewhere:
         gpu = accelerator != "cpu" and torch.cuda.is_available()
         device = torch.device("cuda", indices[0] if indices else 0) if gpu else torch.device("cpu")

@@ -34,7 +34,9 @@ from solrl_lightning.cli.console import first_lines
 from solrl_lightning.errors import UserError, did_you_mean, nearest
 
 CONFIG_MODULE = "solrl_lightning.conf"
-_ONE_EACH = "task model data family objective scheduler precision trainer".split()  # a run has one option of each
+_ONE_EACH = (
+    "task model data family explorers objective scheduler precision trainer".split()
+)  # a run has one option of each
 _UNQUOTED = r"[\w/\-+.$%*@?|: ,]"  # characters of a value that Hydra reads without quotes, in ASCII
 
 

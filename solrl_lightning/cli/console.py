@@ -14,12 +14,23 @@ from omegaconf.errors import OmegaConfBaseException
 
 from solrl_lightning.artifacts.formatting import path_option
 from solrl_lightning.artifacts.run_folder import LAST
-from solrl_lightning.errors import CheckFailed, NonFiniteError, RankLost, ServerError, UserError, WriteError, sentence
+from solrl_lightning.errors import (
+    CheckFailed,
+    ExplorersLost,
+    NonFiniteError,
+    RankLost,
+    ServerError,
+    UserError,
+    WriteError,
+    sentence,
+)
 
-EXPECTED = (UserError, NonFiniteError, WriteError, ServerError, RankLost, CheckFailed)  # errors that a user can act on
+EXPECTED = (UserError, NonFiniteError, WriteError, ServerError, ExplorersLost, RankLost, CheckFailed)
+"""Errors that a user can act on."""
 _CURES: dict[type[Exception], str] = {
     WriteError: "Free space or make the folder writable",
     ServerError: "Start or correct the server",
+    ExplorersLost: "Start the cluster again",
     RankLost: "Read its message (a rank that the system kills for its memory leaves none)",
 }
 _LOST_RANK = re.compile(r"gloo.* by peer", re.DOTALL)  # closed or reset by peer

@@ -1,1 +1,4 @@
-"""Exploration in other processes, here or on other machines: `sampler` asks, `server` answers (task=explore)."""
+"""Exploration by actors of Ray: ``cluster`` places them, ``sampler`` sends them chunks, ``actor`` is one of them.
+
+Imported with explorers=ray only, because Ray is an optional dependency.
+"""

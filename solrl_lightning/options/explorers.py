@@ -1,21 +1,38 @@
-"""``explorers``: processes elsewhere that explore for the run."""
+"""``explorers``: what explores for the run; the options of ``explorers=ray``."""
 
-from solrl_lightning.options.rules import Broken, CountOrZero, Group, Positive
-from solrl_lightning.rewards.addresses import check_url
+from solrl_lightning.names import AUTO, check_backend
+from solrl_lightning.options.rules import Broken, Compile, Count, CountOrZero, Group, NotNegative
+
+
+class Resources(Group):
+    num_cpus: NotNegative = 1
+    """Cores that Ray reserves."""
+    num_gpus: NotNegative | None = None
+    """GPUs that Ray reserves; null: 1 if the cluster has any."""
+    label_selector: dict[str, str] = {}
+    """Labels of the node, by Ray's syntax of label selectors."""
 
 
 class Explorers(Group):
-    urls: list[str]
-    """Addresses of task=explore; none: this process explores."""
-    max_lag: CountOrZero
+    count: CountOrZero
+    """Explorers, of all ranks together; 0: this process explores."""
+    resources: Resources = Resources()
+    """What Ray reserves for each."""
+    address: str | None = None
+    """Cluster; null: one on this machine that lasts as long as the run."""
+    max_lag: CountOrZero = 0
     """Iterations by which the weights of an exploration may be older than the policy's."""
-    timeout: Positive
-    """Seconds without an answer after which an explorer is lost, and the run ends without any."""
+    precision: str | None = None
+    """Number format of the explorers' shadow; null: the run's."""
+    rollout_batch: Count | None = None
+    """Candidates in a forward pass; null: model.rollout_batch."""
+    compile: Compile | None = None
+    """Compilation of the explorers' sampling; null: family.compile."""
 
     def check(self) -> None:
-        for index, url in enumerate(self.urls):
-            check_url(f"explorers.urls.{index}", url, "")
-        if len(set(self.urls)) < len(self.urls):
-            raise Broken("an address stands there twice.", "urls", "Name each once.")
-        if self.max_lag and not self.urls:
-            raise Broken("only explorers elsewhere lag behind.", "max_lag", "Set explorers.urls, or leave it out.")
+        others = self.model_fields_set - {"count"}
+        if bool(self.count) != bool(others):
+            fix = "Use explorers=ray, or explorers=none."
+            raise Broken("explorers=none has 0 and no other option, explorers=ray at least 1.", "count", fix)
+        if self.precision is not None:
+            check_backend(self.precision, AUTO)

@@ -28,9 +28,8 @@ from solrl_lightning.options.rules import (
     Seed,
     explain,
     is_reference,
-    written,
 )
-from solrl_lightning.options.task import AnyTask, Audit, Explore, Generate, Plan, Task
+from solrl_lightning.options.task import AnyTask, Audit, Generate, Plan, Task
 from solrl_lightning.options.trainer import Trainer, is_sharded
 from solrl_lightning.options.training import Objective, OldPolicy, Optimizer, Scheduler
 
@@ -74,7 +73,7 @@ class Run(Group):
     family: Family
     """How training samples are chosen."""
     explorers: Explorers
-    """Processes elsewhere that explore."""
+    """What explores for the run."""
     objective: Objective
     """Loss."""
     optimizer: Optimizer
@@ -146,7 +145,7 @@ class Run(Group):
 
     @property
     def uses_model(self) -> bool:
-        return not {"train", "eval", "ckpt"}.isdisjoint(self.task.reads) or isinstance(self.task, Generate | Explore)
+        return not {"train", "eval", "ckpt"}.isdisjoint(self.task.reads) or isinstance(self.task, Generate)
 
     @property
     def trains(self) -> bool:
@@ -156,7 +155,7 @@ class Run(Group):
     @property
     def explores_elsewhere(self) -> bool:
         """Whether other processes explore for the training."""
-        return bool(self.explorers.urls) and self.trains
+        return self.explorers.count > 0 and self.trains
 
     @property
     def is_sharded(self) -> bool:
@@ -276,24 +275,20 @@ class Run(Group):
         """With model.train=full there are neither frozen weights nor a LoRA."""
         if self.model.train != "full":
             return
-        urls, lora = self.explorers.urls, self.model.init_lora
+        lora = self.model.init_lora
         storage = self.base_weights
         rules = {
             f"base_weights={storage}": (storage != "bfloat16", "it stores frozen weights", "base_weights=bfloat16"),
             f"model.init_lora={lora}": (lora is not None, "it starts a LoRA", "model.init_lora=null"),
-            f"explorers.urls={written(urls)}": (bool(urls), "explorers get a LoRA", "explorers.urls=[]"),
-            "task=explore": (isinstance(self.task, Explore), "explorers get a LoRA", "model.train=lora"),
         }
         for option, (broken, use, fix) in rules.items():
             if broken:
                 raise UserError(f"{option} is invalid: {use}, and model.train=full has none. Set {fix}.")
 
     def check_explorers(self) -> None:
-        """Raise unless a run with explorers.urls explores."""
-        if not self.explorers.urls:
-            return
-        fix = "Leave explorers out."
-        if self.family.explore is None:
-            raise Broken("this family does not explore.", "explorers.urls", fix)
-        if self.is_sharded:
-            raise Broken("trainer=fsdp explores with its own ranks.", "explorers.urls", fix)
+        """Raise unless a run with explorers explores."""
+        fix = "Use explorers=none."
+        if self.explorers.count and self.family.explore is None:
+            raise Broken("this family does not explore.", "explorers.count", fix)
+        if self.explorers.count and self.is_sharded:
+            raise Broken("trainer=fsdp explores with its own ranks.", "explorers.count", fix)

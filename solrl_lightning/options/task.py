@@ -205,20 +205,12 @@ class Serve(_Known):
     """Pixels of an image."""
 
 
-class Explore(_Known):
-    host: str
-    """Address to listen on."""
-    port: Port
-    """Port to listen on."""
-
-
 # A task by the name of its function; where the user's own stands there, by a key that no other task has.
 _TASKS: dict[str, tuple[str, type[Task]]] = {
     "audit": ("proxies", Audit),
     "benchmark": ("rounds", Benchmark),
     "compare": ("runs", Compare),
     "doctor": ("iterations", Doctor),
-    "explore": ("_", Explore),
     "generate": ("prompt_file", Generate),
     "evaluate": ("grid_prompts", Evaluate),
     "export": ("push", Export),

@@ -105,16 +105,21 @@ def resolve_from(ckpt: str | Path | None, precision: str, backend: str, device: 
     """
     if precision != AUTO or ckpt is None:
         return resolve(precision, backend, device)
-    from solrl_lightning.artifacts.files import read_checkpoint  # imports Lightning
-
-    # A checkpoint without the entry is of a version whose default was nvfp4.
-    recorded = str(read_checkpoint(ckpt).get("precision_backend", "nvfp4")).partition(" ")[0]
-    here = choose_precision(hardware_of(device))
-    if recorded not in BACKENDS or recorded == here:  # "no shadow"
+    recorded, here = recorded_precision(ckpt), choose_precision(hardware_of(device))
+    if recorded in (AUTO, here):
         return resolve(AUTO, backend, device)
     resolved = resolve(recorded, backend, device)
     note = f"precision={AUTO}: {recorded}, in which the run of the checkpoint began; a new run here would take {here}. "
     return resolved._replace(description=note + resolved.description)
+
+
+def recorded_precision(ckpt: str | Path) -> str:
+    """Return the precision of the run that wrote a checkpoint; "auto" if it had no shadow."""
+    from solrl_lightning.artifacts.files import read_checkpoint  # imports Lightning
+
+    # A checkpoint without the entry is of a version whose default was nvfp4.
+    recorded = str(read_checkpoint(ckpt).get("precision_backend", "nvfp4")).partition(" ")[0]
+    return recorded if recorded in BACKENDS else AUTO
 
 
 def hardware_of(device: torch.device) -> Hardware:

@@ -3,6 +3,8 @@
 import copy
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,10 @@ from solrl_lightning.artifacts.files import has_ended, iterations_done, loop_sta
 from solrl_lightning.artifacts.finished_runs import end_of
 from solrl_lightning.artifacts.run_folder import LOG, commit_overrides, is_resuming
 from solrl_lightning.build import (
-    build_explorers,
     build_loop,
     build_module,
     build_objective,
     build_trainer,
-    connect,
     samplers_of,
 )
 from solrl_lightning.callbacks.common import file_logger
@@ -53,6 +53,11 @@ def train(cfg: Run) -> float | None:
         UserError: the checkpoint has another optimiser or other weights, a run resumes in its folder with other
             training prompts, or Lightning rejects the configuration.
     """
+    with ExitStack() as stack:
+        return _train(cfg, stack)
+
+
+def _train(cfg: Run, stack: ExitStack) -> float | None:
     checkpoint = None if cfg.ckpt is None else read_checkpoint(cfg.ckpt)
     in_place = is_resuming(Path(cfg.run_dir))
     if checkpoint is not None:
@@ -69,10 +74,13 @@ def train(cfg: Run) -> float | None:
     if in_place and trainer.is_global_zero:
         commit = LambdaCallback(on_train_start=lambda *_: commit_overrides(folder))
         trainer.callbacks.append(commit)  # type: ignore[attr-defined]
-    connections = connect(cfg)
+    device = trainer.strategy.root_device
+    if cfg.explores_elsewhere:
+        from solrl_lightning.explorers.cluster import explorers_of  # Ray is an optional dependency
+
+        explorers = stack.enter_context(explorers_of(cfg, trainer.global_rank, trainer.world_size, device))
     settle = partial(settle_checkpointing, devices=trainer.world_size)
-    module = build_module(cfg, trainer.strategy.root_device, samplers_of(cfg), objective, settle)
-    module.transformers.explorers.update(build_explorers(cfg, module, connections))
+    module = build_module(cfg, device, samplers_of(cfg), objective, settle)
     if checkpoint is None and cfg.model.init_lora is not None:
         file = Path(cfg.model.init_lora).expanduser()
         trained = module.transformers.trained
@@ -86,6 +94,11 @@ def train(cfg: Run) -> float | None:
         file_logger.info("%s", shadow_layers)
         log.info("%s; table in %s", shadow_layers.splitlines()[-1].strip(), folder / LOG)
     loop = build_loop(cfg, trainer, objective, module.policy.sigmas)
+    if cfg.explores_elsewhere:
+        from solrl_lightning.explorers.sampler import RaySampler
+
+        elsewhere = RaySampler(cfg, explorers, module.policy, loop.pool_of)
+        module.transformers = replace(module.transformers, explorers=elsewhere)
     if cfg.ckpt is not None and checkpoint is not None:
         optimizer = keep_configured(instantiate(cfg.optimizer)(module.trained_parameters()))
         _check_state(cfg.ckpt, checkpoint, optimizer, loop)

@@ -65,7 +65,6 @@ class ExploreTrainLoop(_FitLoop):
         optimizer_steps: optimiser steps per iteration, each on an equal share of its rows.
         seed: seed of the candidates.
         max_seconds: of training, as in ``cost``; the run ends at the end of the iteration that reaches them.
-        ahead: iterations whose exploration begins in other processes while this one trains.
         few_evaluations: evaluate as the trainer does, or so rarely that it takes at most a twentieth of the passes.
 
     Raises:
@@ -83,7 +82,6 @@ class ExploreTrainLoop(_FitLoop):
         optimizer_steps: int,
         seed: int,
         max_seconds: float | None = None,
-        ahead: int = 0,
         few_evaluations: bool = False,
     ) -> None:
         super().__init__(trainer, trainer.fit_loop.min_epochs, trainer.fit_loop.max_epochs)
@@ -94,7 +92,7 @@ class ExploreTrainLoop(_FitLoop):
                 f"there are {trainer.world_size} devices. Use prompts_per_iteration={trainer.world_size}, or lower "
                 "trainer.devices."
             )
-        self.schedule, self.pool, self.seed, self.ahead = schedule, pool, seed, ahead
+        self.schedule, self.pool, self.seed = schedule, pool, seed
         self.stages = stages
         self.objective, self.max_seconds = objective, max_seconds
         self.keep = next((stage.keep for stage in reversed(stages) if stage.keep is not None), pool)
@@ -146,7 +144,6 @@ class ExploreTrainLoop(_FitLoop):
         """Run one iteration; ``callbacks/requantize.py`` has given the old policy to everything that samples."""
         self._set_counters()
         self.loader.fill(self.roll_out())
-        self._explore_ahead()
         with self.stopwatch.stage("train"):
             super().advance()  # its last optimiser step moves the old policy
 
@@ -168,9 +165,8 @@ class ExploreTrainLoop(_FitLoop):
         self._check_requantised()
         iteration = self.trainer.current_epoch
         with self.stopwatch.stage(self.stages[0].name):
-            encoded = self._encode(iteration, self._prompts(iteration))
+            encoded, seeds = self.pool_of(iteration)
         prompts = encoded.prompts
-        seeds = pool_seeds(self.seed, iteration, identities(prompts), self.pool)
         explored, samples, proxy_merits = run_family(self.stages, seeds, prompts, partial(self._run, encoded))
         merits = self._module.rewards.for_training.merits(samples.scores)  # among the samples, not in the pool
         advantages = self.objective.advantages(merits, self._sum)
@@ -180,24 +176,17 @@ class ExploreTrainLoop(_FitLoop):
         return MicroBatches(self._rollouts, encoded, sigmas, self.objective, self.plan)
 
     def _check_requantised(self) -> None:
-        transformers = self._module.transformers
-        for name, sampler in (*transformers.samplers.items(), *transformers.explorers.items()):
+        for name, sampler in self._module.transformers.named_samplers():
             if sampler.version != self.iterations_done:
                 raise UserError(
                     f"callbacks.requantize is invalid: after {self.iterations_done} iterations the sampler {name} has "
                     f"the weights of {sampler.version}. Use solrl_lightning.callbacks.requantize.Requantize."
                 )
 
-    def _explore_ahead(self) -> None:
-        """Explorers elsewhere begin the next iterations, as far as the weights of this one may be used for them."""
-        iteration = self.trainer.current_epoch
-        for later in range(iteration + 1, min(iteration + self.ahead + 1, cast(int, self.max_epochs))):
-            stage, following, *_ = self.stages
-            encoded = self._encode(later, self._prompts(later))
-            seeds = pool_seeds(self.seed, later, identities(encoded.prompts), self.pool)
-            explorer = self._module.transformers.explorers[stage.sampler]
-            spec = self._module.spec(stage, with_states=stage.continues_in(following))
-            explorer.explore_ahead(encoded, seeds, spec)
+    def pool_of(self, iteration: int) -> tuple[EncodedPrompts, Tensor]:
+        """Return this rank's P encoded prompts of an iteration, and the seeds [P, N] of their candidates."""
+        encoded = self._encode(iteration, self._prompts(iteration))
+        return encoded, pool_seeds(self.seed, iteration, identities(encoded.prompts), self.pool)
 
     def _prompts(self, iteration: int) -> list[Prompt]:
         """Return this rank's prompts."""

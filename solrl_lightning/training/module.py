@@ -140,7 +140,7 @@ class SolRLModule(LightningModule):
 
     def sync_samplers(self, version: int) -> None:
         """Give the old policy, that after ``version`` iterations, to everything that samples."""
-        for sampler in (*self.transformers.samplers.values(), *self.transformers.explorers.values()):
+        for _, sampler in self.transformers.named_samplers():
             sampler.sync(self.policy_state(OLD), version)
 
     @contextmanager

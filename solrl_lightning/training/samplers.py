@@ -33,6 +33,16 @@ class Sampler(Protocol):
         """
 
 
+class Explorers(Sampler, Protocol):
+    """Sample and score elsewhere what the stages of exploration ask for."""
+
+    precision: str
+    """Of their shadow, as `Transformers.precision_backend`."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return what is logged as ``explore/<name>`` after an iteration: a mean ``lag``, and counts to be added."""
+
+
 class PolicySampler:
     """The trained transformer, in model.train=lora with its LoRA branches.
 

@@ -29,7 +29,6 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
-from solrl_lightning.explorers.sampler import RemoteSampler
 from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE, SHADOW, TRAINED, Storage
 from solrl_lightning.policies import replica
 from solrl_lightning.policies.compilation import compile_blocks
@@ -53,7 +52,7 @@ from solrl_lightning.quantization import plan as plan_quantization
 from solrl_lightning.quantization.shared_inputs import sharing_inputs
 from solrl_lightning.rollout.chunks import BatchSize
 from solrl_lightning.rollout.stage import EXPLORE, Stage
-from solrl_lightning.training.samplers import PolicySampler, ReplicaSampler, Sampler
+from solrl_lightning.training.samplers import Explorers, PolicySampler, ReplicaSampler, Sampler
 
 log = logging.getLogger(__name__)
 
@@ -218,20 +217,26 @@ class Transformers:
     shadow_backend: Backend | None = None
     shadow_layers: str = ""
     """Table of the shadow's linear layers."""
-    explorers: dict[str, RemoteSampler] = field(default_factory=dict)
+    explorers: Explorers | None = None
     """What stages explore with instead, if other processes explore."""
+
+    def named_samplers(self) -> Iterator[tuple[str, Sampler]]:
+        """Yield everything that samples."""
+        yield from self.samplers.items()
+        if self.explorers is not None:
+            yield "explorers", self.explorers
 
     def sampler(self, stage: Stage) -> Sampler:
         """Return what samples ``stage``."""
-        if stage.name == EXPLORE and self.explorers:
-            return self.explorers[stage.sampler]
+        if stage.name == EXPLORE and self.explorers is not None:
+            return self.explorers
         return self.samplers[stage.sampler]
 
     @property
     def precision_backend(self) -> str:
         """The shadow's precision and backend as text, or those of the explorers' shadows."""
-        for explorer in self.explorers.values():
-            return explorer.precision
+        if self.explorers is not None:
+            return self.explorers.precision
         shadow = self.shadow_backend
         return "no shadow" if shadow is None else f"{shadow.precision} ({shadow.name})"
 

@@ -48,7 +48,7 @@ class StandIn(LightningModule):
         self.weight = nn.Parameter(torch.zeros(2))
         self.policy = SimpleNamespace(decode=lambda x: x.clamp(0, 1))
         self.rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
-        self.transformers = SimpleNamespace(precision_backend="nvfp4 (emulated)", explorers={})
+        self.transformers = SimpleNamespace(precision_backend="nvfp4 (emulated)", explorers=None)
         self.transformers.trained = SimpleNamespace(folder="lora")
         prompts = ["a red circle above a blue square", "two green triangles", "a yellow star"]
         self.evaluation = Evaluation(prompts_of(prompts), self.rewards, "euler", steps=4, images=2, seed=0)

@@ -45,10 +45,11 @@ def test_family_of_one_stage_logs_no_proxy_reward(fit, stand_in):
     assert set(trainer.callback_metrics) == {f"reward/{name}" for name in names}
 
 
-def test_lag_of_explorers_is_the_mean_over_chunks(fit, stand_in):
+def test_metrics_of_explorers_are_logged(fit, stand_in):
     module = stand_in.StandIn()
-    module.transformers.explorers["shadow"] = SimpleNamespace(lags=[0, 1, 1, 1])
-    assert float(fit(RolloutStats(), module=module).callback_metrics["explore/lag"]) == 0.75
+    module.transformers.explorers = SimpleNamespace(metrics=lambda: {"lag": 0.75, "explorers": 3})
+    metrics = fit(RolloutStats(), module=module).callback_metrics
+    assert (float(metrics["explore/lag"]), float(metrics["explore/explorers"])) == (0.75, 3)
 
 
 def test_spread_within_prompts_and_prompts_without_spread_are_logged(fit, stand_in):

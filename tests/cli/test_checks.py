@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from solrl_lightning.cli import checks
 from solrl_lightning.cli.checks import check_needs, check_prompts
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
@@ -35,9 +36,12 @@ def test_server_that_cannot_start_is_an_error(compose: Compose, argument: str, m
         check_needs(compose("task=serve", argument))
 
 
-def test_explorer_needs_a_token_for_other_machines(compose: Compose) -> None:
-    with pytest.raises(UserError, match="task.host=0.0.0.0 is invalid without a token: other machines can reach it"):
-        check_needs(compose("task=explore", "task.host=0.0.0.0"))
+def test_explorers_need_ray(compose: Compose, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_needs(compose("explorers=ray"))
+    monkeypatch.setattr(checks, "find_spec", lambda name: None)
+    check_needs(compose())
+    with pytest.raises(UserError, match=r"explorers=ray needs Ray. Install it: pip install 'solrl-lightning\[ray\]'"):
+        check_needs(compose("explorers=ray"))
 
 
 def test_port_in_use_is_an_error(compose: Compose) -> None:

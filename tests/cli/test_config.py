@@ -20,7 +20,7 @@ from solrl_lightning.options.run import Run
 
 CONF = Path(str(solrl_lightning.conf.__file__)).parent
 REPOSITORY = Path(__file__).parents[2]
-GROUPS = "task model reward family objective scheduler precision data trainer logger callbacks".split()
+GROUPS = "task model reward family objective explorers scheduler precision data trainer logger callbacks".split()
 OPTIONS = sorted(
     (file.parent.name, file.stem) for file in CONF.glob("*/*.yaml") if file.parent.name in (*GROUPS, "experiment")
 )

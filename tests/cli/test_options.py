@@ -56,11 +56,11 @@ callbacks.guard.stop=5           | it must be true or false
 callbacks.guard.limits.drift=0   | it must be a whole number of at least 1
 callbacks.guard.limits=null      | it must be a group of keys
 +callbacks.guard.limits.jump=5   | nothing reads that key. The keys here are fall, diversity, kl, drift.
-explorers.urls=[here]            | explorers.urls.0=here is invalid: it must begin with http:// or https://
-explorers.urls=["http://a:1","http://a:1"] | an address stands there twice. Name each once.
-explorers.urls=["http://a:1"] family=diffusionnft | this family does not explore. Leave explorers out.
-explorers.urls=["http://a:1"] trainer=fsdp family=prefix ~callbacks.sample_grid | trainer=fsdp explores
-explorers.max_lag=1              | only explorers elsewhere lag behind. Set explorers.urls
+explorers.count=2                | explorers=none has 0 and no other option, explorers=ray at least 1. Use explorers=ray
+explorers=ray explorers.count=0  | explorers=none has 0 and no other option
+explorers=ray family=diffusionnft | this family does not explore. Use explorers=none.
+explorers=ray trainer=fsdp family=prefix ~callbacks.sample_grid | trainer=fsdp explores
+explorers=ray explorers.precision=fp9 | precision=fp9 is invalid: it must be one of auto, nvfp4, fp8, int8, bf16
 ~callbacks                       | ~callbacks is invalid: training needs the callbacks requant
 experiment=smoke ~callbacks      | ~callbacks is invalid: training needs the callbacks requant
 ~callbacks.requantize            | ~callbacks.requantize is invalid: training needs

@@ -119,7 +119,6 @@ def test_the_saved_transformer_has_the_average(tmp_path: Path) -> None:
     [
         ("base_weights=int8", "base_weights=int8 is invalid: it stores frozen weights, and model.train=full has none"),
         ("model.init_lora=a", "model.init_lora=a is invalid: it starts a LoRA, and model.train=full has none"),
-        ("explorers.urls=[http://a:1]", r"explorers.urls=\[http://a:1\] is invalid: explorers get a LoRA"),
     ],
 )
 def test_options_of_a_lora_are_errors(compose: Callable[..., Run], option: str, message: str) -> None:
