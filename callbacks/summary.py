@@ -26,7 +26,7 @@ from solrl_lightning.callbacks.guard import Guard
 from solrl_lightning.callbacks.history import MetricHistory
 from solrl_lightning.callbacks.rank_correlation import RankCorrelation
 from solrl_lightning.callbacks.timings import StageTimings
-from solrl_lightning.errors import UserError, WriteError, sentence
+from solrl_lightning.errors import WriteError, sentence
 from solrl_lightning.machine.environment import machine, versions
 from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.study.report import best_text, parts_learned, render, run_page, shown_stages
@@ -39,6 +39,7 @@ _PATHS: dict[str, str | Path] = {
     "config": RECORD,
 }
 _STATE = "run_summary"  # key in the checkpoint
+_COLUMNS = ("family", "lora_rank", "lr", "objective", "precision", "reward", "seed")  # of HParams, which shows five
 _POLICY_METRICS = ("train/", "policy/", "reward/group_std", "reward/zero_std_fraction")  # of summary.json
 
 
@@ -47,19 +48,10 @@ class RunSummary(Callback):
 
     Args:
         hparams: name -> value of selected configuration keys; `config` in summary.json.
-        columns: keys of ``hparams`` in TensorBoard's HParams table.
-
-    Raises:
-        UserError: a column is no key of ``hparams``.
     """
 
-    def __init__(self, hparams: Mapping[str, Any], columns: Sequence[str]) -> None:
-        if missing := [name for name in columns if name not in hparams]:
-            raise UserError(
-                f"callbacks.summary.columns={list(columns)} is invalid: every column is a key of callbacks.summary."
-                f"hparams. Add one with +callbacks.summary.hparams.{missing[0]}=<value>."
-            )
-        self.hparams, self.columns = dict(hparams), list(columns)
+    def __init__(self, hparams: Mapping[str, Any]) -> None:
+        self.hparams = dict(hparams)
         self._started: float | None = None
         self._open = False  # True from the start of training until the summary is written
         self._seconds_before = 0.0  # of the runs that this one resumes
@@ -133,7 +125,7 @@ class RunSummary(Callback):
         file_logger.info(format_summary(facts))
         self._open = False  # a later exception must not overwrite the summary
         for tracker in trackers_of(trainer):
-            columns = {name: self.hparams[name] for name in self.columns}
+            columns = {name: self.hparams[name] for name in _COLUMNS if name in self.hparams}
             tracker.log_results(columns, hparams_results(facts), trainer.current_epoch)
 
     def collect(self, trainer: Trainer, pl_module: LightningModule, status: str, error: str | None) -> dict[str, Any]:

@@ -101,8 +101,8 @@ def test_pictures_of_videos_are_filmstrips(compose: Compose, tmp_path: Path) -> 
     small = (
         f"model=wan model.pretrained={save_nano(tmp_path / 'wan', 'wan')} model.embeddings=null model.resolution=32 "
         f"model.num_frames=5 model.frames=middle model.max_sequence_length={MAX_WORDS} model.full_steps=2 "
-        "model.eval_steps=1 family=diffusionnft family.pool=2 experiment=smoke reward=shapes data=shapes trainer=cpu "
-        "~logger data.eval_prompts=1 data.eval_images=1 iterations=1"
+        "model.eval_steps=1 family=diffusionnft family.pool=2 family.keep=2 experiment=smoke reward=shapes data=shapes "
+        "trainer=cpu ~logger data.eval_prompts=1 data.eval_images=1 iterations=1"
     ).split()
     train(compose(*small, "callbacks.sample_grid.every=1", "callbacks.sample_grid.seeds_per_prompt=1"))
     options = "task.prompts=[a red circle]", "task.seeds=[3]"

@@ -124,8 +124,6 @@ class Family(Pool):
     """torch.compile of the rollouts; auto: on a GPU."""
     warning: str | None
     """Text that is printed at the start."""
-    smoke_keep: Kept | None = None
-    """``keep`` in experiment=smoke."""
 
     def check(self) -> None:
         """Raise unless a pass that stops early is one that regeneration with the same weights can continue."""

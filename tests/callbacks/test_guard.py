@@ -149,7 +149,7 @@ def test_a_run_that_the_guard_ends_exports_the_best_weights_and_says_so(tmp_path
     checkpoints, module = tmp_path / "checkpoints", stand_in.Falling()
     best, periodic = BestCheckpoint(str(checkpoints)), PeriodicCheckpoints(str(checkpoints), every=1, keep=2)
     callbacks = WeightEMA(), RolloutStats(), Guard(True, 3, LIMITS), best, periodic, ExportLoRA()
-    fit(*callbacks, RunSummary({"seed": 1}, ["seed"]), module=module, iterations=4, enable_checkpointing=True)
+    fit(*callbacks, RunSummary({"seed": 1}), module=module, iterations=4, enable_checkpointing=True)
 
     names = ["best.ckpt", "iteration_000002.ckpt", "iteration_000003.ckpt"]
     assert sorted(file.name for file in checkpoints.iterdir()) == names

@@ -38,7 +38,7 @@ def train(arguments: list[str]) -> int:
         *(StageTimings(), Requantize(), WeightEMA(), RolloutStats(), RankCorrelation(probe_every=1)),
         Guard(stop=False, patience=1, limits=dict.fromkeys(Limits._fields)),
         SampleGrid(every=1, prompts=1, seeds_per_prompt=1, steps=1, seed=0),
-        *(StageProgressBar(), history, RunSummary({"seed": 0}, columns=["seed"])),
+        *(StageProgressBar(), history, RunSummary({"seed": 0})),
     ]
     options = dict(devices=2, strategy="ddp", enable_progress_bar=True)
     trainer = make_trainer(folder, callbacks, UnevenRollOut(), iterations=2, **options)
