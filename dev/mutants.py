@@ -327,7 +327,7 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/explorers/actor.py": [
         ("explorer keeps the first weights", "if self._weights != weights[0]:", "if not self._weights:", EXPLORERS),
         ("NaN ends the run", "or_nan=True", "or_nan=False", EXPLORERS),
-        ("decoder of the run", "module.decoder(str(spec.decoder))", 'module.decoder("full")', EXPLORERS),
+        ("decoder of the run", "module.decoder(stage.decoder)", 'module.decoder("full")', EXPLORERS),
     ],
     "solrl_lightning/rollout/stage.py": [
         ("noise levels without their rounding", "> level + _ROUNDING", "> level", NOISE),

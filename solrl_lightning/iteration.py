@@ -47,13 +47,13 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     everything = module.encode(list(dict.fromkeys(sum(prompts_of, []))))
 
     def run(
-        recorded: range, encoded: EncodedPrompts, stage: Stage, seeds: Tensor, state: SolverState | None, states: bool
+        recorded: range, encoded: EncodedPrompts, stage: Stage, seeds: Tensor, state: SolverState | None
     ) -> Candidates:
         """Sample and score the candidates of seeds [P, n]; the last stage records the steps of a stochastic solver."""
         if objective.shared_noise and len(stages) == 1:
             state = one_noise(policy, seeds)
         steps = range(0) if stage.name == EXPLORE else recorded
-        return module.run_stage(stage, encoded, seeds, initial_state=state, transitions=steps, with_states=states)
+        return module.run_stage(stage, encoded, seeds, initial_state=state, transitions=steps)
 
     for iteration, prompts in enumerate(prompts_of):
         encoded = everything.gather(torch.tensor([everything.prompts.index(prompt) for prompt in prompts]))

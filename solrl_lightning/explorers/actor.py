@@ -21,7 +21,7 @@ from solrl_lightning.options.run import Run
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from solrl_lightning.rollout.chunks import SamplingSpec
+    from solrl_lightning.rollout.stage import Stage
     from solrl_lightning.sampling import SolverState
     from solrl_lightning.training.module import SolRLModule
 
@@ -30,7 +30,7 @@ class Answer(NamedTuple):
     """A sampled and scored chunk, on the CPU."""
 
     scores: "Tensor"  # float32 [B, R]
-    state: "SolverState | None"  # [B, ...]; None if the specification is without states
+    state: "SolverState | None"  # [B, ...]; None if the stage is without states
     seconds: float  # of the explorer
 
 
@@ -89,7 +89,8 @@ class Explorer:
         prompts: "list[ray.ObjectRef]",
         owner: "Tensor",
         seeds: "Tensor",
-        spec: "SamplingSpec",
+        stage: "Stage",
+        initial_state: "SolverState | None",
     ) -> Answer:
         """Return seeds [B] of the prompts ``owner`` [B], sampled by trained weights of the object store, and scored."""
         import torch
@@ -104,11 +105,11 @@ class Explorer:
                 samples.sync(self._moved(ray.get(weights[0])), None)
                 (self._weights,) = weights
             encoded = self._prompts(prompts[0]).gather(owner)
-            first = map_tensors(lambda tensor: tensor[:, None], self._moved(spec.initial_state))
-            chunks = samples.sample(encoded, seeds[:, None], spec._replace(initial_state=first))
+            first = map_tensors(lambda tensor: tensor[:, None], self._moved(initial_state))
+            chunks = samples.sample(encoded, seeds[:, None], stage, first)
             state: Any = concatenate([chunk.state for chunk in chunks])
-            decode, rewards = module.decoder(str(spec.decoder)), module.rewards.for_training
+            decode, rewards = module.decoder(stage.decoder), module.rewards.for_training
             scores = self._submit(lambda: score_images(decode, rewards, state.x0, encoded.prompts, seeds, or_nan=True))
             seconds = time.perf_counter() - start
-        answer = Answer(scores.result(), state if spec.with_states else None, seconds)
+        answer = Answer(scores.result(), state if stage.with_states else None, seconds)
         return map_tensors(lambda tensor: tensor.cpu(), answer)

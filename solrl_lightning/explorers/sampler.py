@@ -27,9 +27,10 @@ from solrl_lightning.explorers.actor import Answer
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.rollout.chunks import BatchSize, Chunk, SamplingSpec
+from solrl_lightning.rollout.chunks import BatchSize, Chunk
 from solrl_lightning.rollout.records import EncodedPrompts
-from solrl_lightning.sampling.state import map_tensors
+from solrl_lightning.rollout.stage import Stage
+from solrl_lightning.sampling.state import SolverState, map_tensors
 
 log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -100,36 +101,45 @@ class RaySampler:
         self.version, self._weights = version, [ray.put({name: value.cpu() for name, value in state.items()})]
         self._lags, self._seconds, self._lost = [], 0.0, 0
 
-    def sample(self, prompts: EncodedPrompts, seeds: Tensor, spec: SamplingSpec) -> Generator[Chunk, None, None]:
+    def sample(
+        self,
+        prompts: EncodedPrompts,
+        seeds: Tensor,
+        stage: Stage,
+        initial_state: SolverState | None = None,
+        transitions: range = range(0),
+    ) -> Generator[Chunk, None, None]:
         """Yield the sampled and scored chunks of seeds [P, N], in their order.
 
         Raises:
             ExplorersLost: no explorer can be started again, or an answer takes longer than `PATIENCE`.
         """
         assert self.version is not None, "sync precedes sampling"
-        begins = spec.initial_state is None
+        assert isinstance(stage.solver, str) and not transitions, "exploration records no steps"
+        begins = initial_state is None
         tasks = self._ahead.pop(_key(seeds), None) if begins else None
-        tasks = tasks or self._submit(self.version, prompts, seeds, spec)
+        tasks = tasks or self._submit(self.version, prompts, seeds, stage, initial_state)
         last = min(self.version + self._max_lag, self._iterations - 1) if begins else self.version
         for iteration in range(self.version + 1, last + 1):
             later, seeds_of_later = self._pool_of(iteration)
             if _key(seeds_of_later) not in self._ahead:
-                self._ahead[_key(seeds_of_later)] = self._submit(iteration, later, seeds_of_later, spec)
+                self._ahead[_key(seeds_of_later)] = self._submit(iteration, later, seeds_of_later, stage, None)
         for task in tasks:
             scores, state, seconds = self._result(task.answer)
             self._lags.append(self.version - task.version)
             self._seconds += seconds
             yield Chunk(task.places, map_tensors(lambda tensor: tensor.to(self.policy.device), state), None, scores)
 
-    def _submit(self, iteration: int, prompts: EncodedPrompts, seeds: Tensor, spec: SamplingSpec) -> list[Task]:
-        assert isinstance(spec.solver, str) and not spec.transitions, "exploration records no steps"
+    def _submit(
+        self, iteration: int, prompts: EncodedPrompts, seeds: Tensor, stage: Stage, initial_state: SolverState | None
+    ) -> list[Task]:
         assert self.version is not None, "sync precedes sampling"
         owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
         sent = [ray.put(map_tensors(torch.Tensor.cpu, prompts))]
-        spec, tasks = map_tensors(torch.Tensor.cpu, spec), []
+        states, tasks = map_tensors(torch.Tensor.cpu, initial_state), []
         for index in torch.arange(seeds.numel()).split(self.batch_size.size):
-            state = map_tensors(lambda tensor: tensor.flatten(0, 1)[index], spec.initial_state)  # noqa: B023
-            chunk = owner[index], seeds.flatten()[index], spec._replace(initial_state=state)
+            state = map_tensors(lambda tensor: tensor.flatten(0, 1)[index], states)  # noqa: B023
+            chunk = owner[index], seeds.flatten()[index], stage, state
             tasks.append(Task(index, self.version, (self._sampler, self._weights, sent, *chunk), Future()))
             self._queue.put((iteration, next(self._numbers), tasks[-1]))
         return tasks

@@ -26,7 +26,7 @@ class Rung(Group):
 class Explorer(Stage):
     """A cheap way to score the candidates of a pool: a stage, or several that are its rungs."""
 
-    no_keys = ("name", "keep")
+    no_keys = ("name", "keep", "with_states")
     rungs: list[Rung] | None = None
     """Several steps after which candidates are scored and some of them continue."""
 
@@ -96,7 +96,7 @@ class Explorer(Stage):
 class Regeneration(Stage):
     """The pass that gives the images to train on, which are whole."""
 
-    no_keys = ("name", "keep", "stop_after", "stop_below", "decoder")
+    no_keys = ("name", "keep", "with_states", "stop_after", "stop_below", "decoder")
     solver: SolverName
     """Solver of the noise levels."""
 

@@ -26,7 +26,8 @@ from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import Submit
-from solrl_lightning.sampling import RecordedSteps, Solver, SolverState, start, steps
+from solrl_lightning.rollout.stage import Stage
+from solrl_lightning.sampling import RecordedSteps, SolverState, start, steps
 from solrl_lightning.sampling.state import concatenate, map_tensors
 from solrl_lightning.seeds import step_noise
 
@@ -59,18 +60,6 @@ class BatchSize:
         log.warning("out of memory: sampling continues with %d candidates in one forward pass", self.size)
 
 
-class SamplingSpec(NamedTuple):
-    """How candidates are sampled: noise levels, solver and range of steps; and what is read of them."""
-
-    sigmas: Tensor  # [T + 1]
-    solver: str | Solver
-    initial_state: SolverState | None = None  # [P, N, ...]; None: the seeds' noise
-    stop_step: int | None = None  # None: T
-    transitions: range = range(0)  # steps that are recorded, and to which a stochastic solver adds noise
-    decoder: str | None = None  # as `Stage.decoder`, for a sampler elsewhere, which scores what it samples
-    with_states: bool = True  # False: the state of a chunk serves only to score it
-
-
 class Chunk(NamedTuple):
     """Sampled candidates."""
 
@@ -87,31 +76,38 @@ def iter_sampled_chunks(
     batch_size: BatchSize,
     prompts: EncodedPrompts,
     seeds: Tensor,
-    spec: SamplingSpec,
+    stage: Stage,
+    initial_state: SolverState | None = None,
+    transitions: range = range(0),
 ) -> Iterator[Chunk]:
-    """Yield the sampled chunks of seeds [P, N]; halves the batch size after an out-of-memory error."""
-    count = seeds.numel()
+    """Yield the chunks of seeds [P, N] after ``stage``, from their noise or from ``initial_state`` [P, N, ...].
+
+    The steps ``transitions`` are recorded, and a stochastic solver adds noise to them. Halves the batch size after an
+    out-of-memory error.
+    """
+    count, sigmas, solver = seeds.numel(), policy.sigmas(stage.steps), stage.solver
+    assert solver is not None, "Family.stages sets it"
     owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
     flat = seeds.flatten()
-    points_to_record = range(spec.transitions.start, spec.transitions.stop + 1) if spec.transitions else range(0)
+    points_to_record = range(transitions.start, transitions.stop + 1) if transitions else range(0)
 
     def integrate(index: Tensor) -> tuple[SolverState, RecordedSteps | None]:
         _, conditioning = prompts.gather(owner[index])
-        if spec.initial_state is None:
+        if initial_state is None:
             first = start(policy.noise(flat[index]))
         else:
-            first = map_tensors(lambda tensor: tensor.flatten(0, 1)[index], spec.initial_state)
+            first = map_tensors(lambda tensor: tensor.flatten(0, 1)[index], initial_state)
 
         def velocity(x: Tensor, sigma: Tensor) -> Tensor:
             return policy.guided_velocity(transformer, x, sigma, conditioning)
 
         def noise(step: int) -> Tensor | None:
-            if step not in spec.transitions:
+            if step not in transitions:
                 return None
             return step_noise(flat[index], step, first.x.shape[1:]).to(first.x.device)
 
         points = []
-        for state in chain([first], steps(velocity, first, spec.sigmas, spec.solver, spec.stop_step, noise)):
+        for state in chain([first], steps(velocity, first, sigmas, solver, stage.end, noise)):
             if state.step in points_to_record:
                 points.append(state)
         return state, record(points) if points else None

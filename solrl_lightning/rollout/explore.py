@@ -18,8 +18,8 @@ from solrl_lightning.rollout.select import rerank, select_contrastive
 from solrl_lightning.rollout.stage import Stage, with_next
 from solrl_lightning.sampling import SolverState
 
-RunStage = Callable[[Stage, Tensor, SolverState | None, bool], Candidates]
-"""Stage, seeds [P, K], a state (None: the seeds' noise), and whether the new states are read -> scored candidates."""
+RunStage = Callable[[Stage, Tensor, SolverState | None], Candidates]
+"""Stage, seeds [P, K], and a state to begin from (None: the seeds' noise) -> scored candidates."""
 
 
 class Explored(NamedTuple):
@@ -40,7 +40,7 @@ def run_family(stages: Sequence[Stage], seeds: Tensor, prompts: list[Prompt], ru
     places = torch.arange(seeds.shape[1]).expand_as(seeds)  # indices into the pool
     for stage, following in with_next(stages):
         continued = following is not None and stage.continues_in(following)
-        candidates = run(stage, seeds, state, continued or following is None)
+        candidates = run(stage.but(with_states=continued or following is None), seeds, state)
         if pool is None:
             pool = candidates._replace(state=None)  # so that the latents are freed before the next stage runs
         elif stage.keep is not None:

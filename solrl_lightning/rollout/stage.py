@@ -19,7 +19,7 @@ _ROUNDING = 1e-6  # of noise levels in float32
 
 
 class Stage(Group):
-    """One pass over the candidates; an option of sampling is a field. `Family.stages` sets the last two."""
+    """One pass over the candidates; an option of sampling is a field. The last three are no keys: families set them."""
 
     sampler: Sampler
     """Weights that sample."""
@@ -37,6 +37,8 @@ class Stage(Group):
     """A non-finite image scores NaN in EXPLORE and is an error in REGENERATE."""
     keep: int | None = None
     """The best and the worst by reward, passed to the next stage or to training; None: all."""
+    with_states: bool = True
+    """Whether the states are read, by a stage that resumes them or by training; if not, they are scored and freed."""
 
     def but(self, **changes: Any) -> "Stage":
         """Return a stage with other values, which are not checked."""

@@ -210,10 +210,8 @@ class Loaded(NamedTuple):
     prompts: EncodedPrompts
     seeds: Tensor  # [P, N]
 
-    def run(
-        self, stage: Stage, seeds: Tensor, state: SolverState | None = None, with_states: bool = True
-    ) -> Candidates:
-        return self.module.run_stage(stage, self.prompts, seeds, initial_state=state, with_states=with_states)
+    def run(self, stage: Stage, seeds: Tensor, state: SolverState | None = None) -> Candidates:
+        return self.module.run_stage(stage, self.prompts, seeds, initial_state=state)
 
 
 def load_pool(cfg: Run, samplers: Collection[str]) -> Loaded:
@@ -246,9 +244,9 @@ def score_pool(cfg: Run, explorers: Mapping[str, Explorer], with_truth: bool) ->
             families.append((explorer, stages))
     seconds_of: defaultdict[str, float] = defaultdict(float)
 
-    def run(stage: Stage, seeds: Tensor, state: SolverState | None, with_states: bool) -> Candidates:
+    def run(stage: Stage, seeds: Tensor, state: SolverState | None) -> Candidates:
         start = time.perf_counter()
-        candidates = loaded.run(stage, seeds, state, with_states)
+        candidates = loaded.run(stage, seeds, state)
         candidates.rewards.cpu()  # waits for a GPU
         seconds_of[stage.name] += time.perf_counter() - start
         return candidates

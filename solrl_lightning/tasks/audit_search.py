@@ -33,7 +33,7 @@ def score_steps(stage: Stage, seeds: Tensor, run: RunStage) -> dict[int, Tensor]
     """
     scores, state = {}, None
     for step in range(2, stage.steps):
-        candidates = run(stage.but(stop_after=step), seeds, state, True)
+        candidates = run(stage.but(stop_after=step), seeds, state)
         scores[step], state = candidates.scores.cpu(), candidates.state
     return scores
 
@@ -44,7 +44,7 @@ def simulate(stages: Sequence[Stage], scores: Mapping[int, Tensor], merits: Call
     ``merits``: of scores [P, K, R], as those of the rewards.
     """
 
-    def look_up(stage: Stage, places: Tensor, state: SolverState | None, with_states: bool) -> Candidates:
+    def look_up(stage: Stage, places: Tensor, state: SolverState | None) -> Candidates:
         scored = take(scores[stage.end], places)
         return Candidates(places, None, merits(scored), scored, merits(scored))
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.metrics.images import STATISTICS, describe, prompt_statistics
+from solrl_lightning.names import SolverName
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.chunks import Progress
 from solrl_lightning.rollout.records import Candidates
@@ -72,7 +73,7 @@ class Evaluation:
     """
 
     def __init__(
-        self, prompts: list[Prompt], rewards: WeightedRewards, solver: str, steps: int, images: int, seed: int
+        self, prompts: list[Prompt], rewards: WeightedRewards, solver: SolverName, steps: int, images: int, seed: int
     ) -> None:
         self.prompts, self.rewards, self.seed = prompts, rewards, seed
         self.solver, self.steps, self.images = solver, steps, images

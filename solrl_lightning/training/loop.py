@@ -208,7 +208,7 @@ class ExploreTrainLoop(_FitLoop):
         The time counts as stage "probe".
         """
         encoded = self._encode(self.trainer.current_epoch, prompts)
-        return self._run(encoded, self.stages[-1].but(name="probe"), seeds, with_states=with_states)
+        return self._run(encoded, self.stages[-1].but(name="probe", with_states=with_states), seeds)
 
     def _run(
         self,
@@ -216,7 +216,6 @@ class ExploreTrainLoop(_FitLoop):
         stage: Stage,
         seeds: Tensor,
         initial_state: SolverState | None = None,
-        with_states: bool = True,
     ) -> Candidates:
         """Return the candidates of seeds [P, n] after ``stage``, sampled as the objective needs them, and scored."""
         module, transitions = self._module, range(0)
@@ -226,7 +225,7 @@ class ExploreTrainLoop(_FitLoop):
                 if self.objective.shared_noise and len(self.stages) == 1:
                     initial_state = one_noise(module.policy, seeds)
             progress = self.stopwatch.progress
-            return module.run_stage(stage, prompts, seeds, progress, initial_state, transitions, with_states)
+            return module.run_stage(stage, prompts, seeds, progress, initial_state, transitions)
 
     def _sum(self, value: Tensor) -> Tensor:
         total = self.trainer.strategy.reduce(value.to(self.trainer.strategy.root_device), reduce_op="sum")

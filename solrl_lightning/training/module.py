@@ -30,7 +30,7 @@ from solrl_lightning.objectives.base import Objective, check_loss
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.chunks import Progress, SamplingSpec, check_finite, score_chunks, score_images
+from solrl_lightning.rollout.chunks import Progress, check_finite, score_chunks, score_images
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts, TrainingBatch
 from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
 from solrl_lightning.rollout.stage import EXPLORE, Stage
@@ -108,30 +108,16 @@ class SolRLModule(LightningModule):
         progress: Progress = lambda done, total: None,
         initial_state: SolverState | None = None,
         transitions: range = range(0),
-        with_states: bool = True,
     ) -> Candidates:
         """Return the candidates of seeds [P, n], sampled from their noise or from ``initial_state``, and scored.
 
-        The steps ``transitions`` are recorded and, with a stochastic solver, take noise. ``with_states``: as in
-        ``score_chunks``.
+        The steps ``transitions`` are recorded and, with a stochastic solver, take noise.
         """
-        spec = self.spec(stage, initial_state, transitions, with_states)
         score = partial(score_images, self.decoder(stage.decoder), or_nan=stage.name == EXPLORE)
-        with closing(self.transformers.sampler(stage).sample(prompts, seeds, spec)) as chunks:
+        sampler = self.transformers.sampler(stage)
+        with closing(sampler.sample(prompts, seeds, stage, initial_state, transitions)) as chunks:
             scoring = self.rewards.for_training, score, progress, self.scoring_worker
-            return score_chunks(chunks, prompts, seeds, *scoring, with_states)
-
-    def spec(
-        self,
-        stage: Stage,
-        initial_state: SolverState | None = None,
-        transitions: range = range(0),
-        with_states: bool = True,
-    ) -> SamplingSpec:
-        """Return how ``stage`` samples."""
-        assert stage.solver is not None, "Family.stages sets it"
-        steps = self.policy.sigmas(stage.steps), stage.solver
-        return SamplingSpec(*steps, initial_state, stage.stop_after, transitions, stage.decoder, with_states)
+            return score_chunks(chunks, prompts, seeds, *scoring, stage.with_states)
 
     def decoder(self, name: str) -> Callable[[Tensor], Tensor]:
         """Return what decodes latents for `Stage.decoder`."""
@@ -170,9 +156,9 @@ class SolRLModule(LightningModule):
         ``weights``: "base", "old", "default" (trained) or "ema". ``decode`` replaces ``policy.decode``; it is called in
         the order of the candidates.
         """
-        spec = SamplingSpec(self.policy.sigmas(steps), self.evaluation.solver)
+        stage = Stage(sampler=MERGED, steps=steps, solver=self.evaluation.solver)
         encoded, score = self.encode(prompts), partial(score_images, decode or self.policy.decode)
-        with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, spec)) as chunks:
+        with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, stage)) as chunks:
             return score_chunks(chunks, encoded, seeds, self.rewards, score, progress, self.scoring_worker)
 
     @torch.no_grad()
@@ -189,9 +175,9 @@ class SolRLModule(LightningModule):
 
         ``weights`` as in ``score``.
         """
-        spec = SamplingSpec(self.policy.sigmas(steps), self.evaluation.solver)
+        stage = Stage(sampler=MERGED, steps=steps, solver=self.evaluation.solver)
         encoded = self.encode(prompts)
-        with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, spec)) as chunks:
+        with self.merged_with(weights) as sampler, closing(sampler.sample(encoded, seeds, stage)) as chunks:
             images = [shown(self.policy.decode(chunk.state.x)).cpu() for chunk in chunks if chunk.state is not None]
         return torch.cat(images).unflatten(0, tuple(seeds.shape))
 

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.rollout.chunks import BatchSize, Chunk, SamplingSpec, iter_sampled_chunks
+from solrl_lightning.rollout.chunks import BatchSize, Chunk, iter_sampled_chunks
 from solrl_lightning.rollout.records import EncodedPrompts
+from solrl_lightning.rollout.stage import Stage
+from solrl_lightning.sampling import SolverState
 
 
 class Sampler(Protocol):
@@ -23,8 +25,18 @@ class Sampler(Protocol):
     version: int | None
     """Version passed to the last `sync`; None before it, or if the weights are not the old policy's."""
 
-    def sample(self, prompts: EncodedPrompts, seeds: Tensor, spec: SamplingSpec) -> Generator[Chunk, None, None]:
-        """Yield the sampled chunks of seeds [P, N]; who stops before the last one closes the generator."""
+    def sample(
+        self,
+        prompts: EncodedPrompts,
+        seeds: Tensor,
+        stage: Stage,
+        initial_state: SolverState | None = None,
+        transitions: range = range(0),
+    ) -> Generator[Chunk, None, None]:
+        """Yield the chunks of seeds [P, N] after ``stage``, as `iter_sampled_chunks`.
+
+        Who stops before the last one closes the generator.
+        """
 
     def sync(self, state: State, version: int | None) -> None:
         """Sample with the trained weights ``state`` from now on.
@@ -63,10 +75,18 @@ class PolicySampler:
         self._old = old
         self._state: State | None = None
 
-    def sample(self, prompts: EncodedPrompts, seeds: Tensor, spec: SamplingSpec) -> Generator[Chunk, None, None]:
+    def sample(
+        self,
+        prompts: EncodedPrompts,
+        seeds: Tensor,
+        stage: Stage,
+        initial_state: SolverState | None = None,
+        transitions: range = range(0),
+    ) -> Generator[Chunk, None, None]:
         """Yield the sampled chunks of seeds [P, N]."""
+        how = prompts, seeds, stage, initial_state, transitions
         with self._old(self._state) as transformer:
-            yield from iter_sampled_chunks(self.policy, transformer, self.batch_size, prompts, seeds, spec)
+            yield from iter_sampled_chunks(self.policy, transformer, self.batch_size, *how)
 
     def sync(self, state: State, version: int | None) -> None:
         """Sample with ``state``; the transformer has every version of the old policy already."""
@@ -94,9 +114,17 @@ class ReplicaSampler:
         self._write = write
         self.version: int | None = None
 
-    def sample(self, prompts: EncodedPrompts, seeds: Tensor, spec: SamplingSpec) -> Generator[Chunk, None, None]:
+    def sample(
+        self,
+        prompts: EncodedPrompts,
+        seeds: Tensor,
+        stage: Stage,
+        initial_state: SolverState | None = None,
+        transitions: range = range(0),
+    ) -> Generator[Chunk, None, None]:
         """Yield the sampled chunks of seeds [P, N]."""
-        yield from iter_sampled_chunks(self.policy, self.transformer, self.batch_size, prompts, seeds, spec)
+        how = prompts, seeds, stage, initial_state, transitions
+        yield from iter_sampled_chunks(self.policy, self.transformer, self.batch_size, *how)
 
     def sync(self, state: State, version: int | None) -> None:
         """Write ``state`` into the replica in place."""

@@ -128,8 +128,8 @@ def exploring(cfg: Run, module: SolRLModule, explorers: list[Any]) -> Iterator[R
 def explored(cfg: Run, module: SolRLModule, iteration: int = 0) -> Explored:
     prompts, seeds = pool_of(module, iteration)
 
-    def run(stage: Any, seeds: Tensor, state: Any, with_states: bool) -> Any:
-        return module.run_stage(stage, prompts, seeds, initial_state=state, with_states=with_states)
+    def run(stage: Any, seeds: Tensor, state: Any) -> Any:
+        return module.run_stage(stage, prompts, seeds, initial_state=state)
 
     *stages, _ = cfg.family.stages(module.policy.sigmas)
     return run_family(stages, seeds, PROMPTS, run)

@@ -19,8 +19,9 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.policies.conditioning import Conditioning
 from solrl_lightning.policies.guidance import guide
 from solrl_lightning.policies.pipeline import PipelineAdapter
-from solrl_lightning.rollout.chunks import BatchSize, SamplingSpec, iter_sampled_chunks
+from solrl_lightning.rollout.chunks import BatchSize, iter_sampled_chunks
 from solrl_lightning.rollout.records import EncodedPrompts
+from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.tasks.plan import plan
 from solrl_lightning.tasks.train import train
 
@@ -75,18 +76,18 @@ def test_guided_images_match_the_diffusers_pipeline(folder_of: Callable[[str], s
         ]
         return torch.cat(parts)
 
-    spec, prompts = (
-        SamplingSpec(policy.sigmas(STEPS), "euler"),
+    stage, prompts = (
+        Stage(sampler="merged", steps=STEPS, solver="euler"),
         EncodedPrompts(prompts_of(PROMPTS), policy.encode(prompts_of(PROMPTS))),
     )
     batch = BatchSize(2, pad_to_size=False)
-    chunks = list(iter_sampled_chunks(policy, policy.transformer, batch, prompts, SEEDS[:, None], spec))
+    chunks = list(iter_sampled_chunks(policy, policy.transformer, batch, prompts, SEEDS[:, None], stage))
     latents = torch.cat([chunk.state.x for chunk in chunks])
     painted = policy.unscale_latents(latents, policy.pipeline.vae) if model == "flux2" else latents
     torch.testing.assert_close(painted, paint("latent"), rtol=0, atol=1e-4)
     torch.testing.assert_close(policy.decode(latents), paint("pt"), rtol=0, atol=1e-4)
     policy.guidance_scale = 1.0
-    (chunk, _) = iter_sampled_chunks(policy, policy.transformer, batch, prompts, SEEDS[:, None], spec)
+    (chunk, _) = iter_sampled_chunks(policy, policy.transformer, batch, prompts, SEEDS[:, None], stage)
     assert (chunk.state.x - latents[:2]).abs().max() > 0.01
 
 

@@ -11,9 +11,10 @@ from solrl_lightning.metrics.rank import rank_fidelity
 from solrl_lightning.policies.flux1 import Flux1
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.chunks import BatchSize, SamplingSpec, iter_sampled_chunks, score_chunks, score_images
+from solrl_lightning.rollout.chunks import BatchSize, iter_sampled_chunks, score_chunks, score_images
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import inline_worker
+from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.seeds import evaluation_seeds
 from solrl_lightning.shapes.world import eval_captions
 
@@ -30,9 +31,9 @@ def scored(policy: Flux1, captions: list[str]) -> Candidates:
     """Two images of each held-out prompt, painted from ``captions``."""
     seeds = evaluation_seeds(0, HELD_OUT, 2)
     prompts = EncodedPrompts(prompts_of(HELD_OUT), policy.encode(prompts_of(captions)))
-    spec = SamplingSpec(policy.sigmas(6), "euler")
+    stage = Stage(sampler="merged", steps=6, solver="euler")
     rewards = WeightedRewards({"shapes": ShapesReward()}, {"shapes": 1.0})
-    chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(16, False), prompts, seeds, spec)
+    chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(16, False), prompts, seeds, stage)
     score = partial(score_images, policy.decode)
     return score_chunks(chunks, prompts, seeds, rewards, score, lambda done, total: None, inline_worker)
 
@@ -57,9 +58,9 @@ def test_images_follow_their_captions_and_leave_room_to_improve(tiny: Flux1) -> 
 
 
 def test_model_knows_shapes_and_sides_and_does_not_always_paint_them(tiny: Flux1) -> None:
-    seeds, spec = evaluation_seeds(1, HELD_OUT, 12), SamplingSpec(tiny.sigmas(10), "euler")
+    seeds, stage = evaluation_seeds(1, HELD_OUT, 12), Stage(sampler="merged", steps=10, solver="euler")
     encoded = EncodedPrompts(prompts_of(HELD_OUT), tiny.encode(prompts_of(HELD_OUT)))
-    chunks = iter_sampled_chunks(tiny, tiny.transformer, BatchSize(96, False), encoded, seeds, spec)
+    chunks = iter_sampled_chunks(tiny, tiny.transformer, BatchSize(96, False), encoded, seeds, stage)
     images = torch.cat([tiny.decode(chunk.state.x) for chunk in chunks if chunk.state is not None])
     reward = ShapesReward()
     means = reward.parts(images, [caption for caption in HELD_OUT for _ in range(12)]).mean(0).tolist()
@@ -71,8 +72,8 @@ def test_model_knows_shapes_and_sides_and_does_not_always_paint_them(tiny: Flux1
 def test_preview_decoder_is_close_to_the_autoencoder_and_ranks_alike(tiny: Flux1) -> None:
     captions = [caption for caption in HELD_OUT for _ in range(EACH)]
     encoded = EncodedPrompts(prompts_of(HELD_OUT), tiny.encode(prompts_of(HELD_OUT)))
-    seeds, spec = evaluation_seeds(0, HELD_OUT, EACH), SamplingSpec(tiny.sigmas(6), "euler")
-    chunks = iter_sampled_chunks(tiny, tiny.transformer, BatchSize(48, False), encoded, seeds, spec)
+    seeds, stage = evaluation_seeds(0, HELD_OUT, EACH), Stage(sampler="merged", steps=6, solver="euler")
+    chunks = iter_sampled_chunks(tiny, tiny.transformer, BatchSize(48, False), encoded, seeds, stage)
     x = torch.cat([chunk.state.x for chunk in chunks])
     images, previews = tiny.decode(x), tiny.preview(x)
     assert (previews - images).abs().mean() < 0.02

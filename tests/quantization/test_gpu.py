@@ -22,8 +22,8 @@ from solrl_lightning.quantization import Backend, QuantizationRule, convert, pla
 from solrl_lightning.quantization.nvfp4_packed import PackedNVFP4Linear
 from solrl_lightning.quantization.scaled_linear import FP8Linear
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.chunks import SamplingSpec
 from solrl_lightning.rollout.records import Rollouts
+from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.micro_batches import MicroBatches, plan_micro_batches
@@ -118,8 +118,8 @@ def test_rollout_chunk_stays_on_gpu(blackwell: None, folder: str) -> None:
     module = module_on("cuda", folder, backend_of("nvfp4", "torch"))
     module.sync_samplers(version=0)
     prompts, seeds = module.encode(prompts_of(PROMPTS[:1])), pool_seeds(0, 0, PROMPTS[:1], 2)
-    spec = SamplingSpec(module.policy.sigmas(2), "dpm2")
-    chunks = list(module.transformers.samplers["shadow"].sample(prompts, seeds, spec))
+    stage = Stage(sampler="merged", steps=2, solver="dpm2")
+    chunks = list(module.transformers.samplers["shadow"].sample(prompts, seeds, stage))
     (index, state, *_), images = chunks[0], module.policy.decode(chunks[0].state.x)
     assert index.tolist() == [0, 1] and len(chunks) == 1
     assert state.x.shape == (2, 16, 32) and images.shape == (2, 3, 32, 32)

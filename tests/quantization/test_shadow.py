@@ -23,8 +23,9 @@ from solrl_lightning.quantization import Backend, QuantizationRule, convert, pla
 from solrl_lightning.quantization.nvfp4 import fake_quantize, quantize
 from solrl_lightning.quantization.scaled_linear import NVFP4Linear
 from solrl_lightning.quantization.transformer_engine import ROLLOUT_RECIPE, TransformerEngineLinear
-from solrl_lightning.rollout.chunks import BatchSize, SamplingSpec, iter_sampled_chunks
+from solrl_lightning.rollout.chunks import BatchSize, iter_sampled_chunks
 from solrl_lightning.rollout.records import EncodedPrompts
+from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.seeds import pool_seeds
 
 
@@ -92,13 +93,13 @@ def test_candidate_is_independent_of_batch_and_position(tiny: Flux1, precision: 
     converted = replica.clone_sharing_weights(tiny.transformer)
     rule = QuantizationRule(["transformer_blocks.*", "single_*"])
     convert(converted, plan(converted, rule, backend), backend)
-    prompts, spec = (
+    prompts, stage = (
         EncodedPrompts(prompts_of(PROMPTS), tiny.encode(prompts_of(PROMPTS))),
-        SamplingSpec(tiny.sigmas(3), "euler"),
+        Stage(sampler="merged", steps=3, solver="euler"),
     )
 
     def latents(seeds: Tensor, batch: int) -> Tensor:
-        chunks = iter_sampled_chunks(tiny, converted, BatchSize(batch, False), prompts, seeds, spec)
+        chunks = iter_sampled_chunks(tiny, converted, BatchSize(batch, False), prompts, seeds, stage)
         return torch.cat([chunk.state.x for chunk in chunks]).unflatten(0, tuple(seeds.shape))
 
     seeds = pool_seeds(0, 0, PROMPTS, 4)

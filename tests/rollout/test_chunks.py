@@ -22,7 +22,6 @@ from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
 from solrl_lightning.rollout.chunks import (
     BatchSize,
-    SamplingSpec,
     check_finite,
     check_selectable,
     iter_sampled_chunks,
@@ -32,6 +31,8 @@ from solrl_lightning.rollout.chunks import (
 from solrl_lightning.rollout.records import Candidates, EncodedPrompts
 from solrl_lightning.rollout.scoring_worker import background_worker, inline_worker
 from solrl_lightning.rollout.select import select_contrastive
+from solrl_lightning.rollout.stage import Stage
+from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.training.sharding import FixedBatchSize
 
@@ -100,13 +101,14 @@ def run(
     overlap: bool = False,
     only_ranks: bool = False,
     with_states: bool = True,
-    **part: Any,
+    initial_state: SolverState | None = None,
+    stop_after: int | None = None,
 ) -> Candidates:
     """Samples ``seeds`` in batches, which are of a fixed size unless a `BatchSize` says otherwise."""
     batch_size = batch if isinstance(batch, BatchSize) else BatchSize(batch, True)
     prompts = EncodedPrompts(prompts_of(texts), policy.encode(prompts_of(texts)))
-    spec = SamplingSpec(policy.sigmas(steps), solver, **part)
-    chunks = iter_sampled_chunks(policy, policy.transformer, batch_size, prompts, seeds, spec)
+    stage = Stage(sampler="merged", steps=steps, stop_after=stop_after).but(solver=solver)
+    chunks = iter_sampled_chunks(policy, policy.transformer, batch_size, prompts, seeds, stage, initial_state)
     score = partial(score_images, decode or policy.decode, or_nan=only_ranks)
     worker = partial(background_worker, policy.device) if overlap else inline_worker
     rewards = WeightedRewards({"made": Made(reward)}, {"made": 1.0})
@@ -174,8 +176,8 @@ def test_prompts_of_equal_text_are_scored_with_their_own_metadata(policy: Record
     assert pickle.loads(pickle.dumps(prompts)) == prompts
     everything = EncodedPrompts(prompts, policy.encode(prompts))
     encoded = everything.gather(torch.tensor([everything.prompts.index(prompt) for prompt in prompts]))
-    seeds, spec = pool_seeds(0, 0, identities(prompts), 3), SamplingSpec(policy.sigmas(1), "euler")
-    chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(4, False), encoded, seeds, spec)
+    seeds, stage = pool_seeds(0, 0, identities(prompts), 3), Stage(sampler="merged", steps=1, solver="euler")
+    chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(4, False), encoded, seeds, stage)
     rewards, score = WeightedRewards({"n": Counting()}, {"n": 1.0}), partial(score_images, policy.decode)
     actual = score_chunks(chunks, encoded, seeds, rewards, score, lambda done, total: None, inline_worker)
     assert actual.rewards.tolist() == [[1.0] * 3, [2.0] * 3]
@@ -193,8 +195,8 @@ def test_latents_are_usable_by_autograd_and_have_no_graph(policy: Recorder) -> N
 
 def test_chunks_are_yielded_one_at_a_time(policy: Recorder) -> None:
     prompts = EncodedPrompts(prompts_of(PROMPTS), policy.encode(prompts_of(PROMPTS)))
-    spec = SamplingSpec(policy.sigmas(1), "euler")
-    chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(6, True), prompts, SEEDS, spec)
+    stage = Stage(sampler="merged", steps=1, solver="euler")
+    chunks = iter_sampled_chunks(policy, policy.transformer, BatchSize(6, True), prompts, SEEDS, stage)
     index, state, *_ = next(chunks)
     assert index.tolist() == list(range(6)) and len(state.x) == 6 and len(policy.seeds) == 1
     assert torch.is_grad_enabled()  # also between two chunks
@@ -267,7 +269,7 @@ def test_kept_trajectories_resume_from_their_state(policy: Recorder, solver: str
     policy.transformer.float()
     whole = run(policy, 4, solver, steps=5)
     assert torch.equal(whole.state.x, whole.x0)
-    pool = run(policy, 4, solver, steps=5, stop_step=3)
+    pool = run(policy, 4, solver, steps=5, stop_after=3)
     assert not torch.equal(pool.state.x, pool.x0)  # the noisy latents, and the image that they predict
     of_image, of_noise = (brightness(policy.decode(x.flatten(0, 1)), []) for x in (pool.x0, pool.state.x))
     torch.testing.assert_close(pool.rewards.flatten(), of_image, rtol=0, atol=1e-6)

@@ -17,7 +17,6 @@ from solrl_lightning.policies import lora
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards
-from solrl_lightning.rollout.chunks import SamplingSpec
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.rollout.stage import Stage
 from solrl_lightning.seeds import evaluation_seeds, pool_seeds, train_timesteps
@@ -155,14 +154,14 @@ def test_policy_samples_with_old_adapter_which_holds_weights_of_an_evaluation_un
     module = trained.module
     sampler, old = module.transformers.samplers["policy"], module.policy_state("old")
     before = {name: value.clone() for name, value in old.items()}
-    spec = SamplingSpec(module.policy.sigmas(2), "euler")
+    stage = Stage(sampler="merged", steps=2, solver="euler")
     prompts, seeds = module.encode(module.evaluation.prompts[:1]), torch.tensor([[3]])
 
     layer = next(iter(module.transformers.trained.lora_layers.values()))
 
     def sampled() -> Tensor:
         assert layer.active_adapters == ["default"]
-        for chunk in sampler.sample(prompts, seeds, spec):
+        for chunk in sampler.sample(prompts, seeds, stage):
             assert layer.active_adapters == ["old"]
             x = chunk.state.x
         return x
