@@ -45,7 +45,11 @@ def _launcher() -> _Launcher:
 
 
 def _number(name: str, default: int = 0) -> int:
-    return int(os.environ.get(name, default))
+    """Return the number in a variable of a launcher. Raises ``UserError`` for another text."""
+    value = os.environ.get(name, str(default))
+    if not re.fullmatch(r"\d+", value):
+        raise UserError(f"{name}={value} is invalid: a launcher sets it to a whole number. Unset it, or set it so.")
+    return int(value)
 
 
 def is_first() -> bool:
@@ -94,12 +98,11 @@ def ranks_here() -> int:
     SLURM gives a task its own cores, or none: then it sees all that the job has on this machine.
     """
     if _srun():
-        on_node = int(os.environ.get("SLURM_CPUS_ON_NODE", os.cpu_count() or 1))
+        on_node = _number("SLURM_CPUS_ON_NODE", os.cpu_count() or 1)
         bound = sys.platform == "linux" and len(os.sched_getaffinity(0)) < on_node
         tasks = os.environ.get("SLURM_STEP_TASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
-        return 1 if bound else int(re.split(r"\D", tasks)[0])  # as 8(x2) or 8,4
-    local = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")  # torchrun, Open MPI, MPICH
-    return next((int(os.environ[name]) for name in local if name in os.environ), 1)
+        return 1 if bound else int(re.split(r"\D", tasks)[0] or 1)  # as 8(x2) or 8,4
+    return next((_number(name) for name in _HERE if name in os.environ), 1)
 
 
 @cache  # ``__main__.main`` clears it
@@ -107,7 +110,7 @@ def launched(pattern: str) -> str:
     """Format the time of this command by ``pattern``, equal in all ranks of torchrun; under srun the SLURM job's id."""
     if _torchrun():
         return _time_of_first(pattern)
-    if _srun() and int(os.environ["SLURM_NTASKS"]) > 1:
+    if _srun() and _number("SLURM_NTASKS") > 1:
         step, restarts = os.environ.get("SLURM_STEP_ID", "0"), os.environ.get("SLURM_RESTART_COUNT", "0")
         return f"slurm-{os.environ['SLURM_JOB_ID']}.{step}" + (f"-restart{restarts}" if restarts != "0" else "")
     return datetime.now().strftime(pattern)
@@ -145,7 +148,7 @@ def _torchrun() -> bool:
 
 
 def _srun() -> bool:
-    return "SLURM_NTASKS" in os.environ and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    return _number("SLURM_NTASKS") > 0 and os.environ.get("SLURM_JOB_NAME") not in ("bash", "interactive")
 
 
 def _others() -> bool:

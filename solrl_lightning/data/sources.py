@@ -9,6 +9,7 @@ import difflib
 import io
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -215,11 +216,13 @@ def _json_record(line: str, column: str) -> Prompt | str:
     """Return the record of a line, or the rule that the line breaks."""
     rule = "every line of a .jsonl file must be a JSON object"
     try:
-        row = json.loads(line)
+        row = json.loads(line, object_pairs_hook=_object, parse_constant=_refuse_constant)
     except RecursionError:
         return f"{rule}, and this one is nested too deeply"
     except json.JSONDecodeError as error:
         return f"{rule} ({error.msg.removesuffix(' at')} at character {error.pos + 1})"
+    except ValueError as error:
+        return f"{rule}: {sentence(error).rstrip('.')}"
     if not isinstance(row, dict):
         return f"{rule}; got {line.strip()[:60]}"
     prompt, tag = row.get(column), row.get("tag")
@@ -230,6 +233,18 @@ def _json_record(line: str, column: str) -> Prompt | str:
     if tag is not None and not isinstance(tag, str):
         return f'the "tag" of a prompt must be a string; got {tag!r}'
     return Prompt(prompt, {key: value for key, value in row.items() if key != column})
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) < len(pairs):
+        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"it has the key {repeated!r} twice")
+    return row
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON, which servers of rewards would refuse")
 
 
 def _read_separated(path: Path, column: str, separator: str) -> list[Prompt]:

@@ -56,14 +56,13 @@ def read_lora_file(
     try:
         with safe_open(file, framework="pt") as opened:
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}
-            config = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
-        beside = file.with_name(PEFT_CONFIG)
-        of_peft = bool(tensors) and all(name.startswith(_PEFT) for name in tensors)
-        if of_peft and beside.is_file():
-            config = json.loads(beside.read_text(encoding="utf-8"))
-    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+            settings = (opened.metadata() or {}).get("lora_adapter_metadata", "{}")
+    except (SafetensorError, OSError) as error:
         raise UserError(f"{named}: {file} cannot be read ({error}). {_FIX}") from error
-    config = _of_transformer(config, named)
+    beside, of_peft = file.with_name(PEFT_CONFIG), bool(tensors) and all(name.startswith(_PEFT) for name in tensors)
+    if of_peft and beside.is_file():
+        settings = beside.read_text(encoding="utf-8", errors="replace")
+    config = _of_transformer(settings, named)
     if dropped := [name for name in tensors if _OF_TEXT_ENCODERS.match(name)]:
         log.warning("%s has weights of text encoders, which are left out", file)
     tensors = {name: value for name, value in tensors.items() if name not in dropped}
@@ -88,8 +87,12 @@ def read_lora_file(
     return _checked(state, shapes, type(transformer).__name__, named)
 
 
-def _of_transformer(config: Any, named: str) -> dict[str, Any]:
+def _of_transformer(settings: str, named: str) -> dict[str, Any]:
     """Return the peft configuration of the transformer, from diffusers' metadata or from peft's file."""
+    try:
+        config = json.loads(settings)
+    except (ValueError, RecursionError):
+        config = None
     if not isinstance(config, dict):
         raise UserError(f"{named}: its peft configuration must be a JSON object. {_FIX}")
     config = {key.removeprefix("transformer."): value for key, value in config.items() if "text_encoder" not in key}
@@ -123,7 +126,7 @@ def _check(tensors: Mapping[str, Tensor], config: Mapping[str, Any], named: str)
         of_floats = value.is_floating_point() or name.endswith(".alpha")
         if not of_floats or not value.float().isfinite().all():
             raise UserError(f"{named}: {name} ({value.dtype}) must have finite floating-point values. {_FIX}")
-        if value.ndim < 2 and value.numel() != 1 or value.ndim >= 2 and name.endswith(".alpha"):
+        if value.ndim < 2 and value.numel() != 1 or value.ndim >= 2 and name.endswith(".alpha") or not value.numel():
             raise UserError(f"{named}: {name} has shape {list(value.shape)}. {_FIX}")
 
 

@@ -147,7 +147,7 @@ class VLMReward(Reward):
             return _Answer(
                 read(tree["choices"][0], self.answers), int((tree.get("usage") or {}).get("total_tokens", 0))
             )
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             rule = "it must be a chat completion"
             fix = ""
             if self.logprobs:

@@ -769,6 +769,8 @@ POD = dict(MASTER_ADDR="10.0.0.1", MASTER_PORT="1", WORLD_SIZE="2", RANK="1")  #
         (POD | {"RANK": "0"}, (2, 1, 0), "WORLD_SIZE=2 RANK=0 is invalid here: no launcher"),
         ({"RANK": "1"}, (1, 1, 0), "RANK=1 is invalid here: no launcher has started this .*, this one for rank 0. St"),
         ({"LOCAL_RANK": "1"}, (1, 1, 0), "LOCAL_RANK=1 is invalid here"),
+        ({"WORLD_SIZE": "two"}, (1, 1, 0), "WORLD_SIZE=two is invalid: a launcher sets it to a whole number"),
+        ({"SLURM_NTASKS": ""}, (1, 1, 0), "SLURM_NTASKS= is invalid: a launcher sets it to a whole number"),
         (SRUN | {"SLURM_PROCID": "3"}, (2, 2, 3), ""),
         (
             SRUN | {"SLURM_PROCID": "3"},

@@ -76,6 +76,9 @@ def test_folder_of_flow_factory_has_a_file_for_each_split(tmp_path: Path, monkey
             r"data.column names; this one has no such key \(its keys: caption, tag\)",
         ),
         ('{"prompt": 7}', "this one has 7"),
+        ('{"prompt": "a cat", "tag": "x", "tag": "y"}', "it has the key 'tag' twice"),
+        ('{"prompt": "a cat", "score": NaN}', "NaN is no JSON"),
+        (f'{{"prompt": "a cat", "score": {"9" * 5000}}}', "must be a JSON object: Exceeds the limit"),
         ('{"prompt": "a cat", "tag": 7}', 'the "tag" of a prompt must be a string; got 7'),
     ],
 )
