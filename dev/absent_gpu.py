@@ -1,12 +1,13 @@
 """Stands in for a GPU of any compute capability, so that Inductor generates its code on a machine without a driver.
 
 Import it before anything else asks for CUDA, in a process of its own: it replaces functions of torch 2.15 and of its
-Triton. ``use`` sets the capability; ``compiler`` is a backend of torch.compile that appends the code of each graph to
-``codes`` and runs nothing: values are fake tensors.
+Triton. ``use`` sets the capability; ``compiler`` is a backend of torch.compile that appends the code of each graph,
+forward and backward, to ``codes`` and runs nothing. Models are on ``meta``, because autograd asks the driver for a GPU.
 """
 
 import collections
-from collections.abc import Mapping, Sequence
+import copy
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -15,10 +16,12 @@ from typing import Any
 import torch
 import torch.accelerator
 import triton
-from fake_modules import apply_to_fakes
 from torch import Tensor, nn
+from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.fx import GraphModule, Node
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+from torch.utils._pytree import tree_map_only
 from triton.backends.compiler import GPUTarget
 
 codes: list[str] = []
@@ -40,25 +43,6 @@ class _Generated(Exception):
     """The code is complete."""
 
 
-class FakeGPU(FakeTensorMode):
-    """Fake tensors on a GPU; those on the CPU stay real until they meet one."""
-
-    supports_higher_order_operators = True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        arguments = args, kwargs or {}
-        for leaf in tree_leaves(arguments):
-            if isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf.type == "cuda"):
-                args, kwargs = tree_map_only(Tensor, self._faked, arguments)
-                return super().__torch_dispatch__(func, types, args, kwargs)
-        return func(*args, **(kwargs or {}))
-
-    def _faked(self, tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else self.from_tensor(tensor, static_shapes=True)
-
-
 def use(capability: tuple[int, int]) -> None:
     """Have a GPU of this compute capability."""
     global _capability
@@ -69,11 +53,11 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor
     """Attention by one kernel."""
     if attn_mask is None:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
-    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, False)[0]
+    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, attn_mask, query.requires_grad)[0]
 
 
 def compiler(graph: Any, inputs: Any) -> Any:
-    """Compile a graph as ``inductor`` does, up to the generated code; it computes fake tensors."""
+    """Compile a graph as ``inductor`` does, up to the generated code; it returns tensors on ``meta``."""
     for node in graph.graph.nodes:
         if node.target is nn.functional.scaled_dot_product_attention:
             node.target = fused_attention  # the choice of a kernel asks the driver
@@ -81,19 +65,39 @@ def compiler(graph: Any, inputs: Any) -> Any:
     return import_module("torch._inductor.compile_fx").compile_fx(graph, inputs, inner_compile=_generate)
 
 
-def _generate(graph: Any, inputs: Any, **options: Any) -> Any:
-    try:
-        import_module("torch._inductor.compile_fx").compile_fx_inner(graph, inputs, **options)
-    except Exception as error:
-        if not isinstance(error, _Generated) and "_Generated" not in str(error):
-            raise
+def _generate(graph: GraphModule, inputs: Sequence[Any], **options: Any) -> Any:
+    outputs = [node.meta["val"] if isinstance(node, Node) else node for node in graph.graph.output_node().args[0]]
+    moved, mode = copy.deepcopy(graph), FakeTensorMode(allow_non_fake_inputs=True)
+    with torch.no_grad(), tracing(TracingContext(mode)):
+        try:
+            inner = import_module("torch._inductor.compile_fx").compile_fx_inner
+            inner(moved, _move(moved, inputs, mode), **options)
+        except Exception as error:
+            if not isinstance(error, _Generated) and "_Generated" not in str(error):
+                raise
 
     def run(arguments: Any) -> Any:
-        with torch.no_grad():
-            return graph(*list(arguments))
+        arguments.clear()  # as a boxed call does
+        return [_like(value) if isinstance(value, Tensor) else value for value in outputs]
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+def _move(graph: GraphModule, inputs: Sequence[Any], mode: FakeTensorMode) -> list[Any]:
+    """Have a graph that was traced on ``meta`` compute on the GPU, in place, and return its inputs there."""
+    gpu = torch.device("cuda", 0)
+    for node in graph.graph.nodes:
+        node.meta.pop("val", None)
+        node.args, node.kwargs = tree_map_only(torch.device, lambda device: gpu, (node.args, node.kwargs))
+    graph.recompile()
+    moved = [FakeTensor(mode, _like(value), gpu) if isinstance(value, Tensor) else value for value in inputs]
+    FakeTensorProp(graph, mode=mode).propagate_dont_convert_inputs(*moved)
+    return moved
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _keep_code(graph: Any) -> None:
@@ -193,10 +197,6 @@ def _install() -> None:
     lowering: Any = torch._inductor.graph.GraphLowering
     lowering.compile_to_module = lowering._compile_to_module = _keep_code
     triton.runtime.driver.set_active(_Driver())
-    modules: Any = nn.Module
-    modules._apply = apply_to_fakes
-    for layer in (nn.Linear, nn.Conv2d, nn.Conv3d, nn.Embedding, nn.LayerNorm, nn.GroupNorm):
-        layer.reset_parameters = partial(_answer, None)  # type: ignore[method-assign,union-attr]
 
 
 def _answer(value: Any, *arguments: Any, **options: Any) -> Any:

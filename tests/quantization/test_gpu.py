@@ -3,12 +3,11 @@
 PyTorch's fake tensors run the checks of each operation for a GPU and compute nothing.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from fake_modules import apply_to_fakes
 from nano import PROMPTS, adapters, load_policy, prompts_of, save_nano
 from torch import Tensor, nn
 from torch._higher_order_ops.triton_kernel_wrap import triton_kernel_wrapper_mutation
@@ -51,6 +50,20 @@ class FakeGPU(FakeTensorMode):
             if isinstance(leaf, FakeTensor) or (isinstance(leaf, torch.device) and leaf.type in GPUS):
                 return super().__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
+
+
+def apply_to_fakes(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    """Replace nn.Module._apply, which swaps parameters in a way that fake tensors do not support."""
+    for child in module.children():
+        apply_to_fakes(child, function)
+    for name, parameter in module.named_parameters(recurse=False):
+        with torch.no_grad():
+            other = function(parameter)
+        if other is not parameter:
+            setattr(module, name, nn.Parameter(other, parameter.requires_grad))
+    for name, buffer in module.named_buffers(recurse=False):
+        setattr(module, name, function(buffer))
+    return module
 
 
 @pytest.fixture
