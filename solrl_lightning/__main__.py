@@ -13,7 +13,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -34,7 +34,6 @@ from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, sil
 from solrl_lightning.cli.hub import check_hub
 from solrl_lightning.cli.launch import check_launched, is_first, launched, ranks_here
 from solrl_lightning.cli.resume import check_contents, check_left, check_sweep, resume, resume_command
-from solrl_lightning.cli.sweep_job import isolated_sweep_job
 from solrl_lightning.errors import UserError
 
 interrupts.restore()
@@ -116,7 +115,11 @@ def run(cfg: DictConfig) -> Any:
         task = _task(options.task.target)
         if options.trains and is_first():
             remember(folder)
-        with isolated_sweep_job(folder) if sweeps else nullcontext():
+        if not sweeps:
+            return task(options)
+        from solrl_lightning.cli.sweep_job import isolated_sweep_job
+
+        with isolated_sweep_job(folder):
             return task(options)
     except BrokenPipeError:  # the reader of the output is gone
         raise

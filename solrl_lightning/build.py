@@ -44,11 +44,8 @@ from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
 from solrl_lightning.rollout.stage import Sigmas
 from solrl_lightning.targets import make
 from solrl_lightning.training.evaluation import Evaluation
-from solrl_lightning.training.full import FullTransformer
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import SolRLModule
-from solrl_lightning.training.sharded_full import ShardedFullTransformer
-from solrl_lightning.training.sharding import shard_transformers
 from solrl_lightning.training.transformers import AdaptedTransformer, TrainedTransformer, replicate
 
 log = logging.getLogger(__name__)
@@ -253,10 +250,12 @@ def build_model(
             log.info("%s", why)
     if cfg.family.warning:
         log.warning("%s", cfg.family.warning)
-    transformers = (
-        shard_transformers(policy, trained_as(cfg), cfg.model.rollout_batch)
-        if cfg.is_sharded
-        else replicate(
+    if cfg.is_sharded:
+        from solrl_lightning.training.sharding import shard_transformers
+
+        transformers = shard_transformers(policy, trained_as(cfg), cfg.model.rollout_batch)
+    else:
+        transformers = replicate(
             policy,
             trained_as(cfg),
             batch_size=cfg.model.rollout_batch,
@@ -266,7 +265,6 @@ def build_model(
             backend=resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device),
             rule=quantization_rule(cfg),
         )
-    )
     return SolRLModule(
         policy,
         transformers,
@@ -283,8 +281,14 @@ def build_model(
 
 def trained_as(cfg: Run) -> Callable[[ModelMixin], TrainedTransformer]:
     """Return the function that makes the trained transformer of the loaded one."""
+    if cfg.model.train == "full" and cfg.is_sharded:
+        from solrl_lightning.training.sharded_full import ShardedFullTransformer
+
+        return ShardedFullTransformer
     if cfg.model.train == "full":
-        return ShardedFullTransformer if cfg.is_sharded else FullTransformer
+        from solrl_lightning.training.full import FullTransformer
+
+        return FullTransformer
     return partial(AdaptedTransformer, config=lora_config(cfg), seed=cfg.seed)
 
 

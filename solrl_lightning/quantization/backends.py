@@ -8,6 +8,7 @@ the hardware multiplies.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +16,6 @@ import torch
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import AUTO, BACKENDS, check_backend
-from solrl_lightning.quantization import transformer_engine
 from solrl_lightning.quantization.formats import FORMATS, NativeBackend
 from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.scaled_linear import operand_dtype
@@ -43,8 +43,22 @@ class Hardware(NamedTuple):
     emulation_dtype: torch.dtype = torch.bfloat16  # of the operands of emulated products
 
 
-PACKAGES = {"transformer_engine": ("Transformer Engine", transformer_engine)}
-"""Optional packages of backends: key -> name in messages, and the module with ``is_installed`` and ``INSTALL``."""
+def has_transformer_engine() -> bool:
+    """Return whether Transformer Engine is installed with its extension for PyTorch, without which its import fails.
+
+    The extension is a file in the folder of the Python package or in its parent that ``find_spec`` does not find.
+    """
+    spec = find_spec("transformer_engine")
+    if spec is None or spec.origin is None:
+        return False
+    beside = Path(spec.origin).parents[1]
+    patterns = ("transformer_engine_torch*.so", "transformer_engine/**/transformer_engine_torch*.so")
+    return any(any(beside.glob(pattern)) for pattern in patterns)
+
+
+INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9'"
+PACKAGES = {"transformer_engine": ("Transformer Engine", INSTALL)}
+"""Optional packages of backends: key -> name in messages, and how to install it."""
 
 PACKED_BITS = {name: next((n.bits_per_weight for n in each.native.values()), 16) for name, each in FORMATS.items()}
 PACKED_BITS |= {"bf16": 16}  # bits per weight where the hardware multiplies the format
@@ -89,12 +103,12 @@ def resolve(precision: str, backend: str, device: torch.device | Hardware) -> Ba
         description = f"{option}: {_emulation_description(precision, backend, hardware)}"
         bits = 8 * hardware.emulation_dtype.itemsize
         return Backend(precision, name, FORMATS[precision].emulated, description, bits)
-    linear_cls, bits_per_weight, *_ = native[name]
+    layer, bits_per_weight, *_ = native[name]
     description = (
         f"{option}: {precision.upper()} by {name} on {hardware.name}, weights of quantised "
         f"layers stored in {bits_per_weight:g} bits"
     )
-    return Backend(precision, name, linear_cls, description, bits_per_weight, native[name].fullgraph)
+    return Backend(precision, name, layer(), description, bits_per_weight, native[name].fullgraph)
 
 
 def resolve_from(ckpt: str | Path | None, precision: str, backend: str, device: torch.device) -> Backend:
@@ -125,7 +139,7 @@ def recorded_precision(ckpt: str | Path) -> str:
 def hardware_of(device: torch.device) -> Hardware:
     """Return the properties of a device of this machine."""
     dtype = operand_dtype(device)
-    packages = frozenset(key for key, (_, module) in PACKAGES.items() if module.is_installed())
+    packages = frozenset(PACKAGES if has_transformer_engine() else ())
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         name = f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})"
@@ -178,8 +192,8 @@ def _refusal(precision: str, backend: str, hardware: Hardware) -> str:
         needs[0] += " or a CPU with INT8 units (AVX512-VNNI)"
     present = hardware.name
     if refused.package:
-        title, module = PACKAGES[refused.package]
-        needs.append(f"{title} with its PyTorch extension (docs/precision.md: {module.INSTALL})")
+        title, install = PACKAGES[refused.package]
+        needs.append(f"{title} with its PyTorch extension (docs/precision.md: {install})")
         present += f", {title} {'' if refused.package in hardware.packages else 'not '}installed"
     other = next((name for name, candidate in native.items() if _runs(candidate, hardware)), "")
     ways = [f"precision.backend={other}"] if other else []

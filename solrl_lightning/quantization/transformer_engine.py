@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,23 +31,9 @@ from solrl_lightning.quantization.linear import QuantizedLinear
 from solrl_lightning.quantization.nvfp4 import E2M1_MAX, E4M3_MAX
 
 ROLLOUT_RECIPE = {"disable_rht": True, "disable_stochastic_rounding": True, "disable_2d_quantization": True}
-INSTALL = "pip install --no-build-isolation 'transformer-engine[pytorch]>=2.9'"
 ROWS = 32
 HEADROOM = 4.0
 """Least ratio of a layer's limit to the largest magnitude of its first input."""
-
-
-def is_installed() -> bool:
-    """Return whether Transformer Engine is installed with its extension for PyTorch, without which its import fails.
-
-    The extension is a file in the folder of the Python package or in its parent that ``find_spec`` does not find.
-    """
-    spec = find_spec("transformer_engine")
-    if spec is None or spec.origin is None:
-        return False
-    beside = Path(spec.origin).parents[1]
-    patterns = ("transformer_engine_torch*.so", "transformer_engine/**/transformer_engine_torch*.so")
-    return any(any(beside.glob(pattern)) for pattern in patterns)
 
 
 def limit_above(amax: float) -> float:

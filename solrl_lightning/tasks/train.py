@@ -34,9 +34,8 @@ from solrl_lightning.data.prompt import identities
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.facts import prompt_sets
-from solrl_lightning.names import TRAINED
+from solrl_lightning.names import AUTO, TRAINED
 from solrl_lightning.options.run import Run
-from solrl_lightning.sizing.checkpointing import settle_checkpointing
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
 from solrl_lightning.training.transformers import AdaptedTransformer
@@ -79,7 +78,11 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         from solrl_lightning.explorers.cluster import explorers_of  # Ray is an optional dependency
 
         explorers = stack.enter_context(explorers_of(cfg, trainer.global_rank, trainer.world_size, device))
-    settle = partial(settle_checkpointing, devices=trainer.world_size)
+    settle = None
+    if cfg.model.gradient_checkpointing == AUTO:
+        from solrl_lightning.sizing.checkpointing import settle_checkpointing
+
+        settle = partial(settle_checkpointing, devices=trainer.world_size)
     module = build_module(cfg, device, samplers_of(cfg), objective, settle)
     if checkpoint is None and cfg.model.init_lora is not None:
         file = Path(cfg.model.init_lora).expanduser()

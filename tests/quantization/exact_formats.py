@@ -11,7 +11,7 @@ EMULATED = [each.emulated for each in FORMATS.values()]
 LAYERS = [
     layer_cls
     for each in FORMATS.values()
-    for layer_cls in (each.emulated, *(native.linear_cls for native in each.native.values()))
+    for layer_cls in (each.emulated, *(native.layer() for native in each.native.values()))
     if issubclass(layer_cls, ScaledLinear)
 ]
 F32 = np.float32

@@ -12,7 +12,7 @@ from torch import nn
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import BACKENDS
-from solrl_lightning.quantization import backends, resolve, resolve_from, transformer_engine
+from solrl_lightning.quantization import backends, resolve, resolve_from
 from solrl_lightning.quantization.backends import Backend, Hardware, choose_precision, hardware_of
 from solrl_lightning.quantization.first_run import first_run
 from solrl_lightning.quantization.formats import FORMATS
@@ -30,7 +30,7 @@ def hardware(monkeypatch: pytest.MonkeyPatch) -> OnHardware:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: pair)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA Test")
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_vnni": vnni})
-        monkeypatch.setattr(transformer_engine, "is_installed", lambda: te)
+        monkeypatch.setattr(backends, "has_transformer_engine", lambda: te)
         return GPU if capability else CPU
 
     return on
@@ -124,13 +124,13 @@ def test_transformer_engine_needs_its_pytorch_extension(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, extension: str | None, installed: bool
 ) -> None:
     spec = ModuleSpec("transformer_engine", None, origin=str(tmp_path / "transformer_engine" / "__init__.py"))
-    monkeypatch.setattr(transformer_engine, "find_spec", {"transformer_engine": spec}.get)
+    monkeypatch.setattr(backends, "find_spec", {"transformer_engine": spec}.get)
     if extension is not None:
         (tmp_path / extension).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / extension).touch()
-    assert transformer_engine.is_installed() is installed
-    monkeypatch.setattr(transformer_engine, "find_spec", {}.get)
-    assert not transformer_engine.is_installed()
+    assert backends.has_transformer_engine() is installed
+    monkeypatch.setattr(backends, "find_spec", {}.get)
+    assert not backends.has_transformer_engine()
 
 
 NEEDS_BLACKWELL = (
