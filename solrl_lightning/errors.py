@@ -46,6 +46,10 @@ class RankLost(RuntimeError):
     """Another rank has ended, for which this one would wait."""
 
 
+class OutOfMemory(RuntimeError):
+    """The device has no memory left, after what can be halved has been; the message has the allocator's numbers."""
+
+
 class CheckFailed(RuntimeError):
     """Faults found by a task that completed; its report lists them, the message counts them."""
 

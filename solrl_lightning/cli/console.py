@@ -18,6 +18,7 @@ from solrl_lightning.errors import (
     CheckFailed,
     ExplorersLost,
     NonFiniteError,
+    OutOfMemory,
     RankLost,
     ServerError,
     UserError,
@@ -25,13 +26,14 @@ from solrl_lightning.errors import (
     sentence,
 )
 
-EXPECTED = (UserError, NonFiniteError, WriteError, ServerError, ExplorersLost, RankLost, CheckFailed)
+EXPECTED = (UserError, NonFiniteError, WriteError, ServerError, ExplorersLost, RankLost, OutOfMemory, CheckFailed)
 """Errors that a user can act on."""
 _CURES: dict[type[Exception], str] = {
     WriteError: "Free space or make the folder writable",
     ServerError: "Start or correct the server",
     ExplorersLost: "Start the cluster again",
     RankLost: "Read its message (a rank that the system kills for its memory leaves none)",
+    OutOfMemory: "Set model.gradient_checkpointing=true or a smaller model.micro_batch (task=plan prints what fits)",
 }
 _LOST_RANK = re.compile(r"gloo.* by peer", re.DOTALL)  # closed or reset by peer
 _DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
@@ -74,6 +76,9 @@ def report_error(
             failure = WriteError.of(file, io)
         else:
             failure = UserError(f"{file}: {io.strerror}. Give a path that this user can read and write.")
+    full = next((e for e in causes if type(e).__name__ == "OutOfMemoryError"), None)  # of torch
+    if failure is None and full is not None:
+        failure = OutOfMemory(f"the device has no memory left: {sentence(full)}")
     if failure is None and any(isinstance(e, RuntimeError) and _LOST_RANK.search(str(e)) for e in causes):
         failure = RankLost("another rank of this run has ended.")
     if failure is None and folder is None and isinstance(error, HydraException | OmegaConfBaseException):

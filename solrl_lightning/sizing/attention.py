@@ -31,7 +31,7 @@ _KERNELS = {
 _COMPARED = 64  # queries that are compared with the exact result
 _HEADS = 2  # of one image, whose gradients are compared with the exact ones
 _TOLERANCE = 2**-6  # of the largest output; BF16 rounds probabilities and outputs by 2^-9
-_GRADIENT_TOLERANCE = 2**-4  # of the largest gradient; BF16 on a CPU has 2^-6, wrong kernels have had all
+_GRADIENT_TOLERANCE = 2**-4  # of the largest gradient; BF16 on a CPU has 2^-6
 _SLOW = 1.15  # times the fastest kernel
 
 

@@ -27,7 +27,7 @@ from small_runs import Command, checkpoint, files_of, the_line
 
 from solrl_lightning.artifacts.files import WholeCheckpointIO, write_atomically, written_whole
 from solrl_lightning.cli.console import report_error
-from solrl_lightning.errors import RankLost, WriteError
+from solrl_lightning.errors import OutOfMemory, RankLost, WriteError
 
 SMALL = [*small_runs.SMALL, "iterations=4"]
 
@@ -288,3 +288,13 @@ def test_rank_that_loses_another_says_so_in_a_line(tmp_path: Path, capsys: pytes
         peer.wait()
     assert isinstance(report_error(caught.value, tmp_path), RankLost)
     assert the_line(capsys.readouterr().err).startswith("error: another rank of this run has ended.")
+
+
+def test_full_device_ends_with_options_that_take_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "last.ckpt").touch()
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee documentation")
+    assert isinstance(report_error(error, tmp_path), OutOfMemory)
+    line = the_line(capsys.readouterr().err)
+    assert line.startswith("error: the device has no memory left: CUDA out of memory. Tried to allocate 2.00 GiB. Set ")
+    assert "model.gradient_checkpointing=true" in line and "ckpt=last hydra.run.dir=" in line
