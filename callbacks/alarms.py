@@ -7,12 +7,13 @@ prompts. Shapes: E evaluations, P held-out prompts.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from solrl_lightning.callbacks.common import Moments
+from solrl_lightning.options.rules import Count, Positive
 
 _FEWEST_PROMPTS = 8  # with fewer, a standard error over prompts says little
 _LEAST_FALL = 0.2  # in standard deviations over prompts, of a reward that has gained nothing yet
@@ -24,13 +25,17 @@ METRICS = ("reward/mean", "train/kl", "train/drift")
 """What the rules read of every iteration."""
 
 
-class Limits(NamedTuple):
+class Limits(TypedDict):
     """When a rule raises an alarm; None: never."""
 
-    fall: float | None  # standard errors that a held-out reward is below its best
-    diversity: float | None  # share of the base's diversity that a prompt's pictures have lost
-    kl: float | None  # mean squared distance of the velocity from the base's; that of the velocity itself is about 2
-    drift: int | None  # consecutive iterations in which the old policy equals the trained one
+    fall: Positive | None
+    """Standard errors that a held-out reward is below its best."""
+    diversity: Positive | None
+    """Share of the base's diversity that a prompt's pictures have lost."""
+    kl: Positive | None
+    """Mean squared distance of the velocity from the base's; the mean square of the velocity is about 2."""
+    drift: Count | None
+    """Consecutive iterations in which the old policy equals the trained one."""
 
 
 @dataclass
@@ -72,12 +77,12 @@ def find_alarms(
     ``columns`` are those of its tables; ``reward`` is the trained one, and ``watched`` the weight of each reward
     of which it is the sum and of those that are only evaluated.
     """
-    alarms = [kl_ran_away(history, limits.kl), no_drift(history, limits.drift)]
+    alarms = [kl_ran_away(history, limits["kl"]), no_drift(history, limits["drift"])]
     if len(history.tables) > 1 and len(history.tables[-1]) >= _FEWEST_PROMPTS:
         alarms += [
-            reward_fell(history, columns.index(reward), reward, limits.fall),
-            *(watched_fell(history, columns.index(name), name, watched[name], limits.fall) for name in watched),
-            diversity_fell(history, columns.index("images/diversity"), limits.diversity),
+            reward_fell(history, columns.index(reward), reward, limits["fall"]),
+            *(watched_fell(history, columns.index(name), name, watched[name], limits["fall"]) for name in watched),
+            diversity_fell(history, columns.index("images/diversity"), limits["diversity"]),
         ]
     return [alarm for alarm in alarms if alarm is not None]
 

@@ -15,6 +15,7 @@ from solrl_lightning.artifacts.files import CHECKPOINT_BYTES
 from solrl_lightning.artifacts.run_folder import BEST, LAST
 from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.names import TRAINED
+from solrl_lightning.options.rules import Count, CountOrZero
 
 _LARGE = 4 * 10**9  # bytes that take seconds to write
 
@@ -27,7 +28,7 @@ class LastCheckpoint(Checkpoint):
         every: iterations from one to the next; None: 1, or 10 if the file has more than 4 GB.
     """
 
-    def __init__(self, dirpath: str, every: int | None = None) -> None:
+    def __init__(self, dirpath: str, every: Count | None = None) -> None:
         self.path, self.every = Path(dirpath) / LAST.name, every
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -88,7 +89,7 @@ class PeriodicCheckpoints(Checkpoint):
         keep: number of files to keep, the newest; None keeps all.
     """
 
-    def __init__(self, dirpath: str, every: int, keep: int | None = None) -> None:
+    def __init__(self, dirpath: str, every: CountOrZero, keep: Count | None = None) -> None:
         self.folder, self.every, self.keep = Path(dirpath), every, keep
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -3,7 +3,6 @@
 All ranks have the same history, so with ``stop`` all of them stop after the same iteration.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from solrl_lightning.artifacts.formatting import counted
 from solrl_lightning.callbacks.alarms import METRICS, Alarm, History, Limits, find_alarms, reward_fault
 from solrl_lightning.callbacks.common import file_logger, loop_of, module_of, moments, reduced
+from solrl_lightning.options.rules import Count
 
 
 class Guard(Callback):
@@ -23,8 +23,8 @@ class Guard(Callback):
         limits: the fields of ``alarms.Limits``.
     """
 
-    def __init__(self, stop: bool, patience: int, limits: Mapping[str, Any]) -> None:
-        self.stop, self.patience, self.limits = stop, patience, Limits(**limits)
+    def __init__(self, stop: bool, patience: Count, limits: Limits) -> None:
+        self.stop, self.patience, self.limits = stop, patience, limits
         self.history = History()
         self.alarms: list[Alarm] = []
         self.stopped_by: Alarm | None = None

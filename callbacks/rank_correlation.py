@@ -12,6 +12,7 @@ from torch import Tensor
 
 from solrl_lightning.callbacks.common import log_values, loop_of, module_of
 from solrl_lightning.metrics.rank import RankFidelity
+from solrl_lightning.options.rules import CountOrZero
 
 
 class RankCorrelation(Callback):
@@ -24,7 +25,7 @@ class RankCorrelation(Callback):
         probe_every: iterations from one probe to the next, from the first iteration on; 0 never probes.
     """
 
-    def __init__(self, probe_every: int) -> None:
+    def __init__(self, probe_every: CountOrZero) -> None:
         self.probe_every = probe_every
         self.history: list[dict[str, float]] = []  # one row per probe: iteration and the values without "rank/"
         self.last_kept: dict[str, float] = {}

@@ -17,6 +17,7 @@ from solrl_lightning.artifacts.pictures import Row, draw_grid, to_png
 from solrl_lightning.callbacks.common import loop_of, module_of
 from solrl_lightning.data.prompt import identities
 from solrl_lightning.frames import filmstrip
+from solrl_lightning.options.rules import Count, CountOrZero, Images, Seed, Steps
 from solrl_lightning.seeds import evaluation_seeds
 
 
@@ -30,7 +31,7 @@ class SampleGrid(Callback):
         seed: of the noise, which is the same in every picture of a run.
     """
 
-    def __init__(self, every: int, prompts: int, seeds_per_prompt: int, steps: int, seed: int) -> None:
+    def __init__(self, every: CountOrZero, prompts: Count, seeds_per_prompt: Images, steps: Steps, seed: Seed) -> None:
         self.every, self.prompts, self.seeds_per_prompt = every, prompts, seeds_per_prompt
         self.steps, self.seed = steps, seed
         self._base = torch.empty(0)  # [P, n, 3, H, W]

@@ -1,12 +1,16 @@
 """Objects from the ``_target_`` of a configuration, with errors that name the key."""
 
+import inspect
+from collections.abc import Callable, Collection
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
-from solrl_lightning.errors import UserError
+from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.options.nodes import check_node
 
 
 def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = object, **options: Any) -> Any:
@@ -18,32 +22,48 @@ def make(key: str, node: Any, *arguments: Any, takes: str = "", kind: type = obj
     Raises:
         UserError: it has no _target_, Python does not find that, it does not take its keys, or it makes another kind.
     """
-    if not isinstance(node, dict) or "_target_" not in node:
-        raise UserError(f"{key}={node} is invalid: it must have a _target_, a class that Python finds.")
-    target = node["_target_"]
+    target = locate(key, node)
+    positional = [*inspect.signature(target).parameters][: len(arguments)]
+    check_node(key, target, node, {*positional, *options})
     try:
         instance = instantiate(node, *arguments, **options)
     except InstantiationException as error:
         cause: BaseException = error.__cause__ or error
         if isinstance(cause, UserError):
             raise
-        unknown = str(cause).startswith(("Error loading", "Expected a callable"))  # Hydra's; it quotes its cause
-        if unknown:
-            cause = cause.__cause__ or cause
         reason = " ".join(str(cause).partition("full_key:")[0].split()).rstrip(".?")
-        if unknown:
-            fix = "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
-        elif isinstance(cause, TypeError):  # Python's, about arguments
+        if isinstance(cause, TypeError):  # Python's, about arguments
             fix = (
                 f"It must take {takes}{takes and ' and '}the keys beside _target_. Leave a key out with ~{key}.<name>, "
                 f"add one with +{key}.<name>=<value>."
             )
         else:
             fix = f"Correct the values below {key}."
-        raise UserError(f"{key}: {target} could not be made: {reason}. {fix}") from error
+        raise UserError(f"{key}: {node['_target_']} could not be made: {reason}. {fix}") from error
     if not isinstance(instance, kind):
-        raise UserError(f"{key}: {target} is invalid: it must be a {kind.__module__}.{kind.__qualname__}.")
+        raise UserError(f"{key}: {node['_target_']} is invalid: it must be a {kind.__module__}.{kind.__qualname__}.")
     return instance
+
+
+def locate(key: str, node: Any) -> Callable[..., Any]:
+    """Return the class or function that ``node``, the value of ``key``, names. Raises UserError."""
+    if not isinstance(node, dict) or "_target_" not in node:
+        raise UserError(f"{key}={node} is invalid: it must have a _target_, a class that Python finds.")
+    name = node["_target_"]
+    try:
+        target = resolve_name(str(name))
+        reason = f"{target!r} cannot be called"
+    except Exception as error:  # of a module of the user's own, any
+        target, reason = None, sentence(error).rstrip(".")
+    if not callable(target):
+        fix = "Name a class that Python finds; where it is your own, with PYTHONPATH=<folder of your module>."
+        raise UserError(f"{key}: {name} could not be made: {reason}. {fix}")
+    return target
+
+
+def check_arguments(key: str, node: Any, provided: Collection[str] = ()) -> None:
+    """Raise UserError unless the target of ``node``, the value of ``key``, takes its keys beside ``provided``."""
+    check_node(key, locate(key, node), node, provided)
 
 
 def check_optimizer(node: Any) -> None:

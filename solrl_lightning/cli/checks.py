@@ -163,7 +163,7 @@ def check_machine(options: Run) -> None:
 
     from solrl_lightning.policies.base_weights import check_storage
     from solrl_lightning.quantization import resolve
-    from solrl_lightning.targets import check_objective, check_optimizer
+    from solrl_lightning.targets import check_arguments, check_objective, check_optimizer
 
     accelerator, devices = options.trainer.get("accelerator"), options.trainer.get("devices")
     on_gpus = accelerator == "cuda" or (accelerator == "gpu" and not torch.backends.mps.is_available())
@@ -181,6 +181,17 @@ def check_machine(options: Run) -> None:
         resolve(options.precision.name, options.precision.backend, device)
     if options.uses_model:
         check_storage(options.base_weights)
+    if not {"train", "eval", "reward"}.isdisjoint(options.task.reads):
+        for name, member in options.reward.members.items():
+            del member["weight"]
+            check_arguments(f"reward.{name}", member, {"device"})
+    if options.trains:
+        for group, nodes in (("callbacks", options.callbacks), ("logger", options.logger)):
+            for name, node in nodes.items():
+                if node is not None:
+                    check_arguments(f"{group}.{name}", node)
     if "train" in options.task.reads:
+        check_arguments("scheduler", options.scheduler)
+        check_arguments("old_policy", options.old_policy)
         check_optimizer(options.optimizer)
         check_objective(options.objective, options.family.regenerate.steps, options.model.guidance_scale)

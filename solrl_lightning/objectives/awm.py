@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.objectives.base import KLObjective, Loss, mean_square
+from solrl_lightning.options.rules import NotNegative, Positive
 from solrl_lightning.rollout.records import TrainingBatch
 
 _HUBER_POWER = 0.25
@@ -34,9 +35,9 @@ Weighting = Callable[[Tensor, Tensor], Tensor]
 class AWM(KLObjective):
     """`awm_loss` on re-noised images, with the published weighting `ghuber`."""
 
-    old_weight: float
-    advantage_clip: float
-    ratio_clip: float
+    old_weight: NotNegative
+    advantage_clip: Positive
+    ratio_clip: Positive
 
     def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
         clips = {"advantage_clip": self.advantage_clip, "ratio_clip": self.ratio_clip}

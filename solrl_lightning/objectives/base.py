@@ -17,6 +17,7 @@ from torch import Tensor
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import OLD, REFERENCE
 from solrl_lightning.objectives.advantages import AllReduce, group_advantages
+from solrl_lightning.options.rules import Count, NotNegative, Share
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.sampling import Solver
 from solrl_lightning.seeds import train_timesteps, training_noise
@@ -91,9 +92,9 @@ class Objective(ABC):
 class KLObjective(Objective):
     """An objective of the sampling policy's velocity, with a KL term to the base model."""
 
-    kl_weight: float
-    reference_every: int = 1
-    timestep_fraction: float = 1.0
+    kl_weight: NotNegative
+    reference_every: Count = 1
+    timestep_fraction: Share = 1.0
 
     @property
     def needs(self) -> Mapping[str, int]:

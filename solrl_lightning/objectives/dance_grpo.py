@@ -9,6 +9,7 @@ from torch import Tensor
 
 from solrl_lightning.objectives.advantages import AllReduce, per_prompt_advantages
 from solrl_lightning.objectives.grpo import GRPO
+from solrl_lightning.options.rules import Positive
 from solrl_lightning.sampling.sde import dance_grpo_transition
 
 
@@ -22,7 +23,7 @@ class DanceGRPO(GRPO):
             their candidates keep their own.
     """
 
-    eta: float
+    eta: Positive
     shared_noise: bool
 
     def transition(self, x: Tensor, velocity: Tensor, sigma: Tensor, sigma_next: Tensor) -> tuple[Tensor, Tensor]:

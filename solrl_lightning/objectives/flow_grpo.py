@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from solrl_lightning.errors import UserError
 from solrl_lightning.objectives.grpo import GRPO
+from solrl_lightning.options.rules import Count, Positive, Seed
 from solrl_lightning.sampling.sde import flow_grpo_transition
 from solrl_lightning.seeds import permutation
 
@@ -24,14 +26,20 @@ class FlowGRPO(GRPO):
         seed: of the window's place.
     """
 
-    noise_level: float
-    window: int | None
-    seed: int
+    noise_level: Positive
+    window: Count | None
+    seed: Seed
 
     def transitions(self, num_steps: int, iteration: int) -> range:
         if self.window is None:
             return super().transitions(num_steps, iteration)
-        places = max(1, num_steps // 2 - self.window + 1)
+        most = max(1, num_steps // 2)
+        if self.window > most:
+            raise UserError(
+                f"objective.window={self.window} is invalid: it must be at most {most}, half of "
+                f"family.regenerate.steps={num_steps}. Set objective.window=null for all steps."
+            )
+        places = most - self.window + 1
         first = int(permutation(f"window/{self.seed}/{iteration}", places)[0])
         return range(first, first + self.window)
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.objectives.base import KLObjective, Loss
+from solrl_lightning.options.rules import Positive
 from solrl_lightning.rollout.records import TrainingBatch
 from solrl_lightning.sampling import StochasticSolver
 from solrl_lightning.sampling.sde import log_prob
@@ -31,8 +32,8 @@ class GRPO(KLObjective):
 
     guided_training: ClassVar[bool] = True
 
-    clip_range: float
-    advantage_clip: float
+    clip_range: Positive
+    advantage_clip: Positive
 
     @property
     def needs(self) -> Mapping[str, int]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.objectives.base import KLObjective, Loss, mean_square
+from solrl_lightning.options.rules import Positive
 from solrl_lightning.rollout.records import TrainingBatch
 
 _MIN_ERROR = 1e-5  # floor of the adaptive weight, so that an exact x0 prediction does not divide by zero
@@ -35,8 +36,8 @@ class NFT(KLObjective):
         advantage_clip: bound of the advantages, and a factor of the policy term.
     """
 
-    beta: float
-    advantage_clip: float
+    beta: Positive
+    advantage_clip: Positive
 
     def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
         settings = {"beta": self.beta, "advantage_clip": self.advantage_clip}

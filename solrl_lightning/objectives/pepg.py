@@ -23,6 +23,7 @@ from torch import Tensor
 
 from solrl_lightning.objectives.base import KLObjective, Loss, mean_square
 from solrl_lightning.objectives.nft import normalised_error
+from solrl_lightning.options.rules import Positive
 from solrl_lightning.rollout.records import TrainingBatch
 
 
@@ -30,7 +31,7 @@ from solrl_lightning.rollout.records import TrainingBatch
 class PEPG(KLObjective):
     """`pepg_loss` on re-noised images."""
 
-    advantage_scale: float
+    advantage_scale: Positive
 
     def __call__(self, velocity: Tensor, batch: TrainingBatch, **others: Tensor) -> Loss:
         return self.loss_of_velocity(pepg_loss, velocity, batch, others, advantage_scale=self.advantage_scale)

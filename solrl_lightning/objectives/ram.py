@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.objectives.base import Loss, Objective, mean_square
+from solrl_lightning.options.rules import Positive, Share
 from solrl_lightning.rollout.records import TrainingBatch
 
 
@@ -28,8 +29,8 @@ from solrl_lightning.rollout.records import TrainingBatch
 class RAM(Objective):
     """`ram_loss` on re-noised images."""
 
-    strength: float
-    timestep_fraction: float
+    strength: Positive
+    timestep_fraction: Share
 
     @property
     def needs(self) -> Mapping[str, int]:

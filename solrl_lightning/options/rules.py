@@ -95,6 +95,14 @@ def one_of(*choices: bool | str) -> PlainValidator:
     return must_be(rule, lambda value: any(type(value) is type(choice) and value == choice for choice in choices))
 
 
+Node = Annotated[
+    dict[str, Any],
+    must_be(
+        "a group of keys with a _target_, a class or function that Python finds",
+        lambda value: isinstance(value, dict) and isinstance(value.get("_target_"), str),
+    ),
+]
+"""The arguments of a class or function; ``nodes`` checks them where they are used."""
 Count = Annotated[int, whole(1)]
 CountOrZero = Annotated[int, whole(0)]
 CountOrAuto = Annotated[
@@ -113,6 +121,8 @@ Compile = Annotated[bool | Literal["auto"], one_of(True, False, "auto")]
 
 _KINDS = {
     "bool_type": "true or false",
+    "int_type": "a whole number",
+    "float_type": "a number",
     "string_type": "a text",
     "list_type": "a list",
     "dict_type": "a group of keys",

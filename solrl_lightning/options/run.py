@@ -10,11 +10,11 @@ from pydantic_core import ErrorDetails
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import SHADOW, Storage, TrainingSampler
-from solrl_lightning.options.callbacks import Callbacks, InOrder
 from solrl_lightning.options.data import Data
 from solrl_lightning.options.explorers import Explorers
 from solrl_lightning.options.family import Explorer, Family
 from solrl_lightning.options.model import Model, Policy
+from solrl_lightning.options.optimizer import Optimizer
 from solrl_lightning.options.precision import Precision
 from solrl_lightning.options.reward import Reward
 from solrl_lightning.options.rules import (
@@ -24,6 +24,7 @@ from solrl_lightning.options.rules import (
     Count,
     CountOrAuto,
     Group,
+    Node,
     Positive,
     Seed,
     explain,
@@ -31,7 +32,6 @@ from solrl_lightning.options.rules import (
 )
 from solrl_lightning.options.task import AnyTask, Audit, Generate, Plan, Task
 from solrl_lightning.options.trainer import Trainer, is_sharded
-from solrl_lightning.options.training import Objective, OldPolicy, Optimizer, Scheduler
 
 _Task = TypeVar("_Task", bound=Task)
 
@@ -74,13 +74,13 @@ class Run(Group):
     """How training samples are chosen."""
     explorers: Explorers
     """What explores for the run."""
-    objective: Objective
+    objective: Node
     """Loss."""
     optimizer: Optimizer
     """Optimiser of the trained LoRA."""
-    scheduler: Scheduler
+    scheduler: Node
     """Learning rate schedule."""
-    old_policy: OldPolicy
+    old_policy: Node
     """Decay of the policy that samples."""
     precision: Precision
     """Number format of the shadow."""
@@ -90,7 +90,7 @@ class Run(Group):
     """Scores of an image."""
     trainer: Trainer
     """Lightning's Trainer."""
-    callbacks: InOrder = Callbacks()
+    callbacks: dict[str, Node | None] = {}
     """Callbacks by name."""
     logger: dict[str, Any] = {}
     """Loggers by name."""
@@ -170,8 +170,7 @@ class Run(Group):
 
     def callback(self, name: str) -> Mapping[str, Any]:
         """Return the arguments of a callback; empty if the run has no such callback."""
-        callbacks: Mapping[str, Any] = self.callbacks
-        return callbacks.get(name) or {}
+        return self.callbacks.get(name) or {}
 
     # Rules over several groups
 
@@ -198,14 +197,10 @@ class Run(Group):
                 raise Broken("model.policy does not have it, so nothing reads it.", f"model.{key}", fix)
 
     def check_training(self) -> None:
-        family, window = self.family, self.objective.get("window")
+        family = self.family
         if self.optimizer_steps > family.keep:
             rule = f"it must be at most family.keep={family.keep}, so that each step has rows of every prompt."
             raise Broken(rule, "optimizer_steps")
-        most = max(1, family.regenerate.steps // 2)
-        if window is not None and window > most:
-            rule = f"it must be at most {most}, half of family.regenerate.steps={family.regenerate.steps}."
-            raise Broken(rule, "objective.window", "Set objective.window=null for all steps.")
         if self.trainer.get("max_epochs") != self.iterations:
             rule = f"a Lightning epoch is one iteration, and there are iterations={self.iterations}."
             raise Broken(rule, "trainer.max_epochs", "Leave it out, or set iterations=<number>.")

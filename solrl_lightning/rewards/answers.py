@@ -1,7 +1,11 @@
 """The answers of a judge: reward=vlm and reward=vlm_local take the same spellings as the same answer."""
 
+import math
 import re
 import unicodedata
+from typing import Annotated, Any
+
+from solrl_lightning.options.rules import must_be
 
 
 def normal(answer: str) -> str:
@@ -13,3 +17,22 @@ def normal(answer: str) -> str:
 def spellings(answer: str) -> set[str]:
     """Return the usual spellings of an answer, whose ``normal`` is the same."""
     return {answer, answer.lower(), answer.capitalize(), answer.upper()}
+
+
+def _are_answers(value: Any) -> bool:
+    return (
+        isinstance(value, dict)
+        and all(
+            isinstance(word, str) and word and type(mark) in (int, float) and math.isfinite(mark)
+            for word, mark in value.items()
+        )
+        and len({float(mark) for mark in value.values()}) > 1
+        and len({normal(word) for word in value}) == len(value)
+    )
+
+
+Answers = Annotated[
+    dict[str, float],
+    must_be("two or more answers with numbers that differ, as in {yes:1,no:0}, and not only in case", _are_answers),
+]
+"""Value of each answer of a judge."""

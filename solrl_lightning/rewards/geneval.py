@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchvision.ops import batched_nms
 
+from solrl_lightning.options.rules import Share
 from solrl_lightning.rewards.base import Metadata, unique_prompts
 from solrl_lightning.rewards.geneval_metadata import COLOURS, MAX_OBJECTS, check_metadata
 from solrl_lightning.rewards.loading import load_detector
@@ -61,8 +62,8 @@ class GenEval(TransformersCLIP):
         pretrained: str,
         processor: str,
         detector: str,
-        threshold: float,
-        counting_threshold: float,
+        threshold: Share,
+        counting_threshold: Share,
         strict: bool = False,
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype = torch.float32,

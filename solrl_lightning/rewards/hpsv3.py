@@ -26,6 +26,7 @@ from solrl_lightning.artifacts.complete import check_complete
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.data.sources import github_file
 from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.options.rules import Count
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.loading import check_state_dict_keys, floating_dtype
 
@@ -57,7 +58,7 @@ class HPSv3(Reward):
         processor: str,
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype = torch.bfloat16,
-        batch: int = 4,
+        batch: Count = 4,
     ) -> None:
         super().__init__(device)
         self.dtype, self.batch = floating_dtype(self.name, dtype), batch

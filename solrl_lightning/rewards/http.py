@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from solrl_lightning.errors import ServerError, UserError, sentence
+from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Positive
 from solrl_lightning.rewards.addresses import check_url, read_token
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
 from solrl_lightning.rewards.client import Client, shown, to_png
@@ -38,11 +39,11 @@ class HTTPReward(Reward):
         self,
         url: str,
         device: str | torch.device = "cpu",
-        batch: int = 8,
-        concurrency: int = 4,
-        timeout: float = 60.0,
-        retries: int = 8,
-        backoff: float = 1.0,
+        batch: Count = 8,
+        concurrency: Count = 4,
+        timeout: Positive = 60.0,
+        retries: CountOrZero = 8,
+        backoff: NotNegative = 1.0,
     ) -> None:
         super().__init__(device)
         check_url("reward.http.url", url)

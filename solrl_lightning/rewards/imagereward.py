@@ -25,6 +25,7 @@ from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisio
 from solrl_lightning.artifacts.files import load_tensors
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.errors import UserError, sentence
+from solrl_lightning.options.rules import Count
 from solrl_lightning.rewards.aesthetic import linear_head
 from solrl_lightning.rewards.base import Reward, unique_prompts
 from solrl_lightning.rewards.loading import check_state_dict, check_state_dict_keys, floating_dtype
@@ -84,7 +85,7 @@ class ImageReward(Reward):
         tokenizer: str = _TOKENIZER,
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype = torch.float32,
-        batch: int = 32,
+        batch: Count = 32,
     ) -> None:
         self.device, self.dtype, self.batch = torch.device(device), floating_dtype(self.name, dtype), batch
         text_config = _read_text_config(fetch(pretrained, TEXT_CONFIG, key=_KEY, kind=_KIND, hint=_HINT))

@@ -26,8 +26,9 @@ from torch import Tensor
 from solrl_lightning.data.input_images import load_square
 from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.errors import ServerError, UserError, sentence
+from solrl_lightning.options.rules import Count, CountOrZero, NotNegative, Positive
 from solrl_lightning.rewards.addresses import check_url, read_token
-from solrl_lightning.rewards.answers import normal
+from solrl_lightning.rewards.answers import Answers, normal
 from solrl_lightning.rewards.base import Metadata, Reward, check_scores
 from solrl_lightning.rewards.client import Client, shown, to_png
 
@@ -61,13 +62,13 @@ class VLMReward(Reward):
         url: str,
         model: str,
         question: str,
-        answers: Mapping[str, float],
+        answers: Answers,
         device: str | torch.device = "cpu",
         logprobs: bool = True,
-        concurrency: int = 16,
-        timeout: float = 120.0,
-        retries: int = 8,
-        backoff: float = 1.0,
+        concurrency: Count = 16,
+        timeout: Positive = 120.0,
+        retries: CountOrZero = 8,
+        backoff: NotNegative = 1.0,
     ) -> None:
         super().__init__(device)
         check_url("url", url)

@@ -20,7 +20,8 @@ from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.data.input_images import load_square
 from solrl_lightning.data.prompt import INPUT_IMAGE
 from solrl_lightning.errors import UserError, sentence
-from solrl_lightning.rewards.answers import spellings
+from solrl_lightning.options.rules import Count
+from solrl_lightning.rewards.answers import Answers, spellings
 from solrl_lightning.rewards.base import Metadata, Reward
 from solrl_lightning.rewards.loading import floating_dtype, load_weights
 
@@ -46,10 +47,10 @@ class LocalVLMReward(Reward):
         self,
         pretrained: str,
         question: str,
-        answers: Mapping[str, float],
+        answers: Answers,
         device: str | torch.device = "cpu",
         dtype: str | torch.dtype = torch.bfloat16,
-        batch: int = 4,
+        batch: Count = 4,
     ) -> None:
         super().__init__(device)
         self.dtype, self.batch, self.question = floating_dtype(self.name, dtype), batch, question

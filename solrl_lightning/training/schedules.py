@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.options.rules import NotNegative, Positive
 
 
 @dataclass(frozen=True)
@@ -72,17 +73,17 @@ Factor = Callable[[float], float]
 """Finished iterations (a fraction between optimiser steps of one iteration) -> factor of the learning rate."""
 
 
-def constant(warmup: float = 0) -> Factor:
+def constant(warmup: NotNegative = 0) -> Factor:
     """Return factor 1 after a linear rise over ``warmup`` iterations that starts above 0."""
     return lambda done: _risen(done, warmup)
 
 
-def linear(iterations: float, warmup: float = 0) -> Factor:
+def linear(iterations: Positive, warmup: NotNegative = 0) -> Factor:
     """Return a factor that falls linearly from 1, after the warm-up, to 0 at ``iterations``."""
     return lambda done: _risen(done, warmup) * (1 - _progress(done, iterations, warmup))
 
 
-def cosine(iterations: float, warmup: float = 0) -> Factor:
+def cosine(iterations: Positive, warmup: NotNegative = 0) -> Factor:
     """Return a factor that falls along half a cosine from 1, after the warm-up, to 0 at ``iterations``."""
     return lambda done: _risen(done, warmup) * (1 + math.cos(math.pi * _progress(done, iterations, warmup))) / 2
 

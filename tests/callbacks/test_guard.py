@@ -17,7 +17,7 @@ from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.rewards.shapes import ShapesReward
 from solrl_lightning.rewards.weighted import WeightedRewards
 
-OFF = dict.fromkeys(Limits._fields)
+OFF = Limits(fall=None, diversity=None, kl=None, drift=None)
 
 
 @pytest.fixture

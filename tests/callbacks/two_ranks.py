@@ -36,7 +36,7 @@ def train(arguments: list[str]) -> int:
     history = MetricHistory()
     callbacks = [
         *(StageTimings(), Requantize(), WeightEMA(), RolloutStats(), RankCorrelation(probe_every=1)),
-        Guard(stop=False, patience=1, limits=dict.fromkeys(Limits._fields)),
+        Guard(stop=False, patience=1, limits=Limits(fall=None, diversity=None, kl=None, drift=None)),
         SampleGrid(every=1, prompts=1, seeds_per_prompt=1, steps=1, seed=0),
         *(StageProgressBar(), history, RunSummary({"seed": 0})),
     ]

@@ -10,10 +10,10 @@ import pytest
 from omegaconf import OmegaConf
 
 from solrl_lightning import names
-from solrl_lightning.cli.checks import options_of
+from solrl_lightning.cli.checks import check_machine, options_of
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.errors import UserError
-from solrl_lightning.options import callbacks, data, family, model, precision, reward, run, task, trainer, training
+from solrl_lightning.options import data, family, model, optimizer, precision, reward, run, task, trainer
 from solrl_lightning.options.rules import is_whole
 from solrl_lightning.options.run import Run
 from solrl_lightning.rewards.weighted import COMBINATIONS
@@ -65,7 +65,9 @@ explorers=ray explorers.precision=fp9 | precision=fp9 is invalid: it must be one
 experiment=smoke ~callbacks      | ~callbacks is invalid: training needs the callbacks requant
 ~callbacks.requantize            | ~callbacks.requantize is invalid: training needs
 callbacks.summary=null ~callbacks.export | callbacks.summary=null ~callbacks.export is invalid: training needs
-callbacks.guard=5                | it must be a group of keys
+callbacks.guard=5                | it must be a group of keys with a _target_, a class or function that Python finds
++callbacks.mine={every:5}        | callbacks.mine={every:5} is invalid: it must be a group of keys with a _target_
++objective.more=1                | objective.more=1 is invalid: nothing reads that key. NFT takes beta, advantage_clip
 callbacks.best.monitor=nothing   | it must be one of the run's rewards, shapes, or null
 data.column=5                    | it must be a text; a number needs quotes
 data.train={a:b}                 | data.train={a:b} is invalid: it must be a text. Leave it out
@@ -157,7 +159,7 @@ task=evaluate trainer=fsdp       | only task=train shards the weights
 def test_error_of_a_wrong_value_states_its_rule(line: str) -> None:
     command, message = (part.strip() for part in line.split(" | "))
     with ConfigTree() as tree, pytest.raises(UserError) as error:
-        options_of(tree.compose(command.split()), "run")
+        check_machine(options_of(tree.compose(command.split()), "run"))
     assert message in str(error.value) and "\n" not in str(error.value)
     assert str(error.value).endswith((".", "?"))
 
@@ -171,7 +173,7 @@ def test_error_of_a_wrong_value_states_its_rule(line: str) -> None:
         "task=evaluate ~callbacks ~logger",
         "task._target_=mine.task ~callbacks",
         "~callbacks.best callbacks.guard.limits.kl=null callbacks.sample_grid=null",
-        "+callbacks.mine={_target_:mine.Mine,every:x} +optimizer.amsgrad=true +objective.more=1",
+        "+callbacks.mine={_target_:mine.Mine,every:x} +optimizer.amsgrad=true",
         "family.pool=7 family.keep=7 optimizer.lr=1",
         "family=sol_rl +family.explore.rungs=[{step:3,keep:48},{step:4,keep:24}] ~family.explore.solver",
         "experiment=smoke family=race",
@@ -212,7 +214,7 @@ def test_names_are_those_of_the_code_that_implements_them() -> None:
 
 
 def test_every_key_has_a_sentence() -> None:
-    for module in (callbacks, data, family, model, precision, reward, run, task, trainer, training):
+    for module in (data, family, model, optimizer, precision, reward, run, task, trainer):
         for kind in ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8")).body:
             for line, following in pairwise(kind.body) if isinstance(kind, ast.ClassDef) else ():
                 if isinstance(line, ast.AnnAssign) and not ast.unparse(line.target).startswith("__"):
