@@ -217,7 +217,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
 
     jobs = _jobs(tree, composed, checks.options_of)
     folders = [Path(cfg.run_dir) for cfg in jobs.values()] if is_first() else []
-    claims = {folder: folder.resolve() != resumed.folder for folder in folders}
+    claims = {folder: Path(os.path.realpath(folder)) != resumed.folder for folder in folders}
     for folder, new in claims.items():
         check_free(folder)
         if new:

@@ -112,6 +112,11 @@ def check_writable(folder: Path) -> None:
             "TensorBoard write. Set PYTHONUTF8=1, or choose another with hydra.run.dir=<folder>."
         )
     while not existing.exists():
+        if existing.is_symlink():
+            raise UserError(
+                f"The run's folder {folder} cannot be made: {existing} is a link to nothing, or to itself. Correct the "
+                "link, or choose another folder with hydra.run.dir=<folder>."
+            )
         existing = existing.parent
     try:
         # Writing is the only reliable test: permission bits say nothing about read-only mounts, or to root.

@@ -81,7 +81,8 @@ def resume(tree: ConfigTree, arguments: Sequence[str], multirun: bool) -> Resume
         checkpoint = Path(value)
     check_checkpoint(checkpoint)
     source = checkpoint.resolve().parent.parent
-    same_folder = value in ("last", "auto") or (value != "best" and folder is not None and folder.resolve() == source)
+    is_source = folder is not None and Path(os.path.realpath(folder)) == source  # resolve() raises for a link's loop
+    same_folder = value in ("last", "auto") or (value != "best" and is_source)
     in_place = training and not multirun and same_folder
 
     has_record = (source / RECORD / "overrides.yaml").is_file()

@@ -17,7 +17,7 @@ from solrl_lightning.rewards.addresses import TOKEN
 log = logging.getLogger(__name__)
 
 _RETRIED = (429, 500, 502, 503, 504)  # statuses of a server that may answer later
-_MAX_BACKOFF = 60  # seconds
+_MAX_BACKOFF, _MAX_RETRY_AFTER = 60, 600  # seconds
 _SHOWN = 300  # characters of an answer in a message
 _CHUNK, _LONGEST = 2**16, 2**24  # bytes of an answer that are read at once, and at all
 
@@ -118,9 +118,10 @@ class _LoggedRetry(Retry):
     def get_retry_after(self, response: BaseHTTPResponse) -> float | None:
         """Return the seconds that a server asks for; None, for the back-off, if it gives none as HTTP defines them."""
         try:
-            return super().get_retry_after(response)
+            seconds = super().get_retry_after(response)
         except InvalidHeader:
             return None
+        return None if seconds is None else min(seconds, _MAX_RETRY_AFTER)
 
     def increment(self, *args: Any, **options: Any) -> "_LoggedRetry":
         following = super().increment(*args, **options)  # raises after the last attempt
@@ -131,7 +132,8 @@ class _LoggedRetry(Retry):
 
 def shown(content: bytes | bytearray) -> str:
     """Return the beginning of an answer, for a message."""
-    return " ".join(content[:_SHOWN].decode(errors="replace").split())
+    text = " ".join(content[:_SHOWN].decode(errors="replace").split())
+    return "".join(character if character.isprintable() else "\ufffd" for character in text)
 
 
 def _is_no_retry(record: logging.LogRecord) -> bool:

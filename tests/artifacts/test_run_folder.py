@@ -30,6 +30,14 @@ def test_lock_of_a_sweep_is_in_the_folder_of_its_runs(command: Command) -> None:
     assert [locks for _, *locks in lines] == [[str(Path(run).parent), run] for run, *_ in lines] and len(lines) == 2
 
 
+def test_a_link_to_nothing_or_to_itself_is_an_error(command: Command, tmp_path: Path) -> None:
+    for target in ("nowhere", "link"):
+        (tmp_path / "link").symlink_to(target)
+        result = command(TASK, "hydra.run.dir=link/run")
+        assert result.status == 2 and "link is a link to nothing, or to itself" in result.err
+        (tmp_path / "link").unlink()
+
+
 def test_a_name_that_is_not_in_utf_8_is_an_error(tmp_path: Path) -> None:
     check_writable(tmp_path / "ümlaut")
     with pytest.raises(UserError, match=r"The run's folder .*\\udcfcmlaut is invalid: its name must be in UTF-8"):

@@ -20,8 +20,10 @@ import torch
 from PIL import Image
 from reward_servers import free_port, in_thread, kill, start, started
 from torch import Tensor
+from urllib3 import HTTPResponse
 
 from solrl_lightning.errors import NonFiniteError, ServerError, UserError
+from solrl_lightning.rewards import client
 from solrl_lightning.rewards.addresses import TOKEN
 from solrl_lightning.rewards.http import HTTPReward
 
@@ -282,3 +284,22 @@ def test_server_is_requested_once_before_a_model_is_loaded(server: type[Server])
     with pytest.raises(UserError, match=message):
         server.reward(retries=5).try_out(torch.zeros(3, 4, 4), "a cat", {})
     assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"),
+    [
+        ("7", 7),
+        ("999999", 600),
+        ("Wed, 21 Oct 2099 07:28:00 GMT", 600),
+        ("Wed, 21 Oct 2015 07:28:00 GMT", 0),
+        ("0.5", None),
+    ],
+)
+def test_a_server_postpones_a_request_by_ten_minutes_at_most(header: str, seconds: float | None) -> None:
+    retry = client._LoggedRetry(1, failed=lambda reason: None)
+    assert retry.get_retry_after(HTTPResponse(headers={"Retry-After": header})) == seconds
+
+
+def test_control_characters_of_an_answer_are_not_printed() -> None:
+    assert client.shown(b"\x1b[31mred\x1b[0m\nline\xff") == "\ufffd[31mred\ufffd[0m line\ufffd"
