@@ -77,12 +77,14 @@ def compile_blocks(
     diffusers lists the blocks of FLUX.1, but not of SD3 and SANA.
     """
     from torch._dynamo import config  # takes a second to import
+    from torch._inductor import config as inductor
 
     if next(transformer.parameters()).device.type == "cpu":
         from solrl_lightning.policies.logistic_gelu import use_logistic_gelu  # imports diffusers
 
         use_logistic_gelu(transformer)
     config.optimize_ddp = False  # it splits blocks to reduce gradients early, which an iteration does once, at its end
+    inductor.deterministic = torch.are_deterministic_algorithms_enabled()  # then it chooses no kernel by its time
     config.recompile_limit = max(config.recompile_limit, _MOST_VARIANTS)  # 8 by default; of this thread in torch 2.15
     for block in blocks_of(transformer):
         block.compile(fullgraph=fullgraph, dynamic=False, backend=backend)

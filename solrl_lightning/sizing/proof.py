@@ -112,9 +112,9 @@ def steps_of(hardware: Hardware) -> list[Step]:
     if hardware.type == "cpu":
         small = ("experiment=smoke", *_QUIET)
         return [
-            Step("doctor", 60, partial(examine, ("task.iterations=0",))),
-            Step("sol_rl", 60, partial(train, "sol_rl", small, None)),
-            Step("resume", 120, resume),
+            Step("doctor", 120, partial(examine, ("task.iterations=0",))),
+            Step("sol_rl", 120, partial(train, "sol_rl", small, None)),
+            Step("resume", 240, resume),
         ]
     real = ("iterations=72", "max_seconds=60", "evaluation.every=4", "data.eval_images=4", *_QUIET)
     random = ("model.weights=random", "task.iterations=0")

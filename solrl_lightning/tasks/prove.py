@@ -26,6 +26,7 @@ from solrl_lightning.sizing.proof import CutOff, Failed, Runner, Step, steps_of
 from solrl_lightning.study.report import Page, Section, Table, Tile, render
 
 _LEAST = 20.0  # seconds in which a step may still begin
+_FEW = 5  # rows of a step that the page shows
 _AGAIN = command_line(["task=prove"])
 
 
@@ -129,7 +130,7 @@ def proof_page(result: Mapping[str, Any]) -> Page:
                 Table(
                     ("row", "status", "result"),
                     [(row["check"], row["status"], row["result"]) for row in step["rows"]],
-                    folded=counted(len(step["rows"]), "row"),
+                    folded=counted(len(step["rows"]), "row") if len(step["rows"]) > _FEW else "",
                     is_text=True,
                 )
             ],
@@ -140,11 +141,11 @@ def proof_page(result: Mapping[str, Any]) -> Page:
     tiles = [
         *(Tile(status, str(number), "rows") for status, number in result["counts"].items()),
         Tile("steps", str(len(result["steps"])), f"{len(result['steps_left'])} left"),
-        Tile("first run", " ".join(result["first_run"]), "on this hardware"),
+        Tile("first run", " ".join(option.partition("=")[2] for option in result["first_run"]), "on this hardware"),
     ]
     return Page(
         f"Proof: {result['machine']['device']}",
-        f"{summary_of(result)}. {_AGAIN} continues.",
+        f"{summary_of(result)}." + f" {_AGAIN} continues." * bool(result["steps_left"]),
         tiles,
         [*([Section("Outside the expected range", tables=[table])] if outside else []), *steps],
         footer=f"solrl_lightning {__version__}, torch {result['versions']['torch']}; {duration(spent)}",

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import distributed, nn
+from torch._inductor import config as inductor
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.compilation import can_compile, compile_blocks, should_compile
@@ -105,3 +106,11 @@ def test_ddp_leaves_a_compiled_block_whole() -> None:
     finally:
         distributed.destroy_process_group()
     assert len(graphs) == 1
+
+
+def test_a_deterministic_run_chooses_no_compiled_kernel_by_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    transformer = nn.Sequential(nn.Linear(1, 1), nn.ModuleList([nn.Linear(1, 1)]))
+    for enabled in (True, False):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda enabled=enabled: enabled)
+        compile_blocks(transformer, backend="eager")
+        assert inductor.deterministic is enabled
