@@ -92,7 +92,7 @@ class Footprint(NamedTuple):
         return f"{RECOMPUTED}=auto is {chosen} here: peaks {', '.join(peaks)} GB, of {room / 1e9:.3g} free"
 
 
-def fit(footprint: Footprint, most: Options, room: int) -> Options:
+def fit(footprint: Footprint, most: Options, room: float) -> Options:
     """Return the first options that need at most ``room`` bytes, or those that need least if none fit.
 
     Order of preference: weights in BF16 or int8 with a shadow, then without, then nf4; text encoders on the device; no

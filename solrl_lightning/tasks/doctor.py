@@ -26,7 +26,7 @@ from solrl_lightning.quantization.first_run import first_run
 from solrl_lightning.sizing.attention import attention_shapes, check_attention
 from solrl_lightning.sizing.blocks import check_blocks
 from solrl_lightning.sizing.environment import check_machine, local_path, locate
-from solrl_lightning.sizing.footprint import RESERVE
+from solrl_lightning.sizing.footprint import RESERVE, fit
 from solrl_lightning.sizing.layers import NO_SHADOW, check_layers, compare_backends, judge_backend
 from solrl_lightning.sizing.plan import Json, plan_run, without_files
 from solrl_lightning.sizing.trial import (
@@ -100,7 +100,7 @@ def check_run(cfg: Run) -> Iterator[Row]:
     shadow = backend if uses_shadow(cfg) else None
     total = total_memory(device)
     run = plan_run(without_files(cfg), backend, room=(room := total - RESERVE * 1e9))
-    advice = first_run(hardware_of(device))
+    advice = first_run(hardware_of(device), shadow_fits=fit(run.footprint, run.options, room)["family"] is None)
     yield Row("first run", OK, f"{' '.join(advice.options)}: {advice.why}", "", advice._asdict())
     yield judge_backend(backend, device, shadow is not None)
     if shadow is not None and shadow.linear_cls is not None:

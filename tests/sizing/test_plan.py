@@ -248,6 +248,8 @@ def test_shadow_on_a_card_has_the_bits_of_its_capability(compose: Compose, capsy
         "nvfp4": [("nvfp4", 16), ("nvfp4", 16), ("nvfp4", 4.5)],
         "bf16": [("bf16", 16)] * 3,
     }
+    first_runs = [["family=prefix"], ["family=prefix"], ["family=sol_rl", "precision=nvfp4"]]
+    assert [card["first_run"] for card in of_precision["auto"]] == first_runs
     quantised = 17 * 128 * 128 + 5 * 128 * 512
     _, emulated, packed = (card["peak_of_this_run"] for card in of_precision["nvfp4"])
     assert emulated - packed == quantised * (16 - 4.5) / 8
@@ -311,6 +313,7 @@ def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[.
     assert 3 * result["checkpoint_bytes"] == 5 * sizes_of["gradients_and_moments"]  # weights, old, average, 2 moments
     assert result["planned_peak"] == sum(sizes_of[name] for name in always) + largest
     assert [(card["card"], card["fits"]) for card in result["cards"]] == [("a", True), ("b", False)]
+    assert result["cards"][1]["first_run"] == ["family=prefix"]  # has FP4 units and no room
     assert result["cards"][0]["arguments"] == ["trainer=cpu", "model.micro_batch=3", *absent[:-1], "precision=fp8"]
     words = "a (9.0)", "b (12.0)", "nothing fits, nearest: python -m", "4 for CLIP ViT-H in float32", "published: 3x"
     assert all(each in finished.out for each in words)
