@@ -3,6 +3,7 @@
 One instruction for two images is two prompts: `Prompt.identity` has the name of the image.
 """
 
+import os
 from functools import lru_cache
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from PIL import Image, ImageOps
 
 from solrl_lightning.data.prompt import INPUT_IMAGE, Prompt
 from solrl_lightning.errors import UserError, sentence
+
+_END_OF_JPEG, _TAIL = b"\xff\xd9", 1024  # bytes
 
 
 def with_image(prompt: Prompt, source: str) -> Prompt:
@@ -36,19 +39,39 @@ def with_image(prompt: Prompt, source: str) -> Prompt:
             "file there."
         )
     try:
-        with Image.open(file) as image:
-            image.verify()  # sums of a PNG file, the header of others: decoding a large set takes minutes
+        _check(file)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise UserError(f"{row}: its image cannot be read: {sentence(error)} Write the file again.") from error
     return Prompt(prompt.text.strip(), {**prompt.metadata, INPUT_IMAGE: str(file.resolve())}, name)
+
+
+def _check(file: Path) -> None:
+    """Raise an error of Pillow, or ValueError, for an image that cannot be decoded, without decoding most of them.
+
+    Decoding a large set takes minutes. A PNG file has check sums, and a whole JPEG file ends with its end marker, or
+    with data of a camera behind it.
+    """
+    with Image.open(file) as image:
+        _check_depth(image)
+        image.verify()
+    with open(file, "rb") as content:
+        content.seek(-min(_TAIL, file.stat().st_size), os.SEEK_END)
+        is_whole = image.format != "JPEG" or _END_OF_JPEG in content.read()
+    if not is_whole:
+        with Image.open(file) as image:
+            image.load()
+
+
+def _check_depth(image: Image.Image) -> None:
+    if image.mode in ("I", "F"):  # of 32 bits, which `convert` would clip at 255
+        raise ValueError(f"its pixels have 32 bits (mode {image.mode}), and must have 8 or 16")
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
     """Convert an image to 8 bits a channel in RGB. Raises ValueError for other depths than 8 and 16 bits."""
     if image.mode.startswith("I;16"):
         return Image.fromarray((np.asarray(image, np.float64) / 257).round().astype(np.uint8)).convert("RGB")
-    if image.mode in ("I", "F"):  # of 32 bits, which `convert` would clip at 255
-        raise ValueError(f"its pixels have 32 bits (mode {image.mode}), and must have 8 or 16")
+    _check_depth(image)
     return image.convert("RGB")
 
 

@@ -53,6 +53,11 @@ def test_instruction_for_two_images_is_two_prompts(folder: Path, monkeypatch: py
         ({"image": "other.png"}, "neither .*/other.png nor .*/images/other.png. Correct the row, or put the file"),
         ({"image": "images"}, "its image must be a file"),
         ({"image": "cut.png"}, "its image cannot be read: .* Write the file again"),
+        ({"image": "cut.jpg"}, "its image cannot be read: image file is truncated .* Write the file again"),
+        (
+            {"image": "deep.tiff"},
+            r"its image cannot be read: its pixels have 32 bits \(mode F\), and must have 8 or 16",
+        ),
         ({"image": "text.png"}, "its image cannot be read: cannot identify image file .* Write the file again"),
     ],
 )
@@ -60,7 +65,14 @@ def test_row_without_a_readable_image_is_an_error(folder: Path, row: dict[str, A
     (folder / "text.png").write_text("no image")
     whole = (folder / "red.png").read_bytes()
     (folder / "cut.png").write_bytes(whole[: len(whole) - 20])
-    train = write(folder / "train.jsonl", {"prompt": "a", "image": "red.png"}, {"prompt": "make it green"} | row)
+    noise = np.random.default_rng(0).integers(256, size=(64, 64, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(folder / "a.jpg")
+    whole = (folder / "a.jpg").read_bytes()
+    (folder / "cut.jpg").write_bytes(whole[: len(whole) // 2])
+    (folder / "a.jpg").write_bytes(whole + b"video" * 1000)  # of a camera
+    Image.fromarray(noise[..., 0].astype(np.float32)).save(folder / "deep.tiff")
+    first = {"prompt": "a", "image": "a.jpg"}
+    train = write(folder / "train.jsonl", first, {"prompt": "make it green"} | row)
     with pytest.raises(UserError, match=message) as error:
         read_prompt_sets(train, None, with_images=True)
     assert "the prompt 'make it green' of " in str(error.value) and "\n" not in str(error.value)
