@@ -116,25 +116,24 @@ def steps_of(hardware: Hardware) -> list[Step]:
             Step("sol_rl", 120, partial(train, "sol_rl", small, None)),
             Step("resume", 240, resume),
         ]
-    real = ("iterations=72", "max_seconds=60", "evaluation.every=4", "data.eval_images=4", *_QUIET)
+    real = ("iterations=60", "evaluation.every=6", "data.eval_images=4", *_QUIET)
     random = ("model.weights=random", "task.iterations=0")
-    return [
-        Step("doctor", 180, partial(examine, ())),
-        *(Step(family, 180, partial(train, family, real, _REWARD)) for family in ("sol_rl", "diffusionnft", "race")),
-        Step("resume", 240, resume),
-        Step("doctor flux1", 180, partial(examine, ("model=flux1", *random))),
-        *(
-            Step(f"{model} {family}", 360, partial(full_size, model, family, hardware))
-            for model in MODELS
-            for family in FAMILIES
-        ),
-        *(Step(f"doctor {model}", 180, partial(examine, (f"model={model}", *random))) for model in MODELS[1:]),
-        *(
-            Step(f"doctor {precision}", 90, partial(examine, (f"precision={precision}", "task.iterations=0")))
-            for precision in FORMATS
-            if resolve(precision, AUTO, hardware).name != "emulated"
-        ),
+    at_full_size = [
+        Step(f"{model} {family}", 360, partial(full_size, model, family, hardware))
+        for model in MODELS
+        for family in FAMILIES
     ]
+    trained = [
+        Step(family, 300, partial(train, family, real, _REWARD)) for family in ("sol_rl", "diffusionnft", "race")
+    ]
+    examined = [Step(f"doctor {model}", 180, partial(examine, (f"model={model}", *random))) for model in MODELS]
+    others = [
+        Step(f"doctor {precision}", 90, partial(examine, (f"precision={precision}", "task.iterations=0")))
+        for precision in FORMATS
+        if resolve(precision, AUTO, hardware).name != "emulated"
+    ]
+    first = [Step("doctor", 180, partial(examine, ())), trained[0], *at_full_size[:2], Step("resume", 240, resume)]
+    return [*first, *trained[1:], examined[0], *at_full_size[2:], *examined[1:], *others]
 
 
 def examine(options: tuple[str, ...], runner: Runner) -> Iterator[Row]:

@@ -59,7 +59,7 @@ def test_steps_of_a_gpu_run_valid_commands_and_are_sorted_by_what_they_tell(
 ) -> None:
     monkeypatch.setattr(proof, "counts", lambda run: {"bf16": 1.0, "shadow": 1.0, "image": 1.0, "row": 1.0})
     steps = {step.name: step for step in steps_of(H100)}
-    assert [*steps][:5] == ["doctor", "sol_rl", "diffusionnft", "race", "resume"] and len(steps) == 19
+    assert [*steps][:5] == ["doctor", "sol_rl", "flux1 sol_rl", "flux1 prefix", "resume"] and len(steps) == 19
     assert {"doctor fp8", "doctor int8"} <= steps.keys() and "doctor nvfp4" not in steps
     for name in set(steps) - {"resume"}:  # runs below
         family = name.split()[-1]
