@@ -88,13 +88,13 @@ def _run(model: str, precision: str, hardware: Hardware) -> None:
         with torch.device("meta"):  # without it, PEFT creates the adapters on the CPU
             transformers = replicate(
                 policy,
-                trained_as(run),
+                trained_as(run.model, run.seed, run.is_sharded),
                 run.model.rollout_batch,
                 compile_replicas=True,
                 compile_policy=trains,
                 with_shadow=not trains,
                 backend=resolve(run.precision.name, "auto" if trains else "torch", hardware),
-                rule=quantization_rule(run),
+                rule=quantization_rule(run.model.quantization),
                 compiler=absent_gpu.compiler,
             )
         batch = run.model.micro_batch if trains else run.model.rollout_batch

@@ -335,7 +335,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("levels rounded to the nearest", "math.ceil(sigma * 10**n - 1e-4)", "round(sigma * 10**n)", NOISE),
     ],
     "solrl_lightning/build.py": [
-        ("tasks on the first GPU", "named_devices(cfg.trainer)[:1] or 1", "1", BUILD),
+        ("tasks on the first GPU", "named_devices(node)[:1] or 1", "1", BUILD),
         ("gradients twice", '.setdefault("gradient_as_bucket_view", True)', '.get("")', BUILD),
     ],
     "solrl_lightning/options/family.py": [
@@ -772,7 +772,7 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/tasks/train.py": [
         (
             "other training prompts",
-            "recorded not in (None, digest(identities(prompt_sets(cfg).train)))",
+            "recorded not in (None, digest(identities(prompts)))",
             "False",
             EDITED,
         ),

@@ -100,4 +100,4 @@ if __name__ == "__main__":
         config = Run.of(application_config(tree.compose(["task=benchmark", *sys.argv[1:]]), folder))
         sizes = config.task_as(Benchmark).sizes
         config.family.pool, config.family.keep = sizes.pool or config.family.pool, sizes.keep or config.family.keep
-        print(format_overhead(overhead(config, device_of(config))))
+        print(format_overhead(overhead(config, device_of(config.trainer))))

@@ -29,14 +29,16 @@ from solrl_lightning.callbacks.summary import RunSummary
 from solrl_lightning.cli.config import ConfigTree, own_sources
 from solrl_lightning.cli.launch import advice, check_world
 from solrl_lightning.data.prompt import Prompt
-from solrl_lightning.data.prompts import PromptSchedule
+from solrl_lightning.data.prompts import PromptSchedule, PromptSets
 from solrl_lightning.errors import UserError
-from solrl_lightning.facts import prompt_sets
 from solrl_lightning.machine import attention
 from solrl_lightning.machine.threads import divide_threads
 from solrl_lightning.names import AUTO, SHADOW, TRAINED
 from solrl_lightning.objectives.base import Objective
+from solrl_lightning.options.model import Lora, Model, Quantization
+from solrl_lightning.options.reward import Reward
 from solrl_lightning.options.run import Run
+from solrl_lightning.options.trainer import Trainer as TrainerNode
 from solrl_lightning.options.trainer import named_devices
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.quantization import QuantizationRule, resolve_from
@@ -55,25 +57,25 @@ _EVALUATE_EVERY = 20  # iterations, at least, with evaluation.every=auto
 NO_REWARDS = WeightedRewards({}, {})
 
 
-def device_of(cfg: Run) -> torch.device:
+def device_of(node: TrainerNode) -> torch.device:
     """Where a task without training runs: the first device that the trainer would use."""
-    devices = named_devices(cfg.trainer)[:1] or 1
+    devices = named_devices(node)[:1] or 1
     options = dict(logger=False, devices=devices, num_nodes=1, strategy="auto", enable_checkpointing=False)
-    return instantiate_trainer(cfg, **options).strategy.root_device
+    return instantiate_trainer(node, **options).strategy.root_device
 
 
-def instantiate_trainer(cfg: Run, **options: Any) -> Trainer:
+def instantiate_trainer(node: TrainerNode, **options: Any) -> Trainer:
     """Instantiate the trainer.
 
     Raises ``UserError`` for devices that this machine does not have, for another arithmetic or strategy, and where a
     launcher has started other processes than the trainer's ranks.
     """
-    if cfg.trainer.get("check_val_every_n_epoch") == AUTO:
+    if node.get("check_val_every_n_epoch") == AUTO:
         options["check_val_every_n_epoch"] = _EVALUATE_EVERY
-    if cfg.trainer.get("benchmark") is None:  # cuDNN would choose by time
-        options["benchmark"] = not cfg.trainer.get("deterministic")
+    if node.get("benchmark") is None:  # cuDNN would choose by time
+        options["benchmark"] = not node.get("deterministic")
     try:
-        trainer: Trainer = make("trainer", cfg.trainer, **options)
+        trainer: Trainer = make("trainer", node, **options)
     except UserError as error:
         cause = error.__cause__ and error.__cause__.__cause__
         if not isinstance(cause, MisconfigurationException | RuntimeError):
@@ -83,12 +85,12 @@ def instantiate_trainer(cfg: Run, **options: Any) -> Trainer:
         raise UserError(f"trainer cannot run here: {reason} {fix}") from error
     if trainer.precision != "32-true":  # by trainer.plugins
         raise UserError(
-            f"trainer.plugins={cfg.trainer.get('plugins')} is invalid: every dtype is set in the code and Lightning "
+            f"trainer.plugins={node.get('plugins')} is invalid: every dtype is set in the code and Lightning "
             f"casts nothing, but this one is for {trainer.precision}. Leave it out."
         )
     if not isinstance(trainer.strategy, DDPStrategy | SingleDeviceStrategy):
         raise UserError(
-            f"trainer.strategy={cfg.trainer.get('strategy')} is invalid: every rank holds the whole policy, so it must "
+            f"trainer.strategy={node.get('strategy')} is invalid: every rank holds the whole policy, so it must "
             "be a DDPStrategy or a SingleDeviceStrategy. Use trainer.strategy=ddp."
         )
     if isinstance(trainer.strategy, DDPStrategy):  # otherwise its buckets are a second copy of the gradients
@@ -127,14 +129,14 @@ def load_trained(module: SolRLModule, ckpt: str | Path) -> None:
     module.ema_state = average_in(checkpoint, module.policy_state(TRAINED))
 
 
-def build_trainer(cfg: Run) -> Trainer:
+def build_trainer(node: TrainerNode, callback_nodes: Mapping[str, Any], logger_nodes: Mapping[str, Any]) -> Trainer:
     """Return the trainer with the chosen callbacks and loggers."""
-    callbacks = [*_made_each("callbacks", cfg.callbacks, Callback).values()]
+    callbacks = [*_made_each("callbacks", callback_nodes, Callback).values()]
     callbacks.sort(key=lambda callback: isinstance(callback, MetricHistory | RunSummary))  # stable: these two follow
-    loggers = [Tracker(name, logger) for name, logger in _made_each("logger", cfg.logger, Logger).items()]
+    loggers = [Tracker(name, logger) for name, logger in _made_each("logger", logger_nodes, Logger).items()]
     # Lightning adds its own ModelCheckpoint, in the logger's folder, where there is none.
     checkpoints = any(isinstance(callback, Checkpoint) for callback in callbacks)
-    trainer = instantiate_trainer(cfg, logger=loggers or False, callbacks=callbacks, enable_checkpointing=checkpoints)
+    trainer = instantiate_trainer(node, logger=loggers or False, callbacks=callbacks, enable_checkpointing=checkpoints)
     trainer.strategy.checkpoint_io = WholeCheckpointIO()
     return trainer
 
@@ -143,37 +145,23 @@ def _made_each(group: str, nodes: Mapping[str, Any], kind: type) -> dict[str, An
     return {name: make(f"{group}.{name!s}", node, kind=kind) for name, node in nodes.items() if node is not None}
 
 
-def build_objective(cfg: Run) -> Objective:
-    objective: Objective = make("objective", cfg.objective, kind=Objective)
+def build_objective(node: Mapping[str, Any]) -> Objective:
+    objective: Objective = make("objective", node, kind=Objective)
     return objective
 
 
-def exploring_samplers(cfg: Run) -> set[str]:
-    """Return the name of the sampler that the family explores with, if it does."""
-    return set() if cfg.family.explore is None else {cfg.family.explore.sampler}
-
-
-def samplers_of(cfg: Run) -> set[str]:
-    """Names of the samplers of the family's stages in this process."""
-    return {cfg.family.regenerate.sampler} | (set() if cfg.explores_elsewhere else exploring_samplers(cfg))
-
-
-def uses_shadow(cfg: Run) -> bool:
-    return SHADOW in samplers_of(cfg)
-
-
-def build_rewards(cfg: Run, device: torch.device) -> WeightedRewards:
-    """Every reward of ``cfg.reward``, loaded once per process."""
+def build_rewards(reward: Reward, frames: str | int | None, device: torch.device) -> WeightedRewards:
+    """Every reward of the options, loaded once per process."""
     hide_loading_bars()
-    members = cfg.reward.members
-    if cfg.reward.pretrained is not None:
+    members = reward.members
+    if reward.pretrained is not None:
         (only,) = members.values()  # Reward.check raises for several
-        only["pretrained"] = cfg.reward.pretrained
+        only["pretrained"] = reward.pretrained
     weights = {name: member.pop("weight") for name, member in members.items()}
     loaded = {name: make(f"reward.{name}", m, takes="`device`", device=str(device)) for name, m in members.items()}
-    for name, reward in loaded.items():
-        reward.name = name  # as errors name it
-    return WeightedRewards(loaded, weights, COMBINATIONS[cfg.reward.combine], cfg.model.frames)
+    for name, each in loaded.items():
+        each.name = name  # as errors name it
+    return WeightedRewards(loaded, weights, COMBINATIONS[reward.combine], frames)
 
 
 def hide_loading_bars() -> None:
@@ -201,6 +189,7 @@ def prepare_device(device: torch.device) -> None:
 
 def build_module(
     cfg: Run,
+    prompts: PromptSets,
     device: torch.device,
     samplers: Collection[str],
     objective: Objective | None = None,
@@ -211,7 +200,7 @@ def build_module(
     ``settle``: replaces the options that depend on the memory beside the rewards.
     """
     prepare_device(device)
-    prompts, rewards = prompt_sets(cfg), build_rewards(cfg, device)
+    rewards = build_rewards(cfg.reward, cfg.model.frames, device)
     for note in prompts.notes:
         log.info("%s", note)
     rewards.check_prompts([*prompts.train, *prompts.eval])
@@ -240,7 +229,7 @@ def build_model(
     if cfg.is_sharded:
         options["transformer_device"] = "cpu"
     policy = make("model.policy", cfg.model.policy, takes=", ".join(f"`{name}`" for name in options), **options)
-    compiled = {}
+    compiled, trained = {}, trained_as(cfg.model, cfg.seed, cfg.is_sharded)
     wishes = {"family.compile": cfg.family.compile, "compile_training": cfg.compile_training}
     for (key, choice), what in zip(wishes.items(), ("rollouts", "training steps"), strict=True):
         if choice == "auto" and (cfg.base_weights != "bfloat16" or cfg.is_sharded):
@@ -253,23 +242,23 @@ def build_model(
     if cfg.is_sharded:
         from solrl_lightning.training.sharding import shard_transformers
 
-        transformers = shard_transformers(policy, trained_as(cfg), cfg.model.rollout_batch)
+        transformers = shard_transformers(policy, trained, cfg.model.rollout_batch)
     else:
         transformers = replicate(
             policy,
-            trained_as(cfg),
+            trained,
             batch_size=cfg.model.rollout_batch,
             compile_replicas=compiled["family.compile"],
             compile_policy=compiled["compile_training"],
             with_shadow=SHADOW in samplers,
             backend=resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device),
-            rule=quantization_rule(cfg),
+            rule=quantization_rule(cfg.model.quantization),
         )
     return SolRLModule(
         policy,
         transformers,
         rewards,
-        objective=objective or build_objective(cfg),
+        objective=objective or build_objective(cfg.objective),
         optimizer=instantiate(cfg.optimizer),
         rate_factor=make("scheduler", cfg.scheduler),
         old_decay=make("old_policy", cfg.old_policy),
@@ -279,37 +268,39 @@ def build_model(
     )
 
 
-def trained_as(cfg: Run) -> Callable[[ModelMixin], TrainedTransformer]:
+def trained_as(model: Model, seed: int, is_sharded: bool) -> Callable[[ModelMixin], TrainedTransformer]:
     """Return the function that makes the trained transformer of the loaded one."""
-    if cfg.model.train == "full" and cfg.is_sharded:
+    if model.train == "full" and is_sharded:
         from solrl_lightning.training.sharded_full import ShardedFullTransformer
 
         return ShardedFullTransformer
-    if cfg.model.train == "full":
+    if model.train == "full":
         from solrl_lightning.training.full import FullTransformer
 
         return FullTransformer
-    return partial(AdaptedTransformer, config=lora_config(cfg), seed=cfg.seed)
+    return partial(AdaptedTransformer, config=lora_config(model.lora), seed=seed)
 
 
-def lora_config(cfg: Run) -> LoraConfig:
+def lora_config(lora: Lora) -> LoraConfig:
     return LoraConfig(
-        r=cfg.model.lora.rank,
-        lora_alpha=cfg.model.lora.alpha,
-        target_modules=list(cfg.model.lora.target_modules),
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=list(lora.target_modules),
         init_lora_weights="gaussian",
     )
 
 
-def quantization_rule(cfg: Run) -> QuantizationRule:
-    return QuantizationRule(list(cfg.model.quantization.include), dict(cfg.model.quantization.exclude))
+def quantization_rule(quantization: Quantization) -> QuantizationRule:
+    return QuantizationRule(list(quantization.include), dict(quantization.exclude))
 
 
-def build_loop(cfg: Run, trainer: Trainer, objective: Objective, sigmas: Sigmas) -> ExploreTrainLoop:
+def build_loop(
+    cfg: Run, prompts: Sequence[Prompt], trainer: Trainer, objective: Objective, sigmas: Sigmas
+) -> ExploreTrainLoop:
     """``sigmas``: the policy's noise levels."""
     return ExploreTrainLoop(
         trainer,
-        schedule=PromptSchedule(prompt_sets(cfg).train, cfg.prompts_per_iteration, cfg.seed),
+        schedule=PromptSchedule(prompts, cfg.prompts_per_iteration, cfg.seed),
         stages=cfg.family.stages(sigmas, objective.solver),
         pool=cfg.family.pool,
         objective=objective,

@@ -15,7 +15,7 @@ from hydra.utils import instantiate
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from solrl_lightning.build import build_model, build_objective, build_rewards, samplers_of
+from solrl_lightning.build import build_model, build_objective, build_rewards
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.data.prompt import identities
 from solrl_lightning.data.prompts import PromptSchedule
@@ -33,8 +33,8 @@ from solrl_lightning.training.module import SolRLModule
 
 def train(cfg: Run, device: torch.device) -> SolRLModule:
     """Train from the base model, and return the module with the trained weights."""
-    objective, rewards = build_objective(cfg), build_rewards(cfg, device)
-    module = build_model(cfg, device, samplers_of(cfg), rewards, (), objective)
+    objective, rewards = build_objective(cfg.objective), build_rewards(cfg.reward, cfg.model.frames, device)
+    module = build_model(cfg, device, cfg.samplers, rewards, (), objective)
     policy, models = module.policy, module.transformers
     optimizer = instantiate(cfg.optimizer)(module.trained_parameters())
     rate = LambdaLR(optimizer, lambda step: module.rate_factor(step / cfg.optimizer_steps))

@@ -19,13 +19,13 @@ from solrl_lightning.build import (
     build_module,
     build_objective,
     instantiate_trainer,
-    samplers_of,
     with_option,
 )
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompt import identities
+from solrl_lightning.facts import prompt_sets
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies import pipeline
 
@@ -84,11 +84,11 @@ def train(cfg: Run) -> dict[str, Any]:
     results = Results()
     callbacks = [Requantize(), WeightEMA(), results]
     options = {"strategy": "auto"} if cfg.trainer["devices"] == 1 else {}  # a single process shards nothing
-    trainer = instantiate_trainer(cfg, logger=False, enable_checkpointing=False, callbacks=callbacks, **options)
-    objective = build_objective(cfg)
-    module = build_module(cfg, trainer.strategy.root_device, samplers_of(cfg), objective)
+    trainer = instantiate_trainer(cfg.trainer, logger=False, enable_checkpointing=False, callbacks=callbacks, **options)
+    objective = build_objective(cfg.objective)
+    module = build_module(cfg, prompt_sets(cfg), trainer.strategy.root_device, cfg.samplers, objective)
     module.rewards.rewards["shapes"].score = score  # type: ignore[method-assign]
-    loop = build_loop(cfg, trainer, objective, module.policy.sigmas)
+    loop = build_loop(cfg, prompt_sets(cfg).train, trainer, objective, module.policy.sigmas)
     held_out = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
     trainer.validate(module, held_out, verbose=False)
     trainer.fit(module, loop.loader, held_out)

@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub import utils as hub
 from hydra.errors import InstantiationException
+from lightning.pytorch import Trainer
 from nano import MAX_WORDS, save_nano
 from sigmas import uniform_sigmas
 from transformers.utils import logging as transformers_logging
@@ -28,10 +30,10 @@ from solrl_lightning.build import (
     device_of,
     instantiate_trainer,
     prepare_device,
-    samplers_of,
 )
 from solrl_lightning.cli.checks import check_machine, devices_of
 from solrl_lightning.errors import UserError
+from solrl_lightning.facts import prompt_sets
 from solrl_lightning.machine import allocator, attention
 from solrl_lightning.objectives.nft import NFT
 from solrl_lightning.options.run import Run
@@ -83,6 +85,10 @@ ERRORS = {  # maker -> arguments and message
 }
 
 
+def trainer_of(cfg: Run) -> Trainer:
+    return build_trainer(cfg.trainer, cfg.callbacks, cfg.logger)
+
+
 @pytest.mark.parametrize(
     ("maker", "argument", "message"), [(maker, *case) for maker, cases in ERRORS.items() for case in cases]
 )
@@ -92,9 +98,10 @@ def test_error_names_a_part_that_cannot_be_made(
     (tmp_path / "lacking.py").write_text("import nowhere_else\n")
     monkeypatch.syspath_prepend(tmp_path)
     cfg = compose("trainer=cpu", argument, *(("~trainer.precision",) if argument in (PLUGIN, STRATEGY) else ()))
-    makers = {"rewards": lambda: build_rewards(cfg, CPU), "machine": lambda: check_machine(cfg)}
+    rewards = partial(build_rewards, cfg.reward, cfg.model.frames, CPU)
+    makers: dict[str, Callable[[], Any]] = {"rewards": rewards, "machine": lambda: check_machine(cfg)}
     with pytest.raises(UserError, match=message):
-        (makers | {"trainer": lambda: build_trainer(cfg)})[maker]()
+        (makers | {"trainer": lambda: trainer_of(cfg)})[maker]()
 
 
 SGD = ("optimizer._target_=torch.optim.SGD", "~optimizer.betas", "~optimizer.eps", "+optimizer.momentum=0.9")
@@ -108,7 +115,7 @@ def test_an_optimiser_of_ones_own_passes(compose: Compose, arguments: tuple[str,
 
 def test_loggers_are_composed_by_name(compose: Compose) -> None:
     def names(*arguments: str) -> list[str]:
-        trainer = build_trainer(compose("trainer=cpu", *arguments))
+        trainer = trainer_of(compose("trainer=cpu", *arguments))
         return [type(tracker.logger).__name__ for tracker in trackers_of(trainer)]
 
     overrides = "+logger.mine={_target_:lightning.pytorch.loggers.CSVLogger,save_dir:${run_dir}}"
@@ -123,7 +130,7 @@ def test_a_logger_whose_package_is_missing_names_the_command(
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)  # as if it were not installed
     with pytest.raises(InstantiationException) as actual:
-        build_trainer(compose("trainer=cpu", f"logger=[csv,{package}]"))
+        trainer_of(compose("trainer=cpu", f"logger=[csv,{package}]"))
     assert f"logger={package} is invalid" in str(actual.value.__cause__)
     assert f"pip install {package}" in str(actual.value.__cause__)
 
@@ -147,7 +154,7 @@ def test_missing_gpu_is_an_error_of_one_sentence(compose: Compose, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="trainer cannot run here: .* trainer=auto takes what there is"):
-        instantiate_trainer(compose("trainer.accelerator=cuda"))
+        instantiate_trainer(compose("trainer.accelerator=cuda").trainer)
 
 
 def test_trainer_is_made_without_a_warning_where_srun_is_installed(
@@ -155,7 +162,7 @@ def test_trainer_is_made_without_a_warning_where_srun_is_installed(
 ) -> None:
     (tmp_path / "srun").touch(mode=0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    build_trainer(compose("trainer=cpu", "~logger"))
+    trainer_of(compose("trainer=cpu", "~logger"))
 
 
 @pytest.mark.parametrize(
@@ -173,9 +180,10 @@ def test_tasks_of_slurm_that_are_no_ranks_are_an_error(
 ) -> None:
     for name, value in {"SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "jupyter", "SLURM_NNODES": "1", **tasks}.items():
         monkeypatch.setenv(name, value)
-    for make, takes in ((build_trainer, "the trainer takes 1"), (device_of, "this task takes one process. Start one")):
+    cfg, one = compose("trainer=cpu"), "this task takes one process. Start one"
+    for make, takes in ((trainer_of, "the trainer takes 1"), (lambda cfg: device_of(cfg.trainer), one)):
         with pytest.raises(UserError, match=message.format(takes=takes)):
-            make(compose("trainer=cpu"))
+            make(cfg)
 
 
 @pytest.mark.parametrize(
@@ -221,10 +229,14 @@ def test_a_process_takes_its_gpu_and_kernels_before_anything_is_made_on_it(
         calls.append("made")
         raise KeyboardInterrupt
 
-    for name, make in (("build_rewards", build_module), ("make", build_model)):
+    cfg = compose()
+    for name, make in (
+        ("build_rewards", partial(build_module, cfg, prompt_sets(cfg))),
+        ("make", partial(build_model, cfg)),
+    ):
         monkeypatch.setattr(build, name, made)
         with pytest.raises(KeyboardInterrupt):
-            make(compose(), device, [])
+            make(device, [])
         assert calls == [device, *kernels, "high", "made"]
         calls.clear()
     calls.extend(kernels)
@@ -274,7 +286,7 @@ def test_tasks_and_checks_take_the_devices_that_the_user_names(
     four_gpus: None, compose: Compose, monkeypatch: pytest.MonkeyPatch, devices: str, index: int, count: int
 ) -> None:
     cfg = compose(f"trainer.devices={devices}", "precision=fp8", "precision.backend=torch")
-    assert device_of(cfg) == torch.device("cuda", index) and devices_of(cfg.trainer) == count
+    assert device_of(cfg.trainer) == torch.device("cuda", index) and devices_of(cfg.trainer) == count
     if index == 3:
         check_machine(cfg)
     else:
@@ -296,20 +308,21 @@ def test_a_deterministic_run_lets_cudnn_choose_nothing_by_time(
         (("trainer.deterministic=true",), True, False),
         (("trainer.benchmark=false",), False, False),
     ):
-        instantiate_trainer(compose("trainer=cpu", *arguments))
+        instantiate_trainer(compose("trainer=cpu", *arguments).trainer)
         assert (chosen.pop(), torch.backends.cudnn.benchmark) == (deterministic, by_time)
 
 
 @pytest.mark.parametrize("trainer", ["auto", "ddp"])
 def test_ddp_keeps_one_copy_of_the_gradients(compose: Compose, trainer: str) -> None:
     arguments = f"trainer={trainer}", "trainer.accelerator=cpu", "trainer.devices=2"
-    assert instantiate_trainer(compose(*arguments)).strategy._ddp_kwargs["gradient_as_bucket_view"]  # type: ignore[attr-defined]
+    assert instantiate_trainer(compose(*arguments).trainer).strategy._ddp_kwargs["gradient_as_bucket_view"]  # type: ignore[attr-defined]
 
 
 def test_weights_and_combination_reach_the_rewards(compose: Compose) -> None:
     scores = torch.tensor([[[2.0], [4.0]], [[1.0], [7.0]]])
     for combine, expected in (("sum", [[1, 2], [0.5, 3.5]]), ("gdpo", [[-0.5, 0.5], [-0.5, 0.5]])):
-        rewards = build_rewards(compose("reward.shapes.weight=0.5", f"reward.combine={combine}"), CPU)
+        cfg = compose("reward.shapes.weight=0.5", f"reward.combine={combine}")
+        rewards = build_rewards(cfg.reward, cfg.model.frames, CPU)
         assert rewards.weights == {"shapes": 0.5} and rewards.name == "shapes"
         for each in (rewards, rewards.for_training):
             assert each.merits(scores).tolist() == expected
@@ -339,9 +352,10 @@ def test_what_was_left_out_of_the_prompts_is_logged_once(
     overrides = (f"data.train='{file}'", "prompts_per_iteration=1", "trainer=cpu", f"model.pretrained='{pipeline}'")
     cfg = compose("experiment=smoke", *overrides)
     with caplog.at_level(logging.INFO, logger="solrl_lightning"):
-        trainer = build_trainer(cfg)
-        build_module(cfg, CPU, samplers_of(cfg))
-        build_loop(cfg, trainer, NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5), uniform_sigmas)
+        trainer = trainer_of(cfg)
+        build_module(cfg, prompt_sets(cfg), CPU, cfg.samplers)
+        objective = NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5)
+        build_loop(cfg, prompt_sets(cfg).train, trainer, objective, uniform_sigmas)
     assert [message for message in caplog.messages if "prompts.txt" in message] == [
         f"{file}: dropped 1 repeated prompts of 2"
     ]

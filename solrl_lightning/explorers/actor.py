@@ -70,10 +70,12 @@ class Explorer:
         allocator.configure()
         import torch
 
-        from solrl_lightning.build import build_model, build_rewards, exploring_samplers
+        from solrl_lightning.build import build_model, build_rewards
 
         device = torch.device("cuda", 0) if ray.get_gpu_ids() else torch.device("cpu")  # Ray hides the other GPUs
-        module = build_model(self.cfg, device, exploring_samplers(self.cfg), build_rewards(self.cfg, device))
+        cfg = self.cfg
+        rewards = build_rewards(cfg.reward, cfg.model.frames, device)
+        module = build_model(cfg, device, cfg.family.exploring_samplers, rewards)
         self._submit = module.scoring_worker().__enter__()  # for as long as the process lives
         return module
 

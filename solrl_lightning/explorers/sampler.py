@@ -21,7 +21,6 @@ import torch
 from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from torch import Tensor
 
-from solrl_lightning.build import exploring_samplers
 from solrl_lightning.errors import ExplorersLost, sentence
 from solrl_lightning.explorers.actor import Answer
 from solrl_lightning.options.run import Run
@@ -75,7 +74,7 @@ class RaySampler:
         self.batch_size = BatchSize(cfg.explorers.rollout_batch or cfg.model.rollout_batch, pad_to_size=False)
         self.version: int | None = None
         self._pool_of, self._max_lag, self._iterations = pool_of, cfg.explorers.max_lag, cfg.iterations
-        (self._sampler,) = exploring_samplers(cfg)
+        (self._sampler,) = cfg.family.exploring_samplers
         self._weights: list[ray.ObjectRef] = []
         self._ahead: dict[bytes, list[Task]] = {}  # by their seeds
         self._queue: PriorityQueue[tuple[int, int, Task]] = PriorityQueue()  # by iteration, then in order

@@ -144,6 +144,11 @@ class Family(Pool):
             rule = f"it must be a race that ends before step {explorer.steps}, the last one."
             raise Broken(rule, "explore.rungs")
 
+    @property
+    def exploring_samplers(self) -> set[str]:
+        """The name of the sampler that explores, if one does."""
+        return set() if self.explore is None else {self.explore.sampler}
+
     def stages(self, sigmas: Sigmas, solver: Any = None) -> list[Stage]:
         """Return the passes over the pool: those that explore, if it does, and the one that regenerates.
 

@@ -158,6 +158,11 @@ class Run(Group):
         return self.explorers.count > 0 and self.trains
 
     @property
+    def samplers(self) -> set[str]:
+        """Names of the samplers of the family's stages in this process."""
+        return {self.family.regenerate.sampler} | (set() if self.explores_elsewhere else self.family.exploring_samplers)
+
+    @property
     def is_sharded(self) -> bool:
         """Whether the ranks share the weights, as with trainer=fsdp."""
         return is_sharded(self.trainer)

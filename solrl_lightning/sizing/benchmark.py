@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from solrl_lightning.build import build_module, uses_shadow, with_option
+from solrl_lightning.build import build_module, with_option
+from solrl_lightning.facts import prompt_sets
 from solrl_lightning.names import SHADOW, Decoder
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
@@ -38,7 +39,7 @@ def family_configs(cfg: Run, device: torch.device) -> dict[str, Run]:
         if run.family.compile == "auto":  # eager products are not to be compared with the family compile's
             run.family.compile = task.compile and can_compile(device)
         run = Run.of_tree(run.tree())
-        precisions: Sequence[str | None] = (uses_shadow(run) and task.precisions) or [None]
+        precisions: Sequence[str | None] = (SHADOW in run.samplers and task.precisions) or [None]
         decoders: Sequence[Decoder | None] = (run.family.explore is not None and task.decoders) or [None]
         for precision, decoder in product(precisions, decoders):
             row = run.model_copy(deep=True) if precision is None else with_option(run, "precision", precision)
@@ -53,7 +54,7 @@ def family_configs(cfg: Run, device: torch.device) -> dict[str, Run]:
 def forward_times(cfg: Run, device: torch.device) -> dict[str, Any]:
     """Median seconds of a forward pass of ``model.rollout_batch`` candidates, by variant."""
     release(device)
-    module = build_module(cfg, device, {SHADOW})
+    module = build_module(cfg, prompt_sets(cfg), device, {SHADOW})
     module.sync_samplers(version=0)
     originals = {"bf16": module.transformers.replicas["merged"], "shadow": module.transformers.replicas["shadow"]}
     shadow = module.transformers.shadow_backend

@@ -12,7 +12,7 @@ from hydra.utils import instantiate
 from torch import Tensor
 
 from solrl_lightning.artifacts.tables import OK, WRONG, Row
-from solrl_lightning.build import quantization_rule, samplers_of, trained_as
+from solrl_lightning.build import quantization_rule, trained_as
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE, SHADOW
 from solrl_lightning.options.run import Run
@@ -64,13 +64,13 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
     trains, _ = should_compile("compile_training", "training steps", cfg.compile_training, device)
     transformers = replicate(
         policy,
-        trained_as(cfg),
+        trained_as(cfg.model, cfg.seed, cfg.is_sharded),
         cfg.model.rollout_batch,
         compile_replicas=True,
         compile_policy=trains,
         with_shadow=shadow is not None,
         backend=shadow or resolve("bf16", "auto", device),
-        rule=quantization_rule(cfg),
+        rule=quantization_rule(cfg.model.quantization),
         compiler=compiler,
     )
 
@@ -88,7 +88,7 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
     rollout, training = inputs(cfg.model.rollout_batch), inputs(cfg.model.micro_batch)
     replicas = {name: as_it_is(module) for name, module in transformers.replicas.items()}
     calls = {name: partial(velocity, replica, *rollout) for name, replica in replicas.items()}
-    if POLICY in samplers_of(cfg):
+    if POLICY in cfg.samplers:
         velocity(transformers.trained.old, *rollout)
     for velocity_model in transformers.velocity_models.values():
         velocity(velocity_model, *training)

@@ -12,8 +12,8 @@ import torch
 from hydra.utils import instantiate
 
 from solrl_lightning.artifacts.files import CHECKPOINT_BYTES
-from solrl_lightning.build import build_objective, quantization_rule, trained_as, uses_shadow, with_option
-from solrl_lightning.names import TRAINED
+from solrl_lightning.build import build_objective, quantization_rule, trained_as, with_option
+from solrl_lightning.names import SHADOW, TRAINED
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Plan as PlanOptions
 from solrl_lightning.policies.architectures import Architecture, find_architecture
@@ -89,13 +89,14 @@ def plan_run(
     """
     policy = instantiate(cfg.model.policy, weights="random", embeddings=None, device="meta")
     architecture = find_architecture(policy.pretrained, policy.pipeline_class)
-    plans = {each: plan_layers(policy.transformer, quantization_rule(cfg), each) for each in (backend, *others)}
+    rule = quantization_rule(cfg.model.quantization)
+    plans = {each: plan_layers(policy.transformer, rule, each) for each in (backend, *others)}
     layers = plans[backend]
     weights = dict(policy.transformer.named_parameters())
     blocks = blocks_of(policy.transformer)
     gathered = gathered_bytes(policy.transformer, blocks, cfg.model.train == "full") if cfg.is_sharded else 0
     stored = stored_bytes(bytes_of(policy.transformer), block_linears(policy.transformer).values())
-    passes, trained = trace(policy, trained_as(cfg), recomputed)
+    passes, trained = trace(policy, trained_as(cfg.model, cfg.seed, cfg.is_sharded), recomputed)
     trained_weights = sum(weight.numel() for weight in trained.state(TRAINED).values())
     average = 4 * trained_weights
     beside = separate_bytes((trained.transformer, trained.weights), weights.values())
@@ -106,11 +107,11 @@ def plan_run(
     }
     packed = replica_bytes(weights, replaced, quantized[backend], PACKED_BITS[backend.precision])
     shadows = {
-        each: replica_bytes(weights, replaced, names, each.bits_per_weight) if uses_shadow(cfg) else 0
+        each: replica_bytes(weights, replaced, names, each.bits_per_weight) if SHADOW in cfg.samplers else 0
         for each, names in quantized.items()
     }
     latents: dict[str | None, Latents] = {None: pool_latents(cfg, policy.latent_shape, policy.sigmas, devices)}
-    if uses_shadow(cfg):
+    if SHADOW in cfg.samplers:
         prefix = with_option(cfg, "family", "prefix")
         latents["prefix"] = pool_latents(prefix, policy.latent_shape, policy.sigmas, devices)
     shards = devices if cfg.is_sharded else 1
@@ -121,7 +122,7 @@ def plan_run(
     size = {
         "policy": policies[cfg.base_weights],
         "merged": 0 if cfg.is_sharded else replica_bytes(weights, replaced),
-        "shadow_packed": packed if uses_shadow(cfg) else 0,
+        "shadow_packed": packed if SHADOW in cfg.samplers else 0,
         "shadow_here": shadows[backend],
         "trained": math.ceil((beside + (average if cfg.callback("ema") else 0)) / trained_shards),
         # Of float32 weights, and gradients of their rounded copy; with shards the base weights, beside what computes.
@@ -154,7 +155,7 @@ def without_files(cfg: Run) -> Run:
 
 def pool_latents(cfg: Run, shape: Sequence[int], sigmas: Sigmas, devices: int = 1) -> Latents:
     """Bytes of the latents of an iteration of ``cfg`` on one of ``devices``; one candidate's have ``shape``."""
-    objective = build_objective(cfg)
+    objective = build_objective(cfg.objective)
     stages, prompts = cfg.family.stages(sigmas, objective.solver), math.ceil(cfg.prompts_per_iteration / devices)
     transitions = len(objective.transitions(stages[-1].steps, 0))
     return latent_bytes(stages, cfg.family.pool, cfg.family.keep, transitions, 4 * prompts * math.prod(shape))

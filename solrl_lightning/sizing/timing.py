@@ -10,10 +10,11 @@ import torch
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, Trainer
 
-from solrl_lightning.build import build_loop, build_module, build_objective, samplers_of
+from solrl_lightning.build import build_loop, build_module, build_objective
 from solrl_lightning.callbacks.requantize import Requantize
 from solrl_lightning.callbacks.timings import StageTimings
 from solrl_lightning.data.loaders import RankPrompts
+from solrl_lightning.facts import prompt_sets
 from solrl_lightning.machine.memory import peak_memory
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Benchmark
@@ -69,9 +70,10 @@ def run_iterations(cfg: Run, device: torch.device, *observers: Callback) -> list
         enable_checkpointing=False,
         enable_progress_bar=False,
     )
-    objective = build_objective(cfg)
-    module = build_module(cfg, device, samplers_of(cfg), objective, settle_checkpointing)
-    loop = build_loop(cfg, trainer, objective, module.policy.sigmas)
+    objective = build_objective(cfg.objective)
+    prompts = prompt_sets(cfg)
+    module = build_module(cfg, prompts, device, cfg.samplers, objective, settle_checkpointing)
+    loop = build_loop(cfg, prompts.train, trainer, objective, module.policy.sigmas)
     trainer.fit(module, loop.loader, RankPrompts([], 0, 1))
     return list(timings.history)
 

@@ -82,7 +82,7 @@ def with_local_rewards(cfg: Run) -> Run:
 def check_rewards(cfg: Run, device: torch.device) -> Iterator[Row]:
     """Load the rewards, score one image, and yield the row."""
     start = time.perf_counter()
-    rewards = build_rewards(with_local_rewards(cfg), device)
+    rewards = build_rewards(with_local_rewards(cfg).reward, cfg.model.frames, device)
     image = torch.rand(1, 3, cfg.model.resolution, cfg.model.resolution, device=device)
     examples = {name: reward.example for name, reward in rewards.rewards.items()}
     inputs = {INPUT_IMAGE: str(grey_image(cfg))} if cfg.model.input_image else {}
@@ -116,7 +116,7 @@ def smoke_config(cfg: Run, count: int) -> Run:
     """Return a copy with one prompt, a pool of one rollout batch, and kept samples of one micro-batch."""
     changed = with_option(with_local_rewards(cfg), "data", "shapes")
     changed.data.train = prompts_for(cfg)
-    levels = build_objective(cfg).rows_per_sample(cfg.family.regenerate.steps)
+    levels = build_objective(cfg.objective).rows_per_sample(cfg.family.regenerate.steps)
     changed.prompts_per_iteration = 1
     changed.family.keep = min(cfg.family.keep, 2 * math.ceil(cfg.model.micro_batch / levels / 2))
     changed.family.pool = min(cfg.family.pool, max(cfg.model.rollout_batch, changed.family.keep))

@@ -29,6 +29,7 @@ from solrl_lightning.artifacts.formatting import command_line
 from solrl_lightning.artifacts.tables import write_json
 from solrl_lightning.build import build_module, device_of, load_trained, with_option
 from solrl_lightning.data.prompt import identities
+from solrl_lightning.facts import prompt_sets
 from solrl_lightning.metrics.rank import RankFidelity
 from solrl_lightning.metrics.selection_gain import (
     equal_random,
@@ -84,16 +85,17 @@ def audit(cfg: Run) -> dict[str, Any]:
     """
     options = cfg.task_as(Audit)
     scored: list[Scored] = []
-    default_precision = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device_of(cfg)).precision
+    device, precision = device_of(cfg.trainer), cfg.precision
+    default_precision = resolve_from(cfg.ckpt, precision.name, precision.backend, device).precision
     grouped: dict[str | None, dict[str, Explorer]] = {}
     for index, explorer in enumerate(options.proxies):
-        precision = None if explorer.precision == default_precision else explorer.precision
-        grouped.setdefault(precision, {})[f"task.proxies.{index}"] = explorer
-    for precision, group in grouped.items():
-        changed = cfg if precision is None else with_option(cfg, "precision", precision)
+        other = None if explorer.precision == default_precision else explorer.precision
+        grouped.setdefault(other, {})[f"task.proxies.{index}"] = explorer
+    for other, group in grouped.items():
+        changed = cfg if other is None else with_option(cfg, "precision", other)
         scored += score_pool(changed, group, with_truth=not scored)
     truth, *explorers = scored
-    without = seconds_without_selection(cfg, device_of(cfg))
+    without = seconds_without_selection(cfg, device)
     result = describe_all(truth, explorers, *without, cfg)
     result["search"] = search_stops(cfg, truth.merits) if options.search and cfg.model.full_steps > 2 else []
     folder = Path(cfg.run_dir)
@@ -215,7 +217,7 @@ class Loaded(NamedTuple):
 
 
 def load_pool(cfg: Run, samplers: Collection[str]) -> Loaded:
-    task, module = cfg.task_as(Audit), build_module(cfg, device_of(cfg), samplers)
+    task, module = cfg.task_as(Audit), build_module(cfg, prompt_sets(cfg), device_of(cfg.trainer), samplers)
     if cfg.ckpt is not None:
         load_trained(module, cfg.ckpt)
     module.sync_samplers(version=0)

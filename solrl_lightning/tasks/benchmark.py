@@ -33,7 +33,7 @@ from solrl_lightning.training.stopwatch import STOPWATCH_STAGES
 def benchmark(cfg: Run) -> dict[str, Any]:
     """Run both measurements, write benchmark.json and print the tables."""
     task = cfg.task_as(Benchmark)
-    device = device_of(cfg)
+    device = device_of(cfg.trainer)
     families = family_configs(cfg, device)
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "CPU",

@@ -13,10 +13,11 @@ import torch
 
 import solrl_lightning
 from solrl_lightning.artifacts.tables import OK, SKIPPED, SLOW, WRONG, Row, format_row, write_json
-from solrl_lightning.build import device_of, uses_shadow
+from solrl_lightning.build import device_of
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.errors import CheckFailed, UserError
 from solrl_lightning.machine.memory import peak_memory, total_memory
+from solrl_lightning.names import SHADOW
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Doctor
 from solrl_lightning.policies.compilation import should_compile
@@ -92,12 +93,12 @@ def guarded(check: str, rows: Iterator[Row], way_out: str) -> Iterator[Row]:
 
 def check_run(cfg: Run) -> Iterator[Row]:
     """Yield the rows about the run: precision, layers, compilation, memory, reward, iterations."""
-    device = device_of(cfg)
+    device = device_of(cfg.trainer)
     on_gpu = device.type == "cuda"
     backend = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device)
     compiled, _ = should_compile("family.compile", "rollouts", cfg.family.compile, device)
     compiled = compiled and on_gpu  # on a CPU compilation takes a minute
-    shadow = backend if uses_shadow(cfg) else None
+    shadow = backend if SHADOW in cfg.samplers else None
     total = total_memory(device)
     run = plan_run(without_files(cfg), backend, room=(room := total - RESERVE * 1e9))
     advice = first_run(hardware_of(device), shadow_fits=fit(run.footprint, run.options, room)["family"] is None)

@@ -29,6 +29,7 @@ from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.build import build_module, instantiate_trainer, load_trained
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompt import Prompt, identities
+from solrl_lightning.facts import prompt_sets
 from solrl_lightning.frames import filmstrip
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Evaluate
@@ -54,8 +55,8 @@ def evaluate(cfg: Run) -> dict[str, Any]:
     """
     task = cfg.task_as(Evaluate)
     started = time.perf_counter()
-    trainer = instantiate_trainer(cfg, logger=False, enable_checkpointing=False, enable_progress_bar=False)
-    module = build_module(cfg, trainer.strategy.root_device, ())
+    trainer = instantiate_trainer(cfg.trainer, logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    module = build_module(cfg, prompt_sets(cfg), trainer.strategy.root_device, ())
     weights = {"base": "base"}
     if cfg.ckpt is not None:
         load_trained(module, cfg.ckpt)

@@ -40,7 +40,7 @@ def generate(cfg: Run) -> dict[str, Any]:
     seeds = requested_seeds(cfg, prompts)
     weights = cfg.weights
     folder = Path(cfg.run_dir)
-    module = build_model(without_training(cfg), device_of(cfg))
+    module = build_model(without_training(cfg), device_of(cfg.trainer))
     if cfg.ckpt is not None:
         load_trained(module, cfg.ckpt)
 

@@ -28,7 +28,7 @@ def plan(cfg: Run) -> Json:
     task = cfg.task_as(Plan)
     _check(task, cfg.prompts_per_iteration)
     check_objective(cfg.objective, cfg.family.regenerate.steps, cfg.model.guidance_scale)
-    device = device_of(cfg)
+    device = device_of(cfg.trainer)
     backend = resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device)
     cards = cards_of(task, device)
     backends = [resolve(cfg.precision.name, AUTO, card.hardware) for card in cards]

@@ -36,7 +36,7 @@ def prove(cfg: Run) -> dict[str, Any]:
     Raises:
         CheckFailed: a row is wrong.
     """
-    task, device = cfg.task_as(Prove), device_of(cfg)
+    task, device = cfg.task_as(Prove), device_of(cfg.trainer)
     folder, end = Path(task.folder).absolute(), time.monotonic() + 60 * task.minutes
     steps = {step.name: step for step in steps_of(hardware_of(device))}
     unknown = set(task.steps or ()) - steps.keys()

@@ -21,9 +21,9 @@ def serve(cfg: Run) -> None:
 
     host = str(task.host)
     with bound(host, task.port) as listener:
-        device = device_of(cfg)
+        device = device_of(cfg.trainer)
         prepare_device(device)
-        rewards = build_rewards(cfg, device)
+        rewards = build_rewards(cfg.reward, cfg.model.frames, device)
         app = create_app(rewards, device, read_token(), task.max_images, task.max_pixels)
         address = f"[{host}]" if ":" in host else host
         url = f"http://{address}:{listener.getsockname()[1]}/score"

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -24,13 +24,12 @@ from solrl_lightning.build import (
     build_module,
     build_objective,
     build_trainer,
-    samplers_of,
 )
 from solrl_lightning.callbacks.common import file_logger
 from solrl_lightning.callbacks.ema import average_in
 from solrl_lightning.callbacks.summary import base_and_final
 from solrl_lightning.data.loaders import RankPrompts
-from solrl_lightning.data.prompt import identities
+from solrl_lightning.data.prompt import Prompt, identities
 from solrl_lightning.data.prompts import digest
 from solrl_lightning.errors import UserError
 from solrl_lightning.facts import prompt_sets
@@ -58,16 +57,16 @@ def train(cfg: Run) -> float | None:
 
 def _train(cfg: Run, stack: ExitStack) -> float | None:
     checkpoint = None if cfg.ckpt is None else read_checkpoint(cfg.ckpt)
-    in_place = is_resuming(Path(cfg.run_dir))
+    in_place, prompts = is_resuming(Path(cfg.run_dir)), prompt_sets(cfg)
     if checkpoint is not None:
         if in_place:
-            check_training_prompts(cfg, checkpoint)
+            check_training_prompts(cfg, prompts.train, checkpoint)
         optimizer = instantiate(cfg.optimizer)([torch.zeros(1, requires_grad=True)])
         for state in checkpoint["optimizer_states"]:
             check_fits(optimizer, state)
     seed_everything(cfg.seed, verbose=False)
-    objective = build_objective(cfg)
-    trainer = build_trainer(cfg)
+    objective = build_objective(cfg.objective)
+    trainer = build_trainer(cfg.trainer, cfg.callbacks, cfg.logger)
     folder = Path(cfg.run_dir)
     # The recorded command line changes once the checkpoint is loaded.
     if in_place and trainer.is_global_zero:
@@ -83,7 +82,7 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
         from solrl_lightning.sizing.checkpointing import settle_checkpointing
 
         settle = partial(settle_checkpointing, devices=trainer.world_size)
-    module = build_module(cfg, device, samplers_of(cfg), objective, settle)
+    module = build_module(cfg, prompts, device, cfg.samplers, objective, settle)
     if checkpoint is None and cfg.model.init_lora is not None:
         file = Path(cfg.model.init_lora).expanduser()
         trained = module.transformers.trained
@@ -96,7 +95,7 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
     if shadow_layers := module.transformers.shadow_layers:
         file_logger.info("%s", shadow_layers)
         log.info("%s; table in %s", shadow_layers.splitlines()[-1].strip(), folder / LOG)
-    loop = build_loop(cfg, trainer, objective, module.policy.sigmas)
+    loop = build_loop(cfg, prompts.train, trainer, objective, module.policy.sigmas)
     if cfg.explores_elsewhere:
         from solrl_lightning.explorers.sampler import RaySampler
 
@@ -153,13 +152,13 @@ def _check_state(
         ) from error
 
 
-def check_training_prompts(cfg: Run, checkpoint: dict[str, Any]) -> None:
+def check_training_prompts(cfg: Run, prompts: Sequence[Prompt], checkpoint: dict[str, Any]) -> None:
     """Raise UserError if the run that resumes in its folder has other training prompts than the checkpoint's.
 
     An older checkpoint has no record of them.
     """
     recorded = loop_state(checkpoint).get("training_prompts")
-    if recorded not in (None, digest(identities(prompt_sets(cfg).train))):
+    if recorded not in (None, digest(identities(prompts))):
         raise UserError(
             f"data.train={cfg.data.train} is invalid: its prompts without those of data.eval={cfg.data.eval} are not "
             f"the ones that the run in {cfg.run_dir} was trained on, so it could not be repeated. Restore them, or "

@@ -107,7 +107,7 @@ def actors(cfg: Run) -> Iterator[list[Any]]:
 
 @pytest.fixture(scope="module")
 def module(cfg: Run) -> SolRLModule:
-    module = build_model(cfg, CPU, {"shadow"}, build_rewards(cfg, CPU))
+    module = build_model(cfg, CPU, {"shadow"}, build_rewards(cfg.reward, cfg.model.frames, CPU))
     for sampler in module.transformers.samplers.values():
         sampler.batch_size.size = 3
     return module

@@ -123,13 +123,13 @@ def test_lightnings_ranks_divide_what_was_set(monkeypatch: pytest.MonkeyPatch, c
         assert torch.get_num_threads() == before and "SOLRL_LIGHTNING_THREADS" not in os.environ
         monkeypatch.setenv("SOLRL_LIGHTNING_THREADS", "OMP_NUM_THREADS=5 GOMP_SPINCOUNT=10000")
         monkeypatch.setenv("OMP_NUM_THREADS", "5")
-        build.instantiate_trainer(compose(*options))
+        build.instantiate_trainer(compose(*options).trainer)
         assert torch.get_num_threads() == 2 and os.environ["OMP_NUM_THREADS"] == "2"
-        build.instantiate_trainer(compose("trainer=cpu"))  # the next job of a sweep
+        build.instantiate_trainer(compose("trainer=cpu").trainer)  # the next job of a sweep
         assert torch.get_num_threads() == 5 and os.environ["OMP_NUM_THREADS"] == "5"
         monkeypatch.setattr(rank_zero_only, "rank", 0)  # Lightning sets it for the process
         monkeypatch.setenv("LOCAL_RANK", "1")  # a rank that has its share
-        build.instantiate_trainer(compose(*options))
+        build.instantiate_trainer(compose(*options).trainer)
         assert torch.get_num_threads() == 5
     finally:
         torch.set_num_threads(before)

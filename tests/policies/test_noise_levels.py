@@ -35,10 +35,10 @@ def test_equal_levels_are_other_steps_of_another_schedule(compose: Compose, fold
     race = compose("family=race", "family.explore.rungs=[{below:0.9,keep:48},{step:8,keep:24}]")
     for architecture, stops in {"flux1": (4, 2), "sd3": (7, 4)}.items():
         sigmas = load_nano(architecture, folder_of(architecture), weights="random", device="meta").sigmas
-        stopped, last = prefix.family.stages(sigmas, build_objective(prefix).solver)
+        stopped, last = prefix.family.stages(sigmas, build_objective(prefix.objective).solver)
         assert (stopped.stop_after, last.stop_after) == (stops[0], None) and stopped.continues_in(last)
         assert evaluations([stopped, last], 96) == [96 * stops[0], 24 * (10 - stops[0])]
-        first, second, _ = race.family.stages(sigmas, build_objective(race).solver)
+        first, second, _ = race.family.stages(sigmas, build_objective(race.objective).solver)
         assert [(first.stop_after, first.keep), (second.stop_after, second.keep)] == [(stops[1], 48), (8, 24)]
 
 
@@ -66,5 +66,5 @@ def test_equal_levels_are_other_steps_of_another_schedule(compose: Compose, fold
 def test_a_level_that_is_no_early_stop_is_an_error(compose: Compose, arguments: str, message: str) -> None:
     cfg = compose(*arguments.split())
     with pytest.raises(UserError) as error:
-        cfg.family.stages(uniform_sigmas, build_objective(cfg).solver)
+        cfg.family.stages(uniform_sigmas, build_objective(cfg.objective).solver)
     assert message in str(error.value) and "\n" not in str(error.value)

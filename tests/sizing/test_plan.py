@@ -230,7 +230,7 @@ def test_run_counts_the_latents_of_its_share_of_the_prompts(compose: Compose) ->
         assert latents == (4 * prompts * one, 4 * 3 * prompts * one, 4 * prompts * one)
     few = ("prompts_per_iteration=1", "family.pool=4", "family.keep=4")
     windowed = compose("objective=flow_grpo", "family=diffusionnft", *few)
-    points = len(build_objective(windowed).transitions(windowed.model.full_steps, 0)) + 1
+    points = len(build_objective(windowed.objective).transitions(windowed.model.full_steps, 0)) + 1
     assert points > 2 and pool_latents(windowed, (16, 32), uniform_sigmas).kept == 4 * (1 + points) * one
 
 
@@ -279,7 +279,7 @@ def test_weights_of_flux1_under_sol_rl_take_at_most_half_more_than_one_copy(comp
     weights = {layer.name: transformer.get_submodule(layer.name).weight for layer in layers}
     quantized = [layer.name for layer in layers if layer.quantized]
     with torch.device("meta"):
-        adapted = lora.add_adapters(transformer, lora_config(cfg), seed=0)
+        adapted = lora.add_adapters(transformer, lora_config(cfg.model.lora), seed=0)
     replicas = replica_bytes(weights, adapted) + replica_bytes(weights, adapted, quantized, PACKED_BITS["nvfp4"])
     assert copy == 2 * 11_901_408_320
     assert 1.2 < (copy + replicas) / copy <= 1.5
@@ -289,7 +289,8 @@ def test_evaluations_per_prompt(compose: Compose) -> None:
     baselines = {"diffusionnft": [240], "naive_scaling": [960], "compile": [960], "naive_quant": [960]}
     for name, counts in (baselines | {"sol_rl": [384, 240], "prefix": [384, 144], "race": [288, 96, 120]}).items():
         cfg = compose(f"family={name}")
-        assert evaluations(cfg.family.stages(uniform_sigmas, build_objective(cfg).solver), cfg.family.pool) == counts
+        stages = cfg.family.stages(uniform_sigmas, build_objective(cfg.objective).solver)
+        assert evaluations(stages, cfg.family.pool) == counts
 
 
 def test_task_needs_no_prompts_or_reward_and_writes_its_plan(command: Callable[..., Any], tmp_path: Path) -> None:

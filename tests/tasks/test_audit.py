@@ -102,7 +102,7 @@ def test_search_gives_the_numbers_of_the_proxies_that_it_names(
         ]
         assert row == enough[0] and f"{row['name']}" in out and row["command"] in out
         run = compose(*shlex.split(row["command"])[3:])
-        stages = run.family.stages(uniform_sigmas, build_objective(run).solver)
+        stages = run.family.stages(uniform_sigmas, build_objective(run.objective).solver)
         assert run.family.pool == 8 and sum(evaluations(stages, 8)) == row["evaluations"]
         assert [stage.keep for stage in stages[:-1]] == row["keep"]
 
@@ -185,7 +185,7 @@ def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, pro
     run = compose(*arguments)
     assert program == "solrl_lightning" and f"family={family}" in arguments
     explored = [stage.but(name="explore") for stage in stages[:-1]]
-    assert run.family.stages(uniform_sigmas, build_objective(run).solver) == explored + stages[-1:]
+    assert run.family.stages(uniform_sigmas, build_objective(run.objective).solver) == explored + stages[-1:]
     named = explorer.precision or "nvfp4" if stages[0].sampler == "shadow" else "auto"
     assert (run.family.pool, run.family.keep, run.precision.name) == (96, 24, named)
     assert (run.family.compile, run.trainer["deterministic"], run.prompts_per_iteration) == (False, True, 3)

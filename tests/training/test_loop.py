@@ -18,7 +18,7 @@ from nano import MAX_WORDS, save_nano, save_preview_decoder
 from sigmas import uniform_sigmas
 from torch import Tensor
 
-from solrl_lightning.build import build_loop, build_module, build_objective, instantiate_trainer, samplers_of
+from solrl_lightning.build import build_loop, build_module, build_objective, instantiate_trainer
 from solrl_lightning.callbacks import ema
 from solrl_lightning.callbacks.ema import WeightEMA
 from solrl_lightning.callbacks.requantize import Requantize
@@ -26,6 +26,7 @@ from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.data.loaders import RankPrompts
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, UserError
+from solrl_lightning.facts import prompt_sets
 from solrl_lightning.objectives.advantages import group_advantages
 from solrl_lightning.objectives.awm import AWMLoss
 from solrl_lightning.objectives.base import Loss, Objective
@@ -131,9 +132,11 @@ def make(tmp_path: Path, *overrides: str, callbacks: tuple[Callback, ...] = (), 
         enable_checkpointing=checkpoints,
         callbacks=[Requantize(), WeightEMA(), *callbacks, recorder],
     )
-    objective = build_objective(cfg)
-    module = build_module(cfg, trainer.strategy.root_device, samplers_of(cfg), objective)
-    return Run(module, trainer, build_loop(cfg, trainer, objective, module.policy.sigmas), recorder)
+    objective = build_objective(cfg.objective)
+    prompts = prompt_sets(cfg)
+    module = build_module(cfg, prompts, trainer.strategy.root_device, cfg.samplers, objective)
+    loop = build_loop(cfg, prompts.train, trainer, objective, module.policy.sigmas)
+    return Run(module, trainer, loop, recorder)
 
 
 def fit(run: Run, ckpt: Path | None = None) -> Run:
@@ -404,7 +407,7 @@ def test_a_branch_with_other_optimizer_steps_continues_the_schedule_at_its_itera
 
 def test_few_evaluations_take_at_most_a_twentieth_of_the_passes(tmp_path: Path) -> None:
     cfg = composed("evaluation.every=auto", "trainer=cpu")
-    assert instantiate_trainer(cfg, logger=False).check_val_every_n_epoch == 20
+    assert instantiate_trainer(cfg.trainer, logger=False).check_val_every_n_epoch == 20
     run = train(tmp_path, "evaluation.every=auto", "model.eval_steps=4", "data.eval_images=4", max_epochs=3)
     assert [row["iteration"] for row in run.module.evaluation.history] == [3]  # by the trainer after each iteration
     passes, cost = run.module.evaluation.passes, run.loop.cost_of_iteration()["evaluations"]
@@ -801,7 +804,7 @@ def test_more_devices_than_prompts_raises(tmp_path: Path) -> None:
     cfg = composed("prompts_per_iteration=1")
     trainer = Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_checkpointing=False)
     with pytest.raises(UserError, match="prompts_per_iteration=.* is invalid: every device needs at least one prompt"):
-        build_loop(cfg, trainer, NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5), uniform_sigmas)
+        build_loop(cfg, [Prompt("a")], trainer, NFT(1.0, 5.0, kl_weight=0.0, timestep_fraction=0.5), uniform_sigmas)
 
 
 def test_only_policy_is_trained_and_old_policy_follows(tmp_path: Path) -> None:
