@@ -33,7 +33,7 @@ def check_node(key: str, target: Callable[..., Any], node: Mapping[str, Any], pr
     values = {name: value for name, value in node.items() if not name.startswith("_") and name not in provided}
     fields, takes_all = _fields(target)
     known = [name for name in fields if name not in provided]
-    for name in [] if takes_all else values.keys() - fields:
+    for name in [] if takes_all else [name for name in values if name not in fields]:
         takes = f"{target.__name__} takes {', '.join(known)}. " if 0 < len(known) <= _LISTED else ""
         fix = did_you_mean(nearest(name, known)).strip() or f"{takes}Leave it out with ~{key}.{name}."
         raise UserError(f"{key}.{name}={written(values[name])} is invalid: nothing reads that key. {fix}")

@@ -60,7 +60,9 @@ class Reward(Group):
     @model_validator(mode="before")
     @classmethod
     def check_members(cls, node: Any) -> Any:
-        for name in node.keys() - {"pretrained", "combine"} if isinstance(node, dict) else ():
+        for name in node if isinstance(node, dict) else ():
+            if name in ("pretrained", "combine"):
+                continue
             member = node[name] if isinstance(node[name], dict) else {}
             if "weight" not in member or not isinstance(member.get("_target_"), str):
                 raise Broken(

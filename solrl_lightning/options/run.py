@@ -196,8 +196,8 @@ class Run(Group):
         for key, value in self.model.policy.items():
             if key in known and known[key] != value:
                 raise Broken(f"it is model.{key}.", f"model.policy.{key}", f"Set model.{key}, which is checked.")
-        for key in Policy.__annotations__.keys() & known.keys() - self.model.policy.keys() - {"pretrained"}:
-            if known[key] is not None:
+        for key in Policy.__annotations__:
+            if key not in (*self.model.policy, "pretrained") and known.get(key) is not None:
                 fix = f"Leave it out or set it to null, or add '+model.policy.{key}=${{model.{key}}}'."
                 raise Broken("model.policy does not have it, so nothing reads it.", f"model.{key}", fix)
 
