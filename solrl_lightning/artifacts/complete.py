@@ -1,21 +1,25 @@
-"""Files of a saved model that transformers and diffusers replace by defaults where a folder lacks them."""
+"""Files of a saved model: those that libraries replace by defaults, and damaged ones, which they do not name."""
 
 import json
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from solrl_lightning.artifacts.hub import is_path
-from solrl_lightning.errors import UserError
+from safetensors import SafetensorError, safe_open
+
+from solrl_lightning.artifacts.hub import check_pointer, is_path
+from solrl_lightning.errors import UserError, sentence
 
 
 def check_complete(key: str, name: str, cls: Any, part: str = "", chats: bool = False) -> None:
-    """Raise UserError unless the folder ``part`` of the local folder ``name`` has the files that ``cls`` reads.
+    """Raise UserError unless the folder ``part`` of the local folder ``name`` has the files that ``cls`` reads, whole.
 
     Hub ids are not checked: what the hub holds is whole. ``chats``: prompts are put into the tokenizer's chat template.
     """
     if not is_path(name):
         return
+    check_undamaged(key, name, part)
     folder = Path(name).expanduser() / part
     for files in _files_of(cls, folder, chats):
         if not any((folder / file).is_file() for file in files):
@@ -23,6 +27,44 @@ def check_complete(key: str, name: str, cls: Any, part: str = "", chats: bool = 
             raise UserError(
                 f"{key}={name} is invalid: it has no {Path(part, files[0])}{rest}. Download or save it again, whole."
             )
+
+
+def check_undamaged(key: str, name: str, part: str = "") -> None:
+    """Raise UserError for a damaged JSON or safetensors file in a local folder, and for a pointer of git-lfs."""
+    if not is_path(name):
+        return
+    for file in sorted(file for file in (Path(name).expanduser() / part).glob("*") if file.is_file()):
+        check_pointer(key, name, file)
+        if file.suffix == ".json":
+            check_json(key, name, file)
+        if file.suffix == ".safetensors":
+            _check_safetensors(key, name, file)
+
+
+def check_json(key: str, name: str, file: Path) -> None:
+    """Raise UserError for a file of ``name`` that is no JSON object."""
+    if problem := _problem_of_json(file, file.stat().st_mtime_ns):
+        raise UserError(
+            f"{key}={name} is invalid: {file} must be a JSON object{problem}. Download or save it again, whole."
+        )
+
+
+def _check_safetensors(key: str, name: str, file: Path) -> None:
+    try:
+        with safe_open(file, framework="pt"):
+            pass  # its header tells the size of a whole file
+    except (SafetensorError, OSError) as error:
+        fix = "Download or save it again, whole."
+        raise UserError(f"{key}={name} is invalid: {file} is damaged or cut: {sentence(error)} {fix}") from error
+
+
+@cache
+def _problem_of_json(file: Path, written: int) -> str:
+    """Return what is wrong with a JSON file, which was ``written`` then; empty if it is an object."""
+    try:
+        return "" if isinstance(json.loads(file.read_text(encoding="utf-8")), dict) else ", and is none"
+    except (ValueError, RecursionError) as error:
+        return f" ({sentence(error).rstrip('.')})"
 
 
 def _files_of(cls: Any, folder: Path, chats: bool) -> Iterator[tuple[str, ...]]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from solrl_lightning.errors import UserError, sentence
 
+_POINTER = b"version https://git-lfs"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -29,10 +30,21 @@ def fetch(name: str, *files: str, key: str, kind: str, hint: str = "Or give a lo
     folder = Path(name).expanduser()
     for file in files:
         if (folder / file).is_file():
+            check_pointer(key, name, folder / file)
             return folder / file
     raise UserError(
         f"{key}={name} is invalid: it must be a hub id or a local folder; it holds no {' or '.join(files)}. {hint}"
     )
+
+
+def check_pointer(key: str, name: str, file: Path) -> None:
+    """Raise UserError for a file that git-lfs has not fetched yet."""
+    with open(file, "rb") as content:
+        if content.read(len(_POINTER)) == _POINTER:
+            raise UserError(
+                f"{key}={name} is invalid: {file} is a pointer of git-lfs, which has not fetched it. Run git lfs pull "
+                "in its folder."
+            )
 
 
 def _download(hub_id: str, file: str, key: str, kind: str, hint: str) -> Path:

@@ -22,7 +22,7 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from solrl_lightning import policies
-from solrl_lightning.artifacts.complete import check_complete
+from solrl_lightning.artifacts.complete import check_complete, check_json
 from solrl_lightning.artifacts.hub import fetch as fetch_file
 from solrl_lightning.artifacts.hub import is_path
 from solrl_lightning.errors import UserError, sentence
@@ -79,7 +79,7 @@ def load_pipeline(
         pipeline = pipeline_class.from_pretrained(str(folder), **modules, **components)
     except UserError:
         raise
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"model.pretrained={pretrained} is a {pipeline_class.__name__}, but its files could not be read: "
             f"{sentence(error)} One of them is missing, damaged, or does not fit its config.json: download or save "
@@ -99,6 +99,7 @@ def fetch(
     """
     hint = "Or give a local folder that save_pretrained wrote."
     index = fetch_file(pretrained, INDEX, key="model.pretrained", kind="diffusers pipeline", hint=hint)
+    check_json("model.pretrained", pretrained, index)
     check_class(pipeline_class, pretrained, index.parent)
     if is_path(pretrained):
         _check_complete(pipeline_class, pretrained, index.parent, without)

@@ -127,7 +127,11 @@ def read_instruction(file: Path) -> str:
         UserError: the file has no such text.
     """
     values: dict[str, Any] = {}
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    try:
+        nodes = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError):  # such as a page about an error
+        nodes = []
+    for node in nodes:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             values[node.targets[0].id] = node.value.value if isinstance(node.value, ast.Constant) else None
     text = f"{values.get('INSTRUCTION')}{values.get('prompt_with_special_token')}"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchvision.transforms.functional import InterpolationMode, center_crop, normalize, resize
 from transformers import BertTokenizer, BlipTextConfig, BlipTextModel, BlipVisionConfig, BlipVisionModel
 
+from solrl_lightning.artifacts.complete import check_undamaged
 from solrl_lightning.artifacts.files import load_tensors
 from solrl_lightning.artifacts.hub import fetch
 from solrl_lightning.errors import UserError, sentence
@@ -130,6 +131,7 @@ def load_tokenizer(tokenizer: str, vocab_size: int) -> BertTokenizer:
     # Not from_pretrained of a hub id: transformers 5 silently builds an empty tokenizer when files are missing.
     key, hint = "reward.imagereward.tokenizer", _HINT.replace(_RELEASE, _TOKENIZER)
     vocabulary = fetch(tokenizer, "vocab.txt", "tokenizer.json", key=key, kind="BERT tokenizer", hint=hint)
+    check_undamaged(key, tokenizer)
     try:
         loaded = BertTokenizer.from_pretrained(vocabulary.parent)
     except (OSError, ValueError) as error:

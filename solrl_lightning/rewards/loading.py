@@ -137,9 +137,10 @@ def check_state_dict_keys(key: str, name: str, missing: Any, unexpected: Any) ->
 
 def _load_pretrained(cls: Any, key: str, name: str, kind: str) -> Any:
     """Load the model of transformers' class ``cls`` in float32, of a hub id or folder. Raises ``UserError``."""
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     fetch(name, "config.json", key=key, kind=kind, hint=_HINT)
+    check_complete(key, name, PreTrainedModel)
     source, expected = expanduser(name), cls.config_class.model_type
     try:
         model_type = PretrainedConfig.get_config_dict(source)[0].get("model_type", "model of no type")
@@ -165,9 +166,6 @@ def load_weights(
     Raises:
         UserError: its files are missing or damaged, or lack a weight.
     """
-    from transformers import PreTrainedModel
-
-    check_complete(key, name, PreTrainedModel)
     try:
         model, info = cls.from_pretrained(expanduser(name), dtype=dtype, output_loading_info=True)
     except _READING as error:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
-from transformers import AutoModelForImageTextToText, AutoProcessor, ProcessorMixin
+from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedModel, ProcessorMixin
 
 from solrl_lightning.artifacts.complete import check_complete
 from solrl_lightning.artifacts.hub import fetch
@@ -57,6 +57,7 @@ class LocalVLMReward(Reward):
         key, kind = "reward.vlm_local.pretrained", "vision-language model"
         fetch(pretrained, "config.json", key=key, kind=kind)
         check_complete(key, pretrained, ProcessorMixin, chats=True)
+        check_complete(key, pretrained, PreTrainedModel)
         try:
             self.processor = AutoProcessor.from_pretrained(expanduser(pretrained), padding_side="left")
         except (OSError, ValueError) as error:

@@ -12,6 +12,7 @@ from diffusers import DiffusionPipeline, FluxPipeline, SanaPipeline
 from fake_hub import COMMIT, REPOSITORY, FakeHub, serving
 from nano import BUILDERS, PROMPTS, load_nano, policy_class, prompts_of
 from safetensors.torch import load_file, save_file
+from take_away import POINTER
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.policies.loading import load_pipeline
@@ -69,13 +70,15 @@ DAMAGES: list[tuple[Damage, str]] = [
     (change(INDEX, _class_name="DDPMPipeline"), "needs a FluxPipeline; .* is a DDPMPipeline"),
     (overwrite(INDEX, b"{}"), "needs a FluxPipeline"),
     (change(INDEX, text_encoder_2=[None, None]), "text_encoder_2"),
-    (overwrite(INDEX, b'{"cut of'), "could not be"),
-    (overwrite("transformer/config.json", b'{"cut of'), "could not be"),
-    (overwrite("tokenizer_2/tokenizer.json", b'{"cut of'), "could not be"),
-    (overwrite(TRANSFORMER, b"these are no weights" * 100), AGAIN),
-    (overwrite(TRANSFORMER, b""), AGAIN),
+    (overwrite(INDEX, b'{"cut of'), "model_index.json must be a JSON object"),
+    (overwrite(INDEX, b"[]"), "model_index.json must be a JSON object, and is none"),
+    (overwrite("transformer/config.json", b'{"cut of'), "transformer/config.json must be a JSON object"),
+    (overwrite("tokenizer_2/tokenizer.json", b'{"cut of'), "tokenizer_2/tokenizer.json must be a JSON object"),
+    (overwrite(TRANSFORMER, b"these are no weights" * 100), f"{TRANSFORMER} is damaged or cut"),
+    (overwrite(TRANSFORMER, b""), f"{TRANSFORMER} is damaged or cut"),
+    (overwrite(TRANSFORMER, POINTER), f"{TRANSFORMER} is a pointer of git-lfs"),
     (remove(TRANSFORMER), AGAIN),
-    (lambda folder: (folder / T5).write_bytes((folder / T5).read_bytes()[:2000]), AGAIN),
+    (lambda folder: (folder / T5).write_bytes((folder / T5).read_bytes()[:2000]), f"{T5} is damaged or cut"),
     (remove(T5), AGAIN),
     (pickle_weights, "safetensors"),
     (drop_a_weight("transformer"), "lacks 1 of them: .*weight"),
