@@ -1,41 +1,106 @@
-"""Simulate an iteration of N explorers: python dev/explorers.py; the results are in dev/measurements/explorers.md.
+"""Measure explorers=ray here, and simulate more explorers: python dev/explorers.py [chunk ...] [key=value ...].
 
-Chunks of candidates take 1 each on an explorer, with a jitter; a lost explorer loses its chunk and stays away. Training
-and regeneration take half as long as the whole exploration does on one explorer.
+For each chunk size, iterations of exploration in this process and by one explorer follow each other, so that another
+load of the machine meets both. ``--simulate`` simulates 1 to 64 explorers with a measured overhead of a chunk.
+The results are in dev/measurements/explorers.md.
 """
 
+import argparse
+import functools
 import heapq
 import random
+import statistics
+import time
+from typing import Any
 
-CHUNKS, JITTER, REST, AWAY, ITERATIONS = 96, 0.2, 48.0, 30.0, 300
+CHUNKS, JITTER, REST, ITERATIONS, WAITING = 384, 0.2, 0.5, 200, 2
+"""Chunks of an exploration, their relative spread, the rest of the iteration as a share of E, and requests at once."""
 
 
-def explore(explorers: int, loss: float, generator: random.Random) -> float:
-    """Return the time of an exploration; ``loss`` is the probability that a chunk is lost with its explorer."""
-    free = [0.0] * explorers
-    waiting, end = CHUNKS, 0.0
-    while waiting:
-        now = heapq.heappop(free)
-        done = now + generator.uniform(1 - JITTER, 1 + JITTER)
-        if generator.random() < loss:
-            heapq.heappush(free, done + AWAY)
-        else:
-            heapq.heappush(free, done)
-            waiting -= 1
-            end = max(end, done)
-    return end
+def measure(chunk: int, rounds: int, overrides: list[str]) -> None:
+    """Print medians of the seconds of an exploration here and by one explorer, and their ratio."""
+    import torch
+
+    from solrl_lightning.build import build_model, build_rewards
+    from solrl_lightning.cli.config import ConfigTree, application_config
+    from solrl_lightning.data.prompts import identities
+    from solrl_lightning.explorers.cluster import explorers_of
+    from solrl_lightning.facts import prompt_sets
+    from solrl_lightning.options.run import Run
+    from solrl_lightning.seeds import pool_seeds
+
+    with ConfigTree() as tree:
+        options = ["trainer=cpu", "explorers=ray", f"model.rollout_batch={chunk}", *overrides]
+        cfg = Run.of(application_config(tree.compose(options), "outputs/explorers"))
+    device = torch.device("cpu")
+    module = build_model(cfg, device, {cfg.family.explore.sampler}, build_rewards(cfg.reward, cfg.model.frames, device))
+    encoded = module.encode(prompt_sets(cfg).train[: cfg.prompts_per_iteration])
+    stage, *_ = cfg.family.stages(module.policy.sigmas)
+
+    def pool_of(iteration: int) -> Any:
+        return encoded, pool_seeds(cfg.seed, iteration, identities(encoded.prompts), cfg.family.pool)
+
+    begin = time.perf_counter()
+    with explorers_of(cfg, 0, 1, device) as explorers:
+        from solrl_lightning.explorers.sampler import RaySampler
+
+        there = RaySampler(cfg, explorers, module.policy, pool_of)
+        start, seconds = time.perf_counter() - begin, {"here": [], "there": []}
+        module.sync_samplers(0)
+        there.sync(module.policy_state("old"), 0)
+        for iteration in range(rounds + 1):
+            for place, sampler in (("here", None), ("there", there)):
+                object.__setattr__(module.transformers, "explorers", sampler)
+                begin = time.perf_counter()
+                module.run_stage(stage, encoded, pool_of(iteration)[1])
+                seconds[place].append(time.perf_counter() - begin)
+        here, elsewhere = (statistics.median(values[1:]) for values in seconds.values())
+        ratios = [b / a for a, b in zip(seconds["here"][1:], seconds["there"][1:], strict=True)]
+        chunks = -(-encoded.conditioning[next(iter(encoded.conditioning))].shape[0] * cfg.family.pool // chunk)
+        print(
+            f"chunks of {chunk}: {here / chunks:.3f} s each here, {elsewhere / chunks:.3f} s by an explorer, "
+            f"median ratio {statistics.median(ratios):.3f}; start {start:.1f} s",
+            flush=True,
+        )
+
+
+def explore(explorers: int, overhead: float, generator: random.Random) -> float:
+    """Return the time of an exploration of `CHUNKS` chunks of 1 each with a jitter, and an overhead in the driver.
+
+    The driver sends one chunk after another, ``overhead`` each; an explorer has `WAITING` of them, so that only the
+    driver's rate bounds it.
+    """
+    free, sent = [0.0] * explorers, 0.0
+    heapq.heapify(free)
+    for _ in range(CHUNKS):
+        sent += overhead
+        heapq.heappush(free, max(heapq.heappop(free), sent) + generator.uniform(1 - JITTER, 1 + JITTER))
+    return max(free)
+
+
+def simulate(overhead: float) -> None:
+    """Print E/N + R and max(E/N, R) against the simulated iteration, relative to one process."""
+    rest = REST * CHUNKS
+    print("| explorers | explore | an iteration | E/N + R | with max_lag=1 | max(E/N, R) |\n|---|---|---|---|---|---|")
+    for count in (1, 2, 4, 8, 16, 32, 64):
+        times = [explore(count, overhead, random.Random(seed)) for seed in range(ITERATIONS)]
+        mean, ahead = statistics.fmean(times), statistics.fmean(max(each, rest) for each in times)
+        shares = (mean, mean + rest, CHUNKS / count + rest, ahead, max(CHUNKS / count, rest))
+        print(f"| {count} | {' | '.join(f'{share / (CHUNKS + rest):.3f}' for share in shares)} |")
 
 
 def main() -> None:
-    print("| explorers | lost chunks | explore | an iteration | with max_lag=1 |\n|---|---|---|---|---|")
-    for loss in (0.0, 0.01):
-        for explorers in (1, 2, 4, 8, 16):
-            generator = random.Random(0)
-            times = [explore(explorers, loss, generator) for _ in range(ITERATIONS)]
-            mean = sum(times) / len(times)
-            ahead = sum(max(time, REST) for time in times) / len(times)
-            cells = f"{mean:.1f} | {mean + REST:.1f} | {ahead:.1f}"
-            print(f"| {explorers} | {loss:.0%} | {cells} |")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("arguments", nargs="*", help="chunk sizes, and options of the run")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--simulate", type=float, metavar="OVERHEAD", help="of a chunk, as a share of its seconds")
+    arguments = parser.parse_args()
+    if arguments.simulate is not None:
+        simulate(arguments.simulate)
+    chunks = [int(each) for each in arguments.arguments if each.isdigit()]
+    overrides = [each for each in arguments.arguments if not each.isdigit()]
+    for measured in map(functools.partial(measure, rounds=arguments.rounds, overrides=overrides), chunks):
+        assert measured is None
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The explorer: an actor with a module of its own, built from the run's configuration.
 
-torch is loaded with the module, after the actor has its place in the cluster. Shapes: B chunk, P prompts.
+torch is loaded with the module, after the actor has its place in the cluster. Shapes: B chunk, R rewards.
 """
 
 import os
@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import ray
 
@@ -17,21 +17,7 @@ from solrl_lightning.cli.console import silence_libraries
 from solrl_lightning.errors import UserError
 from solrl_lightning.machine import allocator
 from solrl_lightning.options.run import Run
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from solrl_lightning.rollout.stage import Stage
-    from solrl_lightning.sampling import SolverState
-    from solrl_lightning.training.module import SolRLModule
-
-
-class Answer(NamedTuple):
-    """A sampled and scored chunk, on the CPU."""
-
-    scores: "Tensor"  # float32 [B, R]
-    state: "SolverState | None"  # [B, ...]; None if the stage is without states
-    seconds: float  # of the explorer
+from solrl_lightning.rollout.stage import Stage
 
 
 class Explorer:
@@ -39,16 +25,15 @@ class Explorer:
 
     Args:
         cfg: options of the run.
-        version: of this package there.
-        folder: working directory of the run, for relative paths.
+        version: of this package in the run's process.
+        folder: its working directory, for relative paths.
     """
 
     def __init__(self, cfg: Run, version: str, folder: str) -> None:
         if version != __version__:
-            node = ray.util.get_node_ip_address()
             raise UserError(
-                f"explorers.address is invalid: solrl-lightning is {__version__} on {node}, and {version} in the run. "
-                "Install one version on all machines."
+                f"explorers.address is invalid: the version of solrl-lightning is {__version__} on "
+                f"{ray.util.get_node_ip_address()}, and {version} in the run. Install one version on all machines."
             )
         with suppress(FileNotFoundError):
             os.chdir(folder)
@@ -65,7 +50,7 @@ class Explorer:
             return self._module.transformers.precision_backend
 
     @cached_property
-    def _module(self) -> "SolRLModule":
+    def _module(self) -> Any:
         silence_libraries()
         allocator.configure()
         import torch
@@ -79,39 +64,32 @@ class Explorer:
         self._submit = module.scoring_worker().__enter__()  # for as long as the process lives
         return module
 
-    def _moved(self, tree: Any) -> Any:
+    def _moved(self, tree: Any, device: Any = None) -> Any:
         from solrl_lightning.sampling.state import map_tensors
 
-        return map_tensors(lambda tensor: tensor.to(self._module.policy.device), tree)
+        return map_tensors(lambda tensor: tensor.to(device or self._module.policy.device), tree)
 
-    def sample(
-        self,
-        sampler: str,
-        weights: "list[ray.ObjectRef]",
-        prompts: "list[ray.ObjectRef]",
-        owner: "Tensor",
-        seeds: "Tensor",
-        stage: "Stage",
-        initial_state: "SolverState | None",
-    ) -> Answer:
-        """Return seeds [B] of the prompts ``owner`` [B], sampled by trained weights of the object store, and scored."""
+    def sample(self, weights: list[Any], prompts: list[Any], owner: Any, seeds: Any, stage: Stage, state: Any) -> Any:
+        """Return scores [B, R], states [B, ...] and seconds of the seeds [B] of the prompts ``owner`` [B].
+
+        ``weights``, ``prompts``: the trained weights and the encoded prompts in the object store, each in a list, so
+        that Ray does not read them for every chunk. ``state``: [B, ...], or None for the seeds' noise.
+        """
         import torch
 
         from solrl_lightning.rollout.chunks import score_images
-        from solrl_lightning.sampling.state import concatenate, map_tensors
+        from solrl_lightning.sampling.state import concatenate
 
         with torch.no_grad(), self._turn:
             start, module = time.perf_counter(), self._module
-            samples = module.transformers.samplers[sampler]
+            sampler = module.transformers.samplers[stage.sampler]
             if self._weights != weights[0]:
-                samples.sync(self._moved(ray.get(weights[0])), None)
+                sampler.sync(self._moved(ray.get(weights[0])), None)
                 (self._weights,) = weights
             encoded = self._prompts(prompts[0]).gather(owner)
-            first = map_tensors(lambda tensor: tensor[:, None], self._moved(initial_state))
-            chunks = samples.sample(encoded, seeds[:, None], stage, first)
-            state: Any = concatenate([chunk.state for chunk in chunks])
+            first = None if state is None else self._moved(state).take((slice(None), None))
+            state = concatenate([chunk.state for chunk in sampler.sample(encoded, seeds[:, None], stage, first)])
             decode, rewards = module.decoder(stage.decoder), module.rewards.for_training
             scores = self._submit(lambda: score_images(decode, rewards, state.x0, encoded.prompts, seeds, or_nan=True))
             seconds = time.perf_counter() - start
-        answer = Answer(scores.result(), state if stage.with_states else None, seconds)
-        return map_tensors(lambda tensor: tensor.cpu(), answer)
+        return self._moved((scores.result(), state if stage.with_states else None, seconds), "cpu")

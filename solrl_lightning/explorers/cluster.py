@@ -4,6 +4,7 @@ import math
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,11 +21,12 @@ from solrl_lightning.quantization.backends import recorded_precision
 PLACING = 60.0
 """Seconds in which a cluster must have a place for an explorer."""
 _LOCAL = "local"
-_ENVIRONMENT = {  # which Ray reads when it is imported, or connects
+ENVIRONMENT = {  # which Ray reads when it is imported, or connects
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # of a cluster that begins here; by default 15, so that any other process is first
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",  # else Ray ends this process a minute after the cluster
 }
-_LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # named after the systems where that is the default
+LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # named after the systems where that is the default
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def explorers_of(cfg: Run, rank: int, ranks: int, device: torch.device) -> Itera
         )
     if options.count < ranks:
         raise UserError(f"explorers.count={options.count} is invalid: each of the {ranks} ranks needs at least one.")
-    environment = _ENVIRONMENT | (_LOOPBACK if address == _LOCAL else {})
+    environment = ENVIRONMENT | (LOOPBACK if address == _LOCAL else {})
     os.environ.update({key: value for key, value in environment.items() if key not in os.environ})
     import ray
     from ray.exceptions import RayError
@@ -60,8 +62,8 @@ def explorers_of(cfg: Run, rank: int, ranks: int, device: torch.device) -> Itera
         local = {"num_cpus": cpus, "num_gpus": len(gpus), "include_dashboard": False}
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # which Ray gives to the explorers
     try:
-        host, _, port = address.rpartition("://")[2].rpartition(":")
-        if port:  # Ray would try for a quarter of an hour
+        host, colon, port = address.rpartition("://")[2].rpartition(":")
+        if colon:  # Ray would try for a quarter of an hour
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         ray.init(address, logging_level="warning", **local)
     except (OSError, RuntimeError, ValueError, RayError) as error:
@@ -72,6 +74,10 @@ def explorers_of(cfg: Run, rank: int, ranks: int, device: torch.device) -> Itera
         signal.signal(signal.SIGTERM, on_sigterm)  # Ray has set its own, which ends the run without a checkpoint
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         os.environ.update({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
+    # Ray ends this process without a word as soon as the Ray of this machine has ended.
+    resume = f"Start it again, and resume with ckpt=last hydra.run.dir={cfg.run_dir}"
+    says = f"error: the Ray of this machine has ended, or this process was killed. {resume}"
+    witness = subprocess.Popen(["sh", "-c", 'read -r _ || echo "$0" >&2', says], stdin=subprocess.PIPE)
     try:
         needs = options.resources.model_dump(exclude_none=True)
         needs.setdefault("num_gpus", min(1, int(ray.cluster_resources().get("GPU", 0))))
@@ -90,6 +96,7 @@ def explorers_of(cfg: Run, rank: int, ranks: int, device: torch.device) -> Itera
         yield explorers
     finally:
         ray.shutdown()
+        witness.communicate(b"\n")
 
 
 def _options(cfg: Run) -> Run:

@@ -14,7 +14,7 @@ from concurrent.futures import Future, InvalidStateError, wait
 from contextlib import suppress
 from queue import PriorityQueue
 from threading import Thread
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import ray
 import torch
@@ -22,17 +22,16 @@ from ray.exceptions import ActorDiedError, RayActorError, RayTaskError
 from torch import Tensor
 
 from solrl_lightning.errors import ExplorersLost, sentence
-from solrl_lightning.explorers.actor import Answer
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.lora import State
 from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.rollout.chunks import BatchSize, Chunk
 from solrl_lightning.rollout.records import EncodedPrompts
 from solrl_lightning.rollout.stage import Stage
-from solrl_lightning.sampling.state import SolverState, map_tensors
+from solrl_lightning.sampling import SolverState
+from solrl_lightning.sampling.state import map_tensors
 
 log = logging.getLogger(__name__)
-Result = TypeVar("Result")
 
 REQUESTS = 2
 """To an explorer at the same time: one is computed while the other one travels."""
@@ -46,7 +45,7 @@ class Task(NamedTuple):
     places: Tensor  # int64 [B], indices into the flattened seeds
     version: int  # of the weights
     arguments: tuple[Any, ...]  # of `Explorer.sample`
-    answer: "Future[Answer]"
+    answer: "Future[Any]"
 
 
 class RaySampler:
@@ -56,11 +55,11 @@ class RaySampler:
         cfg: options of the run.
         explorers: actors of `Explorer`.
         policy: architecture; its device gets the answers.
-        pool_of: prompts P and seeds [P, N] of an iteration.
+        pool_of: encoded prompts P and seeds [P, N] of an iteration.
 
     Raises:
         UserError: a machine of the cluster lacks something that the run needs.
-        ExplorersLost: see ``sample``.
+        ExplorersLost: as ``sample``.
     """
 
     def __init__(
@@ -70,11 +69,10 @@ class RaySampler:
         policy: PipelineAdapter,
         pool_of: Callable[[int], tuple[EncodedPrompts, Tensor]],
     ) -> None:
-        self.policy = policy
+        self.policy, self._pool_of = policy, pool_of
         self.batch_size = BatchSize(cfg.explorers.rollout_batch or cfg.model.rollout_batch, pad_to_size=False)
         self.version: int | None = None
-        self._pool_of, self._max_lag, self._iterations = pool_of, cfg.explorers.max_lag, cfg.iterations
-        (self._sampler,) = cfg.family.exploring_samplers
+        self._max_lag, self._last = cfg.explorers.max_lag, cfg.iterations - 1
         self._weights: list[ray.ObjectRef] = []
         self._ahead: dict[bytes, list[Task]] = {}  # by their seeds
         self._queue: PriorityQueue[tuple[int, int, Task]] = PriorityQueue()  # by iteration, then in order
@@ -113,13 +111,10 @@ class RaySampler:
         Raises:
             ExplorersLost: no explorer can be started again, or an answer takes longer than `PATIENCE`.
         """
-        assert self.version is not None, "sync precedes sampling"
-        assert isinstance(stage.solver, str) and not transitions, "exploration records no steps"
-        begins = initial_state is None
-        tasks = self._ahead.pop(_key(seeds), None) if begins else None
-        tasks = tasks or self._submit(self.version, prompts, seeds, stage, initial_state)
-        last = min(self.version + self._max_lag, self._iterations - 1) if begins else self.version
-        for iteration in range(self.version + 1, last + 1):
+        assert self.version is not None and not transitions, "exploration records no steps"
+        ahead = self._max_lag if initial_state is None else 0  # only of the first stage
+        tasks = self._ahead.pop(_key(seeds), None) or self._submit(self.version, prompts, seeds, stage, initial_state)
+        for iteration in range(self.version + 1, min(self.version + ahead, self._last) + 1):
             later, seeds_of_later = self._pool_of(iteration)
             if _key(seeds_of_later) not in self._ahead:
                 self._ahead[_key(seeds_of_later)] = self._submit(iteration, later, seeds_of_later, stage, None)
@@ -134,27 +129,26 @@ class RaySampler:
     ) -> list[Task]:
         assert self.version is not None, "sync precedes sampling"
         owner = torch.arange(seeds.shape[0]).repeat_interleave(seeds.shape[1])
-        sent = [ray.put(map_tensors(torch.Tensor.cpu, prompts))]
-        states, tasks = map_tensors(torch.Tensor.cpu, initial_state), []
+        sent, states = [ray.put(map_tensors(Tensor.cpu, prompts))], map_tensors(Tensor.cpu, initial_state)
+        tasks = []
         for index in torch.arange(seeds.numel()).split(self.batch_size.size):
             state = map_tensors(lambda tensor: tensor.flatten(0, 1)[index], states)  # noqa: B023
             chunk = owner[index], seeds.flatten()[index], stage, state
-            tasks.append(Task(index, self.version, (self._sampler, self._weights, sent, *chunk), Future()))
+            tasks.append(Task(index, self.version, (self._weights, sent, *chunk), Future()))
             self._queue.put((iteration, next(self._numbers), tasks[-1]))
         return tasks
 
-    def _result(self, future: "Future[Result]") -> Result:
+    def _result(self, answer: "Future[Any]") -> Any:
         end = time.monotonic() + PATIENCE
-        while not wait([future], timeout=1.0).done:
+        while not wait([answer], timeout=1.0).done:
             if time.monotonic() > end or not any(thread.is_alive() for thread in self._threads):
                 raise ExplorersLost(f"no explorer answers: {self._last_words}")
-        return future.result()
+        return answer.result()
 
-    def _work(self, number: int, explorer: Any, first: "Future[str]") -> None:
+    def _work(self, number: int, explorer: Any, first: "Future[Any]") -> None:
         """Send chunks to an explorer for as long as Ray can start it again; the thread of one request."""
         while True:
-            future: Future[Any] = first
-            item = None
+            answer, item = first, None
             try:
                 if number not in self._answering:
                     precision = ray.get(explorer.ready.remote())  # once it has its place and its model
@@ -162,8 +156,8 @@ class RaySampler:
                     with suppress(InvalidStateError):  # another one was first
                         first.set_result(precision)
                 item = self._queue.get()
-                future = item[-1].answer
-                future.set_result(ray.get(explorer.sample.remote(*item[-1].arguments)))
+                answer = item[-1].answer
+                answer.set_result(ray.get(explorer.sample.remote(*item[-1].arguments)))
             except RayActorError as error:
                 if item is not None:
                     self._queue.put(item)
@@ -176,7 +170,7 @@ class RaySampler:
                     return  # Ray cannot start it again
             except Exception as error:  # is raised where the answer is awaited
                 with suppress(InvalidStateError):
-                    future.set_exception(error.cause if isinstance(error, RayTaskError) else error)
+                    answer.set_exception(error.cause if isinstance(error, RayTaskError) else error)
                 if item is None:
                     return
 
