@@ -51,5 +51,5 @@ def test_a_default_run_imports_no_wing(compose: Callable[..., Run]) -> None:
             imported.add(module)
             waiting += imports(ast.parse(file.read_text()))
     assert len(imported) > 100 and "training.loop" in imported and all(file_of(wing) for wing in WINGS)
-    found = [module for module in imported for wing in WINGS if f"{module}.".startswith(f"{wing}.")]
-    assert found == []
+    wings = [module for module in imported for wing in WINGS if f"{module}.".startswith(f"{wing}.")]
+    assert wings == []
