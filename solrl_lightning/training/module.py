@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
+from solrl_lightning.artifacts.formatting import counted
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.frames import filmstrip
@@ -246,10 +247,10 @@ class SolRLModule(LightningModule):
         evaluation = self.evaluation
         if not evaluation.history:
             message = "evaluation: %d held-out prompts x %d images x %d steps, %.1f times the passes of an iteration"
-            message += "; again every %d iterations" if loop.evaluate_every < loop.max_epochs else "; again at the end"
+            often = loop.evaluate_every < loop.max_epochs
+            again = f"after {counted(loop.evaluate_every, 'iteration')}" if often else "at the end"
             sizes = len(evaluation.prompts), evaluation.images, evaluation.steps, loop.cost_of_evaluation
-            every = (loop.evaluate_every,) if loop.evaluate_every < loop.max_epochs else ()
-            log.info(message, *sizes, *every)
+            log.info(f"{message}; again {again}", *sizes)
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int) -> None:
         """Score the evaluation average on this rank's held-out prompts."""
