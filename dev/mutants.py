@@ -510,7 +510,7 @@ MUTANTS: dict[str, list[Edit]] = {
     ],
     "solrl_lightning/objectives/flow_grpo.py": [
         ("fixed window", "window/{self.seed}/{iteration}", "window/{self.seed}", GRPO),
-        ("window anywhere", "num_steps // 2 - self.window + 1", "num_steps - self.window", GRPO),
+        ("window anywhere", "places = most - self.window + 1", "places = num_steps - self.window", GRPO),
     ],
     "solrl_lightning/sampling/sde.py": [
         ("score sign", "velocity - 0.5 * eta**2 * score", "velocity + 0.5 * eta**2 * score", SDE),
@@ -1084,9 +1084,6 @@ MUTANTS: dict[str, list[Edit]] = {
     "solrl_lightning/options/model.py": [
         ("all frames are not scored", "self.frames > (self.num_frames", "self.frames >= (self.num_frames", WRONG),
     ],
-    "solrl_lightning/options/reward.py": [
-        ("answers of one value", "for mark in value.values()}) > 1", "for mark in value.values()}) > 0", WRONG),
-    ],
     "solrl_lightning/artifacts/complete.py": [
         ("shards without an index", 'if shard.name.count(".") == 1:', "if False:", VLM_LOCAL),
     ],
@@ -1138,6 +1135,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ),
     ],
     "solrl_lightning/rewards/answers.py": [
+        ("answers of one value", "for mark in value.values()}) > 1", "for mark in value.values()}) > 0", WRONG),
         ("4.0 is another answer than 4", 'return f"{float(word):.15g}" if', "return word if", VLM),
     ],
     "solrl_lightning/rewards/preprocessing.py": [
