@@ -23,7 +23,7 @@ def measure(chunk: int, rounds: int, overrides: list[str]) -> None:
 
     from solrl_lightning.build import build_model, build_rewards
     from solrl_lightning.cli.config import ConfigTree, application_config
-    from solrl_lightning.data.prompts import identities
+    from solrl_lightning.data.prompt import identities
     from solrl_lightning.explorers.cluster import explorers_of
     from solrl_lightning.facts import prompt_sets
     from solrl_lightning.options.run import Run
@@ -45,7 +45,8 @@ def measure(chunk: int, rounds: int, overrides: list[str]) -> None:
         from solrl_lightning.explorers.sampler import RaySampler
 
         there = RaySampler(cfg, explorers, module.policy, pool_of)
-        start, seconds = time.perf_counter() - begin, {"here": [], "there": []}
+        start, idle = time.perf_counter() - begin, []
+        seconds: dict[str, list[float]] = {"here": [], "there": []}
         module.sync_samplers(0)
         there.sync(module.policy_state("old"), 0)
         for iteration in range(rounds + 1):
@@ -53,13 +54,16 @@ def measure(chunk: int, rounds: int, overrides: list[str]) -> None:
                 object.__setattr__(module.transformers, "explorers", sampler)
                 begin = time.perf_counter()
                 module.run_stage(stage, encoded, pool_of(iteration)[1])
+                busy = there.metrics()["explorer_seconds"]
                 seconds[place].append(time.perf_counter() - begin)
+            idle.append(seconds["there"][-1] / busy - 1)
+            there.sync(module.policy_state("old"), iteration + 1)
         here, elsewhere = (statistics.median(values[1:]) for values in seconds.values())
         ratios = [b / a for a, b in zip(seconds["here"][1:], seconds["there"][1:], strict=True)]
         chunks = -(-encoded.conditioning[next(iter(encoded.conditioning))].shape[0] * cfg.family.pool // chunk)
         print(
-            f"chunks of {chunk}: {here / chunks:.3f} s each here, {elsewhere / chunks:.3f} s by an explorer, "
-            f"median ratio {statistics.median(ratios):.3f}; start {start:.1f} s",
+            f"chunks of {chunk}: {here / chunks:.3f} s each here, {elsewhere / chunks:.3f} s by an explorer, ratio "
+            f"{statistics.median(ratios):.3f}; without work {statistics.median(idle[1:]):.3f}; start {start:.1f} s",
             flush=True,
         )
 

@@ -322,7 +322,6 @@ MUTANTS: dict[str, list[Edit]] = {
         ("lag at the arrival", "self.version - task.version", "0", EXPLORERS),
         ("chunk of a lost explorer forgotten", "self._queue.put(item)", "pass", EXPLORERS),
         ("explored ahead beyond the last iteration", "cfg.iterations - 1", "cfg.iterations", EXPLORERS),
-        ("later iterations first", "self._queue.put((iteration,", "self._queue.put((-iteration,", EXPLORERS),
     ],
     "solrl_lightning/explorers/actor.py": [
         ("explorer keeps the first weights", "if self._weights != weights[0]:", "if not self._weights:", EXPLORERS),

@@ -45,6 +45,9 @@ CPU = torch.device("cpu")
 PROMPTS = [Prompt(text, {"level": level}) for text, level in zip(eval_captions()[:2], (0.1, 0.9), strict=True)]
 
 
+PREVIEW = ("model.preview_decoder=tiny", "model.explore_decoder=preview")
+
+
 def options(folder: Path, family: str, *arguments: str) -> Run:
     small = "experiment=smoke trainer=cpu model.rollout_batch=3 family.pool=16 explorers=ray".split()
     level = "reward.shapes._target_=tests.explorers.level.Level"
@@ -69,7 +72,7 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def cfg(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Run:
     address = f"explorers.address={cluster.address}"
-    return options(tmp_path_factory.mktemp("run"), "sol_rl", address, "explorers.count=4", "iterations=3")
+    return options(tmp_path_factory.mktemp("run"), "sol_rl", *PREVIEW, address, "explorers.count=4", "iterations=3")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +155,7 @@ def assert_equal(one: Explored, other: Explored) -> None:
 def test_explorers_give_the_bits_of_one_process(
     cfg: Run, module: SolRLModule, actors: list[Any], tmp_path: Path, family: str
 ) -> None:
-    cfg = options(tmp_path, family)
+    cfg = options(tmp_path, family, *PREVIEW)
     module.sync_samplers(0)
     expected = explored(cfg, module)
     for count in (1, 2, 4):
