@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from forks import Forks
+from forks import Forks, two_ranks
 from nano import save_nano
 from PIL import Image
 from ray.cluster_utils import Cluster
@@ -252,10 +252,23 @@ def test_run_whose_process_was_killed_resumes(cfg: Run, forks: Forks, tmp_path: 
     ):
         ended = forks.run(tmp_path, *arguments, kill_at=kill_at)
         assert ended.status == (0 if kill_at is None else -signal.SIGKILL), ended.output
-    one, other = (read_checkpoint(tmp_path / f"{run}/checkpoints/last.ckpt")["state_dict"] for run in ("here", "there"))
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert_same_weights(tmp_path)
     summary = json.loads((tmp_path / "there" / "summary.json").read_text())
     assert (summary["status"], summary["precision_backend"]) == ("completed", "nvfp4 (emulated)")
+
+
+@pytest.mark.slow
+def test_each_rank_explores_with_its_own(cfg: Run, forks: Forks, tmp_path: Path) -> None:
+    ranks = ["trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2"]
+    for folder, more in (("here", []), ("there", [*there(cfg), "explorers.count=2"])):
+        ended = forks.ranks(tmp_path, two_ranks(), *SMALL, *ranks, *more, f"hydra.run.dir={folder}")
+        assert [rank.status for rank in ended] == [0, 0], ended[0].output
+    assert_same_weights(tmp_path)
+
+
+def assert_same_weights(folder: Path) -> None:
+    one, other = (read_checkpoint(folder / f"{run}/checkpoints/last.ckpt")["state_dict"] for run in ("here", "there"))
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 @pytest.mark.parametrize("architecture", ["qwen_image_edit", "wan"])
