@@ -27,7 +27,7 @@ from solrl_lightning.study.elsewhere import TABLES, counts
 from solrl_lightning.study.time_to_reward import first_reached
 
 FAMILIES = ("sol_rl", "prefix", "race")
-MODELS = ("flux1", "sana", "sd3")
+MODELS = sorted({name.partition("_")[0] for name in TABLES})  # that have estimates
 _REWARD = 0.8  # of the embedded model, whose base has .574
 _SLOWEST = 1.5  # times an estimate of seconds, whose error is 30 %
 _CARDS = {9: "h100", 10: "b200"}  # major compute capability -> the packaged table of estimates

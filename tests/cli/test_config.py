@@ -132,13 +132,6 @@ def test_family_is_the_row_of_the_table(family: str, pool: int, explores: bool, 
     assert (settings.warning is not None) == (family == "naive_quant")
 
 
-@pytest.mark.parametrize("family", options("family"))
-def test_smoke_experiment_selects_where_the_family_does(family: str) -> None:
-    whole, small = (compose(f"family={family}", *experiment).family for experiment in ((), ("experiment=smoke",)))
-    assert small.pool == 8
-    assert (small.keep < small.pool) == (whole.keep < whole.pool)
-
-
 def test_every_configuration_file_opens_with_what_it_is() -> None:
     for file in CONF.rglob("*.yaml"):
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line != "# @package _global_"]

@@ -52,6 +52,8 @@ trainer.strategy=deepspeed       | Use trainer.strategy=ddp
 trainer.max_epochs=5             | Leave it out, or set iterations=<number>
 ~trainer.max_epochs              | trainer.max_epochs=null is invalid
 precision.backend=foo            | with precision=auto it must be one of auto, torch, transformer_engine, emulated
+callbacks.sample_grid.steps=0    | callbacks.sample_grid.steps=0 is invalid: it must be a whole number from 1 to 1000
+callbacks.rank_correlation.probe_every=-1 | it must be a whole number of at least 0
 callbacks.guard.stop=5           | it must be true or false
 callbacks.guard.limits.drift=0   | it must be a whole number of at least 1
 callbacks.guard.limits=null      | it must be a group of keys
