@@ -118,8 +118,17 @@ def test_a_file_that_does_not_fit_is_an_error(
         assert str(raised.value).startswith("model.fused_lora=") and "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize("family", ["prefix", "race", "diffusionnft", "sol_rl"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "family"),
+    [
+        ("flux2_klein", "sol_rl"),
+        ("flux2_klein", "race"),
+        ("z_image_turbo", "prefix"),
+        ("z_image_turbo", "race"),
+        ("qwen_image_lightning", "diffusionnft"),
+        ("qwen_image_lightning", "sol_rl"),
+    ],
+)
 def test_a_distilled_model_trains_with_its_steps(
     compose: Callable[..., Run], folder_of: FolderOf, lora: Path, tmp_path: Path, model: str, family: str
 ) -> None:
