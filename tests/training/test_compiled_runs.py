@@ -22,9 +22,7 @@ BLOCKS: dict[str, dict[str, Any]] = {
     # Three with two attentions, three with one, and the last, which has no text stream.
     "sd3": {"num_layers": 7, "dual_attention_layers": [0, 1, 2]},
     "sana": {"num_layers": 3},
-    "flux2": {"num_layers": 1, "num_single_layers": 3},
     "qwen_image": {"num_layers": 3},
-    "z_image": {"n_layers": 3},
 }
 SMALL = (
     "family.compile=true compile_training=true model.rollout_batch=6 model.micro_batch=2 reward=shapes "
