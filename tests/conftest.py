@@ -4,24 +4,22 @@ import functools
 import gc
 import logging
 import os
-import pickle
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import omegaconf
+import once
 import pytest
 from forks import Forks
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, grammar_parser
+from omegaconf import DictConfig
 
 from solrl_lightning.__main__ import main
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.options.run import Run
+from solrl_lightning.study.charts import draw_chart
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes for the few kernels compiled here would import torch
 
@@ -47,35 +45,17 @@ def pytest_sessionfinish() -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def files_of_the_package_are_read_once() -> Iterator[None]:
-    """What Hydra reads and parses is kept, and its composition is its own: a command line has up to four, of 0.1 s."""
-    read, files = ConfigRepository.load_config, dict[Any, bytes]()
-
-    def read_once(self: ConfigRepository, config_path: str) -> Any:
-        key = *(source.path for source in self.get_sources()), config_path
-        if any(source.scheme() == "file" for source in self.get_sources()):  # a test's own
-            return read(self, config_path)
-        if key not in files:
-            files[key] = pickle.dumps(read(self, config_path))
-        return pickle.loads(files[key])
-
-    list_options, groups = ConfigLoaderImpl.get_group_options, dict[Any, list[str]]()
-
-    def listed_once(self: ConfigLoaderImpl, group_name: str, *args: Any, **kw: Any) -> list[str]:
-        sources = (*(source.path for source in self.get_search_path().get_path()),)
-        if any(not path.startswith(("pkg://", "structured://")) for path in sources):
-            return list_options(self, group_name, *args, **kw)
-        key = sources, group_name, *args, *kw.values()
-        if key not in groups:
-            groups[key] = list_options(self, group_name, *args, **kw)
-        return list(groups[key])
-
+def what_runs_repeat_is_done_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        for user_of_the_grammar in (omegaconf.base, omegaconf._utils):
-            patch.setattr(user_of_the_grammar, "parse", functools.cache(grammar_parser.parse))
-        patch.setattr(ConfigLoaderImpl, "get_group_options", listed_once)
-        patch.setattr(ConfigRepository, "load_config", read_once)
+        once.compose_once(patch)
+        once.draw_once(patch)
         yield
+
+
+@pytest.fixture
+def drawn_charts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draw each chart of a report."""
+    monkeypatch.setattr("solrl_lightning.study.report.draw_chart", draw_chart)
 
 
 @pytest.fixture(scope="session", autouse=True)

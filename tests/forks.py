@@ -167,11 +167,20 @@ def _waited_for(process: int, output: IO[bytes], started: float) -> Ended:
 
 
 if __name__ == "__main__":
+    import once
+    import pytest
     import torch
+
+    from solrl_lightning.cli.config import ConfigTree
 
     torch.set_num_threads(1)
     for name in _IMPORTED:
         importlib.import_module(name)
+    patch = pytest.MonkeyPatch()
+    once.compose_once(patch)
+    once.draw_once(patch)
+    with ConfigTree() as tree:
+        tree.compose(["experiment=smoke", "trainer=cpu"])
     for line in sys.stdin:
         print(json.dumps([ended._asdict() for ended in _forked(json.loads(line))]), flush=True)
     os._exit(0)  # to take the libraries down takes two seconds

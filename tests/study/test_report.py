@@ -23,6 +23,8 @@ from solrl_lightning.study.report import (
 )
 from solrl_lightning.training.evaluation import evaluation_errors
 
+pytestmark = pytest.mark.usefixtures("drawn_charts")
+
 RUN = dict(status="completed", error=None, stopped_by=None, iterations=12, seconds_total=89.4, reward="shapes")
 CHANGE = dict(base_reward=0.4321, final_reward=0.5361, final_reward_iteration=12, improvement=0.1040)
 BEST = dict(best_reward=0.5404, best_iteration=9)

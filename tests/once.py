@@ -1,0 +1,90 @@
+"""What the suite does once, as its hundreds of runs would repeat it: compositions of files, and charts of reports."""
+
+import functools
+import pickle
+from typing import Any
+
+import omegaconf
+import pytest
+from hydra._internal import defaults_list
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.defaults_list import Overrides
+from omegaconf import DictConfig, grammar_parser
+
+
+def compose_once(patch: pytest.MonkeyPatch) -> None:
+    """Keep what Hydra reads and composes of the package's files and choices; it applies values each time."""
+    kept = dict[Any, bytes]()
+
+    def packaged(repo: Any) -> bool:  # and no file of a test's own
+        return all(source.scheme() != "file" for source in repo.get_sources())
+
+    def paths(repo: Any) -> tuple[str, ...]:
+        return tuple(source.path for source in repo.get_sources())
+
+    read = ConfigRepository.load_config
+
+    def read_once(self: ConfigRepository, config_path: str) -> Any:
+        if not packaged(self):
+            return read(self, config_path)
+        key = "file", paths(self), config_path
+        if key not in kept:
+            kept[key] = pickle.dumps(read(self, config_path))
+        return pickle.loads(kept[key])
+
+    choose = defaults_list._create_defaults_list
+
+    def chosen_once(repo: Any, config_name: Any, overrides: Overrides, **flags: bool) -> Any:
+        if not packaged(repo):
+            return choose(repo, config_name, overrides, **flags)
+        choices = {name: value for name, value in vars(overrides).items() if name != "config_overrides"}
+        key = "choices", paths(repo), config_name, *flags.values(), pickle.dumps(choices)
+        if key not in kept:
+            defaults, tree = choose(repo, config_name, overrides, **flags)
+            kept[key] = pickle.dumps((defaults, tree, {name: getattr(overrides, name) for name in choices}))
+        defaults, tree, choices = pickle.loads(kept[key])
+        vars(overrides).update(choices)
+        return defaults, tree
+
+    merge = ConfigLoaderImpl._compose_config_from_defaults_list
+
+    def merged_once(self: ConfigLoaderImpl, defaults: Any, repo: Any) -> DictConfig:
+        if not packaged(repo):
+            return merge(self, defaults, repo)
+        key = "composition", paths(repo), pickle.dumps(defaults)
+        if key not in kept:
+            kept[key] = pickle.dumps(merge(self, defaults, repo))
+        return pickle.loads(kept[key])
+
+    list_options, groups = ConfigLoaderImpl.get_group_options, dict[Any, list[str]]()
+
+    def listed_once(self: ConfigLoaderImpl, group_name: str, *args: Any, **kw: Any) -> list[str]:
+        sources = (*(source.path for source in self.get_search_path().get_path()),)
+        if any(not path.startswith(("pkg://", "structured://")) for path in sources):
+            return list_options(self, group_name, *args, **kw)
+        key = sources, group_name, *args, *kw.values()
+        if key not in groups:
+            groups[key] = list_options(self, group_name, *args, **kw)
+        return list(groups[key])
+
+    for user_of_the_grammar in (omegaconf.base, omegaconf._utils):
+        patch.setattr(user_of_the_grammar, "parse", functools.cache(grammar_parser.parse))
+    patch.setattr(ConfigLoaderImpl, "get_group_options", listed_once)
+    patch.setattr(ConfigRepository, "load_config", read_once)
+    patch.setattr(ConfigLoaderImpl, "_compose_config_from_defaults_list", merged_once)
+    patch.setattr(defaults_list, "_create_defaults_list", chosen_once)
+
+
+def draw_once(patch: pytest.MonkeyPatch) -> None:
+    """Draw the first chart of reports, and give the others its picture; the fixture ``drawn_charts`` draws all."""
+    from solrl_lightning.study import report
+
+    draw, drawn = report.draw_chart, list[str]()
+
+    def chart(title: str, *args: Any, note: str = "", **kw: Any) -> Any:
+        if not drawn:
+            drawn.append(draw(title, *args, note=note, **kw).svg)
+        return report.Chart(title, drawn[0], [], note)
+
+    patch.setattr(report, "draw_chart", chart)
