@@ -15,13 +15,11 @@ import re
 import sys
 import time
 from math import prod
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
-from hydra.utils import get_class, instantiate
+from hydra.utils import get_class
 
-from solrl_lightning.build import quantization_rule, trained_as
+from solrl_lightning.build import build_transformers
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.names import SHADOW
@@ -29,9 +27,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.policies.architectures import find_architecture
 from solrl_lightning.quantization import nvfp4_kernel, nvfp4_packed, resolve
 from solrl_lightning.quantization.backends import Hardware
-from solrl_lightning.sizing.blocks import write_short
-from solrl_lightning.sizing.plan import without_files
-from solrl_lightning.training.transformers import replicate
+from solrl_lightning.sizing.blocks import short_policy
 
 CARDS = {"8.0": "int8", "8.9": "fp8", "9.0": "fp8", "10.0": "nvfp4", "12.0": "nvfp4"}
 MODELS = ("flux1", "sd3", "sana", "wan", "z_image", "flux2", "qwen_image")
@@ -81,20 +77,17 @@ def _run(model: str, precision: str, hardware: Hardware) -> None:
     arguments = f"model={model} model.weights=random data=shapes reward=shapes".split()
     with ConfigTree() as tree:
         run = Run.of(application_config(tree.compose((*arguments, *options)), "outputs"))
-    with TemporaryDirectory() as folder, torch.set_grad_enabled(trains):
+    with torch.set_grad_enabled(trains):
         pipeline = get_class(run.model.policy["_target_"]).pipeline_class
-        write_short(find_architecture(run.model.pretrained, pipeline), Path(folder))
-        policy = instantiate(without_files(run).model.policy, pretrained=folder, weights="random", device="meta")
+        policy = short_policy(run, find_architecture(run.model.pretrained, pipeline), torch.device("meta"))
         with torch.device("meta"):  # without it, PEFT creates the adapters on the CPU
-            transformers = replicate(
+            transformers = build_transformers(
+                run,
                 policy,
-                trained_as(run.model, run.seed, run.is_sharded),
-                run.model.rollout_batch,
                 compile_replicas=True,
                 compile_policy=trains,
                 with_shadow=not trains,
                 backend=resolve(run.precision.name, "auto" if trains else "torch", hardware),
-                rule=quantization_rule(run.model.quantization),
                 compiler=absent_gpu.compiler,
             )
         batch = run.model.micro_batch if trains else run.model.rollout_batch

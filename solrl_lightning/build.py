@@ -41,6 +41,7 @@ from solrl_lightning.options.run import Run
 from solrl_lightning.options.trainer import Trainer as TrainerNode
 from solrl_lightning.options.trainer import named_devices
 from solrl_lightning.policies.compilation import should_compile
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import QuantizationRule, resolve_from
 from solrl_lightning.rewards.weighted import COMBINATIONS, WeightedRewards
 from solrl_lightning.rollout.stage import Sigmas
@@ -48,7 +49,7 @@ from solrl_lightning.targets import make
 from solrl_lightning.training.evaluation import Evaluation
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import SolRLModule
-from solrl_lightning.training.transformers import AdaptedTransformer, TrainedTransformer, replicate
+from solrl_lightning.training.transformers import AdaptedTransformer, TrainedTransformer, Transformers, replicate
 
 log = logging.getLogger(__name__)
 
@@ -229,7 +230,7 @@ def build_model(
     if cfg.is_sharded:
         options["transformer_device"] = "cpu"
     policy = make("model.policy", cfg.model.policy, takes=", ".join(f"`{name}`" for name in options), **options)
-    compiled, trained = {}, trained_as(cfg.model, cfg.seed, cfg.is_sharded)
+    compiled = {}
     wishes = {"family.compile": cfg.family.compile, "compile_training": cfg.compile_training}
     for (key, choice), what in zip(wishes.items(), ("rollouts", "training steps"), strict=True):
         if choice == "auto" and (cfg.base_weights != "bfloat16" or cfg.is_sharded):
@@ -242,17 +243,15 @@ def build_model(
     if cfg.is_sharded:
         from solrl_lightning.training.sharding import shard_transformers
 
-        transformers = shard_transformers(policy, trained, cfg.model.rollout_batch)
+        transformers = shard_transformers(policy, trained_as(cfg.model, cfg.seed, True), cfg.model.rollout_batch)
     else:
-        transformers = replicate(
+        transformers = build_transformers(
+            cfg,
             policy,
-            trained,
-            batch_size=cfg.model.rollout_batch,
             compile_replicas=compiled["family.compile"],
             compile_policy=compiled["compile_training"],
             with_shadow=SHADOW in samplers,
             backend=resolve_from(cfg.ckpt, cfg.precision.name, cfg.precision.backend, device),
-            rule=quantization_rule(cfg.model.quantization),
         )
     return SolRLModule(
         policy,
@@ -266,6 +265,12 @@ def build_model(
             list(eval_prompts), rewards, cfg.model.solver, cfg.model.eval_steps, cfg.data.eval_images, cfg.seed
         ),
     )
+
+
+def build_transformers(cfg: Run, policy: PipelineAdapter, **how: Any) -> Transformers:
+    """Return the transformers of a device that holds the whole model; ``how`` as in ``replicate``."""
+    trained, rule = trained_as(cfg.model, cfg.seed, cfg.is_sharded), quantization_rule(cfg.model.quantization)
+    return replicate(policy, trained, cfg.model.rollout_batch, rule=rule, **how)
 
 
 def trained_as(model: Model, seed: int, is_sharded: bool) -> Callable[[ModelMixin], TrainedTransformer]:

@@ -12,21 +12,31 @@ from hydra.utils import instantiate
 from torch import Tensor
 
 from solrl_lightning.artifacts.tables import OK, WRONG, Row
-from solrl_lightning.build import quantization_rule, trained_as
+from solrl_lightning.build import build_transformers
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.names import MERGED, OLD, POLICY, REFERENCE, SHADOW
 from solrl_lightning.options.run import Run
 from solrl_lightning.policies.architectures import Architecture
 from solrl_lightning.policies.compilation import should_compile
 from solrl_lightning.policies.conditioning import Conditioning
+from solrl_lightning.policies.pipeline import PipelineAdapter
 from solrl_lightning.quantization import Backend, resolve
 from solrl_lightning.sizing.layers import judge_speed
 from solrl_lightning.sizing.plan import Plan, without_files
 from solrl_lightning.sizing.timing import least_seconds
-from solrl_lightning.training.transformers import VelocityModel, as_it_is, replicate
+from solrl_lightning.training.transformers import VelocityModel, as_it_is
 
 _BLOCKS = 2  # of each kind
 _CPU_PRODUCTS = 2 * 10**8  # of the whole model's linear layers; sets the batch of the blocks on a CPU
+
+
+def short_policy(cfg: Run, architecture: Architecture, device: torch.device) -> PipelineAdapter:
+    """Return the run's policy with a few blocks of each kind, of random weights."""
+    with TemporaryDirectory() as folder:
+        write_short(architecture, Path(folder))
+        options = dict(pretrained=folder, weights="random", device=str(device))
+        policy: PipelineAdapter = instantiate(without_files(cfg).model.policy, **options)
+    return policy
 
 
 def write_short(architecture: Architecture, folder: Path) -> None:
@@ -56,21 +66,17 @@ def check_blocks(cfg: Run, run: Plan, shadow: Backend | None, device: torch.devi
     """Compile a few blocks of all samplers for both batch sizes, refresh and time the replicas, and yield the rows."""
     from torch._dynamo.testing import CompileCounterWithBackend  # takes a second to import
 
-    with TemporaryDirectory() as folder:
-        write_short(run.architecture, Path(folder))
-        policy = instantiate(without_files(cfg).model.policy, pretrained=folder, weights="random", device=str(device))
+    policy = short_policy(cfg, run.architecture, device)
     torch.compiler.reset()
     compiler = CompileCounterWithBackend("inductor" if compiled else "eager")
     trains, _ = should_compile("compile_training", "training steps", cfg.compile_training, device)
-    transformers = replicate(
+    transformers = build_transformers(
+        cfg,
         policy,
-        trained_as(cfg.model, cfg.seed, cfg.is_sharded),
-        cfg.model.rollout_batch,
         compile_replicas=True,
         compile_policy=trains,
         with_shadow=shadow is not None,
         backend=shadow or resolve("bf16", "auto", device),
-        rule=quantization_rule(cfg.model.quantization),
         compiler=compiler,
     )
 

@@ -23,14 +23,13 @@ from solrl_lightning.quantization import resolve
 from solrl_lightning.quantization.backends import Hardware
 from solrl_lightning.quantization.formats import FORMATS
 from solrl_lightning.sizing.footprint import OPTIONS
-from solrl_lightning.study.elsewhere import TABLES, counts
+from solrl_lightning.study.elsewhere import GPUS, TABLES, counts
 from solrl_lightning.study.time_to_reward import first_reached
 
 FAMILIES = ("sol_rl", "prefix", "race")
 MODELS = sorted({name.partition("_")[0] for name in TABLES})  # that have estimates
 _REWARD = 0.8  # of the embedded model, whose base has .574
 _SLOWEST = 1.5  # times an estimate of seconds, whose error is 30 %
-_CARDS = {9: "h100", 10: "b200"}  # major compute capability -> the packaged table of estimates
 _QUIET = "logger=csv callbacks.sample_grid.every=0 callbacks.rank_correlation.probe_every=0".split()
 _FULL_SIZE = (
     "model.weights=random data=shapes iterations=2 prompts_per_iteration=1 family.pool=48 family.keep=12 "
@@ -163,6 +162,8 @@ def train(family: str, options: tuple[str, ...], reward: float | None, runner: R
             yield Row("reward", WRONG, f"{text}; {reward:g} is not reached", way_out, measured)
             return
         text += f"; {reward:g} after {reached:.1f} s, {max(0, reached - first):.1f} without compilation"
+    else:
+        text += "; a reward changes by chance in so few"
     yield Row("reward", OK, text, "", measured)
 
 
@@ -207,7 +208,7 @@ def judge_seconds(model: str, family: str, hardware: Hardware, units: dict[str, 
         "rollout": lap.get("time/explore", 0.0) + lap["time/regenerate"],
         "train": lap["time/train"],
     }
-    card = _CARDS.get(hardware.capability[0])
+    card = GPUS.get(hardware.capability[0])
     if card is None:
         text = ", ".join(f"{stage} {number(value, 3)} s" for stage, value in seconds.items())
         return Row("seconds", OK, f"{text}; there is no estimate for this card", "", {"seconds": seconds, "lap": lap})

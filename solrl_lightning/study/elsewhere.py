@@ -7,6 +7,7 @@ of a run's own configuration, all on one GPU. The curves by iteration stay as me
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 import yaml
@@ -61,6 +62,20 @@ def _tables() -> dict[str, Machine]:
 
 TABLES = _tables()
 """Packaged tables by name."""
+
+GPUS = {9: "h100", 10: "b200"}
+"""The end of a table's name, by the GPU's major compute capability."""
+
+
+def table_of(pretrained: str, resolution: int, capability: tuple[int, int]) -> Machine | None:
+    """Return the packaged estimates of a model, a hub id or a folder of the same name, on a GPU, if there are any."""
+    for name in {name.partition("_")[0] for name in TABLES}:
+        file = files("solrl_lightning.conf") / "model" / f"{name}.yaml"
+        model = yaml.safe_load(file.read_text(encoding="utf-8"))
+        known = PurePath(model["pretrained"]).name, model["resolution"]
+        if known == (PurePath(pretrained).name, resolution) and capability[0] in GPUS:
+            return TABLES[f"{name}_{GPUS[capability[0]]}"]
+    return None
 
 
 class Cost(NamedTuple):

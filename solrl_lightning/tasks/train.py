@@ -35,7 +35,10 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.facts import prompt_sets
 from solrl_lightning.names import AUTO, TRAINED
 from solrl_lightning.options.run import Run
+from solrl_lightning.policies.guidance import forward_passes
+from solrl_lightning.quantization.backends import Hardware, hardware_of
 from solrl_lightning.training.loop import ExploreTrainLoop
+from solrl_lightning.training.module import SolRLModule
 from solrl_lightning.training.optimizer_state import ConfiguredSchedule, check_fits, check_shapes, keep_configured
 from solrl_lightning.training.transformers import AdaptedTransformer
 
@@ -111,6 +114,7 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
             "the held-out prompts or the rewards are not those of the checkpoint: base reward, best checkpoint and "
             "alarms begin anew, with an evaluation of the loaded weights"
         )
+    module.evaluation.planned_seconds = planned_seconds(cfg, module, hardware_of(device), trainer.world_size)
     held_out = RankPrompts(module.evaluation.prompts, trainer.global_rank, trainer.world_size)
     try:
         if cfg.ckpt is None:
@@ -123,6 +127,17 @@ def _train(cfg: Run, stack: ExitStack) -> float | None:
             raise
         raise SIGTERMException from error  # the signal has ended something else, too, such as a compiler
     return base_and_final(module.evaluation.history, module.rewards.name)[1]
+
+
+def planned_seconds(cfg: Run, module: SolRLModule, hardware: Hardware, ranks: int) -> float | None:
+    """Return the seconds of an evaluation by the packaged estimates, if there are any for the model on ``hardware``."""
+    from solrl_lightning.study.elsewhere import table_of  # other runs do without
+
+    table, evaluation = table_of(cfg.model.pretrained, cfg.model.resolution, hardware.capability), module.evaluation
+    if table is None:
+        return None
+    passes = evaluation.passes * forward_passes(module.policy.guidance_scale)
+    return table.seconds({"bf16": passes, "image": len(evaluation.prompts) * evaluation.images}) / ranks
 
 
 def _check_state(

@@ -35,7 +35,7 @@ class Score(Protocol):
 
 
 class Estimate:
-    """Progress that also logs, once, how long an evaluation takes on this machine, if it is more than a minute.
+    """Progress that also logs, once, how long an evaluation takes as measured here, if it is more than a minute.
 
     It counts from the end of the first batch, which compiles. A GPU's work is launched ahead of its end by less than
     the seconds that it waits.
@@ -84,6 +84,8 @@ class Evaluation:
         self.base: Tensor | None = None
         """Scores of the first evaluation, float64 [P, R]."""
         self.estimate = Estimate()
+        self.planned_seconds: float | None = None
+        """What one takes by the packaged estimates, if there are any for the model and the GPU."""
         self.comparable = True
         """Whether the evaluations of the checkpoint that was loaded compare with those of this run."""
 

@@ -277,6 +277,19 @@ class ExploreTrainLoop(_FitLoop):
             return self._evaluate_every
         return max(cast(int, self._evaluate_every), math.ceil(self.cost_of_evaluation / _SHARE_OF_EVALUATIONS))
 
+    @property
+    def large_share_of_evaluations(self) -> float | None:
+        """The share of a whole run's passes that its evaluations take, if it is more than a tenth in spite of ``auto``.
+
+        The one before training and the one at the end are always made.
+        """
+        if not self.few_evaluations:
+            return None
+        iterations = cast(int, self.max_epochs)
+        number = 1 + math.ceil(iterations / cast(int, self.evaluate_every))  # at the start, too
+        share = number * self.cost_of_evaluation / (iterations + number * self.cost_of_evaluation)
+        return share if share > 2 * _SHARE_OF_EVALUATIONS else None
+
     def cost(self) -> dict[str, float]:
         """Return what the iterations have cost so far, without evaluations, probes and sample grids.
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Self
 
-from solrl_lightning.artifacts.formatting import counted
+from solrl_lightning.artifacts.formatting import counted, duration
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.frames import filmstrip
@@ -247,10 +247,15 @@ class SolRLModule(LightningModule):
         evaluation = self.evaluation
         if not evaluation.history:
             message = "evaluation: %d held-out prompts x %d images x %d steps, %.1f times the passes of an iteration"
+            if evaluation.planned_seconds is not None:
+                message += f", {duration(evaluation.planned_seconds)} by estimate"
             often = loop.evaluate_every < loop.max_epochs
             again = f"after {counted(loop.evaluate_every, 'iteration')}" if often else "at the end"
             sizes = len(evaluation.prompts), evaluation.images, evaluation.steps, loop.cost_of_evaluation
             log.info(f"{message}; again {again}", *sizes)
+            if (share := loop.large_share_of_evaluations) is not None:
+                advice = "data.eval_prompts=<number> takes fewer held-out prompts"
+                log.info("evaluations are %.0f %% of this run's passes; %s", 100 * share, advice)
 
     def validation_step(self, prompts: list[Prompt], batch_idx: int) -> None:
         """Score the evaluation average on this rank's held-out prompts."""

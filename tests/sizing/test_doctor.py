@@ -11,6 +11,8 @@ import torch
 from solrl_lightning.artifacts.tables import OK, SKIPPED, WRONG, Row, format_row
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
+from solrl_lightning.quantization.backends import Hardware
+from solrl_lightning.quantization.first_run import first_run
 from solrl_lightning.quantization.formats import FORMATS
 from solrl_lightning.tasks import doctor
 from solrl_lightning.tasks.doctor import check_run, guarded
@@ -31,6 +33,8 @@ def test_embedded_model_is_ok_and_the_report_does_not_contain_the_token(
     assert {"machine", "packages", "cuda", "precision", "layer 128->512", "blocks", "memory", "reward"} <= set(rows)
     assert rows["machine"]["measured"]["torch_version"] == torch.__version__
     assert rows["packages"]["measured"]["torch"].startswith(torch.__version__.partition("+")[0])
+    assert rows["first run"]["measured"] == first_run(Hardware("", "cpu"))._asdict()
+    assert "family=sol_rl precision=nvfp4: " in rows["first run"]["result"]
     assert rows["precision"]["measured"]["others"].keys() == FORMATS.keys() - {"nvfp4"}
     assert 0 < rows["layer 128->512"]["measured"]["error"] <= rows["layer 128->512"]["measured"]["tolerance"]
     assert rows["compilation"]["measured"] == {"graphs": 4, "recompilations": 0, "backend": "eager"}

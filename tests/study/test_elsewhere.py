@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.study.elsewhere import TABLES, read_cost
+from solrl_lightning.study.elsewhere import TABLES, read_cost, table_of
 
 # 6 prompts, 96 candidates in 6 steps, 24 kept in 10 steps and trained at 4 (flux1) or 6 noise levels.
 COUNTS = {"shadow": 6 * 96 * 6, "bf16": 6 * 24 * 10, "image": 6 * 120}
@@ -34,6 +34,25 @@ def test_units_sum_to_the_seconds_of_the_iteration_they_are_of(table: str, level
 def test_units_of_flux1_on_an_h100() -> None:
     bf16, shadow, image, row, _ = TABLES["flux1_h100"]
     assert [1000 * unit for unit in (bf16, shadow, image, row)] == pytest.approx([29.2, 20.0, 11.1, 151], rel=0.003)
+
+
+@pytest.mark.parametrize(
+    ("pretrained", "resolution", "capability", "table"),
+    [
+        ("black-forest-labs/FLUX.1-dev", 512, (9, 0), "flux1_h100"),
+        ("/models/FLUX.1-dev", 512, (10, 3), "flux1_b200"),
+        ("stabilityai/stable-diffusion-3.5-large", 1024, (9, 0), "sd3_h100"),
+        ("Efficient-Large-Model/Sana_1600M_1024px_BF16_diffusers", 1024, (10, 0), "sana_b200"),
+        ("black-forest-labs/FLUX.1-dev", 1024, (9, 0), None),
+        ("black-forest-labs/FLUX.1-schnell", 512, (9, 0), None),
+        ("black-forest-labs/FLUX.1-dev", 512, (8, 9), None),
+        ("black-forest-labs/FLUX.1-dev", 512, (0, 0), None),  # a CPU
+    ],
+)
+def test_estimates_are_of_the_model_its_size_and_the_gpu(
+    pretrained: str, resolution: int, capability: tuple[int, int], table: str | None
+) -> None:
+    assert table_of(pretrained, resolution, capability) == (table and TABLES[table])
 
 
 def test_note_says_what_is_measured_and_what_is_simulated() -> None:

@@ -35,11 +35,14 @@ from solrl_lightning.objectives.nft import NFT, NFTLoss
 from solrl_lightning.objectives.pepg import PEPGLoss
 from solrl_lightning.objectives.ram import RAMLoss
 from solrl_lightning.options.run import Run as Options
+from solrl_lightning.quantization.backends import Hardware
 from solrl_lightning.rewards.base import Reward
 from solrl_lightning.rewards.weighted import WeightedRewards, gdpo
 from solrl_lightning.rollout.records import Candidates, Rollouts, TrainingBatch
 from solrl_lightning.rollout.select import select_contrastive
 from solrl_lightning.rollout.stage import Stage
+from solrl_lightning.study.elsewhere import TABLES
+from solrl_lightning.tasks.train import planned_seconds
 from solrl_lightning.training.loop import ExploreTrainLoop
 from solrl_lightning.training.module import SolRLModule
 
@@ -415,6 +418,34 @@ def test_few_evaluations_take_at_most_a_twentieth_of_the_passes(tmp_path: Path) 
     assert every is not None and every * cost >= 20 * passes > (every - 1) * cost and every > 3
     run.module.evaluation.images, run.loop._evaluate_every = 1, 1000
     assert run.loop.evaluate_every == 1000
+
+
+@pytest.mark.parametrize(("seconds", "cost"), [(None, ""), (396.4, ", 6.6 min by estimate")])
+def test_the_first_evaluation_says_what_it_costs_before_it_begins(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, seconds: float | None, cost: str
+) -> None:
+    run = make(tmp_path, "evaluation.every=auto", "data.eval_images=4", max_epochs=1)
+    run.module.evaluation.planned_seconds = seconds
+    with caplog.at_level("INFO", "solrl_lightning"):
+        run.trainer.validate(run.module, RankPrompts(run.module.evaluation.prompts, 0, 1), verbose=False)
+    first, share = (message for message in caplog.messages if message.startswith("evaluation"))
+    passes = run.loop.cost_of_evaluation
+    sizes = f"evaluation: 2 held-out prompts x 4 images x 1 steps, {passes:.1f} times the passes of an iteration"
+    assert first == f"{sizes}{cost}; again at the end"
+    percent = 200 * passes / (1 + 2 * passes)
+    assert share.startswith(f"evaluations are {percent:.0f} % of this run's passes; data.eval_prompts=<number> takes")
+    run.loop.max_epochs = 100
+    assert run.loop.large_share_of_evaluations is None
+    run.loop.max_epochs, run.loop.few_evaluations = 1, False  # as asked for
+    assert run.loop.large_share_of_evaluations is None
+
+
+def test_an_evaluation_is_planned_by_the_estimates_of_its_model_and_gpu(tmp_path: Path) -> None:
+    run, h100 = make(tmp_path, "data.eval_images=4"), Hardware("", capability=(9, 0))
+    cfg, table = composed("model.resolution=512"), TABLES["flux1_h100"]
+    cfg.model.pretrained = "FLUX.1-dev"
+    assert planned_seconds(cfg, run.module, Hardware("", "cpu"), ranks=1) is None
+    assert planned_seconds(cfg, run.module, h100, ranks=2) == (8 * table.bf16 + 8 * table.image) / 2
 
 
 def test_every_second_iteration_and_the_last_one_are_evaluated(tmp_path: Path) -> None:
