@@ -1,12 +1,16 @@
 """Costs of another machine."""
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from solrl_lightning.errors import UserError
+from solrl_lightning.quantization.first_run import first_run
 from solrl_lightning.study.elsewhere import TABLES, read_cost, table_of
+
+REPOSITORY = Path(__file__).parents[2]
 
 # 6 prompts, 96 candidates in 6 steps, 24 kept in 10 steps and trained at 4 (flux1) or 6 noise levels.
 COUNTS = {"shadow": 6 * 96 * 6, "bf16": 6 * 24 * 10, "image": 6 * 120}
@@ -34,6 +38,21 @@ def test_units_sum_to_the_seconds_of_the_iteration_they_are_of(table: str, level
 def test_units_of_flux1_on_an_h100() -> None:
     bf16, shadow, image, row, _ = TABLES["flux1_h100"]
     assert [1000 * unit for unit in (bf16, shadow, image, row)] == pytest.approx([29.2, 20.0, 11.1, 151], rel=0.003)
+
+
+def test_texts_have_the_numbers_of_the_estimates() -> None:
+    ratios = {}
+    for name in set(TABLES) - {name for name in TABLES if name.endswith("paper")}:
+        table, rows = TABLES[name], 6 * 24 * (4 if name.startswith("flux1") else 6)
+        alone = {"bf16": COUNTS["bf16"], "image": 6 * 24, "row": rows}  # without exploration
+        ratios[name] = table.seconds(COUNTS | {"row": rows}) / table.seconds(alone)
+    words = f"{min(ratios.values()):.1f} to {max(ratios.values()):.1f} times as long"
+    for page in ("README.md", "docs/measurements.md"):
+        assert words in " ".join((REPOSITORY / page).read_text().split())
+    h100, text = TABLES["flux1_h100"], " ".join(str(first_run.__doc__).split())
+    prefix = h100.seconds({"bf16": 6 * (96 * 4 + 24 * 6), "image": COUNTS["image"], "row": 576})
+    assert f"it takes {h100.shadow / h100.bf16:.1f} in FP8".replace("0.", ".") in text
+    assert f"{h100.seconds(COUNTS | {'row': 576}):.0f} s an iteration, {prefix:.0f} with ``prefix``" in text
 
 
 @pytest.mark.parametrize(
