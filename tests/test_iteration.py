@@ -26,7 +26,9 @@ RUNS = [
 def test_the_page_trains_the_weights_that_the_command_trains(
     compose: Callable[..., Run], tmp_path: Path, run: str
 ) -> None:
-    small = "experiment=smoke trainer=cpu ~logger data.eval_prompts=1 data.eval_images=1 model.micro_batch=5"
+    small = (
+        "experiment=smoke trainer=cpu ~logger data.eval_prompts=1 data.eval_images=1 model.micro_batch=5 family.pool=6"
+    )
     others = "~callbacks.sample_grid ~callbacks.rank_correlation ~callbacks.guard"
     cfg = compose(*small.split(), *others.split(), *run.split())
     of_page = iteration.train(cfg, torch.device("cpu")).state_dict()

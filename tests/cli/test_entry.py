@@ -19,11 +19,12 @@ from typing import Any
 import pytest
 import torch
 from diffusers.quantizers.torchao import torchao_quantizer
+from forks import Forks
 from hydra.core.plugins import Plugins
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.demos.boring_classes import BoringModel
 from omegaconf import OmegaConf
-from small_runs import Command, files_of
+from small_runs import SMALL, Command, files_of
 
 import solrl_lightning
 from solrl_lightning.artifacts.run_folder import claimed
@@ -181,6 +182,7 @@ def test_sweep_runs_every_combination_in_its_own_folder(command: Command, tmp_pa
 
 
 SWEEPER = """
+from forks import Forks
 from hydra.core.plugins import Plugins
 from hydra.plugins.sweeper import Sweeper
 
@@ -830,24 +832,18 @@ def test_several_nodes_without_a_launcher_are_an_error(command: Command) -> None
 # The program as a user starts it
 
 
-PRINTS = "task._target_=builtins.print"  # a task that prints its options
+@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--help"], SMALL], ids=["help", "run"])
+def test_reader_that_closes_the_output_causes_no_message(forks: Forks, tmp_path: Path, arguments: list[str]) -> None:
+    ended = forks.run(tmp_path, *arguments, target="cli/closed_output:to_no_reader")
+    assert (ended.status, ended.output) == (141, "")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("argument", ["--help", PRINTS])
-def test_reader_that_closes_the_output_causes_no_message(tmp_path: Path, argument: str) -> None:
-    program, pipe = [sys.executable, "-m", "solrl_lightning", argument], subprocess.PIPE
-    with subprocess.Popen(program, stdout=pipe, stderr=pipe, cwd=tmp_path) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()  # as of `--help | head`
-        assert process.stderr.read() == b"" and process.wait() == 141
-
-
-@pytest.mark.slow
-def test_command_without_an_output_runs(tmp_path: Path) -> None:
-    program = shlex.join([sys.executable, "-m", "solrl_lightning", PRINTS])
-    result = subprocess.run(["sh", "-c", f"{program} >&-"], cwd=tmp_path, capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, "")
+def test_command_without_an_output_runs(forks: Forks, tmp_path: Path) -> None:
+    ended = forks.run(tmp_path, *SMALL, "hydra.run.dir=run", target="cli/closed_output:to_nowhere")
+    assert ended.status == 0 and "Traceback" not in ended.output, ended.output
+    assert (tmp_path / "run" / "summary.json").is_file()
 
 
 @pytest.mark.parametrize(

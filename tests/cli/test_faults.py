@@ -87,6 +87,7 @@ NO_CHECKPOINT, NO_EXPORT = (
     f"callbacks.checkpoint._target_={__name__}.NoCheckpoint",
     "callbacks.export._target_=lightning.pytorch.Callback",
 )
+GRID = ("callbacks.sample_grid.every=1", "callbacks.sample_grid.seeds_per_prompt=8")
 LONG_SUMMARY = f"+callbacks.summary.hparams.note={'n' * 2**14}"
 
 
@@ -110,7 +111,7 @@ class FillDisk(Callback):
     ("file", "size", "arguments"),
     [
         ("checkpoints/last.ckpt", 2**20, []),
-        ("samples/grid_000002.png", 2**14, [NO_CHECKPOINT, "~logger", "callbacks.sample_grid.every=1"]),
+        ("samples/grid_000002.png", 2**14, [NO_CHECKPOINT, "~logger", *GRID]),
         ("lora", 2**20, [NO_CHECKPOINT]),
         # Without a logger, as TensorBoard's thread would write after the test, when the folder is gone.
         ("summary.json", 2**14, [NO_CHECKPOINT, NO_EXPORT, "~logger", LONG_SUMMARY]),

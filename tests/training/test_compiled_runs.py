@@ -22,7 +22,6 @@ BLOCKS: dict[str, dict[str, Any]] = {
     # Three with two attentions, three with one, and the last, which has no text stream.
     "sd3": {"num_layers": 7, "dual_attention_layers": [0, 1, 2]},
     "sana": {"num_layers": 3},
-    "qwen_image": {"num_layers": 3},
 }
 SMALL = (
     "family.compile=true compile_training=true model.rollout_batch=6 model.micro_batch=2 reward=shapes "
@@ -73,7 +72,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
-@pytest.mark.parametrize(("model", "family"), [*((model, "sol_rl") for model in BLOCKS), ("sana", "prefix")])
+@pytest.mark.parametrize(("model", "family"), [("flux1", "sol_rl"), ("sd3", "sol_rl"), ("sana", "prefix")])
 def test_all_samplers_are_compiled_once_also_after_running_out_of_memory(
     compose: Callable[..., Run],
     folders: dict[str, str],
