@@ -132,15 +132,15 @@ class Family(Pool):
         if explorer is None:
             return
         explorer.check_rungs("explore", self.pool, self.keep)
-        first = explorer.sampler, explorer.steps, explorer.solver or last.solver
-        same = first == (last.sampler, last.steps, last.solver)
-        if explorer.stops_early and explorer.sampler == last.sampler and not same:
+        first, resumed = explorer.but(solver=explorer.solver or last.solver).trajectory, last.trajectory
+        others = [key for key in resumed if first[key] != resumed[key]]
+        if explorer.stops_early and explorer.sampler == last.sampler and others:
+            key, value = f"family.regenerate.{others[0]}", written(first[others[0]])
             raise UserError(
-                f"family.regenerate={last.sampler}, {last.steps}, {last.solver} is invalid: it samples with the same "
-                f"weights as family.explore ({', '.join(map(str, first))}), which stops early, so it continues the "
-                "same trajectories and must have the same steps and solver. Set family.regenerate.steps and .solver so."
+                f"{key}={written(resumed[others[0]])} is invalid: it resumes the trajectories of family.explore, which "
+                f"stops early with {others[0]}={value}. Set {key}={value}."
             )
-        if same and explorer.rungs and explorer.rungs[-1].step == explorer.steps:
+        if not others and explorer.rungs and explorer.rungs[-1].step == explorer.steps:
             rule = f"it must be a race that ends before step {explorer.steps}, the last one."
             raise Broken(rule, "explore.rungs")
 

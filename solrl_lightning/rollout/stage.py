@@ -49,10 +49,14 @@ class Stage(Group):
         """The step after which the candidates are scored."""
         return self.stop_after or self.steps
 
+    @property
+    def trajectory(self) -> dict[str, Any]:
+        """The options that change a trajectory: two stages with equal ones pass through the same states."""
+        return {"sampler": self.sampler, "steps": self.steps, "solver": self.solver}
+
     def continues_in(self, following: "Stage") -> bool:
         """Return whether ``following`` resumes these trajectories; if not, it starts from the seeds' noise."""
-        same = (self.sampler, self.steps, self.solver) == (following.sampler, following.steps, following.solver)
-        return self.stop_after is not None and same
+        return self.stop_after is not None and self.trajectory == following.trajectory
 
 
 def with_next(stages: Sequence[Stage]) -> Iterator[tuple[Stage, Stage | None]]:
