@@ -208,7 +208,7 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         sources = override.value()
         if override.key_or_group == "hydra.searchpath" and isinstance(sources, list):
             tree.look_in(sources)
-    resumed = resume(tree, flags.overrides, flags.multirun)
+    resumed = resume(tree, tree.completed(flags.overrides), flags.multirun)
     composed = tree.jobs(resumed.arguments, flags.multirun)
     checked = [argument for argument in arguments if argument not in flags.overrides] + resumed.arguments
     if flags.help or flags.cfg or flags.info:

@@ -83,7 +83,7 @@ class Finished(NamedTuple):
 @functools.cache
 def _composed(*arguments: str) -> DictConfig:
     with ConfigTree() as tree:
-        return tree.compose(arguments)
+        return tree.compose(tree.completed(arguments))
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import IntervalSweep, Override
+from hydra.core.override_parser.types import IntervalSweep, Override, OverrideType
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException, OverrideParseException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -134,6 +134,30 @@ class ConfigTree:
         characters = "".join(texts)
         strange = next((repr(one) for one in characters if not re.match(_UNQUOTED, one, re.ASCII)), "spaces")
         return f"Cannot read {argument!r}. A text with {strange} needs quotes that survive the shell: {fix}."
+
+    def completed(self, arguments: Sequence[str]) -> list[str]:
+        """Return the arguments with ``++`` before keys that have a default and are in no file of the chosen groups."""
+        overrides = self.parse(arguments)
+        dotted = [o for o in overrides if o.type == OverrideType.CHANGE and "." in o.key_or_group]
+        if dotted:
+            from solrl_lightning.options.run import Run  # pydantic takes 0.1 s
+
+            dotted = [override for override in dotted if Run.has_default(override.key_or_group)]
+        if not dotted:
+            return list(arguments)
+        choices = [_swept(override, every=True) for override in overrides if self.options(override.key_or_group)]
+        trees = [self.nodes(combination) for combination in itertools.product(*choices)]
+        added = {
+            override.input_line
+            for override in dotted
+            if any(override.key_or_group not in tree for tree in trees)
+            and all(isinstance(tree.get(override.key_or_group.rpartition(".")[0]), dict) for tree in trees)
+        }
+        return [f"++{argument}" if argument in added else argument for argument in arguments]
+
+    def nodes(self, choices: Sequence[str]) -> dict[str, Any]:
+        """Return the value of each node of the options ``choices`` by its dotted key."""
+        return dict(_nodes(OmegaConf.to_container(self.compose(choices), resolve=False)))
 
     def compose(self, arguments: Sequence[str]) -> DictConfig:
         """Return the whole configuration, with Hydra's own part.
@@ -267,7 +291,7 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
             choices.append(str(override.input_line))
         elif not (override.is_add() or override.is_force_add() or override.is_delete()):
             values.append(override)
-    known = dict(_nodes(OmegaConf.to_container(tree.compose(choices), resolve=False))) if values else {}
+    known = tree.nodes(choices) if values else {}
     for override in values:
         key, value = override.key_or_group, override.value()
         if key not in known:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationInfo, model_validator
 from pydantic_core import ErrorDetails
@@ -59,6 +59,12 @@ class Group(BaseModel):
 
     def check(self) -> None:
         """Raise for a rule over several keys."""
+
+
+def group_of(annotation: Any) -> type[Group] | None:
+    """Return the class of a group's field, which may be null as well; None for other fields."""
+    kinds = [kind for kind in get_args(annotation) or (annotation,) if isinstance(kind, type)]
+    return next((kind for kind in kinds if issubclass(kind, Group)), None)
 
 
 NODE = ConfigDict(strict=True, extra="allow")

@@ -28,6 +28,7 @@ from solrl_lightning.options.rules import (
     Positive,
     Seed,
     explain,
+    group_of,
     is_reference,
 )
 from solrl_lightning.options.task import AnyTask, Audit, Generate, Plan, Task
@@ -124,6 +125,20 @@ class Run(Group):
         except ValidationError as error:
             return error.errors()
         return []
+
+    @classmethod
+    def has_default(cls, key: str) -> bool:
+        """Return whether ``key`` is known, and has a value where no file gives it one."""
+        *path, name = key.split(".")
+        group: type[Group] = cls
+        for part in path:
+            field = group.model_fields.get(part)
+            below = None if field is None else group_of(field.annotation)
+            if below is None:
+                return False
+            group = below
+        field = None if name in group.no_keys else group.model_fields.get(name)
+        return field is not None and not field.is_required() and group.model_config.get("extra") == "forbid"
 
     def tree(self) -> dict[str, Any]:
         """Return the values as mappings and lists, without defaults."""

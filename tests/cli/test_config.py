@@ -209,6 +209,23 @@ def test_unknown_name_error_names_the_nearest_or_all(argument: str, message: str
         check_names(tree, argument.split())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "added"),
+    [
+        ("family.explore.stop_below=0.5", "++family.explore.stop_below=0.5"),
+        ("family.explore.steps=5 model.data.images=3", "family.explore.steps=5 model.data.images=3"),
+        ("family=prefix family.explore.stop_below=0.5", "family=prefix family.explore.stop_below=0.5"),
+        ("family=prefix,sol_rl family.explore.stop_after=1,2", "family=prefix,sol_rl ++family.explore.stop_after=1,2"),
+        ("+family.explore.stop_below=0.5", "+family.explore.stop_below=0.5"),
+        *[(each, each) for each in ("family.explore.name=x", "family.explore.stop=1", "model.guidance_scale=4.5")],
+        ("family=diffusionnft family.explore.decoder=full", "family=diffusionnft family.explore.decoder=full"),
+    ],
+)
+def test_option_with_a_default_needs_no_key_in_a_file(arguments: str, added: str) -> None:
+    with ConfigTree() as tree:
+        assert tree.completed(arguments.split()) == added.split()
+
+
 def test_error_of_a_key_that_nothing_takes_suggests_no_plus() -> None:
     for argument in ("family.pol=3", "task.x=1", "iterationss=2"):
         with ConfigTree() as tree, pytest.raises(UserError) as error:
