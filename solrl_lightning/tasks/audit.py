@@ -182,16 +182,13 @@ def describe(explorer: Scored, truth: Tensor, cfg: Run) -> dict[str, Any]:
     return {
         "name": name_of(explorer, cfg.model.solver),
         "command": command_of(explorer.explorer, explorer.precision, cfg),
-        "sampler": first.sampler,
+        **sampling_of(first),
         "precision": explorer.precision,
         "backend": explorer.backend,
-        "steps": first.steps,
-        "solver": first.solver,
         "rungs": [
             {"step": stage.stop_after, "level": float(level), "keep": stage.keep}
             for stage, level in zip(explorer.rungs, explorer.levels, strict=True)
         ],
-        "decoder": first.decoder,
         "evaluations": passes * sum(explored),
         "regenerate_evaluations": passes * regenerated,
         "reward": explorer.reward,
@@ -304,8 +301,16 @@ def fidelity(proxy: Tensor, truth: Tensor, keep: int) -> dict[str, float]:
 def name_of(explorer: Scored, solver: str) -> str:
     """Return the label in the table and the picture: ``nvfp4 6 steps``, ``bf16 2/4 of 10 steps (0.90/0.70)``."""
     first = explorer.stages[0]
-    options = [str(value) for value, default in ((first.solver, solver), (first.decoder, "full")) if value != default]
+    usual = {key: field.default for key, field in Stage.model_fields.items()}
+    usual |= {"sampler": first.sampler, "steps": first.steps, "solver": solver}
+    others = {key: value for key, value in sampling_of(first).items() if value != usual[key]}
+    options = [value if isinstance(value, str) else f"{key}={written(value)}" for key, value in others.items()]
     return " ".join([explorer.precision, label(explorer.rungs, explorer.levels), *options])
+
+
+def sampling_of(stage: Stage) -> dict[str, Any]:
+    """Return the options of sampling by key, without the stop."""
+    return stage.model_dump(exclude={*Explorer.no_keys, "stop_after", "stop_below"})
 
 
 # The recommendation
@@ -317,23 +322,24 @@ def command_of(explorer: Explorer, precision: str, cfg: Run) -> str | None:
     Exploration on merged weights that stops early continues in regeneration, so steps and solver are equal; an explorer
     that is the truth leaves nothing to regenerate.
     """
-    task, solver = cfg.task_as(Audit), explorer.solver or cfg.model.solver
-    stops, whole = explorer.stops_early, (explorer.steps, solver) == (cfg.model.full_steps, cfg.model.solver)
+    task, explorer = cfg.task_as(Audit), explorer.model_copy(update={"solver": explorer.solver or cfg.model.solver})
+    stops, is_truth = explorer.stops_early, explorer.trajectory == _full(cfg).trajectory
     to_the_end = explorer.steps in [rung.step for rung in explorer.rungs or ()]
-    if explorer.sampler == MERGED and (to_the_end or stops != whole):
+    if explorer.sampler == MERGED and (to_the_end or stops != is_truth):
         return None
     family = "race" if explorer.rungs else "prefix" if stops else "sol_rl"
-    rungs = [rung.model_dump(exclude_none=True) for rung in explorer.rungs or ()]
-    explore = explorer.model_dump() | {"solver": solver, "rungs": rungs}
-    defaults = with_option(cfg, "family", family).family.model_dump(exclude_unset=True)
+    default = with_option(cfg, "family", family).family.explore
+    assert default is not None, "these families explore"
     arguments = [f"family={family}"]
     if explorer.sampler == SHADOW:
         arguments.append(f"precision={precision}")
     all_of_it = _has_experiment(task)  # which may set these, too
     arguments += _counts(cfg, family, task.pool, task.keep)
-    for key, value in ({"stop_below": None} | defaults["explore"]).items():
-        if key in explore and (value != explore[key] or (all_of_it and value is not None)):
-            arguments.append(f"family.explore.{key}={written(explore[key]).replace(' ', '')}")
+    values, defaults = explorer.model_dump(exclude_none=True), default.model_dump(exclude_none=True)
+    for key in [name for name in Explorer.model_fields if name not in Explorer.no_keys]:
+        value = values.get(key)
+        if value != defaults.get(key) or (all_of_it and key in defaults):
+            arguments.append(f"family.explore.{key}={written(value).replace(' ', '')}")
     return _command(arguments, task)
 
 

@@ -17,7 +17,7 @@ from matplotlib.text import Annotation
 from PIL import Image
 from sigmas import uniform_sigmas
 
-from solrl_lightning.build import build_objective
+from solrl_lightning.build import build_objective, with_option
 from solrl_lightning.metrics.selection_gain import GAIN_EXPONENT, gap_of_prompts
 from solrl_lightning.options.family import Explorer
 from solrl_lightning.options.run import Run
@@ -189,6 +189,19 @@ def test_command_explores_and_regenerates_as_the_audit_did(compose: Compose, pro
     named = explorer.precision or "nvfp4" if stages[0].sampler == "shadow" else "auto"
     assert (run.family.pool, run.family.keep, run.precision.name) == (96, 24, named)
     assert (run.family.compile, run.trainer["deterministic"], run.prompts_per_iteration) == (False, True, 3)
+
+
+def test_command_has_options_that_the_file_of_its_family_leaves_out(
+    compose: Compose, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_decoder(cfg: Run, group: str, option: str) -> Run:
+        node = with_option(cfg, group, option).family.model_dump(exclude_unset=True)
+        del node["explore"]["decoder"]
+        return cfg.with_group(group, node)
+
+    monkeypatch.setattr(audit_module, "with_option", without_decoder)
+    cfg = compose("task=audit", "model.preview_decoder=tiny", "task.proxies=[{sampler:shadow,steps:6,decoder:preview}]")
+    assert "family.explore.decoder=preview" in str(command_of(cfg.task.proxies[0], "nvfp4", cfg))
 
 
 @pytest.mark.parametrize(
