@@ -33,7 +33,15 @@ from solrl_lightning.cli.config import CONFIG_MODULE, ConfigTree, check_choices
 from solrl_lightning.cli.console import EXPECTED, first_lines, report_error, silence_libraries
 from solrl_lightning.cli.hub import check_hub
 from solrl_lightning.cli.launch import check_launched, is_first, launched, ranks_here
-from solrl_lightning.cli.resume import check_contents, check_left, check_sweep, resume, resume_command
+from solrl_lightning.cli.resume import (
+    Resumed,
+    check_contents,
+    check_left,
+    check_sweep,
+    recorded_contents,
+    resume,
+    resume_command,
+)
 from solrl_lightning.errors import UserError
 
 interrupts.restore()
@@ -223,25 +231,15 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         if new:
             check_new(folder)
         check_writable(folder)
+    if resumed.checkpoint is not None and (recorded := recorded_contents(resumed.checkpoint)) is not None:
+        _is_over(resumed, jobs, *recorded)
     _each(jobs, checks.check_needs)
     _each(jobs, lambda options: notes.extend(check_hub(*checks.downloads(options))))
     _each(jobs, checks.check_machine)
     message = resumed.message
     if resumed.checkpoint is not None:
-        iterations = min(cfg.iterations for cfg in jobs.values())
-        limit = min(cfg.max_seconds or math.inf for cfg in jobs.values())
         done, seconds = check_contents(resumed.checkpoint)
-        end = None if resumed.folder is None else end_of(resumed.folder, done)
-        is_over = done >= iterations or seconds >= limit
-        if resumed.requeued and (end == "stopped early" or (end is not None and is_over)):
-            ended = f"has ended after {counted(done, 'iteration')}"
-            _print_first(f"ckpt=auto: the run in {resumed.folder} {ended}; nothing to do")
-            raise SystemExit(0)
-        if resumed.newest and resumed.folder is not None and end is not None:
-            check_sweep(resumed.folder, resumed.checkpoint)
-        if resumed.training and (resumed.folder is None or end is not None or done > iterations):
-            check_left(resumed.checkpoint, done, "iterations", iterations)
-            check_left(resumed.checkpoint, seconds, "max_seconds", limit)
+        is_over = _is_over(resumed, jobs, done, seconds)
         message += f"; iterations done: {done}" if resumed.training else ""
         if resumed.training and is_over:
             message += ". It was stopped before its results were written: writing them"
@@ -253,6 +251,30 @@ def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[
         unnamed = ",".join(f"'{key}'" for key in dict.fromkeys([*fixed, *_TEXT_KEYS]))
         checked.append(f"hydra.job.config.override_dirname.exclude_keys=[{unnamed}]")
     return [*checked, *([] if is_first() else _NO_RECORD)], claims
+
+
+def _is_over(resumed: Resumed, jobs: "dict[str, Run]", done: int, seconds: float) -> bool:
+    """Return whether nothing is left to train after these iterations and seconds; the results may be left to write.
+
+    Raises:
+        UserError: training has nothing left to do.
+        SystemExit: the same with ckpt=auto.
+    """
+    assert resumed.checkpoint is not None, "only a checkpoint has done something"
+    iterations = min(cfg.iterations for cfg in jobs.values())
+    limit = min(cfg.max_seconds or math.inf for cfg in jobs.values())
+    end = None if resumed.folder is None else end_of(resumed.folder, done)
+    is_over = done >= iterations or seconds >= limit
+    if resumed.requeued and (end == "stopped early" or (end is not None and is_over)):
+        ended = f"has ended after {counted(done, 'iteration')}"
+        _print_first(f"ckpt=auto: the run in {resumed.folder} {ended}; nothing to do")
+        raise SystemExit(0)
+    if resumed.newest and resumed.folder is not None and end is not None:
+        check_sweep(resumed.folder, resumed.checkpoint)
+    if resumed.training and (resumed.folder is None or end is not None or done > iterations):
+        check_left(resumed.checkpoint, done, "iterations", iterations)
+        check_left(resumed.checkpoint, seconds, "max_seconds", limit)
+    return is_over
 
 
 def _jobs(

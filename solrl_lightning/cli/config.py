@@ -37,6 +37,7 @@ CONFIG_MODULE = "solrl_lightning.conf"
 _ONE_EACH = (
     "task model data family explorers objective scheduler precision trainer".split()
 )  # a run has one option of each
+_SEPARATORS = (",", "=")
 _UNQUOTED = r"[\w/\-+.$%*@?|: ,]"  # characters of a value that Hydra reads without quotes, in ASCII
 
 
@@ -106,20 +107,22 @@ class ConfigTree:
     def parse(self, arguments: Iterable[str]) -> list[Override]:
         """Return the overrides of a command line. UserError for an argument that is not an override."""
         parser = OverridesParser.create(config_loader=self.loader)
-        overrides = []
-        for argument in arguments:
+        arguments, overrides = list(arguments), []
+        for index, argument in enumerate(arguments):
             try:
                 overrides += parser.parse_overrides([argument])
             except OverrideParseException as error:
                 reason = next((line for line in str(error).splitlines() if " while evaluating " in line), None)
                 raise UserError(
-                    f"Cannot read {argument!r}: {reason}." if reason else self._unreadable(argument)
+                    f"Cannot read {argument!r}: {reason}." if reason else self._unreadable(arguments, index)
                 ) from error
             if not overrides[-1].key_or_group:
-                raise UserError(self._unreadable(argument))
+                raise UserError(self._unreadable(arguments, index))
         return overrides
 
-    def _unreadable(self, argument: str) -> str:
+    def _unreadable(self, arguments: Sequence[str], index: int) -> str:
+        argument = _whole(arguments, index)
+        is_split = argument != arguments[index]
         key, equals, value = argument.partition("=")
         if equals and not key:
             return f"Cannot read {argument!r}: an option is written key=value, and its key is missing."
@@ -131,6 +134,9 @@ class ConfigTree:
         texts = [text.strip().strip("'\"") for text in (value.strip("[]").split(",") if value[:1] == "[" else [value])]
         quoted = ",".join('"{}"'.format(text.replace('"', '\\"')) for text in texts)
         fix = shlex.quote(f"{key}=[{quoted}]" if value[:1] == "[" else f"{key}={quoted}")
+        if (without := re.sub(r"\s*([=,:\[\]{}])\s*", r"\1", argument).strip(",")) != argument and self._reads(without):
+            reason = "the shell has split it at a space" if is_split else "it has a comma or space too many"
+            return f"Cannot read {argument!r}: {reason}. Write {shlex.quote(without)}."
         characters = "".join(texts)
         strange = next((repr(one) for one in characters if not re.match(_UNQUOTED, one, re.ASCII)), "spaces")
         return f"Cannot read {argument!r}. A text with {strange} needs quotes that survive the shell: {fix}."
@@ -158,6 +164,12 @@ class ConfigTree:
     def nodes(self, choices: Sequence[str]) -> dict[str, Any]:
         """Return the value of each node of the options ``choices`` by its dotted key."""
         return dict(_nodes(OmegaConf.to_container(self.compose(choices), resolve=False)))
+
+    def _reads(self, argument: str) -> bool:
+        try:
+            return bool(OverridesParser.create(config_loader=self.loader).parse_overrides([argument]))
+        except HydraException:
+            return False
 
     def compose(self, arguments: Sequence[str]) -> DictConfig:
         """Return the whole configuration, with Hydra's own part.
@@ -207,6 +219,24 @@ class ConfigTree:
         for job in jobs:
             check_root(job, overrides)
         return jobs
+
+
+def _whole(arguments: Sequence[str], index: int) -> str:
+    """Return the argument at ``index`` with those around it that a shell has cut off at a space.
+
+    Such a part ends or begins with a separator, or is in open brackets.
+    """
+    begin, end = index, index + 1
+    while begin and (arguments[begin][:1] in _SEPARATORS or arguments[begin - 1][-1:] in _SEPARATORS):
+        begin -= 1
+    whole = " ".join(arguments[begin:end])
+    for following in arguments[end:]:
+        is_open = sum(whole.count(bracket) for bracket in "[{") > sum(whole.count(bracket) for bracket in "]}")
+        is_part = is_open or whole[-1:] in _SEPARATORS or following[:1] in _SEPARATORS
+        if not is_part or "=" in following[1:]:
+            break
+        whole += f" {following}"
+    return whole
 
 
 def _swept(override: Override, every: bool) -> list[str]:
@@ -295,7 +325,7 @@ def check_names(tree: ConfigTree, arguments: Sequence[str]) -> None:
     for override in values:
         key, value = override.key_or_group, override.value()
         if key not in known:
-            raise UserError(_unknown_key(key, known, tree.groups()))
+            raise UserError(_elsewhere(tree, key, known, choices) or _unknown_key(key, known, tree.groups()))
         default = known[key]
         if (kinds := (type(default), type(value))) in _FORMS:
             raise UserError(f"{override.input_line} is invalid: {_FORMS[kinds].format(key=key)}")
@@ -332,6 +362,30 @@ def _suggestions(key: str, known: Iterable[str]) -> str:
     return did_you_mean(nearest(key, named))
 
 
+def _elsewhere(tree: ConfigTree, key: str, known: Iterable[str], choices: Sequence[str]) -> str | None:
+    """Return a message if other options of the key's group have it, or if it is that of a task and none is chosen."""
+    group = key.partition(".")[0]
+    if group not in _ONE_EACH:
+        return None
+    chosen = tree.compose(choices).hydra.runtime.choices[group]
+    default = "" if any(line.startswith(f"{group}=") for line in choices) else f", as no {group} is chosen"
+    here = f"There is no key {key} with {group}={chosen}{default}"
+    homes = [
+        f"{group}={option}"
+        for option in tree.options(group)
+        if key in dict(_nodes(OmegaConf.to_container(tree.compose([f"{group}={option}"]), resolve=False)))
+    ]
+    if homes:
+        parent, _, last = key.rpartition(".")
+        beside = [name.removeprefix(f"{parent}.") for name in known if name.startswith(f"{parent}.")]
+        near = did_you_mean([f"{parent}.{name}" for name in nearest(last, beside) if name != "reads"])
+        return f"{here}.{near} {'These have' if len(homes) > 1 else 'This has'} it: {', '.join(homes)}."
+    if (group, chosen) == ("task", "train"):
+        others = ", ".join(option for option in tree.options(group) if option != chosen)
+        return f"{here}, which has none. Choose one of {others} with task=<name>."
+    return None
+
+
 def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
     parts = key.split(".")
     for parent in itertools.accumulate(parts[:-1], lambda left, right: f"{left}.{right}"):
@@ -346,7 +400,7 @@ def _unknown_key(key: str, known: dict[str, Any], groups: list[str]) -> str:
     parent = key.rpartition(".")[0]
     keys = known.get(parent) if (parent == "task" or "." in parent) and parts[0] != "hydra" else None
     if isinstance(keys, dict) and (parent == "task" or "_target_" not in keys):
-        near = f" {parent} has {', '.join(name for name in keys if not name.startswith('_'))}."
+        near = f" {parent} has {', '.join(name for name in keys if not name.startswith('_') and name != 'reads')}."
     target = known.get(f"{parent}._target_")
     adding = f" Write +{key}=<value> if {target} takes it." if target and parts[0] != "task" else ""
     return f"There is no key {key}.{near}{adding} --help lists the common ones, --cfg job shows all."

@@ -16,11 +16,13 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from solrl_lightning.artifacts.finished_runs import FINISHED, read_summary
 from solrl_lightning.artifacts.formatting import path_option, quoted, shell_quoted
 from solrl_lightning.artifacts.run_folder import BEST, LAST, NEXT_RECORD, RECORD, check_free
 from solrl_lightning.artifacts.started_runs import started_runs
 from solrl_lightning.cli.config import ConfigTree, own_sources, searched
 from solrl_lightning.errors import UserError
+from solrl_lightning.names import LORA_FILES
 
 OUTPUTS = Path("outputs")
 # In the folder of a run these keys and those below them may change: its length, what watches it, and how it is
@@ -237,9 +239,16 @@ def _check_resumable(
             f"edited file or another version of solrl_lightning (changed: {examples}). Write {key}={before[key][1]}, "
             f"or start a new folder from that state: {path_option('ckpt', checkpoint)}."
         )
+    again = [shell_quoted(str(o.input_line)) for o in overrides]
+    if any(o.key_or_group == "model" for o in culprits) and recorded.model.pretrained != current.model.pretrained:
+        way_out = f"begin a run of that model without ckpt: {' '.join(again)}"
+    else:
+        done, _ = recorded_contents(checkpoint) or (0, 0.0)
+        again += [f"iterations={done + 10}"] if done >= current.iterations else []
+        way_out = f"start a new folder from that state: {path_option('ckpt', checkpoint)} {' '.join(again)}"
     raise UserError(
-        f"Cannot resume {folder}: {_listed(culprits)} changes {examples}. Leave it out, or start a new folder from "
-        f"that state: {path_option('ckpt', checkpoint)} {_listed(culprits)}. Keys that may change: {_LISTED_KEYS}."
+        f"Cannot resume {folder}: {_listed(culprits)} changes {examples}. Leave it out, or {way_out}. Keys that may "
+        f"change: {_LISTED_KEYS}."
     )
 
 
@@ -320,10 +329,9 @@ def check_checkpoint(file: Path) -> None:
     """UserError for a file that is missing or damaged. Unpickles nothing."""
     if not file.is_file():
         kind = "it is a folder" if file.is_dir() else "there is no such file"
-        raise UserError(f"ckpt={file} is invalid: {kind}. Name a checkpoint file, or use ckpt=last.")
+        raise UserError(f"ckpt={file} is invalid: {kind}. {_checkpoint_near(file)}.")
     if file.suffix == ".safetensors":
-        rule = "it must be a checkpoint of a run. Begin a new run from this LoRA"
-        raise UserError(f"ckpt={file} is invalid: {rule} with {path_option('model.init_lora', file)}.")
+        raise UserError(f"ckpt={file} is invalid: it must be a checkpoint of a run. {_from_lora(file)}.")
     others = [name for name in (BEST, LAST) if name.name != file.name and (file.parent / name.name).is_file()]
     fix = f"Take {path_option('ckpt', file.parent / others[0].name)}" if others else "Take another checkpoint"
     try:
@@ -335,6 +343,35 @@ def check_checkpoint(file: Path) -> None:
         ) from error
     if damaged:
         raise UserError(f"The checkpoint {file} is damaged at {damaged}. {fix}, or start the run again.")
+
+
+def _checkpoint_near(path: Path) -> str:
+    """Return a fix for a ``path`` that is no file: a checkpoint of that run, or how to use the folder of a LoRA."""
+    if any((path / name).is_file() for name in LORA_FILES):
+        return _from_lora(path)
+    folder = next((each for each in (path, *path.parents) if _checkpoints(each)), None)
+    if folder is None:
+        return "Name a checkpoint file, or use ckpt=last"
+    return f"Use {' or '.join(path_option('ckpt', file) for file in _checkpoints(folder))}"
+
+
+def _from_lora(path: Path) -> str:
+    return f"Begin a new run from this LoRA with {path_option('model.init_lora', path)}"
+
+
+def recorded_contents(checkpoint: Path) -> tuple[int, float] | None:
+    """Return what `check_contents` does by the summary of the run, without torch; None if that is not known.
+
+    The summary of a finished run is written after its last checkpoint, so a newer file is another one.
+    """
+    folder = checkpoint.resolve().parent.parent
+    summary = read_summary(folder)
+    rows = summary.get("evaluations") or [{}]
+    whole = summary["status"] in FINISHED and summary.get("last_checkpoint_iterations") == summary.get("iterations")
+    if not whole or checkpoint.resolve() != folder / LAST:
+        return None
+    is_newer = os.path.getmtime(checkpoint) > os.path.getmtime(folder / "summary.json")
+    return None if is_newer else (summary["iterations"], rows[-1].get("seconds", 0.0))
 
 
 def check_contents(ckpt: Path) -> tuple[int, float]:

@@ -16,7 +16,7 @@ MAX_STEPS, MAX_IMAGES = 1000, 100_000
 _DEFAULT = "Leave it out for the default."
 _OTHER_TYPE = re.compile(r"[-+.\de]*|true|false|null", re.IGNORECASE)  # of a text that needs quotes to be one
 HERE = "<here>"
-"""Stands for the key of the node that is checked, in a rule and its fix."""
+"""Stands for the key of what is checked, in a rule and its fix."""
 
 
 class Broken(ValueError):
@@ -88,7 +88,14 @@ def is_whole(value: Any, least: int = 1, most: float = math.inf) -> bool:
 
 def whole(least: int, most: float = math.inf, note: str = "") -> PlainValidator:
     bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
-    return must_be(f"a whole number {bounds}{note}", lambda value: is_whole(value, least, most))
+
+    def check(value: Any) -> Any:
+        if not is_whole(value, least, most):
+            nearest = f"Use {HERE}={least if value < least else most}." if type(value) is int else _DEFAULT
+            raise Broken(f"it must be a whole number {bounds}{note}.", fix=nearest)
+        return value
+
+    return PlainValidator(check)
 
 
 def number(rule: str, holds: Callable[[float], bool]) -> PlainValidator:
@@ -157,7 +164,7 @@ def explain(error: ErrorDetails) -> UserError:
     for part in filter(None, cause.key.split(".")):
         value = value.get(part) if isinstance(value, dict) else value[int(part)]
         path.append(part)
-    rule = f"{cause} {cause.fix}".replace(f"{HERE}.", f"{home}." if home else "")
+    rule = f"{cause} {cause.fix}".replace(f"{HERE}.", f"{home}." if home else "").replace(HERE, home)
     return UserError(f"{'.'.join(path)}={written(value)} is invalid: {rule}")
 
 

@@ -141,7 +141,9 @@ class Export(_Known):
 
 
 class Generate(_Known):
-    prompts: Annotated[list[Any], must_be(f"a list of texts, {_TEXTS}", lambda value: isinstance(value, list))]
+    prompts: Annotated[
+        list[Any], must_be("a list of texts", lambda value: isinstance(value, list), f"Give texts, {_TEXTS}.")
+    ]
     """Texts."""
     prompt_file: str | None
     """File or named source instead."""

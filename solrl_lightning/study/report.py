@@ -269,9 +269,9 @@ def held_out_section(facts: Mapping[str, Any]) -> Section:
 
 
 def parts_learned(facts: Mapping[str, Any]) -> list[tuple[str, float, float]]:
-    """Return (part, first, last evaluation) of the parts of a run's rewards; empty if they have none."""
+    """Return (part, first, last evaluation) of the parts of a run's rewards; empty without parts or two evaluations."""
     evaluated = [row["parts"] for row in facts["evaluations"] if "parts" in row]
-    if not evaluated:
+    if len(evaluated) < 2:
         return []
     first, last = evaluated[0], evaluated[-1]
     return [(name.removeprefix(f"{facts['reward']}_"), first[name], last[name]) for name in first if name in last]

@@ -51,7 +51,14 @@ from solrl_lightning.sampling import SolverState
 from solrl_lightning.seeds import pool_seeds
 from solrl_lightning.tasks.audit_search import cheapest, label, levels_at, score_steps, search
 from solrl_lightning.tasks.audit_text import format_audit, format_search, format_verdict
-from solrl_lightning.tasks.audit_verdict import expected_gain, judge, recommend, seconds_without_selection, with_verdict
+from solrl_lightning.tasks.audit_verdict import (
+    expected_gain,
+    gain_of,
+    judge,
+    recommend,
+    seconds_without_selection,
+    with_verdict,
+)
 from solrl_lightning.training.module import SolRLModule
 
 log = logging.getLogger(__name__)
@@ -167,7 +174,7 @@ def describe_all(
             "closest": chosen and chosen["name"],
             "pays": pays,
             "verdict": verdict,
-            "command": chosen["command"] if chosen and pays else command_without_selection(cfg),
+            "command": chosen["command"] if chosen and pays else command_without_selection(cfg, gain_of(chosen)),
         },
     }
 
@@ -343,15 +350,20 @@ def command_of(explorer: Explorer, precision: str, cfg: Run) -> str | None:
     return _command(arguments, task)
 
 
-def command_without_selection(cfg: Run) -> str:
-    """Return the command of a run that trains on ``keep`` random candidates, with the audit's other options."""
+def command_without_selection(cfg: Run, gain: float = 1.0) -> str:
+    """Return the command of a run that trains on ``keep`` random candidates, with the audit's other options.
+
+    Above 1, ``gain`` multiplies its iterations: so many learn as much as the audit's do with selection.
+    """
     task = cfg.task_as(Audit)
     family = "diffusionnft"
-    return _command([f"family={family}", *_counts(cfg, family, task.keep, task.keep)], task)
+    iterations = [f"iterations={math.ceil(cfg.iterations * gain)}"] if gain > 1 else []
+    return _command([f"family={family}", *_counts(cfg, family, task.keep, task.keep)], task, iterations)
 
 
-def _command(arguments: Sequence[str], task: Audit) -> str:
-    return command_line([*arguments, *filter(_is_kept, task.overrides)])
+def _command(arguments: Sequence[str], task: Audit, last: Sequence[str] = ()) -> str:
+    kept = [override for override in task.overrides if _is_kept(override)]
+    return command_line([*arguments, *(o for o in kept if not (last and o.startswith("iterations="))), *last])
 
 
 def _counts(cfg: Run, family: str, pool: int, keep: int) -> list[str]:

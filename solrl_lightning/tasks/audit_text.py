@@ -28,7 +28,7 @@ def format_audit(result: dict[str, Any]) -> str:
         f"to explore + regenerate; rho: spread of the kept rewards over that of {keep} random ones; gain: expected "
         f"factor of what an iteration learns, rho ** {GAIN_EXPONENT} [95 % over prompts], between 1 and rho; cost: "
         f"seconds of an iteration, with {without['training_seconds']:.3g} s of training a prompt, over those without "
-        "selection"
+        "selection, of one run"
     )
     best = next((row for row in result["proxies"] if row["name"] == result["recommended"]["closest"]), truth)
     equal = [f"{100 * groups['equal_groups']:.0f} %" for groups in (without, best)]

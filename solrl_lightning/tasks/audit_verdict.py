@@ -96,6 +96,11 @@ def recommend(rows: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     return min((row for row in possible if row["gain_per_cost"]["mean"] >= least), key=cost)
 
 
+def gain_of(row: Mapping[str, Any] | None) -> float:
+    """Return the factor of what an iteration learns with the explorer of ``row``; 1 if that is not known."""
+    return 1.0 if row is None or math.isnan(row["gain"]["mean"]) else row["gain"]["mean"]
+
+
 def judge(row: Mapping[str, Any] | None, prompts: int, equal: bool) -> tuple[bool, str]:
     """Return whether selection by ``row`` pays, and a sentence. ``equal``: each prompt has equal rewards."""
     if equal:
@@ -105,11 +110,12 @@ def judge(row: Mapping[str, Any] | None, prompts: int, equal: bool) -> tuple[boo
     ratio, gain = row["gain_per_cost"], row["gain"]
     facts = (
         f"with {row['name']} an iteration learns {gain['mean']:.2f} times as much (estimated) and takes "
-        f"{row['cost']:.2f} times as long, gain/cost {interval_of(ratio)}"
+        f"{row['cost']:.2f} times as long (seconds of one run), gain/cost {interval_of(ratio)} over prompts"
     )
+    instead = f"; without it {gain['mean']:.2f} times the iterations learn as much" if gain["mean"] > 1 else ""
     if ratio["low"] > 1:
         return True, f"selection pays: {facts}"
     if ratio["high"] < 1:
-        return False, f"selection does not pay: {facts}"
+        return False, f"selection does not pay: {facts}{instead}"
     more = f"task.prompts={4 * prompts} narrows the interval"
-    return False, f"not distinguishable: {facts}, includes 1; {more}"
+    return False, f"not distinguishable: {facts}, includes 1; {more}{instead}"

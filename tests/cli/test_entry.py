@@ -31,7 +31,7 @@ from solrl_lightning.artifacts.run_folder import claimed
 from solrl_lightning.build import with_option
 from solrl_lightning.cli.config import ConfigTree
 from solrl_lightning.cli.launch import check_world, is_first
-from solrl_lightning.cli.resume import resume
+from solrl_lightning.cli.resume import recorded_contents, resume
 from solrl_lightning.errors import NonFiniteError, UserError
 from solrl_lightning.machine import interrupts
 from solrl_lightning.options.run import Run
@@ -56,6 +56,7 @@ def record(cfg: Run) -> None:
     checkpoint |= {"state_dict": {}, "callbacks": {}, "loops": {}}
     torch.save(checkpoint, folder / "checkpoints" / "last.ckpt")
     summary = {"status": "completed", "iterations": 1, "final_reward": 0.5, "evaluations": [], "config": {}}
+    summary["last_checkpoint_iterations"] = 1
     (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
 
 
@@ -313,6 +314,11 @@ def test_ctrl_c_works_where_the_shell_ignores_it(monkeypatch: pytest.MonkeyPatch
         ("'data.train=a b=c'", "A text with '=' needs quotes that survive the shell: 'data.train=\"a b=c\"'."),
         ("'task.prompts=[a cat, x=y]'", 'needs quotes that survive the shell: \'task.prompts=["a cat","x=y"]\'.'),
         ('"task.prompts=[it\'s]"', 'A text with "\'" needs quotes'),
+        ("-m family=sol_rl, prefix", "the shell has split it at a space. Write family=sol_rl,prefix."),
+        ("-m family=sol_rl ,prefix", "the shell has split it at a space. Write family=sol_rl,prefix."),
+        ("family = prefix", "the shell has split it at a space. Write family=prefix."),
+        ("reward=[shapes, pickscore] seed=1", "Write 'reward=[shapes,pickscore]'."),
+        ("-m seed=1,2,", "it has a comma or space too many. Write seed=1,2."),
         ("-m family=sol_rl,solrl", "Did you mean family=sol_rl?"),
         ("-m family=sol_rl,compile family.keep=24,97", "error: family=sol_rl family.keep=97: family.keep=97 is"),
         ("-m seed=1,2 family.keep=97", "error: seed=1: family.keep=97 is invalid: it must be"),
@@ -387,6 +393,18 @@ def test_error_names_the_damage_of_a_checkpoint(command: Command, tmp_path: Path
     }.items():
         torch.save({"weight": torch.zeros(3)}, tmp_path / file)
         assert f"ckpt={file} is invalid: {rule}" in error_of(command, f"ckpt={file}")
+    (tmp_path / "run" / "checkpoints" / "last.ckpt").touch()
+    (tmp_path / "run" / "lora").mkdir()
+    (tmp_path / "run" / "lora" / "adapter_model.safetensors").touch()
+    for path, fix in {
+        "run": "Use ckpt=run/checkpoints/last.ckpt.",
+        "run/checkpoints": "Use ckpt=run/checkpoints/last.ckpt.",
+        "run/checkpoints/lost.ckpt": "Use ckpt=run/checkpoints/last.ckpt.",
+        "run/lora": "with model.init_lora=run/lora.",
+        "nowhere": "Name a checkpoint file, or use ckpt=last.",
+    }.items():
+        message = error_of(command, f"ckpt={path}")
+        assert message.startswith(f"error: ckpt={path} is invalid: ") and message.strip().endswith(fix)
 
 
 def test_run_in_progress_without_a_checkpoint_is_in_use(command: Command, tmp_path: Path) -> None:
@@ -549,6 +567,8 @@ def test_task_on_a_run_with_shards_has_no_shards(earlier: Path, tmp_path: Path) 
         ("+optimizer.amsgrad=true", "+optimizer.amsgrad=true", "optimizer.amsgrad"),
         ("model.iterations=4", "model.iterations=4", "model.iterations"),
         ("reward.combine=gdpo", "reward.combine=gdpo", "reward.combine"),
+        ("family.pool=48 iterations=60", "family.pool=48", "family.pool"),
+        ("model=flux1 iterations=60", "model=flux1", "model."),
     ],
 )
 def test_changed_key_is_an_error_on_a_resume(
@@ -556,7 +576,9 @@ def test_changed_key_is_an_error_on_a_resume(
 ) -> None:
     message = error_of(command, RECORD, "ckpt=last", *arguments.split())
     assert f"{culprits} changes {changes}" in message and f"Cannot resume {earlier}: " in message
-    assert f"a new folder from that state: ckpt=outputs/train/{earlier.name}/checkpoints/last.ckpt" in message
+    state = f"a new folder from that state: ckpt=outputs/train/{earlier.name}/checkpoints/last.ckpt"
+    way_out = "a run of that model without ckpt:" if "model=flux1" in arguments else state
+    assert f"{way_out} {RECORD} {arguments}. " in message
 
 
 def test_resume_names_a_key_that_an_edited_file_changes(command: Command, earlier: Path) -> None:
@@ -660,6 +682,9 @@ def test_finished_run_does_not_resume(command: Command) -> None:
         assert "has done 1. Raise it, as in iterations=11" in error_of(command, RECORD, *arguments)
     assert command(RECORD, "task=audit", file).status == 0
     summary = Path("run", "summary.json")
+    assert recorded_contents(Path("run", "checkpoints", "last.ckpt")) == (1, 0.0)
+    os.utime(Path("run", "checkpoints", "last.ckpt"), (2e9, 2e9))  # another file
+    assert recorded_contents(Path("run", "checkpoints", "last.ckpt")) is None
     assert command(RECORD, *last, "iterations=2").status == 0
     summary.write_text(summary.read_text().replace("completed", "interrupted"))
     checkpoint = torch.load(Path("run", "checkpoints", "last.ckpt"), weights_only=True)

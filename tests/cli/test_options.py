@@ -23,7 +23,10 @@ Compose = Callable[..., Run]
 
 # A command line, and a part of its message after the key and the value of the first argument (or of what it breaks).
 WRONG = """
-seed=-1                          | it must be a whole number from 0 to 4294967295. Leave it out for the default.
+seed=-1                          | it must be a whole number from 0 to 4294967295. Use seed=0.
+seed=4294967296                  | it must be a whole number from 0 to 4294967295. Use seed=4294967295.
+seed=1.5                         | it must be a whole number from 0 to 4294967295. Leave it out for the default.
+task=audit task.prompts=0        | it must be a whole number of at least 1. Use task.prompts=1.
 seed=true                        | seed=true is invalid: it must be a whole number
 iterations=0                     | it must be a whole number of at least 1
 iterations=null                  | iterations=null is invalid: it must be a whole number of at least 1
@@ -117,7 +120,7 @@ task=audit task.proxies=[{sampler:merged,steps:2,decoder:half}] | task.proxies.0
 task=audit task.proxies=[{sampler:shadow}] | task.proxies.0.steps is missing: a run needs it. Add it.
 task=audit task.proxies=[{sampler:shadow,steps:4,decoder:preview}] | task.proxies.0.decoder=preview is invalid: it needs
 task=generate                    | task.prompt_file=<file>; got neither
-task=generate task.prompts=5     | task.prompts=5 is invalid: it must be a list of texts, for example
+task=generate task.prompts=5     | task.prompts=5 is invalid: it must be a list of texts. Give texts, for example
 task=generate task.prompts=['']  | task.prompts=[''] is invalid: '' is no text
 task=generate task.prompts=[a] task.seeds=[1,1] | it must be a list of different whole numbers
 task=generate task.prompts=[a] task.prompt_file=b | got both

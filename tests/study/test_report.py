@@ -206,3 +206,4 @@ def test_parts_of_a_reward_are_those_of_the_first_and_the_last_evaluation() -> N
     facts = {"reward": "shapes", "evaluations": [*rows, {"iteration": 3}]}
     assert parts_learned(facts) == [("all_right", 0.0, 0.4), ("ocr_letters", 1.0, 1.0)]
     assert parts_learned({"reward": "shapes", "evaluations": [{"iteration": 0}]}) == []
+    assert parts_learned(facts | {"evaluations": facts["evaluations"][:1]}) == []
