@@ -52,8 +52,9 @@ def seconds_left(
 class StageProgressBar(ProgressBar):
     """Shows one bar for the run on rank 0; without a wide terminal, prints a line every few iterations.
 
-    A line has the seconds of the iteration (``time/iteration`` and the checkpoint saved before it), then those of
-    evaluation, probe and grid together. Must follow the callback that draws grids.
+    An iteration with an evaluation always has a line. A line has the seconds of the iteration (``time/iteration`` and
+    the checkpoint saved before it), then those of evaluation, probe and grid together. Must follow the callback that
+    draws grids.
     """
 
     def __init__(self) -> None:
@@ -76,6 +77,7 @@ class StageProgressBar(ProgressBar):
 
     def print(self, *args: object, sep: str = " ", end: str = "\n") -> None:
         self._bar.write(sep.join(map(str, args)), file=sys.stdout, end=end)
+        sys.stdout.flush()
 
     def _open(self, trainer: Trainer, name: str, total: int | None, initial: int = 0) -> None:
         self._stopwatch = loop_of(trainer).stopwatch
@@ -120,13 +122,15 @@ class StageProgressBar(ProgressBar):
         seconds = f"{self._plain[-1]:.1f} s"
         if extra:
             seconds += f" + {self._extra[-1]:.1f} s {', '.join(extra)}"
-        line = " | ".join([f"iteration {done}/{trainer.max_epochs}", *self._results(done), seconds, *self._eta(done)])
+        results = *self._results(done), *self._held_out(done)
+        line = " | ".join([f"iteration {done}/{trainer.max_epochs}", *results, seconds, *self._eta(done)])
         file_logger.info(line)
         self._bar.update()
         self._draw()
         is_last = done == trainer.max_epochs or trainer.should_stop
-        if self._bar.disable and (is_last or done % max(math.ceil(expected / _LINES), 1) == 0):
-            print(line, flush=True)
+        is_due = self._bar.disable and (is_last or done % max(math.ceil(expected / _LINES), 1) == 0)
+        if is_due or self._held_out(done):
+            self.print(line)
 
     # Evaluation without training; in a training run it is a stage.
 
@@ -137,10 +141,9 @@ class StageProgressBar(ProgressBar):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "validate":
             self._close()
-        module = module_of(pl_module)
-        if self.is_enabled and self._bar.disable and len(module.evaluation.history) == 1:  # also of a branch
-            scores = [f"{name} {number(module.evaluation.history[0][name])}" for name in module.evaluation.names]
-            print(" | ".join(["before training", *scores]), flush=True)
+        history = module_of(pl_module).evaluation.history
+        if self.is_enabled and len(history) == 1:  # also of a branch
+            self.print(" | ".join(["before training", *self._held_out(history[0]["iteration"])]))
 
     def _stage_changed(self) -> None:
         watch = self._stopwatch
@@ -172,6 +175,13 @@ class StageProgressBar(ProgressBar):
         if ranks is not None and ranks.last.get("iteration") == done and not math.isnan(ranks.last["spearman"]):
             facts.append(f"spearman {ranks.last['spearman']:.3f}")
         return facts
+
+    def _held_out(self, done: int) -> list[str]:
+        """Return the rewards of the evaluation after iteration ``done``; empty if there was none."""
+        evaluation = module_of(self.trainer.lightning_module).evaluation
+        if not evaluation.history or (row := evaluation.history[-1])["iteration"] != done:
+            return []
+        return [f"held-out {', '.join(f'{name} {number(row[name])}' for name in evaluation.names)}"]
 
     def _eta(self, done: int) -> list[str]:
         """Return the ETA; empty after the last iteration."""

@@ -60,6 +60,16 @@ def test_long_run_prints_at_most_fifty_lines_and_always_the_last(fit, capsys):
     assert printed == [f"iteration {i}/101" for i in (*range(3, 100, 3), 101)]
 
 
+@pytest.mark.parametrize("output", [io.StringIO, Terminal])
+def test_every_evaluation_prints_a_line_with_the_held_out_reward(fit, stand_in, monkeypatch, output):
+    monkeypatch.setattr(sys, "stdout", output := output())
+    monkeypatch.setenv("COLUMNS", "200")
+    options = dict(module=stand_in.Evaluated(), enable_progress_bar=True, check_val_every_n_epoch=40)
+    fit(StageProgressBar(), iterations=101, **options)
+    printed = re.findall(r"iteration (\d+)/101 \| held-out shapes 0\.6000 \| ", output.getvalue())
+    assert printed == ["40", "80"]
+
+
 class Seconds(Callback):
     """Gives a run 250 seconds of training, of which each iteration takes 100."""
 
@@ -115,6 +125,6 @@ def test_evaluation_without_training_shows_its_images(tmp_path, stand_in, monkey
     trainer = stand_in.make_trainer(tmp_path, bar, enable_progress_bar=True, limit_val_batches=1)
     trainer.validate(Chunks(), stand_in.MicroBatches(), verbose=False)
     shown = output.getvalue()
-    assert ("6/6" if terminal else "before training | shapes 0.5000") in shown
+    assert "before training | held-out shapes 0.5000\n" in shown and ("6/6" in shown) == terminal
     assert ("0/6" in shown and "1/1" not in shown) == terminal
     assert trainer.fit_loop.stopwatch.on_change == []

@@ -64,7 +64,7 @@ def test_a_run_leaves_everything_that_the_readme_lists(command: Command, tmp_pat
         first = 0 if tag.startswith(("eval/", "images/")) else 2 if tag.startswith("summary/") else 1
         assert [event.step for event in events.Scalars(tag)] == list(range(first, 3)), tag
     assert [event.step for event in events.Images("samples/grid")] == [1, 2]
-    table, lines = "transformer_blocks.0.attn.to_q", ("before training | shapes 0.", "NVFP4 is emulated")
+    table, lines = "transformer_blocks.0.attn.to_q", ("before training | held-out shapes 0.", "NVFP4 is emulated")
     for text in (*lines, "with report.html", "shapes reward", "linear layers quantised"):
         assert text in done.out
     assert table not in done.out and table in (run / "solrl_lightning.log").read_text()
