@@ -116,7 +116,6 @@ def run(cfg: DictConfig) -> Any:
         if sweeps:
             silence_libraries()  # a launcher may have started this process
             threads.configure(ranks_here())
-            allocator.configure()
         from solrl_lightning.options.run import Run
 
         options = Run.of(cfg)  # whose values a sweeper may have chosen
