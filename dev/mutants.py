@@ -93,7 +93,7 @@ SHARDED_STEPS, SHARDED_RUNS = (
     f"tests/training/test_sharded_full.py::test_{name}"
     for name in ("two_ranks_with_shards_step_as_with_whole_weights", "runs_resume_exactly_and_equal_those_of_ddp")
 )
-CHARTS = "tests/study/test_charts.py"
+DRAWING = "tests/study/test_drawing.py"
 REACHED = "tests/study/test_time_to_reward.py"
 ALARMS = "tests/callbacks/test_alarms.py"
 EMA = "tests/callbacks/test_ema.py"
@@ -957,9 +957,9 @@ MUTANTS: dict[str, list[Edit]] = {
         ("BF16 at the price of the shadow", "stage.sampler == SHADOW and cheap", "cheap", COMPARE),
         ("the rows of one prompt", "prompts * family.keep * rows", "family.keep * rows", COMPARE),
     ],
-    "solrl_lightning/study/charts.py": [
-        ("a chart has the lines of the one before", "artist.remove()", "pass", CHARTS),
-        ("texts as short as coordinates", '(?=[ "])', "", CHARTS),
+    "solrl_lightning/study/drawing.py": [
+        ("a chart has the lines of the one before", "artist.remove()", "pass", DRAWING),
+        ("texts as short as coordinates", '(?=[ "])', "", DRAWING),
     ],
     "solrl_lightning/study/learning_curves.py": [
         ("dots in other units than the axis", 'at["mean"] / scale', 'at["mean"]', COMPARE),
@@ -1047,7 +1047,7 @@ MUTANTS: dict[str, list[Edit]] = {
         ("seeds of the first prompts", "seeds[part]", "seeds[: len(prompts[part])]", "tests/tasks/test_generate.py"),
     ],
     "solrl_lightning/study/report.py": [
-        ("seconds on an axis of hours", "row[cost] / scale, row", "row[cost], row", CHARTS),
+        ("seconds on an axis of hours", "row[cost] / scale, row", "row[cost], row", DRAWING),
     ],
     "solrl_lightning/quantization/backends.py": [
         ("every GPU computes in FP4", "return hardware.capability >= candidate.capability", "return True", BACKENDS),

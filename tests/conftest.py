@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from solrl_lightning.__main__ import main
 from solrl_lightning.cli.config import ConfigTree, application_config
 from solrl_lightning.options.run import Run
-from solrl_lightning.study.charts import draw_chart
+from solrl_lightning.study.drawing import draw_chart
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes for the few kernels compiled here would import torch
 

@@ -7,8 +7,8 @@ from statistics import fmean
 from typing import Any
 
 from solrl_lightning.artifacts.formatting import number
-from solrl_lightning.study.charts import ITERATIONS, Chart, Series, cost_axis, draw_chart, plot, style_axes
 from solrl_lightning.study.confidence import mean_of
+from solrl_lightning.study.drawing import ITERATIONS, Chart, Series, cost_axis, draw_chart, plot, style_axes
 from solrl_lightning.study.run_groups import COSTS, Group, learning_curve
 from solrl_lightning.study.time_to_reward import POINTS
 

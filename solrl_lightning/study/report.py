@@ -29,8 +29,8 @@ from solrl_lightning.artifacts.formatting import (
 )
 from solrl_lightning.artifacts.run_folder import RECORD
 from solrl_lightning.cli.config import own_sources, searched
-from solrl_lightning.study.charts import ITERATIONS, Chart, Series, cost_axis, draw_chart
 from solrl_lightning.study.confidence import mean_of
+from solrl_lightning.study.drawing import ITERATIONS, Chart, Series, cost_axis, draw_chart
 
 _LARGE = 2**20  # bytes of a PNG file from which a page holds it as JPEG
 

@@ -17,8 +17,8 @@ from solrl_lightning.artifacts.tables import format_table, write_json
 from solrl_lightning.errors import UserError
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Compare
-from solrl_lightning.study.charts import cost_axis
 from solrl_lightning.study.confidence import mean_of
+from solrl_lightning.study.drawing import cost_axis
 from solrl_lightning.study.elsewhere import read_cost, simulated_iteration, with_simulated
 from solrl_lightning.study.learning_curves import curve_chart, difference_chart, draw_curves, known_costs
 from solrl_lightning.study.report import Page, Section, Table, Tile, render

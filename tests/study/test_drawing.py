@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from solrl_lightning.study.charts import COLOURS, Chart, Series, draw_chart
+from solrl_lightning.study.drawing import COLOURS, Chart, Series, draw_chart
 from solrl_lightning.study.report import evaluation_chart
 
 
