@@ -211,10 +211,14 @@ def prepare(arguments: list[str]) -> tuple[list[str], dict[Path, bool]]:
 def _checked(tree: ConfigTree, arguments: list[str], flags: Namespace) -> tuple[list[str], dict[Path, bool]]:
     notes = threads.configure(ranks_here())  # before torch is loaded: ranks of torchrun agree on a folder by its store
     allocator.configure()
+    topics = [argument for argument in flags.overrides if flags.help and argument in tree.groups()]
+    flags.overrides = [argument for argument in flags.overrides if argument not in topics]
     for override in tree.parse(flags.overrides):
         sources = override.value()
         if override.key_or_group == "hydra.searchpath" and isinstance(sources, list):
             tree.look_in(sources)
+    if topics:
+        _print_manual(tree, topics, flags.overrides)
     resumed = resume(tree, tree.completed(flags.overrides), flags.multirun)
     composed = tree.jobs(resumed.arguments, flags.multirun)
     checked = [argument for argument in arguments if argument not in flags.overrides] + resumed.arguments
@@ -274,6 +278,15 @@ def _is_over(resumed: Resumed, jobs: "dict[str, Run]", done: int, seconds: float
         check_left(resumed.checkpoint, done, "iterations", iterations)
         check_left(resumed.checkpoint, seconds, "max_seconds", limit)
     return is_over
+
+
+def _print_manual(tree: ConfigTree, groups: list[str], overrides: list[str]) -> NoReturn:
+    from solrl_lightning.cli.manual import manual  # imports torch
+
+    (cfg,) = tree.jobs(tree.completed(overrides), multirun=False)
+    for group in groups:
+        print(manual(group, cfg))
+    raise SystemExit(0)
 
 
 def _jobs(

@@ -107,7 +107,7 @@ class Pool(Group):
     pool: Images
     """Candidates of each prompt."""
     keep: Kept
-    """Candidates that are trained on: the best and the worst halves."""
+    """Candidates that are trained on: the best and the worst halves; an odd number has one more of the worst."""
 
     def check(self) -> None:
         if self.keep > self.pool:
@@ -121,7 +121,7 @@ class Family(Pool):
     regenerate: Regeneration
     """The kept candidates' pass."""
     compile: Compile
-    """torch.compile of the rollouts; auto: on a GPU."""
+    """torch.compile of the rollouts: true, false, or auto (on a GPU)."""
     warning: str | None
     """Text that is printed at the start."""
 

@@ -22,7 +22,8 @@ class Stage(Group):
     """One pass over the candidates; an option of sampling is a field. The last three are no keys: families set them."""
 
     sampler: Sampler
-    """Weights that sample."""
+    """Weights that sample: shadow (the quantised copy of the policy), merged (BF16 with the LoRA merged into the
+    weights), or policy (BF16 with LoRA branches, as in training; slower)."""
     steps: StepCount
     """Solver steps of the whole trajectory."""
     solver: SolverName | None = None
@@ -32,7 +33,7 @@ class Stage(Group):
     stop_below: Level | None = None
     """Instead of ``stop_after``: the highest noise level from which the image to score is predicted."""
     decoder: Decoder = "full"
-    """Decoder of the images to score."""
+    """Decoder of the images to score: full, bf16 (full in bfloat16), or preview (model.preview_decoder)."""
     name: str = REGENERATE
     """A non-finite image scores NaN in EXPLORE and is an error in REGENERATE."""
     keep: int | None = None

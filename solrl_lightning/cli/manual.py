@@ -1,0 +1,85 @@
+"""``--help <group>``: the options of a group with their values and what their classes say about them."""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from omegaconf import DictConfig
+
+from solrl_lightning.cli.config import without_hydra
+from solrl_lightning.options.rules import Group, written
+from solrl_lightning.options.run import Run
+from solrl_lightning.targets import locate
+
+_WIDTH, _INDENT = 110, "    "
+
+
+def manual(group: str, cfg: DictConfig) -> str:
+    """Return the key and the value of each option of ``group`` in a composed configuration, with its description."""
+    with without_hydra(cfg, ".") as application:
+        options = Run.of(application)
+    return "\n".join(_described(group, getattr(options, group), ""))
+
+
+def _described(key: str, value: Any, text: str) -> Iterator[str]:
+    """Yield the lines of ``value``; below a group, and below nodes that are made, those of its keys."""
+    if isinstance(value, Group):
+        kind, texts = type(value), attribute_texts(type(value))
+        for name, field in kind.model_fields.items():
+            if name not in kind.no_keys:
+                each = getattr(value, name)
+                leaf = each.get("_target_") if isinstance(each, dict) and "_target_" in each else each
+                yield from _described(f"{key}.{field.alias or name}", leaf, texts.get(name, ""))
+        for name, each in (value.model_extra or {}).items():
+            yield from _described(f"{key}.{name}", each, "")
+    elif isinstance(value, dict) and "_target_" in value:
+        target = locate(key, value)
+        parameters, texts = inspect.signature(target).parameters, argument_texts(target)
+        yield f"{key}: {value['_target_']}"
+        yield from _wrapped(inspect.cleandoc(target.__doc__ or "").partition("\n\n")[0])
+        optional = [name for name, each in parameters.items() if each.default is not each.empty]
+        for name in dict.fromkeys([*value, *optional]):
+            if not name.startswith("_"):
+                default = parameters[name].default if name in parameters else None
+                yield from _described(f"{key}.{name}", value.get(name, default), texts.get(name, ""))
+    elif isinstance(value, dict) and any(isinstance(each, dict) for each in value.values()):
+        for name, each in value.items():
+            yield from _described(f"{key}.{name}", each, "")
+    else:
+        yield f"{key}={written(value)}"
+        yield from _wrapped(text)
+
+
+def _wrapped(text: str) -> list[str]:
+    return textwrap.wrap(" ".join(text.split()), _WIDTH, initial_indent=_INDENT, subsequent_indent=_INDENT)
+
+
+def attribute_texts(kind: type) -> dict[str, str]:
+    """Return the strings below the annotated attributes of a class and of its bases, by name."""
+    texts: dict[str, str] = {}
+    for each in reversed(kind.__mro__):
+        if each.__module__.partition(".")[0] in ("builtins", "pydantic", "typing"):
+            continue
+        body = ast.parse(textwrap.dedent(inspect.getsource(each))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for attribute, text in zip(body.body, body.body[1:], strict=False):
+            match attribute, text:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(words))):
+                    texts[name] = words
+    return texts
+
+
+def argument_texts(target: Callable[..., Any]) -> dict[str, str]:
+    """Return the entries below ``Args:`` in the docstrings of a function, or of a class and its bases, by name."""
+    texts: dict[str, str] = {}
+    for each in reversed(target.__mro__) if isinstance(target, type) else [target]:
+        for document in (each.__doc__, getattr(vars(each).get("__init__"), "__doc__", None)):
+            _, _, arguments = inspect.cleandoc(document or "").partition("\nArgs:\n")
+            for entry in re.split(r"\n(?= {4}\w)", f"\n{arguments.partition(chr(10) * 2)[0]}"):
+                name, colon, words = entry.strip().partition(": ")
+                if colon and name.isidentifier():
+                    texts[name] = words
+    return texts

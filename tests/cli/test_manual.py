@@ -1,0 +1,60 @@
+"""--help <group>: the options of a group, of the package's classes and of the user's own."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Command = Callable[..., Any]
+
+OWN = '''
+from torch import Tensor
+
+from solrl_lightning.options.rules import Share
+from solrl_lightning.rewards.base import Reward
+
+
+class Redness(Reward):
+    """Scores red.
+
+    Args:
+        least: redness that scores 0,
+            at most 1.
+    """
+
+    name = "redness"
+
+    def __init__(self, device: str, least: Share = 0.5) -> None:
+        self.least = least
+
+    def score(self, images: Tensor, prompts: list[str]) -> Tensor:
+        return images[:, 0].mean((1, 2)) - self.least
+'''
+
+
+def test_help_of_a_group_describes_the_options_that_no_file_names(command: Command) -> None:
+    result = command("--help", "family", "family=sol_rl", "family.pool=48")
+    assert result.status == 0
+    assert "family.pool=48\n    Candidates of each prompt.\n" in result.out
+    assert "family.explore.stop_below=null\n    Instead of ``stop_after``: the highest noise level from" in result.out
+    assert "family.explore.name" not in result.out and "family.regenerate.decoder" not in result.out
+
+
+def test_help_describes_callbacks_and_a_reward_of_the_users_own(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "help_redness.py").write_text(OWN)
+    (tmp_path / "mine/reward").mkdir(parents=True)
+    (tmp_path / "mine/reward/redness.yaml").write_text(
+        "# @package reward\nredness: { _target_: help_redness.Redness, weight: 2.0 }\n"
+    )
+    out = command("--help", "callbacks", "reward", "--config-dir", "mine", "reward=redness").out
+    assert "callbacks.guard.stop=false\n    end the run at the first alarm" in out
+    assert "reward.redness: help_redness.Redness\n    Scores red.\nreward.redness.weight=2.0\n" in out
+    assert "reward.redness.least=0.5\n    redness that scores 0, at most 1.\n" in out
+
+
+def test_help_of_an_unknown_group_says_so(command: Command) -> None:
+    assert "Cannot read 'fam': an option is written key=value." in command("--help", "fam").err
