@@ -25,8 +25,8 @@ os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # processes for the few kerne
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Puts the tests on a cluster of Ray together, and those that fork: one process of the suite starts it for all."""
-    items.sort(key=lambda item: ("cluster" not in item.fixturenames, "forks" not in item.fixturenames))
+    """Puts the tests that fork together: one process of the suite starts it for all."""
+    items.sort(key=lambda item: "forks" not in item.fixturenames)
 
 
 def pytest_collection_finish() -> None:

@@ -14,9 +14,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, NoReturn
 
 from reward_servers import free_port
 
@@ -44,13 +46,17 @@ class Forks:
     def __enter__(self) -> "Forks":
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(Path(__file__).parents[1] / "dev")])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-        )
+        command = [sys.executable, __file__]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        assert process.stdin is not None and process.stdout is not None
+        self._requests, self._answers = process.stdin, process.stdout
+        self._wait: Callable[[], object] = process.wait
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.communicate()
+        self._requests.close()
+        self._answers.close()
+        self._wait()
 
     def run(
         self,
@@ -83,9 +89,24 @@ class Forks:
     ) -> list[Ended]:
         """Runs the command line in ``folder`` once with each environment, all at the same time."""
         request = dict(folder=str(folder), environments=environments, arguments=arguments, target=target, **faults)
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return [Ended(**each) for each in json.loads(self._process.stdout.readline())]
+        print(json.dumps(request), file=self._requests, flush=True)
+        return [Ended(**each) for each in json.loads(self._answers.readline())]
+
+
+class ForksOfThisProcess(Forks):
+    """Forks of this process as it is on entry, with one thread; a fork of it has imported what this one has."""
+
+    def __enter__(self) -> "Forks":
+        (requests, to_it), (from_it, answers) = os.pipe(), os.pipe()
+        process = os.fork()
+        if process == 0:
+            os.close(to_it)
+            _serve(os.fdopen(requests), os.fdopen(answers, "w"))
+        os.close(requests)
+        os.close(answers)
+        self._requests, self._answers = os.fdopen(to_it, "w"), os.fdopen(from_it)
+        self._wait = partial(os.waitpid, process, 0)
+        return self
 
 
 def two_ranks() -> list[dict[str, str]]:
@@ -93,6 +114,12 @@ def two_ranks() -> list[dict[str, str]]:
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     shared |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "test"}
     return [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in "01"]
+
+
+def _serve(requests: IO[str], answers: IO[str]) -> NoReturn:
+    for line in requests:
+        print(json.dumps([ended._asdict() for ended in _forked(json.loads(line))]), file=answers, flush=True)
+    os._exit(0)  # to take the libraries down takes two seconds
 
 
 def _run(request: dict[str, Any], environment: dict[str, str]) -> None:
@@ -181,6 +208,4 @@ if __name__ == "__main__":
     once.draw_once(patch)
     with ConfigTree() as tree:
         tree.compose(["experiment=smoke", "trainer=cpu"])
-    for line in sys.stdin:
-        print(json.dumps([ended._asdict() for ended in _forked(json.loads(line))]), flush=True)
-    os._exit(0)  # to take the libraries down takes two seconds
+    _serve(sys.stdin, sys.stdout)
