@@ -24,6 +24,7 @@ _LOCAL = "local"
 ENVIRONMENT = {  # which Ray reads when it is imported, or connects
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # of a cluster that begins here; by default 15, so that any other process is first
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # else threads of a run that has ended join another cluster, and end with it
     "RAY_gcs_rpc_server_reconnect_timeout_s": "86400",  # else Ray ends this process a minute after the cluster
 }
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # named after the systems where that is the default
