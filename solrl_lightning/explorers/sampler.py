@@ -161,7 +161,7 @@ class RaySampler:
             except RayActorError as error:
                 if item is not None:
                     self._queue.put(item)
-                self._last_words = sentence(error)
+                self._last_words = str(error).splitlines()[-1] if error.actor_init_failed else sentence(error)
                 if number in self._answering:
                     self._answering.discard(number)
                     self._lost += 1

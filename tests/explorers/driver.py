@@ -129,6 +129,14 @@ def pool_of(module: SolRLModule, iteration: int) -> Any:
     return module.encode(PROMPTS), pool_seeds(1, iteration, identities(PROMPTS), 16)
 
 
+def test_explorer_that_cannot_begin_gives_its_reason(
+    cfg: Run, module: SolRLModule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clusters, "__version__", "0.0")
+    with explorers_of(cfg, 0, 1, CPU) as explorers, pytest.raises(ExplorersLost, match=r"UserError: .* and 0\.0 in"):
+        RaySampler(cfg, explorers, module.policy, functools.partial(pool_of, module))
+
+
 @contextmanager
 def exploring(cfg: Run, module: SolRLModule, explorers: list[Any]) -> Iterator[RaySampler]:
     sampler = RaySampler(cfg, explorers, module.policy, functools.partial(pool_of, module))
