@@ -65,7 +65,7 @@ class RankCorrelation(Callback):
         if loop.explored is None:
             return
         merits = module_of(pl_module).rewards.for_training.merits(loop.rollouts.scores)
-        values = fidelity(trainer, loop.rollouts.proxy_rewards, merits)
+        values = fidelity(trainer, loop.rollouts.proxy_merits, merits)
         self.last_kept = {f"kept_{name}": values[name] for name in ("spearman", "kendall")}
         log_values(pl_module, {f"rank/{name}": value for name, value in self.last_kept.items()})
         if self.last.get("iteration") == trainer.current_epoch + 1:

@@ -150,7 +150,7 @@ MUTANTS: dict[str, list[Edit]] = {
             "velocities",
             GUIDANCE,
         ),
-        ("labels from proxies", "advantages(merits,", "advantages(proxy_rewards,", REGENERATED),
+        ("labels from proxies", "advantages(merits,", "advantages(proxy_merits,", REGENERATED),
         ("statistics of one rank", "(merits, self._sum)", "(merits, lambda total: total)", RANKS),
         (
             "advantages normalised in the pool",

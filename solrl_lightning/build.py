@@ -1,4 +1,4 @@
-"""From a composed configuration to objects. Only this file and the tasks read ``cfg``; all else takes arguments."""
+"""Build the objects of a run from its options. The classes that they are of take arguments, never the options."""
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence

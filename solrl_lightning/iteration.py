@@ -49,7 +49,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
     def run(
         recorded: range, encoded: EncodedPrompts, stage: Stage, seeds: Tensor, state: SolverState | None
     ) -> Candidates:
-        """Sample and score the candidates of seeds [P, n]; the last stage records the steps of a stochastic solver."""
+        """Sample and score the candidates of seeds [P, n]; in the last stage the steps ``recorded`` take noise."""
         if objective.shared_noise and len(stages) == 1:
             state = one_noise(policy, seeds)
         steps = range(0) if stage.name == EXPLORE else recorded
@@ -70,7 +70,7 @@ def train(cfg: Run, device: torch.device) -> SolRLModule:
         merits = rewards.for_training.merits(samples.scores)  # [P, K] of [P, K, R]
         advantages = objective.advantages(merits, lambda total: total)  # [P, K]
         rollouts = Rollouts.of(prompts, samples, proxy_merits, advantages)
-        batches = MicroBatches(rollouts, encoded, sigmas, objective, plan)
+        batches = MicroBatches(rollouts, encoded, sigmas, objective, plan)  # in order, not shuffled
         for number, batch in enumerate(batches):
             real = max(1, batch.real)  # the other rows pad the batch and weigh nothing
             others = {}

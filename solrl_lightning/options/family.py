@@ -23,7 +23,7 @@ class Rung(Group):
             raise Broken(rule, fix=f"For example {{step:4,keep:{self.keep}}} or {{below:0.7,keep:{self.keep}}}.")
 
 
-class Explorer(Stage):
+class Exploration(Stage):
     """A cheap way to score the candidates of a pool: a stage, or several that are its rungs."""
 
     no_keys = ("name", "keep", "with_states")
@@ -116,7 +116,7 @@ class Pool(Group):
 
 
 class Family(Pool):
-    explore: Explorer | None
+    explore: Exploration | None
     """The whole pool's pass, for the selection only; null: the pool is sampled once."""
     regenerate: Regeneration
     """The kept candidates' pass."""
@@ -141,7 +141,7 @@ class Family(Pool):
                 f"stops early with {others[0]}={value}. Set {key}={value}."
             )
         if not others and explorer.rungs and explorer.rungs[-1].step == explorer.steps:
-            rule = f"it must be a race that ends before step {explorer.steps}, the last one."
+            rule = f"its last rung ends with step {explorer.steps}, the last one, so no step is left to regenerate."
             raise Broken(rule, "explore.rungs")
 
     @property

@@ -14,7 +14,7 @@ from solrl_lightning.rewards.addresses import check_url
 HTTP = "solrl_lightning.rewards.http.HTTPReward"
 VLM = "solrl_lightning.rewards.vlm.VLMReward"
 VLM_LOCAL = "solrl_lightning.rewards.vlm_local.LocalVLMReward"
-GENEVAL = "solrl_lightning.rewards.GenEval"
+GENEVAL = "solrl_lightning.rewards.geneval.GenEval"
 REWARD_FILES = ("pretrained", "processor", "tokenizer", "head", "detector")  # keys of a reward's hub ids and paths
 
 

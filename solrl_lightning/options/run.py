@@ -12,7 +12,7 @@ from solrl_lightning.errors import UserError
 from solrl_lightning.names import SHADOW, Storage, TrainingSampler
 from solrl_lightning.options.data import Data
 from solrl_lightning.options.explorers import Explorers
-from solrl_lightning.options.family import Explorer, Family
+from solrl_lightning.options.family import Exploration, Family
 from solrl_lightning.options.model import Model, Policy
 from solrl_lightning.options.optimizer import Optimizer
 from solrl_lightning.options.precision import Precision
@@ -43,7 +43,7 @@ class Evaluations(Group):
 
 
 class Run(Group):
-    """The first of these keys that is wrong is told, so a key stands before those whose value follows it."""
+    """The options of a run. Errors are reported in this order: a key stands before those that follow from it."""
 
     seed: Seed
     """Equal seeds give equal runs."""
@@ -235,7 +235,9 @@ class Run(Group):
             raise Broken(f"it must be {folder}, as ckpt=last reads from it.", "callbacks.checkpoint.dirpath", fix)
 
     def check_exploration(self) -> None:
-        explorers: dict[str, Explorer] = {} if self.family.explore is None else {"family.explore": self.family.explore}
+        explorers: dict[str, Exploration] = (
+            {} if self.family.explore is None else {"family.explore": self.family.explore}
+        )
         if isinstance(self.task, Audit):
             explorers |= {f"task.proxies.{index}": each for index, each in enumerate(self.task.proxies)}
         for key, explorer in explorers.items():

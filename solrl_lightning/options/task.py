@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, SerializeAsAny
 
 from solrl_lightning.errors import UserError
 from solrl_lightning.names import Decoder
-from solrl_lightning.options.family import Explorer, Pool
+from solrl_lightning.options.family import Exploration, Pool
 from solrl_lightning.options.rules import (
     MAX_SEED,
     Broken,
@@ -64,7 +64,7 @@ class _Known(Task):
     model_config = ConfigDict(extra="forbid")
 
 
-class Proxy(Explorer):
+class Proxy(Exploration):
     precision: str | None = None
     """Precision of the shadow; the run's, if there is none."""
 

@@ -25,7 +25,7 @@ RunStage = Callable[[Stage, Tensor, SolverState | None], Candidates]
 class Explored(NamedTuple):
     """Result of the stages of an iteration."""
 
-    pool: Candidates  # [P, N] of the first stage, without their state; later stages that select reorder its merits
+    pool: Candidates  # [P, N] of the first stage, without their state, merits as `rerank` leaves them
     regenerated: Candidates  # [P, K] of the last stage, which is the only one in a family without exploration
     proxy_merits: Tensor  # [P, K] float32, by which the last selection has taken them
 

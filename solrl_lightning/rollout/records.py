@@ -13,7 +13,7 @@ from solrl_lightning.sampling.state import RecordedSteps, SolverState, map_tenso
 
 
 class EncodedPrompts(NamedTuple):
-    """P prompts with their embeddings, encoded once per iteration."""
+    """P prompts with their embeddings."""
 
     prompts: list[Prompt]
     conditioning: dict[str, Tensor]  # each [P, ...]
@@ -51,17 +51,17 @@ class Rollouts(NamedTuple):
     prompts: list[Prompt]  # P
     seeds: Tensor  # [P, K] int64
     x0: Tensor  # [P, K, ...] float32, the image latents
-    proxy_rewards: Tensor  # [P, K] float32, the merits of the selection, which have no other use
+    proxy_merits: Tensor  # [P, K] float32, by which the last selection took them; only rank/kept_* reads them
     rewards: Tensor  # [P, K] float32, of `x0`
     scores: Tensor  # [P, K, R] float32, one value per reward
     advantages: Tensor  # [P, K] float32, computed from the merits of `scores`
     recorded_steps: RecordedSteps | None = None  # [P, K, ...]; see `Objective.transitions`
 
     @classmethod
-    def of(cls, prompts: list[Prompt], samples: Candidates, proxy_rewards: Tensor, advantages: Tensor) -> "Rollouts":
-        """Return the ``samples`` of P prompts with their [P, K] proxy rewards and advantages."""
+    def of(cls, prompts: list[Prompt], samples: Candidates, proxy_merits: Tensor, advantages: Tensor) -> "Rollouts":
+        """Return the ``samples`` of P prompts with their [P, K] proxy merits and advantages."""
         seeds, _, rewards, scores, _, recorded_steps = samples
-        return cls(prompts, seeds, samples.x0, proxy_rewards, rewards, scores, advantages, recorded_steps)
+        return cls(prompts, seeds, samples.x0, proxy_merits, rewards, scores, advantages, recorded_steps)
 
 
 class TrainingBatch(NamedTuple):

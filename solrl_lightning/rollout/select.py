@@ -38,10 +38,10 @@ def select_contrastive(scores: Tensor, keep: int) -> Tensor:
 
 
 def rerank(merits: Tensor, places: Tensor, later: Tensor) -> Tensor:
-    """Return merits [P, N], permuted at ``places`` [P, K] into the order of the ``later`` merits [P, K].
+    """Return the merits [P, N] of a pool, handed out at ``places`` [P, K] in the order of a later rung's merits [P, K].
 
-    ``places`` have the most extreme merits, so a selection from the result selects by the later ones. Non-finite ones
-    of these count as the median.
+    The values stay, so one ranking of the pool has the decisions of all rungs. A later merit that is not finite counts
+    as the median.
     """
     places = places.to(merits.device)
     finite = torch.where(later.isfinite(), later, torch.nan)

@@ -38,7 +38,7 @@ from solrl_lightning.metrics.selection_gain import (
     ratio_of_sums,
 )
 from solrl_lightning.names import MERGED, SHADOW
-from solrl_lightning.options.family import Explorer
+from solrl_lightning.options.family import Exploration
 from solrl_lightning.options.rules import written
 from solrl_lightning.options.run import Run
 from solrl_lightning.options.task import Audit
@@ -71,7 +71,7 @@ _SIDES = ((5, 3, "left", "bottom"), (-5, -3, "right", "top"), (-5, 3, "right", "
 class Scored(NamedTuple):
     """A pool scored by one explorer or, the truth, in BF16 at full steps."""
 
-    explorer: Explorer
+    explorer: Exploration
     stages: list[Stage]  # one, or the rungs of a race; then, except for the truth, regeneration
     precision: str
     backend: str  # of the shadow
@@ -94,7 +94,7 @@ def audit(cfg: Run) -> dict[str, Any]:
     scored: list[Scored] = []
     device, precision = device_of(cfg.trainer), cfg.precision
     default_precision = resolve_from(cfg.ckpt, precision.name, precision.backend, device).precision
-    grouped: dict[str | None, dict[str, Explorer]] = {}
+    grouped: dict[str | None, dict[str, Exploration]] = {}
     for index, explorer in enumerate(options.proxies):
         other = None if explorer.precision == default_precision else explorer.precision
         grouped.setdefault(other, {})[f"task.proxies.{index}"] = explorer
@@ -233,16 +233,16 @@ def _full(cfg: Run, **others: Any) -> Stage:
     return Stage(sampler=MERGED, steps=cfg.model.full_steps, solver=cfg.model.solver, **others)
 
 
-def _stages(key: str, explorer: Explorer, cfg: Run, sigmas: Sigmas) -> list[Stage]:
+def _stages(key: str, explorer: Exploration, cfg: Run, sigmas: Sigmas) -> list[Stage]:
     keep = cfg.task_as(Audit).keep
     return [*explorer.stages(key, cfg.model.solver, keep, sigmas, name=_PROXY), _full(cfg)]
 
 
-def score_pool(cfg: Run, explorers: Mapping[str, Explorer], with_truth: bool) -> list[Scored]:
+def score_pool(cfg: Run, explorers: Mapping[str, Exploration], with_truth: bool) -> list[Scored]:
     """Sample and score the pool by ``explorers`` by key, after a warm-up in which compiled samplers compile."""
     loaded = load_pool(cfg, {explorer.sampler for explorer in explorers.values()})
     module, seeds, sigmas = loaded.module, loaded.seeds, loaded.module.policy.sigmas
-    truth = Explorer(sampler="merged", steps=cfg.model.full_steps)
+    truth = Exploration(sampler="merged", steps=cfg.model.full_steps)
     families = [(truth, _stages("", truth, cfg, sigmas)[:1])] if with_truth else []
     for key, explorer in explorers.items():
         stages = _stages(key, explorer, cfg, sigmas)
@@ -317,13 +317,13 @@ def name_of(explorer: Scored, solver: str) -> str:
 
 def sampling_of(stage: Stage) -> dict[str, Any]:
     """Return the options of sampling by key, without the stop."""
-    return stage.model_dump(exclude={*Explorer.no_keys, "stop_after", "stop_below"})
+    return stage.model_dump(exclude={*Exploration.no_keys, "stop_after", "stop_below"})
 
 
 # The recommendation
 
 
-def command_of(explorer: Explorer, precision: str, cfg: Run) -> str | None:
+def command_of(explorer: Exploration, precision: str, cfg: Run) -> str | None:
     """Return the command of a run with this explorer and the audit's other options; None if no family can.
 
     Exploration on merged weights that stops early continues in regeneration, so steps and solver are equal; an explorer
@@ -343,7 +343,7 @@ def command_of(explorer: Explorer, precision: str, cfg: Run) -> str | None:
     all_of_it = _has_experiment(task)  # which may set these, too
     arguments += _counts(cfg, family, task.pool, task.keep)
     values, defaults = explorer.model_dump(exclude_none=True), default.model_dump(exclude_none=True)
-    for key in [name for name in Explorer.model_fields if name not in Explorer.no_keys]:
+    for key in [name for name in Exploration.model_fields if name not in Exploration.no_keys]:
         value = values.get(key)
         if value != defaults.get(key) or (all_of_it and key in defaults):
             arguments.append(f"family.explore.{key}={written(value).replace(' ', '')}")

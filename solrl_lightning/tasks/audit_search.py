@@ -16,7 +16,7 @@ from torch import Tensor
 
 from solrl_lightning.data.prompt import Prompt
 from solrl_lightning.metrics.selection_gain import gap_of_prompts, ratio_of_sums
-from solrl_lightning.options.family import Explorer, Rung
+from solrl_lightning.options.family import Exploration, Rung
 from solrl_lightning.rollout.explore import RunStage, run_family
 from solrl_lightning.rollout.records import Candidates
 from solrl_lightning.rollout.select import take
@@ -55,7 +55,7 @@ def simulate(stages: Sequence[Stage], scores: Mapping[int, Tensor], merits: Call
 class EarlyStop(NamedTuple):
     """A way to explore in BF16, and what it keeps."""
 
-    explorer: Explorer
+    explorer: Exploration
     name: str  # steps and noise levels
     keep: list[int | None]  # candidates that continue after each stop
     evaluations: int  # of the model, a prompt, with those that regenerate
@@ -71,7 +71,7 @@ class EarlyStop(NamedTuple):
         return self.gap_kept + error >= min_gap
 
 
-def early_stops(explorer: Explorer, sigmas: Tensor, pool: int, keep: int) -> Iterator[Explorer]:
+def early_stops(explorer: Exploration, sigmas: Tensor, pool: int, keep: int) -> Iterator[Exploration]:
     """Yield ways to explore: a stop at each noise level, and two rungs at each pair of levels."""
     levels = [float(level_of(step, sigmas)) for step in range(2, explorer.steps)]
     kept = [number for number in (pool * eighths // 8 for eighths in _EIGHTHS) if keep < number < pool]
@@ -83,7 +83,7 @@ def early_stops(explorer: Explorer, sigmas: Tensor, pool: int, keep: int) -> Ite
 
 
 def search(
-    explorer: Explorer,
+    explorer: Exploration,
     scores: Mapping[int, Tensor],
     merits: Callable[[Tensor], Tensor],
     truth: Tensor,

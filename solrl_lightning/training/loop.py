@@ -114,7 +114,7 @@ class ExploreTrainLoop(_FitLoop):
         self._rollouts: Rollouts | None = None
         self._evaluate_every, self.few_evaluations = trainer.check_val_every_n_epoch, few_evaluations
         self.ends_again = False
-        """Whether the run has ended and was stopped before its last files were written: it trains no more."""
+        """Whether the run had trained to its end when it was stopped: it resumes to write its last files only."""
         trainer.accumulate_grad_batches = self.plan.micro_batches
         trainer.fit_loop = self
 

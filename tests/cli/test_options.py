@@ -152,7 +152,7 @@ family=race family.explore.rungs=[{step:2,keep:24},{step:4,keep:36}] | a keep no
 family=race family.explore.rungs=[{step:2,keep:97},{step:4,keep:24}] | from the pool of 96
 family=race family.explore.rungs=[{step:2,keep:60},{step:4,keep:23}] | down to 24 in the last rung
 family=race family.explore.rungs=[{step:2,keep:60},{step:11,keep:24}] | up to 10
-family=race family.explore.rungs=[{step:10,keep:24}] | it must be a race that ends before step 10, the last one
+family=race family.explore.rungs=[{step:10,keep:24}] | its last rung ends with step 10, the last one
 family=race family.regenerate.steps=20 | it resumes the trajectories of family.explore, which stops early with steps=10.
 trainer=fsdp                     | family.explore.sampler=shadow is invalid with trainer=fsdp
 trainer=fsdp family=prefix       | Set callbacks.sample_grid.every=0

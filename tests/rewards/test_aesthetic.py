@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import CLIPModel
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.rewards import Aesthetic
+from solrl_lightning.rewards.aesthetic import Aesthetic
 
 PLACES = (0, 2, 4, 6, 7)  # of the linear layers in the published file
 

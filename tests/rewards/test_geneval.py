@@ -14,8 +14,7 @@ from transformers import CLIPModel, CLIPTokenizer, Owlv2Config, Owlv2ForObjectDe
 from transformers.models.owlv2.image_processing_owlv2 import Owlv2ImageProcessor
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.rewards import GenEval
-from solrl_lightning.rewards.geneval import Box, correct, crop, mean_of_terms, relations
+from solrl_lightning.rewards.geneval import Box, GenEval, correct, crop, mean_of_terms, relations
 from solrl_lightning.rewards.geneval_metadata import COLOURS, broken_rule
 
 DOG = {"class": "dog", "count": 1}

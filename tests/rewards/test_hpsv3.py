@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLForConditionalGeneration, Qwen2VLImageProcessor
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.rewards import HPSv3
-from solrl_lightning.rewards.hpsv3 import REPOSITORY, SOURCE, TOKEN, WEIGHTS, read_instruction
+from solrl_lightning.rewards.hpsv3 import REPOSITORY, SOURCE, TOKEN, WEIGHTS, HPSv3, read_instruction
 
 WIDTH = 32
 PROMPTS = ["a red circle above a blue square", "a circle", f"a {TOKEN} square"]

@@ -12,8 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 from solrl_lightning.errors import UserError
-from solrl_lightning.rewards import OCR
-from solrl_lightning.rewards.ocr import similarity, text_in_quotes
+from solrl_lightning.rewards.ocr import OCR, similarity, text_in_quotes
 
 
 def sign(text: str) -> Tensor:

@@ -19,7 +19,7 @@ from sigmas import uniform_sigmas
 
 from solrl_lightning.build import build_objective, with_option
 from solrl_lightning.metrics.selection_gain import GAIN_EXPONENT, gap_of_prompts
-from solrl_lightning.options.family import Explorer
+from solrl_lightning.options.family import Exploration
 from solrl_lightning.options.run import Run
 from solrl_lightning.rollout.stage import evaluations
 from solrl_lightning.tasks import audit as audit_module
@@ -108,7 +108,7 @@ def test_search_gives_the_numbers_of_the_proxies_that_it_names(
 
 
 def test_without_enough_of_the_gap_the_search_names_the_early_stop_that_keeps_most() -> None:
-    explorer = Explorer(sampler="merged", steps=5)
+    explorer = Exploration(sampler="merged", steps=5)
     rows = [(10, 0.5), (20, 0.8), (30, 0.7), (40, 0.9)]
     stops = [EarlyStop(explorer, "", [4], evaluations, share, math.nan) for evaluations, share in rows]
     assert [cheapest(stops, "prefix", least).evaluations for least in (0.4, 0.6, 0.95)] == [10, 20, 40]  # type: ignore[union-attr]

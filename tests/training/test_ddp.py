@@ -52,7 +52,7 @@ def test_two_ranks_match_one_rank(
 def check(alone: dict[str, Any], of_ranks: list[dict[str, Any]]) -> None:
     for rank, actual in enumerate(of_ranks):
         assert actual["prompts"] == alone["prompts"][rank::2]
-        for name in ("seeds", "x0", "proxy_rewards", "rewards", "advantages"):
+        for name in ("seeds", "x0", "proxy_merits", "rewards", "advantages"):
             assert torch.equal(actual[name], alone[name][rank::2]), name
     first, second = of_ranks
     for name in ("gradient", "weights", "evaluations"):

@@ -237,19 +237,19 @@ def test_single_stage_family_samples_pool_once(tmp_path: Path) -> None:
     run = train(tmp_path, "family=naive_scaling")
     assert run.recorder.events == ["sync_samplers", "regenerate", *["training_step"] * MICRO_BATCHES, "step"]
     assert run.loop.explored is None
-    assert torch.equal(run.loop.rollouts.proxy_rewards, run.loop.rollouts.rewards)
+    assert torch.equal(run.loop.rollouts.proxy_merits, run.loop.rollouts.rewards)
 
 
 def test_regenerated_samples_have_same_seeds_and_new_rewards(finished: tuple[Run, Path]) -> None:
     loop = finished[0].loop
     assert loop.explored is not None
-    assert not torch.equal(loop.rollouts.proxy_rewards, loop.rollouts.rewards)
+    assert not torch.equal(loop.rollouts.proxy_merits, loop.rollouts.rewards)
     assert all(len(set(seeds)) == 3 for seeds in loop.rollouts.seeds.tolist())
     chosen = select_contrastive(loop.explored.rewards, 3)
     assert torch.equal(loop.rollouts.seeds, loop.explored.seeds.gather(1, chosen))
-    assert torch.equal(loop.rollouts.proxy_rewards, loop.explored.rewards.gather(1, chosen))
+    assert torch.equal(loop.rollouts.proxy_merits, loop.explored.rewards.gather(1, chosen))
     assert torch.equal(loop.rollouts.advantages, group_advantages(loop.rollouts.rewards))
-    assert not torch.equal(loop.rollouts.advantages, group_advantages(loop.rollouts.proxy_rewards))
+    assert not torch.equal(loop.rollouts.advantages, group_advantages(loop.rollouts.proxy_merits))
 
 
 class Channel(Reward):
@@ -323,7 +323,7 @@ def test_prefix_family_resumes_kept_trajectories(tmp_path: Path) -> None:
     assert check.rows == 2 * (5 * 2 + 3 * 3)  # 2 prompts; 5 candidates for 2 steps, 3 kept for the other 3
     torch.testing.assert_close(check.rollouts.x0, check.again.x0, rtol=0, atol=0.05)
     torch.testing.assert_close(check.rollouts.rewards, check.again.rewards, rtol=0, atol=0.02)
-    assert not torch.equal(check.rollouts.proxy_rewards, check.rollouts.rewards)
+    assert not torch.equal(check.rollouts.proxy_merits, check.rollouts.rewards)
 
 
 def test_noise_levels_give_the_run_of_their_steps(tmp_path: Path) -> None:
