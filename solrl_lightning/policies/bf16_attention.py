@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from solrl_lightning.policies.bf16 import has_fast_bf16_products, is_faster
+from solrl_lightning.policies.bf16 import has_fast_bf16_products, is_clearly_faster
 
 _SCORES = 2**19  # that `attention_in_bf16` computes at once: they stay in the cache
 _LEAST_KEYS = 64  # for which `attention_in_bf16` is worth its rounding: the 26 of the model `tiny` gain little
@@ -137,14 +137,14 @@ attention_in_bf16_backward.register_fake(lambda gradient, *operands: tuple(x.new
 
 @cache
 def has_fast_bf16_attention() -> bool:
-    """Return whether this CPU computes attention and its gradients faster in bfloat16 than on widened operands."""
+    """Return whether attention and its gradients are clearly faster in bfloat16 here than on widened operands."""
     x = torch.ones(16, 4, 32, 32, dtype=torch.bfloat16, requires_grad=True)
 
     def step(mode: AbstractContextManager[Any]) -> None:
         with mode:
             F.scaled_dot_product_attention(x, x, x).sum().backward()
 
-    return is_faster(lambda: step(nullcontext()), lambda: step(FP32Attention()))
+    return is_clearly_faster(lambda: step(nullcontext()), lambda: step(FP32Attention()))
 
 
 def use_fast_attention(transformer: nn.Module) -> None:

@@ -56,8 +56,11 @@ def test_only_plain_linear_layers_are_converted_in_place() -> None:
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
 
 
-def test_faster_of_two_calls_has_the_least_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = {"first": iter([9.0, 1.0, 9.0, 9.0, 9.0, 9.0, 9.0]), "second": iter([2.0] * 7)}
+@pytest.mark.parametrize(("least", "faster"), [(0.9, True), (1.1, False)])
+def test_a_clearly_faster_call_takes_half_of_the_least_time(
+    monkeypatch: pytest.MonkeyPatch, least: float, faster: bool
+) -> None:
+    seconds = {"first": iter([9.0, least, 9.0, 9.0, 9.0, 9.0, 9.0]), "second": iter([2.0] * 7)}
     clock = 0.0
 
     def call(name: str) -> None:
@@ -65,4 +68,4 @@ def test_faster_of_two_calls_has_the_least_time(monkeypatch: pytest.MonkeyPatch)
         clock += next(seconds[name])
 
     monkeypatch.setattr(bf16.time, "thread_time", lambda: clock)
-    assert bf16.is_faster(lambda: call("first"), lambda: call("second"))
+    assert bf16.is_clearly_faster(lambda: call("first"), lambda: call("second")) == faster
