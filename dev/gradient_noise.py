@@ -72,8 +72,8 @@ def gradient(module: SolRLModule, batch: TrainingBatch) -> Tensor:
     """Return the gradient [D] of the mean loss without the KL term."""
     objective = dataclasses.replace(module.objective, kl_weight=0.0)  # type: ignore[type-var]
     with torch.no_grad(), module.transformers.velocity_models["old"]() as transformer:
-        old = module._velocity(transformer, batch)
-    loss = objective(module._velocity(module.transformer, batch), batch, old=old).per_sample.mean()
+        old = module.velocity(transformer, batch)
+    loss = objective(module.velocity(module.transformer, batch), batch, old=old).per_sample.mean()
     return torch.cat([each.flatten() for each in torch.autograd.grad(loss, module.trained_parameters())])
 
 
