@@ -1,5 +1,6 @@
 """The page ``solrl_lightning/iteration.py`` is what the command does: their trained weights are equal bit for bit."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,14 +13,20 @@ from solrl_lightning.tasks.train import train
 
 FAMILIES = sorted(file.stem for file in Path(__file__).parents[1].joinpath("conf", "family").glob("*.yaml"))
 RUNS = [
-    *(f"family={family}" for family in FAMILIES),
+    "family=sol_rl",
+    "family=sol_rl objective=flow_grpo",
     "family=prefix objective=awm objective.reference_every=2",
-    "family=naive_scaling objective=ram optimizer_steps=2 scheduler=cosine",
-    "objective=pepg prompts_per_iteration=3 optimizer_steps=3",
-    "objective=flow_grpo",
-    "family=compile objective=dance_grpo",
+    "family=race",
     "family=race objective=dance_grpo",
+    "family=diffusionnft objective=pepg prompts_per_iteration=3 optimizer_steps=3",
+    "family=naive_quant",
+    "family=naive_scaling objective=ram optimizer_steps=2 scheduler=cosine",
+    "family=compile objective=dance_grpo",
 ]
+
+
+def test_every_family_is_among_the_runs() -> None:
+    assert {re.findall(r"family=(\w+)", run)[0] for run in RUNS} == set(FAMILIES)
 
 
 @pytest.mark.parametrize("run", RUNS)

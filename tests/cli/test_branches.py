@@ -47,9 +47,8 @@ def results(run: Path) -> dict[str, Any]:
     [
         ((), 2),
         (("iterations=4", "callbacks.guard.stop=true", "callbacks.guard.limits.drift=1"), 1),
-        (("iterations=4", "max_seconds=1e-3"), 1),
     ],
-    ids=["whole", "stopped by the guard", "out of seconds"],
+    ids=["whole", "stopped by the guard"],
 )
 def test_run_killed_in_its_last_seconds_is_finished_by_the_same_command(
     forks: Forks, tmp_path: Path, options: tuple[str, ...], iterations: int

@@ -184,7 +184,7 @@ def test_run_killed_while_saving_resumes_from_previous_checkpoint(
     assert set(checkpoint.parent.iterdir()) == {checkpoint, best}
 
 
-KILLS = 3
+KILLS = 2
 
 
 @pytest.mark.slow
@@ -192,7 +192,7 @@ KILLS = 3
 def test_run_killed_at_random_time_resumes_to_same_result(
     forks: Forks, straight: tuple[Path, float], tmp_path: Path, number: int
 ) -> None:
-    moment = (number + random.Random(number).random()) / KILLS  # one per third of the run
+    moment = (number + random.Random(number).random()) / KILLS  # one per half of the run
     forks.run(tmp_path, *SMALL, "hydra.run.dir=run", kill_after=moment * straight[1])
     resumable = (tmp_path / "run" / "checkpoints" / "last.ckpt").exists()
     done = forks.run(tmp_path, "ckpt=last", "hydra.run.dir=run")

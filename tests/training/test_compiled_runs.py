@@ -19,8 +19,6 @@ from solrl_lightning.tasks.train import train
 
 BLOCKS: dict[str, dict[str, Any]] = {
     "flux1": {"num_layers": 1, "num_single_layers": 3},
-    # Three with two attentions, three with one, and the last, which has no text stream.
-    "sd3": {"num_layers": 7, "dual_attention_layers": [0, 1, 2]},
     "sana": {"num_layers": 3},
 }
 SMALL = (
@@ -72,7 +70,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own access
-@pytest.mark.parametrize(("model", "family"), [("flux1", "sol_rl"), ("sd3", "sol_rl"), ("sana", "prefix")])
+@pytest.mark.parametrize(("model", "family"), [("flux1", "sol_rl"), ("sana", "prefix")])
 def test_all_samplers_are_compiled_once_also_after_running_out_of_memory(
     compose: Callable[..., Run],
     folders: dict[str, str],

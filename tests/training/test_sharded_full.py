@@ -22,7 +22,7 @@ from solrl_lightning.training.sharded_full import ShardedFullTransformer
 
 MIXED = "param_dtype_override_fn" in [field.name for field in fields(MixedPrecisionPolicy)]
 IN_BF16 = ("flux1", "wan") if MIXED else ("flux1",)  # diffusers keeps layers of wan in float32
-IN_FLOAT32 = ("flux1", "sd3", "sana", "wan")
+IN_FLOAT32 = ("flux1", "sana", "wan")
 
 
 def distance(actual: Tensor, expected: Tensor) -> float:
